@@ -7,22 +7,7 @@ import pytest
 import torch
 from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, tiny, tiny_tokenizer
 
-from arbordraft import (
-    IID,
-    Coupling,
-    DecodingError,
-    EarlyExitDrafter,
-    Fixed,
-    HybridDrafter,
-    LanguageModelDrafter,
-    Lifted,
-    NGramDrafter,
-    NoDrafter,
-    RaggedModel,
-    SpeculativeDecoder,
-    TopTail,
-    TreeTopology,
-)
+import arbordraft as ad
 from arbordraft.decoding.spelling import Pieces
 from arbordraft.sampling.laws import SharedNoise
 from arbordraft.verifiers import SharedMatching
@@ -31,7 +16,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% 
 STRICT = "{{ raise_exception('roles must alternate') }}"
 
 
-def target(template: str | None = None, tokenizer: bool = True, **overrides: object) -> RaggedModel:
+def target(template: str | None = None, tokenizer: bool = True, **overrides: object) -> ad.RaggedModel:
     """One letter per token; no token ends a text."""
     words = tiny_tokenizer() if tokenizer else None
     if words is not None:
@@ -39,24 +24,24 @@ def target(template: str | None = None, tokenizer: bool = True, **overrides: obj
     model = tiny(**overrides)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return RaggedModel(model, words, kernels="torch")
+    return ad.RaggedModel(model, words, kernels="torch")
 
 
-def decoder(template: str | None = None, **options: object) -> SpeculativeDecoder:
-    return SpeculativeDecoder(target(template, **options), NGramDrafter())
+def decoder(template: str | None = None, **options: object) -> ad.SpeculativeDecoder:
+    return ad.SpeculativeDecoder(target(template, **options), ad.NGramDrafter())
 
 
 # What a decoder derives from its drafter
 
 DRAFTERS = {
-    "lookups": (lambda t: NGramDrafter(), Fixed),
-    "nothing": (lambda t: NoDrafter(), Fixed),
-    "early exit": (lambda t: EarlyExitDrafter(t, 1), SharedNoise),
+    "lookups": (lambda t: ad.NGramDrafter(), ad.Fixed),
+    "nothing": (lambda t: ad.NoDrafter(), ad.Fixed),
+    "early exit": (lambda t: ad.EarlyExitDrafter(t, 1), SharedNoise),
     "draft model": (
-        lambda t: LanguageModelDrafter(RaggedModel(tiny(seed=1), t.tokenizer, kernels="torch")),
+        lambda t: ad.LanguageModelDrafter(ad.RaggedModel(tiny(seed=1), t.tokenizer, kernels="torch")),
         SharedNoise,
     ),
-    "lookups, else early exit": (lambda t: HybridDrafter(NGramDrafter(), EarlyExitDrafter(t, 1)), SharedNoise),
+    "lookups, else early exit": (lambda t: ad.HybridDrafter(ad.NGramDrafter(), ad.EarlyExitDrafter(t, 1)), SharedNoise),
 }
 
 
@@ -64,7 +49,7 @@ DRAFTERS = {
 def test_a_decoder_of_target_and_drafter_alone(name):
     make, law = DRAFTERS[name]
     model = target()
-    made = SpeculativeDecoder(model, make(model))
+    made = ad.SpeculativeDecoder(model, make(model))
     assert isinstance(made.coupling.law, law)
     assert isinstance(made.coupling.verifier, SharedMatching)
     assert made.equality_report().equality != "lossy"
@@ -78,28 +63,35 @@ def test_a_decoder_of_target_and_drafter_alone(name):
 
 
 @pytest.mark.parametrize(
-    ("topology", "law"), [(TreeTopology.chain(3), IID), (TreeTopology.k_ary(3, 2), SharedNoise)], ids=["chain", "tree"]
+    ("topology", "law"),
+    [(ad.TreeTopology.chain(3), ad.IID), (ad.TreeTopology.k_ary(3, 2), SharedNoise)],
+    ids=["chain", "tree"],
 )
 def test_the_law_follows_the_topology(topology, law):
     model = target()
-    made = SpeculativeDecoder(model, EarlyExitDrafter(model, 1), topology)
+    made = ad.SpeculativeDecoder(model, ad.EarlyExitDrafter(model, 1), topology)
     assert (type(made.coupling.law), made.coupling.law.k) == (law, topology.width)
 
 
 @pytest.mark.parametrize(
     ("law", "verifier"),
-    [(SharedNoise(2), SharedMatching), (Fixed(2), SharedMatching), (IID(2), Lifted), (TopTail(1, 1), Lifted)],
+    [
+        (SharedNoise(2), SharedMatching),
+        (ad.Fixed(2), SharedMatching),
+        (ad.IID(2), ad.Lifted),
+        (ad.TopTail(1, 1), ad.Lifted),
+    ],
     ids=str,
 )
 def test_every_law_has_a_verifier(law, verifier):
-    coupling = Coupling.of(law)
+    coupling = ad.Coupling.of(law)
     assert type(coupling.verifier) is verifier
     assert coupling.exactness == ("pathwise" if verifier is SharedMatching else "exact")
 
 
 def test_a_law_must_be_one():
     with pytest.raises(TypeError, match="law must be of type DraftLaw"):
-        Coupling.of(2)
+        ad.Coupling.of(2)
 
 
 # complete()
@@ -157,7 +149,7 @@ def test_answers_end_before_a_stop(streamed):
 def test_a_stop_is_looked_for_in_the_answer_alone_as_it_comes(streamed, monkeypatch):
     """Not in the prompt, and without transformers' table of all tokens, which grows with the stop."""
     monkeypatch.setattr("transformers.StopStringCriteria.__init__", lambda *_: pytest.fail("the table is made"))
-    made = SpeculativeDecoder(target(), NoDrafter())
+    made = ad.SpeculativeDecoder(target(), ad.NoDrafter())
     steps = steps_of(made)
     whole = made.complete("hello", max_new_tokens=30)
     assert len(steps) == 30
@@ -266,14 +258,14 @@ def test_bad_messages(messages, template, error, match):
 # Streams
 
 
-def steps_of(made: SpeculativeDecoder) -> list[int]:
+def steps_of(made: ad.SpeculativeDecoder) -> list[int]:
     steps: list[int] = []
     made.on_step = lambda *_: steps.append(1)
     return steps
 
 
 def test_a_closed_stream_stops_decoding():
-    made = SpeculativeDecoder(target(max_position_embeddings=4096), NoDrafter())
+    made = ad.SpeculativeDecoder(target(max_position_embeddings=4096), ad.NoDrafter())
     steps = steps_of(made)
     stream = made.complete("hello", max_new_tokens=4000, stream=True)
     next(stream)
@@ -288,7 +280,7 @@ def test_a_closed_stream_stops_decoding():
 
 
 def test_a_dropped_stream_stops_decoding():
-    made = SpeculativeDecoder(target(max_position_embeddings=4096), NoDrafter())
+    made = ad.SpeculativeDecoder(target(max_position_embeddings=4096), ad.NoDrafter())
     for _ in made.complete("hello", max_new_tokens=4000, stream=True):
         break
     assert not [thread for thread in threading.enumerate() if thread.name == "arbordraft-text"]
@@ -305,7 +297,7 @@ def test_an_error_reaches_the_reader():
     made = decoder()
     with torch.no_grad():
         made.target.model.get_output_embeddings().weight[:] = float("nan")
-    with pytest.raises(DecodingError, match="NaN"):
+    with pytest.raises(ad.DecodingError, match="NaN"):
         list(made.complete("hello", max_new_tokens=20, stream=True))
 
 

@@ -9,20 +9,7 @@ import torch
 from padded import PaddedDecoder
 from support.models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
 
-from arbordraft import (
-    Coupling,
-    EarlyExitDrafter,
-    Fixed,
-    LanguageModelDrafter,
-    Matching,
-    NGramDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.bench.decoding import emitted
 from arbordraft.bench.verifiers import (
     clustered,
@@ -38,7 +25,7 @@ from arbordraft.drafters.grower import TreeGrower
 from arbordraft.testing import acceptance, random_rows
 from arbordraft.verifiers import optimal_acceptance
 
-CHAIN = TreeTopology.chain(5)
+CHAIN = ad.TreeTopology.chain(5)
 
 
 class Told(Drafter):
@@ -49,7 +36,7 @@ class Told(Drafter):
         self.texts, self.plan, self.step = texts, plan, 0
 
     def propose(self, state, context):
-        grower, step = TreeGrower(context, Fixed(1), self), self.plan[min(self.step, len(self.plan) - 1)]
+        grower, step = TreeGrower(context, ad.Fixed(1), self), self.plan[min(self.step, len(self.plan) - 1)]
         self.step += 1
         for depth in range(5):
             for sample in grower.frontier(depth):
@@ -77,10 +64,10 @@ def test_the_worked_example_of_the_paper():
     answers = greedy_reference(ragged().model, prompts, max_new_tokens=12, eos_token_id=None)
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     plan = [[(5, 3), (2, 0)], [(2, 1), (5, 5)], [(0, 0), (0, 0)]]
-    parts = Coupling(Fixed(1), TopDown(Matching()))
+    parts = ad.Coupling.matching()
     pads = {}
     for name, cls, options in (
-        ("unpadded", SpeculativeDecoder, {}),
+        ("unpadded", ad.SpeculativeDecoder, {}),
         ("rows only", PaddedDecoder, {"pad_cache": False}),
         ("columns only", PaddedDecoder, {"pad_input": False}),
         ("vanilla", PaddedDecoder, {}),
@@ -109,13 +96,13 @@ def test_the_worked_example_of_the_paper():
 @pytest.mark.parametrize("options", [{}, {"pad_cache": False}, {"pad_input": False}], ids=str)
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 def test_padding_changes_no_token(options, kernels):
-    target = RaggedModel(ragged().model, kernels=kernels)
+    target = ad.RaggedModel(ragged().model, kernels=kernels)
     lookup, same = (
-        NGramDrafter(longest=2, shortest=1),
-        LanguageModelDrafter(RaggedModel(ragged(seed=3).model, kernels="torch")),
+        ad.NGramDrafter(longest=2, shortest=1),
+        ad.LanguageModelDrafter(ad.RaggedModel(ragged(seed=3).model, kernels="torch")),
     )
     for drafter in (lookup, same):
-        coupling = Coupling(Fixed(1), TopDown(Matching()))
+        coupling = ad.Coupling.matching()
         found, stats = decoded(PaddedDecoder(target, drafter, CHAIN, coupling, **options), PROMPTS, eos_token_id=2)
         assert found == greedy_reference(ragged().model, PROMPTS, max_new_tokens=12)
         assert drafter is same or stats.pad_rows + stats.pad_keys > 0
@@ -123,9 +110,9 @@ def test_padding_changes_no_token(options, kernels):
 
 def test_only_chains_are_padded():
     with pytest.raises(ValueError, match="made for chains"):
-        PaddedDecoder(ragged(), NGramDrafter(), TreeTopology.k_ary(2, 2), Coupling(Fixed(2), TopDown(Matching())))
+        PaddedDecoder(ragged(), ad.NGramDrafter(), ad.TreeTopology.k_ary(2, 2), ad.Coupling.matching(2))
     with pytest.raises(ValueError, match="leave buckets out"):
-        PaddedDecoder(ragged(), NGramDrafter(), CHAIN, Coupling(Fixed(1), TopDown(Matching())), buckets=(8,))
+        PaddedDecoder(ragged(), ad.NGramDrafter(), CHAIN, ad.Coupling.matching(), buckets=(8,))
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -144,12 +131,12 @@ SAMPLED = Workload(("a b c", "c", "b a", "d d"), batch=4, new_tokens=6, temperat
 def told():
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = tokenizer.pad_token = "c"
-    return RaggedModel(ragged().model, tokenizer, kernels="torch")
+    return ad.RaggedModel(ragged().model, tokenizer, kernels="torch")
 
 
 def test_node_rows_are_expectations_on_the_same_positions():
     target = told()
-    drafters = {"half": EarlyExitDrafter(target, 1)}
+    drafters = {"half": ad.EarlyExitDrafter(target, 1)}
     rows = list(node_acceptance(target, drafters, replace(SAMPLED, batch=2), children=(2, 3)))
     assert len({row.positions for row in rows}) == 1
     for row in rows:
@@ -163,11 +150,11 @@ def test_node_rows_are_expectations_on_the_same_positions():
 def test_tree_rows_are_what_decoding_would_show():
     """The mean over positions of the exact expectation, against counting verdicts there."""
     target = told()
-    drafter, law, topology = EarlyExitDrafter(target, 1), WithoutReplacement(2), TreeTopology.k_ary(2, 2)
+    drafter, law, topology = ad.EarlyExitDrafter(target, 1), ad.WithoutReplacement(2), ad.TreeTopology.k_ary(2, 2)
     rows = list(tree_tau(target, {"half": drafter}, SAMPLED, depths=(2,)))
     (found,) = (row for row in rows if row.law == "WithoutReplacement(2)" and row.verifier.startswith("TopDown"))
     expected, counted = [], []
-    verifier = TopDown(RecursiveRejection())
+    verifier = ad.TopDown(ad.RecursiveRejection())
 
     def look(prompt, tree, target_rows, _):
         expected.append(expected_accepted(verifier, tree, target_rows))

@@ -17,15 +17,7 @@ from support.onnx_graphs import decider
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from arbordraft import (
-    BlockDrafter,
-    EagleDrafter,
-    EarlyExitDrafter,
-    LanguageModelDrafter,
-    MedusaDrafter,
-    NGramDrafter,
-    RaggedModel,
-)
+import arbordraft as ad
 from arbordraft.deciders import LearnedDecider
 from arbordraft.exports.decoder_config import TargetReference
 from arbordraft.exports.engines import export_vllm
@@ -254,7 +246,7 @@ PLACES = {
     "engine": lambda folder: export_vllm(folder, f"{folder}-out", target=folder),
     "logged decoder": reference,
     "--drafter": lambda folder: drafter_named(folder, target()),
-    "drafter": lambda folder: LanguageModelDrafter.from_pretrained(folder, target()),
+    "drafter": lambda folder: ad.LanguageModelDrafter.from_pretrained(folder, target()),
 }
 
 
@@ -342,7 +334,7 @@ HEADS = {
     "medusa": "blocks.0.layers.0.weight",
     "exit": "mlp.down_proj.weight",
 }
-LOADERS = {"block": BlockDrafter, "eagle": EagleDrafter, "medusa": MedusaDrafter, "exit": EarlyExitDrafter}
+LOADERS = {"block": ad.BlockDrafter, "eagle": ad.EagleDrafter, "medusa": ad.MedusaDrafter, "exit": ad.EarlyExitDrafter}
 
 
 def of_weight(name):
@@ -430,7 +422,7 @@ def test_folders_of_something_else(copied):
     with pytest.raises(ValueError, match="holds no trained drafter but a LearnedDecider"):
         load_drafter(copied("decider"), target())
     with pytest.raises(ValueError, match="holds a model of type 'arbordraft_medusa', not 'arbordraft_eagle'"):
-        EagleDrafter.from_pretrained(copied("medusa"), target())
+        ad.EagleDrafter.from_pretrained(copied("medusa"), target())
     with pytest.raises(ValueError, match="write early-exit:LAYERS"):
         drafter_named("early-exit:some", target())
 
@@ -598,25 +590,31 @@ def meta():
 
 
 PARTS = {
-    "no head": (lambda: EagleDrafter(None, target()), "must be of the kind EagleHead, got NoneType"),
-    "a path as head": (lambda: EagleDrafter("folder", target()), "kind EagleHead, got str: load .* from_pretrained"),
+    "no head": (lambda: ad.EagleDrafter(None, target()), "must be of the kind EagleHead, got NoneType"),
+    "a path as head": (lambda: ad.EagleDrafter("folder", target()), "kind EagleHead, got str: load .* from_pretrained"),
     "heads of another kind": (
-        lambda: EagleDrafter(trained("medusa").network, target()),
+        lambda: ad.EagleDrafter(trained("medusa").network, target()),
         "kind EagleHead, got MedusaHead",
     ),
-    "a head for heads": (lambda: MedusaDrafter(trained("eagle").network, target()), "kind MedusaHead, got EagleHead"),
-    "no adapter": (lambda: EarlyExitDrafter(target(), EXIT, target()), "kind ExitAdapter, got RaggedModel"),
+    "a head for heads": (
+        lambda: ad.MedusaDrafter(trained("eagle").network, target()),
+        "kind MedusaHead, got EagleHead",
+    ),
+    "no adapter": (lambda: ad.EarlyExitDrafter(target(), EXIT, target()), "kind ExitAdapter, got RaggedModel"),
     "a plain target": (
-        lambda: EagleDrafter(trained("eagle").network, target().model),
+        lambda: ad.EagleDrafter(trained("eagle").network, target().model),
         r"target must be a RaggedModel, got LlamaForCausalLM: wrap the model as RaggedModel\(model\)",
     ),
-    "no target": (lambda: MedusaDrafter(trained("medusa").network, None), "target must be a RaggedModel, got NoneType"),
-    "an early exit of a plain target": (lambda: EarlyExitDrafter(target().model, 1), "target must be a RaggedModel"),
-    "no draft model": (lambda: LanguageModelDrafter(None), "model must be a causal LM of transformers"),
-    "a name for a draft model": (lambda: LanguageModelDrafter("smollm2"), "model must be a causal LM"),
-    "a drafter for a draft model": (lambda: LanguageModelDrafter(NGramDrafter()), "model must be a causal LM"),
-    "a base model": (lambda: LanguageModelDrafter(tiny().model), "LlamaModel has no language-model head"),
-    "a classifier": (lambda: LanguageModelDrafter(classifier().eval()), "has no language-model head"),
+    "no target": (
+        lambda: ad.MedusaDrafter(trained("medusa").network, None),
+        "target must be a RaggedModel, got NoneType",
+    ),
+    "an early exit of a plain target": (lambda: ad.EarlyExitDrafter(target().model, 1), "target must be a RaggedModel"),
+    "no draft model": (lambda: ad.LanguageModelDrafter(None), "model must be a causal LM of transformers"),
+    "a name for a draft model": (lambda: ad.LanguageModelDrafter("smollm2"), "model must be a causal LM"),
+    "a drafter for a draft model": (lambda: ad.LanguageModelDrafter(ad.NGramDrafter()), "model must be a causal LM"),
+    "a base model": (lambda: ad.LanguageModelDrafter(tiny().model), "LlamaModel has no language-model head"),
+    "a classifier": (lambda: ad.LanguageModelDrafter(classifier().eval()), "has no language-model head"),
 }
 
 
@@ -630,15 +628,15 @@ def test_parts_of_another_kind(what):
 @pytest.mark.parametrize("name", [*HEADS, "model"])
 def test_loading_for_a_plain_target(copied, name):
     with pytest.raises(TypeError, match="target must be a RaggedModel, got LlamaForCausalLM"):
-        {**LOADERS, "model": LanguageModelDrafter}[name].from_pretrained(copied(name), target().model)
+        {**LOADERS, "model": ad.LanguageModelDrafter}[name].from_pretrained(copied(name), target().model)
 
 
 def test_a_plain_draft_model_is_wrapped():
-    drafter = LanguageModelDrafter(tiny(seed=3))
-    assert isinstance(drafter.model, RaggedModel)
+    drafter = ad.LanguageModelDrafter(tiny(seed=3))
+    assert isinstance(drafter.model, ad.RaggedModel)
     drafter.check(target(), None)
 
 
 def test_a_draft_model_on_the_meta_device():
     with pytest.raises((TypeError, ValueError), match="meta"):
-        LanguageModelDrafter(meta())
+        ad.LanguageModelDrafter(meta())

@@ -18,25 +18,8 @@ from support.request_law import BUSH, FEW, PAIR, fit, small_decoder
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from arbordraft import (
-    IID,
-    Coupling,
-    Fixed,
-    HybridDrafter,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    NGramDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpecHub,
-    SpeculativeDecoder,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    WithoutReplacement,
-    builders,
-)
+import arbordraft as ad
+from arbordraft import builders
 from arbordraft.checkpoints.vocabulary import tokenizer_hashes
 from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.exports.decoder_config import describe
@@ -96,17 +79,17 @@ OTHERS = {  # of equal size
 def test_another_tokenizer_of_equal_size_is_refused(how, tmp_path):
     """In a folder, and in memory."""
     make, other, message = OTHERS[how]
-    target = RaggedModel(tiny(), make(), kernels="torch")
+    target = ad.RaggedModel(tiny(), make(), kernels="torch")
     with pytest.raises(
         ValueError, match=rf"other ids to some tokens than the target's: .* differ \(.*{message}.*same_to"
     ):
-        LanguageModelDrafter(RaggedModel(tiny(seed=3), other(), kernels="torch")).check(target, IID(1))
+        ad.LanguageModelDrafter(ad.RaggedModel(tiny(seed=3), other(), kernels="torch")).check(target, ad.IID(1))
     tiny(seed=3).save_pretrained(tmp_path)
     other().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"{tmp_path} and .*differ \(({message})"):
         drafter_named(str(tmp_path), target)
-    trusted = LanguageModelDrafter.from_pretrained(tmp_path, target, same_tokenizer=True)
-    trusted.check(target, IID(1))
+    trusted = ad.LanguageModelDrafter.from_pretrained(tmp_path, target, same_tokenizer=True)
+    trusted.check(target, ad.IID(1))
 
 
 def saved(make, folder):
@@ -124,48 +107,48 @@ def saved(make, folder):
     ids=["another template and padding", "merges", "special or not"],
 )
 def test_the_same_tokenizer_is_accepted(tmp_path, ours, theirs):
-    target = RaggedModel(tiny(), ours(), kernels="torch")
-    LanguageModelDrafter(RaggedModel(tiny(seed=3), theirs(), kernels="torch")).check(target, IID(1))
+    target = ad.RaggedModel(tiny(), ours(), kernels="torch")
+    ad.LanguageModelDrafter(ad.RaggedModel(tiny(seed=3), theirs(), kernels="torch")).check(target, ad.IID(1))
     tiny(seed=3).save_pretrained(tmp_path / "model")
     theirs().save_pretrained(tmp_path / "model")
-    drafter_named(str(tmp_path / "model"), target).check(target, IID(1))
+    drafter_named(str(tmp_path / "model"), target).check(target, ad.IID(1))
     assert tokenizer_hashes(saved(ours, tmp_path / "again")) == tokenizer_hashes(ours())
 
 
 def test_without_tokenizers_sizes_must_agree(tmp_path):
     tiny(seed=3, vocab_size=64).save_pretrained(tmp_path)
-    for target in (RaggedModel(tiny(), kernels="torch"), RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")):
-        drafter = LanguageModelDrafter.from_pretrained(tmp_path, target)
+    for target in (ad.RaggedModel(tiny(), kernels="torch"), ad.RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")):
+        drafter = ad.LanguageModelDrafter.from_pretrained(tmp_path, target)
         with pytest.raises(
             ValueError, match=r"has 64 token ids, the target 61.*wrap both .* or pass same_tokenizer=True"
         ):
-            drafter.check(target, IID(1))
-        LanguageModelDrafter.from_pretrained(tmp_path, target, same_tokenizer=True).check(target, IID(1))
-    equal = LanguageModelDrafter(tiny(seed=3))
-    equal.check(RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"), IID(1))  # nobody knows better
+            drafter.check(target, ad.IID(1))
+        ad.LanguageModelDrafter.from_pretrained(tmp_path, target, same_tokenizer=True).check(target, ad.IID(1))
+    equal = ad.LanguageModelDrafter(tiny(seed=3))
+    equal.check(ad.RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"), ad.IID(1))  # nobody knows better
 
 
 # Padding
 
-GREEDY = Coupling(Fixed(2), TopDown(Matching()))
-TREE = TreeTopology.from_k_config((2, 2, 1))
+GREEDY = ad.Coupling.matching(2)
+TREE = ad.TreeTopology.from_k_config((2, 2, 1))
 SIZES = {"drafter padded": (61, 64), "target padded": (64, 61), "drafter smaller": (61, 31), "both padded": (62, 80)}
 
 
 def pair(sizes):
     """A target and a draft model with so many rows, which share a tokenizer of as many tokens as both have."""
     letters = LETTERS[: min(sizes)]
-    first = RaggedModel(tiny(vocab_size=sizes[0]), tiny_tokenizer(letters), kernels="torch")
-    return first, RaggedModel(tiny(seed=3, vocab_size=sizes[1]), tiny_tokenizer(letters), kernels="torch")
+    first = ad.RaggedModel(tiny(vocab_size=sizes[0]), tiny_tokenizer(letters), kernels="torch")
+    return first, ad.RaggedModel(tiny(seed=3, vocab_size=sizes[1]), tiny_tokenizer(letters), kernels="torch")
 
 
 BUILT = {
-    "trees": lambda first, draft: SpeculativeDecoder(first, LanguageModelDrafter(draft), TREE, GREEDY),
-    "with lookups": lambda first, draft: SpeculativeDecoder(
-        first, HybridDrafter(NGramDrafter(3, 1), LanguageModelDrafter(draft)), TREE, GREEDY
+    "trees": lambda first, draft: ad.SpeculativeDecoder(first, ad.LanguageModelDrafter(draft), TREE, GREEDY),
+    "with lookups": lambda first, draft: ad.SpeculativeDecoder(
+        first, ad.HybridDrafter(ad.NGramDrafter(3, 1), ad.LanguageModelDrafter(draft)), TREE, GREEDY
     ),
     "specinfer": lambda first, draft: builders.specinfer(first, draft, (2, 1)),
-    "target-initialised": lambda first, draft: builders.dynasd(first, LanguageModelDrafter(draft), depth=3),
+    "target-initialised": lambda first, draft: builders.dynasd(first, ad.LanguageModelDrafter(draft), depth=3),
     "spechub": lambda first, draft: builders.spechub(first, draft, depth=2),
 }
 
@@ -182,7 +165,7 @@ def test_padding_changes_no_greedy_token(sizes, built):
 def test_candidates_that_the_drafter_lacks():
     """The target's own first tokens may be ids of its padding, which the drafter is to go on from."""
     first, draft = pair((64, 20))
-    decoder = TargetInitialisedDecoder(first, LanguageModelDrafter(draft), TreeTopology.from_k_config((3, 1)))
+    decoder = TargetInitialisedDecoder(first, ad.LanguageModelDrafter(draft), ad.TreeTopology.from_k_config((3, 1)))
     output = decoder.generate(
         torch.tensor(PROMPTS[:1]), max_new_tokens=20, do_sample=True, seeds=[1], eos_token_id=None
     )
@@ -191,26 +174,26 @@ def test_candidates_that_the_drafter_lacks():
 
 
 LAWS = {
-    "iid": lambda draft: small_decoder(IID(2), TopDown(RecursiveRejection()), BUSH, draft),
+    "iid": lambda draft: small_decoder(ad.IID(2), ad.TopDown(ad.RecursiveRejection()), BUSH, draft),
     "without replacement, lifted": lambda draft: small_decoder(
-        WithoutReplacement(2), Lifted(RecursiveRejection()), BUSH, draft
+        ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection()), BUSH, draft
     ),
-    "spechub": lambda draft: small_decoder(TopTail(1, 1), TopDown(SpecHub()), PAIR, draft),
+    "spechub": lambda draft: small_decoder(ad.TopTail(1, 1), ad.TopDown(ad.SpecHub()), PAIR, draft),
 }
 
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("size", [FEW - 1, FEW + 3], ids=["fewer ids", "more ids"])
 def test_padding_changes_no_law(law, size):
-    draft = RaggedModel(tiny(seed=3, sharpness=1.5, vocab_size=size), kernels="torch")
-    assert fit(LAWS[law](LanguageModelDrafter(draft, same_tokenizer=True))) > 1e-3
+    draft = ad.RaggedModel(tiny(seed=3, sharpness=1.5, vocab_size=size), kernels="torch")
+    assert fit(LAWS[law](ad.LanguageModelDrafter(draft, same_tokenizer=True))) > 1e-3
 
 
 @pytest.mark.parametrize("size", [FEW - 2, FEW + 30], ids=["fewer ids", "more ids"])
 def test_children_are_drawn_from_the_rows_that_are_told(size):
     """The row of every node is the softmax over the ids that both have: it sums to 1, and nothing else is drawn."""
-    draft = RaggedModel(tiny(seed=3, vocab_size=size), kernels="torch")
-    drafter = LanguageModelDrafter(draft, same_tokenizer=True)
+    draft = ad.RaggedModel(tiny(seed=3, vocab_size=size), kernels="torch")
+    drafter = ad.LanguageModelDrafter(draft, same_tokenizer=True)
     text, drawn = [1, 5, 3, FEW - 1], set()
     read = [token if token < size else 0 for token in text]
     shared = min(size, FEW)
@@ -218,7 +201,7 @@ def test_children_are_drawn_from_the_rows_that_are_told(size):
     expected[:shared] = next_logits(draft.model, read)[:shared].softmax(-1)
     for seed in range(60):
         state = joined(drafter, [text])
-        step = context([text], BUSH, IID(2), seed=seed)
+        step = context([text], BUSH, ad.IID(2), seed=seed)
         object.__setattr__(step, "vocab_size", FEW)
         (tree,) = drafter.propose(state, step).samples
         torch.testing.assert_close(tree.draft_probs[0], expected, atol=1e-5, rtol=0)
@@ -237,13 +220,13 @@ def exported(draft, first, folder):
 def test_graphs_know_their_tokenizer(tmp_path):
     first, draft = pair((61, 64))
     folder = exported(draft, first, tmp_path / "graph")
-    check_greedy(SpeculativeDecoder(first, load_drafter(folder, first), TREE, GREEDY), count=8)
+    check_greedy(ad.SpeculativeDecoder(first, load_drafter(folder, first), TREE, GREEDY), count=8)
     with pytest.raises(
         ValueError, match=r"made for a tokenizer that gives other ids .*export a drafter with the target's"
     ):
-        load_drafter(folder, RaggedModel(tiny(), tiny_tokenizer(SWAPPED), kernels="torch"))
+        load_drafter(folder, ad.RaggedModel(tiny(), tiny_tokenizer(SWAPPED), kernels="torch"))
     with pytest.raises(ValueError, match="vocabulary of 64 tokens, the target has 61"):
-        load_drafter(folder, RaggedModel(tiny(), kernels="torch"))  # nobody knows whether it is padding
+        load_drafter(folder, ad.RaggedModel(tiny(), kernels="torch"))  # nobody knows whether it is padding
 
 
 def test_graphs_are_made_for_one_tokenizer(tmp_path):
@@ -271,20 +254,20 @@ def test_engines_get_no_draft_model_of_another_tokenizer(tmp_path):
 
 def test_trained_draft_models_know_their_tokenizer(tmp_path):
     student = LanguageModelStudent(2)
-    student.build(RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"), list)
+    student.build(ad.RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"), list)
     student.save(tmp_path)
-    drafter_named(str(tmp_path), RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")).check(
-        RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"), IID(1)
+    drafter_named(str(tmp_path), ad.RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")).check(
+        ad.RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"), ad.IID(1)
     )
     with pytest.raises(ValueError, match="gives other ids to some tokens"):
-        drafter_named(str(tmp_path), RaggedModel(tiny(), tiny_tokenizer(SWAPPED), kernels="torch"))
+        drafter_named(str(tmp_path), ad.RaggedModel(tiny(), tiny_tokenizer(SWAPPED), kernels="torch"))
 
 
 def test_a_decoder_keeps_that_its_user_vouched():
-    draft = LanguageModelDrafter(tiny(seed=3), same_tokenizer=True)
+    draft = ad.LanguageModelDrafter(tiny(seed=3), same_tokenizer=True)
     assert describe(draft) == {
         "class": "LanguageModelDrafter",
         "trained": True,
         "arguments": {"same_tokenizer": True},
     }
-    assert describe(LanguageModelDrafter(tiny(seed=3))) == {"class": "LanguageModelDrafter", "trained": True}
+    assert describe(ad.LanguageModelDrafter(tiny(seed=3))) == {"class": "LanguageModelDrafter", "trained": True}

@@ -8,37 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import PROMPTS, context, joined, left_padded, ragged, tiny
 
-from arbordraft import (
-    CostTable,
-    Coupling,
-    EarlyExitDrafter,
-    Fixed,
-    HybridDrafter,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    NGramDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpecHub,
-    SpeculativeDecoder,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    builders,
-)
+import arbordraft as ad
+from arbordraft import builders
 from arbordraft.deciders import CostAware, Decider
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan
 from arbordraft.drafters.ngram import Guess
 from arbordraft.trees.draft_tree import SampleVerdict, Verdict
 
-FLAT = CostTable((1, 64), (1.0, 1.0))
-STEEP = CostTable((1, 64), (1.0, 64.0))
+FLAT = ad.CostTable((1, 64), (1.0, 1.0))
+STEEP = ad.CostTable((1, 64), (1.0, 64.0))
 
 
 def test_costs_are_interpolated_and_extrapolated():
-    table = CostTable((1, 4, 8), (1.0, 4.0, 12.0))
+    table = ad.CostTable((1, 4, 8), (1.0, 4.0, 12.0))
     assert [table(rows) for rows in (1, 2, 4, 6, 8, 10)] == [1.0, 2.0, 4.0, 8.0, 12.0, 16.0]
 
 
@@ -48,16 +31,16 @@ def test_costs_are_interpolated_and_extrapolated():
     ids=["none is as fast", "measured", "in between", "beyond", "not quite", "bounded"],
 )
 def test_how_many_rows_a_time_allows(seconds, most, rows):
-    assert CostTable((1, 4, 8), (1.0, 4.0, 12.0)).within(seconds, most) == rows
+    assert ad.CostTable((1, 4, 8), (1.0, 4.0, 12.0)).within(seconds, most) == rows
 
 
 def test_noise_cannot_make_more_rows_cheaper():
-    assert CostTable((1, 2, 3), (2.0, 1.0, 3.0)).seconds == (2.0, 2.0, 3.0)
+    assert ad.CostTable((1, 2, 3), (2.0, 1.0, 3.0)).seconds == (2.0, 2.0, 3.0)
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=3, max_size=3), st.integers(1, 20), st.integers(1, 20))
 def test_the_least_slope_is_that_of_the_cheapest_number_of_rows(seconds, rows, more):
-    table = CostTable((1, 4, 8), tuple(seconds))
+    table = ad.CostTable((1, 4, 8), tuple(seconds))
     found = table.least_slope(rows, more)
     slopes = [(table(rows + extra) - table(rows)) / extra for extra in range(1, more + 1)]
     assert found in slopes
@@ -65,14 +48,14 @@ def test_the_least_slope_is_that_of_the_cheapest_number_of_rows(seconds, rows, m
 
 
 def test_a_table_survives_the_disk(tmp_path):
-    table = CostTable((1, 8), (0.1, 0.2))
+    table = ad.CostTable((1, 8), (0.1, 0.2))
     table.save(tmp_path / "costs.json")
-    assert CostTable.load(tmp_path / "costs.json") == table
+    assert ad.CostTable.load(tmp_path / "costs.json") == table
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
 
 
 def test_step_costs_survive_a_file(tmp_path):
-    rows, levels = CostTable((1, 64), (1.0, 7.3)), CostTable((1, 64), (0.2, 0.2))  # 0.1 a row, 0.2 a level
+    rows, levels = ad.CostTable((1, 64), (1.0, 7.3)), ad.CostTable((1, 64), (0.2, 0.2))  # 0.1 a row, 0.2 a level
     costs = StepCosts(rows, levels, decide=0.125, rest=10.0)
     assert [costs.step(1, levels) for levels in range(3)] == pytest.approx([11, 11.425, 11.85])
     costs.save(tmp_path / "costs.json")
@@ -91,27 +74,27 @@ def test_step_costs_survive_a_file(tmp_path):
 def test_the_trim_keeps_trees_and_the_best_nodes():
     """Chances 0.9, 0.9 * 0.9 on the first branch and 0.1 on the second: two rows pay, the third does not."""
 
-    class Certain(NGramDrafter):
+    class Certain(ad.NGramDrafter):
         def _lookup(self, text, places, wanted, allowed):
             return [Guess(7, size=4, votes=1, rank=0), Guess(8, size=1, votes=1, rank=1)][:wanted]
 
-    topology = TreeTopology.from_k_config((2, 1))
+    topology = ad.TreeTopology.from_k_config((2, 1))
     drafter = Certain()
     state = joined(drafter, [[5, 6]])
     state.odds[0]._counts = {(4, 1, 0): (90.0, 100.0), (1, 1, 1): (10.0, 100.0)}
-    costs = CostTable((1, 64), (1.0, 1.0 + 63 * 0.3))
-    (tree,) = drafter.propose(state, context([[5, 6]], topology, Fixed(2), decide=CostAware(costs))).samples
+    costs = ad.CostTable((1, 64), (1.0, 1.0 + 63 * 0.3))
+    (tree,) = drafter.propose(state, context([[5, 6]], topology, ad.Fixed(2), decide=CostAware(costs))).samples
     assert tree.tokens == {0: 6, 1: 7, 3: 7}
     assert tree.chances == {1: pytest.approx(0.9), 3: pytest.approx(0.9)}
-    (tree,) = drafter.propose(state, context([[5, 6]], topology, Fixed(2))).samples
+    (tree,) = drafter.propose(state, context([[5, 6]], topology, ad.Fixed(2))).samples
     assert len(tree.tokens) > 3
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_lookups_learn_how_often_they_come_true(right):
-    drafter, text = NGramDrafter(longest=2, shortest=1), [1, 2, 1, 2, 1]
+    drafter, text = ad.NGramDrafter(longest=2, shortest=1), [1, 2, 1, 2, 1]
     state = joined(drafter, [text])
-    tree = drafter.propose(state, context([text], TreeTopology.chain(1), Fixed(1)))
+    tree = drafter.propose(state, context([text], ad.TreeTopology.chain(1), ad.Fixed(1)))
     assert tree.samples[0].tokens == {0: 1, 1: 2}
     odds, guess = state.odds[0], Guess(2, size=2, votes=1, rank=0)
     before = odds(guess)
@@ -119,7 +102,7 @@ def test_lookups_learn_how_often_they_come_true(right):
     judged = SampleVerdict((1,), 1, recovered=False) if right else SampleVerdict((), 9, recovered=True)
     drafter.commit(state, tree, Verdict((judged,)))
     assert (odds(guess) > before) == right
-    new = joined(NGramDrafter(), [[1]]).odds[0]
+    new = joined(ad.NGramDrafter(), [[1]]).odds[0]
     for other in (guess._replace(size=1), guess._replace(votes=2), guess._replace(rank=1)):
         assert odds(other) == new(other)  # others learn nothing
 
@@ -132,17 +115,17 @@ def decode(decoder, **settings):
 @pytest.mark.parametrize("costs", [None, FLAT, STEEP], ids=["all", "free rows", "dear rows"])
 @pytest.mark.parametrize("kind", ["lookup", "early exit", "hybrid", "hybrid with a model"])
 def test_greedy_output_is_the_same_at_any_price(kind, costs):
-    target = RaggedModel(tiny(sharpness=3), kernels="torch")
-    lookup, early = NGramDrafter(longest=4, shortest=2), EarlyExitDrafter(target, 1)
+    target = ad.RaggedModel(tiny(sharpness=3), kernels="torch")
+    lookup, early = ad.NGramDrafter(longest=4, shortest=2), ad.EarlyExitDrafter(target, 1)
     drafter = {
         "lookup": lookup,
         "early exit": early,
-        "hybrid": HybridDrafter(lookup, early),
-        "hybrid with a model": HybridDrafter(lookup, LanguageModelDrafter(ragged(seed=1))),
+        "hybrid": ad.HybridDrafter(lookup, early),
+        "hybrid with a model": ad.HybridDrafter(lookup, ad.LanguageModelDrafter(ragged(seed=1))),
     }[kind]
-    coupling = Coupling(Fixed(2), TopDown(Matching()))
+    coupling = ad.Coupling.matching(2)
     decider = None if costs is None else CostAware(costs)
-    decoder = SpeculativeDecoder(target, drafter, TreeTopology.from_k_config((2, 2, 1)), coupling, decider)
+    decoder = ad.SpeculativeDecoder(target, drafter, ad.TreeTopology.from_k_config((2, 2, 1)), coupling, decider)
     expected, _ = decode(builders.plain(target), do_sample=False)
     found, stats = decode(decoder, do_sample=False)
     assert found == expected
@@ -158,13 +141,13 @@ class Stingy(Decider):
         return Plan.everything(situation.max_depth, budget=1, keep=lambda chances: 0)
 
 
-@pytest.mark.parametrize(("law", "nodes"), [(TopTail(1, 1), 5), (Fixed(2), 1)], ids=str)
+@pytest.mark.parametrize(("law", "nodes"), [(ad.TopTail(1, 1), 5), (ad.Fixed(2), 1)], ids=str)
 def test_random_drafts_are_never_given_up(law, nodes):
     """A drawn token must be verified: giving it up for its probability would bias the output."""
     target = ragged()
-    coupling = Coupling(law, TopDown(RecursiveRejection()))
-    topology, steps = TreeTopology.from_k_config((2, 1)), []
-    decoder = SpeculativeDecoder(target, EarlyExitDrafter(target, 1), topology, coupling, Stingy())
+    coupling = ad.Coupling(law, ad.TopDown(ad.RecursiveRejection()))
+    topology, steps = ad.TreeTopology.from_k_config((2, 1)), []
+    decoder = ad.SpeculativeDecoder(target, ad.EarlyExitDrafter(target, 1), topology, coupling, Stingy())
     decoder.on_step = lambda state, tree, verdict: steps.append(tree.lengths)
     decode(decoder, do_sample=True, seeds=[1, 2, 3])
     assert steps[0] == [nodes] * 3
@@ -172,15 +155,15 @@ def test_random_drafts_are_never_given_up(law, nodes):
 
 def test_a_hybrid_needs_a_verifier_for_both_laws():
     target = ragged()
-    hybrid = HybridDrafter(NGramDrafter(), EarlyExitDrafter(target, 1))
-    topology = TreeTopology.k_ary(2, 2)
-    SpeculativeDecoder(target, hybrid, topology, Coupling(TopTail(1, 1), Lifted(RecursiveRejection())))
+    hybrid = ad.HybridDrafter(ad.NGramDrafter(), ad.EarlyExitDrafter(target, 1))
+    topology = ad.TreeTopology.k_ary(2, 2)
+    ad.SpeculativeDecoder(target, hybrid, topology, ad.Coupling(ad.TopTail(1, 1), ad.Lifted(ad.RecursiveRejection())))
     with pytest.raises(ValueError, match="not valid"):
-        SpeculativeDecoder(target, hybrid, topology, Coupling(TopTail(1, 1), TopDown(SpecHub())))
+        ad.SpeculativeDecoder(target, hybrid, topology, ad.Coupling(ad.TopTail(1, 1), ad.TopDown(ad.SpecHub())))
 
 
 def test_plain_decoding_is_one_token_per_forward():
-    target = RaggedModel(tiny(sharpness=3), kernels="torch")
+    target = ad.RaggedModel(tiny(sharpness=3), kernels="torch")
     found, stats = decode(builders.plain(target), do_sample=False)
     assert stats.tau == 1
     assert stats.drafted == 0

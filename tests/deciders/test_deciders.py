@@ -8,20 +8,7 @@ import pytest
 import torch
 from support.models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged
 
-from arbordraft import (
-    ConfidenceThreshold,
-    CostAware,
-    CostTable,
-    Coupling,
-    Fixed,
-    LanguageModelDrafter,
-    NGramDrafter,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
@@ -59,7 +46,7 @@ def test_fixed_depth():
 def test_confidence_threshold():
     """One confident node is enough for a sample to go on; the threshold itself is confident."""
     confidence = ((0.1, 0.5), (0.1, 0.39), (0.4,))
-    assert ConfidenceThreshold(0.4)(view(confidence=confidence)) == [True, False, True]
+    assert ad.ConfidenceThreshold(0.4)(view(confidence=confidence)) == [True, False, True]
 
 
 def test_entropy_bound():
@@ -125,7 +112,7 @@ def test_a_fixed_depth_is_planned_as_it_is_asked_for():
         assert (plan.trust, plan.next, plan.budget, plan.keep([0.1] * 7)) == ([(1.0,)], [(1.0,)], None, 7)
 
 
-@pytest.mark.parametrize("decider", [ConfidenceThreshold(), EntropyBound(), PathSurvival(), Heuristic()])
+@pytest.mark.parametrize("decider", [ad.ConfidenceThreshold(), EntropyBound(), PathSurvival(), Heuristic()])
 def test_who_looks_at_drafts_or_history_is_asked(decider):
     assert not decider.can_plan
 
@@ -162,9 +149,9 @@ class Alternating(Decider):
 
 
 def draft_model_decoder(decider):
-    coupling = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
-    topology = TreeTopology.from_k_config((2, 2, 1))
-    return SpeculativeDecoder(ragged(), LanguageModelDrafter(ragged(seed=3)), topology, coupling, decider)
+    coupling = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
+    topology = ad.TreeTopology.from_k_config((2, 2, 1))
+    return ad.SpeculativeDecoder(ragged(), ad.LanguageModelDrafter(ragged(seed=3)), topology, coupling, decider)
 
 
 @pytest.mark.parametrize(
@@ -172,14 +159,14 @@ def draft_model_decoder(decider):
     [
         FixedDepth(0),
         FixedDepth(1),
-        ConfidenceThreshold(0.05),
+        ad.ConfidenceThreshold(0.05),
         EntropyBound(0.2),
         PathSurvival(0.1),
         AdaEDL(0.2),
         Heuristic(1, 3),
         AcceptedAverage(0.5, 0.5),
         Bandit([FixedDepth(1), Heuristic()]),
-        CostAware(StepCosts(CostTable((1, 64), (1.0, 2.0)), CostTable((1, 64), (0.1, 0.2)))),
+        ad.CostAware(StepCosts(ad.CostTable((1, 64), (1.0, 2.0)), ad.CostTable((1, 64), (0.1, 0.2)))),
         Alternating(),
     ],
     ids=lambda decider: type(decider).__name__,
@@ -230,7 +217,7 @@ def test_a_decoder_remembers_how_drafting_went():
     wrong = next(token for token in range(VOCAB) if token not in tokens)
 
     def propose(state, context):
-        grower = TreeGrower(context, Fixed(1), decoder.drafter)
+        grower = TreeGrower(context, ad.Fixed(1), decoder.drafter)
         for sample in grower.frontier(0):
             grower.add_children(sample, 0, [wrong], [1.0], None)
         lengths.extend(grower.tree().lengths)
@@ -255,7 +242,7 @@ def never(self, view):
 
 def overriding(base, **members):
     made = type("Other", (base,), members)
-    return made(CostTable((1, 2), (1.0, 1.0))) if base is CostAware else made()
+    return made(ad.CostTable((1, 2), (1.0, 1.0))) if base is ad.CostAware else made()
 
 
 @pytest.mark.parametrize(
@@ -263,8 +250,8 @@ def overriding(base, **members):
     [
         (Decider, {"plan": never}, "plan.. would never be asked: state can_plan = True"),
         (FixedDepth, {"forward": never}, "state can_plan = False"),
-        (CostAware, {"forward": never, "can_plan": False}, r"override rests\(\)"),
-        (CostAware, {"plan": never}, r"override rests\(\)"),
+        (ad.CostAware, {"forward": never, "can_plan": False}, r"override rests\(\)"),
+        (ad.CostAware, {"plan": never}, r"override rests\(\)"),
     ],
     ids=["plan alone", "forward below a plan", "forward below rests", "plan below rests"],
 )
@@ -273,7 +260,7 @@ def test_an_answer_that_another_one_would_replace_is_refused(base, members, fix)
         draft_model_decoder(overriding(base, **members))
 
 
-@pytest.mark.parametrize("base", [Decider, FixedDepth, PathSurvival, CostAware])
+@pytest.mark.parametrize("base", [Decider, FixedDepth, PathSurvival, ad.CostAware])
 def test_what_forward_says_holds_where_no_plan_answers(base):
     decider = overriding(base, forward=never, can_plan=False, rests=Decider.rests)
     output = draft_model_decoder(decider).generate(
@@ -287,10 +274,10 @@ def test_a_decider_that_looks_ahead_is_refused():
         anticipating = True
 
     with pytest.raises(ValueError, match="looks at tokens that are still to be verified"):
-        SpeculativeDecoder(
+        ad.SpeculativeDecoder(
             ragged(),
-            NGramDrafter(),
-            TreeTopology.chain(1),
-            Coupling(Fixed(1), TopDown(RecursiveRejection())),
+            ad.NGramDrafter(),
+            ad.TreeTopology.chain(1),
+            ad.Coupling(ad.Fixed(1), ad.TopDown(ad.RecursiveRejection())),
             Peeking(),
         )

@@ -9,19 +9,7 @@ import torch
 from support.models import PROMPTS, VOCAB, context, greedy_reference, joined, left_padded, new_tokens, ragged, tiny
 from torch.testing import assert_close
 
-from arbordraft import (
-    Coupling,
-    EagleDrafter,
-    Fixed,
-    LanguageModelDrafter,
-    Matching,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.deciders import FixedDepth, LearnedDecider
 from arbordraft.deciders.decisions import Draw, Origin, StepView
 from arbordraft.heads.eagle import EagleHead
@@ -29,7 +17,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.testing import distance_to_target, draft_trees, random_table
 
 ROW = torch.tensor([0.7, 0.2, 0.1])
-TREE = TreeTopology.from_k_config((2, 2, 1))
+TREE = ad.TreeTopology.from_k_config((2, 2, 1))
 
 
 def view(*samples, greedy=False):
@@ -66,7 +54,7 @@ def eagle_drafter(target=None):
     torch.manual_seed(0)
     target = target or ragged()
     head = EagleHead.for_target(target.model, list(range(3, VOCAB)), hidden_layers=[0, 1, 2])
-    return EagleDrafter(head, target)
+    return ad.EagleDrafter(head, target)
 
 
 def test_the_whole_path_has_to_survive():
@@ -178,7 +166,7 @@ def test_an_eagle_drafter_shows_what_its_head_is_given():
     hidden = target.prefill(known, cache, hidden=drafter.hidden_layers)
     state = joined(drafter, prompts, cache, handles)
     drafter.take_hidden(state, {sample: hidden[handle] for sample, handle in enumerate(handles)})
-    tree = drafter.propose(state, context(prompts, TREE, WithoutReplacement(2), decide=decide))
+    tree = drafter.propose(state, context(prompts, TREE, ad.WithoutReplacement(2), decide=decide))
     assert tree.lengths == [TREE.num_nodes] * 2
     assert [step.depth for step in views] == [0, 0, 1, 1, 2, 2]  # sampled: every sample is shown alone
     for number, step in enumerate(views):
@@ -194,8 +182,8 @@ def test_an_eagle_drafter_shows_what_its_head_is_given():
 
 
 def decode(decider, drafter, topology=TREE, **options):
-    coupling = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
-    decoder = SpeculativeDecoder(ragged(), drafter, topology, coupling, decider)
+    coupling = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
+    decoder = ad.SpeculativeDecoder(ragged(), drafter, topology, coupling, decider)
     settings = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True} | options
     output = decoder.generate(**left_padded(PROMPTS), **settings)
     return output.stats, new_tokens(output.sequences, PROMPTS, output.stats.emitted)
@@ -205,7 +193,7 @@ def decode(decider, drafter, topology=TREE, **options):
 @pytest.mark.parametrize("kind", ["rows", "hidden", "both"])
 def test_the_output_does_not_notice(kind, threshold):
     """A batch whose samples stop at their own depths."""
-    drafter = LanguageModelDrafter(ragged(seed=3)) if kind == "rows" else eagle_drafter()
+    drafter = ad.LanguageModelDrafter(ragged(seed=3)) if kind == "rows" else eagle_drafter()
     size = 0 if kind == "rows" else 32
     decider = random_decider(hidden_size=size, top_k=0 if kind == "hidden" else 10, threshold=threshold)
     stats, found = decode(decider, drafter)
@@ -214,7 +202,7 @@ def test_the_output_does_not_notice(kind, threshold):
 
 
 def test_the_threshold_says_how_much_is_drafted():
-    drafter = LanguageModelDrafter(ragged(seed=3))
+    drafter = ad.LanguageModelDrafter(ragged(seed=3))
     options = {"eos_token_id": None}
     drafted = {
         threshold: decode(random_decider(threshold=threshold), drafter, **options)[0].drafted
@@ -227,7 +215,7 @@ def test_the_threshold_says_how_much_is_drafted():
 
 
 def test_samples_of_a_batch_stop_at_their_own_depths():
-    drafter, lengths = LanguageModelDrafter(ragged(seed=3)), []
+    drafter, lengths = ad.LanguageModelDrafter(ragged(seed=3)), []
     propose = drafter.propose
 
     def record(state, step):
@@ -236,7 +224,7 @@ def test_samples_of_a_batch_stop_at_their_own_depths():
         return tree
 
     drafter.propose = record
-    decode(random_decider(1, threshold=0.2), drafter, TreeTopology.chain(4), do_sample=True, seeds=[1, 2, 3])
+    decode(random_decider(1, threshold=0.2), drafter, ad.TreeTopology.chain(4), do_sample=True, seeds=[1, 2, 3])
     assert any(len(set(step)) > 1 for step in lengths[:3])  # long before the end, which shortens drafts by itself
 
 
@@ -266,10 +254,10 @@ def test_exactly_the_target_is_emitted(parents):
     def draft(*arguments):
         return draft_trees(*arguments, goes_on=goes_on)
 
-    law, verifier = WithoutReplacement(2 if len(parents) > 4 else 1), TopDown(RecursiveRejection())
+    law, verifier = ad.WithoutReplacement(2 if len(parents) > 4 else 1), ad.TopDown(ad.RecursiveRejection())
     for seed in range(2):
         table = random_table("peaked", 3, seed)
-        assert distance_to_target(verifier, TreeTopology(parents), law, table, draft=draft) < 1e-12
+        assert distance_to_target(verifier, ad.TreeTopology(parents), law, table, draft=draft) < 1e-12
     assert {(3, True), (3, False)} <= answers
 
 
@@ -284,14 +272,19 @@ def test_a_decider_that_looks_at_the_drawn_level_would_be_seen():
     def draft(*arguments):
         return draft_trees(*arguments, regrets=regrets)
 
-    arguments = TopDown(RecursiveRejection()), TreeTopology.chain(1), WithoutReplacement(1), random_table("random", 3)
+    arguments = (
+        ad.TopDown(ad.RecursiveRejection()),
+        ad.TreeTopology.chain(1),
+        ad.WithoutReplacement(1),
+        random_table("random", 3),
+    )
     assert distance_to_target(*arguments, draft=draft) > 1e-3
 
 
 def test_another_dtype_of_the_target():
     """Hidden states come in the target's dtype, the decider computes in its own."""
-    target = RaggedModel(tiny().to(torch.bfloat16), kernels="torch")
-    coupling = Coupling(Fixed(1), TopDown(Matching()))
+    target = ad.RaggedModel(tiny().to(torch.bfloat16), kernels="torch")
+    coupling = ad.Coupling.matching()
     decider = random_decider(hidden_size=32, threshold=0.3)
-    decoder = SpeculativeDecoder(target, eagle_drafter(target), TreeTopology.chain(3), coupling, decider)
+    decoder = ad.SpeculativeDecoder(target, eagle_drafter(target), ad.TreeTopology.chain(3), coupling, decider)
     assert decoder.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=6, do_sample=False).shape[1] > len(PROMPTS[0])

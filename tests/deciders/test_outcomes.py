@@ -3,21 +3,11 @@
 import pytest
 from support.models import PROMPTS, left_padded, ragged
 
-from arbordraft import (
-    Coupling,
-    EarlyExitDrafter,
-    Fixed,
-    HybridDrafter,
-    LanguageModelDrafter,
-    NGramDrafter,
-    NoDrafter,
-    SpeculativeDecoder,
-    TreeTopology,
-)
+import arbordraft as ad
 from arbordraft.deciders import FixedDepth
 from arbordraft.trees.draft_tree import Outcome, SampleTree, SampleVerdict
 
-SHAPE = TreeTopology.from_k_config((2, 1, 1))  # 1 and 2 below the root, 3 and 4 below these, then 5 and 6
+SHAPE = ad.TreeTopology.from_k_config((2, 1, 1))  # 1 and 2 below the root, 3 and 4 below these, then 5 and 6
 CHANCES = {1: 0.5, 2: 0.25, 3: 0.75, 5: 0.125}
 
 
@@ -41,7 +31,7 @@ CHANCES = {1: 0.5, 2: 0.25, 3: 0.75, 5: 0.125}
 def test_outcomes(alive, path, outcome):
     """Of the root and every accepted node that has children: how likely it was that one of them is accepted."""
     tokens = {0: 7} | {node: 10 + node for node in alive}
-    tree = SampleTree(SHAPE, Fixed(2), tokens, chances=CHANCES, source="Model")
+    tree = SampleTree(SHAPE, ad.Fixed(2), tokens, chances=CHANCES, source="Model")
     assert tree.outcome(SampleVerdict(path, 9, recovered=True)) == outcome._replace(source="Model")
 
 
@@ -61,12 +51,12 @@ class Listening(FixedDepth):
 
 
 DRAFTERS = {
-    "nothing": (NoDrafter, {""}),
-    "lookup": (lambda: NGramDrafter(3, 1), {"NGramDrafter"}),
-    "early exit": (lambda: EarlyExitDrafter(ragged(), 1), {"EarlyExitDrafter"}),
-    "model": (lambda: LanguageModelDrafter(ragged(seed=3)), {"LanguageModelDrafter"}),
+    "nothing": (ad.NoDrafter, {""}),
+    "lookup": (lambda: ad.NGramDrafter(3, 1), {"NGramDrafter"}),
+    "early exit": (lambda: ad.EarlyExitDrafter(ragged(), 1), {"EarlyExitDrafter"}),
+    "model": (lambda: ad.LanguageModelDrafter(ragged(seed=3)), {"LanguageModelDrafter"}),
     "hybrid": (
-        lambda: HybridDrafter(NGramDrafter(3, 1), LanguageModelDrafter(ragged(seed=3))),
+        lambda: ad.HybridDrafter(ad.NGramDrafter(3, 1), ad.LanguageModelDrafter(ragged(seed=3))),
         {"NGramDrafter", "LanguageModelDrafter"},
     ),
 }
@@ -77,8 +67,8 @@ DRAFTERS = {
 def test_a_decoder_tells_all_of_it(name, settings):
     make, sources = DRAFTERS[name]
     decider = Listening()
-    topology = TreeTopology.chain(0) if name == "nothing" else SHAPE
-    decoder = SpeculativeDecoder(ragged(), make(), topology, Coupling.shared(max(1, topology.width)), decider)
+    topology = ad.TreeTopology.chain(0) if name == "nothing" else SHAPE
+    decoder = ad.SpeculativeDecoder(ragged(), make(), topology, ad.Coupling.shared(max(1, topology.width)), decider)
     stats = decoder.generate(
         **left_padded(PROMPTS), max_new_tokens=24, eos_token_id=None, return_dict_in_generate=True, **settings
     ).stats

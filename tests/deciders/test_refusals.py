@@ -8,21 +8,8 @@ import torch
 from support.models import ragged
 from support.refusals import check_refusal, refusals
 
-from arbordraft import (
-    ConfidenceThreshold,
-    CostAware,
-    CostTable,
-    Coupling,
-    Fixed,
-    HybridDrafter,
-    Matching,
-    NGramDrafter,
-    NoDrafter,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    builders,
-)
+import arbordraft as ad
+from arbordraft import builders
 from arbordraft.bench.tuning import Choice, Setting, Tuned, tune
 from arbordraft.deciders import (
     AcceptedAverage,
@@ -40,21 +27,21 @@ from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding.measuring import measure_costs, measure_rows
 
 NAN, INF = math.nan, math.inf
-TABLE = CostTable((1, 8), (1.0, 2.0))
+TABLE = ad.CostTable((1, 8), (1.0, 2.0))
 STEPS = StepCosts(TABLE, TABLE)
 TWO = [FixedDepth(1), FixedDepth(2)]
 
 
 def decoder(drafter=None, coupling=None, **options):
-    coupling = coupling or Coupling(Fixed(1), TopDown(Matching()))
-    return SpeculativeDecoder(ragged(), drafter or NGramDrafter(), TreeTopology.chain(2), coupling, **options)
+    coupling = coupling or ad.Coupling.matching()
+    return ad.SpeculativeDecoder(ragged(), drafter or ad.NGramDrafter(), ad.TreeTopology.chain(2), coupling, **options)
 
 
 DECIDERS = [
     (lambda: FixedDepth(depth=-1), ValueError, "depth must be a whole number of at least 0, got -1"),
     (lambda: FixedDepth(depth=1.5), TypeError, "depth must be a whole number of at least 0, got 1.5"),
-    (lambda: ConfidenceThreshold(threshold=NAN), ValueError, "threshold must be a number from 0 to 1, got nan"),
-    (lambda: ConfidenceThreshold(threshold=None), TypeError, "threshold must be a number .* got None"),
+    (lambda: ad.ConfidenceThreshold(threshold=NAN), ValueError, "threshold must be a number from 0 to 1, got nan"),
+    (lambda: ad.ConfidenceThreshold(threshold=None), TypeError, "threshold must be a number .* got None"),
     (lambda: EntropyBound(threshold=NAN), ValueError, "threshold must be a number from 0 to 1, got nan"),
     (lambda: EntropyBound(gamma=0), ValueError, "gamma must be above 0, got 0"),
     (lambda: EntropyBound(gamma=NAN), ValueError, "gamma must be a number, got nan"),
@@ -79,11 +66,11 @@ DECIDERS = [
     (lambda: Bandit(deciders=TWO, cost=NAN), ValueError, "cost must be a number of at least 0, got nan"),
     (lambda: Bandit(deciders=TWO, longest=0.5), TypeError, "longest must be a whole number"),
     (lambda: Bandit(deciders=TWO, exploration=INF), ValueError, "exploration must be a number .* got inf"),
-    (lambda: CostAware(costs={}), TypeError, r"costs must be of type StepCosts or CostTable, got \{\}"),
-    (lambda: CostAware(costs=STEPS, nodes=0), ValueError, "nodes must be a whole number of at least 1, got 0"),
-    (lambda: CostAware(costs=STEPS, nodes=2.5), TypeError, "nodes must be a whole number of at least 1, got 2.5"),
-    (lambda: CostAware(costs=STEPS, decay=-0.1), ValueError, "decay must be a number from 0 to 1, got -0.1"),
-    (lambda: CostAware(costs=STEPS, survival=0.5), TypeError, "survival must be of type PathSurvival, got 0.5"),
+    (lambda: ad.CostAware(costs={}), TypeError, r"costs must be of type StepCosts or CostTable, got \{\}"),
+    (lambda: ad.CostAware(costs=STEPS, nodes=0), ValueError, "nodes must be a whole number of at least 1, got 0"),
+    (lambda: ad.CostAware(costs=STEPS, nodes=2.5), TypeError, "nodes must be a whole number of at least 1, got 2.5"),
+    (lambda: ad.CostAware(costs=STEPS, decay=-0.1), ValueError, "decay must be a number from 0 to 1, got -0.1"),
+    (lambda: ad.CostAware(costs=STEPS, survival=0.5), TypeError, "survival must be of type PathSurvival, got 0.5"),
     (lambda: NodeBudget(nodes=0), ValueError, "nodes must be a whole number of at least 1, got 0"),
     (lambda: NodeBudget(nodes=2.5), TypeError, "nodes must be a whole number of at least 1, got 2.5"),
     (lambda: LearnedDecider(hidden_size=-1), ValueError, "hidden_size must be a whole number from 0 to 65536, got -1"),
@@ -98,12 +85,20 @@ DECIDERS = [
 
 MODEL = torch.nn.Linear(1, 1)
 DRAFTERS = [
-    (lambda: NGramDrafter(longest=10**9), ValueError, "longest must be a whole number from 1 to 64, got 1000000000"),
-    (lambda: NGramDrafter(longest=2.5), TypeError, "longest must be a whole number .* got 2.5"),
-    (lambda: NGramDrafter(shortest=5), ValueError, "shortest must be a whole number from 1 to 4, got 5"),
-    (lambda: NGramDrafter(shortest="1"), TypeError, "shortest must be a whole number"),
-    (lambda: HybridDrafter(first=None, otherwise=NoDrafter()), TypeError, "first must be of type Drafter, got None"),
-    (lambda: HybridDrafter(first=NGramDrafter(), otherwise=MODEL), TypeError, "otherwise must be of type Drafter"),
+    (lambda: ad.NGramDrafter(longest=10**9), ValueError, "longest must be a whole number from 1 to 64, got 1000000000"),
+    (lambda: ad.NGramDrafter(longest=2.5), TypeError, "longest must be a whole number .* got 2.5"),
+    (lambda: ad.NGramDrafter(shortest=5), ValueError, "shortest must be a whole number from 1 to 4, got 5"),
+    (lambda: ad.NGramDrafter(shortest="1"), TypeError, "shortest must be a whole number"),
+    (
+        lambda: ad.HybridDrafter(first=None, otherwise=ad.NoDrafter()),
+        TypeError,
+        "first must be of type Drafter, got None",
+    ),
+    (
+        lambda: ad.HybridDrafter(first=ad.NGramDrafter(), otherwise=MODEL),
+        TypeError,
+        "otherwise must be of type Drafter",
+    ),
 ]
 
 
@@ -112,14 +107,18 @@ def measured(**given):
 
 
 COSTS = [
-    (lambda: CostTable(rows=[], seconds=[]), ValueError, r"ascending rows from 1 and a time for each, got rows \[\]"),
-    (lambda: CostTable(rows=(1.5,), seconds=(1,)), TypeError, r"rows\[0\] must be a whole number, got 1.5"),
-    (lambda: CostTable(rows=(1, NAN), seconds=(1, 1)), TypeError, r"rows\[1\] must be a whole number, got nan"),
-    (lambda: CostTable(rows=1, seconds=1.0), TypeError, "rows must be a list of numbers, got 1"),
-    (lambda: CostTable(rows=(1,), seconds=(NAN,)), ValueError, r"seconds\[0\] must be a number, got nan"),
-    (lambda: CostTable(rows=(1, 2), seconds=(1, -1)), ValueError, r"seconds\[1\] must be above 0, got -1"),
-    (lambda: CostTable(rows=(1,), seconds=(0,)), ValueError, r"seconds\[0\] must be above 0, got 0"),
-    (lambda: CostTable(rows=(1,), seconds=("1",)), TypeError, r"seconds\[0\] must be a number, got '1'"),
+    (
+        lambda: ad.CostTable(rows=[], seconds=[]),
+        ValueError,
+        r"ascending rows from 1 and a time for each, got rows \[\]",
+    ),
+    (lambda: ad.CostTable(rows=(1.5,), seconds=(1,)), TypeError, r"rows\[0\] must be a whole number, got 1.5"),
+    (lambda: ad.CostTable(rows=(1, NAN), seconds=(1, 1)), TypeError, r"rows\[1\] must be a whole number, got nan"),
+    (lambda: ad.CostTable(rows=1, seconds=1.0), TypeError, "rows must be a list of numbers, got 1"),
+    (lambda: ad.CostTable(rows=(1,), seconds=(NAN,)), ValueError, r"seconds\[0\] must be a number, got nan"),
+    (lambda: ad.CostTable(rows=(1, 2), seconds=(1, -1)), ValueError, r"seconds\[1\] must be above 0, got -1"),
+    (lambda: ad.CostTable(rows=(1,), seconds=(0,)), ValueError, r"seconds\[0\] must be above 0, got 0"),
+    (lambda: ad.CostTable(rows=(1,), seconds=("1",)), TypeError, r"seconds\[0\] must be a number, got '1'"),
     (lambda: measured(target=None), TypeError, "target must be of type RaggedModel, got None"),
     (
         lambda: measured(rows=(1, 10**9)),
@@ -140,8 +139,8 @@ COSTS = [
     (lambda: decoder(decider=NodeBudget(3)), ValueError, r"NodeBudget\(nodes=3\) looks at tokens that are still to be"),
     (lambda: decoder(expected_batch=0), ValueError, "expected_batch must be a whole number of at least 1, got 0"),
     (lambda: decoder(expected_batch=2.0), TypeError, "expected_batch must be a whole number of at least 1, got 2.0"),
-    (lambda: CostTable((2, 4), (1, 1)), ValueError, r"ascending rows from 1 .* got rows \[2, 4\]"),
-    (lambda: CostTable((1, 2), (1,)), ValueError, "ascending rows from 1 and a time for each, got .* 1 times"),
+    (lambda: ad.CostTable((2, 4), (1, 1)), ValueError, r"ascending rows from 1 .* got rows \[2, 4\]"),
+    (lambda: ad.CostTable((1, 2), (1,)), ValueError, "ascending rows from 1 and a time for each, got .* 1 times"),
 ]
 
 
@@ -192,7 +191,7 @@ BUILDERS = [
 
 
 def tuning(**given):
-    settings = {"tokenizer": None, "name": "none", "drafter": NoDrafter(), "prompts": ["a"]} | given
+    settings = {"tokenizer": None, "name": "none", "drafter": ad.NoDrafter(), "prompts": ["a"]} | given
     return tune(ragged(), **settings)
 
 
@@ -203,11 +202,11 @@ def tuned(**given):
 
 
 def tuned_decoder(**given):
-    return tuned().decoder(ragged(), **{"drafter": NoDrafter()} | given)
+    return tuned().decoder(ragged(), **{"drafter": ad.NoDrafter()} | given)
 
 
 def timed(**given):
-    return measure_costs(ragged(), NoDrafter(), None, **given)
+    return measure_costs(ragged(), ad.NoDrafter(), None, **given)
 
 
 TUNING = [
@@ -236,19 +235,19 @@ def test_nonsense_is_named(call, error, words):
     ("make", "given"),
     [
         (FixedDepth, {"depth": 0}),
-        (ConfidenceThreshold, {"threshold": 0}),
-        (ConfidenceThreshold, {"threshold": torch.tensor(1.0)}),
+        (ad.ConfidenceThreshold, {"threshold": 0}),
+        (ad.ConfidenceThreshold, {"threshold": torch.tensor(1.0)}),
         (EntropyBound, {"threshold": 1, "gamma": 1e-9}),
         (PathSurvival, {"threshold": 2}),  # nothing is drafted: what training finds where drafts do not pay
         (Heuristic, {"first": 1, "longest": 1}),
         (AcceptedAverage, {"first": 0, "decay": 1}),
         (AdaEDL, {"wanted": 0, "decay": 1}),
         (Bandit, {"deciders": TWO, "cost": 0, "exploration": 0}),
-        (CostAware, {"costs": STEPS, "decay": 1}),
-        (CostAware, {"costs": STEPS, "decay": 0}),
-        (CostAware, {"costs": TABLE, "nodes": 1}),
-        (CostAware, {"costs": CostTable((1,), (1e-12,)), "nodes": 10**9}),
-        (CostAware, {"costs": CostTable((1, 2), (1e-12, 1e12))}),
+        (ad.CostAware, {"costs": STEPS, "decay": 1}),
+        (ad.CostAware, {"costs": STEPS, "decay": 0}),
+        (ad.CostAware, {"costs": TABLE, "nodes": 1}),
+        (ad.CostAware, {"costs": ad.CostTable((1,), (1e-12,)), "nodes": 10**9}),
+        (ad.CostAware, {"costs": ad.CostTable((1, 2), (1e-12, 1e12))}),
     ],
     ids=lambda value: (
         getattr(value, "__name__", None) or ", ".join(f"{name}={one!r}"[:30] for name, one in value.items())
@@ -264,9 +263,9 @@ def test_what_lies_at_the_bounds_decodes(make, given):
 @pytest.mark.parametrize(
     ("make", "given"),
     [
-        (NGramDrafter, {"longest": 64, "shortest": 64}),
-        (CostTable, {"rows": [1], "seconds": [1]}),
-        (CostTable, {"rows": torch.tensor([1, 2]), "seconds": torch.tensor([1.0, 2.0])}),
+        (ad.NGramDrafter, {"longest": 64, "shortest": 64}),
+        (ad.CostTable, {"rows": [1], "seconds": [1]}),
+        (ad.CostTable, {"rows": torch.tensor([1, 2]), "seconds": torch.tensor([1.0, 2.0])}),
         (NodeBudget, {"nodes": 1}),
         (NodeBudget, {"nodes": 10**9}),
     ],
@@ -274,9 +273,9 @@ def test_what_lies_at_the_bounds_decodes(make, given):
 )
 def test_drafters_and_costs_at_the_bounds_decode(make, given):
     part = make(**given)
-    options = {"drafter": part} if make is NGramDrafter else {"decider": part, "coupling": Coupling.shared(1)}
-    if make is CostTable:
-        options["decider"] = CostAware(part)
+    options = {"drafter": part} if make is ad.NGramDrafter else {"decider": part, "coupling": ad.Coupling.shared(1)}
+    if make is ad.CostTable:
+        options["decider"] = ad.CostAware(part)
     for settings in ({"do_sample": False}, {"do_sample": True, "seeds": [3]}):
         found = decoder(**options).generate(
             torch.tensor([[5, 9, 5, 9, 5]]), max_new_tokens=4, eos_token_id=None, **settings
@@ -317,7 +316,7 @@ def test_damaged_cost_tables_are_named(tmp_path, text):
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"costs.json holds no cost table: .*; measure them again"):
-        CostTable.load(path)
+        ad.CostTable.load(path)
 
 
 @pytest.mark.parametrize(

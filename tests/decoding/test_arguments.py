@@ -15,34 +15,21 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from arbordraft import (
-    IID,
-    Coupling,
-    Fixed,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    NGramDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-)
+import arbordraft as ad
 from arbordraft.target.hf_cache import cache_argument
 
 pytestmark = pytest.mark.timeout(60)
 
-TREE = TreeTopology([-1, 0, 0, 1])
-GREEDY = Coupling(Fixed(2), TopDown(Matching()))
-SAMPLED = Coupling(IID(2), Lifted(RecursiveRejection()))
+TREE = ad.TreeTopology([-1, 0, 0, 1])
+GREEDY = ad.Coupling.matching(2)
+SAMPLED = ad.Coupling(ad.IID(2), ad.Lifted(ad.RecursiveRejection()))
 IDS = torch.tensor([PROMPTS[0]])
 NEW = {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
 
 
 @functools.cache
 def decoder():
-    return SpeculativeDecoder(ragged(), NGramDrafter(), TREE, GREEDY)
+    return ad.SpeculativeDecoder(ragged(), ad.NGramDrafter(), TREE, GREEDY)
 
 
 def generate(ids=IDS, **options):
@@ -92,7 +79,7 @@ def test_a_model_whose_own_settings_name_a_cache():
     model = tiny()
     expected = greedy_reference(model, PROMPTS[:1], max_new_tokens=4)
     model.generation_config.use_cache = False
-    found = SpeculativeDecoder(model, NGramDrafter(), TREE, GREEDY).generate(IDS, max_new_tokens=4)
+    found = ad.SpeculativeDecoder(model, ad.NGramDrafter(), TREE, GREEDY).generate(IDS, max_new_tokens=4)
     assert found[0, 5:].tolist() == expected[0]
 
 
@@ -100,7 +87,7 @@ def test_a_model_whose_own_settings_name_a_cache():
 @pytest.mark.parametrize("name", ["pixel_values", "token_type_ids"])
 def test_images_are_not_ignored(name, through):
     model = tiny("gemma3")
-    target = SpeculativeDecoder(RaggedModel(model, kernels="torch"), NGramDrafter(), TREE, GREEDY)
+    target = ad.SpeculativeDecoder(ad.RaggedModel(model, kernels="torch"), ad.NGramDrafter(), TREE, GREEDY)
     ids = torch.tensor([[5, 6, 60, 60, 60, 60, 7]])
     given = {"pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": (ids == 60).long()}[name]
     call = target.generate
@@ -146,8 +133,8 @@ PROCESSED = {
 def test_padding_is_none_of_a_processors_business(case, sampled):
     """What a prompt gets beside longer ones is what it gets alone; greedily that is what transformers says."""
     options = NEW | PROCESSED[case] | {"do_sample": sampled}
-    coupling, drafter = (SAMPLED, LanguageModelDrafter(ragged(seed=3))) if sampled else (GREEDY, NGramDrafter())
-    target = SpeculativeDecoder(ragged(), drafter, TREE, coupling)
+    coupling, drafter = (SAMPLED, ad.LanguageModelDrafter(ragged(seed=3))) if sampled else (GREEDY, ad.NGramDrafter())
+    target = ad.SpeculativeDecoder(ragged(), drafter, TREE, coupling)
     seeds = {"seeds": [5, 6, 7]} if sampled else {}
     together = target.generate(**left_padded(PROMPTS), **options, **seeds, return_dict_in_generate=True)
     width = max(map(len, PROMPTS))
@@ -223,20 +210,22 @@ def test_models_compiled_in_place_run_as_they_are(how):
         model.forward = torch.compile(model.forward, backend="eager")
     else:
         model.model.layers[0].compile(backend="eager")
-    found = SpeculativeDecoder(RaggedModel(model, kernels="torch"), NGramDrafter(), TREE, GREEDY).generate(IDS, **NEW)
+    found = ad.SpeculativeDecoder(ad.RaggedModel(model, kernels="torch"), ad.NGramDrafter(), TREE, GREEDY).generate(
+        IDS, **NEW
+    )
     assert found[0, 5:].tolist() == expected[0]
 
 
 def test_models_of_transformers_are_wrapped():
     model, small = tiny(), tiny(seed=3)
     expected = greedy_reference(model, PROMPTS[:1], **NEW)
-    coupling = Coupling(IID(2), Lifted(RecursiveRejection()))
+    coupling = ad.Coupling(ad.IID(2), ad.Lifted(ad.RecursiveRejection()))
     for drafter in (
         small,
-        RaggedModel(small, kernels="torch"),
-        LanguageModelDrafter(RaggedModel(small, kernels="torch")),
+        ad.RaggedModel(small, kernels="torch"),
+        ad.LanguageModelDrafter(ad.RaggedModel(small, kernels="torch")),
     ):
-        found = SpeculativeDecoder(model, drafter, TREE, coupling).generate(IDS, **NEW)
+        found = ad.SpeculativeDecoder(model, drafter, TREE, coupling).generate(IDS, **NEW)
         assert found[0, 5:].tolist() == expected[0]
 
 
@@ -247,7 +236,7 @@ def test_one_hidden_element_calls_for_refresh(kernels):
     from support.prepacked_models import logits, plain, small
 
     model = small()
-    target = RaggedModel(model, kernels="native")
+    target = ad.RaggedModel(model, kernels="native")
     before = logits(target)
     model.model.layers[1].mlp.down_proj.weight.data[3, 5] += 50.0  # none of the few that are compared
     assert torch.equal(logits(target), before)
@@ -271,9 +260,9 @@ def test_attributes_that_change_are_noticed():
 
     model = small()
     model.model.layers[0].mlp = Switched(model.model.layers[0].mlp)
-    target = RaggedModel(model, kernels="torch")
+    target = ad.RaggedModel(model, kernels="torch")
     before = logits(target)
     model.model.layers[0].mlp.on = True
     after = logits(target)
     assert not torch.allclose(after, before, atol=1e-3)
-    assert torch.equal(after, logits(RaggedModel(model, kernels="torch")))
+    assert torch.equal(after, logits(ad.RaggedModel(model, kernels="torch")))

@@ -14,49 +14,34 @@ from support.models import PROMPTS, left_padded, tiny
 from support.prepacked_models import small
 from transformers import LogitsProcessorList
 
-from arbordraft import (
-    Coupling,
-    EarlyExitDrafter,
-    Fixed,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    NGramDrafter,
-    NoDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.deciders import Heuristic
 from arbordraft.target.cache import RaggedKVCache
 
 pytestmark = pytest.mark.timeout(120)
 
-TREE = TreeTopology([-1, 0, 0, 1, 1, 2])
-GREEDY = Coupling(Fixed(2), TopDown(Matching()))
-SAMPLED = Coupling(WithoutReplacement(2), Lifted(RecursiveRejection()))
+TREE = ad.TreeTopology([-1, 0, 0, 1, 1, 2])
+GREEDY = ad.Coupling.matching(2)
+SAMPLED = ad.Coupling(ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection()))
 NEW = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
 
 
 def lookup(target, **options):
-    return SpeculativeDecoder(target, NGramDrafter(), TREE, GREEDY, Heuristic(), **options)
+    return ad.SpeculativeDecoder(target, ad.NGramDrafter(), TREE, GREEDY, Heuristic(), **options)
 
 
 def draft_model(target, **options):
-    return SpeculativeDecoder(
-        target, LanguageModelDrafter(RaggedModel(tiny(seed=3), kernels="torch")), TREE, SAMPLED, **options
+    return ad.SpeculativeDecoder(
+        target, ad.LanguageModelDrafter(ad.RaggedModel(tiny(seed=3), kernels="torch")), TREE, SAMPLED, **options
     )
 
 
 def early_exit(target, **options):
-    return SpeculativeDecoder(target, EarlyExitDrafter(target, 1), TREE, SAMPLED, **options)
+    return ad.SpeculativeDecoder(target, ad.EarlyExitDrafter(target, 1), TREE, SAMPLED, **options)
 
 
 def nothing(target, **options):
-    return SpeculativeDecoder(target, NoDrafter(), TreeTopology.chain(0), GREEDY, **options)
+    return ad.SpeculativeDecoder(target, ad.NoDrafter(), ad.TreeTopology.chain(0), GREEDY, **options)
 
 
 DECODERS = {
@@ -74,7 +59,7 @@ def built(kind):
     build, options = DECODERS[kind]
     options = dict(options)
     model = small()
-    target = RaggedModel(model, kernels=options.pop("kernels", "torch"))
+    target = ad.RaggedModel(model, kernels=options.pop("kernels", "torch"))
     return build(target, **options), model
 
 
@@ -82,7 +67,7 @@ def answers(decoder, seed=0):
     """Of a ragged batch, greedy and sampled."""
     inputs = left_padded(PROMPTS)
     greedy = decoder.generate(**inputs, **NEW, do_sample=False)
-    if isinstance(decoder.drafter, NGramDrafter | NoDrafter) and decoder.stepper.fixed:
+    if isinstance(decoder.drafter, ad.NGramDrafter | ad.NoDrafter) and decoder.stepper.fixed:
         return greedy.tolist()
     sampled = decoder.generate(**inputs, **NEW, do_sample=True, seeds=[seed, seed + 1, seed + 2])
     return greedy.tolist(), sampled.tolist()
@@ -123,7 +108,7 @@ def test_two_threads_on_one_model(kind, partner):
     decoder, model = built(kind)
     expected, plain, before = answers(decoder), own(model), structure(model)
     kernels = DECODERS[kind][1].get("kernels", "torch")
-    another = lookup(RaggedModel(model, kernels=kernels) if partner == "another wrapper" else decoder.target)
+    another = lookup(ad.RaggedModel(model, kernels=kernels) if partner == "another wrapper" else decoder.target)
     other, wanted = {
         "the same decoder": (partial(answers, decoder), expected),
         "another decoder": (partial(answers, another), answers(another)),
@@ -142,7 +127,7 @@ def test_wrapping_a_model_while_it_decodes():
     expected, plain = answers(decoder), own(model)
 
     def wrap():
-        return RaggedModel(model, kernels="auto").row_invariant
+        return ad.RaggedModel(model, kernels="auto").row_invariant
 
     found = at_once(partial(answers, decoder), partial(own, model), wrap)
     assert found == [expected] * 3 + [plain] * 3 + [decoder.target.row_invariant] * 3
@@ -184,7 +169,7 @@ def test_weights_that_change_between_requests_of_two_threads():
         go_on.set()
         assert running.result().tolist() == before
     assert after != before
-    assert after == answers(lookup(RaggedModel(model, kernels="auto")))[0]
+    assert after == answers(lookup(ad.RaggedModel(model, kernels="auto")))[0]
 
 
 # Re-entrance
@@ -233,16 +218,16 @@ def faulty(original, countdown):
 
 
 PLACES = {
-    "the target's forward": (RaggedModel, "run"),
+    "the target's forward": (ad.RaggedModel, "run"),
     "the cache's layout": (RaggedKVCache, "lay_out"),
     "the cache's commit": (RaggedKVCache, "commit"),
     "a new sample": (RaggedKVCache, "open"),
     "the end of a sample": (RaggedKVCache, "close"),
     "keys and values": (RaggedKVCache, "pools"),
-    "the drafts": (EarlyExitDrafter, "propose"),
-    "the drafts' forward": (EarlyExitDrafter, "_forward"),
-    "what was accepted": (EarlyExitDrafter, "commit"),
-    "the verdict": (Coupling, "forward"),
+    "the drafts": (ad.EarlyExitDrafter, "propose"),
+    "the drafts' forward": (ad.EarlyExitDrafter, "_forward"),
+    "what was accepted": (ad.EarlyExitDrafter, "commit"),
+    "the verdict": (ad.Coupling, "forward"),
     "an inner linear": (torch.nn.Linear, "forward"),
 }
 

@@ -12,31 +12,17 @@ import torch
 from support.fragile import Fragile
 from support.models import EOS, PROMPTS, VOCAB, ragged, tiny
 
-from arbordraft import (
-    Coupling,
-    Fixed,
-    HybridDrafter,
-    LanguageModelDrafter,
-    Lifted,
-    NGramDrafter,
-    NoDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.decoding.engine import Engine, EngineClosed, QueueFull
 from arbordraft.decoding.requests import Request
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 
-TREE = TreeTopology.from_k_config((2, 2, 1))
+TREE = ad.TreeTopology.from_k_config((2, 2, 1))
 
 
 def decoder(drafter=None, coupling=None, **options):
-    drafter = drafter or HybridDrafter(NGramDrafter(), LanguageModelDrafter(ragged(seed=3)))
-    return SpeculativeDecoder(ragged(), drafter, TREE, coupling, **options)
+    drafter = drafter or ad.HybridDrafter(ad.NGramDrafter(), ad.LanguageModelDrafter(ragged(seed=3)))
+    return ad.SpeculativeDecoder(ragged(), drafter, TREE, coupling, **options)
 
 
 def text(length, seed):
@@ -69,10 +55,10 @@ def requests(count):
 COUPLINGS = {
     "shared noise": (None, None),
     "random drafts": (
-        LanguageModelDrafter(ragged(seed=3)),
-        Coupling(WithoutReplacement(2), Lifted(RecursiveRejection())),
+        ad.LanguageModelDrafter(ragged(seed=3)),
+        ad.Coupling(ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection())),
     ),
-    "nothing drafted": (NoDrafter(), Coupling.shared(2)),
+    "nothing drafted": (ad.NoDrafter(), ad.Coupling.shared(2)),
 }
 
 
@@ -188,7 +174,9 @@ def test_what_comes_behind_a_rejected_draft_may_leave_nothing_to_draw():
         banned = torch.arange(VOCAB) == 7
         return scores.masked_fill(banned | (input_ids[:, -1:] == 7), -torch.inf)
 
-    made = decoder(NGramDrafter(longest=1, shortest=1), Coupling(Fixed(2), TopDown(RecursiveRejection())))
+    made = decoder(
+        ad.NGramDrafter(longest=1, shortest=1), ad.Coupling(ad.Fixed(2), ad.TopDown(ad.RecursiveRejection()))
+    )
     prompt = [3, 7, 3, 7, 9, 7, *range(8, VOCAB, 2), 7, 3]
     request = Request(prompt=prompt, max_new_tokens=9, temperature=1.0, seed=1, ends=(), processors=[forbidding])
     assert 7 not in alone(made, request)[0]
@@ -215,7 +203,7 @@ def test_logits_that_are_no_numbers_end_their_own_request():
     model = tiny()
     with torch.no_grad():
         model.get_input_embeddings().weight[60] = torch.nan
-    made = SpeculativeDecoder(RaggedModel(model, kernels="torch", self_test=False), NGramDrafter())
+    made = ad.SpeculativeDecoder(ad.RaggedModel(model, kernels="torch", self_test=False), ad.NGramDrafter())
     engine = Engine(made, max_tokens=500)
     kept, lost = (
         engine.submit(Request(prompt=prompt, max_new_tokens=8, ends=())) for prompt in (PROMPTS[0], [5, 60, 7])
@@ -382,14 +370,14 @@ def portions_of(engine, arrivals):
 )
 def test_prompts_are_read_in_their_turn(arrivals, order):
     """Sixteen tokens at a time. Whoever comes too late to overtake is shorter all the same."""
-    engine = Engine(SpeculativeDecoder(ragged(), NoDrafter(), TREE), max_tokens=500, max_rows=16, reuse=False)
+    engine = Engine(ad.SpeculativeDecoder(ragged(), ad.NoDrafter(), TREE), max_tokens=500, max_rows=16, reuse=False)
     portions = portions_of(engine, arrivals)
     last = {name: step for step, portion in enumerate(portions) for name in portion}
     assert sorted(last, key=last.__getitem__) == order
 
 
 def test_a_portion_ends_with_a_prompt_unless_it_is_small():
-    engine = Engine(SpeculativeDecoder(ragged(), NoDrafter(), TREE), max_tokens=500, max_rows=40, reuse=False)
+    engine = Engine(ad.SpeculativeDecoder(ragged(), ad.NoDrafter(), TREE), max_tokens=500, max_rows=40, reuse=False)
     arrivals = [Arrival(6), Arrival(8), Arrival(31), Arrival(101)]
     assert portions_of(engine, arrivals) == [{0: 5, 1: 7}, {2: 30}, {3: 40}, {3: 40}, {3: 20}]
 
@@ -437,7 +425,7 @@ def many(answers, tokens=6, **settings):
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_newcomer_gets_the_first_slot_that_becomes_free(slots):
-    engine = Engine(decoder(NoDrafter()), max_tokens=500, max_samples=slots)
+    engine = Engine(decoder(ad.NoDrafter()), max_tokens=500, max_samples=slots)
     first = engine.submit(many(12))
     engine.step()
     late = engine.submit(many(1, tokens=1))
@@ -449,7 +437,7 @@ def test_a_newcomer_gets_the_first_slot_that_becomes_free(slots):
 
 def test_slots_are_shared_between_requests_and_not_between_answers():
     """Two for many answers and one for a few: none gets ahead of another while both wait."""
-    engine = Engine(decoder(NoDrafter()), max_tokens=900, max_samples=3)
+    engine = Engine(decoder(ad.NoDrafter()), max_tokens=900, max_samples=3)
     streams = [engine.submit(many(count)) for count in (7, 6, 2)]
     order = rounds(engine, streams)
     assert [sorted(order[at : at + 3]) for at in (0, 3)] == [[0, 1, 2]] * 2
@@ -458,7 +446,7 @@ def test_slots_are_shared_between_requests_and_not_between_answers():
 
 def test_a_request_for_many_answers_is_not_overtaken_for_ever():
     """One slot, and always somebody new: turns come round."""
-    engine = Engine(decoder(NoDrafter()), max_tokens=500, max_samples=1)
+    engine = Engine(decoder(ad.NoDrafter()), max_tokens=500, max_samples=1)
     large, news = engine.submit(many(4, tokens=2)), [engine.submit(many(1, tokens=2))]
     for _ in range(40):
         engine.step()
@@ -472,7 +460,7 @@ def test_a_request_for_many_answers_is_not_overtaken_for_ever():
 
 def test_an_admission_that_fails_leaves_the_queue_whole(monkeypatch):
     """The cache gives out, beyond its limit, while requests are admitted: the others are answered later."""
-    made = decoder(NoDrafter())
+    made = decoder(ad.NoDrafter())
     engine, add = Engine(made, max_tokens=500, max_samples=4), made.stepper.add
     joined = []
 
@@ -650,7 +638,7 @@ def test_closing(drain, threaded):
 
 
 def test_many_requests_leave_nothing_behind():
-    made = decoder(NGramDrafter())
+    made = decoder(ad.NGramDrafter())
     engine = Engine(made, max_tokens=300, max_samples=4)
 
     def live():

@@ -25,53 +25,37 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from arbordraft import (
-    IID,
-    Coupling,
-    EarlyExitDrafter,
-    Fixed,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    NGramDrafter,
-    RecursiveRejection,
-    SpecHub,
-    SpeculativeDecoder,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.deciders import FixedDepth
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
 from arbordraft.verifiers import KSeq, OptimalTransport, TopTailRule, TypicalAcceptance
 
-CHAIN, TREE = TreeTopology.chain(3), TreeTopology([-1, 0, 0, 1, 1, 2, 3])
+CHAIN, TREE = ad.TreeTopology.chain(3), ad.TreeTopology([-1, 0, 0, 1, 1, 2, 3])
 COUPLINGS = {
-    "iid recursive": Coupling(IID(2), TopDown(RecursiveRejection())),
-    "iid k-seq": Coupling(IID(2), TopDown(KSeq())),
-    "iid k-seq lifted": Coupling(IID(2), Lifted(KSeq())),
-    "wor recursive": Coupling(WithoutReplacement(2), TopDown(RecursiveRejection())),
-    "wor recursive lifted": Coupling(WithoutReplacement(2), Lifted(RecursiveRejection())),
-    "wor transport": Coupling(WithoutReplacement(2), TopDown(OptimalTransport())),
-    "top-tail": Coupling(TopTail(1, 1), Lifted(TopTailRule())),
-    "spechub": Coupling(TopTail(1, 1), TopDown(SpecHub())),
-    "spechub paper": Coupling(TopTail(1, 1), TopDown(SpecHub(order="paper"))),
-    "fixed matching": Coupling(Fixed(2), TopDown(Matching())),
-    "fixed recursive lifted": Coupling(Fixed(2), Lifted(RecursiveRejection())),
-    "typical": Coupling(Fixed(2), TypicalAcceptance()),
+    "iid recursive": ad.Coupling(ad.IID(2), ad.TopDown(ad.RecursiveRejection())),
+    "iid k-seq": ad.Coupling(ad.IID(2), ad.TopDown(KSeq())),
+    "iid k-seq lifted": ad.Coupling(ad.IID(2), ad.Lifted(KSeq())),
+    "wor recursive": ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection())),
+    "wor recursive lifted": ad.Coupling(ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection())),
+    "wor transport": ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(OptimalTransport())),
+    "top-tail": ad.Coupling(ad.TopTail(1, 1), ad.Lifted(TopTailRule())),
+    "spechub": ad.Coupling(ad.TopTail(1, 1), ad.TopDown(ad.SpecHub())),
+    "spechub paper": ad.Coupling(ad.TopTail(1, 1), ad.TopDown(ad.SpecHub(order="paper"))),
+    "fixed matching": ad.Coupling.matching(2),
+    "fixed recursive lifted": ad.Coupling(ad.Fixed(2), ad.Lifted(ad.RecursiveRejection())),
+    "typical": ad.Coupling(ad.Fixed(2), TypicalAcceptance()),
 }
 DRAFTERS = {
-    "model": lambda: LanguageModelDrafter(ragged(seed=3)),
-    "exit": lambda: EarlyExitDrafter(ragged(), layers=1),
-    "n-gram": lambda: NGramDrafter(longest=3, shortest=1),
+    "model": lambda: ad.LanguageModelDrafter(ragged(seed=3)),
+    "exit": lambda: ad.EarlyExitDrafter(ragged(), layers=1),
+    "n-gram": lambda: ad.NGramDrafter(longest=3, shortest=1),
 }
 NEVER = {"eos_token_id": None}  # a random model may end at any time; these tests want all tokens
 
 
 def build(coupling="wor recursive", drafter="model", topology=TREE, **options):
-    return SpeculativeDecoder(ragged(), DRAFTERS[drafter](), topology, COUPLINGS[coupling], **options)
+    return ad.SpeculativeDecoder(ragged(), DRAFTERS[drafter](), topology, COUPLINGS[coupling], **options)
 
 
 def decode(decoder, prompts=PROMPTS, do_sample=False, **kwargs):
@@ -110,7 +94,7 @@ def test_greedy_equals_transformers(drafter, coupling, topology):
 @pytest.mark.parametrize("options", [{}, {"buckets": (32,)}], ids=["plain", "static"])
 def test_tiny_temperatures_are_greedy(temperature, options):
     """However they are given, beside samples of any kind, also where half floats would overflow."""
-    decoder = SpeculativeDecoder(ragged(), DRAFTERS["model"](), **options)
+    decoder = ad.SpeculativeDecoder(ragged(), DRAFTERS["model"](), **options)
     expected, kwargs = plain_reference(14), {"do_sample": True, "max_new_tokens": 14, "eos_token_id": EOS}
     ways = [
         {"temperature": temperature},
@@ -179,7 +163,7 @@ def test_min_length_counts_padding_as_transformers_does():
 @pytest.mark.parametrize("position", range(6))
 def test_the_end_may_lie_inside_an_accepted_path(position):
     """The target drafts for itself, so the whole chain is accepted, also behind the token that ends the text."""
-    decoder = SpeculativeDecoder(ragged(), LanguageModelDrafter(ragged()), CHAIN, COUPLINGS["wor recursive"])
+    decoder = ad.SpeculativeDecoder(ragged(), ad.LanguageModelDrafter(ragged()), CHAIN, COUPLINGS["wor recursive"])
     end = reference(PROMPTS[2:], max_new_tokens=6, **NEVER)[0][position]
     tokens, output = decode(decoder, eos_token_id=end, pad_token_id=0, max_new_tokens=12)
     assert tokens == reference(eos_token_id=end, pad_token_id=0, max_new_tokens=12)
@@ -336,7 +320,7 @@ class Recorder(BaseStreamer):
 @pytest.mark.parametrize("ends", [None, *range(4)])
 def test_streamers_get_committed_tokens_in_order(ends):
     """Nothing behind the end of a text either, although the target drafts for itself and accepts all of it."""
-    decoder = SpeculativeDecoder(ragged(), LanguageModelDrafter(ragged()), CHAIN, COUPLINGS["wor recursive"])
+    decoder = ad.SpeculativeDecoder(ragged(), ad.LanguageModelDrafter(ragged()), CHAIN, COUPLINGS["wor recursive"])
     eos = None if ends is None else reference(PROMPTS[2:], max_new_tokens=4, **NEVER)[0][ends]
     streamers = [Recorder() for _ in PROMPTS]
     tokens, output = decode(decoder, streamer=streamers, max_new_tokens=12, eos_token_id=eos, pad_token_id=0)

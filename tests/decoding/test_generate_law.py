@@ -3,33 +3,25 @@
 import pytest
 from support.request_law import BUSH, PAIR, TEXT, fit, small, small_decoder
 
-from arbordraft import (
-    IID,
-    EarlyExitDrafter,
-    Fixed,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    NGramDrafter,
-    RecursiveRejection,
-    SpecHub,
-    TopDown,
-    TopTail,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.sampling.noise import Noise
 from arbordraft.verifiers import KSeq, NodeLaw
 
 LAWFUL = {
-    "without replacement, lifted": lambda: small_decoder(WithoutReplacement(2), Lifted(RecursiveRejection()), BUSH),
-    "spechub as in the paper": lambda: small_decoder(TopTail(1, 1), TopDown(SpecHub(order="paper")), PAIR),
-    "iid, k-seq": lambda: small_decoder(IID(2), TopDown(KSeq()), BUSH),
-    "n-gram": lambda: small_decoder(Fixed(2), TopDown(Matching()), BUSH, NGramDrafter(3, 1)),
+    "without replacement, lifted": lambda: small_decoder(
+        ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection()), BUSH
+    ),
+    "spechub as in the paper": lambda: small_decoder(ad.TopTail(1, 1), ad.TopDown(ad.SpecHub(order="paper")), PAIR),
+    "iid, k-seq": lambda: small_decoder(ad.IID(2), ad.TopDown(KSeq()), BUSH),
+    "n-gram": lambda: small_decoder(ad.Fixed(2), ad.TopDown(ad.Matching()), BUSH, ad.NGramDrafter(3, 1)),
     "a draft model that ends": lambda: small_decoder(
-        WithoutReplacement(2), Lifted(RecursiveRejection()), BUSH, LanguageModelDrafter(small(3, len(TEXT) + 1))
+        ad.WithoutReplacement(2),
+        ad.Lifted(ad.RecursiveRejection()),
+        BUSH,
+        ad.LanguageModelDrafter(small(3, len(TEXT) + 1)),
     ),
     "early exit": lambda: small_decoder(
-        WithoutReplacement(2), TopDown(RecursiveRejection()), PAIR, EarlyExitDrafter(small(0), 1)
+        ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()), PAIR, ad.EarlyExitDrafter(small(0), 1)
     ),
 }
 
@@ -39,16 +31,16 @@ def test_sampling_has_the_law_of_the_target(name):
     assert fit(LAWFUL[name]()) > 1e-3
 
 
-class NoResidual(Matching):
+class NoResidual(ad.Matching):
     """Negative control: after a rejection it draws from the target again instead of from the residual."""
 
     def node_law(self, target, weight, draft, tokens, law):
-        found = RecursiveRejection().node_law(target, weight, draft, tokens, law)
+        found = ad.RecursiveRejection().node_law(target, weight, draft, tokens, law)
         return NodeLaw(found.accept, target * (1 - sum(found.accept)), 0.0)
 
 
 def test_a_biased_rule_would_be_seen():
-    assert fit(small_decoder(WithoutReplacement(2), TopDown(NoResidual()), PAIR)) < 1e-6
+    assert fit(small_decoder(ad.WithoutReplacement(2), ad.TopDown(NoResidual()), PAIR)) < 1e-6
 
 
 def test_noise_used_twice_would_be_seen(monkeypatch):

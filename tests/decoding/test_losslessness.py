@@ -4,18 +4,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from arbordraft import (
-    IID,
-    Fixed,
-    Lifted,
-    Matching,
-    RecursiveRejection,
-    SpecHub,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import Noise, draw
 from arbordraft.testing import (
@@ -31,25 +20,29 @@ from arbordraft.verifiers import KSeq, NodeLaw, OptimalTransport, Remembered, Ru
 
 EXACT = 1e-12
 TOPOLOGIES = {
-    "chain": TreeTopology.chain(3),
-    "binary": TreeTopology.k_ary(2, 2),
-    "fork": TreeTopology.fork(2, 2),
-    "uneven": TreeTopology([-1, 0, 0, 1, 2, 2]),
-    "sequoia": TreeTopology.sequoia([0.6, 0.3], 6),
-    "wide": TreeTopology([-1, 0, 0, 0]),
+    "chain": ad.TreeTopology.chain(3),
+    "binary": ad.TreeTopology.k_ary(2, 2),
+    "fork": ad.TreeTopology.fork(2, 2),
+    "uneven": ad.TreeTopology([-1, 0, 0, 1, 2, 2]),
+    "sequoia": ad.TreeTopology.sequoia([0.6, 0.3], 6),
+    "wide": ad.TreeTopology([-1, 0, 0, 0]),
 }
 PAIRS = [
-    *((IID, (k,), rule) for k in (2, 3) for rule in (RecursiveRejection, KSeq, Matching)),
-    *((WithoutReplacement, (k,), rule) for k in (2, 3) for rule in (RecursiveRejection, TopTailRule, Matching)),
-    *((TopTail, (1, 1), rule) for rule in (SpecHub, RecursiveRejection, TopTailRule, Matching)),
-    *((TopTail, split, rule) for split in ((1, 2), (2, 1)) for rule in (RecursiveRejection, TopTailRule)),
-    *((AdaptiveTopTail, (k, 0.35), rule) for k in (2, 3) for rule in (RecursiveRejection, TopTailRule)),
-    *((Fixed, (k,), rule) for k in (2, 3) for rule in (RecursiveRejection, Matching)),
+    *((ad.IID, (k,), rule) for k in (2, 3) for rule in (ad.RecursiveRejection, KSeq, ad.Matching)),
+    *(
+        (ad.WithoutReplacement, (k,), rule)
+        for k in (2, 3)
+        for rule in (ad.RecursiveRejection, TopTailRule, ad.Matching)
+    ),
+    *((ad.TopTail, (1, 1), rule) for rule in (ad.SpecHub, ad.RecursiveRejection, TopTailRule, ad.Matching)),
+    *((ad.TopTail, split, rule) for split in ((1, 2), (2, 1)) for rule in (ad.RecursiveRejection, TopTailRule)),
+    *((AdaptiveTopTail, (k, 0.35), rule) for k in (2, 3) for rule in (ad.RecursiveRejection, TopTailRule)),
+    *((ad.Fixed, (k,), rule) for k in (2, 3) for rule in (ad.RecursiveRejection, ad.Matching)),
 ]
-PAPER_ORDER = (TopTail, (1, 1), lambda: SpecHub("paper"))
+PAPER_ORDER = (ad.TopTail, (1, 1), lambda: ad.SpecHub("paper"))
 TRANSPORT = [
     (law, arguments, lambda formulation=formulation: OptimalTransport(formulation))
-    for law, arguments in ((IID, (2,)), (WithoutReplacement, (2,)), (TopTail, (1, 1)), (Fixed, (2,)))
+    for law, arguments in ((ad.IID, (2,)), (ad.WithoutReplacement, (2,)), (ad.TopTail, (1, 1)), (ad.Fixed, (2,)))
     for formulation in ("compact", "full")
 ]
 
@@ -71,7 +64,7 @@ def fits(topology, pair):
     return widest == k or (k == 2 and widest == 1)
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 @pytest.mark.parametrize(
     ("topology", "pair"),
     [(topology, pair) for topology in TOPOLOGIES for pair in [*PAIRS, PAPER_ORDER] if fits(topology, pair)],
@@ -85,29 +78,31 @@ def test_exact_rules_emit_the_target(topology, pair, lift):
         assert distance_to_target(verifier, TOPOLOGIES[topology], law, random_table(kind, 3)) < EXACT, kind
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 @pytest.mark.parametrize("pair", TRANSPORT, ids=name_of)
 def test_optimal_transport_emits_the_target(pair, lift):
     law, verifier = pair[0](*pair[1]), lift(Remembered(pair[2]()))
     for kind in ROW_KINDS:
-        assert distance_to_target(verifier, TreeTopology([-1, 0, 0, 1]), law, random_table(kind, 3)) < EXACT, kind
+        assert distance_to_target(verifier, ad.TreeTopology([-1, 0, 0, 1]), law, random_table(kind, 3)) < EXACT, kind
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 @pytest.mark.parametrize("pair", [*PAIRS, PAPER_ORDER], ids=name_of)
 def test_consecutive_steps_emit_the_target(pair, lift):
     law, rule = pair[0](*pair[1]), pair[2]()
-    for topology in (TreeTopology.chain(2), TreeTopology([-1, 0, 0])):
+    for topology in (ad.TreeTopology.chain(2), ad.TreeTopology([-1, 0, 0])):
         for kind in ("random", "holes"):
             verifier = lift(Remembered(rule))
             assert distance_to_target(verifier, topology, law, random_table(kind, 3), steps=2) < EXACT
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
-@pytest.mark.parametrize("law", [IID(3), WithoutReplacement(3), TopTail(1, 2), TopTail(2, 1), Fixed(3)], ids=str)
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
+@pytest.mark.parametrize(
+    "law", [ad.IID(3), ad.WithoutReplacement(3), ad.TopTail(1, 2), ad.TopTail(2, 1), ad.Fixed(3)], ids=str
+)
 def test_four_tokens_and_three_children(law, lift):
     for kind in ROW_KINDS:
-        verifier = lift(Remembered(RecursiveRejection()))
+        verifier = lift(Remembered(ad.RecursiveRejection()))
         assert distance_to_target(verifier, TOPOLOGIES["wide"], law, random_table(kind, 4, seed=1)) < EXACT, kind
 
 
@@ -120,34 +115,34 @@ def sure_enough(depth, before):
     return depth == 1 or 0 in drawn or any(row.max() > 0.8 for row in before.draft_probs.values())
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 @pytest.mark.parametrize("pair", PAIRS[:-2], ids=name_of)
 def test_trees_that_stop_early_emit_the_target(pair, lift):
     def draft(*arguments):
         return draft_trees(*arguments, goes_on=sure_enough)
 
-    law, topology = pair[0](*pair[1]), TreeTopology([-1, 0, 0, 1, 2, 2])
+    law, topology = pair[0](*pair[1]), ad.TreeTopology([-1, 0, 0, 1, 2, 2])
     for kind in ("random", "peaked"):
         verifier = lift(Remembered(pair[2]()))
         assert distance_to_target(verifier, topology, law, random_table(kind, 3), draft=draft) < EXACT
 
 
 def test_early_stops_are_exercised():
-    trees = draft_trees(TOPOLOGIES["binary"], IID(2), random_table("random", 3), goes_on=sure_enough)
+    trees = draft_trees(TOPOLOGIES["binary"], ad.IID(2), random_table("random", 3), goes_on=sure_enough)
     assert {len(tree.tokens) for _, tree in trees} == {3, 7}
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 @pytest.mark.parametrize(
     ("law", "rule"),
     [
-        (IID(3), RecursiveRejection),
-        (IID(3), KSeq),
-        (WithoutReplacement(3), RecursiveRejection),
-        (WithoutReplacement(3), OptimalTransport),
-        (TopTail(1, 2), TopTailRule),
-        (TopTail(1, 1), SpecHub),
-        (TopTail(1, 1), OptimalTransport),
+        (ad.IID(3), ad.RecursiveRejection),
+        (ad.IID(3), KSeq),
+        (ad.WithoutReplacement(3), ad.RecursiveRejection),
+        (ad.WithoutReplacement(3), OptimalTransport),
+        (ad.TopTail(1, 2), TopTailRule),
+        (ad.TopTail(1, 1), ad.SpecHub),
+        (ad.TopTail(1, 1), OptimalTransport),
     ],
     ids=str,
 )
@@ -158,7 +153,7 @@ def test_siblings_drawn_last_may_be_given_up(law, rule, lift):
             kept = {node: token for node, token in tree.tokens.items() if node < len(tree.tokens) - 1}
             yield chance, SampleTree(tree.topology, tree.law, kept, tree.draft_probs)
 
-    topology = TreeTopology([-1] + [0] * law.k)
+    topology = ad.TreeTopology([-1] + [0] * law.k)
     for kind in ROW_KINDS:
         verifier = lift(Remembered(rule()))
         assert distance_to_target(verifier, topology, law, random_table(kind, 4), draft=draft) < EXACT, kind
@@ -171,10 +166,12 @@ def test_a_decider_that_peeks_is_caught():
     def draft(*arguments):
         return draft_trees(*arguments, regrets=lambda depth, after: after.tokens[1] == 1)
 
-    verifier = TopDown(RecursiveRejection())
-    found = distance_to_target(verifier, TreeTopology.chain(1), IID(1), lambda _: (target, draft_row), draft=draft)
+    verifier = ad.TopDown(ad.RecursiveRejection())
+    found = distance_to_target(
+        verifier, ad.TreeTopology.chain(1), ad.IID(1), lambda _: (target, draft_row), draft=draft
+    )
     assert found == pytest.approx(0.15)
-    honest = distance_to_target(verifier, TreeTopology.chain(1), IID(1), lambda _: (target, draft_row))
+    honest = distance_to_target(verifier, ad.TreeTopology.chain(1), ad.IID(1), lambda _: (target, draft_row))
     assert honest < EXACT
 
 
@@ -203,27 +200,27 @@ def residual_frozen(target, weight, draft, tokens, law):
 
 
 def wrong_law(target, weight, draft, tokens, law):
-    return RecursiveRejection()(target, weight, draft, tokens, IID(law.k))
+    return ad.RecursiveRejection()(target, weight, draft, tokens, ad.IID(law.k))
 
 
 def certain_taken_for_drawn(target, weight, draft, tokens, law):
-    return RecursiveRejection()(target, weight, draft, tokens, WithoutReplacement(law.k))
+    return ad.RecursiveRejection()(target, weight, draft, tokens, ad.WithoutReplacement(law.k))
 
 
 def stops_with_target(target, weight, draft, tokens, law):
-    found = RecursiveRejection()(target, weight, draft, tokens, law)
+    found = ad.RecursiveRejection()(target, weight, draft, tokens, law)
     return NodeLaw(found.accept, target * found.stop.sum(), found.reject)
 
 
 def skips_duplicates(target, weight, draft, tokens, law):
     distinct = list(dict.fromkeys(tokens))
-    found = RecursiveRejection()(target, weight, draft, distinct, law)
+    found = ad.RecursiveRejection()(target, weight, draft, distinct, law)
     accept = [found.accept[distinct.index(token)] * (token not in tokens[:i]) for i, token in enumerate(tokens)]
     return NodeLaw(accept, found.stop, found.reject)
 
 
 def ignores_weight(target, weight, draft, tokens, law):
-    return RecursiveRejection()(target, 1.0, draft, tokens, law)
+    return ad.RecursiveRejection()(target, 1.0, draft, tokens, law)
 
 
 def test_children_without_a_draft_row_are_taken_for_certain():
@@ -233,20 +230,20 @@ def test_children_without_a_draft_row_are_taken_for_certain():
         for chance, tree in draft_trees(*arguments):
             yield chance, SampleTree(tree.topology, tree.law, tree.tokens)
 
-    verifier, topology, table = Lifted(RecursiveRejection()), TOPOLOGIES["fork"], random_table("random", 3)
-    assert distance_to_target(verifier, topology, WithoutReplacement(2), table, draft=draft) < EXACT
+    verifier, topology, table = ad.Lifted(ad.RecursiveRejection()), TOPOLOGIES["fork"], random_table("random", 3)
+    assert distance_to_target(verifier, topology, ad.WithoutReplacement(2), table, draft=draft) < EXACT
 
 
 @pytest.mark.parametrize(
     ("law", "function", "lift"),
     [
-        (WithoutReplacement(2), residual_frozen, TopDown),
-        (WithoutReplacement(2), wrong_law, TopDown),
-        (TopTail(1, 1), certain_taken_for_drawn, TopDown),
-        (Fixed(2), certain_taken_for_drawn, Lifted),
-        (IID(2), stops_with_target, TopDown),
-        (IID(2), skips_duplicates, TopDown),
-        (WithoutReplacement(2), ignores_weight, Lifted),
+        (ad.WithoutReplacement(2), residual_frozen, ad.TopDown),
+        (ad.WithoutReplacement(2), wrong_law, ad.TopDown),
+        (ad.TopTail(1, 1), certain_taken_for_drawn, ad.TopDown),
+        (ad.Fixed(2), certain_taken_for_drawn, ad.Lifted),
+        (ad.IID(2), stops_with_target, ad.TopDown),
+        (ad.IID(2), skips_duplicates, ad.TopDown),
+        (ad.WithoutReplacement(2), ignores_weight, ad.Lifted),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -260,7 +257,7 @@ def test_broken_rules_are_caught(law, function, lift):
 
 def test_without_replacement_rule_refuses_duplicates():
     with pytest.raises(ValueError, match="drafted with probability 0"):
-        RecursiveRejection()(row(1, 1, 2), 1.0, row(2, 1, 1), [0, 0], WithoutReplacement(2))
+        ad.RecursiveRejection()(row(1, 1, 2), 1.0, row(2, 1, 1), [0, 0], ad.WithoutReplacement(2))
 
 
 def test_a_fault_of_the_second_step_is_caught():
@@ -271,7 +268,7 @@ def test_a_fault_of_the_second_step_is_caught():
         for chance, tree in draft_trees(topology, law, table, prefix):
             yield chance, SampleTree(topology, law, tree.tokens, {0: table(())[1]})
 
-    arguments = TopDown(RecursiveRejection()), TreeTopology.chain(1), IID(1), table
+    arguments = ad.TopDown(ad.RecursiveRejection()), ad.TreeTopology.chain(1), ad.IID(1), table
     assert distance_to_target(*arguments, draft=draft) < EXACT
     assert distance_to_target(*arguments, steps=2, draft=draft) > 1e-3
 
@@ -280,7 +277,7 @@ def test_typical_acceptance_is_lossy_and_says_so():
     verifier = TypicalAcceptance()
     assert verifier.exactness == Exactness.LOSSY
     table = random_table("random", 3)
-    assert distance_to_target(verifier, TOPOLOGIES["binary"], WithoutReplacement(2), table) > 1e-2
+    assert distance_to_target(verifier, TOPOLOGIES["binary"], ad.WithoutReplacement(2), table) > 1e-2
 
 
 # The float32 path with real noise.
@@ -289,7 +286,7 @@ def test_typical_acceptance_is_lossy_and_says_so():
 def sampled_joint(reuse_noise, draws=8_000):
     """P-value of the first two emitted tokens against the target."""
     table = random_table("random", 3, seed=5)
-    topology, law, verifier = TreeTopology.k_ary(2, 1), TopTail(1, 1), Lifted(SpecHub())
+    topology, law, verifier = ad.TreeTopology.k_ary(2, 1), ad.TopTail(1, 1), ad.Lifted(ad.SpecHub())
     counts, generator = torch.zeros(3, 3), Noise.source(1)
     target, draft = (rows.float() for rows in table(()))
     noise = Noise.draw([generator] * draws, topology.num_nodes)
@@ -322,8 +319,8 @@ def test_noise_used_twice_is_caught():
 
 def test_what_is_sampled_is_what_is_enumerated():
     """Answers and final token taken from the law on a grid of uniforms: the frequencies are the probabilities."""
-    table, topology, law = random_table("random", 3, seed=2), TreeTopology.chain(1), IID(1)
-    verifier, grid = TopDown(RecursiveRejection()), (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    table, topology, law = random_table("random", 3, seed=2), ad.TreeTopology.chain(1), ad.IID(1)
+    verifier, grid = ad.TopDown(ad.RecursiveRejection()), (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     for _, tree in draft_trees(topology, law, table):
         ends = verifier.law(tree, target_rows(tree, table))
         rows = torch.stack(list(target_rows(tree, table).values())).repeat(len(grid), 1)

@@ -27,44 +27,29 @@ from transformers import (
     TextStreamer,
 )
 
-from arbordraft import (
-    CostTable,
-    Coupling,
-    DecodingError,
-    EarlyExitDrafter,
-    Fixed,
-    LanguageModelDrafter,
-    Matching,
-    NGramDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.decoding.engine import Engine
 from arbordraft.target.cache import CacheOverflow
 from arbordraft.target.hf_cache import cache_argument
 
 pytestmark = pytest.mark.timeout(60)
 
-TREE = TreeTopology([-1, 0, 0, 1])
-GREEDY = Coupling(Fixed(2), TopDown(Matching()))
-SAMPLED = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
+TREE = ad.TreeTopology([-1, 0, 0, 1])
+GREEDY = ad.Coupling.matching(2)
+SAMPLED = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
 IDS = torch.tensor([PROMPTS[0]])
 NAN, INF = float("nan"), float("inf")
 
 
 def build(**parts):
     """A decoder of parts that fit, but for those that are given."""
-    fitting = {"target": ragged(), "drafter": LanguageModelDrafter(ragged(seed=3)), "topology": TREE}
-    return SpeculativeDecoder(**fitting | {"coupling": SAMPLED} | parts)
+    fitting = {"target": ragged(), "drafter": ad.LanguageModelDrafter(ragged(seed=3)), "topology": TREE}
+    return ad.SpeculativeDecoder(**fitting | {"coupling": SAMPLED} | parts)
 
 
 @functools.cache
 def decoder():
-    return build(drafter=NGramDrafter(), coupling=GREEDY)
+    return build(drafter=ad.NGramDrafter(), coupling=GREEDY)
 
 
 def generate(input_ids=IDS, **options):
@@ -79,7 +64,7 @@ def on_meta():
 def with_tokenizer(*more):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(list(more))
-    return RaggedModel(tiny(), tokenizer, kernels="torch")
+    return ad.RaggedModel(tiny(), tokenizer, kernels="torch")
 
 
 def continued():
@@ -95,48 +80,48 @@ def some_ignored():
 
 
 MODELS = [
-    (lambda: RaggedModel(None), TypeError, "model must be a causal LM of transformers .*got NoneType"),
-    (lambda: RaggedModel("smollm2"), TypeError, "model must be a causal LM .*got str"),
-    (lambda: RaggedModel(nn.Linear(2, 2)), TypeError, "model must be a causal LM .*got Linear"),
-    (lambda: RaggedModel(ragged()), TypeError, "RaggedModel already"),
-    (lambda: RaggedModel(AutoModel.from_config(tiny().config).eval()), TypeError, "no language-model head"),
+    (lambda: ad.RaggedModel(None), TypeError, "model must be a causal LM of transformers .*got NoneType"),
+    (lambda: ad.RaggedModel("smollm2"), TypeError, "model must be a causal LM .*got str"),
+    (lambda: ad.RaggedModel(nn.Linear(2, 2)), TypeError, "model must be a causal LM .*got Linear"),
+    (lambda: ad.RaggedModel(ragged()), TypeError, "RaggedModel already"),
+    (lambda: ad.RaggedModel(AutoModel.from_config(tiny().config).eval()), TypeError, "no language-model head"),
     (
-        lambda: RaggedModel(AutoModelForSequenceClassification.from_config(tiny().config).eval()),
+        lambda: ad.RaggedModel(AutoModelForSequenceClassification.from_config(tiny().config).eval()),
         TypeError,
         "no language-model head.*AutoModelForCausalLM",
     ),
-    (lambda: RaggedModel(torch.compile(tiny())), TypeError, r"compiled by torch\.compile.*buckets="),
-    (lambda: RaggedModel(on_meta()), ValueError, "meta device, which holds no numbers"),
-    (lambda: RaggedModel(tiny().train()), ValueError, r"model\.eval\(\)"),
+    (lambda: ad.RaggedModel(torch.compile(tiny())), TypeError, r"compiled by torch\.compile.*buckets="),
+    (lambda: ad.RaggedModel(on_meta()), ValueError, "meta device, which holds no numbers"),
+    (lambda: ad.RaggedModel(tiny().train()), ValueError, r"model\.eval\(\)"),
 ]
 PARTS = [
     (lambda: build(target=None), TypeError, "model must be a causal LM"),
     (lambda: build(drafter=None), TypeError, "drafter must be of type Drafter, got None"),
-    (lambda: build(drafter=NGramDrafter), TypeError, "drafter must be of type Drafter"),
+    (lambda: build(drafter=ad.NGramDrafter), TypeError, "drafter must be of type Drafter"),
     (lambda: build(drafter="ngram"), TypeError, "drafter must be of type Drafter, got 'ngram'"),
     (lambda: build(topology=[-1, 0]), TypeError, "topology must be of type TreeTopology"),
-    (lambda: build(coupling=Fixed(2)), TypeError, "coupling must be of type Coupling"),
+    (lambda: build(coupling=ad.Fixed(2)), TypeError, "coupling must be of type Coupling"),
     (lambda: build(decider="confidence"), TypeError, "decider must be of type Decider"),
-    (lambda: build(decider=CostTable((1,), (1.0,))), TypeError, "decider must be of type Decider"),
-    (lambda: build(costs=CostTable((1,), (1.0,))), TypeError, "unexpected keyword argument 'costs'"),
+    (lambda: build(decider=ad.CostTable((1,), (1.0,))), TypeError, "decider must be of type Decider"),
+    (lambda: build(costs=ad.CostTable((1,), (1.0,))), TypeError, "unexpected keyword argument 'costs'"),
     (lambda: build(max_cache_tokens=1.5), TypeError, "max_cache_tokens must be a whole number"),
     (lambda: build(max_cache_tokens=True), TypeError, "max_cache_tokens must be a whole number"),
     (lambda: build(buckets=(8.5,)), TypeError, "bucket"),
     (lambda: build(expected_batch=1.5), TypeError, "expected_batch must be a whole number"),
     (lambda: build(max_cache_tokens=0), ValueError, "max_cache_tokens must be a whole number of at least 1"),
-    (lambda: build(topology=TreeTopology.k_ary(3, 1)), ValueError, r"nodes with 3 children, but .* draws only 2"),
+    (lambda: build(topology=ad.TreeTopology.k_ary(3, 1)), ValueError, r"nodes with 3 children, but .* draws only 2"),
     (
-        lambda: build(drafter=LanguageModelDrafter(RaggedModel(tiny(vocab_size=53)))),
+        lambda: build(drafter=ad.LanguageModelDrafter(ad.RaggedModel(tiny(vocab_size=53)))),
         ValueError,
         "53 token ids, the target 61",
     ),
     (
-        lambda: build(target=with_tokenizer(), drafter=LanguageModelDrafter(with_tokenizer("another"))),
+        lambda: build(target=with_tokenizer(), drafter=ad.LanguageModelDrafter(with_tokenizer("another"))),
         ValueError,
         "other ids",
     ),
-    (lambda: build(drafter=EarlyExitDrafter(ragged(seed=1), 1)), ValueError, "built from the target"),
-    (lambda: build(drafter=NGramDrafter()), ValueError, r"Fixed\(2\)"),
+    (lambda: build(drafter=ad.EarlyExitDrafter(ragged(seed=1), 1)), ValueError, "built from the target"),
+    (lambda: build(drafter=ad.NGramDrafter()), ValueError, r"Fixed\(2\)"),
 ]
 INPUTS = [
     (lambda: generate([[5, 6]]), TypeError, r"input_ids must be a tensor .*got a list: pass torch\.tensor"),
@@ -242,7 +227,7 @@ def test_nonsense_is_named(call, error, words):
 def test_more_tokens_than_positions(architecture, length, drafter):
     """128 positions, of which the last token needs none: the last one that fits is decoded, one more is refused."""
     target = ragged(architecture)
-    decoder = SpeculativeDecoder(target, NGramDrafter() if drafter is None else LanguageModelDrafter(target))
+    decoder = ad.SpeculativeDecoder(target, ad.NGramDrafter() if drafter is None else ad.LanguageModelDrafter(target))
     ids, new = torch.randint(3, VOCAB, (1, length)), 129 - length
     options = {"eos_token_id": None, "attention_mask": torch.ones_like(ids)}
     expected = target.model.generate(ids, max_new_tokens=new, do_sample=False, **options)
@@ -257,7 +242,7 @@ def test_more_tokens_than_positions(architecture, length, drafter):
 # Memory
 
 
-@pytest.mark.parametrize("parts", [{}, {"drafter": NGramDrafter(), "coupling": GREEDY}], ids=["model", "n-gram"])
+@pytest.mark.parametrize("parts", [{}, {"drafter": ad.NGramDrafter(), "coupling": GREEDY}], ids=["model", "n-gram"])
 def test_a_cache_that_is_too_small_is_refused_before_decoding(parts):
     """What is let in never overflows: the smallest limit that is accepted is enough to the end."""
     options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
@@ -273,7 +258,7 @@ def test_a_cache_that_is_too_small_is_refused_before_decoding(parts):
 # Numbers that are none
 
 
-class Spoiled(RaggedModel):
+class Spoiled(ad.RaggedModel):
     """A target whose logits go bad for the rows that hold a certain token."""
 
     def __init__(self, model, token, value):
@@ -293,10 +278,10 @@ class Spoiled(RaggedModel):
 def test_a_failing_sample_leaves_the_others_complete(value, sampling):
     """The second prompt ends with the token that the target cannot bear; nobody else ever uses it."""
     bad = 11
-    decoder = build(target=Spoiled(tiny(), bad, value), drafter=NGramDrafter(3, 1), coupling=GREEDY)
+    decoder = build(target=Spoiled(tiny(), bad, value), drafter=ad.NGramDrafter(3, 1), coupling=GREEDY)
     expected = greedy_reference(ragged().model, PROMPTS, max_new_tokens=10)
     assert bad not in expected[0] + expected[2]
-    with pytest.raises(DecodingError, match=r"sample 1: .* NaN or infinite\. The other .*see \.output") as e:
+    with pytest.raises(ad.DecodingError, match=r"sample 1: .* NaN or infinite\. The other .*see \.output") as e:
         decoder.generate(**left_padded(PROMPTS), max_new_tokens=10, **sampling)
     assert list(e.value.failures) == [1]
     found = new_tokens(e.value.output.sequences, PROMPTS, e.value.output.stats.emitted)
@@ -305,7 +290,7 @@ def test_a_failing_sample_leaves_the_others_complete(value, sampling):
 
 def test_every_sample_may_fail():
     decoder = build(target=Spoiled(tiny(), 11, float("nan")))
-    with pytest.raises(DecodingError) as caught:
+    with pytest.raises(ad.DecodingError) as caught:
         decoder.generate(torch.tensor([[11], [11]]), max_new_tokens=5, do_sample=False)
     assert list(caught.value.failures) == [0, 1]
     assert caught.value.output.sequences.tolist() == [[11], [11]]

@@ -12,26 +12,7 @@ import pytest
 import torch
 from support.models import PROMPTS, left_padded, new_tokens, tiny
 
-from arbordraft import (
-    IID,
-    ConfidenceThreshold,
-    CostAware,
-    CostTable,
-    Coupling,
-    EarlyExitDrafter,
-    Fixed,
-    HybridDrafter,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    NGramDrafter,
-    NoDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-)
+import arbordraft as ad
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
@@ -50,30 +31,30 @@ from arbordraft.drafters.language_model import shrink
 from arbordraft.sampling.noise import Noise
 
 SEEDS = (11, 2**40 + 12, 13)
-SLOPE = CostTable((1, 64), (1.0, 3.0))
-STEPS = StepCosts(SLOPE, CostTable((1, 64), (0.05, 0.1)))
+SLOPE = ad.CostTable((1, 64), (1.0, 3.0))
+STEPS = StepCosts(SLOPE, ad.CostTable((1, 64), (0.05, 0.1)))
 
 
 @cache
 def model():
-    return RaggedModel(tiny(sharpness=2.5, hidden_size=16).double(), kernels="torch")
+    return ad.RaggedModel(tiny(sharpness=2.5, hidden_size=16).double(), kernels="torch")
 
 
 def lookup():
-    return NGramDrafter(longest=3, shortest=1)
+    return ad.NGramDrafter(longest=3, shortest=1)
 
 
 def shallow():
-    return LanguageModelDrafter(RaggedModel(shrink(model().model, [0]), kernels="torch"))
+    return ad.LanguageModelDrafter(ad.RaggedModel(shrink(model().model, [0]), kernels="torch"))
 
 
 DRAFTERS = {
     "lookup": lookup,
-    "lookup or exit": lambda: HybridDrafter(lookup(), EarlyExitDrafter(model(), 1)),
-    "lookup or model": lambda: HybridDrafter(lookup(), shallow()),
+    "lookup or exit": lambda: ad.HybridDrafter(lookup(), ad.EarlyExitDrafter(model(), 1)),
+    "lookup or model": lambda: ad.HybridDrafter(lookup(), shallow()),
     "model": shallow,
-    "early exit": lambda: EarlyExitDrafter(model(), 1),
-    "nothing": NoDrafter,
+    "early exit": lambda: ad.EarlyExitDrafter(model(), 1),
+    "nothing": ad.NoDrafter,
 }
 
 
@@ -84,29 +65,32 @@ def learned():
 
 DECIDERS = {
     "always": FixedDepth,
-    "confidence": lambda: ConfidenceThreshold(0.42),
+    "confidence": lambda: ad.ConfidenceThreshold(0.42),
     "entropy": lambda: EntropyBound(0.4, 0.1),
     "survival": lambda: PathSurvival(0.25),
     "heuristic": lambda: Heuristic(2, 4),
     "average": lambda: AcceptedAverage(1.0, 0.5),
     "AdaEDL": lambda: AdaEDL(0.3, 0.1),
-    "bandit": lambda: Bandit([FixedDepth(1), ConfidenceThreshold(0.42), FixedDepth(3)]),
-    "cost-aware": lambda: CostAware(STEPS),
+    "bandit": lambda: Bandit([FixedDepth(1), ad.ConfidenceThreshold(0.42), FixedDepth(3)]),
+    "cost-aware": lambda: ad.CostAware(STEPS),
     "learned": learned,
-    "cost-aware, learned": lambda: CostAware(STEPS, survival=learned()),
-    "costs of rows": lambda: CostAware(SLOPE),
-    "few nodes": lambda: CostAware(SLOPE, nodes=3),
+    "cost-aware, learned": lambda: ad.CostAware(STEPS, survival=learned()),
+    "costs of rows": lambda: ad.CostAware(SLOPE),
+    "few nodes": lambda: ad.CostAware(SLOPE, nodes=3),
 }
 
 
 def build(drafter, decider="always", drawn=False, **options):
     """A decoder with trees of up to three levels; ``drawn``: by random draws where the drafter allows for them."""
     if drawn:
-        coupling, topology = Coupling(IID(2), Lifted(RecursiveRejection())), TreeTopology.from_k_config((2, 1, 1))
+        coupling, topology = (
+            ad.Coupling(ad.IID(2), ad.Lifted(ad.RecursiveRejection())),
+            ad.TreeTopology.from_k_config((2, 1, 1)),
+        )
     else:
-        coupling, topology = Coupling(Fixed(2), TopDown(Matching())), TreeTopology.from_k_config((2, 2, 1))
+        coupling, topology = ad.Coupling.matching(2), ad.TreeTopology.from_k_config((2, 2, 1))
     decider = DECIDERS[decider]() if isinstance(decider, str) else decider
-    return SpeculativeDecoder(model(), DRAFTERS[drafter](), topology, coupling, decider, **options)
+    return ad.SpeculativeDecoder(model(), DRAFTERS[drafter](), topology, coupling, decider, **options)
 
 
 def decode(decoder, samples, seeds=SEEDS, **settings):
@@ -199,14 +183,17 @@ def test_threads_share_a_decoder(drafter):
 
 @pytest.mark.parametrize("decider", ["bandit", "cost-aware", "few nodes"])
 def test_steps_of_fixed_shapes_leak_nothing(decider):
-    coupling, topology = Coupling(Fixed(2), TopDown(RecursiveRejection())), TreeTopology.from_k_config((2, 2, 1))
+    coupling, topology = (
+        ad.Coupling(ad.Fixed(2), ad.TopDown(ad.RecursiveRejection())),
+        ad.TreeTopology.from_k_config((2, 2, 1)),
+    )
     parts = model(), lookup(), topology, coupling, DECIDERS[decider]()
-    assert list(leaks(SpeculativeDecoder(*parts, buckets=(4, 16)))) == []
+    assert list(leaks(ad.SpeculativeDecoder(*parts, buckets=(4, 16)))) == []
 
 
 @pytest.mark.parametrize("drafter", ["lookup or exit", "model"])
 def test_row_invariant_kernels_leak_nothing_in_float32(drafter, kernels, monkeypatch):
-    native = RaggedModel(tiny(sharpness=2.5, hidden_size=16), kernels="native")
+    native = ad.RaggedModel(tiny(sharpness=2.5, hidden_size=16), kernels="native")
     monkeypatch.setitem(globals(), "model", lambda: native)
     assert list(leaks(build(drafter, "cost-aware"))) == []
 
@@ -224,8 +211,8 @@ def test_noise_follows_from_the_seed_and_the_step_alone():
 @pytest.mark.parametrize(("expected_batch", "drafts"), [(1, True), (64, False)])
 def test_sampled_requests_reckon_with_the_batch_that_is_expected(expected_batch, drafts):
     """Rows cost nothing up to 8 and a forward each beyond: worth it alone, but not in a batch of 64 alike."""
-    costs = CostTable((1, 8, 9), (1.0, 1.0, 2.0))
-    decoder = build("lookup", CostAware(costs), expected_batch=expected_batch)
+    costs = ad.CostTable((1, 8, 9), (1.0, 1.0, 2.0))
+    decoder = build("lookup", ad.CostAware(costs), expected_batch=expected_batch)
     assert (decode(decoder, [0, 1, 2])[1].drafted > 0) == drafts
     assert list(leaks(decoder)) == []
 
@@ -259,7 +246,7 @@ class Moody(Decider):
         return Plan.everything(situation.max_depth, keep=lambda chances: min(len(chances), self.asked % 3))
 
 
-class Gossip(NGramDrafter):
+class Gossip(ad.NGramDrafter):
     """All samples of a batch learn together, as they once did."""
 
     def add(self, state, sample, tokens, handle):

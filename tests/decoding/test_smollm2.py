@@ -9,25 +9,7 @@ import pytest
 import torch
 from support.models import greedy_reference, left_padded, new_tokens
 
-from arbordraft import (
-    ConfidenceThreshold,
-    Coupling,
-    EagleDrafter,
-    EarlyExitDrafter,
-    Fixed,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    NGramDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpecHub,
-    SpeculativeDecoder,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.builders import eagle
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.deciders import Heuristic, LearnedDecider
@@ -56,7 +38,7 @@ ALONE = 2  # this prompt is also decoded by itself
 
 @pytest.fixture(scope="module")
 def target():
-    return RaggedModel(*load_smollm2(progress=False), kernels="torch")
+    return ad.RaggedModel(*load_smollm2(progress=False), kernels="torch")
 
 
 @pytest.fixture(scope="module")
@@ -84,33 +66,33 @@ def expected(target, prompts, batch):
 @pytest.fixture(scope="module")
 def half(target):
     """A draft model that rounds differently from the target and so sometimes errs."""
-    return RaggedModel(copy.deepcopy(target.model).to(torch.bfloat16), target.tokenizer, kernels="torch")
+    return ad.RaggedModel(copy.deepcopy(target.model).to(torch.bfloat16), target.tokenizer, kernels="torch")
 
 
 def decoders(target, half):
     """Every drafter, chains and trees, with and without a decider, and a coupling of each kind."""
-    lookup = Coupling(Fixed(2), TopDown(Matching()))
-    drawn = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
-    hubs = Coupling(TopTail(1, 1), Lifted(SpecHub()))
-    chain, tree, slim = (TreeTopology.from_k_config(counts) for counts in ((1, 1, 1, 1), (2, 2, 1), (2, 1, 1, 1)))
+    lookup = ad.Coupling.matching(2)
+    drawn = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
+    hubs = ad.Coupling(ad.TopTail(1, 1), ad.Lifted(ad.SpecHub()))
+    chain, tree, slim = (ad.TreeTopology.from_k_config(counts) for counts in ((1, 1, 1, 1), (2, 2, 1), (2, 1, 1, 1)))
     return {
-        "n-gram chain": lambda: SpeculativeDecoder(target, NGramDrafter(), chain, lookup),
-        "n-gram tree": lambda: SpeculativeDecoder(target, NGramDrafter(), tree, lookup, Heuristic()),
-        "early exit": lambda: SpeculativeDecoder(target, EarlyExitDrafter(target, 24), slim, drawn),
-        "bf16 copy, chain": lambda: SpeculativeDecoder(target, LanguageModelDrafter(half), chain, drawn),
-        "bf16 copy, tree": lambda: SpeculativeDecoder(
-            target, LanguageModelDrafter(half), slim, hubs, ConfidenceThreshold(0.3)
+        "n-gram chain": lambda: ad.SpeculativeDecoder(target, ad.NGramDrafter(), chain, lookup),
+        "n-gram tree": lambda: ad.SpeculativeDecoder(target, ad.NGramDrafter(), tree, lookup, Heuristic()),
+        "early exit": lambda: ad.SpeculativeDecoder(target, ad.EarlyExitDrafter(target, 24), slim, drawn),
+        "bf16 copy, chain": lambda: ad.SpeculativeDecoder(target, ad.LanguageModelDrafter(half), chain, drawn),
+        "bf16 copy, tree": lambda: ad.SpeculativeDecoder(
+            target, ad.LanguageModelDrafter(half), slim, hubs, ad.ConfidenceThreshold(0.3)
         ),
         "trained, dynamic tree": lambda: eagle(target, SHIPPED),
         "trained, behind lookups": lambda: eagle(target, SHIPPED, lookup=True),
-        "trained, drawn tree": lambda: SpeculativeDecoder(
-            target, EagleDrafter.from_pretrained(SHIPPED, target), slim, hubs
+        "trained, drawn tree": lambda: ad.SpeculativeDecoder(
+            target, ad.EagleDrafter.from_pretrained(SHIPPED, target), slim, hubs
         ),
-        "trained, learned stop": lambda: SpeculativeDecoder(
+        "trained, learned stop": lambda: ad.SpeculativeDecoder(
             target,
-            EagleDrafter.from_pretrained(SHIPPED, target),
-            TreeTopology.chain(6),
-            Coupling(Fixed(1), TopDown(Matching())),
+            ad.EagleDrafter.from_pretrained(SHIPPED, target),
+            ad.TreeTopology.chain(6),
+            ad.Coupling.matching(),
             LearnedDecider.from_pretrained(CHECKPOINTS / "smollm2-135m-instruct-decider"),
         ),
     }
@@ -148,8 +130,8 @@ def test_what_is_shipped_is_small_and_tells_how_it_was_made(name, module, score,
 
 def test_seeded_sampling_does_not_depend_on_the_batch(target, prompts, batch):
     """In float32 on both sides: a draft model in half precision may draft something else in another batch."""
-    coupling = Coupling(WithoutReplacement(2), Lifted(RecursiveRejection()))
-    decoder = SpeculativeDecoder(target, EarlyExitDrafter(target, 24), TreeTopology.fork(2, 2), coupling)
+    coupling = ad.Coupling(ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection()))
+    decoder = ad.SpeculativeDecoder(target, ad.EarlyExitDrafter(target, 24), ad.TreeTopology.fork(2, 2), coupling)
     options = {"max_new_tokens": 8, "do_sample": True, "top_p": 0.9, "return_dict_in_generate": True}
     output = decoder.generate(**batch, seeds=range(8), **options)
     single = decoder.generate(torch.tensor([prompts[ALONE]]), seeds=[ALONE], **options)

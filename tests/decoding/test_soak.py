@@ -9,18 +9,7 @@ from support.memory import resident
 from support.models import PROMPTS, VOCAB, left_padded, ragged, tiny
 from support.prepacked_models import small
 
-from arbordraft import (
-    ConfidenceThreshold,
-    Coupling,
-    EarlyExitDrafter,
-    LanguageModelDrafter,
-    Lifted,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.builders import lookup
 from arbordraft.deciders import Bandit, FixedDepth
 
@@ -31,8 +20,8 @@ pytestmark = [
 ]
 
 REQUESTS, SETTLED = 3000, 500  # memory is compared from the second number on
-TREE = TreeTopology([-1, 0, 0, 1, 1, 2])
-SAMPLED = Coupling(WithoutReplacement(2), Lifted(RecursiveRejection()))
+TREE = ad.TreeTopology([-1, 0, 0, 1, 1, 2])
+SAMPLED = ad.Coupling(ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection()))
 
 
 def request(chance):
@@ -51,20 +40,20 @@ def request(chance):
 
 
 DECODERS = {
-    "draft model": lambda: SpeculativeDecoder(
+    "draft model": lambda: ad.SpeculativeDecoder(
         ragged(),
-        LanguageModelDrafter(RaggedModel(tiny(seed=3), kernels="torch")),
+        ad.LanguageModelDrafter(ad.RaggedModel(tiny(seed=3), kernels="torch")),
         TREE,
         SAMPLED,
-        Bandit([FixedDepth(), ConfidenceThreshold(0.3)]),
+        Bandit([FixedDepth(), ad.ConfidenceThreshold(0.3)]),
     ),
-    "packed, early exit": lambda: _early_exit(RaggedModel(small(), kernels="auto")),
+    "packed, early exit": lambda: _early_exit(ad.RaggedModel(small(), kernels="auto")),
     "lookup": lambda: lookup(ragged()),
 }
 
 
 def _early_exit(target):
-    return SpeculativeDecoder(target, EarlyExitDrafter(target, 1), TREE, SAMPLED)
+    return ad.SpeculativeDecoder(target, ad.EarlyExitDrafter(target, 1), TREE, SAMPLED)
 
 
 @pytest.mark.parametrize("kind", DECODERS)

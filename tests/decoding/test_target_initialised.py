@@ -8,17 +8,8 @@ import torch
 from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged
 from torch.nn import functional
 
-from arbordraft import (
-    ConfidenceThreshold,
-    LanguageModelDrafter,
-    NGramDrafter,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    WithoutReplacement,
-    builders,
-)
+import arbordraft as ad
+from arbordraft import builders
 from arbordraft.deciders import FixedDepth
 from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.sampling.noise import Noise, residual
@@ -26,14 +17,14 @@ from arbordraft.testing import distance_to_target, random_table, row
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.verifiers import LongestBranch
 
-TOPOLOGIES = [TreeTopology.fork(3, 3), TreeTopology.from_k_config((2, 2, 1))]
+TOPOLOGIES = [ad.TreeTopology.fork(3, 3), ad.TreeTopology.from_k_config((2, 2, 1))]
 NEW = 9
 
 
 def wide(topology, decider=None):
     with warnings.catch_warnings(action="ignore"):
         return TargetInitialisedDecoder(
-            ragged(), LanguageModelDrafter(ragged(seed=3)), topology, decider or FixedDepth()
+            ragged(), ad.LanguageModelDrafter(ragged(seed=3)), topology, decider or FixedDepth()
         )
 
 
@@ -60,7 +51,7 @@ def told(topology, prompt, seed=None):
             if greedy:
                 drawn = drafts[parent].topk(len(children)).indices.tolist()
             else:
-                law = WithoutReplacement(len(children))
+                law = ad.WithoutReplacement(len(children))
                 drawn = law.draw(drafts[parent].float(), noise.draft[0, list(children)].tolist())
             tokens |= zip(children, drawn, strict=True)
             wanted = next_rows(target, [*text, *above])[-1]
@@ -117,11 +108,11 @@ def test_a_decider_shortens_branches_but_never_takes_the_candidates():
 def test_it_says_that_it_is_lossy_and_refuses_what_cannot_work():
     with pytest.warns(UserWarning, match="change the output law"):
         builders.dynasd(ragged(), ragged(seed=3), width=2)
-    drafter = LanguageModelDrafter(ragged(seed=3))
+    drafter = ad.LanguageModelDrafter(ragged(seed=3))
     with pytest.raises(ValueError, match="a single candidate is what every SpeculativeDecoder has"):
-        TargetInitialisedDecoder(ragged(), drafter, TreeTopology.chain(3))
+        TargetInitialisedDecoder(ragged(), drafter, ad.TreeTopology.chain(3))
     with pytest.raises(ValueError, match="cannot go on from tokens that it did not choose"):
-        TargetInitialisedDecoder(ragged(), NGramDrafter(), TOPOLOGIES[0])
+        TargetInitialisedDecoder(ragged(), ad.NGramDrafter(), TOPOLOGIES[0])
     with pytest.raises(ValueError, match="width must be a whole number of at least 1, got 0"):
         builders.dynasd(ragged(), drafter, width=0)
 
@@ -129,26 +120,26 @@ def test_it_says_that_it_is_lossy_and_refuses_what_cannot_work():
 def test_width_one_is_lossless():
     with warnings.catch_warnings(action="error"):
         decoder = builders.dynasd(ragged(), ragged(seed=3))
-    assert type(decoder) is SpeculativeDecoder
+    assert type(decoder) is ad.SpeculativeDecoder
     assert decoder.coupling.exactness == "exact"
-    assert isinstance(decoder.decider, ConfidenceThreshold)
-    assert decoder.topology.parent_list == TreeTopology.chain(5).parent_list
+    assert isinstance(decoder.decider, ad.ConfidenceThreshold)
+    assert decoder.topology.parent_list == ad.TreeTopology.chain(5).parent_list
     static = builders.dynasd(ragged(), ragged(seed=3), k_config=(2, 2))
-    assert static.topology.parent_list == TreeTopology.from_k_config((2, 2)).parent_list
-    law, table = WithoutReplacement(2), random_table("random", 3)
-    assert distance_to_target(TopDown(RecursiveRejection()), static.topology, law, table) < 1e-12
+    assert static.topology.parent_list == ad.TreeTopology.from_k_config((2, 2)).parent_list
+    law, table = ad.WithoutReplacement(2), random_table("random", 3)
+    assert distance_to_target(ad.TopDown(ad.RecursiveRejection()), static.topology, law, table) < 1e-12
 
 
 def first_token_law(width, depth, target, ratio):
     """``[V]`` law of the first token that a fork of such a width commits, if drafts pass with a chance of ``ratio``."""
-    topology, verifier, vocabulary = TreeTopology.fork(width, depth), LongestBranch(), len(target)
+    topology, verifier, vocabulary = ad.TreeTopology.fork(width, depth), LongestBranch(), len(target)
     wanted, draft = functional.one_hot(torch.tensor(0), vocabulary).double() * ratio, row(1, *[0] * (vocabulary - 1))
     wanted[1] = 1 - ratio
     law = torch.zeros(vocabulary, dtype=torch.float64)
     # All tokens below the candidates are the same, so branches differ in their first one only.
-    for chance, candidates in WithoutReplacement(width).enumerate(target):
+    for chance, candidates in ad.WithoutReplacement(width).enumerate(target):
         tokens = {0: 0} | {n: candidates[n - 1] if d == 1 else 0 for n, d in enumerate(topology.depth_list) if n}
-        tree = SampleTree(topology, WithoutReplacement(width), tokens, dict.fromkeys(range(1, len(tokens)), draft))
+        tree = SampleTree(topology, ad.WithoutReplacement(width), tokens, dict.fromkeys(range(1, len(tokens)), draft))
         for share, path, following in verifier.law(tree, {0: target} | dict.fromkeys(range(1, len(tokens)), wanted)):
             first = tree.tokens[path[0]] if path else int(following.argmax())
             law[first] += chance * share

@@ -8,25 +8,14 @@ from support.companions import UNEVEN, Dictated, Rounds, check_rows, drafter, ta
 from support.models import PROMPTS, next_logits
 from support.request_law import small as few
 
-from arbordraft import (
-    IID,
-    BlockDrafter,
-    Fixed,
-    Lifted,
-    RecursiveRejection,
-    SpecHub,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.drafters import block
 from arbordraft.heads.block import BlockHead
 from arbordraft.testing import distance_to_target, draft_trees
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.verifiers import Matching, TopTailRule
 
-CHAIN, SIBLINGS = TreeTopology.chain(3), TreeTopology([-1, 0, 0, 1, 2])
+CHAIN, SIBLINGS = ad.TreeTopology.chain(3), ad.TreeTopology([-1, 0, 0, 1, 2])
 
 
 def made(few_tokens=False, **options):
@@ -39,10 +28,10 @@ def made(few_tokens=False, **options):
         for part in (head.markov, head.gate, head.lm_head_markov):
             if part is not None:
                 torch.nn.init.normal_(part.weight, std=0.3)
-    return BlockDrafter(head, of)
+    return ad.BlockDrafter(head, of)
 
 
-class Counted(BlockDrafter):
+class Counted(ad.BlockDrafter):
     """Notes what its network is asked."""
 
     def __init__(self, head, of):
@@ -65,17 +54,17 @@ class Counted(BlockDrafter):
 @pytest.mark.parametrize(
     ("topology", "max_depth", "rows"),
     [
-        (TreeTopology.k_ary(3, 3), 3, 3),
-        (TreeTopology.chain(4), 4, 4),
-        (TreeTopology.chain(9), 9, 4),
-        (TreeTopology.chain(4), 2, 2),
-        (TreeTopology.chain(0), 0, None),
+        (ad.TreeTopology.k_ary(3, 3), 3, 3),
+        (ad.TreeTopology.chain(4), 4, 4),
+        (ad.TreeTopology.chain(9), 9, 4),
+        (ad.TreeTopology.chain(4), 2, 2),
+        (ad.TreeTopology.chain(0), 0, None),
     ],
     ids=["tree", "chain", "deeper than the block", "no room", "nothing"],
 )
 def test_a_tree_costs_one_pass_of_as_many_rows_as_it_has_levels(topology, max_depth, rows):
     counted = Counted(drafter("block").head, target())
-    tree = Rounds(counted, target(), PROMPTS[:1]).propose(topology, WithoutReplacement(3), max_depth=[max_depth])
+    tree = Rounds(counted, target(), PROMPTS[:1]).propose(topology, ad.WithoutReplacement(3), max_depth=[max_depth])
     assert counted.asked == ([] if rows is None else [rows])
     assert max(topology.depth_list[node] for node in tree.samples[0].tokens) == (rows or 0)
 
@@ -84,7 +73,7 @@ def test_a_batch_shares_the_pass():
     counted = Counted(drafter("block").head, target())
     rounds = Rounds(counted, target(), [PROMPTS[0], [3, 4], PROMPTS[2]])
     for _ in range(2):
-        tree = rounds.propose(UNEVEN, WithoutReplacement(2))
+        tree = rounds.propose(UNEVEN, ad.WithoutReplacement(2))
         check_rows("block", trained("block").network, target().model, tree, rounds.tokens)
         rounds.commit(tree, [1, 0, 3])
     assert counted.asked == [4 * 3] * 2
@@ -96,21 +85,21 @@ def test_long_prompts_are_read_in_parts(monkeypatch, together):
     monkeypatch.setattr(block, "_TOGETHER", together)
     monkeypatch.setattr(type(short._network), "chunk", 3)
     rounds = Rounds(short, target(), PROMPTS)
-    tree = rounds.propose(UNEVEN, WithoutReplacement(2))
+    tree = rounds.propose(UNEVEN, ad.WithoutReplacement(2))
     assert check_rows("block", trained("block").network, target().model, tree, PROMPTS) > 5
 
 
 # The cache
 
 
-class Late(BlockDrafter):
+class Late(ad.BlockDrafter):
     """Takes each token's states for those of the next."""
 
     def take_hidden(self, state, hidden):
         super().take_hidden(state, {sample: states.roll(1, 0) for sample, states in hidden.items()})
 
 
-class Crowd(BlockDrafter):
+class Crowd(ad.BlockDrafter):
     """Lets the rows that ask see each other."""
 
     def _look_ahead(self, state, context, samples):
@@ -120,7 +109,7 @@ class Crowd(BlockDrafter):
         del state.cache.lay_out
 
 
-class Deaf(BlockDrafter):
+class Deaf(ad.BlockDrafter):
     """Forgets what a node's own token says."""
 
     def __init__(self, head, of):
@@ -128,7 +117,7 @@ class Deaf(BlockDrafter):
         self._network.condition = lambda rows, gates, tokens: rows
 
 
-class Open(BlockDrafter):
+class Open(ad.BlockDrafter):
     """Forgets how far the depth wants to hear it."""
 
     def __init__(self, head, of):
@@ -145,10 +134,10 @@ def test_a_wrong_state_would_be_seen(wrong):
 
 def test_nothing_is_kept_of_samples_that_ended():
     rounds = Rounds(drafter("block"), target(), PROMPTS)
-    rounds.commit(rounds.propose(UNEVEN, IID(2)), [0, None, None])
+    rounds.commit(rounds.propose(UNEVEN, ad.IID(2)), [0, None, None])
     assert list(rounds.state.handles) == [0]
     assert list(rounds.state.pending) == [0]
-    rounds.commit(rounds.propose(UNEVEN, IID(2)), [None, None, None])
+    rounds.commit(rounds.propose(UNEVEN, ad.IID(2)), [None, None, None])
     assert not rounds.state.pending
 
 
@@ -162,7 +151,7 @@ TEXT = [3, 1, 4]
 def table(path):
     """Rows behind a drafted path: the target's, and the one that the drafter draws the children there from."""
     rounds = Rounds(made(few_tokens=True, markov_rank=2), few(0), [TEXT])
-    (tree,) = rounds.propose(TreeTopology.chain(len(path) + 1), Dictated([*path, 0])).samples
+    (tree,) = rounds.propose(ad.TreeTopology.chain(len(path) + 1), Dictated([*path, 0])).samples
     real = next_logits(few(0).model, [*TEXT, *path]).double().softmax(-1)
     return real, tree.draft_probs[len(path)].double() / tree.draft_probs[len(path)].double().sum()
 
@@ -180,12 +169,12 @@ def deaf_trees(topology, law, rows, prefix=()):
 
 
 COUPLINGS = {
-    "chain, block": (CHAIN, IID(1), Lifted(RecursiveRejection())),
-    "iid": (SIBLINGS, IID(2), TopDown(RecursiveRejection())),
-    "without replacement, lifted": (SIBLINGS, WithoutReplacement(2), Lifted(RecursiveRejection())),
-    "top and tail": (SIBLINGS, TopTail(1, 1), TopDown(TopTailRule())),
-    "spechub": (SIBLINGS, TopTail(1, 1), TopDown(SpecHub())),
-    "most probable": (SIBLINGS, Fixed(2), TopDown(Matching())),
+    "chain, block": (CHAIN, ad.IID(1), ad.Lifted(ad.RecursiveRejection())),
+    "iid": (SIBLINGS, ad.IID(2), ad.TopDown(ad.RecursiveRejection())),
+    "without replacement, lifted": (SIBLINGS, ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection())),
+    "top and tail": (SIBLINGS, ad.TopTail(1, 1), ad.TopDown(TopTailRule())),
+    "spechub": (SIBLINGS, ad.TopTail(1, 1), ad.TopDown(ad.SpecHub())),
+    "most probable": (SIBLINGS, ad.Fixed(2), ad.TopDown(Matching())),
 }
 
 
@@ -204,5 +193,5 @@ def test_rows_that_forget_their_parents_would_be_seen():
 
 def test_without_the_term_siblings_go_on_alike():
     proposer = made(markov_rank=0, block_size=3)
-    (tree,) = Rounds(proposer, target(), PROMPTS[2:]).propose(SIBLINGS, IID(2)).samples
+    (tree,) = Rounds(proposer, target(), PROMPTS[2:]).propose(SIBLINGS, ad.IID(2)).samples
     assert torch.equal(tree.draft_probs[1], tree.draft_probs[2])

@@ -7,24 +7,7 @@ from support.models import PROMPTS, check_greedy, context, greedy_reference, joi
 from torch.testing import assert_close
 from transformers import TopKLogitsWarper
 
-from arbordraft import (
-    IID,
-    Coupling,
-    EarlyExitDrafter,
-    Fixed,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    NGramDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    UnsupportedModel,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.grower import TreeGrower
 from arbordraft.drafters.ngram import Guess
@@ -33,13 +16,13 @@ from arbordraft.verifiers import KSeq
 
 
 def test_deciders_see_the_rows_that_the_frontier_was_drawn_from():
-    drafter, views = LanguageModelDrafter(ragged(seed=3)), []
+    drafter, views = ad.LanguageModelDrafter(ragged(seed=3)), []
 
     def decide(view):
         views.append(view)
         return [True] * len(view.paths)
 
-    tree = Rounds(drafter, ragged(), PROMPTS).propose(UNEVEN, WithoutReplacement(2), decide=decide)
+    tree = Rounds(drafter, ragged(), PROMPTS).propose(UNEVEN, ad.WithoutReplacement(2), decide=decide)
     assert [view.depth for view in views] == [depth for depth in range(UNEVEN.max_depth) for _ in PROMPTS]
     assert [(view.confidence, view.rows) for view in views[:3]] == [([[1.0]], [[None]])] * 3
     for number, view in enumerate(views[3:]):  # sampled: every sample is shown alone
@@ -49,7 +32,7 @@ def test_deciders_see_the_rows_that_the_frontier_was_drawn_from():
             assert chance == pytest.approx(row[sample.tokens[node]].item())
 
 
-class Forgetful(LanguageModelDrafter):
+class Forgetful(ad.LanguageModelDrafter):
     """Keeps the first rows of the tree instead of those of the accepted path."""
 
     def commit(self, state, tree, verdict):
@@ -64,7 +47,7 @@ class Forgetful(LanguageModelDrafter):
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
 def test_the_draft_cache_follows_every_kind_of_verdict(architecture):
-    drafter = LanguageModelDrafter(ragged(architecture, seed=3))
+    drafter = ad.LanguageModelDrafter(ragged(architecture, seed=3))
     rounds, _ = walk(drafter, "model", drafter.model.model, ragged())
     state = rounds.state
     assert list(state.handles) == [0, 2]
@@ -82,8 +65,8 @@ def test_a_wrong_rollback_would_be_seen():
 def test_early_exit_is_the_truncated_target(architecture):
     model, shallow = (tiny(architecture, num_hidden_layers=layers) for layers in (3, 2))
     shallow.load_state_dict(model.state_dict(), strict=False)
-    target = RaggedModel(model, kernels="torch")
-    rounds, _ = walk(EarlyExitDrafter(target, layers=2), "model", shallow, target)
+    target = ad.RaggedModel(model, kernels="torch")
+    rounds, _ = walk(ad.EarlyExitDrafter(target, layers=2), "model", shallow, target)
     # The target's cache went through it unharmed: its own next logits are right for every sample that goes on.
     for sample in (0, 2):
         handle, prefix = rounds.handles[sample], rounds.tokens[sample]
@@ -94,22 +77,22 @@ def test_early_exit_is_the_truncated_target(architecture):
 
 def test_early_exit_is_refused_where_it_cannot_work():
     with pytest.raises(ValueError, match=r"layers must lie in 1\.\.1 for this target, got 2"):
-        EarlyExitDrafter(ragged(), layers=2)
+        ad.EarlyExitDrafter(ragged(), layers=2)
     unlisted = tiny()
     unlisted.model.layers = torch.nn.Sequential(*unlisted.model.layers)
-    with pytest.raises(UnsupportedModel, match="neither early exit"):
-        EarlyExitDrafter(RaggedModel(unlisted, kernels="torch"), layers=1)
+    with pytest.raises(ad.UnsupportedModel, match="neither early exit"):
+        ad.EarlyExitDrafter(ad.RaggedModel(unlisted, kernels="torch"), layers=1)
     with pytest.raises(ValueError, match="built from the target"):
-        EarlyExitDrafter(ragged(seed=1), layers=1).check(ragged(), IID(1))
+        ad.EarlyExitDrafter(ragged(seed=1), layers=1).check(ragged(), ad.IID(1))
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("law", [IID(1), WithoutReplacement(1)], ids=str)
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("law", [ad.IID(1), ad.WithoutReplacement(1)], ids=str)
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 def test_a_drafter_equal_to_the_target_is_always_right(lift, law, sampling):
     target = ragged()
-    coupling = Coupling(law, lift(RecursiveRejection()))
-    decoder = SpeculativeDecoder(target, LanguageModelDrafter(target), TreeTopology.chain(3), coupling)
+    coupling = ad.Coupling(law, lift(ad.RecursiveRejection()))
+    decoder = ad.SpeculativeDecoder(target, ad.LanguageModelDrafter(target), ad.TreeTopology.chain(3), coupling)
     prompt = torch.tensor([PROMPTS[2]])
     options = {"max_new_tokens": 12, "eos_token_id": None, "return_dict_in_generate": True, **sampling}
     stats = decoder.generate(prompt, **options).stats
@@ -118,9 +101,9 @@ def test_a_drafter_equal_to_the_target_is_always_right(lift, law, sampling):
 
 
 def ngram_tree(text, topology, k=2, **options):
-    drafter = NGramDrafter(**options)
+    drafter = ad.NGramDrafter(**options)
     state = joined(drafter, [text])
-    (tree,) = drafter.propose(state, context([text], topology, Fixed(k), greedy=True)).samples
+    (tree,) = drafter.propose(state, context([text], topology, ad.Fixed(k), greedy=True)).samples
     return tree.tokens
 
 
@@ -128,25 +111,25 @@ def ngram_tree(text, topology, k=2, **options):
     ("text", "topology", "options", "tokens"),
     [
         # The suffix 1 2 was followed by 3 4.
-        ([1, 2, 3, 4, 9, 1, 2], TreeTopology.chain(3), {}, {0: 2, 1: 3, 2: 4, 3: 9}),
+        ([1, 2, 3, 4, 9, 1, 2], ad.TreeTopology.chain(3), {}, {0: 2, 1: 3, 2: 4, 3: 9}),
         # Nothing to look up: a root alone.
-        ([1, 2, 3, 4], TreeTopology.chain(3), {}, {0: 4}),
-        ([1], TreeTopology.chain(3), {}, {0: 1}),
+        ([1, 2, 3, 4], ad.TreeTopology.chain(3), {}, {0: 4}),
+        ([1], ad.TreeTopology.chain(3), {}, {0: 1}),
         # A longer suffix has priority over a later or more frequent shorter one.
-        ([5, 1, 2, 3, 7, 1, 2, 4, 7, 1, 2, 4, 5, 1, 2], TreeTopology([-1, 0, 0]), {}, {0: 2, 1: 3, 2: 4}),
+        ([5, 1, 2, 3, 7, 1, 2, 4, 7, 1, 2, 4, 5, 1, 2], ad.TreeTopology([-1, 0, 0]), {}, {0: 2, 1: 3, 2: 4}),
         # Of several continuations the most frequent comes first, then the latest.
-        ([1, 2, 3, 1, 2, 4, 1, 2, 4, 1, 2, 5, 1, 2], TreeTopology([-1, 0, 0, 0]), {}, {0: 2, 1: 4, 2: 5, 3: 3}),
+        ([1, 2, 3, 1, 2, 4, 1, 2, 4, 1, 2, 5, 1, 2], ad.TreeTopology([-1, 0, 0, 0]), {}, {0: 2, 1: 4, 2: 5, 3: 3}),
         # The text may continue into itself: drafted tokens are part of the next suffix.
-        ([1, 2, 1, 2], TreeTopology.chain(4), {}, {0: 2, 1: 1, 2: 2, 3: 1, 4: 2}),
+        ([1, 2, 1, 2], ad.TreeTopology.chain(4), {}, {0: 2, 1: 1, 2: 2, 3: 1, 4: 2}),
         # Suffixes shorter than `shortest` are not followed, longer than `longest` not told apart.
-        ([1, 3, 9, 1], TreeTopology.chain(1), {}, {0: 1}),
-        ([1, 3, 9, 1], TreeTopology.chain(1), {"shortest": 1}, {0: 1, 1: 3}),
-        ([5, 1, 3, 6, 1, 4, 5, 1], TreeTopology.chain(1), {"longest": 1, "shortest": 1}, {0: 1, 1: 4}),
-        ([5, 1, 3, 6, 1, 4, 5, 1], TreeTopology.chain(1), {"longest": 2, "shortest": 1}, {0: 1, 1: 3}),
+        ([1, 3, 9, 1], ad.TreeTopology.chain(1), {}, {0: 1}),
+        ([1, 3, 9, 1], ad.TreeTopology.chain(1), {"shortest": 1}, {0: 1, 1: 3}),
+        ([5, 1, 3, 6, 1, 4, 5, 1], ad.TreeTopology.chain(1), {"longest": 1, "shortest": 1}, {0: 1, 1: 4}),
+        ([5, 1, 3, 6, 1, 4, 5, 1], ad.TreeTopology.chain(1), {"longest": 2, "shortest": 1}, {0: 1, 1: 3}),
         # A branch that ends is dead, its sibling goes on.
-        ([1, 2, 3, 1, 2, 4, 7, 8, 1, 2], TreeTopology([-1, 0, 0, 1, 2, 3, 4]), {},
+        ([1, 2, 3, 1, 2, 4, 7, 8, 1, 2], ad.TreeTopology([-1, 0, 0, 1, 2, 3, 4]), {},
          {0: 2, 1: 4, 2: 3, 3: 7, 4: 1, 5: 8, 6: 2}),
-        ([3, 1, 2, 4, 1, 2], TreeTopology([-1, 0, 0, 1, 2]), {"longest": 2}, {0: 2, 1: 4, 3: 1}),
+        ([3, 1, 2, 4, 1, 2], ad.TreeTopology([-1, 0, 0, 1, 2]), {"longest": 2}, {0: 2, 1: 4, 3: 1}),
     ],
 )  # fmt: skip
 def test_ngram_trees(text, topology, options, tokens):
@@ -155,14 +138,14 @@ def test_ngram_trees(text, topology, options, tokens):
 
 def test_the_confidence_of_a_lookup_grows_with_the_match():
     """1 2 was followed by 4 twice and by 3 once: a first and a second choice after a suffix of two tokens."""
-    drafter, views, text = NGramDrafter(longest=2), [], [1, 2, 3, 1, 2, 4, 1, 2, 4, 1, 2]
+    drafter, views, text = ad.NGramDrafter(longest=2), [], [1, 2, 3, 1, 2, 4, 1, 2, 4, 1, 2]
 
     def decide(view):
         views.append(view.confidence)
         return [True]
 
     state = joined(drafter, [text])
-    drafter.propose(state, context([text], TreeTopology.k_ary(2, 2), Fixed(2), greedy=True, decide=decide))
+    drafter.propose(state, context([text], ad.TreeTopology.k_ary(2, 2), ad.Fixed(2), greedy=True, decide=decide))
     odds = state.odds[0]
     first, second = odds(Guess(4, size=2, votes=0, rank=0)), odds(Guess(3, size=2, votes=0, rank=1))
     assert views == [[[1.0]], [[first, second]]]
@@ -173,43 +156,47 @@ def test_the_confidence_of_a_lookup_grows_with_the_match():
 
 
 def test_ngrams_learn_what_was_committed():
-    drafter, topology = NGramDrafter(), TreeTopology.chain(2)
+    drafter, topology = ad.NGramDrafter(), ad.TreeTopology.chain(2)
     state = joined(drafter, [[1, 2, 3], [1, 2, 3]])
     tokens = [[1, 2, 3], [1, 2, 3]]
     for addition in (5, 1, 2):
-        tree = drafter.propose(state, context(tokens, topology, Fixed(1), greedy=True, max_depth=[2, None]))
+        tree = drafter.propose(state, context(tokens, topology, ad.Fixed(1), greedy=True, max_depth=[2, None]))
         assert tree.lengths == [1, 0]
         drafter.commit(state, tree, Verdict((SampleVerdict((), addition, False), None)))
         tokens[0].append(addition)
-    tree = drafter.propose(state, context(tokens, topology, Fixed(1), greedy=True, max_depth=[2, None]))
+    tree = drafter.propose(state, context(tokens, topology, ad.Fixed(1), greedy=True, max_depth=[2, None]))
     assert tree.samples[0].tokens == {0: 2, 1: 3, 2: 5}
 
 
 def test_ngrams_need_a_certain_law():
     with pytest.raises(ValueError, match=r"couple them as Fixed\(2\)"):
-        NGramDrafter().check(ragged(), IID(2))
+        ad.NGramDrafter().check(ragged(), ad.IID(2))
     with pytest.raises(ValueError, match="shortest must be a whole number from 1 to 1, got 2"):
-        NGramDrafter(longest=1, shortest=2)
+        ad.NGramDrafter(longest=1, shortest=2)
 
 
 def test_rows_with_a_small_support_give_smaller_trees():
     """top_k=1 leaves one token, which is drawn once without replacement and twice with it."""
-    drafter = LanguageModelDrafter(ragged(seed=3))
-    topology = TreeTopology.k_ary(2, 2)
-    for law, lengths in ((WithoutReplacement(2), 3), (TopTail(1, 1), 3), (IID(2), 7)):
+    drafter = ad.LanguageModelDrafter(ragged(seed=3))
+    topology = ad.TreeTopology.k_ary(2, 2)
+    for law, lengths in ((ad.WithoutReplacement(2), 3), (ad.TopTail(1, 1), 3), (ad.IID(2), 7)):
         tree = Rounds(drafter, ragged(), PROMPTS).propose(topology, law, processors=[TopKLogitsWarper(1)])
         assert tree.lengths == [lengths] * 3
 
 
 @pytest.mark.parametrize(
     ("law", "rule"),
-    [(WithoutReplacement(2), RecursiveRejection()), (TopTail(1, 1), RecursiveRejection()), (IID(2), KSeq())],
+    [
+        (ad.WithoutReplacement(2), ad.RecursiveRejection()),
+        (ad.TopTail(1, 1), ad.RecursiveRejection()),
+        (ad.IID(2), KSeq()),
+    ],
     ids=str,
 )
 def test_decoding_with_small_supports_is_right(law, rule):
     """Both of two independent draws are the same token, and both stay in the tree."""
-    drafter = LanguageModelDrafter(ragged(seed=3))
-    decoder = SpeculativeDecoder(ragged(), drafter, UNEVEN, Coupling(law, TopDown(rule)))
+    drafter = ad.LanguageModelDrafter(ragged(seed=3))
+    decoder = ad.SpeculativeDecoder(ragged(), drafter, UNEVEN, ad.Coupling(law, ad.TopDown(rule)))
     prompt = torch.tensor([PROMPTS[2]])
     sampled = decoder.generate(prompt, max_new_tokens=12, do_sample=True, top_k=1)
     greedy = ragged().model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
@@ -221,27 +208,27 @@ def test_a_drafter_may_do_nothing_but_propose():
 
     class Constant(Drafter):
         def propose(self, state, context):
-            grower = TreeGrower(context, Fixed(1), self)
+            grower = TreeGrower(context, ad.Fixed(1), self)
             for sample in grower.frontier(0):
                 grower.add_children(sample, 0, [7], [1.0], None)
             return grower.tree()
 
-    decoder = SpeculativeDecoder(ragged(), Constant(), TreeTopology.chain(1), Coupling(Fixed(1), TopDown(Matching())))
+    decoder = ad.SpeculativeDecoder(ragged(), Constant(), ad.TreeTopology.chain(1), ad.Coupling.matching())
     check_greedy(decoder, PROMPTS[:1], 6)
 
 
 def test_a_drafter_that_ignores_the_room_left_does_not_lengthen_the_output():
     """It knows the target's tokens and always proposes three of them."""
     (future,) = greedy_reference(ragged().model, PROMPTS[:1], max_new_tokens=12, eos_token_id=None)
-    topology = TreeTopology.chain(3)
+    topology = ad.TreeTopology.chain(3)
 
     class Prophet(Drafter):
         def propose(self, state, context):
             done = len(context.tokens[0]) - len(PROMPTS[0])
             drafted = future[done : done + 3]
-            return DraftTree((SampleTree(topology, Fixed(1), dict(enumerate([context.tokens[0][-1], *drafted]))),))
+            return DraftTree((SampleTree(topology, ad.Fixed(1), dict(enumerate([context.tokens[0][-1], *drafted]))),))
 
-    decoder = SpeculativeDecoder(ragged(), Prophet(), topology, Coupling(Fixed(1), TopDown(Matching())))
+    decoder = ad.SpeculativeDecoder(ragged(), Prophet(), topology, ad.Coupling.matching())
     for count in range(1, 6):
         output = decoder.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=count, do_sample=False, eos_token_id=None)
         assert output[0, len(PROMPTS[0]) :].tolist() == future[:count]

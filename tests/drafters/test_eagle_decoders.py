@@ -8,15 +8,8 @@ from support.companions import target, texts, trained
 from support.models import PAYS, PROMPTS, decode, tiny, tiny_tokenizer
 from typer.testing import CliRunner
 
-from arbordraft import (
-    Coupling,
-    EagleDrafter,
-    LanguageModelDrafter,
-    RaggedModel,
-    SpeculativeDecoder,
-    TreeTopology,
-    builders,
-)
+import arbordraft as ad
+from arbordraft import builders
 from arbordraft.bench.decoding import in_turns
 from arbordraft.bench.suites import drafter_gain
 from arbordraft.bench.workload import Workload
@@ -42,23 +35,23 @@ def test_the_builder_decodes_like_the_target(folder, lookup):
 
 
 def test_the_builder_fits_trees_to_the_head(folder):
-    drafter = EagleDrafter.from_pretrained(folder, target())
+    drafter = ad.EagleDrafter.from_pretrained(folder, target())
     drafter.acceptance = (0.9, 0.0, 0.0)
     assert builders.eagle(target(), drafter, costs=PAYS, nodes=1).topology.parent_list == (-1, 0, 1, 2)
     drafter.acceptance = (0.3, 0.3, 0.3)
     assert builders.eagle(target(), drafter, costs=PAYS, nodes=1).topology.parent_list == (-1, 0, 0, 0)
     copied = builders.eagle(target(), drafter, costs=PAYS, nodes=8, max_depth=3, lookup=True).topology
     assert (copied.levels[3].stop, copied.num_nodes, copied.max_depth) == (32, 36, 7), "lookups may fill the budget"
-    given = TreeTopology.from_k_config((2, 1))
+    given = ad.TreeTopology.from_k_config((2, 1))
     assert builders.eagle(target(), drafter, costs=PAYS, topology=given).topology is given
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 def test_a_budget_keeps_the_likeliest_nodes(folder, nodes):
     """Never more rows than allowed, and the best ones: at least as good as any fixed tree of that size."""
-    drafter = EagleDrafter.from_pretrained(folder, target())
-    tree = TreeTopology.from_k_config((3, 2, 2))
-    decoder = SpeculativeDecoder(target(), drafter, tree, Coupling.shared(3), NodeBudget(nodes))
+    drafter = ad.EagleDrafter.from_pretrained(folder, target())
+    tree = ad.TreeTopology.from_k_config((3, 2, 2))
+    decoder = ad.SpeculativeDecoder(target(), drafter, tree, ad.Coupling.shared(3), NodeBudget(nodes))
     rows = []
     decoder.on_step = lambda state, tree, verdict: rows.append(
         (sum(tree.lengths), len([length for length in tree.lengths if length]))
@@ -78,11 +71,11 @@ def test_pruning_early_changes_nothing(folder):
 
     found = []
     for decider in (NodeBudget(4), Patient(4)):
-        decoder = SpeculativeDecoder(
+        decoder = ad.SpeculativeDecoder(
             target(),
-            EagleDrafter.from_pretrained(folder, target()),
-            TreeTopology.from_k_config((3, 2, 2)),
-            Coupling.shared(3),
+            ad.EagleDrafter.from_pretrained(folder, target()),
+            ad.TreeTopology.from_k_config((3, 2, 2)),
+            ad.Coupling.shared(3),
             decider,
         )
         _, stats = decode(decoder, max_new_tokens=20)
@@ -94,7 +87,7 @@ def test_a_folder_without_a_drafter_is_named(tmp_path):
     with pytest.raises(ValueError, match="holds no trained drafter"):
         load_drafter(tmp_path, target())
     tiny().save_pretrained(tmp_path)
-    assert isinstance(load_drafter(tmp_path, target()), LanguageModelDrafter)
+    assert isinstance(load_drafter(tmp_path, target()), ad.LanguageModelDrafter)
 
 
 def test_every_compared_decoder_is_lossless(folder):
@@ -110,8 +103,8 @@ def test_every_compared_decoder_is_lossless(folder):
 
 
 def test_the_gain_is_counted(folder):
-    model = RaggedModel(target().model, tiny_tokenizer(eos_token="c"), kernels="torch")
-    drafters = {"eagle": EagleDrafter.from_pretrained(folder, model)}
+    model = ad.RaggedModel(target().model, tiny_tokenizer(eos_token="c"), kernels="torch")
+    drafters = {"eagle": ad.EagleDrafter.from_pretrained(folder, model)}
     found = []
     for temperature in (0.0, 1.0):
         workload = Workload(("a b c", "c"), batch=2, new_tokens=8, temperature=temperature, repeats=1)

@@ -7,42 +7,28 @@ from support.models import PROMPTS, tiny, tiny_tokenizer
 from support.models import decode as decoded
 from support.onnx_graphs import decider
 
-from arbordraft import (
-    BlockDrafter,
-    Coupling,
-    EagleDrafter,
-    Fixed,
-    LanguageModelDrafter,
-    Matching,
-    MedusaDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.bench.workload import Workload
 from arbordraft.loading import drafter_named, load_drafter
 from arbordraft.onnx.decider import OnnxDecider
 from arbordraft.onnx.graph import Graph
 from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel, OnnxNetwork
 
-TREE = TreeTopology.from_k_config((2, 2, 1))
-GREEDY = Coupling(Fixed(2), TopDown(Matching()))
+TREE = ad.TreeTopology.from_k_config((2, 2, 1))
+GREEDY = ad.Coupling.matching(2)
 KINDS = [
-    ("block", BlockDrafter, OnnxBlock),
-    ("peagle", BlockDrafter, OnnxBlock),
-    ("eagle", EagleDrafter, OnnxEagle),
-    ("medusa", MedusaDrafter, OnnxMedusa),
-    ("model", LanguageModelDrafter, OnnxModel),
-    ("exit", LanguageModelDrafter, OnnxModel),
+    ("block", ad.BlockDrafter, OnnxBlock),
+    ("peagle", ad.BlockDrafter, OnnxBlock),
+    ("eagle", ad.EagleDrafter, OnnxEagle),
+    ("medusa", ad.MedusaDrafter, OnnxMedusa),
+    ("model", ad.LanguageModelDrafter, OnnxModel),
+    ("exit", ad.LanguageModelDrafter, OnnxModel),
 ]
-DRAWN = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
+DRAWN = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
 
 
 def decode(proposer, *, coupling=GREEDY, decider=None, prompts=PROMPTS, **options):
-    decoder = SpeculativeDecoder(target(), proposer, TREE, coupling, decider)
+    decoder = ad.SpeculativeDecoder(target(), proposer, TREE, coupling, decider)
     return decoded(decoder, prompts, **{"max_new_tokens": 20, **options})
 
 
@@ -77,7 +63,7 @@ def test_long_texts_are_fed_in_parts(graphs, monkeypatch):
     monkeypatch.setattr(OnnxNetwork, "chunk", 3)
     for name in ("block", "eagle", "model"):
         rounds = Rounds(load_drafter(graphs(name).folder, target()), target(), PROMPTS)
-        tree = rounds.propose(TREE, WithoutReplacement(2))
+        tree = rounds.propose(TREE, ad.WithoutReplacement(2))
         assert check_rows(name, trained(name).network, target().model, tree, rounds.tokens) > 5
 
 
@@ -128,15 +114,15 @@ def test_a_threshold_of_ones_own(graphs):
 
 
 def test_a_drafter_belongs_to_its_target(graphs):
-    other = RaggedModel(tiny(num_hidden_layers=4, seed=2), kernels="torch")
+    other = ad.RaggedModel(tiny(num_hidden_layers=4, seed=2), kernels="torch")
     for name in ("block", "eagle", "medusa", "exit"):
         with pytest.raises(ValueError, match=r"made for another target \(tiny, fingerprint"):
             load_drafter(graphs(name).folder, other)
     load_drafter(graphs("model").folder, other)  # shares no weights: any target will do
     with pytest.raises(ValueError, match="must be built for the target"):
-        SpeculativeDecoder(other, load_drafter(graphs("eagle").folder, target()), TREE, GREEDY)
+        ad.SpeculativeDecoder(other, load_drafter(graphs("eagle").folder, target()), TREE, GREEDY)
     with pytest.raises(ValueError, match="vocabulary of 61 tokens, the target has 53"):
-        load_drafter(graphs("model").folder, RaggedModel(tiny(vocab_size=53), kernels="torch"))
+        load_drafter(graphs("model").folder, ad.RaggedModel(tiny(vocab_size=53), kernels="torch"))
 
 
 def test_another_tokenizer_is_noticed(graphs):
@@ -144,7 +130,7 @@ def test_another_tokenizer_is_noticed(graphs):
 
     from arbordraft.exports.onnx.writing import write
 
-    spoken = RaggedModel(target().model, tiny_tokenizer(), kernels="torch")
+    spoken = ad.RaggedModel(target().model, tiny_tokenizer(), kernels="torch")
     (spec,) = PLANS["medusa"]()
     spec.about["tokenizer_sha256"] = "0" * 64
     folder = write(lambda: [spec], graphs.root / "other-tokenizer", force=True).folder
@@ -177,7 +163,7 @@ def test_onnxruntime_is_asked_for_by_name(graphs, monkeypatch):
 
 
 def test_draft_steps_are_timed_in_turns(graphs):
-    model = RaggedModel(target().model, tiny_tokenizer(eos_token="c"), kernels="torch")
+    model = ad.RaggedModel(target().model, tiny_tokenizer(eos_token="c"), kernels="torch")
     drafters = {
         "torch": (model, trained("eagle").drafter(model)),
         "graphs": (model, load_drafter(graphs("eagle").folder, model)),

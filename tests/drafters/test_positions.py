@@ -5,26 +5,14 @@ import torch
 from support.models import PROMPTS, VOCAB, left_padded, new_tokens, ragged, tiny
 from support.native_drafters import built
 
-from arbordraft import (
-    IID,
-    Coupling,
-    HybridDrafter,
-    LanguageModelDrafter,
-    Lifted,
-    NGramDrafter,
-    NoDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TreeTopology,
-)
+import arbordraft as ad
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
 from arbordraft.drafters.one_call import ModelOnRows
 from arbordraft.target.cache import RaggedKVCache
 
 POSITIONS = 24
-TREE = TreeTopology.from_k_config((2, 2, 1))
+TREE = ad.TreeTopology.from_k_config((2, 2, 1))
 LONG = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 TEXTS = [*PROMPTS, LONG[:23], LONG[:24], LONG]  # far from the limit, and one token before it, at it and beyond
 NEVER = {"eos_token_id": None, "pad_token_id": 0, "top_k": 0}
@@ -38,7 +26,7 @@ def limited(drafter):
 def draft_model(architecture="gpt2"):
     """A table of positions: whoever reads behind it is told at once."""
     size = {"n_positions": POSITIONS} if architecture == "gpt2" else {"max_position_embeddings": POSITIONS}
-    return LanguageModelDrafter(RaggedModel(tiny(architecture, seed=3, **size), kernels="torch"))
+    return ad.LanguageModelDrafter(ad.RaggedModel(tiny(architecture, seed=3, **size), kernels="torch"))
 
 
 def pair(kind):
@@ -81,8 +69,8 @@ def decode(decoder, *, sampled, texts=TEXTS):
 @pytest.mark.usefixtures("kernels")
 def test_drafts_end_with_the_positions_and_texts_go_on(kind, sampled):
     target, drafter = pair(kind)
-    expected, _ = decode(SpeculativeDecoder(target, NoDrafter(), coupling=Coupling.shared(2)), sampled=sampled)
-    found, drafted = decode(SpeculativeDecoder(target, drafter, TREE, Coupling.shared(2)), sampled=sampled)
+    expected, _ = decode(ad.SpeculativeDecoder(target, ad.NoDrafter(), coupling=ad.Coupling.shared(2)), sampled=sampled)
+    found, drafted = decode(ad.SpeculativeDecoder(target, drafter, TREE, ad.Coupling.shared(2)), sampled=sampled)
     assert found == expected
     assert max(length for length, _ in drafted) == POSITIONS
 
@@ -99,8 +87,8 @@ def test_fixed_shapes_draft_no_further(kind, monkeypatch):
         return run(self, tokens, hidden, positions, ragged, rows)
 
     monkeypatch.setattr(network, "run", watched)
-    expected, _ = decode(SpeculativeDecoder(target, NoDrafter(), coupling=Coupling.shared(2)), sampled=False)
-    fixed = SpeculativeDecoder(target, limited(drafter), TREE, Coupling.shared(2), buckets=(16, 64))
+    expected, _ = decode(ad.SpeculativeDecoder(target, ad.NoDrafter(), coupling=ad.Coupling.shared(2)), sampled=False)
+    fixed = ad.SpeculativeDecoder(target, limited(drafter), TREE, ad.Coupling.shared(2), buckets=(16, 64))
     found, drafted = decode(fixed, sampled=False)
     assert found == expected
     assert max(length for length, _ in drafted) == POSITIONS
@@ -109,9 +97,9 @@ def test_fixed_shapes_draft_no_further(kind, monkeypatch):
 
 def test_lookups_go_on_where_a_draft_model_ends():
     text = LONG[:10] * 4
-    decoder = SpeculativeDecoder(ragged(), HybridDrafter(NGramDrafter(), draft_model()), TREE)
+    decoder = ad.SpeculativeDecoder(ragged(), ad.HybridDrafter(ad.NGramDrafter(), draft_model()), TREE)
     found, drafted = decode(decoder, sampled=False, texts=[text, PROMPTS[0]])
-    assert found == decode(SpeculativeDecoder(ragged(), NoDrafter()), sampled=False, texts=[text, PROMPTS[0]])[0]
+    assert found == decode(ad.SpeculativeDecoder(ragged(), ad.NoDrafter()), sampled=False, texts=[text, PROMPTS[0]])[0]
     assert {source for length, source in drafted if length > POSITIONS} == {"NGramDrafter"}
     assert "LanguageModelDrafter" in {source for _, source in drafted}
 
@@ -124,15 +112,17 @@ def test_a_prompt_that_is_too_long_is_not_read(monkeypatch):
         read.append(sum(map(len, tokens.values())))
         return prefill(tokens, cache, **options)
 
-    decoder = SpeculativeDecoder(ragged(), drafter, TREE)
+    decoder = ad.SpeculativeDecoder(ragged(), drafter, TREE)
     monkeypatch.setattr(drafter.model, "prefill", watched)
     decode(decoder, sampled=False, texts=[LONG, PROMPTS[0]])
     assert read == [len(PROMPTS[0]) - 1]
 
 
 def test_the_room_of_an_engine_is_the_targets():
-    decoder = SpeculativeDecoder(ragged(), draft_model(), TREE)
-    assert Engine(decoder).room(len(LONG)) == Engine(SpeculativeDecoder(ragged(), NoDrafter())).room(len(LONG)) == 89
+    decoder = ad.SpeculativeDecoder(ragged(), draft_model(), TREE)
+    assert (
+        Engine(decoder).room(len(LONG)) == Engine(ad.SpeculativeDecoder(ragged(), ad.NoDrafter())).room(len(LONG)) == 89
+    )
 
 
 @pytest.mark.parametrize("kind", ["model, table", "eagle, torch"])
@@ -141,7 +131,7 @@ def test_what_is_shared_with_longer_texts_changes_no_draft(kind):
     target, drafter = pair(kind)
     drafter.max_positions = limit = 60 if kind == "eagle, torch" else POSITIONS
     text = torch.randint(3, VOCAB, (80,), generator=torch.Generator().manual_seed(2)).tolist()
-    decoder = SpeculativeDecoder(target, drafter, TREE, Coupling(IID(2), Lifted(RecursiveRejection())))
+    decoder = ad.SpeculativeDecoder(target, drafter, TREE, ad.Coupling(ad.IID(2), ad.Lifted(ad.RecursiveRejection())))
     prompts = [text, text[: limit - 10], text[: limit - 4], text[:50]]
     asked = [
         Request(prompt=prompt, max_new_tokens=12, temperature=1.0, seed=number, ends=())

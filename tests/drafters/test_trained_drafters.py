@@ -21,28 +21,7 @@ from support.prepacked_models import small
 from support.request_law import fit
 from support.request_law import small as few
 
-from arbordraft import (
-    IID,
-    BlockDrafter,
-    Coupling,
-    EagleDrafter,
-    EarlyExitDrafter,
-    Fixed,
-    HybridDrafter,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    MedusaDrafter,
-    NGramDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    UnsupportedModel,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.grower import TreeGrower
 from arbordraft.drafters.language_model import shrink
@@ -53,21 +32,24 @@ from arbordraft.heads.medusa import MedusaHead
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 
-CHAIN, CROSSED = TreeTopology.chain(4), TreeTopology([-1, 0, 0, 2, 1, 1])  # not numbered in the order of their parents
-LAWS = [IID(2), WithoutReplacement(2), TopTail(1, 1)]
-LOOKUP = Coupling(Fixed(2), TopDown(Matching()))
-DRAWN = Coupling(WithoutReplacement(2), Lifted(RecursiveRejection()))
+CHAIN, CROSSED = (
+    ad.TreeTopology.chain(4),
+    ad.TreeTopology([-1, 0, 0, 2, 1, 1]),
+)  # not numbered in the order of their parents
+LAWS = [ad.IID(2), ad.WithoutReplacement(2), ad.TopTail(1, 1)]
+LOOKUP = ad.Coupling.matching(2)
+DRAWN = ad.Coupling(ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection()))
 HYBRIDS = {
-    "hybrid block": lambda: HybridDrafter(NGramDrafter(3, 1), drafter("block")),
-    "hybrid eagle": lambda: HybridDrafter(NGramDrafter(3, 1), drafter("eagle")),
-    "hybrid medusa": lambda: HybridDrafter(NGramDrafter(3, 1), drafter("medusa")),
+    "hybrid block": lambda: ad.HybridDrafter(ad.NGramDrafter(3, 1), drafter("block")),
+    "hybrid eagle": lambda: ad.HybridDrafter(ad.NGramDrafter(3, 1), drafter("eagle")),
+    "hybrid medusa": lambda: ad.HybridDrafter(ad.NGramDrafter(3, 1), drafter("medusa")),
 }
 every_drafter = pytest.mark.parametrize("name", ROWS)
 
 
 def build(name, coupling=DRAWN, topology=UNEVEN):
     found = HYBRIDS[name]() if name in HYBRIDS else drafter(name)
-    return SpeculativeDecoder(target(), found, topology, coupling)
+    return ad.SpeculativeDecoder(target(), found, topology, coupling)
 
 
 def untrained(name, of, tokens=range(30), hidden_layers=(0, 1, 2)):
@@ -79,16 +61,16 @@ def untrained(name, of, tokens=range(30), hidden_layers=(0, 1, 2)):
             head = BlockHead.for_target(model, tokens, **options)
             torch.nn.init.normal_(head.lm_head_markov.weight, std=0.3)
             torch.nn.init.normal_(head.masks.weight[1:], std=0.3)
-            return BlockDrafter(head, of)
+            return ad.BlockDrafter(head, of)
         if name == "peagle":
-            return BlockDrafter(BlockHead.for_target(model, tokens, markov_rank=0, mask_token_id=2, **options), of)
+            return ad.BlockDrafter(BlockHead.for_target(model, tokens, markov_rank=0, mask_token_id=2, **options), of)
         if name == "eagle":
-            return EagleDrafter(EagleHead.for_target(model, tokens, **options), of)
+            return ad.EagleDrafter(EagleHead.for_target(model, tokens, **options), of)
         if name == "medusa":
-            return MedusaDrafter(MedusaHead.for_target(model, tokens), of)
+            return ad.MedusaDrafter(MedusaHead.for_target(model, tokens), of)
         if name == "exit":
-            return EarlyExitDrafter(of, 1, adapted(model, 1))
-        return LanguageModelDrafter(RaggedModel(shrink(model, [0]), kernels=of.backend))
+            return ad.EarlyExitDrafter(of, 1, adapted(model, 1))
+        return ad.LanguageModelDrafter(ad.RaggedModel(shrink(model, [0]), kernels=of.backend))
 
 
 def few_drafter(name):
@@ -124,14 +106,14 @@ def test_samples_may_end_at_any_time(name):
 
 @every_drafter
 def test_sampling_has_the_law_of_the_target(name):
-    coupling = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
-    assert fit(SpeculativeDecoder(few(0), few_drafter(name), TreeTopology([-1, 0, 0, 1]), coupling)) > 1e-3
+    coupling = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
+    assert fit(ad.SpeculativeDecoder(few(0), few_drafter(name), ad.TreeTopology([-1, 0, 0, 1]), coupling)) > 1e-3
 
 
 def test_rows_that_were_not_drawn_from_would_be_seen():
     """Negative control: rows flatter than those that the drafts came from."""
 
-    class Liar(MedusaDrafter):
+    class Liar(ad.MedusaDrafter):
         def propose(self, state, context):
             trees = [
                 tree and SampleTree(tree.topology, tree.law, tree.tokens, {n: r * 0.3 + 0.7 / 6 for n, r in
@@ -141,8 +123,8 @@ def test_rows_that_were_not_drawn_from_would_be_seen():
             return DraftTree(tuple(trees))
 
     liar = Liar(few_drafter("medusa").head, few(0))
-    coupling = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
-    assert fit(SpeculativeDecoder(few(0), liar, TreeTopology([-1, 0, 0, 1]), coupling)) < 1e-6
+    coupling = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
+    assert fit(ad.SpeculativeDecoder(few(0), liar, ad.TreeTopology([-1, 0, 0, 1]), coupling)) < 1e-6
 
 
 # Rows
@@ -170,14 +152,14 @@ def test_rows_stay_right_whatever_was_accepted(name):
     assert walk(drafter(name), name)[1] > 35
 
 
-class Late(EagleDrafter):
+class Late(ad.EagleDrafter):
     """Takes each token's states for those of the next."""
 
     def take_hidden(self, state, hidden):
         super().take_hidden(state, {sample: states.roll(1, 0) for sample, states in hidden.items()})
 
 
-class Hoarder(EagleDrafter):
+class Hoarder(ad.EagleDrafter):
     """Does not give up the slots of its trees."""
 
     def commit(self, state, tree, verdict):
@@ -186,7 +168,7 @@ class Hoarder(EagleDrafter):
         del state.cache.drop
 
 
-class Forward(MedusaDrafter):
+class Forward(ad.MedusaDrafter):
     """Looks ahead from the first token that it was shown."""
 
     def take_hidden(self, state, hidden):
@@ -202,19 +184,19 @@ def test_a_wrong_state_would_be_seen(name, wrong):
 @pytest.mark.parametrize("name", ["block", "eagle", "medusa"])
 def test_a_text_of_one_token_is_not_drafted_for(name):
     rounds = Rounds(drafter(name), target(), [[11], [5, 9]])
-    tree = rounds.propose(CHAIN, IID(1))
+    tree = rounds.propose(CHAIN, ad.IID(1))
     assert tree.lengths == [1, {"block": 5, "eagle": 5, "medusa": 4}[name]]
     rounds.commit(tree, [0, 1])
-    tree = rounds.propose(CHAIN, IID(1))
+    tree = rounds.propose(CHAIN, ad.IID(1))
     assert tree.samples[0].draft_probs
     check_rows(name, trained(name).network, target().model, tree, rounds.tokens)
 
 
 def test_medusa_trees_end_where_the_heads_do():
     rounds = Rounds(drafter("medusa"), target(), PROMPTS[2:])
-    assert rounds.propose(TreeTopology.chain(7), IID(1)).lengths == [4]
-    assert rounds.propose(TreeTopology.chain(2), IID(1)).lengths == [3]
-    assert rounds.propose(TreeTopology.chain(7), IID(1), max_depth=[1]).lengths == [2]
+    assert rounds.propose(ad.TreeTopology.chain(7), ad.IID(1)).lengths == [4]
+    assert rounds.propose(ad.TreeTopology.chain(2), ad.IID(1)).lengths == [3]
+    assert rounds.propose(ad.TreeTopology.chain(7), ad.IID(1), max_depth=[1]).lengths == [2]
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
@@ -224,13 +206,13 @@ def test_nothing_outside_of_the_vocabulary_is_drafted(name, greedy):
     kind = {"block": BlockHead, "eagle": EagleHead, "medusa": MedusaHead}[name]
     with torch.random.fork_rng():
         head = kind.for_target(target().model, [3, 60])
-    made = {"block": BlockDrafter, "eagle": EagleDrafter, "medusa": MedusaDrafter}[name](head, target())
-    for law in (IID(3), WithoutReplacement(3), TopTail(1, 2), Fixed(3)):
-        tree = Rounds(made, target(), PROMPTS).propose(TreeTopology.k_ary(3, 2), law, greedy=greedy)
+    made = {"block": ad.BlockDrafter, "eagle": ad.EagleDrafter, "medusa": ad.MedusaDrafter}[name](head, target())
+    for law in (ad.IID(3), ad.WithoutReplacement(3), ad.TopTail(1, 2), ad.Fixed(3)):
+        tree = Rounds(made, target(), PROMPTS).propose(ad.TreeTopology.k_ary(3, 2), law, greedy=greedy)
         drafted = {token for sample in tree.samples for node, token in sample.tokens.items() if node}
         assert drafted == {3, 60}
         assert tree.lengths[1] == 1
-    check_greedy(SpeculativeDecoder(target(), made, UNEVEN, DRAWN))
+    check_greedy(ad.SpeculativeDecoder(target(), made, UNEVEN, DRAWN))
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
@@ -245,7 +227,7 @@ def test_a_broken_network_costs_speed_only(name, value, sampling):
             weight.fill_(value)
     expected = greedy_reference(target().model, PROMPTS, max_new_tokens=6, eos_token_id=None)
     with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
-        found, stats = decode(SpeculativeDecoder(target(), broken, UNEVEN, DRAWN), max_new_tokens=6, **sampling)
+        found, stats = decode(ad.SpeculativeDecoder(target(), broken, UNEVEN, DRAWN), max_new_tokens=6, **sampling)
     assert found == expected
     assert stats.drafted == 0
 
@@ -266,25 +248,25 @@ def adapted(model, layers):
 @every_drafter
 def test_packed_weights_give_the_same_rows(name, backend):
     model, twin = (with_norms(small(num_hidden_layers=3)) for _ in range(2))  # asking for states leaves hooks behind
-    packed, reference = RaggedModel(model, kernels=backend), RaggedModel(twin, kernels="torch")
+    packed, reference = ad.RaggedModel(model, kernels=backend), ad.RaggedModel(twin, kernels="torch")
     made, plain = untrained(name, packed), untrained(name, reference)
     network = {"exit": "adapter", "model": "model"}.get(name, "head")
     network = getattr(plain, network) if name != "model" else plain.model.model
     rounds = Rounds(made, packed, PROMPTS)
     for _ in range(2):
-        tree = rounds.propose(UNEVEN, WithoutReplacement(2))
+        tree = rounds.propose(UNEVEN, ad.WithoutReplacement(2))
         check_rows(name, network, twin, tree, rounds.tokens, atol=1e-4)
         rounds.commit(tree, [0, 0, 1])
-    check_greedy(SpeculativeDecoder(packed, made, UNEVEN, DRAWN), count=8)
+    check_greedy(ad.SpeculativeDecoder(packed, made, UNEVEN, DRAWN), count=8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @every_drafter
 def test_half_precision(name, dtype):
     """A drafter takes the target's dtype over; NaN or an error would show here."""
-    half = RaggedModel(with_norms(small(num_hidden_layers=3)).to(dtype), kernels="torch")
+    half = ad.RaggedModel(with_norms(small(num_hidden_layers=3)).to(dtype), kernels="torch")
     made = untrained(name, half)
-    found, stats = decode(SpeculativeDecoder(half, made, UNEVEN, DRAWN), max_new_tokens=8)
+    found, stats = decode(ad.SpeculativeDecoder(half, made, UNEVEN, DRAWN), max_new_tokens=8)
     assert stats.drafted > 0
     assert [len(tokens) for tokens in found] == [8, 8, 8]
 
@@ -292,11 +274,11 @@ def test_half_precision(name, dtype):
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "gemma2", "gpt_oss"])
 @every_drafter
 def test_any_architecture(name, architecture):
-    of = RaggedModel(
+    of = ad.RaggedModel(
         with_norms(tiny(architecture, **{"n_layer" if architecture == "gpt2" else "num_hidden_layers": 3})),
         kernels="torch",
     )
-    assert check_greedy(SpeculativeDecoder(of, untrained(name, of), UNEVEN, DRAWN), count=8).drafted > 0
+    assert check_greedy(ad.SpeculativeDecoder(of, untrained(name, of), UNEVEN, DRAWN), count=8).drafted > 0
 
 
 # Early exit
@@ -305,10 +287,10 @@ def test_any_architecture(name, architecture):
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "gpt_neox"])
 def test_a_new_adapter_changes_no_bit(architecture):
     model = small(architecture, num_hidden_layers=3)
-    of = RaggedModel(model, kernels="torch")
+    of = ad.RaggedModel(model, kernels="torch")
     rows = []
     for adapter in (None, ExitAdapter.for_target(model, 2), adapted(model, 2)):
-        tree = Rounds(EarlyExitDrafter(of, 2, adapter), of, PROMPTS).propose(CHAIN, IID(1))
+        tree = Rounds(ad.EarlyExitDrafter(of, 2, adapter), of, PROMPTS).propose(CHAIN, ad.IID(1))
         rows.append(torch.stack([sample.draft_probs[0] for sample in tree.samples]))
     assert torch.equal(rows[0], rows[1])
     assert not torch.allclose(rows[0], rows[2])
@@ -317,7 +299,7 @@ def test_a_new_adapter_changes_no_bit(architecture):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "opt", "gpt_oss", "deepseek_v3"])
 def test_the_final_norm_follows_the_layers(architecture):
     """The state in front of the second layer, normed, is what a model of one layer hands to its head."""
-    of, found = RaggedModel(small(architecture), kernels="torch"), []
+    of, found = ad.RaggedModel(small(architecture), kernels="torch"), []
     for layers, hidden in ((None, 1), (1, 2)):
         cache = RaggedKVCache()
         tokens, batch = torch.tensor(PROMPTS[0]), cache.lay_out([cache.open(5)], [range(5)])
@@ -327,23 +309,23 @@ def test_the_final_norm_follows_the_layers(architecture):
 
 
 def test_more_than_a_norm_behind_the_layers_is_refused():
-    projecting = RaggedModel(tiny("opt", word_embed_proj_dim=16), kernels="torch")
-    with pytest.raises(UnsupportedModel, match="more than a norm behind"):
+    projecting = ad.RaggedModel(tiny("opt", word_embed_proj_dim=16), kernels="torch")
+    with pytest.raises(ad.UnsupportedModel, match="more than a norm behind"):
         _ = projecting.final_norm
 
 
 def test_an_adapter_fits_one_number_of_layers():
     adapter = ExitAdapter.for_target(target().model, EXIT)
     with pytest.raises(ValueError, match=r"made for \[2\] layers, not for 3"):
-        EarlyExitDrafter(target(), 3, adapter)
+        ad.EarlyExitDrafter(target(), 3, adapter)
     with pytest.raises(ValueError, match=r"layers must lie in 1\.\.3"):
-        EarlyExitDrafter(target(), LAYERS, ExitAdapter.for_target(target().model, LAYERS))
+        ad.EarlyExitDrafter(target(), LAYERS, ExitAdapter.for_target(target().model, LAYERS))
 
 
 def test_the_model_is_left_as_it_was():
-    of = RaggedModel(small(num_hidden_layers=3), kernels="torch")
+    of = ad.RaggedModel(small(num_hidden_layers=3), kernels="torch")
     before = [len(module._forward_hooks) for module in of.model.modules()]
-    Rounds(EarlyExitDrafter(of, 2, adapted(of.model, 2)), of, PROMPTS).propose(UNEVEN, IID(2))
+    Rounds(ad.EarlyExitDrafter(of, 2, adapted(of.model, 2)), of, PROMPTS).propose(UNEVEN, ad.IID(2))
     assert [len(module._forward_hooks) for module in of.model.modules()] == before == [0] * len(before)
 
 
@@ -373,7 +355,7 @@ class Sometimes(Drafter):
             state[sample].append(shown)
 
     def propose(self, state, context):
-        chosen, grower = next(self.rounds), TreeGrower(context, Fixed(1), self)
+        chosen, grower = next(self.rounds), TreeGrower(context, ad.Fixed(1), self)
         for sample in grower.frontier(0):
             if sample in chosen:
                 grower.add_children(sample, 0, [9], [1.0], None)
@@ -384,14 +366,14 @@ class Sometimes(Drafter):
 def test_who_was_skipped_catches_up(name):
     """With states of its own for the first part, between those of the other one."""
     first = Sometimes([(0, 1), (), (0, 2), (0,), ()], (2, 0))
-    hybrid = HybridDrafter(first, drafter(name))
+    hybrid = ad.HybridDrafter(first, drafter(name))
     others = drafter(name).hidden_layers
     assert hybrid.hidden_layers == tuple(dict.fromkeys((2, 0, *others)))
     rounds = Rounds(hybrid, target(), PROMPTS)
     ends = [[1, 0, 3], [3, 1, 0], [0, 3, 1], [1, None, 0], [0, None, 0]]
     compared = 0
     for number, ends_now in enumerate(ends):
-        tree = rounds.propose(UNEVEN, WithoutReplacement(2), seed=7 * number)
+        tree = rounds.propose(UNEVEN, ad.WithoutReplacement(2), seed=7 * number)
         compared += check_rows(name, trained(name).network, target().model, tree, rounds.tokens)
         rounds.commit(tree, ends_now)
     assert compared > 20
@@ -402,9 +384,9 @@ def test_who_was_skipped_catches_up(name):
 
 
 def test_parts_that_want_no_states_get_none():
-    hybrid = HybridDrafter(NGramDrafter(), drafter("exit"))
+    hybrid = ad.HybridDrafter(ad.NGramDrafter(), drafter("exit"))
     assert hybrid.hidden_layers == ()
-    assert HybridDrafter(NGramDrafter(), drafter("medusa")).hidden_layers == (LAYERS,)
+    assert ad.HybridDrafter(ad.NGramDrafter(), drafter("medusa")).hidden_layers == (LAYERS,)
 
 
 # What does not fit
@@ -413,6 +395,6 @@ def test_parts_that_want_no_states_get_none():
 @pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit"])
 def test_a_drafter_belongs_to_its_target(name):
     with pytest.raises(ValueError, match="must be built f"):
-        drafter(name).check(few(0), IID(1))
+        drafter(name).check(few(0), ad.IID(1))
     with pytest.raises(ValueError, match="must be built f"):
-        SpeculativeDecoder(few(0), drafter(name), CHAIN, DRAWN)
+        ad.SpeculativeDecoder(few(0), drafter(name), CHAIN, DRAWN)

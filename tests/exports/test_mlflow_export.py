@@ -38,7 +38,7 @@ from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.training.tracking import MLflowTracker
 from arbordraft.verifiers import LongestBranch, OptimalTransport, TypicalAcceptance
 
-GREEDY = ad.Coupling(ad.Fixed(1), ad.TopDown(ad.Matching()))
+GREEDY = ad.Coupling.matching()
 SAMPLED = ad.Coupling(ad.TopTail(1, 1), ad.Lifted(ad.RecursiveRejection()))
 TREE = ad.TreeTopology.from_k_config((2, 1))
 COSTS = StepCosts(ad.CostTable((1, 2), (1.0, 1.5)), ad.CostTable((1,), (0.1,)), rest=0.2)

@@ -7,14 +7,13 @@ from support.companions import target
 from support.models import VOCAB, left_padded, new_tokens
 from support.onnx_graphs import origin
 
-from arbordraft import BlockDrafter, Coupling, Fixed, SpeculativeDecoder, TreeTopology
+from arbordraft import BlockDrafter, Coupling, SpeculativeDecoder, TreeTopology
 from arbordraft.exports.onnx import plans
 from arbordraft.exports.onnx.sources import of
 from arbordraft.exports.onnx.writing import write
 from arbordraft.heads.block import BlockHead
 from arbordraft.loading import load_drafter
 from arbordraft.onnx.graph import Graph
-from arbordraft.verifiers import Matching, TopDown
 
 PROMPTS = [[5, 9, 7, 5, 9], [8, 3, 8, 3, 8]]
 
@@ -45,7 +44,7 @@ def test_none_for_a_term_that_there_is_not(tmp_path):
     torch.nn.init.normal_(head.masks.weight[1:])
     folder = write(lambda: plans.block(head, origin()), tmp_path / "graphs").folder
     assert not (folder / "markov.onnx").exists()
-    coupling, outputs = Coupling(Fixed(2), TopDown(Matching())), []
+    coupling, outputs = Coupling.matching(2), []
     for drafter in (load_drafter(folder, target()), BlockDrafter(head, target())):
         decoder = SpeculativeDecoder(target(), drafter, TreeTopology.from_k_config((2, 2, 1)), coupling)
         output = decoder.generate(

@@ -12,23 +12,8 @@ from support.request_law import fit, small, small_decoder
 from support.spellers import speller, speller_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from arbordraft import (
-    IID,
-    Coupling,
-    Fixed,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    NGramDrafter,
-    RecursiveRejection,
-    SpecHub,
-    SpeculativeDecoder,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    WithoutReplacement,
-    builders,
-)
+import arbordraft as ad
+from arbordraft import builders
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
 from arbordraft.drafters import GrammarDrafter, HybridDrafter
@@ -60,7 +45,7 @@ def test_forced_tokens_cost_no_steps(temperature):
 
 
 def test_what_is_forced_is_drafted_while_deciders_rest():
-    decoder = SpeculativeDecoder(speller(), GrammarDrafter(), decider=Resting(8))
+    decoder = ad.SpeculativeDecoder(speller(), GrammarDrafter(), decider=Resting(8))
     tokens, stats = decoded(decoder, 0.0)
     assert tokens == plainly(0.0)
     assert stats.emitted[0] / stats.forwards[0] > 1.5
@@ -69,7 +54,7 @@ def test_what_is_forced_is_drafted_while_deciders_rest():
 def test_what_is_forbidden_is_never_drafted():
     """Lookups would go on as the prompt does; the grammar lets them only as far as it allows."""
     seen = []
-    decoder = SpeculativeDecoder(speller(), NGramDrafter(shortest=1), TREE)
+    decoder = ad.SpeculativeDecoder(speller(), ad.NGramDrafter(shortest=1), TREE)
     compiled = decoder.compiler(GRAMMARS[2], [EOS])
 
     def watch(state, tree, verdict):
@@ -160,7 +145,7 @@ def test_heads_with_native_drafts(kind, temperature):
         for some in ([Wheel()], [])
     ]
     texts = []
-    for made in (builders.plain(target), SpeculativeDecoder(target, drafter, TREE, Coupling.shared(2))):
+    for made in (builders.plain(target), ad.SpeculativeDecoder(target, drafter, TREE, ad.Coupling.shared(2))):
         engine = Engine(made, max_tokens=4000)
         streams = [engine.submit(Request(**settings)) for settings in warped]
         engine.run()
@@ -216,20 +201,26 @@ def p_value(name, processor):
 
 
 def model():
-    return LanguageModelDrafter(small(1))
+    return ad.LanguageModelDrafter(small(1))
 
 
 LAWS = {
-    "block, chain": lambda: small_decoder(IID(1), Lifted(RecursiveRejection()), TreeTopology.chain(3), model()),
-    "with replacement": lambda: small_decoder(IID(2), TopDown(RecursiveRejection()), TREE, model()),
-    "without replacement": lambda: small_decoder(WithoutReplacement(2), TopDown(RecursiveRejection()), TREE, model()),
-    "hub pairs": lambda: small_decoder(TopTail(1, 1), TopDown(SpecHub()), TreeTopology.k_ary(2, 3), model()),
-    "fixed": lambda: small_decoder(Fixed(2), TopDown(Matching()), TREE, model()),
-    "lookup": lambda: SpeculativeDecoder(small(0), NGramDrafter(shortest=1), TREE),
-    "forced, else random": lambda: small_decoder(
-        WithoutReplacement(2), TopDown(RecursiveRejection()), TREE, HybridDrafter(GrammarDrafter(), model())
+    "block, chain": lambda: small_decoder(
+        ad.IID(1), ad.Lifted(ad.RecursiveRejection()), ad.TreeTopology.chain(3), model()
     ),
-    "shared noise": lambda: SpeculativeDecoder(small(0), model(), TREE),
+    "with replacement": lambda: small_decoder(ad.IID(2), ad.TopDown(ad.RecursiveRejection()), TREE, model()),
+    "without replacement": lambda: small_decoder(
+        ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()), TREE, model()
+    ),
+    "hub pairs": lambda: small_decoder(
+        ad.TopTail(1, 1), ad.TopDown(ad.SpecHub()), ad.TreeTopology.k_ary(2, 3), model()
+    ),
+    "fixed": lambda: small_decoder(ad.Fixed(2), ad.TopDown(ad.Matching()), TREE, model()),
+    "lookup": lambda: ad.SpeculativeDecoder(small(0), ad.NGramDrafter(shortest=1), TREE),
+    "forced, else random": lambda: small_decoder(
+        ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()), TREE, HybridDrafter(GrammarDrafter(), model())
+    ),
+    "shared noise": lambda: ad.SpeculativeDecoder(small(0), model(), TREE),
 }
 
 

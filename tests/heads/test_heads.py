@@ -8,14 +8,7 @@ from support.models import PROMPTS, VOCAB, next_logits, tiny
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from arbordraft import (
-    BlockDrafter,
-    EagleDrafter,
-    EarlyExitDrafter,
-    MedusaDrafter,
-    RaggedModel,
-    UnsupportedModel,
-)
+import arbordraft as ad
 from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.block import BlockHead
@@ -35,7 +28,7 @@ MADE = {
     "medusa": lambda model: MedusaHead.for_target(model, TOKENS, num_heads=2, num_hidden_layers=2, name="tiny"),
     "exit": lambda model: ExitAdapter.for_target(model, EXIT, name="tiny"),
 }
-DRAFTERS = {"block": BlockDrafter, "eagle": EagleDrafter, "medusa": MedusaDrafter, "exit": EarlyExitDrafter}
+DRAFTERS = {"block": ad.BlockDrafter, "eagle": ad.EagleDrafter, "medusa": ad.MedusaDrafter, "exit": ad.EarlyExitDrafter}
 every_network = pytest.mark.parametrize("name", MADE)
 _MLP = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
 NAMES = {  # as serving engines read them
@@ -105,7 +98,7 @@ def test_an_adapter_says_how_many_layers_it_needs(tmp_path):
     adapter.config.hidden_layers = None
     adapter.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="layers must lie in"):
-        EarlyExitDrafter.from_pretrained(tmp_path, target())
+        ad.EarlyExitDrafter.from_pretrained(tmp_path, target())
 
 
 # Where training starts
@@ -185,7 +178,7 @@ def test_a_trimmed_vocabulary():
 @every_network
 def test_another_target_is_refused(name, other, message):
     model = with_norms(tiny(**{"num_hidden_layers": LAYERS, **other}), seed=2)
-    another, made = RaggedModel(model, kernels="torch"), MADE[name](target().model)
+    another, made = ad.RaggedModel(model, kernels="torch"), MADE[name](target().model)
     with pytest.raises(ValueError, match=message):
         DRAFTERS[name](*((another, EXIT, made) if name == "exit" else (made, another)))
 
@@ -194,7 +187,7 @@ def test_another_target_is_refused(name, other, message):
 def test_a_relative_of_the_target_may_be_tried(name):
     network = MADE[name](target().model)
     network.config.target_fingerprint = None
-    other = RaggedModel(with_norms(tiny(num_hidden_layers=LAYERS), seed=2), kernels="torch")
+    other = ad.RaggedModel(with_norms(tiny(num_hidden_layers=LAYERS), seed=2), kernels="torch")
     DRAFTERS[name](*([other, EXIT, network] if name == "exit" else [network, other]))
 
 
@@ -290,7 +283,7 @@ def test_layers_that_do_not_fit_elsewhere():
     """The first layer of deepseek is dense, all others are experts."""
     model = tiny("deepseek_v3", num_hidden_layers=3)
     shrink(model, [0, 2])
-    with pytest.raises(UnsupportedModel, match=r"layers \[1, 2\] of this DeepseekV3ForCausalLM do not fit"):
+    with pytest.raises(ad.UnsupportedModel, match=r"layers \[1, 2\] of this DeepseekV3ForCausalLM do not fit"):
         shrink(model, [1, 2])
 
 

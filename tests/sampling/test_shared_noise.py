@@ -14,26 +14,8 @@ from support.models import PROMPTS, left_padded, new_tokens, ragged
 from support.request_law import BUSH, FEW, PAIR, fit, small, small_decoder
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from arbordraft import (
-    IID,
-    CostTable,
-    Coupling,
-    EarlyExitDrafter,
-    Fixed,
-    HybridDrafter,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    NGramDrafter,
-    NoDrafter,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    WithoutReplacement,
-    builders,
-)
+import arbordraft as ad
+from arbordraft import builders
 from arbordraft.deciders import CostAware, Decider, NodeBudget
 from arbordraft.kernels.gumbel.reference import gumbel_of
 from arbordraft.sampling.laws import AdaptiveTopTail, SharedNoise
@@ -49,32 +31,32 @@ from arbordraft.verifiers import KSeq, SharedMatching, TypicalAcceptance
 @pytest.mark.parametrize(
     "verifier",
     [
-        TopDown(Matching()),
-        TopDown(RecursiveRejection()),
-        Lifted(RecursiveRejection()),
-        TopDown(KSeq()),
+        ad.TopDown(ad.Matching()),
+        ad.TopDown(ad.RecursiveRejection()),
+        ad.Lifted(ad.RecursiveRejection()),
+        ad.TopDown(KSeq()),
         TypicalAcceptance(),
     ],
     ids=str,
 )
 def test_no_other_verifier_takes_shared_noise(verifier):
     with pytest.raises(ValueError, match=r"know of the target's noise: .* Only SharedMatching\(\) is valid"):
-        Coupling(SharedNoise(2), verifier)
+        ad.Coupling(SharedNoise(2), verifier)
 
 
-@pytest.mark.parametrize("law", [IID(2), WithoutReplacement(2), TopTail(1, 1), AdaptiveTopTail(2)], ids=str)
+@pytest.mark.parametrize("law", [ad.IID(2), ad.WithoutReplacement(2), ad.TopTail(1, 1), AdaptiveTopTail(2)], ids=str)
 def test_no_law_with_noise_of_its_own_is_matched(law):
     with pytest.raises(ValueError, match=r"seldom be it: take SharedNoise\(k\) or Fixed\(k\)"):
-        Coupling(law, SharedMatching())
+        ad.Coupling(law, SharedMatching())
 
 
 def test_noise_of_the_other_kind_is_refused():
-    tree = DraftTree((SampleTree(TreeTopology.chain(1), SharedNoise(1), {0: 1, 1: 2}),))
+    tree = DraftTree((SampleTree(ad.TreeTopology.chain(1), SharedNoise(1), {0: 1, 1: 2}),))
     rows, uniforms = torch.full((2, 4), 0.25), torch.zeros(1, 2, dtype=torch.float64)
     with pytest.raises(TypeError, match="noise must be of type GumbelNoise"):
-        Coupling.shared()(tree, rows, Noise(uniforms, uniforms, uniforms))
+        ad.Coupling.shared()(tree, rows, Noise(uniforms, uniforms, uniforms))
     with pytest.raises(TypeError, match="noise must be of type Noise"):
-        Coupling.matching()(tree, rows, GumbelNoise([SharedSource(1)], [1]))
+        ad.Coupling.matching()(tree, rows, GumbelNoise([SharedSource(1)], [1]))
     with pytest.raises(TypeError, match="has no law given the drafts"):
         SharedMatching().law(tree.samples[0], {0: rows[0], 1: rows[1]})
 
@@ -155,13 +137,16 @@ def test_noise_of_another_scale_would_be_seen():
 
 LAWFUL = {
     "draft model": lambda: small_decoder(SharedNoise(2), SharedMatching(), BUSH),
-    "n-gram": lambda: small_decoder(Fixed(2), SharedMatching(), BUSH, NGramDrafter(3, 1)),
-    "early exit": lambda: small_decoder(SharedNoise(2), SharedMatching(), PAIR, EarlyExitDrafter(small(0), 1)),
+    "n-gram": lambda: small_decoder(ad.Fixed(2), SharedMatching(), BUSH, ad.NGramDrafter(3, 1)),
+    "early exit": lambda: small_decoder(SharedNoise(2), SharedMatching(), PAIR, ad.EarlyExitDrafter(small(0), 1)),
     "lookup else model": lambda: small_decoder(
-        SharedNoise(2), SharedMatching(), BUSH, HybridDrafter(NGramDrafter(3, 3), LanguageModelDrafter(small(3)))
+        SharedNoise(2),
+        SharedMatching(),
+        BUSH,
+        ad.HybridDrafter(ad.NGramDrafter(3, 3), ad.LanguageModelDrafter(small(3))),
     ),
     "budget": lambda: builders.expanding(small(0), small(3), 3),
-    "what pays": lambda: builders.fitted(small(0), small(3), 3, costs=CostTable((1, 10_000), (1.0, 3.0))),
+    "what pays": lambda: builders.fitted(small(0), small(3), 3, costs=ad.CostTable((1, 10_000), (1.0, 3.0))),
 }
 
 
@@ -240,7 +225,7 @@ def test_seeds_are_independent():
 @cache
 def plain_texts(temperature, top_p, penalty, seed, count=12):
     return texts(
-        SpeculativeDecoder(ragged(), NoDrafter()), range(len(PROMPTS)), temperature, top_p, penalty, seed, count
+        ad.SpeculativeDecoder(ragged(), ad.NoDrafter()), range(len(PROMPTS)), temperature, top_p, penalty, seed, count
     )
 
 
@@ -273,11 +258,11 @@ class Peeking(Decider):
 @cache
 def drafter(name):
     model = {
-        "model": lambda: LanguageModelDrafter(ragged(seed=3)),
-        "same model": lambda: LanguageModelDrafter(ragged()),
-        "exit": lambda: EarlyExitDrafter(ragged(), layers=1),
-        "n-gram": lambda: NGramDrafter(longest=3, shortest=1),
-        "hybrid": lambda: HybridDrafter(NGramDrafter(2, 2), LanguageModelDrafter(ragged(seed=3))),
+        "model": lambda: ad.LanguageModelDrafter(ragged(seed=3)),
+        "same model": lambda: ad.LanguageModelDrafter(ragged()),
+        "exit": lambda: ad.EarlyExitDrafter(ragged(), layers=1),
+        "n-gram": lambda: ad.NGramDrafter(longest=3, shortest=1),
+        "hybrid": lambda: ad.HybridDrafter(ad.NGramDrafter(2, 2), ad.LanguageModelDrafter(ragged(seed=3))),
     }
     return model[name]()
 
@@ -285,12 +270,12 @@ def drafter(name):
 @st.composite
 def decoders(draw):
     parents = [draw(st.integers(0, node - 1)) for node in range(1, draw(st.integers(1, 9)))]
-    topology = TreeTopology([-1, *sorted(parents)])
-    law = draw(st.sampled_from([SharedNoise, Fixed]))(max(topology.width, 1))
-    table = CostTable([1, 4, 64], [1.0, 1.5, 30.0])
+    topology = ad.TreeTopology([-1, *sorted(parents)])
+    law = draw(st.sampled_from([SharedNoise, ad.Fixed]))(max(topology.width, 1))
+    table = ad.CostTable([1, 4, 64], [1.0, 1.5, 30.0])
     decider = draw(st.sampled_from([None, Peeking(), NodeBudget(3), CostAware(table), CostAware(table, nodes=2)]))
     name = draw(st.sampled_from(["model", "same model", "exit", "n-gram", "hybrid"]))
-    return SpeculativeDecoder(ragged(), drafter(name), topology, Coupling(law, SharedMatching()), decider)
+    return ad.SpeculativeDecoder(ragged(), drafter(name), topology, ad.Coupling(law, SharedMatching()), decider)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -319,16 +304,16 @@ BROKEN_PATH = {
 @pytest.mark.parametrize("name", BROKEN_PATH)
 def test_a_wrong_key_would_be_seen_in_the_text(monkeypatch, name):
     """Negative control."""
-    decoder = SpeculativeDecoder(ragged(), drafter("same model"), BUSH, Coupling.shared(2))
+    decoder = ad.SpeculativeDecoder(ragged(), drafter("same model"), BUSH, ad.Coupling.shared(2))
     with other_keys(monkeypatch, BROKEN_PATH[name]):
-        plain = texts(SpeculativeDecoder(ragged(), NoDrafter()), [0], 1.0, 1.0, 1.0, 0)
+        plain = texts(ad.SpeculativeDecoder(ragged(), ad.NoDrafter()), [0], 1.0, 1.0, 1.0, 0)
         drafted = texts(decoder, [0, 1, 2], 1.0, 1.0, 1.0, 0)
     assert plain[0] != drafted[0]
 
 
 def test_shared_drafts_are_the_tokens_that_the_target_will_draw():
     """A drafter that knows the target's rows is always right, whatever the temperature."""
-    decoder = SpeculativeDecoder(ragged(), drafter("same model"), TreeTopology.chain(3), Coupling.shared())
+    decoder = ad.SpeculativeDecoder(ragged(), drafter("same model"), ad.TreeTopology.chain(3), ad.Coupling.shared())
     output = decoder.generate(**left_padded(PROMPTS), do_sample=True, max_new_tokens=12, return_dict_in_generate=True)
     assert output.stats.accepted.total() == output.stats.drafted
 
@@ -336,17 +321,17 @@ def test_shared_drafts_are_the_tokens_that_the_target_will_draw():
 def test_it_is_the_default_for_trees_and_lookups_but_not_for_chains():
     target, draft = ragged(), ragged(seed=3)
     shared = {
-        "tree": SpeculativeDecoder(target, draft),
+        "tree": ad.SpeculativeDecoder(target, draft),
         "fitted": builders.fitted(target, draft),
         "expanding": builders.expanding(target, draft),
         "lookup else tree": builders.fitted(target, draft, lookup=True),
-        "lookups": SpeculativeDecoder(target, NGramDrafter()),
+        "lookups": ad.SpeculativeDecoder(target, ad.NGramDrafter()),
         "plain": builders.plain(target),
     }
     for decoder in shared.values():
         assert decoder.coupling.exactness == "pathwise"
         assert decoder.equality_report().equality in ("pathwise", "fp32 tokens")
-    assert SpeculativeDecoder(target, draft, TreeTopology.chain(4)).coupling.exactness == "exact"
+    assert ad.SpeculativeDecoder(target, draft, ad.TreeTopology.chain(4)).coupling.exactness == "exact"
 
 
 def test_without_seeds_torch_decides():

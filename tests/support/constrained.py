@@ -4,15 +4,8 @@ from functools import cache
 
 import torch
 
-from arbordraft import (
-    Coupling,
-    EarlyExitDrafter,
-    LanguageModelDrafter,
-    NGramDrafter,
-    SpeculativeDecoder,
-    TreeTopology,
-    builders,
-)
+import arbordraft as ad
+from arbordraft import builders
 from arbordraft.deciders import FixedDepth
 from arbordraft.drafters import GrammarDrafter, HybridDrafter
 from arbordraft.grammars import Grammar
@@ -32,16 +25,16 @@ PERSON = {
 }
 GRAMMARS = [Grammar.json_schema(PERSON), None, Grammar.regex("[a-c]{2}(, [a-c]{2}){3}")]
 TEXTS = ["Ada is one cat, a cat. ", "yes yes no", '{"name": "Ada", "age": 36, "kind": "cat"}']
-TREE = TreeTopology.from_k_config((2, 2, 1, 1))
+TREE = ad.TreeTopology.from_k_config((2, 2, 1, 1))
 LENGTH = 60
 
 
 def draft():
-    return LanguageModelDrafter(speller(seed=3))
+    return ad.LanguageModelDrafter(speller(seed=3))
 
 
 def exit_early():
-    return EarlyExitDrafter(speller(), 1)
+    return ad.EarlyExitDrafter(speller(), 1)
 
 
 class Resting(FixedDepth):
@@ -50,14 +43,14 @@ class Resting(FixedDepth):
 
 
 DECODERS = {
-    "lookup, chain": lambda: SpeculativeDecoder(speller(), NGramDrafter()),
-    "lookup, tree": lambda: SpeculativeDecoder(speller(), NGramDrafter(shortest=1), TREE),
-    "model, chain": lambda: SpeculativeDecoder(speller(), draft(), TreeTopology.chain(3), Coupling.shared()),
-    "model, tree": lambda: SpeculativeDecoder(speller(), draft(), TREE),
-    "head, tree": lambda: SpeculativeDecoder(speller(), exit_early(), TREE),
-    "forced alone": lambda: SpeculativeDecoder(speller(), GrammarDrafter()),
-    "forced, else model": lambda: SpeculativeDecoder(speller(), HybridDrafter(GrammarDrafter(), draft()), TREE),
-    "lookup, else model": lambda: SpeculativeDecoder(speller(), HybridDrafter(NGramDrafter(), draft()), TREE),
+    "lookup, chain": lambda: ad.SpeculativeDecoder(speller(), ad.NGramDrafter()),
+    "lookup, tree": lambda: ad.SpeculativeDecoder(speller(), ad.NGramDrafter(shortest=1), TREE),
+    "model, chain": lambda: ad.SpeculativeDecoder(speller(), draft(), ad.TreeTopology.chain(3), ad.Coupling.shared()),
+    "model, tree": lambda: ad.SpeculativeDecoder(speller(), draft(), TREE),
+    "head, tree": lambda: ad.SpeculativeDecoder(speller(), exit_early(), TREE),
+    "forced alone": lambda: ad.SpeculativeDecoder(speller(), GrammarDrafter()),
+    "forced, else model": lambda: ad.SpeculativeDecoder(speller(), HybridDrafter(GrammarDrafter(), draft()), TREE),
+    "lookup, else model": lambda: ad.SpeculativeDecoder(speller(), HybridDrafter(ad.NGramDrafter(), draft()), TREE),
     "what pays": lambda: builders.fitted(speller(), draft(), lookup=True, costs=PAYS),
     "lookups that pay": lambda: builders.lookup(speller(), PAYS),
 }

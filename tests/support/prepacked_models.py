@@ -3,20 +3,8 @@
 import torch
 from torch import nn
 
-from arbordraft import (
-    Coupling,
-    EarlyExitDrafter,
-    Fixed,
-    Matching,
-    NGramDrafter,
-    RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    WithoutReplacement,
-    builders,
-)
+import arbordraft as ad
+from arbordraft import builders
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.masks import stack_words
 from arbordraft.trees.topology import ancestor_words
@@ -26,7 +14,7 @@ MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
 FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3", *MIXTURES]
 FUSED += ["gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi"]
 OTHERS = ["opt", "gpt_neox", "gpt_oss", "deepseek_v3"]
-TREES = [TreeTopology([-1, 0, 0, 1, 1, 2, 3]), TreeTopology([-1]), TreeTopology([-1, 0, 0, 0, 1, 4, 5, 6, 7])]
+TREES = [ad.TreeTopology([-1, 0, 0, 1, 1, 2, 3]), ad.TreeTopology([-1]), ad.TreeTopology([-1, 0, 0, 0, 1, 4, 5, 6, 7])]
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -64,7 +52,7 @@ def logits(target, layers=None, tokens=None):
 
 
 def plain(model):
-    return RaggedModel(model, self_test=False, kernels="torch")
+    return ad.RaggedModel(model, self_test=False, kernels="torch")
 
 
 def prepacked_modules(target):
@@ -72,13 +60,13 @@ def prepacked_modules(target):
 
 
 def decoders(target):
-    lookup = Coupling(Fixed(2), TopDown(Matching()))
-    drawn = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
+    lookup = ad.Coupling.matching(2)
+    drawn = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
     return {
         "plain": builders.plain(target),
         "chain": builders.ems_sd(target, length=4),
-        "lookup tree": SpeculativeDecoder(target, NGramDrafter(), TreeTopology.k_ary(2, 3), lookup),
-        "early exit": SpeculativeDecoder(target, EarlyExitDrafter(target, 1), TreeTopology.k_ary(2, 3), drawn),
+        "lookup tree": ad.SpeculativeDecoder(target, ad.NGramDrafter(), ad.TreeTopology.k_ary(2, 3), lookup),
+        "early exit": ad.SpeculativeDecoder(target, ad.EarlyExitDrafter(target, 1), ad.TreeTopology.k_ary(2, 3), drawn),
     }
 
 

@@ -2,17 +2,7 @@
 
 import torch
 
-from arbordraft import (
-    IID,
-    Fixed,
-    Lifted,
-    RecursiveRejection,
-    SpecHub,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import Noise
 from arbordraft.sampling.rows import SoftmaxRows
@@ -21,7 +11,7 @@ from arbordraft.verifiers import TopTailRule
 from arbordraft.verifiers.packed import verify_packed
 
 
-class Repeated(Fixed):
+class Repeated(ad.Fixed):
     """The children of a drafter that proposes its best token twice."""
 
     def narrow(self, children):
@@ -33,17 +23,22 @@ class Repeated(Fixed):
 
 
 COUPLINGS = {
-    "iid": (IID(3), RecursiveRejection()),
-    "without replacement": (WithoutReplacement(3), RecursiveRejection()),
-    "one top": (TopTail(1, 2), RecursiveRejection()),
-    "two tops": (TopTail(2, 1), TopTailRule()),
-    "adaptive": (AdaptiveTopTail(3, 0.15), RecursiveRejection()),
-    "certain": (Fixed(3), RecursiveRejection()),
-    "repeated": (Repeated(3), RecursiveRejection()),
-    "hub": (TopTail(1, 1), SpecHub()),
+    "iid": (ad.IID(3), ad.RecursiveRejection()),
+    "without replacement": (ad.WithoutReplacement(3), ad.RecursiveRejection()),
+    "one top": (ad.TopTail(1, 2), ad.RecursiveRejection()),
+    "two tops": (ad.TopTail(2, 1), TopTailRule()),
+    "adaptive": (AdaptiveTopTail(3, 0.15), ad.RecursiveRejection()),
+    "certain": (ad.Fixed(3), ad.RecursiveRejection()),
+    "repeated": (Repeated(3), ad.RecursiveRejection()),
+    "hub": (ad.TopTail(1, 1), ad.SpecHub()),
 }
-THREE = [TreeTopology.k_ary(3, 2), TreeTopology.from_k_config((3, 2, 1)), TreeTopology.chain(3), TreeTopology.chain(0)]
-TWO = [TreeTopology.k_ary(2, 3), TreeTopology.from_k_config((2, 1, 1))]
+THREE = [
+    ad.TreeTopology.k_ary(3, 2),
+    ad.TreeTopology.from_k_config((3, 2, 1)),
+    ad.TreeTopology.chain(3),
+    ad.TreeTopology.chain(0),
+]
+TWO = [ad.TreeTopology.k_ary(2, 3), ad.TreeTopology.from_k_config((2, 1, 1))]
 
 
 def grown(topology, law, vocabulary, generator, sharp, lost=()):
@@ -67,7 +62,7 @@ def grown(topology, law, vocabulary, generator, sharp, lost=()):
 def check_verdicts(coupling, lifted, vocabulary, turns):
     """Verifies random batches of trees both ways, and sees paths of several lengths and both kinds of last token."""
     law, rule = coupling
-    verifier, shapes = (Lifted if lifted else TopDown)(rule), THREE if law.k == 3 else TWO
+    verifier, shapes = (ad.Lifted if lifted else ad.TopDown)(rule), THREE if law.k == 3 else TWO
     assert rule.rejects_in_turn
     generator, lengths, recovered = torch.Generator().manual_seed(1), set(), set()
     for turn in range(turns):

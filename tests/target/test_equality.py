@@ -4,14 +4,14 @@ import pytest
 import torch
 from support.models import ragged, tiny
 
-from arbordraft import Coupling, Fixed, Matching, RaggedModel, TopDown, builders
+from arbordraft import Coupling, RaggedModel, builders
 from arbordraft.kernels import native
 from arbordraft.target.equality import Equality, equality_report
 from arbordraft.trees.draft_tree import Exactness
 from arbordraft.verifiers import TypicalAcceptance
 
 SIZES = {"head_dim": 16, "hidden_size": 64}
-EXACT = Coupling(Fixed(2), TopDown(Matching()))
+EXACT = Coupling.matching(2)
 needs_kernels = pytest.mark.skipif(not native.load(), reason=f"no native kernels: {native.problem()}")
 
 

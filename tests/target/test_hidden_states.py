@@ -6,18 +6,7 @@ from support.models import PROMPTS, decode, tiny
 from support.prepacked_models import FUSED, OTHERS, logits, plain, small
 from torch.testing import assert_close
 
-from arbordraft import (
-    Coupling,
-    Fixed,
-    Matching,
-    NGramDrafter,
-    NoDrafter,
-    RaggedModel,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    UnsupportedModel,
-)
+import arbordraft as ad
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree
 
@@ -44,7 +33,7 @@ def test_they_are_those_of_transformers(architecture):
 @pytest.mark.parametrize("architecture", [*FUSED, *OTHERS])
 def test_native_kernels_show_them(architecture):
     model = small(architecture)
-    target, cache = RaggedModel(model, kernels="native"), RaggedKVCache()
+    target, cache = ad.RaggedModel(model, kernels="native"), RaggedKVCache()
     prompt = PROMPTS[2]
     found = target.prefill({cache.open(): prompt}, cache, hidden=ALL)
     (states,) = found.values()
@@ -54,7 +43,7 @@ def test_native_kernels_show_them(architecture):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_asking_changes_no_bit(dtype):
-    target = RaggedModel(small().to(dtype), kernels="native")
+    target = ad.RaggedModel(small().to(dtype), kernels="native")
     tokens = torch.arange(8) + 20
     found = []
     for hidden in ((), (1,), ALL):
@@ -68,7 +57,7 @@ def test_asking_changes_no_bit(dtype):
 def test_asking_transformers_for_them_leaves_the_kernels_alone(recwarn):
     """It leaves hooks behind, which do nothing."""
     model = small()
-    target = RaggedModel(model, kernels="native")
+    target = ad.RaggedModel(model, kernels="native")
     before = logits(target)
     expected(model, PROMPTS[0])
     assert any(module._forward_hooks for module in model.modules())
@@ -92,11 +81,11 @@ def test_a_model_that_hides_them_is_named():
     model.model.layers.append(torch.nn.Identity())  # no list of as many layers as the configuration says
     target = plain(model)
     cache = RaggedKVCache()
-    with pytest.raises(UnsupportedModel, match="hidden states"):
+    with pytest.raises(ad.UnsupportedModel, match="hidden states"):
         target.run(torch.tensor([1]), cache.lay_out([cache.open()], [range(1)]), cache, hidden=(1,))
 
 
-class Watcher(NGramDrafter):
+class Watcher(ad.NGramDrafter):
     """Drafts lookups and keeps what it is shown."""
 
     hidden_layers = ALL
@@ -114,7 +103,7 @@ class Idle(Watcher):
     """Drafts nothing at all."""
 
     def propose(self, state, context) -> DraftTree:
-        return NoDrafter().propose(None, context)
+        return ad.NoDrafter().propose(None, context)
 
 
 @pytest.mark.parametrize("kind", [Watcher, Idle])
@@ -123,8 +112,8 @@ def test_drafters_are_shown_every_committed_token_but_the_last(kind, eos):
     """In batches of different prompts and paces, and for samples that end in the middle of an accepted path."""
     model = tiny()
     drafter = kind(longest=2, shortest=1)
-    decoder = SpeculativeDecoder(
-        plain(model), drafter, TreeTopology.from_k_config((2, 1, 1)), Coupling(Fixed(2), TopDown(Matching()))
+    decoder = ad.SpeculativeDecoder(
+        plain(model), drafter, ad.TreeTopology.from_k_config((2, 1, 1)), ad.Coupling.matching(2)
     )
     answers, stats = decode(decoder, max_new_tokens=24, eos_token_id=eos)
     assert eos is None or min(stats.emitted) < 24

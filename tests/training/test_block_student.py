@@ -8,7 +8,7 @@ from support.tiny_training import data, save_config, save_world, stored
 from torch.nn import functional
 from torch.testing import assert_close
 
-from arbordraft import IID, BlockDrafter, Coupling, Fixed, Matching, SpeculativeDecoder, TopDown, TreeTopology
+from arbordraft import IID, BlockDrafter, Coupling, SpeculativeDecoder, TreeTopology
 from arbordraft.decoding.prompts import left_padded
 from arbordraft.loading import load_drafter
 from arbordraft.training.drafter_module import DrafterModule
@@ -198,9 +198,7 @@ def test_fit_save_load_decode(world, tmp_path, rank):
             torch.nn.init.normal_(parameter)
     prompts, taus = greedy_prompts(world / "data"), []
     for proposer in (best, blank.drafter(of)):
-        decoder = SpeculativeDecoder(
-            of, proposer, TreeTopology.from_k_config((2, 1, 1)), Coupling(Fixed(2), TopDown(Matching()))
-        )
+        decoder = SpeculativeDecoder(of, proposer, TreeTopology.from_k_config((2, 1, 1)), Coupling.matching(2))
         options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
         output = decoder.generate(**left_padded(prompts), **options)
         expected = greedy_reference(of.model, prompts, max_new_tokens=16, eos_token_id=None)

@@ -12,17 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
-from arbordraft import (
-    CostTable,
-    Coupling,
-    EagleDrafter,
-    Fixed,
-    Matching,
-    RaggedModel,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-)
+import arbordraft as ad
 from arbordraft.deciders import LearnedDecider
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.learned import UNLIKELY
@@ -36,12 +26,12 @@ from arbordraft.training.shards import ANSWER, GIVEN
 from arbordraft.training.students import EagleStudent, LanguageModelStudent, MedusaStudent
 from arbordraft.training.students.base import Prediction, Student
 
-FREE = CostTable((1, 8), (1.0, 1.0))
+FREE = ad.CostTable((1, 8), (1.0, 1.0))
 
 
 def drafting(seconds):
     """A level of drafting takes so long."""
-    return CostTable((1,), (seconds,))
+    return ad.CostTable((1,), (seconds,))
 
 
 def tensor(*values):
@@ -213,7 +203,7 @@ def forced_draft(drafter, target, text, start, steps, greedy, temperature):
     hidden = target.prefill({handle: text[: start - 1]}, cache, hidden=drafter.hidden_layers)
     state = joined(drafter, [text[:start]], cache, [handle])
     drafter.take_hidden(state, {0: hidden[handle]})
-    step = context([text[:start]], TreeTopology.chain(steps), Fixed(1), greedy=greedy, decide=decide)
+    step = context([text[:start]], ad.TreeTopology.chain(steps), ad.Fixed(1), greedy=greedy, decide=decide)
     object.__setattr__(step, "process_logits", process_logits)
     drafter.propose(state, step)
     return rows, [view.paths[0][0][-1].origin.hidden for view in views[1:]]
@@ -223,7 +213,7 @@ def test_labels_weights_and_features_by_hand():
     """Every draft of a batch against the drafter itself, fed with the text, and against the target without a cache."""
     target, steps = ragged(sharpness=3.0), 3
     module = attached(eagle_student(target), target, draft_steps=steps, top_k=3)
-    drafter = EagleDrafter(eagle_student(target).network, target)
+    drafter = ad.EagleDrafter(eagle_student(target).network, target)
     batch = batch_of(target, module.hidden_layers(target))
     drafts = module.drafts(batch)
     lengths = [24, 17, 20]
@@ -382,7 +372,7 @@ def test_a_planted_signal_is_learned(tmp_path):
 
 @pytest.fixture(scope="module")
 def target():
-    return RaggedModel(tiny(sharpness=3.0), kernels="torch")
+    return ad.RaggedModel(tiny(sharpness=3.0), kernels="torch")
 
 
 @pytest.fixture(scope="module")
@@ -414,9 +404,9 @@ def test_a_whole_training(tmp_path, target, folder):
     module.save(tmp_path / "decider")
     decider = LearnedDecider.from_pretrained(tmp_path / "decider")
     assert (decider.threshold, decider.temperatures) == (module.decider.threshold, module.decider.temperatures)
-    drafter = EagleDrafter.from_pretrained(folder, target)
-    coupling = Coupling(Fixed(1), TopDown(Matching()))
-    decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(3), coupling, decider)
+    drafter = ad.EagleDrafter.from_pretrained(folder, target)
+    coupling = ad.Coupling.matching()
+    decoder = ad.SpeculativeDecoder(target, drafter, ad.TreeTopology.chain(3), coupling, decider)
     prompts = data.held_out_prompts(2)
     check_greedy(decoder, prompts, 8)
 
@@ -455,7 +445,7 @@ def test_too_little_held_out_text_is_refused(tmp_path, target, folder):
 
 def test_another_target_or_folder_is_refused(tmp_path, folder):
     with pytest.raises(ValueError, match="trained for another target"):
-        DeciderModule(folder).attach(RaggedModel(tiny(num_hidden_layers=3), kernels="torch"))
+        DeciderModule(folder).attach(ad.RaggedModel(tiny(num_hidden_layers=3), kernels="torch"))
     with pytest.raises(ValueError, match="holds no trained drafter"):
         DeciderModule(str(tmp_path))
     tiny().save_pretrained(tmp_path)

@@ -58,7 +58,7 @@ def trained(world, tmp_path_factory):
 
 def drafter_of(folder, target):
     drafter = EagleDrafter.from_pretrained(folder, target)
-    return SpeculativeDecoder(target, drafter, TreeTopology.chain(2), Coupling(Fixed(1), TopDown(Matching())))
+    return SpeculativeDecoder(target, drafter, TreeTopology.chain(2), Coupling.matching())
 
 
 def recorder(cli):

@@ -9,21 +9,7 @@ import torch
 from support.models import PROMPTS, ragged
 from support.refusals import check_refusal, refusals
 
-from arbordraft import (
-    IID,
-    Coupling,
-    Fixed,
-    Lifted,
-    Matching,
-    NoDrafter,
-    RecursiveRejection,
-    SpecHub,
-    SpeculativeDecoder,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.sampling.noise import Noise
 from arbordraft.sampling.processors import LogitsPipeline
@@ -46,26 +32,26 @@ def shown(value):
 
 # Where one whole number is wanted: what builds the thing, the argument's name, and its range.
 COUNTS = {
-    "IID": (IID, "k", 1, None),
-    "WithoutReplacement": (WithoutReplacement, "k", 1, None),
-    "Fixed": (Fixed, "k", 1, None),
+    "IID": (ad.IID, "k", 1, None),
+    "WithoutReplacement": (ad.WithoutReplacement, "k", 1, None),
+    "Fixed": (ad.Fixed, "k", 1, None),
     "AdaptiveTopTail": (AdaptiveTopTail, "k", 1, None),
-    "TopTail, tops": (lambda tops: TopTail(tops, 1), "tops", 0, None),
-    "TopTail, tails": (lambda tails: TopTail(1, tails), "tails", 0, None),
+    "TopTail, tops": (lambda tops: ad.TopTail(tops, 1), "tops", 0, None),
+    "TopTail, tails": (lambda tails: ad.TopTail(1, tails), "tails", 0, None),
     "DraftLaw": (lambda tails: DraftLaw(1, tails, False), "tails", 0, None),
     "OptimalTransport": (lambda most: OptimalTransport(max_variables=most), "max_variables", 1, None),
-    "chain": (TreeTopology.chain, "length", 0, MOST_DEPTH),
-    "k_ary, k": (lambda k: TreeTopology.k_ary(k, 1), "k", 1, None),
-    "k_ary, depth": (lambda depth: TreeTopology.k_ary(1, depth), "depth", 0, MOST_DEPTH),
-    "fork, width": (lambda width: TreeTopology.fork(width, 1), "width", 1, None),
-    "fork, depth": (lambda depth: TreeTopology.fork(1, depth), "depth", 1, MOST_DEPTH),
-    "from_k_config": (lambda k: TreeTopology.from_k_config((1, k)), r"k_config\[1\]", 1, None),
-    "from_parents": (lambda parent: TreeTopology.from_parents([-1, 0, parent]), r"parents\[2\]", None, None),
-    "sequoia, nodes": (lambda nodes: TreeTopology.sequoia([0.5, 0.2], nodes), "nodes", 1, MOST_NODES),
+    "chain": (ad.TreeTopology.chain, "length", 0, MOST_DEPTH),
+    "k_ary, k": (lambda k: ad.TreeTopology.k_ary(k, 1), "k", 1, None),
+    "k_ary, depth": (lambda depth: ad.TreeTopology.k_ary(1, depth), "depth", 0, MOST_DEPTH),
+    "fork, width": (lambda width: ad.TreeTopology.fork(width, 1), "width", 1, None),
+    "fork, depth": (lambda depth: ad.TreeTopology.fork(1, depth), "depth", 1, MOST_DEPTH),
+    "from_k_config": (lambda k: ad.TreeTopology.from_k_config((1, k)), r"k_config\[1\]", 1, None),
+    "from_parents": (lambda parent: ad.TreeTopology.from_parents([-1, 0, parent]), r"parents\[2\]", None, None),
+    "sequoia, nodes": (lambda nodes: ad.TreeTopology.sequoia([0.5, 0.2], nodes), "nodes", 1, MOST_NODES),
     "warp": (lambda batch: LogitsPipeline([], batch), "batch_size", 0, None),
     "buckets": (
-        lambda rows: SpeculativeDecoder(
-            ragged(), NoDrafter(), TreeTopology.chain(0), Coupling(Fixed(1), TopDown(Matching())), buckets=(8, rows)
+        lambda rows: ad.SpeculativeDecoder(
+            ragged(), ad.NoDrafter(), ad.TreeTopology.chain(0), ad.Coupling.matching(), buckets=(8, rows)
         ),
         r"buckets\[1\]",
         1,
@@ -108,7 +94,7 @@ REALS = {
     "threshold": (lambda threshold: AdaptiveTopTail(2, threshold), "threshold"),
     "epsilon": (lambda epsilon: TypicalAcceptance(epsilon), "epsilon"),
     "delta": (lambda delta: TypicalAcceptance(0.3, delta), "delta"),
-    "acceptance": (lambda rate: TreeTopology.sequoia([rate], 2), r"acceptance\[0\]"),
+    "acceptance": (lambda rate: ad.TreeTopology.sequoia([rate], 2), r"acceptance\[0\]"),
 }
 
 
@@ -127,51 +113,51 @@ def test_numbers_out_of_range(build, name, value):
 
 
 BAD = [
-    (lambda: TreeTopology([]), ValueError, "starts with its root"),
-    (lambda: TreeTopology([0, 0]), ValueError, "starts with its root"),
-    (lambda: TreeTopology([-1, -1]), ValueError, r"parents\[1\] = -1"),
-    (lambda: TreeTopology([-1, 0, 2]), ValueError, r"parents\[2\] = 2"),
-    (lambda: TreeTopology([-1, 0, 1, 0]), ValueError, "node 3 has depth 1 but follows a node of depth 2"),
-    (lambda: TreeTopology.sequoia([0.5], 4, max_depth=2), ValueError, "no tree of depth 2"),
-    (lambda: TreeTopology.sequoia([], 2), ValueError, "no tree of depth"),
+    (lambda: ad.TreeTopology([]), ValueError, "starts with its root"),
+    (lambda: ad.TreeTopology([0, 0]), ValueError, "starts with its root"),
+    (lambda: ad.TreeTopology([-1, -1]), ValueError, r"parents\[1\] = -1"),
+    (lambda: ad.TreeTopology([-1, 0, 2]), ValueError, r"parents\[2\] = 2"),
+    (lambda: ad.TreeTopology([-1, 0, 1, 0]), ValueError, "node 3 has depth 1 but follows a node of depth 2"),
+    (lambda: ad.TreeTopology.sequoia([0.5], 4, max_depth=2), ValueError, "no tree of depth 2"),
+    (lambda: ad.TreeTopology.sequoia([], 2), ValueError, "no tree of depth"),
     (lambda: AdaptiveTopTail(2, 5), ValueError, "threshold must be a number from 0 to 1, got 5"),
     (lambda: TypicalAcceptance(0), ValueError, "epsilon must be above 0, got 0"),
     (lambda: TypicalAcceptance(2), ValueError, "epsilon must be a number from 0 to 1, got 2"),
     (lambda: TypicalAcceptance(0.3, 0), ValueError, "delta must be above 0, got 0"),
-    (lambda: TopTail(0, 0), ValueError, "at least one child"),
-    (lambda: SpecHub("sets"), ValueError, 'order must be "set" or "paper", got'),
+    (lambda: ad.TopTail(0, 0), ValueError, "at least one child"),
+    (lambda: ad.SpecHub("sets"), ValueError, 'order must be "set" or "paper", got'),
     (lambda: OptimalTransport("half"), ValueError, 'must be "compact" or "full", got'),
-    (lambda: TopDown(None), TypeError, "rule must be of type Rule, got None"),
-    (lambda: Lifted(TopDown(Matching())), TypeError, "rule must be of type Rule, got"),
-    (lambda: Coupling(2, TopDown(Matching())), TypeError, "law must be a DraftLaw"),
-    (lambda: Coupling(IID(2), Matching()), TypeError, "wrap a rule as TopDown"),
-    (lambda: TreeTopology(None), TypeError, "parents must be a list of numbers, got None"),
-    (lambda: TreeTopology({-1, 0}), TypeError, "parents must be a list of numbers"),
-    (lambda: TreeTopology.from_k_config(3), TypeError, "k_config must be a list of numbers"),
-    (lambda: TreeTopology.sequoia(0.5, 4), TypeError, "acceptance must be a list of numbers"),
-    (lambda: TreeTopology.sequoia([0.9, 0.9], 4), ValueError, "sum to at most 1, got 1.8"),
-    (lambda: TreeTopology.sequoia([0.5], 4, 2.5), TypeError, "max_depth must be a whole number"),
-    (lambda: TreeTopology.sequoia([0.5], 4, -1), ValueError, "max_depth must be .* from 0 to 512"),
+    (lambda: ad.TopDown(None), TypeError, "rule must be of type Rule, got None"),
+    (lambda: ad.Lifted(ad.TopDown(ad.Matching())), TypeError, "rule must be of type Rule, got"),
+    (lambda: ad.Coupling(2, ad.TopDown(ad.Matching())), TypeError, "law must be a DraftLaw"),
+    (lambda: ad.Coupling(ad.IID(2), ad.Matching()), TypeError, "wrap a rule as TopDown"),
+    (lambda: ad.TreeTopology(None), TypeError, "parents must be a list of numbers, got None"),
+    (lambda: ad.TreeTopology({-1, 0}), TypeError, "parents must be a list of numbers"),
+    (lambda: ad.TreeTopology.from_k_config(3), TypeError, "k_config must be a list of numbers"),
+    (lambda: ad.TreeTopology.sequoia(0.5, 4), TypeError, "acceptance must be a list of numbers"),
+    (lambda: ad.TreeTopology.sequoia([0.9, 0.9], 4), ValueError, "sum to at most 1, got 1.8"),
+    (lambda: ad.TreeTopology.sequoia([0.5], 4, 2.5), TypeError, "max_depth must be a whole number"),
+    (lambda: ad.TreeTopology.sequoia([0.5], 4, -1), ValueError, "max_depth must be .* from 0 to 512"),
     (lambda: SlicedCausalMask([-1, 0]), TypeError, "topology must be of type TreeTopology, got"),
     (lambda: LogitsPipeline([0.7]), TypeError, "a logits processor is a function of input_ids and scores, got 0.7"),
 ]
 # What would hang, or fill the memory.
 HUGE = [
-    (lambda: TreeTopology.from_k_config((2,) * 30), ValueError, "at most 2048 nodes; down to depth 11"),
-    (lambda: TreeTopology.from_k_config((10**6,)), ValueError, "at most 2048 nodes; down to depth 1"),
-    (lambda: TreeTopology.from_k_config((10**100,)), ValueError, "at most 2048 nodes"),
-    (lambda: TreeTopology.from_k_config((1,) * 10**6), ValueError, "k_config must have at most 512 entries"),
-    (lambda: TreeTopology.k_ary(10**9, 1), ValueError, "at most 2048 nodes"),
-    (lambda: TreeTopology.k_ary(2, 10**9), ValueError, "depth must be a whole number from 0 to 512"),
-    (lambda: TreeTopology.fork(10, 500), ValueError, "at most 2048 nodes; down to depth 205"),
-    (lambda: TreeTopology.chain(10**9), ValueError, "length must be a whole number from 0 to 512"),
-    (lambda: TreeTopology([-1, *[0] * 10**6]), ValueError, "parents must have at most 2048 entries"),
-    (lambda: TreeTopology(iter(int, 1)), ValueError, "parents must have at most 2048 entries"),
-    (lambda: TreeTopology(range(-1, 1000)), ValueError, "at most 512 levels below its root, this one has 1000"),
-    (lambda: TreeTopology.sequoia([0.5, 0.2], 100_000), ValueError, "nodes must be a whole number from 1 to 2048"),
-    (lambda: TreeTopology.sequoia([1e-6] * 10**5, 64), ValueError, "acceptance must have at most 256 entries"),
+    (lambda: ad.TreeTopology.from_k_config((2,) * 30), ValueError, "at most 2048 nodes; down to depth 11"),
+    (lambda: ad.TreeTopology.from_k_config((10**6,)), ValueError, "at most 2048 nodes; down to depth 1"),
+    (lambda: ad.TreeTopology.from_k_config((10**100,)), ValueError, "at most 2048 nodes"),
+    (lambda: ad.TreeTopology.from_k_config((1,) * 10**6), ValueError, "k_config must have at most 512 entries"),
+    (lambda: ad.TreeTopology.k_ary(10**9, 1), ValueError, "at most 2048 nodes"),
+    (lambda: ad.TreeTopology.k_ary(2, 10**9), ValueError, "depth must be a whole number from 0 to 512"),
+    (lambda: ad.TreeTopology.fork(10, 500), ValueError, "at most 2048 nodes; down to depth 205"),
+    (lambda: ad.TreeTopology.chain(10**9), ValueError, "length must be a whole number from 0 to 512"),
+    (lambda: ad.TreeTopology([-1, *[0] * 10**6]), ValueError, "parents must have at most 2048 entries"),
+    (lambda: ad.TreeTopology(iter(int, 1)), ValueError, "parents must have at most 2048 entries"),
+    (lambda: ad.TreeTopology(range(-1, 1000)), ValueError, "at most 512 levels below its root, this one has 1000"),
+    (lambda: ad.TreeTopology.sequoia([0.5, 0.2], 100_000), ValueError, "nodes must be a whole number from 1 to 2048"),
+    (lambda: ad.TreeTopology.sequoia([1e-6] * 10**5, 64), ValueError, "acceptance must have at most 256 entries"),
     (
-        lambda: OptimalTransport()(torch.ones(2000), 1.0, torch.ones(2000), [1, 2], IID(2)),
+        lambda: OptimalTransport()(torch.ones(2000), 1.0, torch.ones(2000), [1, 2], ad.IID(2)),
         ValueError,
         "more than max_variables = 200000; truncate",
     ),
@@ -189,14 +175,14 @@ def test_bad_arguments(call, error, words):
 @pytest.mark.parametrize(
     ("build", "nodes"),
     [
-        (partial(TreeTopology.chain, MOST_DEPTH), MOST_DEPTH + 1),
-        (partial(TreeTopology.k_ary, 2, 10), 2047),
-        (partial(TreeTopology.fork, 3, MOST_DEPTH), 3 * MOST_DEPTH + 1),
-        (partial(TreeTopology, [-1, *[0] * (MOST_NODES - 1)]), MOST_NODES),
-        (partial(TreeTopology.sequoia, [0.6, 0.2, 0.1], MOST_NODES), MOST_NODES),
-        (partial(TreeTopology.from_k_config, ()), 1),
-        (partial(TreeTopology.from_parents, torch.tensor([-1, 0, 0])), 3),
-        (partial(TreeTopology.from_k_config, np.array([2, 1])), 5),
+        (partial(ad.TreeTopology.chain, MOST_DEPTH), MOST_DEPTH + 1),
+        (partial(ad.TreeTopology.k_ary, 2, 10), 2047),
+        (partial(ad.TreeTopology.fork, 3, MOST_DEPTH), 3 * MOST_DEPTH + 1),
+        (partial(ad.TreeTopology, [-1, *[0] * (MOST_NODES - 1)]), MOST_NODES),
+        (partial(ad.TreeTopology.sequoia, [0.6, 0.2, 0.1], MOST_NODES), MOST_NODES),
+        (partial(ad.TreeTopology.from_k_config, ()), 1),
+        (partial(ad.TreeTopology.from_parents, torch.tensor([-1, 0, 0])), 3),
+        (partial(ad.TreeTopology.from_k_config, np.array([2, 1])), 5),
     ],
     ids=["chain", "binary", "fork", "star", "sequoia", "root", "tensor", "array"],
 )
@@ -206,12 +192,12 @@ def test_the_largest_trees(build, nodes):
     assert SlicedCausalMask(topology).select(range(nodes), range(nodes)).shape == (nodes, -(-nodes // 64))
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 def test_the_deepest_tree_is_verified(lift):
     """No walk, recursive as it is, exceeds Python's limit."""
-    topology, verifier = TreeTopology.chain(MOST_DEPTH), lift(RecursiveRejection())
+    topology, verifier = ad.TreeTopology.chain(MOST_DEPTH), lift(ad.RecursiveRejection())
     tokens = {node: PROMPTS[0][0] if node == 0 else 1 for node in range(topology.num_nodes)}
-    tree = DraftTree((SampleTree(topology, Fixed(1), tokens),))
+    tree = DraftTree((SampleTree(topology, ad.Fixed(1), tokens),))
     scores = torch.tensor([0.0, 9.0]).expand(topology.num_nodes, 2)
     noise = Noise.draw([Noise.source(0)], topology.num_nodes)
     (walked,) = verifier(tree, SoftmaxRows(scores), noise).samples

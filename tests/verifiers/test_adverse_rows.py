@@ -6,20 +6,7 @@ import torch
 from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, next_logits, ragged, tiny
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
-from arbordraft import (
-    IID,
-    Coupling,
-    Fixed,
-    LanguageModelDrafter,
-    Lifted,
-    Matching,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.grower import TreeGrower
 from arbordraft.kernels.verify import lowest_kept, row_max
@@ -37,13 +24,13 @@ NEVER = {"eos_token_id": None, "pad_token_id": 0}
 
 KINDS = ["flat", "usual", "peaked", "tiny masses", "sum off by some ulp", "zeros"]
 SIZES = [  # law and vocabulary: as many outcomes as milliseconds allow
-    (TopTail(1, 1), 16),
-    (TopTail(2, 1), 16),
-    (TopTail(1, 2), 5),
-    (IID(2), 4),
-    (WithoutReplacement(2), 5),
-    (IID(3), 3),
-    (WithoutReplacement(3), 4),
+    (ad.TopTail(1, 1), 16),
+    (ad.TopTail(2, 1), 16),
+    (ad.TopTail(1, 2), 5),
+    (ad.IID(2), 4),
+    (ad.WithoutReplacement(2), 5),
+    (ad.IID(3), 3),
+    (ad.WithoutReplacement(3), 4),
 ]
 
 
@@ -86,7 +73,7 @@ def test_transport_meets_the_law_of_float32_rows(formulation, law, vocabulary, k
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("formulation", ["full", "compact"])
 def test_transport_is_optimal_on_float32_rows(formulation, kind):
-    law, rule = TopTail(1, 1), OptimalTransport(formulation)
+    law, rule = ad.TopTail(1, 1), OptimalTransport(formulation)
     target, draft = (softmax_row(kind, 12, 5, side) for side in range(2))
     accepted = sum(chance * sum(rule(target, 1.0, draft, drawn, law).accept) for chance, drawn in law.enumerate(draft))
     assert accepted == pytest.approx(optimal_acceptance(law, target, draft), abs=1e-8)
@@ -105,7 +92,7 @@ def random_plan(worth, rows, tokens, masses, p):
 def test_the_solver_decides_about_acceptance_alone(monkeypatch, formulation, plan):
     monkeypatch.setattr("arbordraft.verifiers.transport._solve", plan)
     target, draft = (softmax_row("usual", 6, 1, side) for side in range(2))
-    assert emitted_distance(OptimalTransport(formulation), IID(2), target, draft) < EXACT
+    assert emitted_distance(OptimalTransport(formulation), ad.IID(2), target, draft) < EXACT
 
 
 def test_a_plan_without_its_residual_is_caught(monkeypatch):
@@ -115,14 +102,14 @@ def test_a_plan_without_its_residual_is_caught(monkeypatch):
 
     monkeypatch.setattr("arbordraft.verifiers.transport._completed", served_alone)
     target, draft = (softmax_row("usual", 6, 1, side) for side in range(2))
-    assert emitted_distance(OptimalTransport("full"), IID(2), target, draft) > 1e-3
+    assert emitted_distance(OptimalTransport("full"), ad.IID(2), target, draft) > 1e-3
 
 
 @pytest.mark.parametrize("formulation", ["full", "compact"])
 def test_whole_texts_by_transport_in_float32(formulation):
-    coupling = Coupling(TopTail(1, 1), Lifted(OptimalTransport(formulation)))
-    decoder = SpeculativeDecoder(
-        ragged(), LanguageModelDrafter(ragged(seed=3)), TreeTopology.from_k_config((2, 1)), coupling
+    coupling = ad.Coupling(ad.TopTail(1, 1), ad.Lifted(OptimalTransport(formulation)))
+    decoder = ad.SpeculativeDecoder(
+        ragged(), ad.LanguageModelDrafter(ragged(seed=3)), ad.TreeTopology.from_k_config((2, 1)), coupling
     )
     prompts = [PROMPTS[index % len(PROMPTS)] for index in range(20)]
     output = decoder.generate(
@@ -146,9 +133,9 @@ REPEATS = {"0 0": [0, 0], "0 0 0": [0, 0, 0], "0 1 0": [0, 1, 0], "0 0 1": [0, 0
 
 def repeated(tokens, law=None, draft=None):
     """A root with these children."""
-    topology = TreeTopology.k_ary(len(tokens), 1)
+    topology = ad.TreeTopology.k_ary(len(tokens), 1)
     rows = {} if draft is None else {0: draft}
-    return SampleTree(topology, law or Fixed(len(tokens)), {0: 3, **dict(enumerate(tokens, start=1))}, rows)
+    return SampleTree(topology, law or ad.Fixed(len(tokens)), {0: 3, **dict(enumerate(tokens, start=1))}, rows)
 
 
 def packed_law(tokens, lifted, dtype):
@@ -183,23 +170,23 @@ def repeating_trees(topology, law, table, prefix=()):
 
 
 @pytest.mark.parametrize(
-    "rule", [Matching(), RecursiveRejection(), OptimalTransport("full"), OptimalTransport()], ids=str
+    "rule", [ad.Matching(), ad.RecursiveRejection(), OptimalTransport("full"), OptimalTransport()], ids=str
 )
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 @pytest.mark.parametrize("kind", ["random", "peaked", "holes", "certain target"])
 def test_the_walk_over_repeated_siblings(rule, lift, kind):
-    table, topology = random_table(kind, 3), TreeTopology.from_k_config((3, 2))
-    assert distance_to_target(lift(rule), topology, Fixed(3), table, draft=repeating_trees) < EXACT
+    table, topology = random_table(kind, 3), ad.TreeTopology.from_k_config((3, 2))
+    assert distance_to_target(lift(rule), topology, ad.Fixed(3), table, draft=repeating_trees) < EXACT
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 def test_packed_and_walked_verdicts_on_repeated_siblings(lift):
     table, topology, verifier = (
         random_table("random", 4),
-        TreeTopology.from_k_config((4, 3)),
-        lift(RecursiveRejection()),
+        ad.TreeTopology.from_k_config((4, 3)),
+        lift(ad.RecursiveRejection()),
     )
-    ((_, tree),) = repeating_trees(topology, Fixed(4), table)
+    ((_, tree),) = repeating_trees(topology, ad.Fixed(4), table)
     rows = torch.stack(list(target_rows(tree, table).values())).repeat(50, 1)
     batch, noise = DraftTree((tree,) * 50), Noise.draw([Noise.source(7)] * 50, topology.num_nodes)
     found = verify_packed(batch, rows.log(), noise, lifted=verifier.lifted)
@@ -207,13 +194,13 @@ def test_packed_and_walked_verdicts_on_repeated_siblings(lift):
     assert len({end for end, _ in found}) > 3
 
 
-@pytest.mark.parametrize("law", [WithoutReplacement(2), TopTail(1, 1)], ids=str)
+@pytest.mark.parametrize("law", [ad.WithoutReplacement(2), ad.TopTail(1, 1)], ids=str)
 def test_draws_that_the_law_cannot_give_are_refused(law):
     with pytest.raises(ValueError, match=r"two children of node 0 have the token 2, which .* cannot draw"):
         repeated([2, 2], law, EIGHTHS)
 
 
-@pytest.mark.parametrize("law", [IID(2), Fixed(2)], ids=str)
+@pytest.mark.parametrize("law", [ad.IID(2), ad.Fixed(2)], ids=str)
 def test_draws_that_the_law_can_give_are_taken(law):
     assert repeated([2, 2], law, EIGHTHS).children(0) == [1, 2]
 
@@ -225,7 +212,7 @@ class Repeating(Drafter):
         self.model = target.model
 
     def propose(self, state, context):
-        grower = TreeGrower(context, Fixed(context.law.k), self)
+        grower = TreeGrower(context, ad.Fixed(context.law.k), self)
         for depth in range(context.topology.max_depth):
             for sample, nodes in grower.frontier(depth).items():
                 for node in nodes:
@@ -235,10 +222,10 @@ class Repeating(Drafter):
         return grower.tree()
 
 
-def texts(buckets, lift=TopDown, **settings):
-    coupling = Coupling(Fixed(2), lift(RecursiveRejection()))
-    topology = TreeTopology.from_k_config((2, 2))
-    decoder = SpeculativeDecoder(ragged(sharpness=2.0), Repeating(), topology, coupling, buckets=buckets)
+def texts(buckets, lift=ad.TopDown, **settings):
+    coupling = ad.Coupling(ad.Fixed(2), lift(ad.RecursiveRejection()))
+    topology = ad.TreeTopology.from_k_config((2, 2))
+    decoder = ad.SpeculativeDecoder(ragged(sharpness=2.0), Repeating(), topology, coupling, buckets=buckets)
     prompts = PROMPTS * 4
     output = decoder.generate(
         **left_padded(prompts),
@@ -250,7 +237,7 @@ def texts(buckets, lift=TopDown, **settings):
     return new_tokens(output.sequences, prompts, output.stats.emitted)
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 def test_a_drafter_that_repeats_itself_in_buckets(lift):
     """The walk, whose law is enumerated above, says what fixed shapes must say."""
     assert texts((32, 64, 128), lift) == texts(None, lift)
@@ -303,11 +290,11 @@ def test_the_best_token_in_float64():
 
 @pytest.fixture(scope="module")
 def by_seed():
-    decoder = SpeculativeDecoder(
+    decoder = ad.SpeculativeDecoder(
         ragged(),
-        LanguageModelDrafter(ragged(seed=3)),
-        TreeTopology.chain(2),
-        Coupling(IID(1), TopDown(RecursiveRejection())),
+        ad.LanguageModelDrafter(ragged(seed=3)),
+        ad.TreeTopology.chain(2),
+        ad.Coupling(ad.IID(1), ad.TopDown(ad.RecursiveRejection())),
     )
 
     def text(seed):

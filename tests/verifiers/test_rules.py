@@ -5,19 +5,7 @@ import math
 import pytest
 import torch
 
-from arbordraft import (
-    IID,
-    Coupling,
-    Fixed,
-    Lifted,
-    Matching,
-    RecursiveRejection,
-    SpecHub,
-    TopDown,
-    TopTail,
-    TreeTopology,
-    WithoutReplacement,
-)
+import arbordraft as ad
 from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.sampling.noise import Noise
 from arbordraft.testing import (
@@ -44,11 +32,19 @@ from arbordraft.verifiers import (
 )
 
 LAWS = [
-    *(IID(2), IID(3), WithoutReplacement(2), WithoutReplacement(3)),
-    *(TopTail(1, 1), TopTail(2, 1), TopTail(1, 2), AdaptiveTopTail(2, 0.3), AdaptiveTopTail(3, 0.25)),
-    *(Fixed(2), Fixed(3)),
+    *(ad.IID(2), ad.IID(3), ad.WithoutReplacement(2), ad.WithoutReplacement(3)),
+    *(ad.TopTail(1, 1), ad.TopTail(2, 1), ad.TopTail(1, 2), AdaptiveTopTail(2, 0.3), AdaptiveTopTail(3, 0.25)),
+    *(ad.Fixed(2), ad.Fixed(3)),
 ]
-RULES = [RecursiveRejection(), KSeq(), SpecHub("set"), SpecHub("paper"), TopTailRule(), Matching(), OptimalTransport()]
+RULES = [
+    ad.RecursiveRejection(),
+    KSeq(),
+    ad.SpecHub("set"),
+    ad.SpecHub("paper"),
+    TopTailRule(),
+    ad.Matching(),
+    OptimalTransport(),
+]
 VALID = [
     (law, rule)
     for law in LAWS
@@ -74,26 +70,26 @@ CLOSE = row(0.5, 0.3, 0.15, 0.05), row(0.6, 0.2, 0.1, 0.1)
 @pytest.mark.parametrize(
     ("rows", "law", "rule", "expected"),
     [
-        (OPPOSITE, IID(1), RecursiveRejection(), 0.6),
-        (OPPOSITE, IID(1), KSeq(), 0.6),
-        (OPPOSITE, IID(2), RecursiveRejection(), 0.72),
-        (OPPOSITE, IID(2), KSeq(), 0.75),
-        (OPPOSITE, WithoutReplacement(2), RecursiveRejection(), 0.764286),
-        (OPPOSITE, TopTail(1, 1), SpecHub(), 0.766667),
-        (OPPOSITE, TopTail(1, 1), SpecHub("paper"), 0.766667),
-        (OPPOSITE, TopTail(1, 1), TopTailRule(), 0.766667),
-        (OPPOSITE, IID(2), OptimalTransport(), 0.79),
-        (OPPOSITE, WithoutReplacement(2), OptimalTransport(), 0.834524),
-        (OPPOSITE, IID(3), RecursiveRejection(), 0.768),
-        (OPPOSITE, IID(3), KSeq(), 0.79395),
-        (OPPOSITE, WithoutReplacement(3), RecursiveRejection(), 0.840298),
-        (OPPOSITE, TopTail(2, 1), TopTailRule(), 0.933333),
-        (OPPOSITE, IID(3), OptimalTransport(), 0.871),
-        (OPPOSITE, WithoutReplacement(3), OptimalTransport(), 1.0),
-        (CLOSE, IID(2), RecursiveRejection(), 0.895),
-        (CLOSE, IID(2), KSeq(), 0.929599),
-        (CLOSE, WithoutReplacement(2), RecursiveRejection(), 0.941667),
-        (CLOSE, TopTail(1, 1), SpecHub(), 1.0),
+        (OPPOSITE, ad.IID(1), ad.RecursiveRejection(), 0.6),
+        (OPPOSITE, ad.IID(1), KSeq(), 0.6),
+        (OPPOSITE, ad.IID(2), ad.RecursiveRejection(), 0.72),
+        (OPPOSITE, ad.IID(2), KSeq(), 0.75),
+        (OPPOSITE, ad.WithoutReplacement(2), ad.RecursiveRejection(), 0.764286),
+        (OPPOSITE, ad.TopTail(1, 1), ad.SpecHub(), 0.766667),
+        (OPPOSITE, ad.TopTail(1, 1), ad.SpecHub("paper"), 0.766667),
+        (OPPOSITE, ad.TopTail(1, 1), TopTailRule(), 0.766667),
+        (OPPOSITE, ad.IID(2), OptimalTransport(), 0.79),
+        (OPPOSITE, ad.WithoutReplacement(2), OptimalTransport(), 0.834524),
+        (OPPOSITE, ad.IID(3), ad.RecursiveRejection(), 0.768),
+        (OPPOSITE, ad.IID(3), KSeq(), 0.79395),
+        (OPPOSITE, ad.WithoutReplacement(3), ad.RecursiveRejection(), 0.840298),
+        (OPPOSITE, ad.TopTail(2, 1), TopTailRule(), 0.933333),
+        (OPPOSITE, ad.IID(3), OptimalTransport(), 0.871),
+        (OPPOSITE, ad.WithoutReplacement(3), OptimalTransport(), 1.0),
+        (CLOSE, ad.IID(2), ad.RecursiveRejection(), 0.895),
+        (CLOSE, ad.IID(2), KSeq(), 0.929599),
+        (CLOSE, ad.WithoutReplacement(2), ad.RecursiveRejection(), 0.941667),
+        (CLOSE, ad.TopTail(1, 1), ad.SpecHub(), 1.0),
     ],
     ids=short,
 )
@@ -104,7 +100,7 @@ def test_golden_acceptance(rows, law, rule, expected):
 # Optima.
 
 
-@pytest.mark.parametrize("law", [IID(1), WithoutReplacement(1), *LAWS], ids=short)
+@pytest.mark.parametrize("law", [ad.IID(1), ad.WithoutReplacement(1), *LAWS], ids=short)
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_optimum_by_prefix_scan_equals_the_linear_program(kind, law):
     for seed in range(3 if law.k < 3 else 1):
@@ -113,7 +109,7 @@ def test_optimum_by_prefix_scan_equals_the_linear_program(kind, law):
         assert optimal_acceptance(law, *rows) == pytest.approx(solved, abs=1e-9)
 
 
-@pytest.mark.parametrize("law", [IID(2), WithoutReplacement(2), TopTail(1, 2)], ids=short)
+@pytest.mark.parametrize("law", [ad.IID(2), ad.WithoutReplacement(2), ad.TopTail(1, 2)], ids=short)
 def test_compact_and_full_program_agree(law):
     for seed in range(4):
         rows = random_rows("random", 4, seed)
@@ -124,7 +120,7 @@ def test_compact_and_full_program_agree(law):
 @pytest.mark.parametrize(("law", "rule"), VALID, ids=short)
 def test_no_rule_beats_the_optimum_of_its_law(law, rule):
     single = law.tails == 1 and not isinstance(law, AdaptiveTopTail)
-    optimal = isinstance(rule, (SpecHub, OptimalTransport)) or (isinstance(rule, TopTailRule) and single)
+    optimal = isinstance(rule, (ad.SpecHub, OptimalTransport)) or (isinstance(rule, TopTailRule) and single)
     for kind in ROW_KINDS:
         for seed in range(1 if isinstance(rule, OptimalTransport) else 3):
             rows = random_rows(kind, 5, seed)
@@ -140,7 +136,7 @@ def test_hub_acceptance_in_closed_form():
         hub = int(draft.argmax())
         besides = torch.minimum(target, draft / (1 - draft[hub]))
         expected = (besides.sum() - besides[hub] + target[hub]).item()
-        assert acceptance(SpecHub(), TopTail(1, 1), target, draft) == pytest.approx(expected, abs=1e-12)
+        assert acceptance(ad.SpecHub(), ad.TopTail(1, 1), target, draft) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("draws", [2, 3, 4])
@@ -148,7 +144,7 @@ def test_optimum_without_replacement_survives_extreme_rows(draws):
     """Rows on which one token has nearly all the mass, and tokens of every order of magnitude."""
     for weights in ((1, 1e-9, 2e-9, 3e-10, 1e-9), (1, 1e-3, 1e-6, 1e-9, 1e-12), (1, 1, 1e-8, 2e-8, 1e-8)):
         draft, target = row(*weights), row(1, 2, 3, 2, 1)
-        law = WithoutReplacement(draws)
+        law = ad.WithoutReplacement(draws)
         inside = [0.0] * 32
         for chance, tokens in law.enumerate(draft):
             used = sum(1 << token for token in tokens)
@@ -161,7 +157,7 @@ def test_optimum_without_replacement_survives_extreme_rows(draws):
 
 def test_a_program_too_large_is_refused():
     with pytest.raises(ValueError, match="max_variables = 50"):
-        OptimalTransport(max_variables=50)(row(*[1] * 9), 1.0, row(*[1] * 9), [0, 1], IID(2))
+        OptimalTransport(max_variables=50)(row(*[1] * 9), 1.0, row(*[1] * 9), [0, 1], ad.IID(2))
 
 
 # The law of a rule at one node.
@@ -202,43 +198,45 @@ def test_float32_rows_give_nearly_the_same_law(law, rule):
     torch.testing.assert_close(single.stop.double(), exact.stop, atol=1e-6, rtol=1e-3)
 
 
-@pytest.mark.parametrize("rule", [SpecHub("set"), SpecHub("paper"), RecursiveRejection(), TopTailRule()])
+@pytest.mark.parametrize("rule", [ad.SpecHub("set"), ad.SpecHub("paper"), ad.RecursiveRejection(), TopTailRule()])
 def test_a_hub_that_leaves_next_to_nothing(rule):
     """In float32 the hub's probability is 1, yet a token was drawn besides it."""
     target, draft = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([1.0, 3e-40, 1e-40])
-    found = rule(target, 1.0, draft, [1, 0], TopTail(1, 1))
-    exact = rule(target.double(), 1.0, row(1e10, 3, 1), [1, 0], TopTail(1, 1))
+    found = rule(target, 1.0, draft, [1, 0], ad.TopTail(1, 1))
+    exact = rule(target.double(), 1.0, row(1e10, 3, 1), [1, 0], ad.TopTail(1, 1))
     assert found.accept == pytest.approx(exact.accept, abs=1e-5)
     torch.testing.assert_close(found.stop.double(), exact.stop, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("rule", [RecursiveRejection(), KSeq()])
+@pytest.mark.parametrize("rule", [ad.RecursiveRejection(), KSeq()])
 def test_a_token_that_cannot_have_been_drafted_is_refused(rule):
     with pytest.raises(ValueError, match="token 2 was drafted with probability 0"):
-        rule(row(1, 1, 1), 1.0, row(1, 1, 0), [2], IID(1))
+        rule(row(1, 1, 1), 1.0, row(1, 1, 0), [2], ad.IID(1))
 
 
-@pytest.mark.parametrize(("law", "rule"), [(IID(2), KSeq()), (TopTail(1, 1), SpecHub()), (IID(2), OptimalTransport())])
+@pytest.mark.parametrize(
+    ("law", "rule"), [(ad.IID(2), KSeq()), (ad.TopTail(1, 1), ad.SpecHub()), (ad.IID(2), OptimalTransport())]
+)
 def test_rules_that_need_the_draft_row_say_so(law, rule):
     with pytest.raises(ValueError, match="needs the draft row"):
         rule(row(1, 1, 1), 1.0, None, [0, 1], law)
 
 
-@pytest.mark.parametrize("rule", [RecursiveRejection(), KSeq(), OptimalTransport()])
+@pytest.mark.parametrize("rule", [ad.RecursiveRejection(), KSeq(), OptimalTransport()])
 def test_one_draw_is_speculative_sampling(rule):
     for kind in ROW_KINDS:
         target, draft = random_rows(kind, 4, 1)
-        for _, (token,) in IID(1).enumerate(draft):
-            found = rule(target, 1.0, draft, [token], IID(1))
+        for _, (token,) in ad.IID(1).enumerate(draft):
+            found = rule(target, 1.0, draft, [token], ad.IID(1))
             assert found.accept == pytest.approx([min(1.0, (target[token] / draft[token]).item())], abs=1e-12)
 
 
-@pytest.mark.parametrize("law", [WithoutReplacement(2), TopTail(1, 1), TopTail(1, 2)], ids=short)
+@pytest.mark.parametrize("law", [ad.WithoutReplacement(2), ad.TopTail(1, 1), ad.TopTail(1, 2)], ids=short)
 def test_tops_by_residual_equal_recursive_rejection(law):
     for kind in ROW_KINDS:
         target, draft = random_rows(kind, 5, 2)
         for _, tokens in law.enumerate(draft):
-            one, two = (rule(target, 0.7, draft, tokens, law) for rule in (TopTailRule(), RecursiveRejection()))
+            one, two = (rule(target, 0.7, draft, tokens, law) for rule in (TopTailRule(), ad.RecursiveRejection()))
             assert one.accept == pytest.approx(two.accept, abs=1e-12)
             torch.testing.assert_close(one.stop, two.stop, atol=1e-12, rtol=0)
 
@@ -246,17 +244,17 @@ def test_tops_by_residual_equal_recursive_rejection(law):
 # Symmetries.
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 def test_equal_rows_accept_a_whole_chain(lift):
-    for rule in (RecursiveRejection(), KSeq()):
-        found = expected_accepted(lift(rule), TreeTopology.chain(3), IID(1), random_table("equal", 3))
+    for rule in (ad.RecursiveRejection(), KSeq()):
+        found = expected_accepted(lift(rule), ad.TreeTopology.chain(3), ad.IID(1), random_table("equal", 3))
         assert found == pytest.approx(3, abs=1e-12)
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 @pytest.mark.parametrize(("law", "rule"), [pair for pair in VALID if pair[0].k == 2], ids=short)
 def test_disjoint_supports_accept_nothing(law, rule, lift):
-    assert expected_accepted(lift(rule), TreeTopology([-1, 0, 0, 1]), law, random_table("disjoint", 4)) == 0
+    assert expected_accepted(lift(rule), ad.TreeTopology([-1, 0, 0, 1]), law, random_table("disjoint", 4)) == 0
 
 
 @pytest.mark.parametrize(
@@ -273,13 +271,13 @@ def test_permuting_the_vocabulary_commutes(law, rule):
         torch.testing.assert_close(one.stop[order], two.stop, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 @pytest.mark.parametrize(("law", "rule"), [pair for pair in VALID if pair[0].k == 2], ids=short)
 def test_a_certain_target_is_greedy_decoding(law, rule, lift):
     """Temperature 0 needs no special case. Of repeated siblings any may be taken, so tokens are compared."""
     table, noise = random_table("certain target", 3), Noise.draw([Noise.source(0)], 4)
     verifier = lift(rule)
-    for topology in (TreeTopology([-1, 0, 0, 1]), TreeTopology.chain(2)):
+    for topology in (ad.TreeTopology([-1, 0, 0, 1]), ad.TreeTopology.chain(2)):
         for _, tree in draft_trees(topology, law, table):
             batch, rows = packed([tree], [target_rows(tree, table)])
             (sampled,) = verifier(batch, rows, noise).samples
@@ -319,7 +317,7 @@ def block_verification(table, tokens):
 
 
 def test_lifted_rejection_on_a_chain_is_block_verification():
-    topology, law, verifier = TreeTopology.chain(3), IID(1), Lifted(RecursiveRejection())
+    topology, law, verifier = ad.TreeTopology.chain(3), ad.IID(1), ad.Lifted(ad.RecursiveRejection())
     for seed in range(3):
         table = random_table("random", 3, seed)
         for _, tree in draft_trees(topology, law, table):
@@ -352,10 +350,10 @@ def traversal(tree, target, node=0, weight=1.0):
     return {**ends, node: left * weight, None: left * (1 - weight)}
 
 
-@pytest.mark.parametrize("topology", [TreeTopology.k_ary(2, 2), TreeTopology([-1, 0, 0, 1, 1, 2, 4])], ids=str)
+@pytest.mark.parametrize("topology", [ad.TreeTopology.k_ary(2, 2), ad.TreeTopology([-1, 0, 0, 1, 1, 2, 4])], ids=str)
 def test_lifted_rejection_without_replacement_is_traversal(topology):
-    table, verifier = random_table("random", 4), Lifted(Remembered(RecursiveRejection()))
-    for index, (_, tree) in enumerate(draft_trees(topology, WithoutReplacement(2), table)):
+    table, verifier = random_table("random", 4), ad.Lifted(Remembered(ad.RecursiveRejection()))
+    for index, (_, tree) in enumerate(draft_trees(topology, ad.WithoutReplacement(2), table)):
         if index % 23:  # a sample of the trees
             continue
         target = target_rows(tree, table)
@@ -370,11 +368,11 @@ def test_lifted_rejection_without_replacement_is_traversal(topology):
 @pytest.mark.parametrize(
     ("law", "rule"),
     [
-        (IID(2), RecursiveRejection),
-        (IID(2), KSeq),
-        (WithoutReplacement(2), RecursiveRejection),
-        (TopTail(1, 1), SpecHub),
-        (TopTail(1, 1), TopTailRule),
+        (ad.IID(2), ad.RecursiveRejection),
+        (ad.IID(2), KSeq),
+        (ad.WithoutReplacement(2), ad.RecursiveRejection),
+        (ad.TopTail(1, 1), ad.SpecHub),
+        (ad.TopTail(1, 1), TopTailRule),
     ],
     ids=str,
 )
@@ -382,15 +380,15 @@ def test_lifting_a_set_based_rule_accepts_no_less(law, rule):
     for seed in range(3):
         table = random_table("random", 3, seed)
         top_down, lifted = (
-            expected_accepted(lift(Remembered(rule())), TreeTopology.k_ary(2, 2), law, table)
-            for lift in (TopDown, Lifted)
+            expected_accepted(lift(Remembered(rule())), ad.TreeTopology.k_ary(2, 2), law, table)
+            for lift in (ad.TopDown, ad.Lifted)
         )
         assert lifted >= top_down - 1e-12
 
 
 def test_typical_acceptance_takes_the_deepest_unsurprising_path():
     rows = {0: row(0.9, 0.1), 1: row(0.6, 0.4), 2: row(0.5, 0.5), 3: row(0.2, 0.8)}
-    tree = SampleTree(TreeTopology([-1, 0, 0, 1]), Fixed(2), {0: 0, 1: 0, 2: 1, 3: 1})
+    tree = SampleTree(ad.TreeTopology([-1, 0, 0, 1]), ad.Fixed(2), {0: 0, 1: 0, 2: 1, 3: 1})
     batch, packed_rows = packed([tree], [rows])
     noise = Noise.draw([Noise.source(0)], 4)
     (verdict,) = TypicalAcceptance()(batch, packed_rows, noise).samples
@@ -402,27 +400,27 @@ def test_typical_acceptance_takes_the_deepest_unsurprising_path():
         TypicalAcceptance(epsilon=0.0)
 
 
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 def test_a_batch_is_its_samples(lift):
     """Finished samples, single roots and trees of different sizes do not disturb each other."""
-    table, law, topology = random_table("random", 4), TopTail(1, 1), TreeTopology.k_ary(2, 2)
+    table, law, topology = random_table("random", 4), ad.TopTail(1, 1), ad.TreeTopology.k_ary(2, 2)
     trees = [tree for _, tree in draft_trees(topology, law, table)][:3]
     trees.insert(1, SampleTree(topology, law, {0: 3}))
     samples = [trees[0], None, *trees[1:]]
     targets = [target_rows(tree, table) if tree else {} for tree in samples]
     generators = [Noise.source(seed) for seed in range(len(samples))]
     noise = Noise.draw(generators, topology.num_nodes)
-    verdicts = lift(SpecHub())(*packed(samples, targets), noise).samples
+    verdicts = lift(ad.SpecHub())(*packed(samples, targets), noise).samples
     assert verdicts[1] is None
     for index, tree in enumerate(samples):
         if tree:
             own = Noise(noise.draft[[index]], noise.accept[[index]], noise.final[[index]])
-            assert lift(SpecHub())(*packed([tree], [targets[index]]), own).samples == (verdicts[index],)
+            assert lift(ad.SpecHub())(*packed([tree], [targets[index]]), own).samples == (verdicts[index],)
     batch, rows = packed(samples, targets)
     with pytest.raises(ValueError, match="rows were given"):
-        lift(SpecHub())(batch, rows[:-1], noise)
+        lift(ad.SpecHub())(batch, rows[:-1], noise)
     with pytest.raises(ValueError, match="sum nan"):
-        lift(SpecHub())(DraftTree((trees[1],)), torch.full((1, 4), torch.nan), noise)
+        lift(ad.SpecHub())(DraftTree((trees[1],)), torch.full((1, 4), torch.nan), noise)
 
 
 # Couplings.
@@ -431,35 +429,35 @@ def test_a_batch_is_its_samples(lift):
 @pytest.mark.parametrize(
     ("law", "rule"),
     [
-        (WithoutReplacement(2), KSeq()),
-        (TopTail(1, 1), KSeq()),
-        (Fixed(2), KSeq()),
-        (IID(2), TopTailRule()),
-        (Fixed(2), TopTailRule()),
-        (IID(2), SpecHub()),
-        (WithoutReplacement(2), SpecHub()),
-        (TopTail(2, 1), SpecHub()),
-        (TopTail(1, 2), SpecHub("paper")),
-        (Fixed(2), SpecHub()),
+        (ad.WithoutReplacement(2), KSeq()),
+        (ad.TopTail(1, 1), KSeq()),
+        (ad.Fixed(2), KSeq()),
+        (ad.IID(2), TopTailRule()),
+        (ad.Fixed(2), TopTailRule()),
+        (ad.IID(2), ad.SpecHub()),
+        (ad.WithoutReplacement(2), ad.SpecHub()),
+        (ad.TopTail(2, 1), ad.SpecHub()),
+        (ad.TopTail(1, 2), ad.SpecHub("paper")),
+        (ad.Fixed(2), ad.SpecHub()),
     ],
     ids=short,
 )
-@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 def test_invalid_couplings_are_refused(law, rule, lift):
     with pytest.raises(ValueError, match="not valid for children drawn by"):
-        Coupling(law, lift(rule))
+        ad.Coupling(law, lift(rule))
 
 
 @pytest.mark.parametrize(("law", "rule"), VALID, ids=short)
 def test_valid_couplings_are_accepted(law, rule):
-    for lift in (TopDown, Lifted):
-        assert Coupling(law, lift(rule)).exactness == Exactness.EXACT
-    assert Coupling(law, TypicalAcceptance()).exactness == Exactness.LOSSY
+    for lift in (ad.TopDown, ad.Lifted):
+        assert ad.Coupling(law, lift(rule)).exactness == Exactness.EXACT
+    assert ad.Coupling(law, TypicalAcceptance()).exactness == Exactness.LOSSY
 
 
 def test_a_coupling_checks_the_topology():
-    coupling = Coupling(TopTail(1, 1), Lifted(SpecHub()))
-    coupling.check(TreeTopology.k_ary(2, 3))
-    coupling.check(TreeTopology.chain(4))
+    coupling = ad.Coupling(ad.TopTail(1, 1), ad.Lifted(ad.SpecHub()))
+    coupling.check(ad.TreeTopology.k_ary(2, 3))
+    coupling.check(ad.TreeTopology.chain(4))
     with pytest.raises(ValueError, match="nodes with 3 children"):
-        coupling.check(TreeTopology.k_ary(3, 1))
+        coupling.check(ad.TreeTopology.k_ary(3, 1))
