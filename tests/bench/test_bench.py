@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from padded import PaddedDecoder
-from support.models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
+from support.models import PROMPTS, VOCAB, decode, greedy_reference, ragged, tiny_tokenizer
 
 import arbordraft as ad
 from arbordraft.bench.decoding import emitted
@@ -49,12 +49,6 @@ class Told(Drafter):
         return grower.tree()
 
 
-def decoded(decoder, prompts, new=12, **options):
-    settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    output = decoder.generate(**left_padded(prompts), **settings | options)
-    return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
-
-
 def test_the_worked_example_of_the_paper():
     """Predicted 5 then 2 and 2 then 5 tokens, accepted 4 then 2 and 1 then 6, the last one being no draft.
 
@@ -83,7 +77,7 @@ def test_the_worked_example_of_the_paper():
             )
 
         decoder.stepper._commit = watched
-        found, stats = decoded(decoder, prompts)
+        found, stats = decode(decoder, prompts)
         assert found == answers
         assert counts[:2] == [[4, 1], [2, 6]]
         pads[name] = stats.pad_rows, stats.pad_keys
@@ -103,7 +97,7 @@ def test_padding_changes_no_token(options, kernels):
     )
     for drafter in (lookup, same):
         coupling = ad.Coupling.matching()
-        found, stats = decoded(PaddedDecoder(target, drafter, CHAIN, coupling, **options), PROMPTS, eos_token_id=2)
+        found, stats = decode(PaddedDecoder(target, drafter, CHAIN, coupling, **options), PROMPTS, eos_token_id=2)
         assert found == greedy_reference(ragged().model, PROMPTS, max_new_tokens=12)
         assert drafter is same or stats.pad_rows + stats.pad_keys > 0
 

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
+from support.models import PROMPTS, generated, greedy_reference, ragged, tiny_tokenizer
 
 from arbordraft import CostTable, EarlyExitDrafter, NGramDrafter, RaggedModel, builders
 from arbordraft.bench.tuning import Choice, Setting, Tuned, grid, tune
@@ -86,8 +86,7 @@ def test_a_choice_survives_a_file_and_decodes(tmp_path):
     decoder = Tuned.load(path).decoder(target, batch=4)
     assert decoder.decider.nodes == 8
     assert isinstance(decoder.drafter, EarlyExitDrafter)
-    output = decoder.generate(**left_padded(PROMPTS), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
-    found = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
+    found, _ = generated(decoder, max_new_tokens=8, do_sample=False)
     assert found == greedy_reference(target.model, PROMPTS, max_new_tokens=8)
     assert Tuned.load(path).decoder(target, batch=1).decider.nodes == 8
     plain = Tuned.load(path).decoder(target, batch=20, drafter=EarlyExitDrafter(target, 1))

@@ -4,16 +4,7 @@ import shutil
 
 import pytest
 import torch
-from support.models import (
-    LETTERS,
-    PROMPTS,
-    check_greedy,
-    context,
-    joined,
-    next_logits,
-    tiny,
-    tiny_tokenizer,
-)
+from support.models import LETTERS, PROMPTS, check_greedy, context, joined, next_logits, ragged, tiny, tiny_tokenizer
 from support.request_law import BUSH, FEW, PAIR, fit, small_decoder
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -117,7 +108,7 @@ def test_the_same_tokenizer_is_accepted(tmp_path, ours, theirs):
 
 def test_without_tokenizers_sizes_must_agree(tmp_path):
     tiny(seed=3, vocab_size=64).save_pretrained(tmp_path)
-    for target in (ad.RaggedModel(tiny(), kernels="torch"), ad.RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")):
+    for target in (ragged(), ad.RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")):
         drafter = ad.LanguageModelDrafter.from_pretrained(tmp_path, target)
         with pytest.raises(
             ValueError, match=r"has 64 token ids, the target 61.*wrap both .* or pass same_tokenizer=True"
@@ -185,14 +176,14 @@ LAWS = {
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("size", [FEW - 1, FEW + 3], ids=["fewer ids", "more ids"])
 def test_padding_changes_no_law(law, size):
-    draft = ad.RaggedModel(tiny(seed=3, sharpness=1.5, vocab_size=size), kernels="torch")
+    draft = ragged(seed=3, sharpness=1.5, vocab_size=size)
     assert fit(LAWS[law](ad.LanguageModelDrafter(draft, same_tokenizer=True))) > 1e-3
 
 
 @pytest.mark.parametrize("size", [FEW - 2, FEW + 30], ids=["fewer ids", "more ids"])
 def test_children_are_drawn_from_the_rows_that_are_told(size):
     """The row of every node is the softmax over the ids that both have: it sums to 1, and nothing else is drawn."""
-    draft = ad.RaggedModel(tiny(seed=3, vocab_size=size), kernels="torch")
+    draft = ragged(seed=3, vocab_size=size)
     drafter = ad.LanguageModelDrafter(draft, same_tokenizer=True)
     text, drawn = [1, 5, 3, FEW - 1], set()
     read = [token if token < size else 0 for token in text]
@@ -226,7 +217,7 @@ def test_graphs_know_their_tokenizer(tmp_path):
     ):
         load_drafter(folder, ad.RaggedModel(tiny(), tiny_tokenizer(SWAPPED), kernels="torch"))
     with pytest.raises(ValueError, match="vocabulary of 64 tokens, the target has 61"):
-        load_drafter(folder, ad.RaggedModel(tiny(), kernels="torch"))  # nobody knows whether it is padding
+        load_drafter(folder, ragged())  # nobody knows whether it is padding
 
 
 def test_graphs_are_made_for_one_tokenizer(tmp_path):

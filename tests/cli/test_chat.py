@@ -5,8 +5,7 @@ import time
 
 import pytest
 from rich.console import Console
-from support.models import tiny, tiny_tokenizer
-from support.prepacked_models import small
+from support.models import fusable, tiny, tiny_tokenizer
 from typer.testing import CliRunner
 
 from arbordraft import Fixed, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
@@ -132,7 +131,7 @@ def test_what_stops_an_answer(session, stop, terminal, survives):
 def test_a_turn_reads_only_what_is_new(turns, monkeypatch):
     tokenizer, copied = tiny_tokenizer(), []
     tokenizer.chat_template = TEMPLATE
-    target = RaggedModel(small(), tokenizer, kernels="native")
+    target = RaggedModel(fusable(), tokenizer, kernels="native")
     decoder = SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(3))
     share = RaggedKVCache.share
     monkeypatch.setattr(RaggedKVCache, "share", lambda *args: copied.append(args[-1]) or share(*args))

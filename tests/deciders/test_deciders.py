@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged
+from support.models import PROMPTS, VOCAB, decode, generated, greedy_reference, left_padded, ragged
 
 import arbordraft as ad
 from arbordraft.deciders import (
@@ -172,13 +172,9 @@ def draft_model_decoder(decider):
     ids=lambda decider: type(decider).__name__,
 )
 def test_the_output_does_not_notice(decider):
-    output = draft_model_decoder(decider).generate(
-        **left_padded(PROMPTS), max_new_tokens=10, do_sample=False, return_dict_in_generate=True
-    )
+    tokens, output = generated(draft_model_decoder(decider), max_new_tokens=10, do_sample=False)
     stats = output.stats
-    assert new_tokens(output.sequences, PROMPTS, stats.emitted) == greedy_reference(
-        ragged().model, PROMPTS, max_new_tokens=10
-    )
+    assert tokens == greedy_reference(ragged().model, PROMPTS, max_new_tokens=10)
     assert (stats.pad_rows, stats.pad_keys) == (0, 0)
     assert stats.rows == stats.drafted + sum(stats.forwards)
 
@@ -224,15 +220,14 @@ def test_a_decoder_remembers_how_drafting_went():
         return grower.tree()
 
     decoder.drafter.propose = propose
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    stats = decoder.generate(torch.tensor(PROMPTS[:1]), **options).stats
+    _, stats = decode(decoder, PROMPTS[:1], max_new_tokens=8)
     assert lengths == [2, 1, 2, 1, 2, 1, 2, 1]
     assert (stats.tried, stats.acceptance_by_depth) == ({1: 4}, [0.0])
 
 
 def test_nothing_is_drafted_at_depth_zero():
     decoder = draft_model_decoder(FixedDepth(0))
-    output = decoder.generate(**left_padded(PROMPTS), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    _, output = generated(decoder, max_new_tokens=5, do_sample=False)
     assert (output.stats.drafted, output.stats.tau, output.stats.acceptance_by_depth) == (0, 1.0, [])
 
 
@@ -263,9 +258,7 @@ def test_an_answer_that_another_one_would_replace_is_refused(base, members, fix)
 @pytest.mark.parametrize("base", [Decider, FixedDepth, PathSurvival, ad.CostAware])
 def test_what_forward_says_holds_where_no_plan_answers(base):
     decider = overriding(base, forward=never, can_plan=False, rests=Decider.rests)
-    output = draft_model_decoder(decider).generate(
-        torch.tensor(PROMPTS[:1]), max_new_tokens=6, do_sample=False, return_dict_in_generate=True
-    )
+    _, output = generated(draft_model_decoder(decider), PROMPTS[:1], max_new_tokens=6, do_sample=False)
     assert output.stats.drafted == 0
 
 

@@ -6,7 +6,16 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import PROMPTS, VOCAB, context, greedy_reference, joined, left_padded, new_tokens, ragged, tiny
+from support.models import (
+    PROMPTS,
+    VOCAB,
+    context,
+    generated,
+    greedy_reference,
+    joined,
+    ragged,
+    tiny,
+)
 from torch.testing import assert_close
 
 import arbordraft as ad
@@ -184,9 +193,8 @@ def test_an_eagle_drafter_shows_what_its_head_is_given():
 def decode(decider, drafter, topology=TREE, **options):
     coupling = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
     decoder = ad.SpeculativeDecoder(ragged(), drafter, topology, coupling, decider)
-    settings = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True} | options
-    output = decoder.generate(**left_padded(PROMPTS), **settings)
-    return output.stats, new_tokens(output.sequences, PROMPTS, output.stats.emitted)
+    tokens, output = generated(decoder, **{"max_new_tokens": 12, "do_sample": False, **options})
+    return output.stats, tokens
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.02, 0.3, 0.7, 1.0, 2.0])

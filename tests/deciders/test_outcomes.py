@@ -1,7 +1,7 @@
 """What deciders are told of a step's drafts."""
 
 import pytest
-from support.models import PROMPTS, left_padded, ragged
+from support.models import decode, ragged
 
 import arbordraft as ad
 from arbordraft.deciders import FixedDepth
@@ -69,9 +69,7 @@ def test_a_decoder_tells_all_of_it(name, settings):
     decider = Listening()
     topology = ad.TreeTopology.chain(0) if name == "nothing" else SHAPE
     decoder = ad.SpeculativeDecoder(ragged(), make(), topology, ad.Coupling.shared(max(1, topology.width)), decider)
-    stats = decoder.generate(
-        **left_padded(PROMPTS), max_new_tokens=24, eos_token_id=None, return_dict_in_generate=True, **settings
-    ).stats
+    _, stats = decode(decoder, max_new_tokens=24, **settings)
     assert [len(told) for told in decider.told] == stats.forwards
     outcomes = [outcome for told in decider.told for outcome in told]
     assert {outcome.source for outcome in outcomes if outcome.drafted} <= sources

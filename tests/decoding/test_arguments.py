@@ -5,7 +5,8 @@ import functools
 import numpy as np
 import pytest
 import torch
-from support.models import PROMPTS, greedy_reference, left_padded, ragged, tiny
+from support.models import PROMPTS, fusable, greedy_reference, left_padded, ragged, tiny
+from support.prepacked_models import logits, plain
 from torch import nn
 from transformers import (
     DynamicCache,
@@ -233,9 +234,8 @@ def test_models_of_transformers_are_wrapped():
 
 
 def test_one_hidden_element_calls_for_refresh(kernels):
-    from support.prepacked_models import logits, plain, small
 
-    model = small()
+    model = fusable()
     target = ad.RaggedModel(model, kernels="native")
     before = logits(target)
     model.model.layers[1].mlp.down_proj.weight.data[3, 5] += 50.0  # none of the few that are compared
@@ -256,9 +256,7 @@ def test_attributes_that_change_are_noticed():
         def forward(self, x):
             return self.base(x) * (-2 if self.on else 1)
 
-    from support.prepacked_models import logits, small
-
-    model = small()
+    model = fusable()
     model.model.layers[0].mlp = Switched(model.model.layers[0].mlp)
     target = ad.RaggedModel(model, kernels="torch")
     before = logits(target)

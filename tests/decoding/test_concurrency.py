@@ -10,8 +10,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from support.models import PROMPTS, left_padded, tiny
-from support.prepacked_models import small
+from support.models import PROMPTS, fusable, left_padded, ragged
 from transformers import LogitsProcessorList
 
 import arbordraft as ad
@@ -31,9 +30,7 @@ def lookup(target, **options):
 
 
 def draft_model(target, **options):
-    return ad.SpeculativeDecoder(
-        target, ad.LanguageModelDrafter(ad.RaggedModel(tiny(seed=3), kernels="torch")), TREE, SAMPLED, **options
-    )
+    return ad.SpeculativeDecoder(target, ad.LanguageModelDrafter(ragged(seed=3)), TREE, SAMPLED, **options)
 
 
 def early_exit(target, **options):
@@ -58,7 +55,7 @@ DECODERS = {
 def built(kind):
     build, options = DECODERS[kind]
     options = dict(options)
-    model = small()
+    model = fusable()
     target = ad.RaggedModel(model, kernels=options.pop("kernels", "torch"))
     return build(target, **options), model
 

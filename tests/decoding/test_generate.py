@@ -5,15 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.models import (
-    EOS,
-    PROMPTS,
-    greedy_reference,
-    left_padded,
-    new_tokens,
-    ragged,
-    tiny_tokenizer,
-)
+from support.models import EOS, PROMPTS, generated, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -58,10 +50,8 @@ def build(coupling="wor recursive", drafter="model", topology=TREE, **options):
     return ad.SpeculativeDecoder(ragged(), DRAFTERS[drafter](), topology, COUPLINGS[coupling], **options)
 
 
-def decode(decoder, prompts=PROMPTS, do_sample=False, **kwargs):
-    """The new tokens of every sample, and the output they came with."""
-    output = decoder.generate(**left_padded(prompts), do_sample=do_sample, return_dict_in_generate=True, **kwargs)
-    return new_tokens(output.sequences, prompts, output.stats.emitted), output
+def decode(decoder, prompts=PROMPTS, do_sample=False, **options):
+    return generated(decoder, prompts, do_sample=do_sample, **options)
 
 
 def reference(prompts=PROMPTS, **kwargs):

@@ -1,7 +1,7 @@
 """The law of whole requests: what many samples of one prompt emit, against the target's own probabilities."""
 
 import pytest
-from support.request_law import BUSH, PAIR, TEXT, fit, small, small_decoder
+from support.request_law import BUSH, PAIR, TEXT, few_tokens, fit, small_decoder
 
 import arbordraft as ad
 from arbordraft.sampling.noise import Noise
@@ -18,10 +18,10 @@ LAWFUL = {
         ad.WithoutReplacement(2),
         ad.Lifted(ad.RecursiveRejection()),
         BUSH,
-        ad.LanguageModelDrafter(small(3, len(TEXT) + 1)),
+        ad.LanguageModelDrafter(few_tokens(3, len(TEXT) + 1)),
     ),
     "early exit": lambda: small_decoder(
-        ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()), PAIR, ad.EarlyExitDrafter(small(0), 1)
+        ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()), PAIR, ad.EarlyExitDrafter(few_tokens(0), 1)
     ),
 }
 

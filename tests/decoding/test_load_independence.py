@@ -6,9 +6,8 @@ import random
 import pytest
 import torch
 from support.fragile import Fragile
-from support.models import PAYS, VOCAB
+from support.models import PAYS, VOCAB, fusable
 from support.native_drafters import KINDS, built
-from support.prepacked_models import small
 
 from arbordraft import CostAware, HybridDrafter, NGramDrafter, NoDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.decoding.engine import Engine
@@ -106,7 +105,7 @@ def test_requests_leave_nothing_behind(keeps, monkeypatch):
     kept, submit = [], Engine.submit
     if keeps:
         monkeypatch.setattr(Engine, "submit", lambda *args: kept.append(submit(*args)))
-    decoder = SpeculativeDecoder(RaggedModel(small(), kernels="native"), NGramDrafter(), TreeTopology.chain(2))
+    decoder = SpeculativeDecoder(RaggedModel(fusable(), kernels="native"), NGramDrafter(), TreeTopology.chain(2))
     engine = Engine(decoder, max_tokens=500, max_samples=8)
     before = served(engine, 2_000)
     after = served(engine, 2_000 if keeps else 20_000)

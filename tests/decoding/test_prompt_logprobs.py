@@ -4,8 +4,7 @@ import random
 
 import pytest
 import torch
-from support.models import PROMPTS, VOCAB, ragged, tiny
-from support.prepacked_models import small
+from support.models import PROMPTS, VOCAB, fusable, ragged, tiny
 
 from arbordraft import LanguageModelDrafter, NoDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.decoding.engine import Engine, QueueFull
@@ -58,7 +57,7 @@ def test_they_are_those_of_transformers(decoder, max_rows):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_answer_has_the_same_bits_as_the_prompt_that_it_becomes(dtype):
-    target = RaggedModel(small().to(dtype), kernels="native")
+    target = RaggedModel(fusable().to(dtype), kernels="native")
     made, prompt = SpeculativeDecoder(target, LanguageModelDrafter(target), TREE), text(60)
     asked = Request(prompt=prompt, max_new_tokens=25, temperature=0.5, seed=3, ends=(), logprobs=3)
     (answer,) = Engine(made, max_tokens=1000).submit(asked).result()

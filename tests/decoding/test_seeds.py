@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.models import PROMPTS, left_padded, new_tokens, tiny
+from support.models import PROMPTS, generated, tiny
 
 import arbordraft as ad
 from arbordraft.deciders import (
@@ -96,13 +96,8 @@ def build(drafter, decider="always", drawn=False, **options):
 def decode(decoder, samples, seeds=SEEDS, **settings):
     """What the decoder answers to some of the prompts together, by sample, and its statistics."""
     prompts = [PROMPTS[sample] for sample in samples]
-    output = decoder.generate(
-        **left_padded(prompts),
-        **{"max_new_tokens": 16, "do_sample": True, "temperature": 0.6, "eos_token_id": None, **settings},
-        seeds=[seeds[sample] for sample in samples],
-        return_dict_in_generate=True,
-    )
-    found = new_tokens(output.sequences, prompts, output.stats.emitted)
+    settings = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.6, "eos_token_id": None, **settings}
+    found, output = generated(decoder, prompts, seeds=[seeds[sample] for sample in samples], **settings)
     return dict(zip(samples, found, strict=True)), output.stats
 
 

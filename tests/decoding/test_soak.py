@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 from support.memory import resident
-from support.models import PROMPTS, VOCAB, left_padded, ragged, tiny
-from support.prepacked_models import small
+from support.models import PROMPTS, VOCAB, fusable, left_padded, ragged
 
 import arbordraft as ad
 from arbordraft.builders import lookup
@@ -42,12 +41,12 @@ def request(chance):
 DECODERS = {
     "draft model": lambda: ad.SpeculativeDecoder(
         ragged(),
-        ad.LanguageModelDrafter(ad.RaggedModel(tiny(seed=3), kernels="torch")),
+        ad.LanguageModelDrafter(ragged(seed=3)),
         TREE,
         SAMPLED,
         Bandit([FixedDepth(), ad.ConfidenceThreshold(0.3)]),
     ),
-    "packed, early exit": lambda: _early_exit(ad.RaggedModel(small(), kernels="auto")),
+    "packed, early exit": lambda: _early_exit(ad.RaggedModel(fusable(), kernels="auto")),
     "lookup": lambda: lookup(ragged()),
 }
 

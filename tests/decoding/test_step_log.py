@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from support.models import PROMPTS, left_padded, new_tokens, ragged, tiny_tokenizer
+from support.models import PROMPTS, decode, ragged, tiny_tokenizer
 
 from arbordraft import NGramDrafter, SpeculativeDecoder, StepLog
 
@@ -12,30 +12,27 @@ from arbordraft import NGramDrafter, SpeculativeDecoder, StepLog
 def logged(request):
     decoder = SpeculativeDecoder(ragged(), NGramDrafter())
     decoder.on_step = log = StepLog(request.param)
-    output = decoder.generate(
-        **left_padded(PROMPTS), max_new_tokens=20, eos_token_id=None, do_sample=False, return_dict_in_generate=True
-    )
-    return log, output
+    said, stats = decode(decoder, max_new_tokens=20)
+    return log, said, stats
 
 
 def test_accepted_rows_join_to_the_answers(logged):
-    log, output = logged
-    said = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
+    log, said, _ = logged
     for sample, tokens in enumerate(said):
         kept = [row for row in log.rows if row["sample"] == sample and row["accepted"] and row["kind"] != "root"]
         assert [row["token"] for row in kept][: len(tokens)] == tokens
 
 
 def test_a_row_per_packed_node_and_one_for_the_target_of_each_sample(logged):
-    log, output = logged
+    log, _, stats = logged
     nodes = [row for row in log.rows if row["node"] >= 0]
-    assert len(nodes) == output.stats.rows
+    assert len(nodes) == stats.rows
     assert len(log.rows) - len(nodes) == sum(row["kind"] == "root" for row in nodes)
     assert {row["kind"] for row in log.rows} == {"root", "draft", "recovered", "bonus"}
 
 
 def test_rows_say_where_their_tokens_stand(logged):
-    log, _ = logged
+    log, *_ = logged
     for step in {row["step"] for row in log.rows}:
         for sample in range(len(PROMPTS)):
             rows = [row for row in log.rows if (row["step"], row["sample"]) == (step, sample)]
@@ -44,7 +41,7 @@ def test_rows_say_where_their_tokens_stand(logged):
 
 
 def test_a_table_of_pandas(logged, monkeypatch):
-    log, _ = logged
+    log, *_ = logged
     frame = log.to_frame()
     assert len(frame) == len(log.rows)
     assert ("text" in frame) == (log._tokenizer is not None)

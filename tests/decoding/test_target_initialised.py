@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged
+from support.models import PROMPTS, decode, greedy_reference, left_padded, new_tokens, ragged
 from torch.nn import functional
 
 import arbordraft as ad
@@ -78,15 +78,12 @@ def told(topology, prompt, seed=None):
 def test_it_commits_what_the_paper_tells(topology, sampled):
     seeds = [11, 12, 13] if sampled else None
     options = {"do_sample": True, "seeds": seeds, "top_k": 0} if sampled else {"do_sample": False}
-    output = wide(topology).generate(
-        **left_padded(PROMPTS), max_new_tokens=NEW, eos_token_id=None, return_dict_in_generate=True, **options
-    )
-    found = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
+    found, stats = decode(wide(topology), max_new_tokens=NEW, **options)
     assert found == [
         told(topology, prompt, seed) for prompt, seed in zip(PROMPTS, seeds or [None] * len(PROMPTS), strict=True)
     ]
-    assert output.stats.exactness == "lossy"
-    assert (output.stats.pad_rows, output.stats.pad_keys) == (0, 0)
+    assert stats.exactness == "lossy"
+    assert (stats.pad_rows, stats.pad_keys) == (0, 0)
 
 
 def test_its_greedy_text_is_not_the_targets():
@@ -97,11 +94,10 @@ def test_its_greedy_text_is_not_the_targets():
 
 def test_a_decider_shortens_branches_but_never_takes_the_candidates():
     decoder = wide(TOPOLOGIES[0], FixedDepth(0))
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    stats = decoder.generate(**left_padded(PROMPTS), **options).stats
+    _, stats = decode(decoder, max_new_tokens=NEW)
     assert stats.drafted == 3 * NEW * len(PROMPTS)
     assert stats.tau == 1
-    stats = wide(TOPOLOGIES[0], FixedDepth(2)).generate(**left_padded(PROMPTS), **options).stats
+    _, stats = decode(wide(TOPOLOGIES[0], FixedDepth(2)), max_new_tokens=NEW)
     assert 1 < stats.tau <= 2
 
 

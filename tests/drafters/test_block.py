@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.companions import UNEVEN, Dictated, Rounds, check_rows, drafter, target, trained, walk
 from support.models import PROMPTS, next_logits
-from support.request_law import small as few
+from support.request_law import few_tokens as few
 
 import arbordraft as ad
 from arbordraft.drafters import block

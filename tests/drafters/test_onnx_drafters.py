@@ -3,7 +3,7 @@
 import pytest
 from onnx_steps import draft_steps
 from support.companions import ROWS, Rounds, check_rows, drafter, target, texts, trained, walk
-from support.models import PROMPTS, tiny, tiny_tokenizer
+from support.models import PROMPTS, ragged, tiny_tokenizer
 from support.models import decode as decoded
 from support.onnx_graphs import decider
 
@@ -114,7 +114,7 @@ def test_a_threshold_of_ones_own(graphs):
 
 
 def test_a_drafter_belongs_to_its_target(graphs):
-    other = ad.RaggedModel(tiny(num_hidden_layers=4, seed=2), kernels="torch")
+    other = ragged(num_hidden_layers=4, seed=2)
     for name in ("block", "eagle", "medusa", "exit"):
         with pytest.raises(ValueError, match=r"made for another target \(tiny, fingerprint"):
             load_drafter(graphs(name).folder, other)
@@ -122,7 +122,7 @@ def test_a_drafter_belongs_to_its_target(graphs):
     with pytest.raises(ValueError, match="must be built for the target"):
         ad.SpeculativeDecoder(other, load_drafter(graphs("eagle").folder, target()), TREE, GREEDY)
     with pytest.raises(ValueError, match="vocabulary of 61 tokens, the target has 53"):
-        load_drafter(graphs("model").folder, ad.RaggedModel(tiny(vocab_size=53), kernels="torch"))
+        load_drafter(graphs("model").folder, ragged(vocab_size=53))
 
 
 def test_another_tokenizer_is_noticed(graphs):

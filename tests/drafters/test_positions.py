@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.models import PROMPTS, VOCAB, left_padded, new_tokens, ragged, tiny
+from support.models import PROMPTS, VOCAB, generated, ragged
 from support.native_drafters import built
 
 import arbordraft as ad
@@ -26,7 +26,7 @@ def limited(drafter):
 def draft_model(architecture="gpt2"):
     """A table of positions: whoever reads behind it is told at once."""
     size = {"n_positions": POSITIONS} if architecture == "gpt2" else {"max_position_embeddings": POSITIONS}
-    return ad.LanguageModelDrafter(ad.RaggedModel(tiny(architecture, seed=3, **size), kernels="torch"))
+    return ad.LanguageModelDrafter(ragged(architecture, seed=3, **size))
 
 
 def pair(kind):
@@ -52,16 +52,9 @@ def decode(decoder, *, sampled, texts=TEXTS):
                 seen.append((len(state[number].tokens) + depth, drafted.source))
 
     decoder.on_step = watch
-    output = decoder.generate(
-        **left_padded(texts),
-        max_new_tokens=12,
-        do_sample=sampled,
-        seeds=range(len(texts)),
-        return_dict_in_generate=True,
-        **({"temperature": 0.8} if sampled else {}),
-        **NEVER,
-    )
-    return new_tokens(output.sequences, texts, output.stats.emitted), seen
+    options = NEVER | {"do_sample": sampled} | ({"temperature": 0.8} if sampled else {})
+    tokens, _ = generated(decoder, texts, max_new_tokens=12, seeds=range(len(texts)), **options)
+    return tokens, seen
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

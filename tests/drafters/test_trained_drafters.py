@@ -16,10 +16,9 @@ from support.companions import (
     walk,
     with_norms,
 )
-from support.models import PROMPTS, check_greedy, decode, greedy_reference, tiny
-from support.prepacked_models import small
+from support.models import PROMPTS, check_greedy, decode, fusable, greedy_reference, ragged, tiny
+from support.request_law import few_tokens as few
 from support.request_law import fit
-from support.request_law import small as few
 
 import arbordraft as ad
 from arbordraft.drafters import Drafter
@@ -247,7 +246,7 @@ def adapted(model, layers):
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @every_drafter
 def test_packed_weights_give_the_same_rows(name, backend):
-    model, twin = (with_norms(small(num_hidden_layers=3)) for _ in range(2))  # asking for states leaves hooks behind
+    model, twin = (with_norms(fusable(num_hidden_layers=3)) for _ in range(2))  # asking for states leaves hooks behind
     packed, reference = ad.RaggedModel(model, kernels=backend), ad.RaggedModel(twin, kernels="torch")
     made, plain = untrained(name, packed), untrained(name, reference)
     network = {"exit": "adapter", "model": "model"}.get(name, "head")
@@ -264,7 +263,7 @@ def test_packed_weights_give_the_same_rows(name, backend):
 @every_drafter
 def test_half_precision(name, dtype):
     """A drafter takes the target's dtype over; NaN or an error would show here."""
-    half = ad.RaggedModel(with_norms(small(num_hidden_layers=3)).to(dtype), kernels="torch")
+    half = ad.RaggedModel(with_norms(fusable(num_hidden_layers=3)).to(dtype), kernels="torch")
     made = untrained(name, half)
     found, stats = decode(ad.SpeculativeDecoder(half, made, UNEVEN, DRAWN), max_new_tokens=8)
     assert stats.drafted > 0
@@ -286,7 +285,7 @@ def test_any_architecture(name, architecture):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "gpt_neox"])
 def test_a_new_adapter_changes_no_bit(architecture):
-    model = small(architecture, num_hidden_layers=3)
+    model = fusable(architecture, num_hidden_layers=3)
     of = ad.RaggedModel(model, kernels="torch")
     rows = []
     for adapter in (None, ExitAdapter.for_target(model, 2), adapted(model, 2)):
@@ -299,7 +298,7 @@ def test_a_new_adapter_changes_no_bit(architecture):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "opt", "gpt_oss", "deepseek_v3"])
 def test_the_final_norm_follows_the_layers(architecture):
     """The state in front of the second layer, normed, is what a model of one layer hands to its head."""
-    of, found = ad.RaggedModel(small(architecture), kernels="torch"), []
+    of, found = ad.RaggedModel(fusable(architecture), kernels="torch"), []
     for layers, hidden in ((None, 1), (1, 2)):
         cache = RaggedKVCache()
         tokens, batch = torch.tensor(PROMPTS[0]), cache.lay_out([cache.open(5)], [range(5)])
@@ -309,7 +308,7 @@ def test_the_final_norm_follows_the_layers(architecture):
 
 
 def test_more_than_a_norm_behind_the_layers_is_refused():
-    projecting = ad.RaggedModel(tiny("opt", word_embed_proj_dim=16), kernels="torch")
+    projecting = ragged("opt", word_embed_proj_dim=16)
     with pytest.raises(ad.UnsupportedModel, match="more than a norm behind"):
         _ = projecting.final_norm
 
@@ -323,7 +322,7 @@ def test_an_adapter_fits_one_number_of_layers():
 
 
 def test_the_model_is_left_as_it_was():
-    of = ad.RaggedModel(small(num_hidden_layers=3), kernels="torch")
+    of = ad.RaggedModel(fusable(num_hidden_layers=3), kernels="torch")
     before = [len(module._forward_hooks) for module in of.model.modules()]
     Rounds(ad.EarlyExitDrafter(of, 2, adapted(of.model, 2)), of, PROMPTS).propose(UNEVEN, ad.IID(2))
     assert [len(module._forward_hooks) for module in of.model.modules()] == before == [0] * len(before)

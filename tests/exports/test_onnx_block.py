@@ -4,7 +4,7 @@ import onnx
 import pytest
 import torch
 from support.companions import target
-from support.models import VOCAB, left_padded, new_tokens
+from support.models import VOCAB, generated
 from support.onnx_graphs import origin
 
 from arbordraft import BlockDrafter, Coupling, SpeculativeDecoder, TreeTopology
@@ -47,10 +47,8 @@ def test_none_for_a_term_that_there_is_not(tmp_path):
     coupling, outputs = Coupling.matching(2), []
     for drafter in (load_drafter(folder, target()), BlockDrafter(head, target())):
         decoder = SpeculativeDecoder(target(), drafter, TreeTopology.from_k_config((2, 2, 1)), coupling)
-        output = decoder.generate(
-            **left_padded(PROMPTS), max_new_tokens=12, do_sample=False, pad_token_id=0, return_dict_in_generate=True
-        )
-        outputs.append((new_tokens(output.sequences, PROMPTS, output.stats.emitted), output.stats.drafted))
+        tokens, output = generated(decoder, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        outputs.append((tokens, output.stats.drafted))
     assert outputs[0] == outputs[1]
 
 

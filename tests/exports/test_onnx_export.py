@@ -10,10 +10,10 @@ import onnx
 import pytest
 import torch
 from support.companions import LAYERS, target, texts, trained
-from support.models import tiny
+from support.models import ragged, tiny
 from support.onnx_graphs import PLANS, decider, origin
 
-from arbordraft import RaggedModel, UnsupportedModel
+from arbordraft import UnsupportedModel
 from arbordraft.exports.onnx import ParityError, plans
 from arbordraft.exports.onnx.cases import SHAPES, Shape
 from arbordraft.exports.onnx.checks import cache_sizes, check_against
@@ -273,7 +273,7 @@ def test_models_that_can_be_graphs(name):
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
 def test_sliding_windows_are_refused(name):
     with pytest.raises(UnsupportedModel, match=r"keeps DynamicSlidingWindowLayer.*full attention"):
-        plans.causal_lm(RaggedModel(tiny(name), kernels="torch"), origin())
+        plans.causal_lm(ragged(name), origin())
 
 
 def test_a_model_that_cannot_take_a_mask_is_refused():
@@ -313,7 +313,7 @@ def test_shown_hidden_states_are_what_drafters_read(graphs):
 
 
 def test_a_head_belongs_to_its_target():
-    other = plans.Origin(RaggedModel(tiny(num_hidden_layers=LAYERS, seed=2), kernels="torch"))
+    other = plans.Origin(ragged(num_hidden_layers=LAYERS, seed=2))
     for make, name in ((plans.eagle, "eagle"), (plans.medusa, "medusa")):
         with pytest.raises(ValueError, match="trained for another target"):
             make(trained(name).network, other)

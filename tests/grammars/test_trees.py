@@ -8,7 +8,7 @@ import torch
 from support.constrained import DECODERS, GRAMMARS, PERSON, TEXTS, TREE, Following, Resting, decoded, only, plainly
 from support.models import EOS, PROMPTS, VOCAB
 from support.native_drafters import KINDS, built
-from support.request_law import fit, small, small_decoder
+from support.request_law import few_tokens, fit, small_decoder
 from support.spellers import speller, speller_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -201,7 +201,7 @@ def p_value(name, processor):
 
 
 def model():
-    return ad.LanguageModelDrafter(small(1))
+    return ad.LanguageModelDrafter(few_tokens(1))
 
 
 LAWS = {
@@ -216,11 +216,11 @@ LAWS = {
         ad.TopTail(1, 1), ad.TopDown(ad.SpecHub()), ad.TreeTopology.k_ary(2, 3), model()
     ),
     "fixed": lambda: small_decoder(ad.Fixed(2), ad.TopDown(ad.Matching()), TREE, model()),
-    "lookup": lambda: ad.SpeculativeDecoder(small(0), ad.NGramDrafter(shortest=1), TREE),
+    "lookup": lambda: ad.SpeculativeDecoder(few_tokens(0), ad.NGramDrafter(shortest=1), TREE),
     "forced, else random": lambda: small_decoder(
         ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()), TREE, HybridDrafter(GrammarDrafter(), model())
     ),
-    "shared noise": lambda: ad.SpeculativeDecoder(small(0), model(), TREE),
+    "shared noise": lambda: ad.SpeculativeDecoder(few_tokens(0), model(), TREE),
 }
 
 

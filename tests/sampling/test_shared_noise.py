@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import chi2
-from support.models import PROMPTS, left_padded, new_tokens, ragged
-from support.request_law import BUSH, FEW, PAIR, fit, small, small_decoder
+from support.models import PROMPTS, generated, left_padded, ragged
+from support.request_law import BUSH, FEW, PAIR, few_tokens, fit, small_decoder
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import arbordraft as ad
@@ -138,15 +138,15 @@ def test_noise_of_another_scale_would_be_seen():
 LAWFUL = {
     "draft model": lambda: small_decoder(SharedNoise(2), SharedMatching(), BUSH),
     "n-gram": lambda: small_decoder(ad.Fixed(2), SharedMatching(), BUSH, ad.NGramDrafter(3, 1)),
-    "early exit": lambda: small_decoder(SharedNoise(2), SharedMatching(), PAIR, ad.EarlyExitDrafter(small(0), 1)),
+    "early exit": lambda: small_decoder(SharedNoise(2), SharedMatching(), PAIR, ad.EarlyExitDrafter(few_tokens(0), 1)),
     "lookup else model": lambda: small_decoder(
         SharedNoise(2),
         SharedMatching(),
         BUSH,
-        ad.HybridDrafter(ad.NGramDrafter(3, 3), ad.LanguageModelDrafter(small(3))),
+        ad.HybridDrafter(ad.NGramDrafter(3, 3), ad.LanguageModelDrafter(few_tokens(3))),
     ),
-    "budget": lambda: builders.expanding(small(0), small(3), 3),
-    "what pays": lambda: builders.fitted(small(0), small(3), 3, costs=ad.CostTable((1, 10_000), (1.0, 3.0))),
+    "budget": lambda: builders.expanding(few_tokens(0), few_tokens(3), 3),
+    "what pays": lambda: builders.fitted(few_tokens(0), few_tokens(3), 3, costs=ad.CostTable((1, 10_000), (1.0, 3.0))),
 }
 
 
@@ -196,7 +196,7 @@ def test_one_number_for_all_tokens_would_be_seen(monkeypatch):
 
 
 def first_tokens(seeds):
-    output = builders.plain(small(0)).generate(
+    output = builders.plain(few_tokens(0)).generate(
         torch.tensor([[1, 2, 3]] * len(seeds)),
         do_sample=True,
         top_k=0,
@@ -231,8 +231,9 @@ def plain_texts(temperature, top_p, penalty, seed, count=12):
 
 def texts(decoder, order, temperature, top_p, penalty, seed, count=12):
     prompts = [PROMPTS[sample] for sample in order]
-    output = decoder.generate(
-        **left_padded(prompts),
+    found, _ = generated(
+        decoder,
+        prompts,
         do_sample=True,
         temperature=temperature,
         top_k=0,
@@ -240,9 +241,7 @@ def texts(decoder, order, temperature, top_p, penalty, seed, count=12):
         repetition_penalty=penalty,
         max_new_tokens=12,
         seeds=[2**64 - 1 - seed - sample for sample in order],
-        return_dict_in_generate=True,
     )
-    found = new_tokens(output.sequences, prompts, output.stats.emitted)
     return dict(zip(order, found, strict=True))
 
 
@@ -314,7 +313,7 @@ def test_a_wrong_key_would_be_seen_in_the_text(monkeypatch, name):
 def test_shared_drafts_are_the_tokens_that_the_target_will_draw():
     """A drafter that knows the target's rows is always right, whatever the temperature."""
     decoder = ad.SpeculativeDecoder(ragged(), drafter("same model"), ad.TreeTopology.chain(3), ad.Coupling.shared())
-    output = decoder.generate(**left_padded(PROMPTS), do_sample=True, max_new_tokens=12, return_dict_in_generate=True)
+    _, output = generated(decoder, do_sample=True, max_new_tokens=12)
     assert output.stats.accepted.total() == output.stats.drafted
 
 

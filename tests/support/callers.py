@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from arbordraft import LanguageModelDrafter, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.drafters import HybridDrafter
 from arbordraft.grammars import Grammar, GrammarCompiler
-from support.models import EOS, tiny
+from support.models import EOS, ragged, tiny
 from support.served import POSITIONS
 from support.spellers import speller_tokenizer
 
@@ -87,6 +87,6 @@ def speaker(tokenizer: PreTrainedTokenizerFast, **options: object) -> Speculativ
     """The same with any tokenizer."""
     settings = {"vocab_size": len(tokenizer), "max_position_embeddings": 4 * POSITIONS, "sharpness": 3.0}
     target = RaggedModel(tiny(**settings), tokenizer, kernels="torch", self_test=False)
-    draft = RaggedModel(tiny(seed=3, **settings), kernels="torch", self_test=False)
+    draft = ragged(seed=3, **settings)
     drafter = HybridDrafter(NGramDrafter(), LanguageModelDrafter(draft))
     return SpeculativeDecoder(target, drafter, TreeTopology.from_k_config((2, 2, 1)), **options)

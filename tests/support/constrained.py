@@ -9,7 +9,7 @@ from arbordraft import builders
 from arbordraft.deciders import FixedDepth
 from arbordraft.drafters import GrammarDrafter, HybridDrafter
 from arbordraft.grammars import Grammar
-from support.models import PAYS, left_padded, new_tokens
+from support.models import PAYS, generated
 from support.spellers import speller, speller_tokenizer
 
 PERSON = {
@@ -59,17 +59,10 @@ DECODERS = {
 def decoded(decoder, temperature, grammar=None, **options):
     """New tokens of every sample, and the stats."""
     prompts = [speller_tokenizer()(text).input_ids for text in TEXTS]
-    output = decoder.generate(
-        **left_padded(prompts),
-        max_new_tokens=LENGTH,
-        do_sample=temperature > 0,
-        seeds=[11, 12, 13],
-        grammar=GRAMMARS if grammar is None else grammar,
-        return_dict_in_generate=True,
-        **({"temperature": temperature} if temperature else {}),
-        **options,
-    )
-    return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
+    options |= {"seeds": [11, 12, 13], "grammar": GRAMMARS if grammar is None else grammar}
+    options |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    tokens, output = generated(decoder, prompts, max_new_tokens=LENGTH, **options)
+    return tokens, output.stats
 
 
 @cache

@@ -13,6 +13,7 @@ from arbordraft import CostTable, DecodeStats, RaggedModel, SpeculativeDecoder, 
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan, Situation
+from arbordraft.decoding.output import SpeculativeOutput
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
 from arbordraft.sampling.laws import DraftLaw, Fixed
@@ -129,10 +130,36 @@ def tiny(architecture: str = "llama", seed: int = 0, sharpness: float = 1.0, **o
     return tiny_model(config, seed=seed, sharpness=sharpness)
 
 
+def fusable(architecture: str = "llama", **overrides: object) -> PreTrainedModel:
+    """A tiny model of sizes that the native kernels can fuse."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+    match architecture:
+        case "gemma3":
+            text = {**ARCHITECTURES["gemma3"]["text_config"], **sizes, **overrides}
+            return tiny(architecture, text_config=text)
+        case "opt":
+            sizes = {"hidden_size": 64, "word_embed_proj_dim": 64}
+        case "gpt2":
+            sizes = {"n_embd": 64}
+        case "gpt_neox" | "deepseek_v3":
+            sizes = {"hidden_size": 64}
+    return tiny(architecture, **{**sizes, **overrides})
+
+
+def varied(architecture: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """A fusable model whose norms and biases differ from their initial values: leaving one out shows."""
+    model, generator = fusable(architecture, seed=seed, **overrides), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for vector in model.parameters():
+            if vector.ndim == 1:
+                vector.add_(0.3 * torch.randn(vector.shape, generator=generator))
+    return model
+
+
 @cache
-def ragged(architecture: str = "llama", seed: int = 0, sharpness: float = 1.0) -> RaggedModel:
-    """The same wrapped, for tests that leave it as it is."""
-    return RaggedModel(tiny(architecture, seed, sharpness), kernels="torch")
+def ragged(architecture: str = "llama", seed: int = 0, sharpness: float = 1.0, **overrides: object) -> RaggedModel:
+    """A tiny model, wrapped once for all tests: they must leave it as it is."""
+    return RaggedModel(tiny(architecture, seed, sharpness, **overrides), kernels="torch")
 
 
 def next_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
@@ -141,13 +168,21 @@ def next_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
 
 
+def generated(
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]] = PROMPTS, **options: object
+) -> tuple[list[list[int]], SpeculativeOutput]:
+    """New tokens of a batch, and all that ``generate`` returns."""
+    output = decoder.generate(**left_padded(prompts), return_dict_in_generate=True, **options)
+    return new_tokens(output.sequences, prompts, output.stats.emitted), output
+
+
 def decode(
     decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]] = PROMPTS, **options: object
 ) -> tuple[list[list[int]], DecodeStats]:
     """New tokens and counts of a batch; by default of 12 greedy tokens that no stop token ends."""
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
-    output = decoder.generate(**left_padded(prompts), return_dict_in_generate=True, **options)
-    return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
+    tokens, output = generated(decoder, prompts, **options)
+    return tokens, output.stats
 
 
 def check_greedy(

@@ -1,4 +1,4 @@
-"""Tiny models of sizes that the native kernels can fuse, and how they are run."""
+"""Architectures that the native kernels fuse, and how tests run their models."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from arbordraft import builders
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.masks import stack_words
 from arbordraft.trees.topology import ancestor_words
-from support.models import ARCHITECTURES, PROMPTS, VOCAB, decode, tiny
+from support.models import PROMPTS, VOCAB, decode
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
 FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3", *MIXTURES]
@@ -16,26 +16,6 @@ FUSED += ["gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi"]
 OTHERS = ["opt", "gpt_neox", "gpt_oss", "deepseek_v3"]
 TREES = [ad.TreeTopology([-1, 0, 0, 1, 1, 2, 3]), ad.TreeTopology([-1]), ad.TreeTopology([-1, 0, 0, 0, 1, 4, 5, 6, 7])]
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
-
-
-def small(architecture="llama", **overrides):
-    """Of sizes that the kernels can fuse."""
-    wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
-    if architecture == "gemma3":
-        return tiny(architecture, text_config={**ARCHITECTURES[architecture]["text_config"], **wide, **overrides})
-    known = {"opt": {"hidden_size": 64, "word_embed_proj_dim": 64}, "gpt2": {"n_embd": 64}}
-    known |= {"gpt_neox": {"hidden_size": 64}, "deepseek_v3": {"hidden_size": 64}}
-    return tiny(architecture, **{**known.get(architecture, wide), **overrides})
-
-
-def varied(architecture, seed=0, **overrides):
-    """The same, with norms and biases that are not what they begin with: a part that is left out shows."""
-    model, generator = small(architecture, seed=seed, **overrides), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for vector in model.parameters():
-            if vector.ndim == 1:
-                vector.add_(0.3 * torch.randn(vector.shape, generator=generator))
-    return model
 
 
 def logits(target, layers=None, tokens=None):

@@ -8,23 +8,21 @@ import torch
 from scipy.stats import chisquare
 from transformers import TopPLogitsWarper
 
-from arbordraft import Coupling, LanguageModelDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
-from support.models import next_logits, tiny
+from arbordraft import Coupling, LanguageModelDrafter, SpeculativeDecoder, TreeTopology
+from support.models import next_logits, ragged
 
 FEW, LENGTH, TOP_P = 6, 3, 0.9
 TEXT = [1, 2, 3, 1, 2, 4, 1, 2]
 BUSH, PAIR = TreeTopology([-1, 0, 0, 1]), TreeTopology([-1, 0, 0])
 
 
-@cache
-def small(seed, positions=128):
-    model = tiny(seed=seed, sharpness=1.5, vocab_size=FEW, max_position_embeddings=positions)
-    return RaggedModel(model, kernels="torch")
+def few_tokens(seed, positions=128):
+    return ragged(seed=seed, sharpness=1.5, vocab_size=FEW, max_position_embeddings=positions)
 
 
 def small_decoder(law, verifier, topology, drafter=None):
-    drafter = drafter or LanguageModelDrafter(small(3))
-    return SpeculativeDecoder(small(0), drafter, topology, Coupling(law, verifier))
+    drafter = drafter or LanguageModelDrafter(few_tokens(3))
+    return SpeculativeDecoder(few_tokens(0), drafter, topology, Coupling(law, verifier))
 
 
 @cache
@@ -36,7 +34,7 @@ def exact_law(allowed=None):
     """
 
     def row(text):
-        scores = next_logits(small(0).model, [*TEXT, *text])[None].double()
+        scores = next_logits(few_tokens(0).model, [*TEXT, *text])[None].double()
         if allowed is not None:
             scores[0, [token for token in range(FEW) if token not in allowed(text)]] = -torch.inf
         return TopPLogitsWarper(TOP_P)(None, scores).softmax(-1)[0].tolist()
@@ -52,7 +50,7 @@ def fit(decoder, samples=1500, allowed=None, **options):
     """P-value of what many samples of one prompt emitted; texts too rare to count share one cell.
 
     Args:
-        decoder: of ``small(0)``.
+        decoder: of ``few_tokens(0)``.
         samples: how many.
         allowed: see :func:`exact_law`.
         options: of generate().

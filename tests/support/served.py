@@ -18,7 +18,7 @@ from arbordraft.serving.app import build_app
 from arbordraft.serving.server import Server, bound, url_of
 from arbordraft.serving.service import Service
 from support.chats import chat_tokenizer
-from support.models import tiny
+from support.models import ragged, tiny
 
 POSITIONS = 512
 
@@ -26,7 +26,7 @@ POSITIONS = 512
 def tiny_decoder(**options: object) -> SpeculativeDecoder:
     """One letter per token, and a drafter that is right now and then."""
     target = RaggedModel(tiny(max_position_embeddings=POSITIONS), chat_tokenizer(), kernels="torch", self_test=False)
-    draft = RaggedModel(tiny(seed=3, max_position_embeddings=POSITIONS), kernels="torch", self_test=False)
+    draft = ragged(seed=3, max_position_embeddings=POSITIONS)
     drafter = HybridDrafter(NGramDrafter(), LanguageModelDrafter(draft))
     return SpeculativeDecoder(target, drafter, TreeTopology.from_k_config((2, 2, 1)), **options)
 

@@ -4,8 +4,8 @@ import peft
 import pytest
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from support.models import PROMPTS, greedy_reference, left_padded, new_tokens
-from support.prepacked_models import ROUNDING, small
+from support.models import PROMPTS, fusable, greedy_reference, left_padded, new_tokens
+from support.prepacked_models import ROUNDING
 from torch.testing import assert_close
 
 from arbordraft import RaggedModel, UnsupportedModel, builders
@@ -75,7 +75,7 @@ KNOWN = set(peft.PeftType.__members__)
 
 def adapted(kind, /, architecture="llama", adapters=None, **options):
     """A model with an adapter that changes what it says."""
-    base = small(architecture)
+    base = fusable(architecture)
     if adapters:
         base.config.use_cache, options["adapters"] = False, adapters
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_forms_of_lora(form):
 
 
 def test_several_kinds_at_once():
-    model = peft.get_peft_model(small(), peft.LoHaConfig(r=4, init_weights=False, **ANYWHERE), mixed=True)
+    model = peft.get_peft_model(fusable(), peft.LoHaConfig(r=4, init_weights=False, **ANYWHERE), mixed=True)
     model.add_adapter("second", peft.LoraConfig(r=4, init_lora_weights=False, **SQUARE))
     model.set_adapter(["default", "second"])
     assert_close(packed(RaggedModel(model.eval()), PROMPTS[2]), own(model, PROMPTS[2]), **ROUNDING)
@@ -157,7 +157,7 @@ def test_adapters_that_begin_to_act_within_a_text():
     reason = r"'default' \(LORA\) .*aLoRA.*alora_invocation_tokens"
     with pytest.raises(UnsupportedModel, match=reason):
         RaggedModel(adapted("LORA", **ALORA))
-    model = small()  # as transformers loads adapters
+    model = fusable()  # as transformers loads adapters
     peft.inject_adapter_in_model(peft.LoraConfig(**ALORA), model)
     with pytest.raises(UnsupportedModel, match=reason):
         RaggedModel(model.eval())

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.models import PROMPTS, greedy_reference, left_padded, new_tokens
-from support.prepacked_models import ROUNDING, disagreements, logits, plain, small
+from support.models import PROMPTS, fusable, greedy_reference, left_padded, new_tokens
+from support.prepacked_models import ROUNDING, disagreements, logits, plain
 from torch.testing import assert_close
 
 from arbordraft import RaggedModel, builders
@@ -24,7 +24,7 @@ KINDS = {
 
 def adapted(kind="lora", architecture="llama", seed=0):
     torch.manual_seed(seed)
-    return peft.get_peft_model(small(architecture, seed=seed), KINDS[kind]).eval()
+    return peft.get_peft_model(fusable(architecture, seed=seed), KINDS[kind]).eval()
 
 
 def is_merged(model):
@@ -48,7 +48,7 @@ def test_adapters_take_part(kind):
 
 
 def test_adapters_that_transformers_loaded():
-    model = small()
+    model = fusable()
     peft.inject_adapter_in_model(
         KINDS["lora"], model
     )  # as add_adapter does, which may ask for a newer PEFT than there is

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from support.models import tiny
+from support.models import fusable
 from torch import nn
 from torch.testing import assert_close
 
@@ -25,16 +25,11 @@ pytestmark = pytest.mark.usefixtures("kernels")
 MIXED = [("lm_head", "Q8_0"), ("embed", "Q8_0"), ("v_proj", "Q8_0"), ("gate", "Q4_0"), ("down", "Q4_0"), ("", "Q4_1")]
 
 
-def small(architecture="llama", **changes):
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    return tiny(architecture, vocab_size=len(LETTERS), intermediate_size=96, **{**sizes, **changes})
-
-
 @pytest.fixture
 def written(tmp_path):
     def write(kinds, architecture="llama", **changes):
         file = tmp_path / "tiny.gguf"
-        write_gguf(file, small(architecture, **changes), kinds)
+        write_gguf(file, fusable(architecture, vocab_size=len(LETTERS), **changes), kinds)
         return file
 
     return write
@@ -219,11 +214,11 @@ def test_kinds_that_kernels_do_not_read_keep_8_bits(written, caplog, kind, told)
 def test_files_without_blocks_are_refused(written, tmp_path):
     with pytest.raises(ValueError, match=r"holds F32.*choose weights='int8' or 'int4'"):
         ad.load(written([]), "none", weights="file", device="cpu")
-    small().save_pretrained(tmp_path / "folder")
+    fusable(vocab_size=len(LETTERS)).save_pretrained(tmp_path / "folder")
     with pytest.raises(ValueError, match="means the blocks of a GGUF file"):
         ad.load(tmp_path / "folder", "none", weights="file", device="cpu")
     with pytest.raises(ValueError, match="weights must be one of int4, int8, int8-weight-only or None, got 'file'"):
-        ad.RaggedModel(small(), weights="file")
+        ad.RaggedModel(fusable(vocab_size=len(LETTERS)), weights="file")
 
 
 def test_damaged_files_are_named(written):

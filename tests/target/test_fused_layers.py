@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.models import PROMPTS, check_greedy, next_logits
-from support.prepacked_models import ROUNDING, logits, plain, prepacked_modules, varied
+from support.models import PROMPTS, check_greedy, next_logits, varied
+from support.prepacked_models import ROUNDING, logits, plain, prepacked_modules
 from torch import nn
 from torch.testing import assert_close
 from transformers.models.glm4 import modeling_glm4

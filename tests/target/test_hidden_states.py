@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.models import PROMPTS, decode, tiny
-from support.prepacked_models import FUSED, OTHERS, logits, plain, small
+from support.models import PROMPTS, decode, fusable, tiny
+from support.prepacked_models import FUSED, OTHERS, logits, plain
 from torch.testing import assert_close
 
 import arbordraft as ad
@@ -32,7 +32,7 @@ def test_they_are_those_of_transformers(architecture):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("architecture", [*FUSED, *OTHERS])
 def test_native_kernels_show_them(architecture):
-    model = small(architecture)
+    model = fusable(architecture)
     target, cache = ad.RaggedModel(model, kernels="native"), RaggedKVCache()
     prompt = PROMPTS[2]
     found = target.prefill({cache.open(): prompt}, cache, hidden=ALL)
@@ -43,7 +43,7 @@ def test_native_kernels_show_them(architecture):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_asking_changes_no_bit(dtype):
-    target = ad.RaggedModel(small().to(dtype), kernels="native")
+    target = ad.RaggedModel(fusable().to(dtype), kernels="native")
     tokens = torch.arange(8) + 20
     found = []
     for hidden in ((), (1,), ALL):
@@ -56,7 +56,7 @@ def test_asking_changes_no_bit(dtype):
 @pytest.mark.usefixtures("kernels")
 def test_asking_transformers_for_them_leaves_the_kernels_alone(recwarn):
     """It leaves hooks behind, which do nothing."""
-    model = small()
+    model = fusable()
     target = ad.RaggedModel(model, kernels="native")
     before = logits(target)
     expected(model, PROMPTS[0])

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.prepacked_models import MIXTURES, ROUNDING, logits, plain, small
+from support.models import fusable
+from support.prepacked_models import MIXTURES, ROUNDING, logits, plain
 from torch import nn
 from torch.testing import assert_close
 
@@ -37,7 +38,7 @@ def experts_of(model):
     ids=str,
 )
 def test_kinds_of_mixtures(architecture, options):
-    model = small(architecture, **options)
+    model = fusable(architecture, **options)
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 2
     assert target.row_invariant
@@ -46,7 +47,7 @@ def test_kinds_of_mixtures(architecture, options):
 
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_bytes_of_a_copy_are_foreseen(architecture):
-    model = small(architecture, num_experts=16, num_local_experts=16)
+    model = fusable(architecture, num_experts=16, num_local_experts=16)
     held = RaggedModel(model, kernels="native").prepacking.nbytes
     assert 0.85 < copy_bytes(model) / held < 1.02  # the shared ones are padded, the router is not foreseen
 
@@ -127,7 +128,7 @@ def other_activation_shared(model):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_mixture_that_only_looks_right_is_not_fused(fault, dtype):
-    model = small("qwen2_moe").to(dtype)
+    model = fusable("qwen2_moe").to(dtype)
     fault(model)
     target = RaggedModel(model, kernels="native", self_test=False)
     assert target.prepacking.fused == 1
@@ -143,7 +144,7 @@ def test_a_mixture_that_only_looks_right_is_not_fused(fault, dtype):
     "part", ["experts.gate_up_proj", "experts.down_proj", "gate.weight", "shared_expert_gate.weight"]
 )
 def test_a_change_is_noticed(part):
-    model = small("qwen2_moe")
+    model = fusable("qwen2_moe")
     target = RaggedModel(model, kernels="native")
     before = logits(target)
     with torch.no_grad():
@@ -155,7 +156,7 @@ def test_a_change_is_noticed(part):
 
 
 def test_originals_in_a_file():
-    model = small("qwen2_moe")
+    model = fusable("qwen2_moe")
     expected = logits(plain(model))
     target = RaggedModel(model, kernels="native", keep_weights=False)
     assert_close(logits(target), expected, **ROUNDING)

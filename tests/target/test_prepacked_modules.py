@@ -5,18 +5,8 @@ import warnings
 
 import pytest
 import torch
-from support.models import PROMPTS, VOCAB
-from support.prepacked_models import (
-    FUSED,
-    OTHERS,
-    ROUNDING,
-    TREES,
-    Lora,
-    logits,
-    plain,
-    prepacked_modules,
-    small,
-)
+from support.models import PROMPTS, VOCAB, fusable
+from support.prepacked_models import FUSED, OTHERS, ROUNDING, TREES, Lora, logits, plain, prepacked_modules
 from torch import nn
 from torch.testing import assert_close
 
@@ -47,7 +37,7 @@ def same_structure(model, before):
 
 @pytest.mark.parametrize("architecture", FUSED + OTHERS)
 def test_prepacked_logits_equal_plain_ones(architecture):
-    model = small(architecture)
+    model = fusable(architecture)
     before, weights = structure(model), copy.deepcopy(model.state_dict())
     target = RaggedModel(model, kernels="native")
     fused = architecture in FUSED
@@ -67,7 +57,7 @@ def test_layers_of_several_kinds(architecture):
     """Sliding windows in some layers only; gemma3 also rotates them differently, so they take several calls."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
     overrides = {} if architecture == "mistral" else {"layer_types": kinds}
-    model = small(architecture, num_hidden_layers=4, **overrides)
+    model = fusable(architecture, num_hidden_layers=4, **overrides)
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 4
     parts = [part for prepacked_module in prepacked_modules(target) for part in prepacked_module.modules()]
@@ -81,7 +71,7 @@ def test_layers_of_several_kinds(architecture):
     "options", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}], ids=["tied", "biases"]
 )
 def test_tied_weights_and_biases(options):
-    model = small(**options)
+    model = fusable(**options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "bias" in name:
@@ -96,7 +86,7 @@ def test_scaled_rotations(rope):
     parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
     if rope == "llama3":
         parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    model = small(rope_parameters=parameters)
+    model = fusable(rope_parameters=parameters)
     target = RaggedModel(model, kernels="native")
     assert target.row_invariant
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
@@ -104,7 +94,7 @@ def test_scaled_rotations(rope):
 
 def test_sizes_that_the_kernels_do_not_know():
     """What is not fused is replaced part by part."""
-    model = small("olmo2", head_dim=8)
+    model = fusable("olmo2", head_dim=8)
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 0
     assert not target.row_invariant
@@ -117,7 +107,7 @@ def test_sizes_that_the_kernels_do_not_know():
 
 
 def test_the_model_is_restored_after_a_failure():
-    model = small()
+    model = fusable()
     prompt = torch.tensor([PROMPTS[0]])
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
     before, answer = structure(model), model.generate(prompt, **options)
@@ -131,7 +121,7 @@ def test_the_model_is_restored_after_a_failure():
 
 
 def test_several_wrappers_of_one_model():
-    model = small()
+    model = fusable()
     targets = [RaggedModel(model, kernels=kernels) for kernels in ("native", "torch", "native")]
     expected = logits(targets[1])
     for target in targets * 2:
@@ -140,7 +130,7 @@ def test_several_wrappers_of_one_model():
 
 def test_made_in_inference_mode():
     with torch.inference_mode():
-        model = small()
+        model = fusable()
         target = RaggedModel(model, kernels="native")
         expected = logits(plain(model))
         assert target.row_invariant
@@ -150,7 +140,7 @@ def test_made_in_inference_mode():
 
 
 def test_used_in_inference_mode():
-    target = RaggedModel(small(), kernels="native")
+    target = RaggedModel(fusable(), kernels="native")
     expected = logits(target)
     with torch.inference_mode():
         assert torch.equal(logits(target), expected)
@@ -258,7 +248,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_noticed_once(change):
-    model = small()
+    model = fusable()
     target = RaggedModel(model, kernels="native")
     before = logits(target)
     CHANGES[change](model)
@@ -278,7 +268,7 @@ def test_a_change_is_noticed_once(change):
 
 def test_a_wrapper_that_does_not_look_would_be_seen():
     """Negative control: these changes do matter."""
-    model = small()
+    model = fusable()
     target = RaggedModel(model, kernels="native")
     target.prepacking.current = lambda: True
     CHANGES["state"](model)
@@ -290,7 +280,7 @@ def test_a_wrapper_that_does_not_look_would_be_seen():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_dtypes_that_are_not_prepacked(dtype):
-    model = small().to(dtype)
+    model = fusable().to(dtype)
     with pytest.warns(UserWarning, match=r"uses the model's own linears: .*not torch\.float") as caught:
         target = RaggedModel(model, kernels="auto")
     assert len(caught) == 1
@@ -305,16 +295,16 @@ def test_dtypes_that_are_not_prepacked(dtype):
 
 def test_words_that_are_none():
     with pytest.raises(ValueError, match="one of auto, native, torch, triton, got 'fast'"):
-        RaggedModel(small(), kernels="fast")
+        RaggedModel(fusable(), kernels="fast")
 
 
 def test_triton_needs_a_gpu():
     with pytest.raises(ValueError, match="kernels='triton' cannot be used"):
-        RaggedModel(small(), kernels="triton")
+        RaggedModel(fusable(), kernels="triton")
 
 
 def test_the_best_backend_is_chosen(monkeypatch):
-    model = small()
+    model = fusable()
     assert choose("auto", model).backend == "native"
     monkeypatch.setattr(native, "problem", lambda: pytest.fail("the kernels might be built in vain"))
     assert choose("torch", model).backend == "torch"
@@ -322,7 +312,7 @@ def test_the_best_backend_is_chosen(monkeypatch):
 
 def test_without_native_kernels(monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_ISA", "off")
-    model = small()
+    model = fusable()
     target = RaggedModel(model, kernels="auto")
     assert target.backend == "torch"
     assert not target.row_invariant
@@ -333,7 +323,7 @@ def test_without_native_kernels(monkeypatch):
 
 
 def test_turned_off_after_packing(monkeypatch):
-    model = small()
+    model = fusable()
     target = RaggedModel(model, kernels="native")
     expected = logits(target)
     monkeypatch.setenv("ARBORDRAFT_ISA", "off")
@@ -345,7 +335,7 @@ def test_turned_off_after_packing(monkeypatch):
 @pytest.mark.parametrize(("weights", "most"), [("int8-weight-only", 0.05), ("int8", 0.05), ("int4", 0.3)])
 def test_fewer_bits_cost_little(weights, most, architecture, dtype):
     """The router of a mixture keeps its own, so that nearly all rows take the experts that they would take."""
-    model = small(architecture)
+    model = fusable(architecture)
     exact = logits(plain(model))
     spread = (exact - exact.mean(dim=-1, keepdim=True)).square().mean().sqrt()
     target = RaggedModel(model.to(dtype), kernels="native", weights=weights)
@@ -358,7 +348,7 @@ def test_fewer_bits_cost_little(weights, most, architecture, dtype):
 
 def test_the_head_of_4_bit_weights_keeps_8():
     """Alone it would lose more than all other weights together; the model's own embedding stays as it is."""
-    model = small("llama")
+    model = fusable("llama")
     target = RaggedModel(model, kernels="native", weights="int4")
     head = target.network().get_output_embeddings()
     assert head.weights == "int8"
@@ -374,7 +364,7 @@ def test_a_wrong_mask_is_noticed_with_any_weights(weights, monkeypatch):
     monkeypatch.setattr(self_test, "ancestor_words", lambda visible: ancestor_words(torch.ones_like(visible).tril()))
     what = "packed logits differ from single ones" + (f" with {weights} weights" if weights else "")
     with pytest.raises(UnsupportedModel, match=what):
-        RaggedModel(small(), kernels="native", weights=weights)
+        RaggedModel(fusable(), kernels="native", weights=weights)
 
 
 # The prepacked module of a linear

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from support.models import PROMPTS, check_greedy
-from support.prepacked_models import ROUNDING, logits, plain, small
+from support.models import PROMPTS, check_greedy, fusable
+from support.prepacked_models import ROUNDING, logits, plain
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
@@ -76,7 +76,7 @@ PLACES = {
 
 
 def changed(kind, place="all"):
-    model = small()
+    model = fusable()
     for name, module in list(model.named_modules()):
         where = (*name.split(".")[-2:],)
         if type(module) is nn.Linear and PLACES[place] in (None, where):
@@ -113,7 +113,7 @@ def test_sizes_are_read_off_the_linear():
 @pytest.mark.usefixtures("kernels")
 def test_modules_that_fail_when_they_are_looked_at():
     """Whatever goes wrong in recognition, the module itself works."""
-    model = small()
+    model = fusable()
     norm = model.model.layers[0].input_layernorm
     kind = type(norm)
 
@@ -146,7 +146,7 @@ class GatedMLP(nn.Module):
 @pytest.mark.usefixtures("kernels")
 def test_copies_that_do_not_fit_the_model():
     """A prepacked module that is called otherwise than it was tried: the model's own modules run instead."""
-    model = small()
+    model = fusable()
     model.model.layers[0].mlp = GatedMLP(model.model.layers[0].mlp)
     with pytest.warns(UserWarning, match="kernels='auto' uses the model's own modules"):
         target = RaggedModel(model)
@@ -165,7 +165,7 @@ def dynamic(model):
 
 def test_scales_of_all_rows_are_named():
     """A model that rounds by the rows beside them is decoded, and promises no more than the law."""
-    model = dynamic(small("gpt2"))
+    model = dynamic(fusable("gpt2"))
     with pytest.warns(UserWarning, match="itself gives a text other logits when other texts run beside it"):
         target = RaggedModel(model)
     assert "left to the model" in target.chosen
@@ -191,7 +191,7 @@ class Stepped(nn.Linear):
 @pytest.mark.parametrize(("steps", "seed"), [(127, 3), (127, 0), (31, 1)])  # the first and last fall on others
 def test_steps_of_single_rows_are_no_fault(steps, seed, monkeypatch):
     monkeypatch.setattr(Stepped, "steps", steps)
-    model = small(seed=seed)
+    model = fusable(seed=seed)
     for layer in model.model.layers:
         for linear in (layer.mlp.down_proj, layer.mlp.up_proj, layer.self_attn.q_proj, layer.self_attn.o_proj):
             linear.__class__ = Stepped
@@ -206,7 +206,7 @@ class Averaged(nn.Linear):
 
 
 def test_rows_that_mix_are_refused():
-    model = small()
+    model = fusable()
     for layer in model.model.layers:
         layer.mlp.down_proj.__class__ = Averaged
     with pytest.raises(UnsupportedModel, match="its rows depend on each other"):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.prepacked_models import ROUNDING, logits, plain, prepacked_modules, small
+from support.models import fusable
+from support.prepacked_models import ROUNDING, logits, plain, prepacked_modules
 from torch import nn
 from torch.testing import assert_close
 from transformers.activations import ACT2FN
@@ -24,7 +25,7 @@ class Scaled(nn.Linear):
 
 
 def test_other_kinds_of_linears_are_left_alone_and_named():
-    model = small()
+    model = fusable()
     for layer in model.model.layers:
         layer.self_attn.o_proj = Scaled(64, 64, bias=False)
     with pytest.warns(UserWarning, match=r"layers\.0\.self_attn\.o_proj.*layers\.1\.self_attn\.o_proj") as caught:
@@ -52,9 +53,9 @@ def places(model):
 
 @pytest.mark.filterwarnings("ignore:not prepacked")
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("place", places(small()))
+@pytest.mark.parametrize("place", places(fusable()))
 def test_whoever_listens_is_called(place, later):
-    model, calls = small(), []
+    model, calls = fusable(), []
     listened = places(model)[place]
     if later:
         target = RaggedModel(model, kernels="native", self_test=False)
@@ -73,7 +74,7 @@ def test_whoever_listens_is_called(place, later):
 
 
 def test_changing_what_a_part_is_given_is_heeded():
-    model = small()
+    model = fusable()
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 1
@@ -178,7 +179,7 @@ FAULTS = {
 @pytest.mark.parametrize("count", [1, 2], ids=["last layer", "both layers"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_layer_that_only_looks_right_is_not_fused(fault, count):
-    model = small(num_hidden_layers=3)
+    model = fusable(num_hidden_layers=3)
     for layer in list(model.model.layers)[-count:]:
         FAULTS[fault](layer)
     if fault == "list" and count == 2:  # alike but for what the list holds
@@ -194,7 +195,7 @@ def test_a_layer_that_only_looks_right_is_not_fused(fault, count):
 
 @pytest.mark.parametrize("kind", [OtherNorm, BoundedNorm, Gated])
 def test_a_last_norm_that_only_looks_right(kind):
-    model = small()
+    model = fusable()
     model.model.norm = kind(model.model.norm)
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 2
@@ -208,7 +209,7 @@ def test_modules_that_mix_rows_take_the_promise_away():
         def forward(self, x):
             return x + 1e-3 * x.mean(dim=1, keepdim=True)
 
-    model = small()
+    model = fusable()
     model.model.norm = nn.Sequential(model.model.norm, Mixer())
     target = RaggedModel(model, kernels="native", self_test=False)
     assert target.prepacking.fused == 2
@@ -216,15 +217,15 @@ def test_modules_that_mix_rows_take_the_promise_away():
 
 
 def test_a_module_is_not_taken_for_its_namesake():
-    model = small()
+    model = fusable()
     rotary = type(model.model.rotary_emb)
     model.model.rotary_emb.__class__ = type(rotary.__name__, (rotary,), {})
     assert not RaggedModel(model, kernels="native", self_test=False).row_invariant
-    assert RaggedModel(small(), kernels="native", self_test=False).row_invariant
+    assert RaggedModel(fusable(), kernels="native", self_test=False).row_invariant
 
 
 def test_a_module_in_two_places():
-    model = small()
+    model = fusable()
     shared = model.model.layers[0].mlp.down_proj
     model.model.layers[1].mlp.down_proj = shared
     model.model.second = model.model.norm

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models import fusable, varied
 from support.native_checks import (
     KINDS,
     OPTIONS,
@@ -19,7 +20,7 @@ from support.native_checks import (
     linear_rows,
     mixtures_of,
 )
-from support.prepacked_models import FUSED, disagreements, plain, small, varied
+from support.prepacked_models import FUSED, disagreements, plain
 from support.ragged_case import Case
 
 from arbordraft import (
@@ -142,7 +143,7 @@ def test_all_thread_counts_give_the_same_bits():
 
 
 def check_rows_of_model(architecture, dtypes, kinds):
-    model = small(architecture)
+    model = fusable(architecture)
     for dtype, weights in itertools.product(dtypes, kinds):
         target = RaggedModel(model.to(dtype), kernels="native", weights=weights)
         found = equality_report(target, Exactness.EXACT)
@@ -166,7 +167,7 @@ def test_rows_of_models_on_two_threads(architecture):
 @pytest.mark.parametrize("weights", [None, *WEIGHTS], ids=str)
 def test_speculative_bfloat16_equals_plain_decoding(weights, architecture):
     for seed in range(2):
-        model = small(architecture, seed=seed).to(torch.bfloat16)
+        model = fusable(architecture, seed=seed).to(torch.bfloat16)
         target = RaggedModel(model, kernels="native", weights=weights)
         assert target.row_invariant
         assert list(disagreements(target)) == []
@@ -181,5 +182,5 @@ def test_speculative_bfloat16_equals_plain_decoding_with_layers_of_other_kinds(a
 
 def test_rounding_that_depends_on_the_batch_would_be_seen():
     """Negative control: PyTorch's own products in bfloat16."""
-    found = (pair for seed in range(4) for pair in disagreements(plain(small(seed=seed).to(torch.bfloat16))))
+    found = (pair for seed in range(4) for pair in disagreements(plain(fusable(seed=seed).to(torch.bfloat16))))
     assert list(itertools.islice(found, 1)) != []

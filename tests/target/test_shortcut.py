@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.models import ARCHITECTURES
-from support.prepacked_models import ROUNDING, logits, plain, small
+from support.models import ARCHITECTURES, fusable
+from support.prepacked_models import ROUNDING, logits, plain
 from torch.testing import assert_close
 from transformers import LlamaForCausalLM
 
@@ -24,13 +24,13 @@ def long_way(target):
 @pytest.mark.parametrize("weights", [None, "int4"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "mixtral", "qwen2_moe", "olmo2", "glm4", "phi"])
 def test_both_ways_give_the_same_bits(architecture, weights, dtype):
-    target = RaggedModel(small(architecture).to(dtype), kernels="native", weights=weights)
+    target = RaggedModel(fusable(architecture).to(dtype), kernels="native", weights=weights)
     assert target._prepared.shortcut is not None
     assert torch.equal(logits(target), logits(long_way(target)))
 
 
 def test_rows_and_hidden_states_are_those_of_the_long_way():
-    target = RaggedModel(small(), kernels="native")
+    target = RaggedModel(fusable(), kernels="native")
 
     def asked():
         cache = RaggedKVCache()
@@ -57,7 +57,7 @@ def test_rows_and_hidden_states_are_those_of_the_long_way():
 def test_models_that_do_more_go_the_long_way(monkeypatch, architecture, change):
     """The control: what these do beside their layers would be lost."""
     monkeypatch.setitem(ARCHITECTURES, "granite", ARCHITECTURES["llama"])
-    model = small(architecture, **change)
+    model = fusable(architecture, **change)
     target = RaggedModel(model, kernels="native")
     assert target._prepared.shortcut is None
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
@@ -70,14 +70,14 @@ def test_a_cap_that_small_logits_never_reach_is_seen():
             output.logits = output.logits.clamp(-20, 20)
             return output
 
-    model = small()
+    model = fusable()
     assert logits(plain(model)).abs().max() < 20
     model.__class__ = Capped
     assert RaggedModel(model, kernels="native")._prepared.shortcut is None
 
 
 def test_listeners_are_heard():
-    target, heard = RaggedModel(small(), kernels="native"), []
+    target, heard = RaggedModel(fusable(), kernels="native"), []
     target.model.model.register_forward_hook(lambda *_: heard.append("model"))
     with pytest.warns(match="changed after they were prepacked"):
         logits(target)
@@ -86,7 +86,7 @@ def test_listeners_are_heard():
 
 
 def test_replaced_forwards_are_called():
-    target = RaggedModel(small(), kernels="native")
+    target = RaggedModel(fusable(), kernels="native")
     expected, own = logits(target), target.model.forward
 
     def doubled(*args, **kwargs):
@@ -101,7 +101,7 @@ def test_replaced_forwards_are_called():
 
 
 def test_early_exits_go_the_long_way():
-    target = RaggedModel(small(), kernels="native")
+    target = RaggedModel(fusable(), kernels="native")
     early = logits(target, layers=1)
     assert not torch.equal(early, logits(target))
     assert torch.equal(early, logits(long_way(target), layers=1))

@@ -445,7 +445,7 @@ def test_too_little_held_out_text_is_refused(tmp_path, target, folder):
 
 def test_another_target_or_folder_is_refused(tmp_path, folder):
     with pytest.raises(ValueError, match="trained for another target"):
-        DeciderModule(folder).attach(ad.RaggedModel(tiny(num_hidden_layers=3), kernels="torch"))
+        DeciderModule(folder).attach(ragged(num_hidden_layers=3))
     with pytest.raises(ValueError, match="holds no trained drafter"):
         DeciderModule(str(tmp_path))
     tiny().save_pretrained(tmp_path)

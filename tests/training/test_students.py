@@ -20,7 +20,7 @@ from support.companions import (
     trained,
     with_norms,
 )
-from support.models import PROMPTS, VOCAB, tiny
+from support.models import PROMPTS, VOCAB, ragged, tiny
 from torch.nn import functional
 from torch.testing import assert_close
 
@@ -330,7 +330,7 @@ def test_students_say_early_what_cannot_work():
         EarlyExitStudent(LAYERS).build(target(), frequent)
     with pytest.raises(ValueError, match="2 to 4 layers"):
         LanguageModelStudent(7).build(target(), frequent)
-    capped = RaggedModel(tiny("gemma2", num_hidden_layers=4, final_logit_softcapping=20.0), kernels="torch")
+    capped = ragged("gemma2", num_hidden_layers=4, final_logit_softcapping=20.0)
     for student in (EarlyExitStudent(EXIT), LanguageModelStudent(2)):
         with pytest.raises(ValueError, match="Gemma2ForCausalLM caps its logits"):
             student.build(capped, frequent)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, next_logits, ragged, tiny
+from support.models import PROMPTS, generated, greedy_reference, next_logits, ragged, tiny
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 import arbordraft as ad
@@ -112,14 +112,7 @@ def test_whole_texts_by_transport_in_float32(formulation):
         ragged(), ad.LanguageModelDrafter(ragged(seed=3)), ad.TreeTopology.from_k_config((2, 1)), coupling
     )
     prompts = [PROMPTS[index % len(PROMPTS)] for index in range(20)]
-    output = decoder.generate(
-        **left_padded(prompts),
-        max_new_tokens=12,
-        do_sample=True,
-        seeds=range(20),
-        return_dict_in_generate=True,
-        **NEVER,
-    )
+    _, output = generated(decoder, prompts, max_new_tokens=12, do_sample=True, seeds=range(20), **NEVER)
     assert output.stats.emitted == [12] * 20
     assert output.stats.exactness == "exact"
 
@@ -227,14 +220,8 @@ def texts(buckets, lift=ad.TopDown, **settings):
     topology = ad.TreeTopology.from_k_config((2, 2))
     decoder = ad.SpeculativeDecoder(ragged(sharpness=2.0), Repeating(), topology, coupling, buckets=buckets)
     prompts = PROMPTS * 4
-    output = decoder.generate(
-        **left_padded(prompts),
-        max_new_tokens=6,
-        seeds=range(len(prompts)),
-        return_dict_in_generate=True,
-        **{"do_sample": True, **NEVER, **settings},
-    )
-    return new_tokens(output.sequences, prompts, output.stats.emitted)
+    settings = {"do_sample": True, **NEVER, **settings}
+    return generated(decoder, prompts, max_new_tokens=6, seeds=range(len(prompts)), **settings)[0]
 
 
 @pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
