@@ -657,10 +657,7 @@ def test_changed_originals_are_packed_again(kernels):
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
-        (
-            lambda model: model.share_memory(),
-            "cannot free weights that lie in a file or on a device",
-        ),
+        (lambda model: model.share_memory(), "cannot free weights that lie in a file or on a device"),
         (None, "cannot move weights that were loaded in inference mode"),
     ],
     ids=["shared", "inference mode"],

@@ -11,14 +11,7 @@ from support.models import PROMPTS, VOCAB, decode, greedy_reference, ragged, tin
 
 import arbordraft as ad
 from arbordraft.bench.decoding import emitted
-from arbordraft.bench.verifiers import (
-    clustered,
-    expected_accepted,
-    laws_of,
-    node_acceptance,
-    tree_tau,
-    watch,
-)
+from arbordraft.bench.verifiers import clustered, expected_accepted, laws_of, node_acceptance, tree_tau, watch
 from arbordraft.bench.workload import Workload
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.grower import TreeGrower

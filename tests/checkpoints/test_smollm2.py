@@ -179,10 +179,7 @@ def test_hub_weights_are_compared_with_the_declared_digest(tmp_path, monkeypatch
     lfs = SimpleNamespace(sha256=hashlib.sha256(b"as declared").hexdigest())
     info = SimpleNamespace(
         sha="c0ffee",
-        siblings=[
-            SimpleNamespace(rfilename="config.json", lfs=None),
-            SimpleNamespace(rfilename=WEIGHTS, lfs=lfs),
-        ],
+        siblings=[SimpleNamespace(rfilename="config.json", lfs=None), SimpleNamespace(rfilename=WEIGHTS, lfs=lfs)],
     )
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **kwargs: info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

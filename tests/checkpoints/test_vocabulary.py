@@ -256,9 +256,5 @@ def test_trained_draft_models_know_their_tokenizer(tmp_path):
 
 def test_a_decoder_keeps_that_its_user_vouched():
     draft = ad.LanguageModelDrafter(tiny(seed=3), same_tokenizer=True)
-    assert describe(draft) == {
-        "class": "LanguageModelDrafter",
-        "trained": True,
-        "arguments": {"same_tokenizer": True},
-    }
+    assert describe(draft) == {"class": "LanguageModelDrafter", "trained": True, "arguments": {"same_tokenizer": True}}
     assert describe(ad.LanguageModelDrafter(tiny(seed=3))) == {"class": "LanguageModelDrafter", "trained": True}

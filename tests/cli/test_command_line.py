@@ -112,10 +112,7 @@ USAGE = {
     "measuring below zero": ("bench decode --temperatures=-1 --drafter ngram", r"--temperatures.*at least 0"),
     "measuring nobody": ("bench decode", r"Missing option '--drafter'"),
     "judging nobody": ("bench verifiers", r"Missing option '--drafter'"),
-    "measuring half a child": (
-        "bench verifiers --drafter none --children 0.5",
-        r"--children.*comma-separated numbers",
-    ),
+    "measuring half a child": ("bench verifiers --drafter none --children 0.5", r"--children.*comma-separated numbers"),
     "prompts without messages": ("bench equality --prompts other.jsonl", r"other\.jsonl:2 is not \{\"messages\""),
     "turns that are a number": ("bench equality --prompts turns.jsonl", r"turns\.jsonl:1 is not .*or \{\"turns\": \["),
     "prompts without a line": ("bench equality --prompts empty", r"empty holds no prompts"),
@@ -216,11 +213,7 @@ def test_a_server_that_is_away_is_told_at_once(place, monkeypatch, capsys, comma
 
 
 FAILURES = {
-    "of torch": (
-        RuntimeError("its own words"),
-        1,
-        r"error: RuntimeError: its own words \(traceback: (.*\.log), or .*",
-    ),
+    "of torch": (RuntimeError("its own words"), 1, r"error: RuntimeError: its own words \(traceback: (.*\.log), or .*"),
     "a slip": (KeyError("x"), 1, r"error: KeyError: 'x' \(traceback: (.*\.log), or ARBORDRAFT_TRACEBACK=1\)"),
     "of no words": (AssertionError(), 1, r"error: AssertionError \(traceback: (.*\.log), or .*"),
     "of many lines": (RuntimeError("a\nb\n\nc"), 1, r"error: RuntimeError: a b c \(traceback: (.*\.log), or .*"),

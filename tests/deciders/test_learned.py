@@ -6,16 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import (
-    PROMPTS,
-    VOCAB,
-    context,
-    generated,
-    greedy_reference,
-    joined,
-    ragged,
-    tiny,
-)
+from support.models import PROMPTS, VOCAB, context, generated, greedy_reference, joined, ragged, tiny
 from torch.testing import assert_close
 
 import arbordraft as ad

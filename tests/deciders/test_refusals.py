@@ -320,9 +320,7 @@ def test_damaged_cost_tables_are_named(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"choices": []}, {"temperature": -1}, {"costs": {}}, {"choices": 3}],
-    ids=lambda change: f"{change}",
+    "change", [{"choices": []}, {"temperature": -1}, {"costs": {}}, {"choices": 3}], ids=lambda change: f"{change}"
 )
 def test_damaged_tunings_are_named(tmp_path, change):
     path = tmp_path / "tuned.json"

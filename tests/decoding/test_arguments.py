@@ -8,13 +8,7 @@ import torch
 from support.models import PROMPTS, fusable, greedy_reference, left_padded, ragged, tiny
 from support.prepacked_models import logits, plain
 from torch import nn
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import arbordraft as ad
 from arbordraft.target.hf_cache import cache_argument

@@ -5,16 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from support.models import (
-    PROMPTS,
-    VOCAB,
-    greedy_reference,
-    left_padded,
-    new_tokens,
-    ragged,
-    tiny,
-    tiny_tokenizer,
-)
+from support.models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged, tiny, tiny_tokenizer
 from support.refusals import check_refusal, refusals
 from torch import nn
 from transformers import (

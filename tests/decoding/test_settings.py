@@ -6,13 +6,7 @@ import pytest
 import torch
 from support.models import PROMPTS, tiny, tiny_tokenizer
 from support.served import serving
-from transformers import (
-    CompileConfig,
-    GenerationConfig,
-    StoppingCriteriaList,
-    StopStringCriteria,
-    WatermarkingConfig,
-)
+from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList, StopStringCriteria, WatermarkingConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from arbordraft import Engine, NGramDrafter, RaggedModel, Request, SpeculativeDecoder, load

@@ -140,10 +140,7 @@ def test_the_command_writes_it(tmp_path):
         ({"position": torch.zeros(2, 1, dtype=torch.int64)}, "Invalid rank for input: position"),
         ({"temperature": torch.ones(2)}, "cannot be reshaped"),
         ({"temperature": torch.ones(5)}, "cannot be reshaped"),
-        (
-            {"seed": torch.zeros(3, dtype=torch.int64)},
-            "Attempting to broadcast|Shape mismatch|cannot be reshaped",
-        ),
+        ({"seed": torch.zeros(3, dtype=torch.int64)}, "Attempting to broadcast|Shape mismatch|cannot be reshaped"),
     ],
     ids=[
         "float64",

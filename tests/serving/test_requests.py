@@ -146,10 +146,7 @@ def test_templates_are_shown_what_was_said():
     shown = {
         "a name": ({**USER, "name": "ada"}, {**USER, "name": "ada"}),
         "no words": ({"role": "assistant"}, {"role": "assistant", "content": ""}),
-        "a refusal": (
-            {"role": "assistant", "content": None, "refusal": "no"},
-            {"role": "assistant", "content": "no"},
-        ),
+        "a refusal": ({"role": "assistant", "content": None, "refusal": "no"}, {"role": "assistant", "content": "no"}),
         "a part that refuses": (
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}, {"type": "text", "text": "way"}]},
             {"role": "assistant", "content": "no\nway"},

@@ -403,11 +403,7 @@ WRONG = {
         "no call a",
     ),
     "arguments": (
-        {
-            "messages": [
-                {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]},
-            ]
-        },
+        {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]}]},
         "messages.0.tool_calls.0.function.arguments",
         "JSON text of an object",
     ),

@@ -29,16 +29,7 @@ class Case:
     """
 
     def __init__(
-        self,
-        samples,
-        group=2,
-        last=99,
-        causal=False,
-        dtype=torch.float64,
-        key_heads=2,
-        size=8,
-        value_size=None,
-        seed=0,
+        self, samples, group=2, last=99, causal=False, dtype=torch.float64, key_heads=2, size=8, value_size=None, seed=0
     ):
         generator = torch.Generator().manual_seed(seed)
         lengths = [past + tree.num_nodes for past, tree in samples]

@@ -84,8 +84,7 @@ def test_they_say_what_transformers_says(architecture):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "neighbours"),
-    [("llama", False), ("phi", False), ("glm4", True), ("cohere", True)],
+    ("architecture", "neighbours"), [("llama", False), ("phi", False), ("glm4", True), ("cohere", True)]
 )
 def test_pairs_that_rotate(architecture, neighbours):
     """The other pairs, or none, are noticed."""

@@ -68,11 +68,7 @@ def as_subclass(linear):
 
 
 KINDS = {"subclass": as_subclass, "module": Packed, "parametrised": parametrizations.weight_norm}
-PLACES = {
-    "q_proj": ("self_attn", "q_proj"),
-    "down_proj": ("mlp", "down_proj"),
-    "all": None,
-}
+PLACES = {"q_proj": ("self_attn", "q_proj"), "down_proj": ("mlp", "down_proj"), "all": None}
 
 
 def changed(kind, place="all"):

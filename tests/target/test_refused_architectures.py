@@ -47,12 +47,7 @@ _GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positio
 REFUSED = {
     "stablelm": _SIZES,
     "nemotron": _SIZES,
-    "gpt_neo": {
-        **_SIZES,
-        "num_layers": 2,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 1]],
-    },
+    "gpt_neo": {**_SIZES, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
     "mpt": {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
     "xglm": {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
     "diffllama": _SIZES,

@@ -23,9 +23,7 @@ from support.native_checks import (
 from support.prepacked_models import FUSED, disagreements, plain
 from support.ragged_case import Case
 
-from arbordraft import (
-    RaggedModel,
-)
+from arbordraft import RaggedModel
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, WEIGHTS
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.target.equality import equality_report

@@ -203,14 +203,7 @@ def test_held_out_batches_always_come_from_the_beginning():
 
 @pytest.mark.parametrize(
     ("text", "predicted"),
-    [
-        ("abcdabcd", [7]),
-        ("abcdabce", []),
-        ("aaaaa", [4]),
-        ("abcdabceabce", [11]),
-        ("abcdabceabcd", []),
-        ("ab", []),
-    ],
+    [("abcdabcd", [7]), ("abcdabce", []), ("aaaaa", [4]), ("abcdabceabce", [11]), ("abcdabceabcd", []), ("ab", [])],
     ids=["a repetition", "another end", "a run", "the latest counts", "not the first", "too short"],
 )
 def test_what_a_lookup_of_three_tokens_predicts(text, predicted):
@@ -300,15 +293,7 @@ def test_expectations_by_temperature_and_step():
 
 @pytest.mark.parametrize(
     ("step", "done", "rate"),
-    [
-        (0, 0.0, 1 / 4),
-        (2, 0.1, 3 / 4),
-        (3, 0.1, 1),
-        (100, 0.8, 1),
-        (100, 0.85, 0.5),
-        (100, 1.0, 0),
-        (0, 0.85, 1 / 8),
-    ],
+    [(0, 0.0, 1 / 4), (2, 0.1, 3 / 4), (3, 0.1, 1), (100, 0.8, 1), (100, 0.85, 0.5), (100, 1.0, 0), (0, 0.85, 1 / 8)],
 )
 def test_rates_of_known_cases(step, done, rate):
     assert relative_rate(step, done, warmup=4, cooldown=0.2) == pytest.approx(rate)
