@@ -1,5 +1,6 @@
 """Settings of the whole suite: deterministic, and kind to small machines."""
 
+import contextlib
 import gc
 import warnings
 
@@ -75,6 +76,25 @@ def kernels(_native_problem):
     """Skips tests of the native kernels where there are none, for a reason that is no fault of theirs."""
     if _native_problem:
         pytest.skip(_native_problem)
+
+
+@pytest.fixture(scope="session")
+def uri(tmp_path_factory):
+    """One database of MLflow for all tests, as it takes seconds to set one up; each test has its own experiment."""
+    from mlflow import MlflowClient
+
+    folder = tmp_path_factory.mktemp("mlflow")
+    with contextlib.chdir(folder):  # MLflow puts artifacts below the folder in which a database is first used
+        MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+@pytest.fixture(scope="session")
+def client(uri):
+    """MLflow's, of that database."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,7 @@ STRICT = "{{ raise_exception('roles must alternate') }}"
 
 def target(template: str | None = None, tokenizer: bool = True, **overrides: object) -> ad.RaggedModel:
     """One letter per token; no token ends a text."""
-    words = tiny_tokenizer() if tokenizer else None
-    if words is not None:
-        words.chat_template = template
+    words = tiny_tokenizer(chat_template=template) if tokenizer else None
     model = tiny(**overrides)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

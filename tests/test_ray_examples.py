@@ -19,7 +19,7 @@ import ray
 import torch
 from ray import serve
 from support.chats import chat_tokenizer
-from support.models import tiny
+from support.models import tiny_checkpoint
 from support.tiny_training import fit, same, save_config, save_world, stored
 
 from arbordraft.serving.server import bound
@@ -37,9 +37,7 @@ LONG = {"max_tokens": 1900, "extra_body": {"ignore_eos": True}}
 def folder(tmp_path_factory):
     """A model that can chat, takes seconds for a long answer, and has the shapes of row-invariant kernels."""
     folder = tmp_path_factory.mktemp("tiny-model")
-    tiny(head_dim=16, max_position_embeddings=2048, num_hidden_layers=24).save_pretrained(folder)
-    chat_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return str(tiny_checkpoint(folder, chat_tokenizer(), head_dim=16, num_hidden_layers=24))
 
 
 @pytest.fixture(scope="module")

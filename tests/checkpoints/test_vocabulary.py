@@ -4,7 +4,18 @@ import shutil
 
 import pytest
 import torch
-from support.models import LETTERS, PROMPTS, check_greedy, context, joined, next_logits, ragged, tiny, tiny_tokenizer
+from support.models import (
+    LETTERS,
+    PROMPTS,
+    check_greedy,
+    context,
+    joined,
+    next_logits,
+    ragged,
+    tiny,
+    tiny_checkpoint,
+    tiny_tokenizer,
+)
 from support.request_law import BUSH, FEW, PAIR, fit, small_decoder
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -222,13 +233,11 @@ def test_graphs_know_their_tokenizer(tmp_path):
 
 def test_graphs_are_made_for_one_tokenizer(tmp_path):
     for name, letters in (("draft", SWAPPED), ("target", LETTERS)):
-        tiny(max_position_embeddings=2048).save_pretrained(tmp_path / name)
-        tiny_tokenizer(letters, eos_token="c").save_pretrained(tmp_path / name)
+        tiny_checkpoint(tmp_path / name, tiny_tokenizer(letters, eos_token="c"))
     with pytest.raises(ValueError, match="gives other ids to some tokens"):
         of(str(tmp_path / "draft"), str(tmp_path / "target"))
     shutil.rmtree(tmp_path / "draft")
-    tiny(vocab_size=64, max_position_embeddings=2048).save_pretrained(tmp_path / "draft")
-    tiny_tokenizer(eos_token="c").save_pretrained(tmp_path / "draft")
+    tiny_checkpoint(tmp_path / "draft", vocab_size=64)
     of(str(tmp_path / "draft"), str(tmp_path / "target"))
     with pytest.raises(ValueError, match="onnxruntime-genai takes no padding: the draft model has 64 token ids"):
         of(str(tmp_path / "draft"), str(tmp_path / "target"), causal=True)
@@ -236,8 +245,7 @@ def test_graphs_are_made_for_one_tokenizer(tmp_path):
 
 def test_engines_get_no_draft_model_of_another_tokenizer(tmp_path):
     for name, letters in (("draft", SWAPPED), ("same", LETTERS), ("target", LETTERS)):
-        tiny().save_pretrained(tmp_path / name)
-        tiny_tokenizer(letters).save_pretrained(tmp_path / name)
+        tiny_checkpoint(tmp_path / name, tiny_tokenizer(letters))
     with pytest.raises(ValueError, match=r"draft and .*target differ \('a' is 1 there and 0 here\)"):
         export_vllm(tmp_path / "draft", tmp_path / "out", target=str(tmp_path / "target"))
     export_vllm(tmp_path / "same", tmp_path / "out", target=str(tmp_path / "target"))

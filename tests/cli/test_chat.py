@@ -5,7 +5,7 @@ import time
 
 import pytest
 from rich.console import Console
-from support.models import fusable, tiny, tiny_tokenizer
+from support.models import fusable, tiny, tiny_checkpoint, tiny_tokenizer
 from typer.testing import CliRunner
 
 from arbordraft import Fixed, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
@@ -23,8 +23,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 @pytest.fixture
 def session():
     """A conversation with a tiny model, and everything it shows."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = tiny_tokenizer(chat_template=TEMPLATE)
     target = RaggedModel(tiny(max_position_embeddings=64), tokenizer, kernels="torch")
     console = Console(file=io.StringIO(), width=100)
     decoder = SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(3))
@@ -129,9 +128,8 @@ def test_what_stops_an_answer(session, stop, terminal, survives):
 
 @pytest.mark.parametrize("turns", [["abcdefgh" * 4, "i"], ["abcdefgh" * 4]], ids=["second turn", "first turn"])
 def test_a_turn_reads_only_what_is_new(turns, monkeypatch):
-    tokenizer, copied = tiny_tokenizer(), []
-    tokenizer.chat_template = TEMPLATE
-    target = RaggedModel(fusable(), tokenizer, kernels="native")
+    copied = []
+    target = RaggedModel(fusable(), tiny_tokenizer(chat_template=TEMPLATE), kernels="native")
     decoder = SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(3))
     share = RaggedKVCache.share
     monkeypatch.setattr(RaggedKVCache, "share", lambda *args: copied.append(args[-1]) or share(*args))
@@ -159,17 +157,11 @@ def test_the_tree_of_a_step_marks_what_was_accepted():
     assert "3 drafted, 1 accepted: 2 tokens by one forward" in drawn
 
 
-def checkpoint(folder):
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token, tokenizer.chat_template = "c", TEMPLATE
-    tiny(max_position_embeddings=64).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize(("lines", "status"), [("ab\n/tree\n", 0), ("a" * 100 + "\n", 1)], ids=["good", "too long"])
 def test_piped_lines_are_answered(tmp_path, lines, status):
-    arguments = ["chat", "--model", checkpoint(tmp_path), "--drafter", "ngram", "--max-new-tokens", "6"]
+    tokenizer = tiny_tokenizer(eos_token="c", chat_template=TEMPLATE)
+    folder = tiny_checkpoint(tmp_path, tokenizer, max_position_embeddings=64)
+    arguments = ["chat", "--model", str(folder), "--drafter", "ngram", "--max-new-tokens", "6"]
     result = CliRunner().invoke(app, arguments, input=lines)
     assert result.exit_code == status, result.output
     assert ("by one forward" in result.output) == (status == 0)

@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 from support.models import tiny_checkpoint, tiny_tokenizer
 from support.spellers import speller, speller_tokenizer
-from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import arbordraft as ad
@@ -23,11 +22,9 @@ TOKENS = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("model"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}x{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    template = "{% for message in messages %}{{ message.content }}x{% endfor %}"
+    tokenizer = tiny_tokenizer(eos_token="c", chat_template=template)
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), tokenizer))
 
 
 @pytest.fixture(scope="module")

@@ -21,19 +21,8 @@ def folder(tmp_path_factory):
 
 def said(folder, command, source, tmp_path):
     """The text that a command writes."""
-    options = [
-        "--model",
-        folder,
-        "--drafter",
-        "none",
-        "--kernels",
-        "torch",
-        "--max-new-tokens",
-        "9",
-        "--dtype",
-        "float32",
-    ]
-    options += ["--generation-config", source]
+    options = ["--model", folder, "--drafter", "none", "--generation-config", source]
+    options += ["--kernels", "torch", "--max-new-tokens", "9", "--dtype", "float32"]
     page = tmp_path / "page.html"
     asked = {"generate": ["hello", "--json"], "chat": [], "trace": ["hello", "-o", str(page)]}[command]
     result = CliRunner().invoke(app, [command, *asked, *options], input="hello\n")

@@ -11,7 +11,7 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 from support.chats import chat_tokenizer
-from support.models import tiny
+from support.models import tiny_checkpoint
 from typer.testing import CliRunner
 
 from arbordraft.cli import serve as module
@@ -23,10 +23,7 @@ from arbordraft.serving.server import bound
 @pytest.fixture
 def folder(tmp_path):
     """A tiny model that can chat."""
-    folder = tmp_path / "tiny-model"
-    tiny(max_position_embeddings=512).save_pretrained(folder)
-    chat_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return str(tiny_checkpoint(tmp_path / "tiny-model", chat_tokenizer(), max_position_embeddings=512))
 
 
 def free_port():

@@ -44,27 +44,11 @@ TREE = ad.TreeTopology.from_k_config((2, 1))
 COSTS = StepCosts(ad.CostTable((1, 2), (1.0, 1.5)), ad.CostTable((1,), (0.1,)), rest=0.2)
 
 
-@pytest.fixture(scope="module")
-def uri(tmp_path_factory):
-    """One database for all tests, as MLflow takes seconds to set one up."""
-    folder = tmp_path_factory.mktemp("mlflow")
-    before = Path.cwd()
-    os.chdir(folder)  # MLflow puts artifacts below the folder in which a database is first used
-    MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
-    os.chdir(before)
-    return f"sqlite:///{folder}/mlflow.db"
-
-
 @pytest.fixture
 def _own_server():
     """For tests that tell MLflow itself where its server is."""
     yield
     mlflow.set_tracking_uri(None)
-
-
-@pytest.fixture(scope="module")
-def client(uri):
-    return MlflowClient(uri)
 
 
 @pytest.fixture(scope="module")
@@ -122,23 +106,15 @@ def logged(uri, folders, parts, questions):
 @pytest.mark.parametrize(
     "part",
     [
-        ad.IID(3),
-        ad.WithoutReplacement(2),
-        ad.TopTail(1, 2),
-        AdaptiveTopTail(3, 0.3),
-        ad.Fixed(4),
+        *(ad.IID(3), ad.WithoutReplacement(2), ad.TopTail(1, 2), AdaptiveTopTail(3, 0.3), ad.Fixed(4)),
         ad.TopDown(ad.SpecHub(order="paper")),
         ad.Lifted(ad.RecursiveRejection()),
         ad.TopDown(OptimalTransport("full")),
         TypicalAcceptance(0.2, 0.1),
-        FixedDepth(),
-        AdaEDL(),
-        Bandit([FixedDepth(1), FixedDepth(3)]),
+        *(FixedDepth(), AdaEDL(), Bandit([FixedDepth(1), FixedDepth(3)])),
         ad.CostAware(COSTS, 9, PathSurvival(0.4)),
         ad.CostAware(COSTS.target, decay=0.5),
-        NodeBudget(7),
-        COSTS,
-        None,
+        *(NodeBudget(7), COSTS, None),
     ],
     ids=str,
 )

@@ -88,13 +88,11 @@ from arbordraft.decoding.static.runner import StaticStepping
 from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.drafters import Drafter, GrammarDrafter
 from arbordraft.grammars import Grammar
-from arbordraft.heads.block import BlockConfig, BlockHead
-from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
-from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.verifiers import KSeq, LongestBranch, OptimalTransport, TopTailRule, TypicalAcceptance
-from support.models import left_padded, new_tokens, tiny
+from support.models import generated, tiny
+from support.native_drafters import new_head
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "behaviour.txt"
 CHUNKS = 16
@@ -186,16 +184,7 @@ def similar(architecture: str) -> Any:
 
 
 def _head(kind: str, trimmed: bool) -> Any:
-    options = {"vocab_size": VOCAB, "target_hidden_size": 32, "draft_vocab_size": 16 if trimmed else VOCAB}
-    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
-    layers = {"head_dim": 16, "hidden_layers": [0, 1, 2]}
-    if kind == "eagle":
-        head = EagleHead(EagleConfig(**options, **sizes, **layers))
-    elif kind == "medusa":
-        head = MedusaHead(MedusaConfig(**options, hidden_layers=[2], num_heads=3))
-    else:
-        form = {"markov_rank": 24} if kind == "block" else {"markov_rank": 0, "mask_token_id": VOCAB - 1}
-        head = BlockHead(BlockConfig(**options, **sizes, **layers, block_size=3, **form))
+    head = new_head("masked block" if kind == "p-eagle" else kind, VOCAB, 16 if trimmed else None)
     filled(head, seed=11, scale=1.2)
     if trimmed:
         head.tokens.copy_(torch.arange(VOCAB)[VOCAB % 16 :])
@@ -545,15 +534,10 @@ def _generated(
     if bad := settings.pop("bad_words", None):
         settings["bad_words_ids"] = bad
     sampled = {"do_sample": True, "top_k": 0} if "temperature" in settings else {"do_sample": False}
-    output = decoder.generate(
-        **left_padded(prompts),
-        max_new_tokens=LENGTH,
-        seeds=[100 + sample for sample in range(len(prompts))],
-        grammar=grammars if any(grammars) else None,
-        return_dict_in_generate=True,
-        **{**sampled, **settings},
-    )
-    return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
+    settings = {**sampled, **settings, "grammar": grammars if any(grammars) else None}
+    seeds = [100 + sample for sample in range(len(prompts))]
+    tokens, output = generated(decoder, prompts, max_new_tokens=LENGTH, seeds=seeds, **settings)
+    return tokens, output.stats
 
 
 def _served(

@@ -208,10 +208,10 @@ def tiny_tokenizer(letters: str = LETTERS, **options: object) -> PreTrainedToken
     return PreTrainedTokenizerFast(tokenizer_object=spelling, padding_side="left", **options)
 
 
-def tiny_checkpoint(folder: Path) -> Path:
-    """A model and tokenizer on disk, as ``from_pretrained`` reads them."""
-    tiny(max_position_embeddings=2048).save_pretrained(folder)
-    tiny_tokenizer(eos_token=LETTERS[EOS]).save_pretrained(folder)
+def tiny_checkpoint(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **overrides: object) -> Path:
+    """A model and a tokenizer on disk, as ``from_pretrained`` reads them; by default one letter per token."""
+    tiny(**{"max_position_embeddings": 2048, **overrides}).save_pretrained(folder)
+    (tokenizer or tiny_tokenizer(eos_token=LETTERS[EOS])).save_pretrained(folder)
     return folder
 
 

@@ -12,8 +12,25 @@ from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from support.models import VOCAB, tiny
 
 
-def hidden_size(model):
-    return model.config.hidden_size
+def new_head(kind, vocab_size=VOCAB, trimmed=None, target_hidden_size=32):
+    """An untrained head over three hidden states (Medusa's: the last) of a target of two layers.
+
+    Args:
+        kind: ``eagle``, ``block``, ``masked block`` (P-EAGLE's form) or ``medusa``.
+        vocab_size: the target's.
+        trimmed: size of the draft vocabulary, if that is smaller.
+        target_hidden_size: the target's.
+    """
+    known = {"vocab_size": vocab_size, "target_hidden_size": target_hidden_size}
+    known["draft_vocab_size"] = trimmed or vocab_size
+    if kind == "medusa":
+        return MedusaHead(MedusaConfig(**known, hidden_layers=[2], num_heads=3))
+    known |= {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+    known |= {"head_dim": 16, "hidden_layers": [0, 1, 2]}
+    if kind == "eagle":
+        return EagleHead(EagleConfig(**known))
+    form = {"markov_rank": 24} if kind == "block" else {"markov_rank": 0, "mask_token_id": vocab_size - 1}
+    return BlockHead(BlockConfig(**known, **form, block_size=3))
 
 
 @cache
@@ -23,22 +40,8 @@ def weights(kind):
     target = tiny(head_dim=16, max_position_embeddings=2048)
     if kind == "model":
         return target, tiny(seed=3, head_dim=16, num_hidden_layers=1, max_position_embeddings=2048)
-    options = {
-        "vocab_size": VOCAB,
-        "target_hidden_size": hidden_size(target),
-        "draft_vocab_size": 40 if "trimmed" in kind else VOCAB,
-    }
-    if kind.startswith("eagle"):
-        sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
-        head = EagleHead(EagleConfig(**options, **sizes, head_dim=16, hidden_layers=[0, 1, 2]))
-    elif "block" in kind:
-        sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
-        own = {"block_size": 3, "markov_rank": 24}
-        if kind.startswith("masked"):  # P-EAGLE's form
-            own |= {"markov_rank": 0, "mask_token_id": VOCAB - 1}
-        head = BlockHead(BlockConfig(**options, **sizes, **own, head_dim=16, hidden_layers=[0, 1, 2]))
-    else:
-        head = MedusaHead(MedusaConfig(**options, hidden_layers=[2], num_heads=3))
+    name, _, trimmed = kind.partition(", ")
+    head = new_head(name, trimmed=40 if trimmed else None)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim > 1:

@@ -30,22 +30,6 @@ from arbordraft.training.tracking import MLflowTracker
 LOCAL = "sqlite:///mlflow.db"
 
 
-@pytest.fixture(scope="session")
-def uri(tmp_path_factory):
-    """One database for all tests, as MLflow takes seconds to set one up; each test has its own experiment."""
-    folder = tmp_path_factory.mktemp("mlflow")
-    before = Path.cwd()
-    os.chdir(folder)  # MLflow puts artifacts below the folder in which a database is first used
-    MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
-    os.chdir(before)
-    return f"sqlite:///{folder}/mlflow.db"
-
-
-@pytest.fixture
-def client(uri):
-    return MlflowClient(uri)
-
-
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -110,16 +94,7 @@ class Line(pl.LightningModule):
 
 
 def fit(tracker, checkpoint, **kwargs):
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        log_every_n_steps=1,
-        logger=tracker,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = pl.Trainer(**training.TRAINER | {"max_epochs": 1, "logger": tracker})
     model = Line(checkpoint, **kwargs)
     trainer.fit(model, torch.utils.data.DataLoader(torch.ones(4, 1)))
     assert trainer.global_step == 4
