@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import arbordraft as ad
 from arbordraft import builders
@@ -33,6 +34,20 @@ def logits(target, layers=None, tokens=None):
 
 def plain(model):
     return ad.RaggedModel(model, self_test=False, kernels="torch")
+
+
+def faithful(model, *, fused=None, row_invariant=None, **options):
+    """Wraps a model for the native kernels and checks that it computes as its own modules do.
+
+    Args:
+        fused: how many layers the kernels take over, if that matters; likewise ``row_invariant``.
+        options: of RaggedModel.
+    """
+    target = ad.RaggedModel(model, **{"kernels": "native", **options})
+    assert fused is None or target.prepacking.fused == fused
+    assert row_invariant is None or target.row_invariant == row_invariant
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    return target
 
 
 def prepacked_modules(target):

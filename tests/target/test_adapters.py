@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.models import PROMPTS, fusable, greedy_reference, left_padded, new_tokens
-from support.prepacked_models import ROUNDING, disagreements, logits, plain
+from support.prepacked_models import ROUNDING, disagreements, faithful, logits, plain
 from torch.testing import assert_close
 
 from arbordraft import RaggedModel, builders
@@ -52,17 +52,13 @@ def test_adapters_that_transformers_loaded():
     peft.inject_adapter_in_model(
         KINDS["lora"], model
     )  # as add_adapter does, which may ask for a newer PEFT than there is
-    target = RaggedModel(model.eval(), kernels="native")
-    assert target.row_invariant
+    target = faithful(model.eval(), row_invariant=True)
     assert target.chosen.startswith("native: 2 of 2 layers fused, adapters merged into copies of 14 linears")
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
 def test_adapters_beside_experts():
     model = adapted("some", "qwen2_moe")
-    target = RaggedModel(model, kernels="native")
-    assert target.row_invariant
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    faithful(model, row_invariant=True)
 
 
 # What is active may change
@@ -116,9 +112,7 @@ def test_what_was_active_before(change):
     model = adapted()
     model.add_adapter("second", KINDS["some"])
     change(model)
-    target = RaggedModel(model.eval(), kernels="native")
-    assert target.row_invariant
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    faithful(model.eval(), row_invariant=True)
 
 
 # Decoding
@@ -178,7 +172,4 @@ def test_adapters_that_only_look_right_are_left_alone(fault, monkeypatch):
                 self.get_base_layer().weight.data *= 1.01
 
     layer.__class__ = Odd
-    target = RaggedModel(model, kernels="native", self_test=False)
-    assert target.prepacking.fused == 1
-    assert not target.row_invariant
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    faithful(model, fused=1, row_invariant=False, self_test=False)

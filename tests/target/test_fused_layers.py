@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.models import PROMPTS, check_greedy, next_logits, varied
-from support.prepacked_models import ROUNDING, logits, plain, prepacked_modules
+from support.prepacked_models import ROUNDING, faithful, logits, plain, prepacked_modules
 from torch import nn
 from torch.testing import assert_close
 from transformers.models.glm4 import modeling_glm4
@@ -172,10 +172,7 @@ def test_layers_that_only_look_like_one_of_them_are_not_fused(fault):
     model = varied(FAULTS[fault])
     assert RaggedModel(model, kernels="native").prepacking.fused == 2
     fault(model)
-    target = RaggedModel(model, kernels="native", self_test=False)
-    assert target.prepacking.fused == 0
-    assert not target.row_invariant
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    faithful(model, fused=0, row_invariant=False, self_test=False)
 
 
 @pytest.mark.parametrize(

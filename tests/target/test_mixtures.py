@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.models import fusable
-from support.prepacked_models import MIXTURES, ROUNDING, logits, plain
+from support.prepacked_models import MIXTURES, ROUNDING, faithful, logits, plain
 from torch import nn
 from torch.testing import assert_close
 
@@ -39,10 +39,7 @@ def experts_of(model):
 )
 def test_kinds_of_mixtures(architecture, options):
     model = fusable(architecture, **options)
-    target = RaggedModel(model, kernels="native")
-    assert target.prepacking.fused == 2
-    assert target.row_invariant
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    faithful(model, fused=2, row_invariant=True)
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from support.models import PROMPTS, VOCAB, fusable
-from support.prepacked_models import FUSED, OTHERS, ROUNDING, TREES, Lora, logits, plain, prepacked_modules
+from support.prepacked_models import FUSED, OTHERS, ROUNDING, TREES, Lora, faithful, logits, plain, prepacked_modules
 from torch import nn
 from torch.testing import assert_close
 
@@ -76,9 +76,7 @@ def test_tied_weights_and_biases(options):
         for name, parameter in model.named_parameters():
             if "bias" in name:
                 parameter.normal_()
-    target = RaggedModel(model, kernels="native")
-    assert target.row_invariant
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    faithful(model, row_invariant=True)
 
 
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
@@ -87,20 +85,15 @@ def test_scaled_rotations(rope):
     if rope == "llama3":
         parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     model = fusable(rope_parameters=parameters)
-    target = RaggedModel(model, kernels="native")
-    assert target.row_invariant
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    faithful(model, row_invariant=True)
 
 
 def test_sizes_that_the_kernels_do_not_know():
     """What is not fused is replaced part by part."""
     model = fusable("olmo2", head_dim=8)
-    target = RaggedModel(model, kernels="native")
-    assert target.prepacking.fused == 0
-    assert not target.row_invariant
+    target = faithful(model, fused=0, row_invariant=False)
     found = {type(prepacked_module) for prepacked_module in prepacked_modules(target)}
     assert found == {PrepackedLinear, PrepackedNorm, PrepackedGatedMLP}
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
 # The model stays as it was
@@ -313,10 +306,8 @@ def test_the_best_backend_is_chosen(monkeypatch):
 def test_without_native_kernels(monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_ISA", "off")
     model = fusable()
-    target = RaggedModel(model, kernels="auto")
+    target = faithful(model, row_invariant=False, kernels="auto")
     assert target.backend == "torch"
-    assert not target.row_invariant
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
     for arguments in ({"kernels": "native"}, {"kernels": "auto", "weights": "int8"}):
         with pytest.raises(ValueError, match="ARBORDRAFT_ISA=off turns them off"):
             RaggedModel(model, **arguments)

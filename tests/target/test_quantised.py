@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support.models import PROMPTS, check_greedy, fusable
-from support.prepacked_models import ROUNDING, logits, plain
+from support.prepacked_models import ROUNDING, faithful, logits, plain
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
@@ -118,9 +118,7 @@ def test_modules_that_fail_when_they_are_looked_at():
             raise RuntimeError("not here")
 
     norm.__class__ = Odd
-    target = RaggedModel(model, kernels="native")
-    assert target.prepacking.fused == 1
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    faithful(model, fused=1)
 
 
 class GatedNorm(nn.RMSNorm):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.models import fusable
-from support.prepacked_models import ROUNDING, logits, plain, prepacked_modules
+from support.prepacked_models import ROUNDING, faithful, logits, plain, prepacked_modules
 from torch import nn
 from torch.testing import assert_close
 from transformers.activations import ACT2FN
@@ -76,9 +76,7 @@ def test_whoever_listens_is_called(place, later):
 def test_changing_what_a_part_is_given_is_heeded():
     model = fusable()
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-    target = RaggedModel(model, kernels="native")
-    assert target.prepacking.fused == 1
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    faithful(model, fused=1)
 
 
 # Layers that only look right
@@ -187,21 +185,15 @@ def test_a_layer_that_only_looks_right_is_not_fused(fault, count):
         second.__class__ = first.__class__
         first.factors = [torch.tensor(1.0)]
         count = 1
-    target = RaggedModel(model, kernels="native", self_test=False)
-    assert target.prepacking.fused == 3 - count
-    assert not target.row_invariant
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    faithful(model, fused=3 - count, row_invariant=False, self_test=False)
 
 
 @pytest.mark.parametrize("kind", [OtherNorm, BoundedNorm, Gated])
 def test_a_last_norm_that_only_looks_right(kind):
     model = fusable()
     model.model.norm = kind(model.model.norm)
-    target = RaggedModel(model, kernels="native")
-    assert target.prepacking.fused == 2
-    assert not target.row_invariant
+    target = faithful(model, fused=2, row_invariant=False)
     assert not any(isinstance(prepacked_module, PrepackedNorm) for prepacked_module in prepacked_modules(target))
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
 def test_modules_that_mix_rows_take_the_promise_away():
@@ -229,7 +221,5 @@ def test_a_module_in_two_places():
     shared = model.model.layers[0].mlp.down_proj
     model.model.layers[1].mlp.down_proj = shared
     model.model.second = model.model.norm
-    target = RaggedModel(model, kernels="native")
-    assert target.prepacking.fused == 2
+    target = faithful(model, fused=2)
     assert sum(isinstance(prepacked_module, PrepackedNorm) for prepacked_module in prepacked_modules(target)) == 2
-    assert_close(logits(target), logits(plain(model)), **ROUNDING)
