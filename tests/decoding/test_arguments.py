@@ -205,22 +205,17 @@ def test_models_compiled_in_place_run_as_they_are(how):
         model.forward = torch.compile(model.forward, backend="eager")
     else:
         model.model.layers[0].compile(backend="eager")
-    found = ad.SpeculativeDecoder(ad.RaggedModel(model, kernels="torch"), ad.NGramDrafter(), TREE, GREEDY).generate(
-        IDS, **NEW
-    )
+    target = ad.RaggedModel(model, kernels="torch")
+    found = ad.SpeculativeDecoder(target, ad.NGramDrafter(), TREE, GREEDY).generate(IDS, **NEW)
     assert found[0, 5:].tolist() == expected[0]
 
 
 def test_models_of_transformers_are_wrapped():
     model, small = tiny(), tiny(seed=3)
     expected = greedy_reference(model, PROMPTS[:1], **NEW)
-    coupling = ad.Coupling(ad.IID(2), ad.Lifted(ad.RecursiveRejection()))
-    for drafter in (
-        small,
-        ad.RaggedModel(small, kernels="torch"),
-        ad.LanguageModelDrafter(ad.RaggedModel(small, kernels="torch")),
-    ):
-        found = ad.SpeculativeDecoder(model, drafter, TREE, coupling).generate(IDS, **NEW)
+    wrapped = ad.RaggedModel(small, kernels="torch")
+    for drafter in (small, wrapped, ad.LanguageModelDrafter(wrapped)):
+        found = ad.SpeculativeDecoder(model, drafter, TREE, SAMPLED).generate(IDS, **NEW)
         assert found[0, 5:].tolist() == expected[0]
 
 
@@ -228,7 +223,6 @@ def test_models_of_transformers_are_wrapped():
 
 
 def test_one_hidden_element_calls_for_refresh(kernels):
-
     model = fusable()
     target = ad.RaggedModel(model, kernels="native")
     before = logits(target)

@@ -93,12 +93,9 @@ PARTS = [
     (lambda: build(topology=[-1, 0]), TypeError, "topology must be of type TreeTopology"),
     (lambda: build(coupling=ad.Fixed(2)), TypeError, "coupling must be of type Coupling"),
     (lambda: build(decider="confidence"), TypeError, "decider must be of type Decider"),
-    (lambda: build(decider=ad.CostTable((1,), (1.0,))), TypeError, "decider must be of type Decider"),
-    (lambda: build(costs=ad.CostTable((1,), (1.0,))), TypeError, "unexpected keyword argument 'costs'"),
     (lambda: build(max_cache_tokens=1.5), TypeError, "max_cache_tokens must be a whole number"),
     (lambda: build(max_cache_tokens=True), TypeError, "max_cache_tokens must be a whole number"),
     (lambda: build(buckets=(8.5,)), TypeError, "bucket"),
-    (lambda: build(expected_batch=1.5), TypeError, "expected_batch must be a whole number"),
     (lambda: build(max_cache_tokens=0), ValueError, "max_cache_tokens must be a whole number of at least 1"),
     (lambda: build(topology=ad.TreeTopology.k_ary(3, 1)), ValueError, r"nodes with 3 children, but .* draws only 2"),
     (

@@ -192,9 +192,8 @@ def written(made, **settings):
 def requested(made, **settings):
     """What an engine says."""
     prompt = made.target.tokenizer("hello")["input_ids"]
-    (answer,) = (
-        Engine(made, max_tokens=400).submit(Request(**{"prompt": prompt, "max_new_tokens": 12, **settings})).result()
-    )
+    request = Request(**{"prompt": prompt, "max_new_tokens": 12, **settings})
+    (answer,) = Engine(made, max_tokens=400).submit(request).result()
     return made.target.tokenizer.decode(answer.tokens)
 
 

@@ -49,9 +49,7 @@ def test_adapters_take_part(kind):
 
 def test_adapters_that_transformers_loaded():
     model = fusable()
-    peft.inject_adapter_in_model(
-        KINDS["lora"], model
-    )  # as add_adapter does, which may ask for a newer PEFT than there is
+    peft.inject_adapter_in_model(KINDS["lora"], model)  # as add_adapter does, which may want a newer PEFT
     target = faithful(model.eval(), row_invariant=True)
     assert target.chosen.startswith("native: 2 of 2 layers fused, adapters merged into copies of 14 linears")
 
