@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from support.models import PROMPTS, check_greedy, decode
-from support.prepacked_models import ROUNDING, decoders, logits, plain, small, varied
+from support.models import PROMPTS, check_greedy, decode, fusable, varied
+from support.prepacked_models import ROUNDING, decoders, logits, plain
 from torch import nn
 from torch.testing import assert_close
 
@@ -133,7 +133,7 @@ def places(model):
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("place", places(small()))
+@pytest.mark.parametrize("place", places(fusable()))
 def test_whoever_listens_is_called_and_heeded(place, later):
     model, target = varied("llama"), None
     if later:
@@ -146,7 +146,7 @@ def test_whoever_listens_is_called_and_heeded(place, later):
     assert not torch.allclose(logits(target), logits(plain(varied("llama"))))
 
 
-@pytest.mark.parametrize("place", [name for name in places(small()) if name != "activation"])
+@pytest.mark.parametrize("place", [name for name in places(fusable()) if name != "activation"])
 def test_forwards_that_were_replaced_stay(place):
     model = varied("llama")
     module = places(model)[place]
@@ -237,13 +237,13 @@ def test_other_modules_are_left_alone(place, change, kind):
 
 
 def test_layers_that_do_not_rotate_are_left_alone():
-    target = fused(small("cohere2"))
+    target = fused(fusable("cohere2"))
     assert "rotations" not in parts(target)
 
 
 def test_weights_of_types_that_kernels_do_not_take_are_refused():
     with pytest.raises(ValueError, match="kernels='triton' cannot be used: weights must be float32"):
-        RaggedModel(small().double(), kernels="triton")
+        RaggedModel(fusable().double(), kernels="triton")
 
 
 def test_adapters_go_on_to_act():
