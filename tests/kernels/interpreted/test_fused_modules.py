@@ -109,7 +109,7 @@ def test_what_stands_between_two_layers_is_heeded(place):
 
 
 def test_steps_are_recorded_by_default_on_a_gpu():
-    decoder = SpeculativeDecoder(fused(small()), NGramDrafter(), TreeTopology.chain(2))
+    decoder = SpeculativeDecoder(fused(fusable()), NGramDrafter(), TreeTopology.chain(2))
     assert decoder.static is not None
     assert decoder.static.automatic
 
