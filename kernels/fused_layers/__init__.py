@@ -97,8 +97,8 @@ def add_rms_norm(
 def gated_activation(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """Multiplies the activation of ``gate``, rounded to its type, with ``up``.
 
-    Activations are computed in float32. Exponentials of libraries differ in their last places there, which shows in
-    float32 and hardly ever in a type of 16 bits.
+    Activations are computed in float32. Functions of libraries differ in their last places there, which shows in
+    float32, in a type of 16 bits hardly ever, and where GELU is next to 0: either library has few digits there.
 
     Args:
         gate: ``[..., N]`` float32, bfloat16 or float16.

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from arbordraft.kernels.kv_cache.reference import append_reference
 
-ACTIVATIONS = {"silu": F.silu}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+}
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float, offset: float, wide: bool) -> Tensor:

@@ -38,13 +38,26 @@ def norm_row(
 
 
 @triton.jit
-def gated_block(GATE, UP, OUT, size, BLOCK: tl.constexpr):
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        y = tl.div_rn(x, 1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        tanh = 1.0 - tl.div_rn(2.0, 1.0 + tl.exp(2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x)))
+        y = 0.5 * x * (1.0 + tanh)
+    return y
+
+
+@triton.jit
+def gated_block(GATE, UP, OUT, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """One program per block of numbers, whatever rows they are in."""
     kind: tl.constexpr = OUT.dtype.element_ty
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(GATE + e, mask=e < size, other=0.0).to(tl.float32)
     up = tl.load(UP + e, mask=e < size, other=0.0).to(tl.float32)
-    gate = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
+    gate = _activated(gate, ACTIVATION).to(kind).to(tl.float32)
     tl.store(OUT + e, (gate * up).to(kind), mask=e < size)
 
 
@@ -149,7 +162,9 @@ def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = gate.new_empty(gate.shape)
     if size := gate.numel():
-        gated_block[(triton.cdiv(size, GATED_BLOCK),)](gate, up, out, size, BLOCK=GATED_BLOCK, **GATED_OPTIONS)
+        gated_block[(triton.cdiv(size, GATED_BLOCK),)](
+            gate, up, out, size, ACTIVATION=activation, BLOCK=GATED_BLOCK, **GATED_OPTIONS
+        )
     return out
 
 

@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from arbordraft.kernels.fused_layers import ACTIVATIONS
 from arbordraft.kernels.fused_layers import triton as fused_layers
 from arbordraft.kernels.gumbel import triton as gumbel
 from arbordraft.kernels.kv_cache import triton as kv_cache
@@ -137,8 +138,10 @@ def fused_cases(target):
         constants = {"ADD": add, "OFFSET": offset, "WIDE": wide, "SIZE": size, "BLOCK": how["BLOCK"]}
         name = f"norm_row of {size}" + ", behind a sum" * add + ", wide" * wide
         yield name, (fused_layers.norm_row, target, "bf16", constants), options(how | exact)
-    block = {"BLOCK": fused_layers.GATED_BLOCK}
-    yield "gated_block", (fused_layers.gated_block, target, "bf16", block), options(fused_layers.GATED_OPTIONS)
+    for activation in ACTIVATIONS:
+        constants = {"ACTIVATION": activation, "BLOCK": fused_layers.GATED_BLOCK}
+        what = fused_layers.gated_block, target, "bf16", constants
+        yield f"gated_block {activation}", what, options(fused_layers.GATED_OPTIONS)
     for size, turning, dtype in ((64, 64, "bf16"), (128, 128, "bf16"), (80, 32, "bf16"), (64, 64, "fp32")):
         how = fused_layers.rotation_options(size, size, turning)
         constants = {"HQ": 9, "HKV": 3, **{k: v for k, v in how.items() if k.isupper()}}
