@@ -36,7 +36,24 @@ _FORMS = ((0.0, False), (0.0, True), (1.0, True))  # offset of the weights, and 
 _SIZES = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+# By all parts of a layer: the norms of what its attention says, of the sum behind that, and of what its MLP says.
+_LAYERS: dict[frozenset[str], tuple[str | None, str, str | None]] = {
+    frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}): (
+        None,
+        "post_attention_layernorm",
+        None,
+    ),
+    frozenset(
+        {
+            "input_layernorm",
+            "self_attn",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "mlp",
+            "post_feedforward_layernorm",
+        }
+    ): ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
 
 
 class NormForm(NamedTuple):
@@ -45,6 +62,22 @@ class NormForm(NamedTuple):
     epsilon: float
     offset: float
     wide: bool
+
+
+class LayerForm(NamedTuple):
+    """The norms of a decoder layer behind its attention, and the form of the second one.
+
+    Args:
+        attended: of what the attention says, if there is one.
+        norm: of the sum of that and the layer's input.
+        form: of this norm.
+        fed: of what the MLP says, if there is one.
+    """
+
+    attended: nn.Module | None
+    norm: Any
+    form: NormForm
+    fed: nn.Module | None
 
 
 def fuse(model: Any) -> Counter[str]:
@@ -57,7 +90,7 @@ def fuse(model: Any) -> Counter[str]:
     own = [module for module in model.modules() if "forward" not in vars(module)]  # of others somebody has replaced it
     norms = {module: form for module in own if (form := _known(_norm_form, module))}
     calls = {module: call for module in own if (call := _known(_attention_call, module, model.dtype))}
-    layers = [module for module in own if _known(_is_layer, module, norms, calls, model.dtype)]
+    layers = {module: form for module in own if (form := _known(_layer_form, module, norms, calls, model.dtype))}
     for module in own:
         run: Callable[..., Any] | None = None
         if module in norms:
@@ -65,8 +98,8 @@ def fuse(model: Any) -> Counter[str]:
         elif module in calls:
             run, kind = partial(_run_attention, module, module.forward, calls[module]), "rotations"
         elif module in layers:
-            form, following = norms[module.post_attention_layernorm], _following(module, layers, norms)
-            run, kind = partial(_run_layer, module, module.forward, form, following), "sums"
+            following = _following(module, list(layers), norms)
+            run, kind = partial(_run_layer, module, module.forward, layers[module], following), "sums"
         elif activation := _known(_gated_activation, module):
             run, kind = partial(_run_mlp, module, activation), "gates"
         if run is not None:
@@ -217,18 +250,20 @@ def _heads(attention: Any, name: str, hidden: Tensor, dim: int) -> Tensor:
     return rows if norm is None else norm(rows)
 
 
-def _is_layer(
+def _layer_form(
     layer: Any, norms: dict[nn.Module, NormForm], calls: dict[nn.Module, AttentionCall], dtype: torch.dtype
-) -> bool:
-    """Whether a layer adds its attention to its input, and behind its second norm its MLP to that."""
+) -> LayerForm | None:
+    """The form of a layer that adds its attention to its input, and behind a norm its MLP to that."""
     parts = layer._modules
-    known = parts.keys() == _LAYER and parts["self_attn"] in calls and parts["post_attention_layernorm"] in norms
-    if not known or hooked(parts["post_attention_layernorm"]) or layer._parameters or layer._buffers:
-        return False
-    attention, form = parts["self_attn"], norms[parts["post_attention_layernorm"]]
+    attended, name, fed = _LAYERS[frozenset(parts)]
+    attention, norm = parts["self_attn"], parts[name]
+    if hooked(norm) or layer._parameters or layer._buffers:
+        return None
+    form = LayerForm(parts.get(attended), norm, norms[norm], parts.get(fed))
     given = _attention_inputs(attention, calls[attention].dim, dtype)
     expected = layer.forward(**given, ragged=_Recorder())
-    return torch.equal(_run_layer(layer, layer.forward, form, None, **given, ragged=_Recorder()), expected)
+    found = _run_layer(layer, layer.forward, form, None, **given, ragged=_Recorder())
+    return form if torch.equal(found, expected) else None
 
 
 def _following(layer: Any, layers: list[Any], norms: dict[nn.Module, NormForm]) -> tuple[Any, NormForm] | None:
@@ -243,7 +278,7 @@ def _following(layer: Any, layers: list[Any], norms: dict[nn.Module, NormForm]) 
 def _run_layer(
     layer: Any,
     forward: Callable[..., Any],
-    form: NormForm,
+    form: LayerForm,
     following: tuple[Any, NormForm] | None,
     hidden_states: Tensor,
     *others: Any,
@@ -251,15 +286,17 @@ def _run_layer(
     **kwargs: Any,
 ) -> Tensor:
     """``[1, T, H]``; adds up what the MLP says in the launch of the next layer's norm."""
-    weight, first = layer.post_attention_layernorm.weight, layer.input_layernorm
+    weight, first = form.norm.weight, layer.input_layernorm
     if others or ragged is None or hidden_states.dtype != weight.dtype:
         return cast(Tensor, forward(hidden_states, *others, ragged=ragged, **kwargs))
     ahead = ragged.ahead
     known = ahead is not None and ahead[0] is first and ahead[1] is hidden_states
     normed = ahead[2] if ahead is not None and known else first(hidden_states)
     attended, _ = layer.self_attn(hidden_states=normed, ragged=ragged, **kwargs)
-    total, normed = add_rms_norm(attended, hidden_states, weight, *form)
+    attended = attended if form.attended is None else form.attended(attended)
+    total, normed = add_rms_norm(attended, hidden_states, weight, *form.form)
     out: Tensor = layer.mlp(normed)
+    out = out if form.fed is None else form.fed(out)
     if following is None or (weight := following[0].weight).dtype != out.dtype:
         return total + out
     out, normed = add_rms_norm(out, total, weight, *following[1])

@@ -20,8 +20,8 @@ KINDS = {
     "qwen2": LLAMA,
     "mistral": LLAMA,
     "qwen3": LLAMA | {"norms": 9},
-    "gemma2": {"norms": 9, "rotations": 2, "gates": 2},
-    "gemma3_text": {"norms": 13, "rotations": 2, "gates": 2},
+    "gemma2": LLAMA | {"norms": 9},
+    "gemma3_text": LLAMA | {"norms": 13},
     "mixtral": {"norms": 5, "rotations": 2, "sums": 2},
     "olmo2": {"norms": 9, "gates": 2},  # whose queries are normalised before they are parted into heads
     "phi3": {"norms": 5},
