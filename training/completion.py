@@ -6,7 +6,7 @@ Shapes: n tokens of a text and its continuation, F hidden states side by side.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,13 +57,9 @@ class Completion(NamedTuple):
         return Completion([*kept], False, hidden)
 
 
-class Completer(Protocol):
-    """Continues texts."""
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, done: Callable[[int], object]
-    ) -> list[Completion]:
-        """Continues every text, in the order given; ``done`` is told how many tokens came since the last call."""
+# Continues prompts by a sampling and a seed, in their order; the last argument is told how many tokens came since its
+# last call.
+Completer = Callable[[Sequence[Sequence[int]], Sampling, int, Callable[[int], object]], list[Completion]]
 
 
 class _Recorder(NoDrafter):

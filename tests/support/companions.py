@@ -16,6 +16,7 @@ from arbordraft.deciders import Decider
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.drafters import Drafter
+from arbordraft.heads.base import DraftHead
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.batches import Batch
 from arbordraft.training.features import FreshFeatures
@@ -89,6 +90,11 @@ def batch_for(student: Student, of: RaggedModel | None = None) -> Batch:
     )
 
 
+def widen(student: Student, logits: Tensor) -> Tensor:
+    """``[R, D]`` draft logits as ``[R, V]``."""
+    return student.network.widen(logits) if isinstance(student.network, DraftHead) else logits
+
+
 @cache
 def trained(name: str, steps: int = 30) -> Student:
     """A student that learned the texts, but not by heart."""
@@ -104,7 +110,7 @@ def trained(name: str, steps: int = 30) -> Student:
                 wanted = batch.roles[:, found.ahead :] == ANSWER
                 wanted[:, : found.first] = False
                 logits = functional.linear(found.hidden[:, : wanted.shape[1]][wanted], found.head, found.bias)
-                losses.append(functional.cross_entropy(student.widen(logits), batch.tokens[:, found.ahead :][wanted]))
+                losses.append(functional.cross_entropy(widen(student, logits), batch.tokens[:, found.ahead :][wanted]))
             optimizer.zero_grad()
             torch.stack(losses).sum().backward()
             optimizer.step()

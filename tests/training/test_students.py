@@ -18,6 +18,7 @@ from support.companions import (
     target,
     texts,
     trained,
+    widen,
     with_norms,
 )
 from support.models import PROMPTS, VOCAB, ragged, tiny
@@ -51,7 +52,7 @@ def unrolled(name):
     student = trained(name)
     found = list(student.unroll(batch_for(student), target(), STEPS))
     found *= STEPS if student.steps_alike else 1
-    rows = [student.widen(functional.linear(p.hidden, p.head, p.bias)).softmax(dim=-1) for p in found]
+    rows = [widen(student, functional.linear(p.hidden, p.head, p.bias)).softmax(dim=-1) for p in found]
     assert {p.ahead for p in found} == {found[0].ahead}
     return rows, found[0].ahead, [p.first for p in found]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,16 +56,13 @@ class Student(nn.Module):
     """
 
     network: PreTrainedModel
+    drafter_class: type[Any]  # made of a network and the target
     steps_alike = False  # whether all drafting steps predict the same along a text; unroll then yields one for all
 
     @property
     def tokens(self) -> Tensor | None:
         """``[D]`` target ids that it can draft, ``None`` for all."""
         return self.network.tokens if isinstance(self.network, DraftHead) else None
-
-    def widen(self, logits: Tensor) -> Tensor:
-        """``[R, D]`` draft logits as ``[R, V]``."""
-        return self.network.widen(logits) if isinstance(self.network, DraftHead) else logits
 
     @abstractmethod
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
@@ -127,9 +124,10 @@ class Student(nn.Module):
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
         """Predicts with its first ``steps`` drafting steps, or with fewer if it drafts no further."""
 
-    @abstractmethod
     def drafter(self, target: RaggedModel) -> Drafter:
-        """A drafter with a copy of the network as it is now."""
+        """Makes a drafter with a copy of the network as it is now."""
+        drafter: Drafter = self.drafter_class(deepcopy(self.network), target)
+        return drafter
 
     def save(self, folder: Path) -> None:
         """Writes the network as transformers does, in float16: half the size, and drafters need no more."""

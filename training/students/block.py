@@ -3,15 +3,13 @@
 Shapes: B sequences, L tokens, S slots, n of them at which a draft begins, H hidden size, r rank, D draft vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from arbordraft import BlockDrafter, RaggedModel
-from arbordraft.drafters import Drafter
 from arbordraft.heads.block import BlockHead
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import Prediction
@@ -44,6 +42,8 @@ class BlockStudent(EagleStudent):
     """
 
     network: BlockHead
+    head_class = BlockHead
+    drafter_class = BlockDrafter
 
     def __init__(
         self,
@@ -56,20 +56,9 @@ class BlockStudent(EagleStudent):
         mask_token_id: int | None = None,
     ) -> None:
         super().__init__(vocabulary, layers, intermediate_size)
-        self.block_size, self.markov_rank, self.mask_token_id = block_size, markov_rank, mask_token_id
+        self.block_size, self.mask_token_id = block_size, mask_token_id
+        self.settings = {"block_size": block_size, "markov_rank": markov_rank, "mask_token_id": mask_token_id}
         self.keep = check_float("keep", keep, 1e-3, 1)
-
-    def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
-        self.network = BlockHead.for_target(
-            target.model,
-            frequent(self.vocabulary or target.vocab_size),
-            block_size=self.block_size,
-            markov_rank=self.markov_rank,
-            mask_token_id=self.mask_token_id,
-            hidden_layers=self.hidden_layers(target),
-            intermediate_size=self.intermediate_size,
-            name=name,
-        ).float()
 
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
         head, device = self.network, batch.tokens.device
@@ -103,9 +92,6 @@ class BlockStudent(EagleStudent):
             rows = found.new_zeros(len(found), slots, found.shape[-1]).index_copy(1, places, found)
             trained = torch.zeros(slots, dtype=torch.bool, device=device).index_fill(0, places, True)
             yield Prediction(rows, weight, None, ahead=2, first=step, slots=trained)
-
-    def drafter(self, target: RaggedModel) -> Drafter:
-        return BlockDrafter(deepcopy(self.network), target)
 
     def _begins(self, count: int, step: int, device: torch.device) -> Tensor:
         """``[n]`` slots, ascending, at which the drafts begin whose token of this depth is predicted."""

@@ -4,14 +4,13 @@ Shapes: B sequences, L tokens, S slots, F hidden states side by side, H hidden s
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from arbordraft import EagleDrafter, RaggedModel
-from arbordraft.drafters import Drafter
 from arbordraft.heads.eagle import EagleHead, default_layers
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import Prediction, Student, shift
@@ -30,6 +29,8 @@ class EagleStudent(Student):
     """
 
     network: EagleHead
+    head_class = EagleHead
+    drafter_class = EagleDrafter
 
     def __init__(
         self,
@@ -41,17 +42,19 @@ class EagleStudent(Student):
         super().__init__()
         self.vocabulary, self.layers = vocabulary, layers
         self.intermediate_size, self.noise = intermediate_size, noise
+        self.settings: dict[str, Any] = {}  # that the head has besides
 
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
         return tuple(self.layers or default_layers(target.num_layers))
 
     def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
-        self.network = EagleHead.for_target(
+        self.network = self.head_class.for_target(
             target.model,
             frequent(self.vocabulary or target.vocab_size),
             hidden_layers=self.hidden_layers(target),
             intermediate_size=self.intermediate_size,
             name=name,
+            **self.settings,
         ).float()
 
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
@@ -72,9 +75,6 @@ class EagleStudent(Student):
             hidden = head.finish(hidden, attend_unrolled(query, keys, values).flatten(2))
             yield Prediction(head.norm(hidden), head.lm_head.weight, None, ahead=2, first=step)
             hidden = shift(hidden)  # slot j goes on from the output of slot j - 1
-
-    def drafter(self, target: RaggedModel) -> Drafter:
-        return EagleDrafter(deepcopy(self.network), target)
 
 
 def attend_unrolled(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:

@@ -4,10 +4,8 @@ Shapes: B sequences, S slots, H hidden size.
 """
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 
 from arbordraft import MedusaDrafter, RaggedModel
-from arbordraft.drafters import Drafter
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import Prediction, Student, shift
@@ -23,6 +21,7 @@ class MedusaStudent(Student):
     """
 
     network: MedusaHead
+    drafter_class = MedusaDrafter
 
     def __init__(self, num_heads: int = 4, num_hidden_layers: int = 1, vocabulary: int | None = 8192) -> None:
         super().__init__()
@@ -47,6 +46,3 @@ class MedusaStudent(Student):
             (matrix,) = head.lm_heads[step].parameters()
             yield Prediction(head.blocks[step](hidden), matrix, None, ahead=2, first=step)
             hidden = shift(hidden)  # all heads of a draft look at the slot where it began
-
-    def drafter(self, target: RaggedModel) -> Drafter:
-        return MedusaDrafter(deepcopy(self.network), target)
