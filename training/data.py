@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from arbordraft.training.chat import ChatFormat
 from arbordraft.training.completion import Completer, DecoderCompleter, ServerCompleter
 from arbordraft.training.conversations import read_conversations
 from arbordraft.training.distillation import Recipe, SelfDistillation
-from arbordraft.training.features import CachedFeatures, Features, FreshFeatures
+from arbordraft.training.features import CachedFeatures, FreshFeatures
 from arbordraft.training.shards import ANSWER, PROMPT, Shard, ShardError, ShardFolder
 from arbordraft.training.targets import Target
 from arbordraft.utils.checks import check_positive
@@ -236,19 +235,11 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         size = self._cached.bytes_per_token(self.target) * sum(len(shard.tokens) for shard in missing)
         with _progress(f"Caching hidden states, {size / 1e9:.1f} GB; cache: false computes them each time") as bar:
             for shard in bar.track(missing, description=""):
-                self._cached.write(shard, list(self._computed(shard, range(len(shard)))))
-
-    def _computed(self, shard: Shard, sequences: Sequence[int]) -> Iterator[Features]:
-        for start in range(0, len(sequences), 16):
-            yield from self._fresh([shard.sequence(s)[0].tolist() for s in sequences[start : start + 16]])
-
-    def _features(self, shard: Shard, sequences: Sequence[int]) -> list[Features]:
-        if self.cache:
-            return self._cached.read(shard, sequences)
-        return list(self._computed(shard, sequences))
+                self._cached.write(shard, self._fresh.read(shard, range(len(shard))))
 
     def _loader(self, places: list[Place], seed: int | None, part: int, of: int) -> BatchLoader:
-        return BatchLoader(self.shards, places, self._features, self.batch_tokens, seed, part, of)
+        read = self._cached.read if self.cache else self._fresh.read
+        return BatchLoader(self.shards, places, read, self.batch_tokens, seed, part, of)
 
     def _split(self) -> tuple[list[Place], list[Place]]:
         """Sequences to train on and to hold out; all answers to one prompt stay together.

@@ -16,6 +16,7 @@ from arbordraft import RaggedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.shards import Shard, ShardError, ShardFolder, read_rows, write_tensors
 
+_BATCH = 16  # sequences that are run at a time
 _ROWS = 64  # rows of logits over the whole vocabulary that are in memory at a time
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a row's norm; half precision rounds by far more
 
@@ -114,6 +115,11 @@ class FreshFeatures:
         states = self.target.prefill(known, cache, hidden=(*self.layers, self.target.num_layers))
         return self.split([states[handle] for handle in handles])
 
+    def read(self, shard: Shard, sequences: Sequence[int]) -> list[Features]:
+        """Features of some sequences of a shard, a few at a time."""
+        texts = [shard.sequence(number)[0].tolist() for number in sequences]
+        return [found for start in range(0, len(texts), _BATCH) for found in self(texts[start : start + _BATCH])]
+
     def split(self, states: Sequence[Tensor]) -> list[Features]:
         """Takes ``[n - 1, F + H]`` states of several sequences apart."""
         if not states:
@@ -202,8 +208,8 @@ class CachedFeatures:
         Raises:
             ShardError: if they differ by more than rounding.
         """
-        expected = fresh([shard.sequence(number)[0].tolist() for number in sequences])
-        for sequence, cached, wanted in zip(sequences, self.read(shard, sequences), expected, strict=True):
+        pairs = zip(self.read(shard, sequences), fresh.read(shard, sequences), strict=True)
+        for sequence, (cached, wanted) in zip(sequences, pairs, strict=True):
             for name, ours, theirs in zip(Features._fields, cached, wanted, strict=True):
                 # Normalisers are of full precision, but only as exact as the states that they come from.
                 if not _close(ours, theirs.cpu().to(wanted.final.dtype)):
