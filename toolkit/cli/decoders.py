@@ -1,28 +1,13 @@
 """Builds decoders from the options of the command line."""
 
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import arbordraft as ad
 from arbordraft.loading import tokenizer_of
 from arbordraft.sampling.laws import SharedNoise
 
-
-class Law(StrEnum):
-    """Draft laws by their short names."""
-
-    iid = "iid"
-    without_replacement = "without-replacement"
-    top_tail = "top-tail"
-    fixed = "fixed"
-    shared = "shared"
-
-
-class Verifier(StrEnum):
-    """Tree verifiers by how they apply their rule."""
-
-    top_down = "top-down"
-    lifted = "lifted"
+Law = Literal["iid", "without-replacement", "top-tail", "fixed", "shared"]
+Verifier = Literal["top-down", "lifted"]  # how tree verifiers apply their rule
 
 
 def load_decoder(
@@ -52,16 +37,16 @@ def load_decoder(
     width = decoder.topology.width
     laws = {
         None: decoder.drafter.default_law,
-        Law.iid: ad.IID,
-        Law.without_replacement: ad.WithoutReplacement,
-        Law.top_tail: lambda width: ad.TopTail(1, max(1, width - 1)),
-        Law.fixed: ad.Fixed,
-        Law.shared: SharedNoise,
+        "iid": ad.IID,
+        "without-replacement": ad.WithoutReplacement,
+        "top-tail": lambda width: ad.TopTail(1, max(1, width - 1)),
+        "fixed": ad.Fixed,
+        "shared": SharedNoise,
     }
     drawn = laws[law](width)
     coupling = ad.Coupling.of(drawn)
     if verifier is not None:
-        part = ad.Lifted if verifier == Verifier.lifted else ad.TopDown
+        part = ad.Lifted if verifier == "lifted" else ad.TopDown
         coupling = ad.Coupling(drawn, part(ad.RecursiveRejection()))
     parts = decoder.target, decoder.drafter, decoder.topology, coupling, decoder.decider
     return ad.SpeculativeDecoder(*parts, generation_config=decoder.generation_config)

@@ -2,10 +2,9 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Column, Table
@@ -100,13 +99,6 @@ def ort_genai(
     _write(export_ort_genai, draft, out, target=target, length=length, force=force, **options)
 
 
-class Layout(StrEnum):
-    """Layouts of EAGLE heads."""
-
-    eagle3 = "eagle3"
-    speculators = "speculators"
-
-
 PromptsOption = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="JSON lines with 'messages': held-out prompts.")
 ]
@@ -120,8 +112,9 @@ def engine(
     drafter: Annotated[Path, typer.Argument(help="Folder of a trained drafter, or of a small causal LM.")],
     out: OutArgument,
     layout: Annotated[
-        Layout, typer.Option(help="Of EAGLE heads; 'speculators' names its target (vLLM only).")
-    ] = Layout.eagle3,
+        Literal["eagle3", "speculators"],
+        typer.Option(help="Of EAGLE heads; 'speculators' names its target (vLLM only)."),
+    ] = "eagle3",
     target: Annotated[
         str | None, typer.Option(help="Hub name or folder of the target; by default the one that the drafter names.")
     ] = None,

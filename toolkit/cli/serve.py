@@ -1,10 +1,9 @@
 """``arbordraft serve``: the OpenAI-compatible server, and the page that shows what it does."""
 
 import sys
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,13 +22,6 @@ from arbordraft.loading import Kernels, Settings
 from arbordraft.utils.terminal import terminal
 
 _LIBRARIES = ("fastapi", "openai", "prometheus_client", "uvicorn")
-
-
-class Reasoning(StrEnum):
-    """Whether thoughts are told from answers."""
-
-    auto = "auto"
-    off = "off"
 
 
 def serve(
@@ -63,8 +55,9 @@ def serve(
     ] = None,
     default_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a request that does not say.")] = 1024,
     reasoning: Annotated[
-        Reasoning, typer.Option(help="auto tells thoughts from answers by the model's marks; off leaves texts alone.")
-    ] = Reasoning.auto,
+        Literal["auto", "off"],
+        typer.Option(help="auto tells thoughts from answers by the model's marks; off leaves texts alone."),
+    ] = "auto",
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end when the server does.")] = 30.0,
     dtype: AutoDtypeOption = None,
     device: DeviceOption = None,
@@ -99,7 +92,7 @@ def serve(
             decoder.decider.expect(sys.maxsize)  # a server decodes for long: measure the costs of steps now
             rows = max_rows or rows_within(decoder.target)
         engine = Engine(decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting)
-        service = Service(engine, name or _name(model), default_tokens, reasoning=reasoning is Reasoning.auto)
+        service = Service(engine, name or _name(model), default_tokens, reasoning=reasoning == "auto")
         url = url_of(listener)
         app = build_app(service, api_key=api_key, max_body=max_body, cors=cors or ())
 

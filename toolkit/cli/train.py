@@ -2,9 +2,8 @@
 
 import logging
 import shlex
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -15,14 +14,6 @@ from arbordraft.utils.terminal import terminal
 
 app = typer.Typer(no_args_is_help=True, help="Train drafters and deciders for a target.")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-
-class Kind(StrEnum):
-    """Drafters that learn from nothing but a target."""
-
-    eagle = "eagle"
-    block = "block"
-    medusa = "medusa"
 
 
 @app.command("drafter", context_settings=_PASS_ON)
@@ -66,7 +57,9 @@ def demo(
     folder: Annotated[
         Path | None, typer.Option(help="For data, results and checkpoints; by default arbordraft-NAME.")
     ] = None,
-    drafter: Annotated[Kind, typer.Option(help="What to train; an EAGLE head gets a decider, too.")] = Kind.eagle,
+    drafter: Annotated[
+        Literal["eagle", "block", "medusa"], typer.Option(help="What to train; an EAGLE head gets a decider, too.")
+    ] = "eagle",
     generation_minutes: Annotated[
         float, typer.Option(min=0.01, callback=finite, help="Time for writing text, interrupted runs included.")
     ] = 75,
@@ -88,7 +81,7 @@ def demo(
         console,
         spec,
         folder,
-        drafter.value,
+        drafter,
         generation=generation_minutes,
         training=training_minutes,
         conversations=conversations,

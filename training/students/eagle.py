@@ -29,8 +29,8 @@ class EagleStudent(Student):
     """
 
     network: EagleHead
-    head_class = EagleHead
-    drafter_class = EagleDrafter
+    head_class: type[EagleHead] = EagleHead
+    drafter_class: type[Any] = EagleDrafter
 
     def __init__(
         self,
