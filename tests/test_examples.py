@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from arbordraft.decoding.prompts import MIXED
+from arbordraft.decoding.prompts import MIXED, REPEATING
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARE = ROOT / "examples" / "compare"
@@ -57,14 +57,14 @@ def test_example(run, example, arguments, expected):
     ("example", "less", "expected"),
     [
         ("sampling.py", {"SAMPLES": 64}, "SpecHub, lifted"),
-        ("ems_sd.py", {"NEW_TOKENS": 16}, "same answers: True"),
+        ("ems_sd.py", {"REPEATING": REPEATING[:4], "NEW_TOKENS": 16}, "same answers: True"),
         ("dynasd.py", {"NEW_TOKENS": 6}, "lossy"),
         ("spechub.py", {"PROMPTS": MIXED[:2], "NEW_TOKENS": 3}, "SpecHub, paper's order"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",
 )
 def test_example_in_short(monkeypatch, capsys, example, less, expected):
-    """With fewer samples or tokens than it says at its top."""
+    """With fewer samples, prompts or tokens than it says at its top."""
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.syspath_prepend(ROOT / "examples")
     main = runpy.run_path(str(ROOT / "examples" / example))["main"]
@@ -76,7 +76,7 @@ def test_example_in_short(monkeypatch, capsys, example, less, expected):
 
 def test_training_from_nothing(tmp_path, monkeypatch):
     """`arbordraft train demo`, small: generation, drafter, decider, gain; and again, where nothing is left to do."""
-    from arbordraft.training import demo
+    from arbordraft.training import decider_module, demo
     from arbordraft.training.targets import Target
 
     options = {
@@ -92,6 +92,7 @@ def test_training_from_nothing(tmp_path, monkeypatch):
     fit, workload = demo.run, demo.Workload
     small = [f"--{name}={value}" for name, value in options.items()]
     short = {"DrafterModule": "--model.decoded_tokens=8", "DeciderModule": "--model.timed_tokens=8"}
+    monkeypatch.setattr(decider_module, "_TIMED", 2)  # prompts
     monkeypatch.setattr(demo, "free_disk", lambda folder: 10**12)  # room for hidden states, whatever else lies there
     monkeypatch.setattr(
         demo, "run", lambda module, arguments: fit(module, [*arguments, *small, short[module.__name__]])
