@@ -104,6 +104,25 @@ def compact(moves: int, samples: int, row_size: int, itemsize: int, pools: int) 
     return Work(2 * pools * moves * row_size * itemsize + (2 * moves + samples + 1 + 2 * pools) * _INDEX, 0)
 
 
+def rms_norm(rows: int, hidden: int, itemsize: int, *, added: bool = False) -> Work:
+    """A norm of every row, perhaps behind a sum: a square, a sum and two products per number."""
+    return Work((rows * (4 if added else 2) + 1) * hidden * itemsize, (4 + added) * rows * hidden)
+
+
+def gated_activation(rows: int, inner: int, itemsize: int) -> Work:
+    """SiLU times another number: an exponential, a sum, a quotient and a product."""
+    return Work(3 * rows * inner * itemsize, 4 * rows * inner)
+
+
+def rotate_append(
+    rows: int, heads: int, kv_heads: int, size: int, value_size: int, itemsize: int, turning: int | None = None
+) -> Work:
+    """Rotating ``turning`` channels of queries and keys, by default all, and writing keys and values to their pools."""
+    turning = size if turning is None else turning
+    numbers = (heads + kv_heads) * size + kv_heads * value_size + turning
+    return Work(rows * (2 * numbers * itemsize + _INDEX), 3 * rows * (heads + kv_heads) * turning)
+
+
 def row_stats(rows: int, vocabulary: int, itemsize: int) -> Work:
     """Highest score, its place and the mass below it, by chunk: a comparison, a difference, an exponential, a sum."""
     chunks = -(-vocabulary // CHUNK)

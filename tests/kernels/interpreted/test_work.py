@@ -8,6 +8,7 @@ from triton.runtime import interpreter
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import choice, work
+from arbordraft.kernels.fused_layers import add_rms_norm, gated_activation, rms_norm, rotate_append
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
@@ -94,6 +95,29 @@ def test_cache(touched):
     pools = [torch.randn(20, 2, 3) for _ in range(4)]
     compact(pools, [[(3, 1), (4, 2)], [], [(15, 14)]])
     assert moved(touched) == work.compact(3, 3, 6, 4, pools=4).bytes
+
+
+def test_layers(touched):
+    x, residual, weight = torch.randn(5, 24).half(), torch.randn(5, 24).half(), torch.randn(24).half()
+    calls = [
+        (rms_norm, (x, weight, 1e-5), work.rms_norm(5, 24, 2)),
+        (add_rms_norm, (x, residual, weight, 1e-5), work.rms_norm(5, 24, 2, added=True)),
+        (gated_activation, (x, residual), work.gated_activation(5, 24, 2)),
+    ]
+    for operator, arguments, expected in calls:
+        for where in ("read", "written"):
+            touched[where].clear()
+        operator(*arguments)
+        assert moved(touched) == expected.bytes
+
+
+@pytest.mark.parametrize("turning", [8, 6])
+def test_rotation(touched, turning):
+    query, key, value = (torch.randn(3, heads, size).half() for heads, size in ((17, 8), (2, 8), (2, 5)))
+    cosine, sine = torch.randn(3, turning).half(), torch.randn(3, turning).half()
+    pools = [torch.zeros(9, *heads.shape[1:]).half() for heads in (key, value)]
+    rotate_append(query, key, value, cosine, sine, *pools, torch.tensor([4, 1, 7]))
+    assert moved(touched) == work.rotate_append(3, 17, 2, 8, 5, 2, turning).bytes
 
 
 @pytest.mark.parametrize("vocabulary", [100, CHUNK + 7])
