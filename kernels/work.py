@@ -175,17 +175,23 @@ def tree_expand(rows: int, vocabulary: int, children: int, itemsize: int) -> Wor
     return Work(rows * (vocabulary * itemsize + between + made), 4 * rows * vocabulary)
 
 
-def recursive_rejection(rows: int, inner: int, children: int, samples: int, vocabulary: int, itemsize: int) -> Work:
-    """A batch of trees verified by recursive rejection: one pass over all rows, then over those of the inner nodes.
+def recursive_rejection(rows: int, turns: Sequence[int], samples: int, vocabulary: int, itemsize: int) -> Work:
+    """A batch of trees verified by recursive rejection: a pass over all rows, then over those of nodes with children.
+
+    The first of these reads the draft rows alone, and each other one what has a child to try. Numbers of single nodes
+    are not counted.
 
     Args:
         rows: nodes of all trees.
-        inner: those with children, which were drawn without replacement.
-        children: most children of a node.
+        turns: how many nodes have a first child, a second one and so on, all drawn without replacement.
         samples: trees.
         vocabulary: V.
         itemsize: bytes of a score.
     """
-    passes = left_mass(inner, inner, vocabulary, children, itemsize).times(children + 1)
-    end = left_mass(samples, samples, vocabulary, children, itemsize)
-    return row_stats(rows, vocabulary, itemsize).plus(passes, end, left_pick(samples, samples, children, itemsize))
+    kinds = vocabulary, len(turns), itemsize
+    first = left_mass(turns[0], turns[0], *kinds)
+    first = Work(first.bytes - turns[0] * vocabulary * itemsize, first.flops)
+    passes = [left_mass(nodes, nodes, *kinds) for nodes in turns]
+    end = left_mass(samples, samples, *kinds)
+    pick = left_pick(samples, samples, len(turns), itemsize)
+    return row_stats(rows, vocabulary, itemsize).plus(first, *passes, end, pick)

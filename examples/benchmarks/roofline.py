@@ -134,7 +134,9 @@ class Stepped(NamedTuple):
         grown = work.tree_expand(self.samples * self.level, self.vocabulary, self.children, ITEMSIZE)
         yield "tree_expand", f"{self.samples * self.level} rows, {self.children} children, {rows}", grown
         yield "gumbel_draw", f"{self.rows} rows, {rows}", work.gumbel_draw(self.rows, *scores)
-        whole = work.recursive_rejection(self.rows, inner, children, self.samples, *scores)
+        levels = list(zip(self.levels, self.tree, strict=False))
+        turns = [self.samples * sum(nodes for nodes, width in levels if width > turn) for turn in range(children)]
+        whole = work.recursive_rejection(self.rows, turns, self.samples, *scores)
         yield "verify_tree", f"{self.samples} trees of {sum(self.levels)}, {children} children, {rows}", whole
 
     def problem(

@@ -13,6 +13,7 @@ from arbordraft.kernels.verify.reference import (
     left_mass_reference,
     left_pick_reference,
     lowest_kept_reference,
+    rejection_laws_reference,
     row_max_reference,
     row_stats_reference,
     wide,
@@ -60,6 +61,19 @@ left_pick = Operator(
     left_pick_reference,
     lambda scores, lse, draft, row, *_: scores.new_empty(row.shape[0], dtype=torch.int64),
     triton=f"{_TRITON}left_pick",
+    triton_takes=SINGLE,
+)
+rejection_laws = Operator(
+    "rejection_laws(Tensor scores, Tensor lse, Tensor draft, Tensor row, Tensor draft_row, Tensor weight, "
+    "Tensor tokens, Tensor real, Tensor certain, bool replacement) -> (Tensor, Tensor, Tensor, Tensor)",
+    rejection_laws_reference,
+    lambda scores, lse, draft, row, draft_row, weight, tokens, *_: (
+        torch.empty_like(weight),
+        weight.new_empty(tokens.shape),
+        torch.empty_like(weight),
+        _per_chunk(scores, row, torch.float64),
+    ),
+    triton="arbordraft.kernels.verify.rejection:launch_rejection_laws",
     triton_takes=SINGLE,
 )
 keep_lowest = Operator(  # given the logarithms of the sums of exponentials, which the reference does without
@@ -122,6 +136,7 @@ __all__ = [
     "log_sum_exp",
     "lowest_kept",
     "lowest_kept_reference",
+    "rejection_laws",
     "row_max",
     "row_max_reference",
     "row_stats",

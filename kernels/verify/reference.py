@@ -140,3 +140,86 @@ def _left(
     ordinary = torch.ones(len(p), vocabulary + 1, dtype=torch.bool, device=p.device)  # -1 is marked behind the last one
     ordinary = ordinary.scatter_(1, torch.where(special < 0, vocabulary, special), False)[:, :vocabulary]
     return (p - taken[:, None] * q).clamp(min=0) * ordinary, q * ordinary
+
+
+def rejection_laws_reference(
+    scores: Tensor,
+    lse: Tensor,
+    draft: Tensor,
+    row: Tensor,
+    draft_row: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    real: Tensor,
+    certain: Tensor,
+    replacement: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What becomes of the children of nodes that are tried in turn; :mod:`arbordraft.kernels.verify.tree` says why.
+
+    Args:
+        scores: as for :func:`left_mass_reference`, and so are the others up to ``draft_row``.
+        lse: as above.
+        draft: as above.
+        row: as above.
+        draft_row: as above; children of a node without one are all certain.
+        weight: ``[N]`` float64 w.
+        tokens: ``[N, K]`` int64 of the children, in their order, -1 behind the last.
+        real: ``[N, K]`` bool: where there is a child.
+        certain: ``[N, K]`` bool: which were not drawn at random.
+        replacement: whether draws may repeat a token.
+
+    Returns:
+        In float64 ``[N]`` t behind the last child, ``[N, K]`` chances to go on with a child, ``[N]`` chances to end at
+        the node, and ``[N, C]`` sums of what may be emitted there, by chunk.
+    """
+    certain = (certain | (draft_row < 0)[:, None]) & real
+    place = tokens.clamp(min=0)
+    p = (scores[row[:, None], place].double() - lse[row][:, None].double()).exp() * weight[:, None]
+    q = draft[draft_row.clamp(min=0)[:, None], place].double() if len(draft) else torch.zeros_like(p)
+
+    def sums(taken: Tensor, special: Tensor) -> tuple[Tensor, Tensor]:
+        nodes = row, draft_row, weight.to(lse.dtype), taken.to(lse.dtype), special
+        return left_mass_reference(scores, lse, draft, *nodes)
+
+    taken, null = torch.zeros_like(weight), 1 - weight
+    mass, left = torch.ones_like(weight), torch.ones_like(weight)
+    frozen = torch.where(_first_of(tokens, certain), p, 0.0)  # R of special tokens
+    special = torch.where(certain, tokens, -1)
+    accept = torch.zeros_like(p)
+    chunks, drawable = sums(taken, special)
+    for child in range(tokens.shape[1]):
+        sure, here = certain[:, child], real[:, child]
+        proposed = torch.where(sure, 1.0, q[:, child] / positive(drawable.double().sum(dim=-1)))
+        held = torch.where(sure, frozen[:, child], (p[:, child] - taken * q[:, child]).clamp(min=0))
+        ratio = torch.where(here & (mass > 0), (held / positive(mass * proposed)).clamp(max=1), 0.0)
+        accept[:, child] = left * ratio
+        left = left * (1 - ratio)
+        # Rejected: a certain token holds nothing any more, and a drawn one has taken its proposal from all.
+        drawn = here & ~sure
+        taken = torch.where(drawn, taken + mass / positive(drawable.double().sum(dim=-1)), taken)
+        kept = torch.where(drawn, (p[:, child] - taken * q[:, child]).clamp(min=0), 0.0)
+        if not replacement:
+            frozen[:, child] = kept
+            special[:, child] = torch.where(drawn, tokens[:, child], special[:, child])
+        else:
+            frozen[:, child] = torch.where(sure, 0.0, frozen[:, child])
+        chunks, drawable = sums(taken, special)
+        mass = torch.where(left > 0, chunks.double().sum(dim=-1) + frozen.sum(dim=-1) + null, 0.0)
+    if replacement:  # tokens that were drafted are gone on with rather than emitted
+        held = (p - taken[:, None] * q).clamp(min=0)
+        frozen = torch.where(_first_of(tokens, real & ~certain), held, frozen)
+        special = torch.where(real, tokens, -1)
+        chunks, _ = sums(taken, special)
+    scale = left / positive(mass)
+    return taken, accept + scale[:, None] * frozen, scale * chunks.double().sum(dim=-1), chunks.double()
+
+
+def _first_of(tokens: Tensor, among: Tensor) -> Tensor:
+    """``[N, K]`` which of the chosen children are the first with their token among these."""
+    same = (tokens[:, :, None] == tokens[:, None, :]) & among[:, None, :]
+    return among & (same.int().argmax(dim=2) == torch.arange(tokens.shape[1], device=tokens.device))
+
+
+def positive(x: Tensor) -> Tensor:
+    """What may be divided by: numbers that are no less than the smallest normal one."""
+    return x.clamp(min=torch.finfo(x.dtype).tiny)

@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arbordraft.kernels.verify import left_mass, left_pick, log_sum_exp
+from arbordraft.kernels.verify import left_mass, left_pick, log_sum_exp, rejection_laws
+from arbordraft.kernels.verify.reference import positive
 
 
 @dataclass(frozen=True)
@@ -121,53 +122,13 @@ def verify_tree(
 
 
 def _laws(scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: slice, weight: Tensor) -> _Laws:
-    row, draft_row, tokens = tree.inner[nodes].clamp(min=0), tree.draft_row[nodes], tree.tokens[nodes]
-    real = tree.children[nodes] >= 0
-    certain = (tree.certain[nodes] | (draft_row < 0)[:, None]) & real
-    place = tokens.clamp(min=0)
-    p = (scores[row[:, None], place].double() - lse[row][:, None].double()).exp() * weight[:, None]
-    q = draft[draft_row.clamp(min=0)[:, None], place].double() if len(draft) else torch.zeros_like(p)
-
-    def sums(taken: Tensor, special: Tensor) -> tuple[Tensor, Tensor]:
-        return left_mass(scores, lse, draft, row, draft_row, weight.to(lse.dtype), taken.to(lse.dtype), special)
-
-    taken, null = torch.zeros_like(weight), 1 - weight
-    mass, left = torch.ones_like(weight), torch.ones_like(weight)
-    frozen = torch.where(_first_of(tokens, certain), p, 0.0)  # R of special tokens
-    special = torch.where(certain, tokens, -1)
-    accept = torch.zeros_like(p)
-    chunks, drawable = sums(taken, special)
-    for child in range(tokens.shape[1]):
-        sure, here = certain[:, child], real[:, child]
-        proposed = torch.where(sure, 1.0, q[:, child] / _positive(drawable.double().sum(dim=-1)))
-        held = torch.where(sure, frozen[:, child], (p[:, child] - taken * q[:, child]).clamp(min=0))
-        ratio = torch.where(here & (mass > 0), (held / _positive(mass * proposed)).clamp(max=1), 0.0)
-        accept[:, child] = left * ratio
-        left = left * (1 - ratio)
-        # Rejected: a certain token holds nothing any more, and a drawn one has taken its proposal from all.
-        drawn = here & ~sure
-        taken = torch.where(drawn, taken + mass / _positive(drawable.double().sum(dim=-1)), taken)
-        kept = torch.where(drawn, (p[:, child] - taken * q[:, child]).clamp(min=0), 0.0)
-        if not tree.replacement:
-            frozen[:, child] = kept
-            special[:, child] = torch.where(drawn, tokens[:, child], special[:, child])
-        else:
-            frozen[:, child] = torch.where(sure, 0.0, frozen[:, child])
-        chunks, drawable = sums(taken, special)
-        mass = torch.where(left > 0, chunks.double().sum(dim=-1) + frozen.sum(dim=-1) + null, 0.0)
-    if tree.replacement:  # tokens that were drafted are gone on with rather than emitted
-        held = (p - taken[:, None] * q).clamp(min=0)
-        frozen = torch.where(_first_of(tokens, real & ~certain), held, frozen)
-        special = torch.where(real, tokens, -1)
-        chunks, _ = sums(taken, special)
-    scale = left / _positive(mass)
-    return _Laws(taken, accept + scale[:, None] * frozen, scale * chunks.double().sum(dim=-1), chunks.double())
-
-
-def _first_of(tokens: Tensor, among: Tensor) -> Tensor:
-    """``[N, K]`` which of the chosen children are the first with their token among these."""
-    same = (tokens[:, :, None] == tokens[:, None, :]) & among[:, None, :]
-    return among & (same.int().argmax(dim=2) == torch.arange(tokens.shape[1], device=tokens.device))
+    row, real = tree.inner[nodes].clamp(min=0), tree.children[nodes] >= 0
+    return _Laws(
+        *rejection_laws(
+            scores, lse, draft, row, tree.draft_row[nodes], weight, tree.tokens[nodes], real, tree.certain[nodes],
+            tree.replacement,
+        )
+    )  # fmt: skip
 
 
 def _joined(laws: Sequence[_Laws]) -> _Laws:
@@ -263,13 +224,9 @@ def _emitted(
     return left_pick(*arguments, chunk, level - before)
 
 
-def _positive(x: Tensor) -> Tensor:
-    return x.clamp(min=torch.finfo(x.dtype).tiny)
-
-
 def _share(part: Tensor, whole: Tensor) -> Tensor:
     """``part / whole`` as a probability; where rounding has used the whole up, any part of it was certain."""
-    return torch.where(whole <= part, (part > 0).to(part.dtype), part / _positive(whole))
+    return torch.where(whole <= part, (part > 0).to(part.dtype), part / positive(whole))
 
 
 __all__ = ["PackedTree", "verify_tree", "walk"]

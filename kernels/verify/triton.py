@@ -39,14 +39,14 @@ def row_stats(SCORES, HIGHEST, PLACE, MASS, stride_s, vocabulary, CHUNKS: tl.con
 
 
 @triton.jit
-def _left(
-    SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, stride_s, stride_d,
+def left_at(
+    SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, scored, stride_s, stride_d,
     K: tl.constexpr,
 ):  # fmt: skip
-    """R and q of the tokens ``at``, 0 for special ones."""
+    """R and q of the tokens ``at``, 0 for special ones; R is 0 too for those from ``scored`` on, which are not read."""
     inside = at < vocabulary
     row = tl.load(ROW + node)
-    x = tl.load(SCORES + row * stride_s + at, mask=inside, other=-float("inf")).to(tl.float32)
+    x = tl.load(SCORES + row * stride_s + at, mask=at < scored, other=-float("inf")).to(tl.float32)
     p = tl.exp(x - tl.load(LSE + row)) * tl.load(WEIGHT + node)
     draft_row = tl.load(DRAFT_ROW + node)
     drawn = inside & ((draft_row + tl.zeros([1], tl.int64)) >= 0)
@@ -67,8 +67,9 @@ def left_mass(
     node = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
-    left, drawn = _left(
-        SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, stride_s, stride_d, K
+    left, drawn = left_at(
+        SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, vocabulary, stride_s,
+        stride_d, K,
     )  # fmt: skip
     tl.store(LEFT + node * CHUNKS + chunk, tl.sum(left, 0))
     tl.store(DRAWN + node * CHUNKS + chunk, tl.sum(drawn, 0))
@@ -82,8 +83,9 @@ def left_pick(
     """The token of one chunk at which the running sum of R exceeds a level; the last possible one if none does."""
     node = tl.program_id(0).to(tl.int64)
     at = tl.load(WHERE + node) * BLOCK + tl.arange(0, BLOCK)
-    left, _ = _left(
-        SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, stride_s, stride_d, K
+    left, _ = left_at(
+        SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, vocabulary, stride_s,
+        stride_d, K,
     )  # fmt: skip
     # In float32 a running sum of thousands is off by more than a token of a flat row weighs.
     reached = tl.cumsum(left.to(tl.float64), 0) > tl.load(LEVEL + node)
@@ -92,7 +94,7 @@ def left_pick(
     tl.store(TOKEN + node, tl.where(first == _NOWHERE, last, first))
 
 
-def _block(vocabulary: int) -> int:
+def block_of(vocabulary: int) -> int:
     """Tokens that a program looks at: a chunk, or all there are."""
     return min(CHUNK, triton.next_power_of_2(vocabulary))
 
@@ -112,7 +114,7 @@ def launch_row_stats(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             scores.stride(0),
             vocabulary,
             CHUNKS=chunks,
-            BLOCK=_block(vocabulary),
+            BLOCK=block_of(vocabulary),
             num_warps=8,
         )
     return highest, place, mass
@@ -136,7 +138,7 @@ def launch_left_mass(
     if nodes:
         left_mass[(nodes, chunks)](
             scores, lse, draft, row, draft_row, weight, taken, special, left, drawn, vocabulary, scores.stride(0),
-            draft.stride(0), K=special.shape[1], CHUNKS=chunks, BLOCK=_block(vocabulary), num_warps=8,
+            draft.stride(0), K=special.shape[1], CHUNKS=chunks, BLOCK=block_of(vocabulary), num_warps=8,
         )  # fmt: skip
     return left, drawn
 
@@ -150,17 +152,19 @@ def launch_left_pick(
     if len(row):
         left_pick[(len(row),)](
             scores, lse, draft, row, draft_row, weight, taken, special, chunk, level, token, scores.shape[1],
-            scores.stride(0), draft.stride(0), K=special.shape[1], BLOCK=_block(scores.shape[1]), num_warps=8,
+            scores.stride(0), draft.stride(0), K=special.shape[1], BLOCK=block_of(scores.shape[1]), num_warps=8,
         )  # fmt: skip
     return token
 
 
 __all__ = [
     "CHUNK",
+    "block_of",
     "launch_left_mass",
     "launch_left_pick",
     "launch_row_max",
     "launch_row_stats",
+    "left_at",
     "left_mass",
     "left_pick",
     "row_stats",

@@ -86,7 +86,8 @@ def test_a_verification_by_hand():
     node = vocabulary * (2 + 4) + 2 * 8 + 3 * 4 + 3 * 8 + chunks * 8
     assert parts["left_mass"].bytes == inner * node
     pick = 32 * (4096 * 6 + 5 * 8 + 3 * 4 + 3 * 8)
-    assert parts["verify_tree"].bytes == parts["row_stats"].bytes + 4 * inner * node + 32 * node + pick
+    turns = inner * (node - vocabulary * 2) + 32 * (10 + 4 + 1) * node  # nodes with one, two, three children
+    assert parts["verify_tree"].bytes == parts["row_stats"].bytes + turns + 32 * node + pick
     assert parts["kv_append"].bytes == 32 * (2 * 512 * 2 * 8 * 128 * 2 + 512 * 8)
 
 

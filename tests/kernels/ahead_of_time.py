@@ -20,8 +20,8 @@ from arbordraft.kernels.kv_cache import triton as kv_cache
 from arbordraft.kernels.ragged_tree_attention import triton as attention
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.tree_expand import triton as tree_expand
+from arbordraft.kernels.verify import rejection, truncation
 from arbordraft.kernels.verify import triton as verify
-from arbordraft.kernels.verify import truncation
 
 GOLDEN = Path(__file__).parent / "golden" / "triton.json"
 TARGETS = {
@@ -40,7 +40,11 @@ POINTERS = {
     **dict.fromkeys(
         ("HIGHEST", "MASS", "MAXIMA", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LOWEST", "LOG_PROBS"), "*fp32"
     ),
-    **dict.fromkeys(("NUMBER", "INTERVAL", "FOUND"), "*i32"),
+    **dict.fromkeys(
+        ("WANTED", "OFFERED", "FROZEN", "ACCEPT", "SHARE", "SPENT", "UNDECIDED", "REMAINS", "STOP", "SUMS"), "*fp64"
+    ),
+    **dict.fromkeys(("REAL", "CERTAIN"), "*i8"),
+    **dict.fromkeys(("NUMBER", "INTERVAL", "FOUND", "SURE", "CHANGED"), "*i32"),
     **dict.fromkeys(("ABOVE", "HELD"), "*fp32"),
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST", "SEEDS"), "*i64"),
@@ -174,6 +178,13 @@ def cases(target):
     yield "row_stats", (verify.row_stats, target, "bf16", rows), {"warps": 8}
     yield "left_mass", (verify.left_mass, target, "fp32", rows | {"K": 4}), {"warps": 8}
     yield "left_pick", (verify.left_pick, target, "fp32", {"K": 4, "BLOCK": verify.CHUNK}), {"warps": 8}
+    once = {"warps": 1, "fusion": False}
+    children = {"K": 3, "WIDE": 4}
+    yield "start_turns", (rejection.start_turns, target, "fp32", children), once
+    yield "turn_mass", (rejection.turn_mass, target, "fp32", rows | {"K": 3, "FIRST": True}), {"warps": 8}
+    children |= {"CHUNKS": 32, "COLUMNS": 32, "REPLACEMENT": True}
+    yield "take_turn", (rejection.take_turn, target, "fp32", children), once
+    yield "end_turns", (rejection.end_turns, target, "fp32", children), once
     search = {"COUNTED": True, "MASSED": True, "CHUNKS": 32}
     summed = search | {"PIVOTS": truncation.PIVOTS}
     yield "sum_above", (truncation.sum_above, target, "bf16", summed | {"BLOCK": verify.CHUNK}), {"warps": 4}

@@ -35,8 +35,9 @@ def test_kernels_fit(target):
     for name, needs in found.items():
         assert needs["spilled"] <= spilled, name
         assert needs["shared"] <= SHARED[target], name
-        # The first three read few numbers, the next one stores single scores and so reads them, the others compute.
-        narrow = "combine", "left_pick", "lowest_kept", "collect", "gumbel_noise", "gumbel_draw"
+        # The first ones read few numbers, the next one stores single scores and so reads them, the others compute.
+        narrow = {"combine", "left_pick", "lowest_kept", "start_turns", "take_turn", "end_turns"}
+        narrow |= {"collect", "gumbel_noise", "gumbel_draw"}
         assert needs["wide loads"] or name in narrow, name
     warps = {name: how["warps"] for name, _, how in cases(target)}
     for name, needs in found.items():

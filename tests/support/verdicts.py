@@ -3,6 +3,7 @@
 import torch
 
 import arbordraft as ad
+from arbordraft.kernels import choice
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import Noise
 from arbordraft.sampling.rows import SoftmaxRows
@@ -59,8 +60,11 @@ def grown(topology, law, vocabulary, generator, sharp, lost=()):
     return SampleTree(topology, law, dict(sorted(tokens.items())), rows)
 
 
-def check_verdicts(coupling, lifted, vocabulary, turns):
-    """Verifies random batches of trees both ways, and sees paths of several lengths and both kinds of last token."""
+def check_verdicts(coupling, lifted, vocabulary, turns, path="auto"):
+    """Verifies random batches of trees both ways, and sees paths of several lengths and both kinds of last token.
+
+    ``path`` says which kernels verify all trees at once.
+    """
     law, rule = coupling
     verifier, shapes = (ad.Lifted if lifted else ad.TopDown)(rule), THREE if law.k == 3 else TWO
     assert rule.rejects_in_turn
@@ -84,7 +88,8 @@ def check_verdicts(coupling, lifted, vocabulary, turns):
         nodes = max(shape.num_nodes for shape in shapes)
         noise = Noise.draw([Noise.source(100 * turn + i) for i in range(len(trees))], nodes)
         expected = verifier(tree, SoftmaxRows(scores), noise).samples
-        found = verify_packed(tree, scores, noise, lifted=lifted)
+        with choice.use(path):
+            found = verify_packed(tree, scores, noise, lifted=lifted)
         for sample, (verdict, end) in enumerate(zip(expected, found, strict=True)):
             if verdict is None:
                 assert end is None

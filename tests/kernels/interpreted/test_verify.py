@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from arbordraft.kernels import choice
-from arbordraft.kernels.verify import left_mass, left_pick, row_max, row_stats
+from arbordraft.kernels.verify import left_mass, left_pick, rejection_laws, row_max, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.sampling.processors import LogitsPipeline
 
@@ -73,10 +73,27 @@ def test_left_pick(guarded, vocabulary):
         assert torch.equal(found, expected)
 
 
+def children(vocabulary):
+    """Nodes of :func:`problem` with three drawn children, a top and a drawn one, two equal tops, and none."""
+    scores, lse, draft, row, draft_row, weight, _, _ = problem(vocabulary)
+    tokens = torch.tensor([[3, 5, 6], [2, 4, -1], [1, 1, -1], [-1, -1, -1]])
+    certain = torch.tensor([[False, False, False], [True, False, False], [True, True, False], [False, False, False]])
+    return scores, lse, draft, row, draft_row, weight.double(), tokens, tokens >= 0, certain
+
+
+@pytest.mark.parametrize("replacement", [False, True], ids=["without replacement", "with replacement"])
+@pytest.mark.parametrize("vocabulary", SIZES[1:])
+def test_rejection_laws(guarded, vocabulary, replacement):
+    found, expected = both(rejection_laws, *children(vocabulary), replacement)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
 @pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
 def test_verdicts(coupling, lifted):
-    check_verdicts(coupling, lifted, 7, 6)
+    choice.ran.clear()
+    check_verdicts(coupling, lifted, 7, 6, "triton")
+    assert all(choice.ran[f"{name}/triton"] for name in ("row_stats", "rejection_laws", "left_mass", "left_pick"))
 
 
 PROCESSORS = [TopKLogitsWarper(1), TopKLogitsWarper(5), TopPLogitsWarper(0.3), TopPLogitsWarper(0.9)]
@@ -101,6 +118,7 @@ def test_the_operators_are_registered_properly_and_compile():
         (row_stats, arguments[:1]),
         (left_mass, arguments),
         (left_pick, (*arguments, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.1, dtype=torch.float64))),
+        (rejection_laws, (*children(300), False)),
     ]
     for operator, given in calls:
         library.opcheck(operator.portable, given)
