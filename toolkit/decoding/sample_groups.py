@@ -3,7 +3,7 @@
 Shapes: T packed rows, N nodes of the topology.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,13 +33,19 @@ def group_samples(state: DecodeState, nodes: int, *, shared: bool, static: bool)
     alike: dict[Any, list[Sample]] = {}
     for sample in state.active:
         if static:
-            kind: Any = sample.greedy, sample.pipeline.constants
+            kind: Any = static_kind(sample, shared)
         elif shared:
             kind = draft_temperature(sample, shared) is None  # whether drafting calls processors
         else:
             kind = sample.greedy, draft_temperature(sample, shared) is None
         alike.setdefault(kind, []).append(sample)
     return [SampleGroup(samples, _noise(state, samples, nodes, shared)) for samples in alike.values()]
+
+
+def static_kind(sample: Sample, shared: bool) -> tuple[bool, Hashable]:
+    """What samples of a step of fixed shapes have in common; temperatures of shared noise go up with its table."""
+    divides = shared and not sample.greedy and sample.pipeline.temperature is not None
+    return sample.greedy, () if divides else sample.pipeline.constants
 
 
 def draft_temperature(sample: Sample, shared: bool) -> float | None:
@@ -103,4 +109,4 @@ def verdicts_of(
     return Verdict(tuple(verdicts))
 
 
-__all__ = ["SampleGroup", "draft_temperature", "group_samples", "joined", "verdicts_of"]
+__all__ = ["SampleGroup", "draft_temperature", "group_samples", "joined", "static_kind", "verdicts_of"]

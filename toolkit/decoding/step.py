@@ -14,7 +14,7 @@ from arbordraft.decoding.judging import CouplingJudge, Judge
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.processing import finite_rows
 from arbordraft.decoding.runner import PackedRunner, TargetRunner, lay_out
-from arbordraft.decoding.sample_groups import SampleGroup, group_samples, joined, verdicts_of
+from arbordraft.decoding.sample_groups import SampleGroup, group_samples, joined, static_kind, verdicts_of
 from arbordraft.decoding.state import DecodeState, Emission, Sample, logprobs_of
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.recording import INSTEAD
@@ -234,7 +234,7 @@ class Stepper:
         if static is None or not static.active or not isinstance(state.cache, StaticCache):
             return None
         if static.automatic:
-            kinds = {(sample.greedy, sample.pipeline.constants) for sample in state.active}
+            kinds = {static_kind(sample, self.coupling.verifier.shared) for sample in state.active}
             if len(kinds) > _MOST_GROUPS or any(self._obstacle(static, sample) for sample in state.active):
                 return None
         return static
@@ -247,7 +247,8 @@ class Stepper:
                 tree = self.drafting(state, group)
             with state.stats.phase("target"):
                 batch = lay_out(state, tree, self.mask, causal=False)
-                result = static(tree, batch, group.noise, state.cache, group.samples[0].pipeline)
+                temperatures = [one.pipeline.temperature or 1.0 if one else 1.0 for one in state.samples]
+                result = static(tree, batch, group.noise, state.cache, group.samples[0].pipeline, temperatures)
                 state.stats.count_padding(result.rows - sum(tree.lengths))
             with state.stats.phase("commit"):
                 state.give_up(result.failed)

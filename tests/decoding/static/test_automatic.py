@@ -104,9 +104,9 @@ def answers(decoder, requests):
     "requests",
     [
         [{"temperature": 0.0, "logprobs": 2}],
-        [{"temperature": temperature, "seed": 1} for temperature in (0.5, 0.7, 0.9)],
+        [{"temperature": 0.7, "top_k": top_k, "seed": 1} for top_k in (5, 9, 20)],
     ],
-    ids=["log-probabilities", "many temperatures"],
+    ids=["log-probabilities", "many settings"],
 )
 def test_requests_that_would_be_slower_or_lose_something_get_other_steps(as_on_a_gpu, monkeypatch, requests):
     step = Stepper._static_step
@@ -122,12 +122,25 @@ def test_requests_that_would_be_slower_or_lose_something_get_other_steps(as_on_a
     assert all(bool(one.logprobs) == ("logprobs" in request) for one, request in zip(found, requests, strict=True))
 
 
-def test_two_temperatures_are_two_steps(as_on_a_gpu):
-    requests = [{"temperature": temperature, "seed": 1} for temperature in (0.5, 0.7)]
+@pytest.mark.parametrize(
+    ("settings", "groups"),
+    [({}, 1), ({"top_k": 9}, 2)],
+    ids=["temperatures are numbers of a table", "other settings are constants of a step"],
+)
+def test_samples_of_other_temperatures_share_a_step(as_on_a_gpu, monkeypatch, settings, groups):
+    step, seen = Stepper._static_step, []
+
+    def counted(self, static, state, groups):
+        seen.append(len(groups))
+        return step(self, static, state, groups)
+
+    monkeypatch.setattr(Stepper, "_static_step", counted)
+    requests = [{"temperature": temperature, "seed": 1, **settings} for temperature in (0.3, 5.0)]
     decoder = build()
     found = answers(decoder, requests)
     assert [one.tokens for one in found] == [one.tokens for one in answers(build(buckets=None), requests)]
-    assert decoder.static.shapes
+    assert len({tuple(one.tokens) for one in found}) == 2
+    assert max(seen) == groups
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])

@@ -247,11 +247,11 @@ def poison(where):
     """NaN in some pool rows before every step."""
     called = StaticStepping.__call__
 
-    def spoiled(self, tree, batch, noise, cache, pipeline):
+    def spoiled(self, tree, batch, noise, cache, pipeline, temperatures):
         for rows in where(cache, tree):
             for pool in cache.layers(self.target.num_layers):
                 pool[rows] = float("nan")
-        return called(self, tree, batch, noise, cache, pipeline)
+        return called(self, tree, batch, noise, cache, pipeline, temperatures)
 
     StaticStepping.__call__ = spoiled
     try:
@@ -331,7 +331,7 @@ def test_pools_stay_where_they_are_from_batch_to_batch():
 
 
 def test_steps_that_are_not_used_any_more_are_given_up(monkeypatch):
-    """Every temperature has steps of its own."""
+    """Every temperature has steps of its own where noise is not shared."""
     monkeypatch.setattr("arbordraft.decoding.static.runner._MOST_RUNNERS", 4)
     decoder = build("wor lifted", buckets=(32,))
     first, _ = decode(decoder, **SAMPLED, temperature=0.5)

@@ -37,7 +37,7 @@ class Bucket(TreeTable):
         depth: most tokens that a step can accept.
     """
 
-    reals: ClassVar[frozenset[str]] = frozenset({"threshold", "accept", "final"})
+    reals: ClassVar[frozenset[str]] = frozenset({"threshold", "accept", "final", "temperature"})
 
     words: int
     depth: int
@@ -68,19 +68,25 @@ class Bucket(TreeTable):
 
         By row: its position, its pool row, the row of its parent (-1 for none), its depth, its ancestor words, the
         uniforms that decide about it and that draw behind it. ``layout`` is that of :class:`RaggedBatch`. By sample:
-        the pool row of its root, its seed. By draft row: what makes a token a top.
+        the pool row of its root, its seed, what its scores are divided by. By draft row: what makes a token a top.
         """
         return {
             **super().fields,
             **dict.fromkeys(("positions", "slots", "above", "depth", "accept", "final"), (self.rows,)),
-            **dict.fromkeys(("home", "seeds"), (self.owners,)),
+            **dict.fromkeys(("home", "seeds", "temperature"), (self.owners,)),
             **dict.fromkeys(("most_tops", "threshold"), (self.nodes,)),
             "words": (self.rows, self.words),
             "layout": (4, self.samples + 2),
         }
 
     def fill(
-        self, table: Tensor, tree: DraftTree, batch: RaggedBatch, noise: Noise | GumbelNoise | None, dummy: int
+        self,
+        table: Tensor,
+        tree: DraftTree,
+        batch: RaggedBatch,
+        noise: Noise | GumbelNoise | None,
+        dummy: int,
+        temperatures: Sequence[float] = (),
     ) -> list[Tensor]:
         """Writes a step into a table on the host.
 
@@ -90,6 +96,7 @@ class Bucket(TreeTable):
             batch: the plan of their forward.
             noise: that of this step; ``None`` at temperature 0.
             dummy: the dummy's first pool row, which it has committed; behind it there is room for T more.
+            temperatures: of the samples, where noise is shared; 1 for those that are left out.
 
         Returns:
             The ``[V]`` draft rows that the table names.
@@ -100,6 +107,7 @@ class Bucket(TreeTable):
         self._fill_samples(into, tree, batch, dummy)
         if isinstance(noise, GumbelNoise):
             into.seeds[: len(tree.samples)] = [source.seed if source else 0 for source in noise.sources]
+        into.temperature[:] = [*temperatures, *[1.0] * (self.owners - len(temperatures))]
         into.most_tops[: len(draft_rows)] = [row.law.most_tops for row in draft_rows]
         into.threshold[: len(draft_rows)] = [row.law.threshold for row in draft_rows]
         return [row.probs for row in draft_rows]

@@ -31,7 +31,7 @@ from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import Lifted, Rule, RuleVerifier
 from arbordraft.verifiers.coupling import Coupling
 
-_MOST_RUNNERS = 32  # each has buffers and perhaps a graph, and every temperature needs its own
+_MOST_RUNNERS = 32  # each has buffers and perhaps a graph
 # Rows that are used when nobody says which: on a GPU a step of 64 rows takes little longer than one of a single row.
 DEFAULT_BUCKETS = (1, 8, 16, 32, 64)
 _ROOMY = 4  # how many times the rows for padding a cache has at least, unless it must have these steps
@@ -60,13 +60,18 @@ class _Runner:
         self._kept: object = None
 
     def __call__(
-        self, tree: DraftTree, batch: RaggedBatch, noise: Noise | GumbelNoise | None, cache: StaticCache
+        self,
+        tree: DraftTree,
+        batch: RaggedBatch,
+        noise: Noise | GumbelNoise | None,
+        cache: StaticCache,
+        temperatures: Sequence[float],
     ) -> tuple[Tensor, Tensor]:
         """Runs the step: an upload, the step, and what there is to download."""
         pools = cache.layers(self.step.target.num_layers)
         if self._memory is not None and self._recorded != tuple(pool.data_ptr() for pool in pools):
             self._record(cache, pools)
-        drafts = self.step.bucket.fill(self.host, tree, batch, noise, cache.dummy_start)
+        drafts = self.step.bucket.fill(self.host, tree, batch, noise, cache.dummy_start, temperatures)
         self.table.copy_(self.host, non_blocking=True)
         if drafts and self.step.kind.sampled:
             self.draft[: len(drafts)].copy_(torch.stack(drafts))
@@ -256,6 +261,7 @@ class StaticStepping:
         noise: Noise | GumbelNoise | None,
         cache: RaggedKVCache,
         pipeline: LogitsPipeline,
+        temperatures: Sequence[float],
     ) -> StepResult:
         """Runs one step.
 
@@ -265,6 +271,7 @@ class StaticStepping:
             noise: that of this step; ``None`` at temperature 0.
             cache: what :meth:`open` returned; :meth:`RaggedKVCache.advance` commits the accepted rows.
             pipeline: the request's processors.
+            temperatures: of the samples, where noise is shared and the processors do no more than divide by them.
 
         Raises:
             ValueError: if the chosen kernels cannot do without the host.
@@ -272,7 +279,7 @@ class StaticStepping:
         assert isinstance(cache, StaticCache)
         with self._lock:  # the buffers of a step serve one batch at a time
             runner = self._runner(tree, cache, noise, pipeline)
-            result, hidden = runner(tree, batch, noise, cache)
+            result, hidden = runner(tree, batch, noise, cache, temperatures)
             verdicts = result.tolist()
         samples: list[SampleVerdict | None] = []
         failed: list[int] = []
@@ -297,7 +304,10 @@ class StaticStepping:
         rows = bucket_for(self.buckets, sum(tree.lengths))
         bucket = Bucket.of(self.topology, rows, power_of_two(len(tree.samples)))
         sampled, shared = isinstance(noise, Noise), isinstance(noise, GumbelNoise)
-        kind = StepKind(sampled, shared, processors=pipeline.constants, longest=cache.longest)
+        divides = shared and pipeline.temperature is not None
+        kind = StepKind(
+            sampled, shared, processors=() if divides else pipeline.constants, divides=divides, longest=cache.longest
+        )
         if kind.sampled:
             kind = replace(
                 kind,

@@ -24,7 +24,7 @@ from arbordraft.kernels.ragged_tree_attention import attend
 from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import verify_tree, walk
-from arbordraft.sampling.processors import LogitsPipeline, truncated
+from arbordraft.sampling.processors import LogitsPipeline, truncated, widened
 from arbordraft.target.attention import Ahead, AttentionCall, Tables
 from arbordraft.target.model import RaggedModel
 
@@ -103,6 +103,7 @@ class StepKind:
         replacement: whether draws may repeat a token.
         most_tops: certain tokens of a node that was drawn at random, at most.
         processors: what tells the request's processors from others.
+        divides: whether they do no more than divide by temperatures, which the table holds.
         longest: about the longest prefix: how attention is split follows from it.
     """
 
@@ -112,6 +113,7 @@ class StepKind:
     replacement: bool = False
     most_tops: int = 0
     processors: Hashable = ()
+    divides: bool = False
     longest: int = 0
 
 
@@ -154,7 +156,6 @@ class StaticStep(nn.Module):
         self.bucket = bucket
         self.kind = kind
         self.pipeline = pipeline
-        self.temperature = pipeline.temperature  # if that is all, a draw divides by it in its own pass
         self.most_rows = most_rows
         self.hidden_layers = tuple(hidden_layers)
 
@@ -214,8 +215,10 @@ class StaticStep(nn.Module):
     def _drawn(self, part: Mapping[str, Tensor], logits: Tensor) -> Tensor:
         """``[T]`` the target's token behind every row; any one where logits are no numbers."""
         seeds, positions = part["seeds"][part["sample"]], part["positions"] + 1
-        if self.temperature is not None:
-            return gumbel_argmax(logits, seeds, positions, self.temperature, None).clamp(min=0)
+        if self.kind.divides:
+            wide = widened(logits)
+            scores = wide / part["temperature"][part["sample"]].to(wide.dtype)[:, None]
+            return gumbel_argmax(scores, seeds, positions, 1.0, None).clamp(min=0)
         scores, processor = self.pipeline.trimmed(logits, _no_path)
         scores, lowest = truncated(processor, scores)
         return gumbel_argmax(scores, seeds, positions, 1.0, lowest).clamp(min=0)
