@@ -354,7 +354,7 @@ class SpeculativeDecoder(nn.Module):
         if isinstance(output, Tensor):
             return output if home is None else output.to(home)
         if home is not None:
-            output.sequences = output.sequences.to(home)
+            output.sequences = output.sequences.to(home)  # type: ignore[assignment]
         return output
 
     @torch.no_grad()

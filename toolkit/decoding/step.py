@@ -72,8 +72,8 @@ class Stepper:
             max_tokens: bound on the rows of each KV cache; ``None`` for none.
             fixed_batch: whether all of them are there from the start and none follows: then it counts who ends last.
         """
-        cache = self.static.open(samples, max_tokens) if self.static is not None and self.fixed else None
-        cache = self.runner.open(max_tokens) if cache is None else cache
+        fixed = self.static.open(samples, max_tokens) if self.static is not None and self.fixed else None
+        cache = self.runner.open(max_tokens) if fixed is None else fixed
         self.target.begin(cache)
         stats = DecodeStats(self.coupling.exactness.value, [0], [0])
         return DecodeState(cache, self.drafter.open(cache), stats, fixed_batch=fixed_batch)

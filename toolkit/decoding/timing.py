@@ -121,9 +121,7 @@ def _recorded_seconds(
             break
         totals: list[float] = []
         decoder = SpeculativeDecoder(target, NoDrafter(), buckets=(count,))
-        decoder.on_step = lambda state, tree, verdict, totals=totals: totals.append(  # type: ignore[misc]
-            state.stats.seconds["target"]
-        )
+        decoder.on_step = lambda state, tree, verdict, totals=totals: totals.append(state.stats.seconds["target"])
         ids = torch.zeros(1, context, dtype=torch.int64, device=target.device)
         decoder.generate(ids, attention_mask=torch.ones_like(ids), **plain_request(0.0, repeats + 2), eos_token_id=None)
         best[count] = min(end - begin for begin, end in pairwise(totals))  # the first one, recorded, is none of them
