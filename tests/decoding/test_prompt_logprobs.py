@@ -109,12 +109,17 @@ def test_events_bring_them_in_order(decoder):
     assert [known for event in events for known in event.prompt_logprobs] == stream.answers[0].prompt_logprobs
 
 
-def test_nan_fails_its_own_request_alone():
+def poisoned():
+    """A model that gives NaN behind token 9, and an engine of it."""
     model = tiny()
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = float("nan")
     made = SpeculativeDecoder(RaggedModel(model, kernels="torch", self_test=False), NoDrafter())
-    engine = Engine(made, max_tokens=1000)
+    return model, Engine(made, max_tokens=1000)
+
+
+def test_nan_fails_its_own_request_alone():
+    model, engine = poisoned()
     sound = [token for token in text(30) if token != 9]
     good, bad = engine.submit(scored(sound)), engine.submit(scored([5, 9, 6, 7]))
     engine.run()
@@ -170,11 +175,7 @@ def test_either_all_of_them_are_taken_or_none(decoder):
 
 
 def test_one_that_fails_ends_the_others():
-    model = tiny()
-    with torch.no_grad():
-        model.get_input_embeddings().weight[9] = float("nan")
-    made = SpeculativeDecoder(RaggedModel(model, kernels="torch", self_test=False), NoDrafter())
-    engine = Engine(made, max_tokens=1000)
+    _, engine = poisoned()
     long = Request(prompt=[5, 6], max_new_tokens=100, ends=(), logit_bias={9: -100.0})
     stream, other = engine.submit(long, Request(prompt=[9], max_new_tokens=9)), engine.submit(long)
     with pytest.raises(FloatingPointError):

@@ -232,21 +232,15 @@ def caught(fast, slow, **options):
         check(fast, slow, BINARY, options.pop("plan", at_most(MANY)), **{**GREEDY, **options})
 
 
-def test_another_trust_would_be_seen(monkeypatch):
-    fast, slow = pair("eagle")
-    real = one_call._growth
-    monkeypatch.setattr(
-        one_call, "_growth", lambda *given: (one := real(*given))._replace(trust=[1.3 * factor for factor in one.trust])
-    )
-    caught(fast, slow, plan=PLANS["dear rows"])
+@pytest.mark.parametrize(("field", "factor"), [("trust", 1.3), ("next", 0.6)], ids=["trust", "expectation"])
+def test_another_weight_of_a_draft_would_be_seen(monkeypatch, field, factor):
+    (fast, slow), real = pair("eagle"), one_call._growth
 
+    def other(*given):
+        growth = real(*given)
+        return growth._replace(**{field: [factor * weight for weight in getattr(growth, field)]})
 
-def test_another_expectation_would_be_seen(monkeypatch):
-    fast, slow = pair("eagle")
-    real = one_call._growth
-    monkeypatch.setattr(
-        one_call, "_growth", lambda *given: (one := real(*given))._replace(next=[0.6 * chance for chance in one.next])
-    )
+    monkeypatch.setattr(one_call, "_growth", other)
     caught(fast, slow, plan=PLANS["dear rows"])
 
 
