@@ -109,11 +109,17 @@ class RaggedBatch:
         )
 
     def to(self, device: torch.device) -> Self:
-        """The same batch with its tensors on ``device``."""
+        """The same batch with its tensors on ``device``, where they arrive in one upload."""
         if self.positions.device == device:
             return self
-        words = self.words if self.words is None else self.words.to(device)
-        return replace(self, positions=self.positions.to(device), slots=self.slots.to(device), words=words, _spans={})
+        parts = [self.positions, self.slots, self.layout, self.region, *([] if self.words is None else [self.words])]
+        table = torch.cat([part.flatten() for part in parts]).to(device).split([part.numel() for part in parts])
+        positions, slots, layout, region, *words = (
+            part.view(own.shape) for part, own in zip(table, parts, strict=True)
+        )
+        moved = replace(self, positions=positions, slots=slots, words=words[0] if words else None, _spans={})
+        vars(moved).update(layout=layout, region=region)
+        return moved
 
     def spans(
         self, window: int | None = None, copies: int = 1, dtype: torch.dtype = torch.float32, dense: bool = False

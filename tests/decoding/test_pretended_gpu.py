@@ -115,8 +115,8 @@ def _lifted(law):
 
 
 # Crossings of a step. Recorded ones need an upload and a download; drafts of a head or a model need as many again, and
-# a model's cache two more where it moves rows. Other steps upload positions, slots, tokens and layout one by one, and
-# so do the levels of their drafts. Draws at random ask the host for every node.
+# a model's cache two more where it moves rows. Other steps upload the tokens, the rest of the batch and the seeds of the
+# noise, and so do the levels of their drafts. Draws at random ask the host for every node.
 ALLOWED = {
     "plain, recorded": (("none", None, None, (2,), {}), 2),
     "lookups, recorded": (("lookup", CHAIN, None, (8,), {}), 2),
@@ -124,13 +124,13 @@ ALLOWED = {
     "head, recorded": (("eagle", TREE, None, (32,), {}), 4),
     "head, recorded, sampled": (("eagle", TREE, None, (32,), SHARED), 4),
     "model, recorded, sampled": (("model", TREE, None, (32,), SHARED), 6),
-    "model, recorded, random": (("model", TREE, _lifted(TopTail(1, 1)), (32,), SHARED), 115),
-    "lookups": (("lookup", CHAIN, None, None, {}), 6),
-    "lookups, sampled": (("lookup", CHAIN, None, None, SHARED), 9),
-    "head": (("eagle", TREE, None, None, {}), 31),
-    "head, sampled": (("eagle", TREE, None, None, SHARED), 51),
-    "model, random chain": (("model", CHAIN, _lifted(IID(1)), None, SHARED), 74),
-    "model, SpecHub": (("model", TREE, Coupling(TopTail(1, 1), TopDown(SpecHub())), None, SHARED), 147),
+    "model, recorded, random": (("model", TREE, _lifted(TopTail(1, 1)), (32,), SHARED), 105),
+    "lookups": (("lookup", CHAIN, None, None, {}), 3),
+    "lookups, sampled": (("lookup", CHAIN, None, None, SHARED), 5),
+    "head": (("eagle", TREE, None, None, {}), 19),
+    "head, sampled": (("eagle", TREE, None, None, SHARED), 27),
+    "model, random chain": (("model", CHAIN, _lifted(IID(1)), None, SHARED), 64),
+    "model, SpecHub": (("model", TREE, Coupling(TopTail(1, 1), TopDown(SpecHub())), None, SHARED), 136),
 }
 
 

@@ -65,12 +65,16 @@ def finite_rows(
         hidden: ``[T, F]`` the target's states, F of them side by side.
 
     Returns:
-        What is left of the tree, its logits and hidden states, and ``[T]`` most probable tokens, which came up on the
-        way.
+        What is left of the tree, its logits and hidden states, and ``[T]`` most probable tokens on the host, which came
+        up on the way.
     """
     highest, best = row_max(logits)
     # NaN and +inf reach the maximum; -inf alone is a banned token. Plain numbers: an operator takes longer.
-    sound = [math.isfinite(value) for value in highest.tolist()]
+    if best.is_cpu:
+        sound = [math.isfinite(value) for value in highest.tolist()]
+    else:  # in one download
+        finite, best = torch.stack([highest.isfinite(), best]).cpu()
+        sound = finite.bool().tolist()
     if all(sound):
         return tree, logits, hidden, best
     owner = [number for number, _, _ in tree.rows()]

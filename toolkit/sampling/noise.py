@@ -143,8 +143,10 @@ class GumbelNoise:
 
     def keys(self, places: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """``[R]`` seeds and positions of places, each a sample that draws and a depth, as kernels take them."""
-        seeds = torch.tensor([self.sources[sample].seed for sample, _ in places], device=device)  # type: ignore[union-attr]
-        return seeds, torch.tensor([self.lengths[sample] + depth for sample, depth in places], device=device)
+        seeds = [self.sources[sample].seed for sample, _ in places]  # type: ignore[union-attr]
+        positions = [self.lengths[sample] + depth for sample, depth in places]
+        keys = torch.tensor([seeds, positions], device=device)  # in one upload
+        return keys[0], keys[1]
 
     def _rows(self, places: Sequence[tuple[int, int]], vocabulary: int) -> list[Tensor]:
         """``[V]`` float32 noise at some places."""
