@@ -115,8 +115,8 @@ def _lifted(law):
 
 
 # Crossings of a step. Recorded ones need an upload and a download; drafts of a head or a model need as many again, and
-# a model's cache two more where it moves rows. Other steps upload the tokens, the rest of the batch and the seeds of the
-# noise, and so do the levels of their drafts. Draws at random ask the host for every node.
+# a model's cache two more where it moves rows. Other steps upload the tokens, the rest of the batch and the seeds of
+# the noise, and so do the levels of their drafts. Draws at random ask the host for every node.
 ALLOWED = {
     "plain, recorded": (("none", None, None, (2,), {}), 2),
     "lookups, recorded": (("lookup", CHAIN, None, (8,), {}), 2),
