@@ -240,6 +240,8 @@ def pretended_gpu() -> Iterator[Counts]:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
+        for name in ("_exchange_device", "_maybe_exchange_device"):
+            patch.setattr(torch.cuda, name, lambda index: 0)
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(torch.cuda, "graph_pool_handle", object)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))

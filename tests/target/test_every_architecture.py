@@ -133,6 +133,23 @@ def test_models_that_fail_by_themselves_are_named():
         RaggedModel(model)
 
 
+def test_what_is_no_fault_of_the_model_is_not_blamed_on_it():
+    """A GPU that is full, or that this Triton cannot compile for."""
+    compilation = type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    for failure, expected in ((full, type(full)), (compilation("sm_999"), UnsupportedModel)):
+
+        def fails(*_, failure=failure):
+            raise failure
+
+        model = shrunken("llama")
+        model.model.embed_tokens.register_forward_hook(fails)
+        with pytest.raises(expected, match=r"out of memory|Triton fails on this GPU.*sm_999.*use\('reference'\)"):
+            expected, match=r"out of memory|Triton fails on this GPU.*sm_999.*choice.use\('reference'\)"
+        ):
+            RaggedModel(model, kernels="torch")
+
+
 @pytest.mark.parametrize("window", [1, 3, 4])
 def test_windows_shorter_than_the_texts_of_the_self_test(window):
     """This one keeps to its window with a cache only."""

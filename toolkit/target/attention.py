@@ -31,7 +31,12 @@ class UnsupportedModel(ValueError):
 
 
 def unsupported(model: nn.Module, failure: Exception) -> UnsupportedModel:
-    """What to say of a model that failed on packed rows."""
+    """What to say of a model that failed on packed rows, which may be no fault of its own."""
+    if type(failure).__module__.partition(".")[0] == "triton":
+        return UnsupportedModel(
+            f"Triton fails on this GPU ({failure!r}): install another version of it, or decode within "
+            "arbordraft.kernels.choice.use('reference')"
+        )
     return UnsupportedModel(
         f"{type(model).__name__} cannot run on packed tokens: {REQUIREMENT}; it failed with {failure!r}"
     )

@@ -228,7 +228,7 @@ def _packed_logits(
         words = ancestor_words(topology.visible.cpu()).repeat(len(prompts), 1)
         batch = cache.lay_out(samples, [topology.depth_list] * len(prompts), words)
         return target(torch.tensor(tree * len(prompts)), batch, cache)
-    except UnsupportedModel:
+    except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except Exception as failure:
         raise unsupported(target.model, failure) from failure

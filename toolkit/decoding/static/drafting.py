@@ -13,7 +13,7 @@ from torch import Tensor
 from arbordraft.decoding.static.bucket import power_of_two
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
-from arbordraft.decoding.static.recording import check_kernels, record
+from arbordraft.decoding.static.recording import check_kernels, on, record
 from arbordraft.decoding.static.step import Pools, compiled
 from arbordraft.drafters.one_call import DraftNetwork, Missing, caught_up
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
@@ -115,7 +115,7 @@ class StaticDrafts:
         pools = network.pools(cache, cache.dummy)
         samples = power_of_two(len(missing))
         spare = [cache.dummy_start + 1 + number * self.each for number in range(samples - len(missing))]
-        with self._lock:  # the buffers of a draft serve one batch at a time
+        with self._lock, on(network.device):  # the buffers of a draft serve one batch at a time
             runner = self._runner(network, samples, max(growth.levels), draws is not None, cache.longest)
             runner.step.bucket.fill(runner.host, list(missing.values()), places, growth, draws, spare)
             if network.states:

@@ -1,6 +1,7 @@
 """CUDA graphs of what always runs on the same buffers."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,11 @@ from arbordraft.target.attention import UnsupportedModel
 
 INSTEAD = "build the decoder with buckets=None"
 Out = TypeVar("Out")
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Records and replays on a GPU that need not be torch's current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def check_kernels(operator: str, tensor: Tensor) -> None:
@@ -51,4 +57,4 @@ def record(run: Callable[[], Out], memory: Any, what: str) -> tuple[torch.cuda.C
     return graph, out
 
 
-__all__ = ["INSTEAD", "check_kernels", "record"]
+__all__ = ["INSTEAD", "check_kernels", "on", "record"]

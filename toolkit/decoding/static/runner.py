@@ -15,7 +15,7 @@ from torch import Tensor
 from arbordraft.decoding.static.bucket import Bucket, bucket_for, bucket_sizes, power_of_two
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.drafting import StaticDrafts
-from arbordraft.decoding.static.recording import INSTEAD, check_kernels, record
+from arbordraft.decoding.static.recording import INSTEAD, check_kernels, on, record
 from arbordraft.decoding.static.step import Call, Pools, StaticStep, StepKind, compiled
 from arbordraft.drafters import Drafter
 from arbordraft.kernels import choice
@@ -277,7 +277,7 @@ class StaticStepping:
             ValueError: if the chosen kernels cannot do without the host.
         """
         assert isinstance(cache, StaticCache)
-        with self._lock:  # the buffers of a step serve one batch at a time
+        with self._lock, on(self.target.device):  # the buffers of a step serve one batch at a time
             runner = self._runner(tree, cache, noise, pipeline)
             result, hidden = runner(tree, batch, noise, cache, temperatures)
             verdicts = result.tolist()
