@@ -145,8 +145,6 @@ def test_what_is_no_fault_of_the_model_is_not_blamed_on_it():
         model = shrunken("llama")
         model.model.embed_tokens.register_forward_hook(fails)
         with pytest.raises(expected, match=r"out of memory|Triton fails on this GPU.*sm_999.*use\('reference'\)"):
-            expected, match=r"out of memory|Triton fails on this GPU.*sm_999.*choice.use\('reference'\)"
-        ):
             RaggedModel(model, kernels="torch")
 
 
