@@ -10,6 +10,8 @@ from torch import Tensor
 from arbordraft.kernels.dispatch import NATIVE, SINGLE, Operator
 from arbordraft.kernels.verify.reference import (
     CHUNK,
+    draw_behind_reference,
+    last_top_down_reference,
     left_mass_reference,
     left_pick_reference,
     lowest_kept_reference,
@@ -76,6 +78,20 @@ rejection_laws = Operator(
     triton="arbordraft.kernels.verify.rejection:launch_rejection_laws",
     triton_takes=SINGLE,
 )
+last_top_down = Operator(
+    "last_top_down(Tensor chances, Tensor children, Tensor inner, Tensor roots, Tensor uniforms, int depth) -> Tensor",
+    last_top_down_reference,
+    lambda chances, children, inner, roots, *_: torch.empty_like(roots),
+    triton="arbordraft.kernels.verify.ends:launch_last_top_down",
+)
+draw_behind = Operator(
+    "draw_behind(Tensor scores, Tensor lse, Tensor draft, Tensor inner, Tensor draft_row, Tensor tokens, "
+    "Tensor weight, Tensor taken, Tensor mass, Tensor end, Tensor uniforms) -> Tensor",
+    draw_behind_reference,
+    lambda *tensors: torch.empty_like(tensors[9]),
+    triton="arbordraft.kernels.verify.ends:launch_draw_behind",
+    triton_takes=SINGLE,
+)
 keep_lowest = Operator(  # given the logarithms of the sums of exponentials, which the reference does without
     "lowest_kept(Tensor scores, Tensor lse, int count, float mass) -> Tensor",
     lambda scores, lse, count, mass: lowest_kept_reference(scores, count, mass),
@@ -130,7 +146,9 @@ def log_sum_exp(scores: Tensor) -> Tensor:
 
 
 __all__ = [
+    "draw_behind",
     "keep_lowest",
+    "last_top_down",
     "left_mass",
     "left_pick",
     "log_sum_exp",

@@ -4,6 +4,7 @@ Shapes: R rows, N nodes, D draft rows, V vocabulary, C chunks of a row, K specia
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 4096  # tokens of a chunk
@@ -223,3 +224,101 @@ def _first_of(tokens: Tensor, among: Tensor) -> Tensor:
 def positive(x: Tensor) -> Tensor:
     """What may be divided by: numbers that are no less than the smallest normal one."""
     return x.clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def before(accept: Tensor) -> Tensor:
+    """``[N, K]`` chance that a child's turn comes, given the chances to go on with each."""
+    return 1 - (accept.cumsum(dim=1) - accept)
+
+
+def share(part: Tensor, whole: Tensor) -> Tensor:
+    """``part / whole`` as a probability; where rounding has used the whole up, any part of it was certain."""
+    return torch.where(whole <= part, (part > 0).to(part.dtype), part / positive(whole))
+
+
+def last_top_down_reference(
+    chances: Tensor, children: Tensor, inner: Tensor, roots: Tensor, uniforms: Tensor, depth: int
+) -> Tensor:
+    """Where paths end if nodes are decided about from the roots downwards.
+
+    Args:
+        chances: ``[N, K]`` float64 to go on with a child.
+        children: ``[N, K]`` int64 rows, -1 behind the last.
+        inner: ``[N]`` int64 rows of the nodes, -1 for none.
+        roots: ``[B]`` int64 rows.
+        uniforms: ``[T]`` that decide about rows.
+        depth: the longest path.
+
+    Returns:
+        ``[B]`` int64 rows.
+    """
+    taken = (uniforms[children.clamp(min=0)] < share(chances, before(chances))) & (children >= 0)
+    return follow(taken, children, inner, roots, len(uniforms), depth)
+
+
+def follow(taken: Tensor, children: Tensor, inner: Tensor, roots: Tensor, rows: int, depth: int) -> Tensor:
+    """The ``[B]`` rows at which paths end that go on with the first ``[N, K]`` child that is taken."""
+    first = taken.int().argmax(dim=1, keepdim=True)
+    chosen = torch.where(taken.any(dim=1), children.gather(1, first)[:, 0], -1)
+    following = _by_row(inner, rows, chosen, -1)
+    end = roots
+    for _ in range(depth):
+        end = torch.where(following[end] >= 0, following[end], end)
+    return end
+
+
+def draw_behind_reference(
+    scores: Tensor,
+    lse: Tensor,
+    draft: Tensor,
+    inner: Tensor,
+    draft_row: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    taken: Tensor,
+    mass: Tensor,
+    end: Tensor,
+    uniforms: Tensor,
+) -> Tensor:
+    """Draws the token behind each end: at a leaf from the target's row, elsewhere from what the children left.
+
+    Args:
+        scores: as for :func:`left_mass_reference`.
+        lse: as above.
+        draft: as above.
+        inner: ``[N]`` int64 rows of the nodes with children, -1 for none.
+        draft_row: ``[N]`` int64, -1 for none.
+        tokens: ``[N, K]`` int64 of the children.
+        weight: ``[N]`` float64 w.
+        taken: ``[N]`` float64 t behind the last child.
+        mass: ``[N, C]`` float64 of what may be emitted there, by chunk.
+        end: ``[B]`` int64 rows.
+        uniforms: ``[T]`` that draw behind rows.
+
+    Returns:
+        ``[B]`` int64 tokens.
+    """
+    # Leaves are one more node, behind the others: all of the target's row, and nothing drafted from it.
+    count = len(inner)
+    node = _by_row(inner, len(scores), torch.arange(count, device=end.device), count)[end]
+    # Nothing is left only by rounding, where stopping had probability 0.
+    node = torch.where(F.pad(mass.sum(dim=-1), (0, 1))[node] > 0, node, count)
+    own_row = F.pad(draft_row, (0, 1), value=-1)[node]
+    own_weight = F.pad(weight, (0, 1), value=1.0)[node].to(lse.dtype)
+    own_taken = F.pad(taken, (0, 1))[node].to(lse.dtype)
+    special = F.pad(tokens, (0, 0, 0, 1), value=-1)[node]
+    arguments = (scores, lse, draft, end, own_row, own_weight, own_taken, special)
+    parts = left_mass_reference(*arguments)[0].double()
+    sums = parts.cumsum(dim=-1)
+    level = uniforms[end] * sums[:, -1]
+    chunk = (sums <= level[:, None]).sum(dim=-1)
+    last = torch.where(parts > 0, torch.arange(parts.shape[1], device=parts.device), -1).amax(dim=-1)
+    chunk = torch.minimum(chunk, last)
+    passed = torch.where(chunk > 0, sums.gather(1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    return left_pick_reference(*arguments, chunk, level - passed)
+
+
+def _by_row(inner: Tensor, rows: int, values: Tensor, fill: int) -> Tensor:
+    """``[T]`` what ``[N]`` inner nodes have, by row; ``fill`` for the others."""
+    filled = values.new_full((rows + 1,), fill)
+    return filled.scatter_(0, torch.where(inner < 0, rows, inner), values)[:rows]

@@ -17,7 +17,7 @@ from arbordraft.kernels.verify.triton import block_of, left_at
 
 
 @triton.jit
-def _positive(x):
+def positive(x):
     """See :func:`arbordraft.kernels.verify.reference.positive`."""
     # By its bits: constants may be rounded to float32, in which it is 0.
     return tl.maximum(x, tl.full([], 1 << 52, tl.int64).to(tl.float64, bitcast=True))
@@ -118,9 +118,9 @@ def take_turn(
     mass = tl.where(child == 0, tl.load(REMAINS + node), tl.where(rest > 0, now, 0.0))
     if child < K:
         mine = j == child
-        drawable = _positive(_sum_of(DRAWN, node, CHUNKS, COLUMNS))
+        drawable = positive(_sum_of(DRAWN, node, CHUNKS, COLUMNS))
         held = tl.where(sure, frozen, tl.maximum(p - spent * q, 0.0))
-        asked = _positive(mass * tl.where(sure, 1.0, q / drawable))
+        asked = positive(mass * tl.where(sure, 1.0, q / drawable))
         ratio = tl.sum(tl.where(mine & real, tl.minimum(held / asked, 1.0), 0.0), 0)
         ratio = tl.where(mass > 0, ratio, 0.0)
         tl.store(ACCEPT + node * K + j, rest * ratio + 0.0 * p, mask=inside & mine)
@@ -162,7 +162,7 @@ def end_turns(
         mass = tl.load(REMAINS + node)
     else:
         mass = tl.where(rest > 0, left + tl.sum(frozen, 0) + (1.0 - tl.load(SHARE + node)), 0.0)
-    scale = rest / _positive(mass)
+    scale = rest / positive(mass)
     accept = tl.load(ACCEPT + node * K + j, mask=j < K, other=0.0)
     tl.store(ACCEPT + node * K + j, accept + scale * frozen, mask=j < K)
     tl.store(STOP + node, scale * left)
@@ -216,4 +216,4 @@ def launch_rejection_laws(
     return spent, accept, stop, sums
 
 
-__all__ = ["end_turns", "launch_rejection_laws", "start_turns", "take_turn", "turn_mass"]
+__all__ = ["end_turns", "launch_rejection_laws", "positive", "start_turns", "take_turn", "turn_mass"]

@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from arbordraft.kernels.verify import left_mass, left_pick, log_sum_exp, rejection_laws
-from arbordraft.kernels.verify.reference import positive
+from arbordraft.kernels.verify import draw_behind, last_top_down, log_sum_exp, rejection_laws
+from arbordraft.kernels.verify.reference import before, follow, share
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class _Laws(NamedTuple):
     @property
     def before(self) -> Tensor:
         """``[N, K]`` chance that a child's turn comes."""
-        return 1 - (self.accept.cumsum(dim=1) - self.accept)
+        return before(self.accept)
 
 
 def verify_tree(
@@ -113,12 +112,18 @@ def verify_tree(
         if lifted and begin:
             above, place = tree.parent[nodes].clamp(min=0), tree.place[nodes].clamp(min=0)
             known = _joined(laws)
-            weight[nodes] = _share(known.accept, known.before)[above, place]
+            weight[nodes] = share(known.accept, known.before)[above, place]
         laws.append(_laws(scores, lse, draft, tree, nodes, weight[nodes]))
         begin += size
     law = _joined(laws)
-    end = (_last_lifted if lifted else _last_top_down)(tree, law, weight, accept)
-    return end, _emitted(scores, lse, draft, tree, law, weight, end, final[end])
+    if lifted:
+        end = _last_lifted(tree, law, weight, accept)
+    else:
+        end = last_top_down(law.accept, tree.children, tree.inner, tree.roots, accept, len(tree.levels))
+    token = draw_behind(
+        scores, lse, draft, tree.inner, tree.draft_row, tree.tokens, weight, law.taken, law.mass, end, final
+    )
+    return end, token
 
 
 def _laws(scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: slice, weight: Tensor) -> _Laws:
@@ -132,12 +137,7 @@ def _laws(scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: s
 
 
 def _joined(laws: Sequence[_Laws]) -> _Laws:
-    return _Laws(*(torch.cat(parts) for parts in zip(*laws, strict=True)))
-
-
-def _last_top_down(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor) -> Tensor:
-    real = tree.children >= 0
-    return walk(tree, (accept[tree.children.clamp(min=0)] < _share(law.accept, law.before)) & real)
+    return laws[0] if len(laws) == 1 else _Laws(*(torch.cat(parts) for parts in zip(*laws, strict=True)))
 
 
 def walk(tree: PackedTree, taken: Tensor) -> Tensor:
@@ -150,13 +150,7 @@ def walk(tree: PackedTree, taken: Tensor) -> Tensor:
     Returns:
         ``[B]`` int64 rows.
     """
-    first = taken.int().argmax(dim=1, keepdim=True)
-    chosen = torch.where(taken.any(dim=1), tree.children.gather(1, first)[:, 0], -1)
-    following = _by_row(tree, chosen, -1)
-    end = tree.roots
-    for _ in tree.levels:
-        end = torch.where(following[end] >= 0, following[end], end)
-    return end
+    return follow(taken, tree.children, tree.inner, tree.roots, len(tree.order), len(tree.levels))
 
 
 def _last_lifted(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor) -> Tensor:
@@ -166,10 +160,10 @@ def _last_lifted(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor) -
     inner = torch.where(tree.inner < 0, rows, tree.inner)
     # Leaves end where their weight says so, inner nodes with what their children have left.
     chance = accept.new_zeros(rows + 1)
-    chance.scatter_(0, below.flatten(), _share(law.accept, law.before).flatten())
+    chance.scatter_(0, below.flatten(), share(law.accept, law.before).flatten())
     chance.index_fill_(0, tree.roots, 1.0)  # a root without children
     rest = 1 - law.accept.sum(dim=1)
-    chance.scatter_(0, inner, torch.where(weight >= 1, 1.0, _share(law.stop, rest)))
+    chance.scatter_(0, inner, torch.where(weight >= 1, 1.0, share(law.stop, rest)))
     reached = torch.zeros_like(chance, dtype=torch.bool).index_fill_(0, tree.roots, True)
     begin = 0
     for size in tree.levels:  # a node is visited if its parent is and its turn may come
@@ -184,49 +178,6 @@ def _last_lifted(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor) -
     end = torch.cat([tree.roots, tree.roots[:1]])
     end.scatter_(0, torch.where(chosen, tree.sample, samples), torch.arange(rows, device=end.device))
     return end[:samples]
-
-
-def _by_row(tree: PackedTree, values: Tensor, fill: int) -> Tensor:
-    """``[T]`` what ``[N]`` inner nodes have, by row; ``fill`` for the others."""
-    rows = len(tree.order)
-    filled = values.new_full((rows + 1,), fill)
-    return filled.scatter_(0, torch.where(tree.inner < 0, rows, tree.inner), values)[:rows]
-
-
-def _emitted(
-    scores: Tensor,
-    lse: Tensor,
-    draft: Tensor,
-    tree: PackedTree,
-    law: _Laws,
-    weight: Tensor,
-    end: Tensor,
-    uniform: Tensor,
-) -> Tensor:
-    """Draws the token behind each end: at a leaf from the target's row, elsewhere from what the children left."""
-    # Leaves are one more node, behind the others: all of the target's row, and nothing drafted from it.
-    count = len(tree.inner)
-    node = _by_row(tree, torch.arange(count, device=end.device), count)[end]
-    # Nothing is left only by rounding, where stopping had probability 0.
-    node = torch.where(F.pad(law.mass.sum(dim=-1), (0, 1))[node] > 0, node, count)
-    draft_row = F.pad(tree.draft_row, (0, 1), value=-1)[node]
-    share = F.pad(weight, (0, 1), value=1.0)[node].to(lse.dtype)
-    taken = F.pad(law.taken, (0, 1))[node].to(lse.dtype)
-    special = F.pad(tree.tokens, (0, 0, 0, 1), value=-1)[node]
-    arguments = (scores, lse, draft, end, draft_row, share, taken, special)
-    mass = left_mass(*arguments)[0].double()
-    sums = mass.cumsum(dim=-1)
-    level = uniform * sums[:, -1]
-    chunk = (sums <= level[:, None]).sum(dim=-1)
-    last = torch.where(mass > 0, torch.arange(mass.shape[1], device=mass.device), -1).amax(dim=-1)
-    chunk = torch.minimum(chunk, last)
-    before = torch.where(chunk > 0, sums.gather(1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    return left_pick(*arguments, chunk, level - before)
-
-
-def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """``part / whole`` as a probability; where rounding has used the whole up, any part of it was certain."""
-    return torch.where(whole <= part, (part > 0).to(part.dtype), part / positive(whole))
 
 
 __all__ = ["PackedTree", "verify_tree", "walk"]

@@ -20,7 +20,7 @@ from arbordraft.kernels.kv_cache import triton as kv_cache
 from arbordraft.kernels.ragged_tree_attention import triton as attention
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.tree_expand import triton as tree_expand
-from arbordraft.kernels.verify import rejection, truncation
+from arbordraft.kernels.verify import ends, rejection, truncation
 from arbordraft.kernels.verify import triton as verify
 
 GOLDEN = Path(__file__).parent / "golden" / "triton.json"
@@ -41,12 +41,14 @@ POINTERS = {
         ("HIGHEST", "MASS", "MAXIMA", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LOWEST", "LOG_PROBS"), "*fp32"
     ),
     **dict.fromkeys(
-        ("WANTED", "OFFERED", "FROZEN", "ACCEPT", "SHARE", "SPENT", "UNDECIDED", "REMAINS", "STOP", "SUMS"), "*fp64"
+        ("WANTED", "OFFERED", "FROZEN", "ACCEPT", "SHARE", "SPENT", "UNDECIDED", "REMAINS", "STOP", "SUMS", "UNIFORMS"),
+        "*fp64",
     ),
     **dict.fromkeys(("REAL", "CERTAIN"), "*i8"),
     **dict.fromkeys(("NUMBER", "INTERVAL", "FOUND", "SURE", "CHANGED"), "*i32"),
     **dict.fromkeys(("ABOVE", "HELD"), "*fp32"),
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
+    **dict.fromkeys(("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW"), "*i64"),
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST", "SEEDS"), "*i64"),
 }
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -185,6 +187,11 @@ def cases(target):
     children |= {"CHUNKS": 32, "COLUMNS": 32, "REPLACEMENT": True}
     yield "take_turn", (rejection.take_turn, target, "fp32", children), once
     yield "end_turns", (rejection.end_turns, target, "fp32", children), once
+    of_tree = {"K": 3, "WIDE": 4, "NODES": 512}
+    columns = {"CHUNKS": 32, "COLUMNS": 32}
+    yield "walk_down", (ends.walk_down, target, "fp32", of_tree), once
+    yield "look_up", (ends.look_up, target, "fp32", of_tree | columns), {"warps": 1}
+    yield "choose_chunk", (ends.choose_chunk, target, "fp32", columns), {"warps": 1}
     search = {"COUNTED": True, "MASSED": True, "CHUNKS": 32}
     summed = search | {"PIVOTS": truncation.PIVOTS}
     yield "sum_above", (truncation.sum_above, target, "bf16", summed | {"BLOCK": verify.CHUNK}), {"warps": 4}

@@ -8,7 +8,15 @@ from torch.testing import assert_close
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from arbordraft.kernels import choice
-from arbordraft.kernels.verify import left_mass, left_pick, rejection_laws, row_max, row_stats
+from arbordraft.kernels.verify import (
+    draw_behind,
+    last_top_down,
+    left_mass,
+    left_pick,
+    rejection_laws,
+    row_max,
+    row_stats,
+)
 from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.sampling.processors import LogitsPipeline
 
@@ -88,12 +96,54 @@ def test_rejection_laws(guarded, vocabulary, replacement):
     assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def walked(generator, nodes=4):
+    """Two trees of four and two nodes; one of four places is free, and ``nodes`` of them are known."""
+    rows = torch.tensor([[1, 2, 3], [-1, -1, -1], [5, -1, -1], [-1, -1, -1]])
+    inner = torch.tensor([0, -1, 4, 2])
+    chances = torch.rand(4, 3, generator=generator, dtype=torch.float64) / 3
+    uniforms = torch.rand(6, generator=generator, dtype=torch.float64)
+    return chances[:nodes], rows[:nodes], inner[:nodes], torch.tensor([0, 4]), uniforms, 2
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 4])
+def test_walks_from_the_roots(guarded, nodes):
+    generator, ends = torch.Generator().manual_seed(0), set()
+    for _ in range(20):
+        found, expected = both(last_top_down, *walked(generator, nodes))
+        assert torch.equal(found, expected)
+        ends.update(found.tolist())
+    assert ends == {0: {0, 4}, 1: {0, 1, 2, 3, 4}, 4: {0, 1, 2, 3, 4, 5}}[nodes]
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 4])
+@pytest.mark.parametrize("vocabulary", [7, CHUNK + 1])
+def test_draws_behind_ends(guarded, vocabulary, nodes):
+    scores, lse, draft, _, draft_row, weight, tokens, _, _ = children(vocabulary)
+    generator = torch.Generator().manual_seed(0)
+    mass = torch.rand(4, -(-vocabulary // CHUNK), generator=generator, dtype=torch.float64)
+    mass[2] = 0  # only by rounding
+    of_nodes = (
+        torch.tensor([0, -1, 4, 2]),
+        draft_row,
+        tokens,
+        weight,
+        torch.rand(4, generator=generator).double(),
+        mass,
+    )
+    for _ in range(8):
+        uniforms = torch.rand(5, generator=generator, dtype=torch.float64)
+        ends = torch.randint(5, (6,), generator=generator)
+        found, expected = both(draw_behind, scores, lse, draft, *(x[:nodes] for x in of_nodes), ends, uniforms)
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
 @pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
 def test_verdicts(coupling, lifted):
     choice.ran.clear()
     check_verdicts(coupling, lifted, 7, 6, "triton")
-    assert all(choice.ran[f"{name}/triton"] for name in ("row_stats", "rejection_laws", "left_mass", "left_pick"))
+    assert all(choice.ran[f"{name}/triton"] for name in ("row_stats", "rejection_laws", "draw_behind"))
+    assert lifted or choice.ran["last_top_down/triton"]
 
 
 PROCESSORS = [TopKLogitsWarper(1), TopKLogitsWarper(5), TopPLogitsWarper(0.3), TopPLogitsWarper(0.9)]
@@ -119,6 +169,7 @@ def test_the_operators_are_registered_properly_and_compile():
         (left_mass, arguments),
         (left_pick, (*arguments, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.1, dtype=torch.float64))),
         (rejection_laws, (*children(300), False)),
+        (last_top_down, walked(torch.Generator().manual_seed(0))),
     ]
     for operator, given in calls:
         library.opcheck(operator.portable, given)
