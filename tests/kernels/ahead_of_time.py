@@ -184,7 +184,7 @@ def cases(target):
     children = {"K": 3, "WIDE": 4}
     yield "start_turns", (rejection.start_turns, target, "fp32", children), once
     yield "turn_mass", (rejection.turn_mass, target, "fp32", rows | {"K": 3, "FIRST": True}), {"warps": 8}
-    children |= {"CHUNKS": 32, "COLUMNS": 32, "REPLACEMENT": True}
+    children = children | {"CHUNKS": 32, "COLUMNS": 32, "REPLACEMENT": True}
     yield "take_turn", (rejection.take_turn, target, "fp32", children), once
     yield "end_turns", (rejection.end_turns, target, "fp32", children), once
     of_tree = {"K": 3, "WIDE": 4, "NODES": 512}
