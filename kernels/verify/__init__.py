@@ -14,6 +14,7 @@ from arbordraft.kernels.verify.reference import (
     last_top_down_reference,
     left_mass_reference,
     left_pick_reference,
+    log_sum_exp_reference,
     lowest_kept_reference,
     rejection_laws_reference,
     row_max_reference,
@@ -49,6 +50,13 @@ row_stats = Operator(
     row_stats_reference,
     lambda scores: (_per_chunk(scores, scores), _per_chunk(scores, scores, torch.int64), _per_chunk(scores, scores)),
     triton=f"{_TRITON}row_stats",
+    triton_takes=SINGLE,
+)
+_log_sum_exp = Operator(
+    "log_sum_exp(Tensor scores) -> Tensor",
+    log_sum_exp_reference,
+    _per_row,
+    triton=f"{_TRITON}log_sum_exp",
     triton_takes=SINGLE,
 )
 left_mass = Operator(
@@ -141,8 +149,7 @@ def lowest_kept(scores: Tensor, count: int = 0, mass: float = 0.0) -> Tensor:
 
 def log_sum_exp(scores: Tensor) -> Tensor:
     """``[R]`` of ``[R, V]`` scores: float32, or float64 if the scores are."""
-    highest, _, mass = row_stats(scores)
-    return (highest + mass.log()).logsumexp(dim=-1)
+    return _log_sum_exp(scores)
 
 
 __all__ = [

@@ -56,6 +56,12 @@ def row_stats_reference(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return highest, place + first, (parts - below[..., None]).exp().sum(dim=-1)
 
 
+def log_sum_exp_reference(scores: Tensor) -> Tensor:
+    """See :func:`arbordraft.kernels.verify.log_sum_exp`."""
+    highest, _, mass = row_stats_reference(scores)
+    return (highest + mass.log()).logsumexp(dim=-1)
+
+
 def left_mass_reference(
     scores: Tensor,
     lse: Tensor,

@@ -39,6 +39,22 @@ def row_stats(SCORES, HIGHEST, PLACE, MASS, stride_s, vocabulary, CHUNKS: tl.con
 
 
 @triton.jit
+def add_chunks(HIGHEST, MASS, LSE, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The logarithm of the sum of exponentials of one row, from what its chunks found."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, COLUMNS)
+    inside = chunk < CHUNKS
+    highest = tl.load(HIGHEST + row * CHUNKS + chunk, mask=inside, other=-float("inf"))
+    part = highest + tl.log(tl.load(MASS + row * CHUNKS + chunk, mask=inside, other=0.0))
+    # Not tl.max alone: it may ignore NaN, which has to reach the caller.
+    bad = tl.max((part != part).to(tl.int32), 0)
+    top = tl.max(tl.where(part != part, -float("inf"), part), 0)
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    lse = top + tl.log(tl.sum(tl.exp(part - safe), 0))
+    tl.store(LSE + row, tl.where(bad > 0, float("nan"), lse))
+
+
+@triton.jit
 def left_at(
     SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, scored, stride_s, stride_d,
     K: tl.constexpr,
@@ -120,6 +136,18 @@ def launch_row_stats(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return highest, place, mass
 
 
+def launch_log_sum_exp(scores: Tensor) -> Tensor:
+    """See :func:`arbordraft.kernels.verify.log_sum_exp`."""
+    highest, _, mass = launch_row_stats(scores)
+    rows, chunks = highest.shape
+    lse = scores.new_empty(rows, dtype=torch.float32)
+    if rows:
+        add_chunks[(rows,)](
+            highest, mass, lse, CHUNKS=chunks, COLUMNS=triton.next_power_of_2(chunks), num_warps=1
+        )  # fmt: skip
+    return lse
+
+
 def launch_row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`arbordraft.kernels.verify.row_max`."""
     highest, place, _ = launch_row_stats(logits)
@@ -159,9 +187,11 @@ def launch_left_pick(
 
 __all__ = [
     "CHUNK",
+    "add_chunks",
     "block_of",
     "launch_left_mass",
     "launch_left_pick",
+    "launch_log_sum_exp",
     "launch_row_max",
     "launch_row_stats",
     "left_at",

@@ -178,6 +178,7 @@ def cases(target):
     yield "append_rows", (kv_cache.append_rows, target, "bf16", sizes), {"warps": 2}
     rows = {"CHUNKS": 32, "BLOCK": verify.CHUNK}
     yield "row_stats", (verify.row_stats, target, "bf16", rows), {"warps": 8}
+    yield "add_chunks", (verify.add_chunks, target, "fp32", {"CHUNKS": 32, "COLUMNS": 32}), {"warps": 1}
     yield "left_mass", (verify.left_mass, target, "fp32", rows | {"K": 4}), {"warps": 8}
     yield "left_pick", (verify.left_pick, target, "fp32", {"K": 4, "BLOCK": verify.CHUNK}), {"warps": 8}
     once = {"warps": 1, "fusion": False}

@@ -36,7 +36,7 @@ def test_kernels_fit(target):
         assert needs["spilled"] <= spilled, name
         assert needs["shared"] <= SHARED[target], name
         # The first ones read few numbers, the next one stores single scores and so reads them, the others compute.
-        narrow = {"combine", "left_pick", "lowest_kept", "start_turns", "take_turn", "end_turns"}
+        narrow = {"combine", "add_chunks", "left_pick", "lowest_kept", "start_turns", "take_turn", "end_turns"}
         narrow |= {"walk_down", "look_up", "choose_chunk"}
         narrow |= {"collect", "gumbel_noise", "gumbel_draw"}
         assert needs["wide loads"] or name in narrow, name

@@ -150,7 +150,7 @@ def test_packed_verification_of_repeated_siblings(tokens, lifted, dtype):
 
 
 def test_mass_that_counts_twice_is_caught(monkeypatch):
-    monkeypatch.setattr("arbordraft.kernels.verify.tree._first_of", lambda tokens, among: among)
+    monkeypatch.setattr("arbordraft.kernels.verify.reference._first_of", lambda tokens, among: among)
     assert float((packed_law([0, 0], False, torch.float64) - EIGHTHS).abs().max()) > 0.1
 
 
@@ -232,7 +232,7 @@ def test_a_drafter_that_repeats_itself_in_buckets(lift):
 
 def test_a_drafter_whose_repeats_count_twice_is_caught(monkeypatch):
     expected = texts(None)
-    monkeypatch.setattr("arbordraft.kernels.verify.tree._first_of", lambda tokens, among: among)
+    monkeypatch.setattr("arbordraft.kernels.verify.reference._first_of", lambda tokens, among: among)
     assert texts((32, 64, 128)) != expected
 
 

@@ -13,6 +13,7 @@ from arbordraft.kernels.verify import (
     last_top_down,
     left_mass,
     left_pick,
+    log_sum_exp,
     rejection_laws,
     row_max,
     row_stats,
@@ -59,6 +60,17 @@ def test_row_stats(guarded, vocabulary, dtype):
     alive = expected[0][:3] > -torch.inf
     assert torch.equal(found[1][:3][alive], expected[1][:3][alive])
     assert_close(found[2][sound], expected[2][sound])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", SIZES)
+def test_log_sum_exp(guarded, vocabulary, dtype):
+    scores = problem(vocabulary, dtype)[0]
+    scores[3] = -torch.inf
+    scores[4, -1] = torch.nan
+    with choice.use("triton"):
+        found = log_sum_exp(scores)
+    assert_close(found, scores.float().logsumexp(dim=-1), equal_nan=True)
 
 
 @pytest.mark.parametrize("vocabulary", SIZES)
@@ -142,7 +154,7 @@ def test_draws_behind_ends(guarded, vocabulary, nodes):
 def test_verdicts(coupling, lifted):
     choice.ran.clear()
     check_verdicts(coupling, lifted, 7, 6, "triton")
-    assert all(choice.ran[f"{name}/triton"] for name in ("row_stats", "rejection_laws", "draw_behind"))
+    assert all(choice.ran[f"{name}/triton"] for name in ("log_sum_exp", "rejection_laws", "draw_behind"))
     assert lifted or choice.ran["last_top_down/triton"]
 
 
