@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from support.models import PROMPTS, decode, ragged
+from support.models import PROMPTS, decode, ragged, tiny
 
 from arbordraft import (
     IID,
@@ -12,6 +12,7 @@ from arbordraft import (
     Engine,
     Lifted,
     NGramDrafter,
+    RaggedModel,
     RecursiveRejection,
     Request,
     SpeculativeDecoder,
@@ -189,6 +190,38 @@ def test_a_cache_that_padding_would_fill_is_left_to_the_samples(as_on_a_gpu):
     found, stats = decode(decoder, [PROMPTS[0]])
     assert found == expected
     assert stats.pad_rows == 0
+
+
+@pytest.mark.parametrize("part", ["target", "drafter"])
+def test_whoever_listens_to_a_module_is_called_in_every_step(as_on_a_gpu, part):
+    target, draft, heard = RaggedModel(tiny(), kernels="torch"), RaggedModel(tiny(seed=3), kernels="torch"), []
+    decoder = SpeculativeDecoder(target, LanguageModelDrafter(draft))
+    expected, stats = decode(decoder)
+    assert stats.pad_rows > 0
+    layer = (target if part == "target" else draft).model.model.layers[0]
+    handle = layer.register_forward_hook(lambda *_: heard.append(1))
+    found, stats = decode(decoder)
+    assert found == expected
+    assert stats.pad_rows == 0
+    assert len(heard) >= max(stats.forwards)
+    handle.remove()
+    assert decode(decoder)[1].pad_rows > 0
+
+
+def test_adapters_that_are_switched_are_recorded_anew(as_on_a_gpu):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapted = get_peft_model(tiny(), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
+    decoder = SpeculativeDecoder(RaggedModel(adapted, kernels="torch"), NGramDrafter())
+    decode(decoder)
+    recorded = list(decoder.static._runners.values())
+    decode(decoder)
+    assert list(decoder.static._runners.values()) == recorded
+    with adapted.disable_adapter():
+        _, stats = decode(decoder)
+        assert stats.pad_rows > 0
+        assert not set(decoder.static._runners.values()) & set(recorded)
 
 
 def test_only_auto_is_a_word_for_buckets():

@@ -26,6 +26,7 @@ from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 from arbordraft.target.model import RaggedModel
+from arbordraft.target.prepacked.probing import hooked
 from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import Lifted, Rule, RuleVerifier
@@ -172,8 +173,9 @@ class StaticStepping:
     def reset(self) -> None:
         """Forgets what was recorded and compiled, and the idle cache; steps are made anew when they are needed.
 
-        Weights that move (to another device or dtype) are noticed whenever a batch begins. What else changes in a model
-        between two batches, an adapter that is switched on for instance, calls for this.
+        Weights that move (to another device or dtype) are noticed whenever a batch begins, and so are other modules and
+        attributes of a target, such as adapters that are switched on. What else changes between two batches calls for
+        this.
         """
         self._runners.clear()
         self._idle = None
@@ -220,14 +222,17 @@ class StaticStepping:
         """A cache for this many samples; the last one again if it is idle, as graphs are recorded for its pools.
 
         If nobody asked for steps of fixed shapes, ``None`` where another batch is under way, as two would record each
-        other's graphs anew in every step, and where padding would take much of the room.
+        other's graphs anew in every step; where padding would take much of the room; and where somebody listens to a
+        module, as graphs call no hooks.
 
         Raises:
             CacheOverflow: if ``max_tokens`` does not even allow the rows for padding.
         """
         reserved = self.reserved(batch)
-        if self.automatic and (self._in_use or (max_tokens is not None and max_tokens < _ROOMY * reserved)):
-            return None
+        if self.automatic:
+            cramped = max_tokens is not None and max_tokens < _ROOMY * reserved
+            if self._in_use or cramped or hooked(self.target.model) or hooked(self._drafter):
+                return None
         if max_tokens is not None and max_tokens < reserved:
             raise CacheOverflow(
                 f"the KV cache may hold {max_tokens} tokens, and steps of fixed shapes set {reserved} aside for the "
