@@ -1,5 +1,6 @@
 """Steps of fixed shapes that nobody asked for: where a GPU could record them, and where they are left out."""
 
+import gc
 import logging
 
 import pytest
@@ -182,6 +183,20 @@ def test_a_second_batch_beside_the_first_gets_other_steps(as_on_a_gpu):
     third = stepper.open(1, None)
     assert third.cache is first.cache
     stepper.close(third)
+
+
+def test_a_batch_that_failed_is_not_waited_for(as_on_a_gpu):
+    decoder = build()
+
+    def fails(*_):
+        raise RuntimeError("a hook of somebody")
+
+    decoder.on_step = fails
+    with pytest.raises(RuntimeError, match="a hook of somebody"):
+        decode(decoder)
+    decoder.on_step = None
+    gc.collect()
+    assert decode(decoder)[1].pad_rows > 0
 
 
 def test_a_cache_that_padding_would_fill_is_left_to_the_samples(as_on_a_gpu):

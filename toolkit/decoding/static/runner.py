@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -159,7 +160,7 @@ class StaticStepping:
         self._drafter = drafter
         self._runners: dict[tuple[Bucket, StepKind], _Runner] = {}
         self._idle: StaticCache | None = None
-        self._in_use = 0  # caches that are open
+        self._in_use: WeakSet[StaticCache] = WeakSet()  # a batch that failed is not closed: its cache goes with it
         self._failed = False
         self._memory: Any = None
         self._weights: tuple[object, ...] = ()
@@ -246,18 +247,19 @@ class StaticStepping:
                 self.reset()
                 self._weights = weights
             cache, self._idle = self._idle, None
-            self._in_use += 1
         fits = cache is not None and cache.reserved >= reserved and cache.max_tokens == max_tokens
         if cache is None or not fits:
             cache = StaticCache(max_tokens, reserved - 1)
             self.target.prefill({cache.dummy: [0]}, cache)
+        with self._lock:
+            self._in_use.add(cache)
         return cache
 
     def close(self, cache: StaticCache) -> None:
         """Keeps a cache without samples for the next batch."""
         with self._lock:
             self._idle = cache
-            self._in_use -= 1
+            self._in_use.discard(cache)
 
     def __call__(
         self,
