@@ -21,7 +21,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import cache
@@ -29,6 +29,7 @@ from itertools import combinations, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 if __name__ == "__main__":
     tests = Path(__file__).resolve().parents[1]
@@ -612,22 +613,16 @@ def recorded(path: Path = GOLDEN) -> dict[str, str]:
     return {name: found for found, name in (line.split(" ", 1) for line in lines)}
 
 
-@contextlib.contextmanager
-def as_named() -> Iterator[None]:
-    """Steps are those that a name says, and not those that a GPU takes by default, whose padding counts."""
-    kept = StaticStepping.active
-    StaticStepping.active = property(lambda stepping: not stepping.automatic)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        StaticStepping.active = kept  # type: ignore[method-assign]
+def as_named() -> Any:
+    """Lets steps be those that a name says, and not those that a GPU takes by default, whose padding counts."""
+    return mock.patch.object(StaticStepping, "active", property(lambda stepping: not stepping.automatic))
 
 
 def _start(nudge: int | None, device: str) -> None:
     global _nudge, _device
     _nudge, _device = nudge, device
     if device != "cpu":
-        contextlib.ExitStack().enter_context(as_named())
+        as_named().start()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 

@@ -69,7 +69,7 @@ AutoDtypeOption = Annotated[
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default a GPU if torch sees one.")]
 KernelsOption = Annotated[
-    Kernels, typer.Option(help="How weights are read on a CPU; 'auto' takes the fastest that work, 'torch' its own.")
+    Kernels, typer.Option(help="What runs a model's layers; 'auto' takes the fastest that work, 'torch' its own.")
 ]
 WeightsOption = Annotated[
     Weights | None,

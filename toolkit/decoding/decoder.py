@@ -112,14 +112,14 @@ class SpeculativeDecoder(nn.Module):
         self.max_cache_tokens = None if max_cache_tokens is None else check_int("max_cache_tokens", max_cache_tokens, 1)
         if isinstance(buckets, str) and buckets != "auto":
             raise ValueError(f"buckets must be auto, None or numbers of rows such as (8, 16, 32, 64), got {buckets!r}")
-        automatic = buckets == "auto"
-        if compiler is not None and (automatic or buckets is None):
+        if compiler is not None and (buckets is None or isinstance(buckets, str)):
             raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
         self.static: StaticStepping | None = None
-        if automatic and self.target.backend != "native":
-            self.static = StaticStepping(*self.parts[:4], DEFAULT_BUCKETS, automatic=True)
-        elif not automatic and buckets is not None:
-            self.static = StaticStepping(*self.parts[:4], buckets, compiler)  # type: ignore[arg-type]
+        if isinstance(buckets, str):
+            if self.target.backend != "native":  # which is a CPU's
+                self.static = StaticStepping(*self.parts[:4], DEFAULT_BUCKETS, automatic=True)
+        elif buckets is not None:
+            self.static = StaticStepping(*self.parts[:4], buckets, compiler)
         self.stepper = Stepper(self.parts, self.mask, expected_batch=self.expected_batch, static=self.static)
 
     def __setattr__(self, name: str, value: Any) -> None:

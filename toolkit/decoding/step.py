@@ -231,7 +231,7 @@ class Stepper:
     def _static_for(self, state: DecodeState) -> StaticStepping | None:
         """What takes this batch a step further in fixed shapes, if something does."""
         static = self.static
-        if static is None or not static.active or not isinstance(state.cache, StaticCache):
+        if static is None or not isinstance(state.cache, StaticCache) or not static.active:
             return None
         if static.automatic:
             kinds = {static_kind(sample, self.coupling.verifier.shared) for sample in state.active}
