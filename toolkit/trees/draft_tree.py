@@ -1,20 +1,32 @@
-"""The data that flows through one decoding step: draft trees, and verdicts about them.
+"""The data that flows through one decoding step: the draft trees of a batch, and the verdict about them.
 
-Shapes: B samples, n_b nodes of sample b (root included, 0 if it is finished), T = sum of n_b, V vocabulary.
+Shapes: B samples, n_b nodes of sample b (root included, 0 if it takes no part), T = sum of n_b packed rows, R draft
+rows, V vocabulary.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from arbordraft.sampling.laws import DraftLaw
-from arbordraft.sampling.rows import Row, Rows, Share
 from arbordraft.trees.topology import TreeTopology
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+Ints = npt.NDArray[np.int64]
+Reals = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+NO_ROWS = torch.empty(0, 0)
 
 
 class Exactness(StrEnum):
@@ -43,7 +55,7 @@ class Outcome(NamedTuple):
         stated: of the root and the accepted nodes below it, as far as they have verified children: the sum of these
             children's draft probabilities. One more than was accepted, unless the path ended at a leaf.
         source: which drafter proposed them, see :attr:`~arbordraft.deciders.decisions.Situation.source`.
-        certain: depths of ``stated`` at which nothing was guessed, see :attr:`SampleTree.certain`.
+        certain: depths of ``stated`` at which nothing was guessed, see :attr:`DraftTree.certain`.
     """
 
     drafted: int
@@ -53,154 +65,399 @@ class Outcome(NamedTuple):
     certain: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class SampleTree:
-    """The draft tree of one sample: the living nodes of its topology, their tokens and draft rows.
-
-    A node is alive only if its parent is. Siblings are given up from the last drawn to the first, and never
-    because of the token of a node that was drawn at random: verification would no longer be lossless.
+class Origin(NamedTuple):
+    """Where the tree of one sample comes from.
 
     Args:
-        topology: the planned shape.
         law: the law by which children were drawn; a node planned with fewer children used ``law.narrow``.
-        tokens: token of every living node in ascending node order. Node 0 is the last committed token.
-        draft_probs: ``[V]`` draft row of every node with children, as sampled from. A node may lack one only
-            if its law is deterministic.
-        chances: draft probability of every node below the root, given its parent; may be left out.
         source: which drafter proposed it, see :attr:`~arbordraft.deciders.decisions.Situation.source`.
         gain: tokens that its drafts are expected to bring, less what their rows could bring elsewhere.
-        certain: nodes whose tokens are the only ones that constraints allow behind their parents.
+    """
+
+    law: DraftLaw
+    source: str = ""
+    gain: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """The draft trees of a batch as columns: one packed row per node, sample after sample, nodes ascending.
+
+    A node is there only if its parent is. Siblings are given up from the last drawn to the first, and never because of
+    the token of a node that was drawn at random: verification would no longer be lossless.
 
     Siblings may repeat a token if they were drawn with replacement, or if they are certain. Of equal certain ones only
     the first is ever accepted: the others waste their rows, no more.
 
-    Raises:
-        ValueError: if the root is not alive, nodes are out of order, a living node has a dead parent, or siblings that
-            were drawn without replacement repeat a token.
+    Args:
+        topology: the planned shape.
+        origins: of every sample; ``None`` for one that takes no part.
+        offsets: ``[B + 1]`` first row of every sample, and where the last one ends.
+        token: ``[T]`` int64. That of a root is the last committed one.
+        node: ``[T]`` int64 node of the topology.
+        parent: ``[T]`` int64 row of the parent, -1 for a root.
+        depth: ``[T]`` int64.
+        chance: ``[T]`` float64 draft probability, given the parent; 0 where nobody has stated one.
+        certain: ``[T]`` bool: the token is the only one that constraints allow behind its parent.
+        draft_row: ``[T]`` int64 which draft row the children were drawn from, as it was; -1 for none. Only children
+            drawn by a deterministic law need none.
+        draft_rows: ``[R, V]``.
+
+    Examples:
+        >>> from arbordraft import Fixed
+        >>> tree = DraftTree.of(TreeTopology.fork(2, 1), Fixed(2), [{0: 7, 1: 3}, None, {0: 8, 1: 4, 2: 5}])
+        >>> tree.token.tolist(), tree.parent.tolist(), tree.lengths
+        ([7, 3, 8, 4, 5], [-1, 0, -1, 2, 2], [2, 0, 3])
     """
 
     topology: TreeTopology
-    law: DraftLaw
-    tokens: Mapping[int, int]
-    draft_probs: Mapping[int, Tensor] = field(default_factory=dict)
-    chances: Mapping[int, float] = field(default_factory=dict)
-    source: str = ""
-    gain: float = 0.0
-    certain: Collection[int] = ()
+    origins: Sequence[Origin | None]
+    offsets: Sequence[int]
+    token: Ints
+    node: Ints
+    parent: Ints
+    depth: Ints
+    chance: Reals
+    certain: Flags
+    draft_row: Ints
+    draft_rows: Tensor = field(default_factory=lambda: NO_ROWS)
 
-    def __post_init__(self) -> None:
-        nodes, parents = list(self.tokens), self.topology.parent_list
-        if nodes[:1] != [0] or nodes != sorted(nodes) or nodes[-1] >= len(parents):
-            raise ValueError(f"tokens must list nodes of the topology from 0 upwards, got nodes {nodes}")
-        if orphan := next((node for node in nodes[1:] if parents[node] not in self.tokens), None):
-            raise ValueError(f"node {orphan} is alive, but its parent {parents[orphan]} is not")
-        if not (self.law.deterministic or self.law.replacement):
-            self._check_distinct()
+    @classmethod
+    def of(
+        cls,
+        topology: TreeTopology,
+        law: DraftLaw,
+        tokens: Sequence[Mapping[int, int] | None],
+        draft_probs: Sequence[Mapping[int, Tensor] | None] = (),
+        chances: Sequence[Mapping[int, float] | None] = (),
+        source: str = "",
+    ) -> Self:
+        """Trees that are told node by node.
 
-    def _check_distinct(self) -> None:
-        parents, seen = self.topology.parent_list, set()
-        for node, token in self.tokens.items():
-            if (parents[node], token) in seen and parents[node] in self.draft_probs:
-                raise ValueError(
-                    f"two children of node {parents[node]} have the token {token}, which {self.law} cannot draw: state "
-                    "the law that drew them, such as IID"
-                )
-            seen.add((parents[node], token))
+        Args:
+            topology: the planned shape.
+            law: how children were drawn.
+            tokens: by sample the token of every node, node 0 included; ``None`` for a sample that takes no part.
+            draft_probs: by sample the ``[V]`` draft rows of nodes with children, as sampled from.
+            chances: by sample the draft probabilities of nodes below the root.
+            source: which drafter proposed them.
+
+        Raises:
+            ValueError: if a root is missing, nodes are out of order or lack their parents, or siblings that were drawn
+                without replacement repeat a token.
+        """
+        for own, probs in zip(tokens, draft_probs or [None] * len(tokens), strict=True):
+            if own is not None:
+                _check_nodes(topology, law, own, probs or {})
+        offsets = [0]
+        for own in tokens:
+            offsets.append(offsets[-1] + len(own or ()))
+        places = [(sample, node) for sample, own in enumerate(tokens) for node in own or ()]
+        row_of = {place: row for row, place in enumerate(places)}
+        parents, depths = topology.parent_list, topology.depth_list
+        rows: list[Tensor] = []
+        draft_row = [-1] * len(places)
+        for sample, probs in enumerate(draft_probs):
+            for node, row in (probs or {}).items():
+                draft_row[row_of[sample, node]] = len(rows)
+                rows.append(row)
+        stated = [dict(own or {}) for own in chances or [None] * len(tokens)]
+        return cls(
+            topology,
+            [None if own is None else Origin(law, source) for own in tokens],
+            offsets,
+            np.array([tokens[sample][node] for sample, node in places], dtype=np.int64),  # type: ignore[index]
+            np.array([node for _, node in places], dtype=np.int64),
+            np.array([row_of[sample, parents[node]] if node else -1 for sample, node in places], dtype=np.int64),
+            np.array([depths[node] for _, node in places], dtype=np.int64),
+            np.array([stated[sample].get(node, 0.0) for sample, node in places], dtype=np.float64),
+            np.zeros(len(places), dtype=np.bool_),
+            np.array(draft_row, dtype=np.int64),
+            torch.stack(rows) if rows else NO_ROWS,
+        )
+
+    @classmethod
+    def roots(cls, topology: TreeTopology, tokens: Sequence[int | None], origins: Sequence[Origin | None]) -> Self:
+        """The trees of a step in which nothing is drafted: the last committed tokens alone, and ``None`` for others."""
+        living = [token for token in tokens if token is not None]
+        offsets = [0]
+        for token in tokens:
+            offsets.append(offsets[-1] + (token is not None))
+        zeros, nothing = np.zeros(len(living), dtype=np.int64), np.full(len(living), -1, dtype=np.int64)
+        return cls(
+            topology,
+            [None if token is None else origin for token, origin in zip(tokens, origins, strict=True)],
+            offsets,
+            np.array(living, dtype=np.int64),
+            zeros,
+            nothing,
+            zeros,
+            np.zeros(len(living)),
+            np.zeros(len(living), dtype=np.bool_),
+            nothing,
+        )
+
+    @classmethod
+    def joined(cls, trees: Sequence["DraftTree"]) -> "DraftTree":
+        """The trees of several parts of a batch as those of one; each sample takes part in one of them at most."""
+        living = [tree for tree in trees if len(tree.token)]
+        if len(living) < 2:
+            return (living or trees)[0]
+        owner = np.concatenate([tree.owner for tree in living])
+        order = owner.argsort(kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        first_rows = np.cumsum([0, *(len(tree.token) for tree in living)])
+        first_draft_rows = np.cumsum([0, *(len(tree.draft_rows) for tree in living)])
+        shifted = zip(living, first_rows, first_draft_rows, strict=False)
+        parents, draft_rows = [], []
+        for tree, first, first_draft in shifted:
+            parents.append(np.where(tree.parent < 0, -1, place[(tree.parent + first).clip(0)]))
+            draft_rows.append(np.where(tree.draft_row < 0, -1, tree.draft_row + first_draft))
+
+        def column(name: str) -> "npt.NDArray[np.generic]":
+            return np.concatenate([getattr(tree, name) for tree in living])[order]
+
+        kept = [tree.draft_rows for tree in living if len(tree.draft_rows)]
+        return cls(
+            living[0].topology,
+            [next((one for one in own if one is not None), None) for own in zip(*(t.origins for t in living), strict=True)],
+            np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(living[0].origins)))]).tolist(),
+            **{name: column(name) for name in ("token", "node", "depth", "chance", "certain")},  # type: ignore[arg-type]
+            parent=np.concatenate(parents)[order],
+            draft_row=np.concatenate(draft_rows)[order],
+            draft_rows=torch.cat(kept) if kept else NO_ROWS,
+        )
+
+    def take(self, samples: Sequence[int]) -> "DraftTree":
+        """The trees of some samples alone; the others take no part. Draft rows stay where they are."""
+        wanted = np.zeros(len(self.origins), dtype=np.bool_)
+        wanted[list(samples)] = True
+        if wanted[[sample for sample, origin in enumerate(self.origins) if origin is not None]].all():
+            return self
+        kept = wanted[self.owner]
+        place = np.cumsum(kept) - 1
+        parent = self.parent[kept]
+        columns = {
+            name: getattr(self, name)[kept] for name in ("token", "node", "depth", "chance", "certain", "draft_row")
+        }
+        lengths = [length if one else 0 for length, one in zip(self.lengths, wanted, strict=True)]
+        return DraftTree(
+            self.topology,
+            [origin if one else None for origin, one in zip(self.origins, wanted, strict=True)],
+            [0, *np.cumsum(lengths).tolist()],
+            **columns,
+            parent=np.where(parent < 0, -1, place[parent.clip(0)]),
+            draft_rows=self.draft_rows,
+        )
+
+    def __len__(self) -> int:
+        """B."""
+        return len(self.origins)
+
+    def __getitem__(self, sample: int) -> "SampleTree":
+        """The tree of a sample that takes part."""
+        if self.origins[sample] is None:
+            raise ValueError(f"sample {sample} takes no part in this step")
+        return SampleTree(self, sample)
+
+    @cached_property
+    def living(self) -> list[int]:
+        """The samples that take part."""
+        return [sample for sample, origin in enumerate(self.origins) if origin is not None]
 
     @property
-    def is_chain(self) -> bool:
-        """Whether every living node but the last has one living child.
+    def rows(self) -> int:
+        """T."""
+        return len(self.token)
 
-        Examples:
-            >>> from arbordraft import Fixed
-            >>> fork = TreeTopology([-1, 0, 0, 1])
-            >>> [SampleTree(fork, Fixed(2), {0: 5, 1: 6, node: 7}).is_chain for node in (2, 3)]
-            [False, True]
-        """
-        parents = self.topology.parent_list
-        return all(parents[node] == above for above, node in pairwise(self.tokens))
+    @cached_property
+    def lengths(self) -> list[int]:
+        """``n_b`` of every sample."""
+        return [end - begin for begin, end in pairwise(self.offsets)]
 
-    def children(self, node: int) -> list[int]:
-        """Living children of a node, in the order in which they were drawn."""
-        return [child for child in self.topology.child_list[node] if child in self.tokens]
+    @cached_property
+    def owner(self) -> Ints:
+        """``[T]`` the sample of every row."""
+        return np.repeat(np.arange(len(self.origins)), self.lengths)
 
-    def law_of(self, node: int) -> DraftLaw:
-        """The law that drew the children of a node."""
-        return self.law.narrow(len(self.topology.child_list[node]))
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """By row its children's rows, in the order in which they were drawn."""
+        found: list[list[int]] = [[] for _ in self.token]
+        for row, parent in enumerate(self.parent.tolist()):
+            if parent >= 0:
+                found[parent].append(row)
+        return found
 
-    def outcome(self, judged: "SampleVerdict") -> Outcome:
-        """What became of it."""
-        path = (0, *judged.path)
-        levels = max(map(self.topology.depth_list.__getitem__, self.tokens))
-        tried = [children for node in path if (children := self.children(node))]
-        stated = [sum(self.chances.get(child, 0.0) for child in children) for children in tried]
-        certain = [depth for depth, children in enumerate(tried) if children[0] in self.certain]
-        return Outcome(levels, len(judged.path), tuple(stated), self.source, tuple(certain))
+    @cached_property
+    def are_chains(self) -> bool:
+        """Whether every node but the last of its sample has one child: the causal order says all about such trees."""
+        return bool((self.parent[self.depth > 0] == np.flatnonzero(self.depth) - 1).all())
+
+    def path(self, row: int) -> list[int]:
+        """The rows from the root of its sample down to a row, both included."""
+        path = [row]
+        while (above := int(self.parent[path[-1]])) >= 0:
+            path.append(above)
+        return path[::-1]
+
+    def law_of(self, row: int) -> DraftLaw:
+        """The law that drew the children of a row."""
+        return self._law_of(self.origins[self.owner[row]].law, len(self.topology.child_list[self.node[row]]))  # type: ignore[union-attr]
+
+    @cached_property
+    def _laws(self) -> dict[tuple[int, int], DraftLaw]:
+        return {}
+
+    def _law_of(self, law: DraftLaw, children: int) -> DraftLaw:
+        # A law is a module, which takes long to make.
+        found = self._laws.get((id(law), children))
+        if found is None:
+            found = self._laws[id(law), children] = law.narrow(children)
+        return found
+
+    def drawn_from(self, row: int) -> Tensor | None:
+        """The ``[V]`` draft row of a row's children, if there is one."""
+        place = int(self.draft_row[row])
+        return None if place < 0 else self.draft_rows[place]
+
+    def tokens(self) -> Tensor:
+        """``[T]`` int64 input of the target's forward."""
+        return torch.from_numpy(self.token)
+
+
+class SampleTree(NamedTuple):
+    """The tree of one sample, for people and hooks: a view whose rows are those of the batch.
+
+    Args:
+        batch: all trees.
+        sample: its number.
+    """
+
+    batch: DraftTree
+    sample: int
+
+    @property
+    def origin(self) -> Origin:
+        """Where it comes from."""
+        return self.batch.origins[self.sample]  # type: ignore[return-value]
+
+    @property
+    def rows(self) -> range:
+        """Its rows; the first one is the root's."""
+        return range(self.batch.offsets[self.sample], self.batch.offsets[self.sample + 1])
+
+    @property
+    def root(self) -> int:
+        """The root's row."""
+        return self.batch.offsets[self.sample]
+
+    def token(self, row: int) -> int:
+        """The token of a row."""
+        return int(self.batch.token[row])
+
+    def children(self, row: int) -> list[int]:
+        """The rows of a row's children, in the order in which they were drawn."""
+        return self.batch.children[row]
+
+    def path(self, row: int) -> list[int]:
+        """Drafted tokens from below the root down to a row."""
+        return self.batch.token[self.batch.path(row)[1:]].tolist()
+
+    def law_of(self, row: int) -> DraftLaw:
+        """The law that drew the children of a row."""
+        return self.batch.law_of(row)
 
     @property
     def guesses(self) -> int:
         """Drafts that need not be right."""
-        return len(self.tokens) - 1 - len(self.certain)
+        return len(self.rows) - 1 - int(self.batch.certain[self.root : self.rows.stop].sum())
 
-    def path(self, node: int) -> list[int]:
-        """Drafted tokens from below the root down to ``node``."""
-        return [self.tokens[passed] for passed in self.topology.path(node)[1:]]
+    def outcome(self, path: Sequence[int]) -> Outcome:
+        """What became of it, given the rows from its root to the last accepted node."""
+        batch = self.batch
+        tried = [children for row in path if (children := batch.children[row])]
+        stated = [sum(batch.chance[children].tolist()) for children in tried]
+        certain = [depth for depth, children in enumerate(tried) if batch.certain[children[0]]]
+        levels = int(batch.depth[self.rows.stop - 1])  # nodes stand level by level
+        return Outcome(levels, len(path) - 1, tuple(stated), self.origin.source, tuple(certain))
 
-
-@dataclass(frozen=True)
-class DraftTree:
-    """One draft tree per sample of the batch; ``None`` for a sample that is finished."""
-
-    samples: tuple[SampleTree | None, ...]
-
-    @property
-    def lengths(self) -> list[int]:
-        """``n_b`` for every sample."""
-        return [len(sample.tokens) if sample else 0 for sample in self.samples]
-
-    def rows(self) -> Iterator[tuple[int, int, int]]:
-        """``(sample, node, token)`` of the T packed rows, sample after sample, nodes ascending."""
-        for index, sample in enumerate(self.samples):
-            if sample:
-                for node, token in sample.tokens.items():
-                    yield index, node, token
-
-    def split(self, rows: Rows[Row]) -> Iterator[tuple[SampleTree | None, Share[Row]]]:
-        """Hands every sample its share of T packed rows, by node.
+    def to_frame(self) -> "DataFrame":
+        """Its nodes as a table of pandas: row, node, parent, depth, token, chance, certain.
 
         Raises:
-            ValueError: if there are not exactly T rows.
+            ImportError: if pandas is not installed.
         """
-        if len(rows) != sum(self.lengths):
-            raise ValueError(f"the batch has {sum(self.lengths)} nodes, but {len(rows)} rows were given")
-        start = 0
-        for sample, length in zip(self.samples, self.lengths, strict=True):
-            yield sample, Share(sample.tokens if sample else (), rows, start)
-            start += length
-
-    def packed_tokens(self) -> Tensor:
-        """``[T]`` int64 input of the target's forward."""
-        return torch.tensor([token for _, _, token in self.rows()], dtype=torch.int64)
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise ImportError("a table of a tree needs pandas: pip install pandas") from error
+        names = ("node", "parent", "depth", "token", "chance", "certain")
+        columns = {name: getattr(self.batch, name)[self.root : self.rows.stop] for name in names}
+        return DataFrame({"row": self.rows, **columns})
 
 
-@dataclass(frozen=True)
-class SampleVerdict:
-    """What the verifier decided about one sample.
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What the verifier decided.
 
     Args:
-        path: accepted nodes below the root, from shallow to deep.
-        token: the recovered or bonus token that follows them.
-        recovered: whether drafted children of the last accepted node were rejected; else the token is a
-            bonus.
+        paths: by sample the rows from its root to the last accepted node; empty for one that took no part.
+        tokens: by sample the recovered or bonus token that follows, -1 for one that took no part.
+        recovered: by sample whether drafted children of the last accepted node were rejected; else the token is a bonus.
     """
 
-    path: tuple[int, ...]
-    token: int
-    recovered: bool
+    paths: Sequence[Sequence[int]]
+    tokens: Sequence[int]
+    recovered: Sequence[bool]
+
+    @classmethod
+    def of(cls, tree: DraftTree, ends: Mapping[int, tuple[int, int]]) -> Self:
+        """The verdict that ends in these rows.
+
+        Args:
+            tree: the drafts.
+            ends: by sample the row of the last accepted node, and the token behind it.
+        """
+        paths: list[list[int]] = [[] for _ in tree.origins]
+        tokens, recovered = [-1] * len(paths), [False] * len(paths)
+        for sample, (end, token) in ends.items():
+            paths[sample], tokens[sample], recovered[sample] = tree.path(end), token, bool(tree.children[end])
+        return cls(paths, tokens, recovered)
+
+    @classmethod
+    def nothing(cls, samples: int) -> Self:
+        """Of a step that came to no end: nobody took part."""
+        return cls([[]] * samples, [-1] * samples, [False] * samples)
+
+    def accepted(self, sample: int) -> int:
+        """Drafted tokens that were accepted of a sample that took part."""
+        return len(self.paths[sample]) - 1
+
+    def emitted(self, tree: DraftTree, sample: int) -> list[int]:
+        """The accepted tokens of a sample that took part, and the one behind them."""
+        return [*tree.token[self.paths[sample][1:]].tolist(), self.tokens[sample]]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """One verdict per sample of the batch; ``None`` for a sample that did not take part."""
+def _check_nodes(
+    topology: TreeTopology, law: DraftLaw, tokens: Mapping[int, int], draft_probs: Mapping[int, Tensor]
+) -> None:
+    nodes, parents = list(tokens), topology.parent_list
+    if nodes[:1] != [0] or nodes != sorted(nodes) or nodes[-1] >= len(parents):
+        raise ValueError(f"tokens must list nodes of the topology from 0 upwards, got nodes {nodes}")
+    if orphan := next((node for node in nodes[1:] if parents[node] not in tokens), None):
+        raise ValueError(f"node {orphan} is alive, but its parent {parents[orphan]} is not")
+    if law.deterministic or law.replacement:
+        return
+    seen = set()
+    for node, token in tokens.items():
+        if (parents[node], token) in seen and parents[node] in draft_probs:
+            raise ValueError(
+                f"two children of node {parents[node]} have the token {token}, which {law} cannot draw: state the law "
+                "that drew them, such as IID"
+            )
+        seen.add((parents[node], token))
 
-    samples: tuple[SampleVerdict | None, ...]
+
+__all__ = ["DraftTree", "Exactness", "Origin", "Outcome", "SampleTree", "Verdict"]
