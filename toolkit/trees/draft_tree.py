@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
     certain: tuple[int, ...] = ()
 
 
-class Origin(NamedTuple):
+class Proposal(NamedTuple):
     """Where the tree of one sample comes from.
 
     Args:
@@ -91,7 +91,7 @@ class DraftTree:
 
     Args:
         topology: the planned shape.
-        origins: of every sample; ``None`` for one that takes no part.
+        proposals: of every sample; ``None`` for one that takes no part.
         offsets: ``[B + 1]`` first row of every sample, and where the last one ends.
         token: ``[T]`` int64. That of a root is the last committed one.
         node: ``[T]`` int64 node of the topology.
@@ -111,7 +111,7 @@ class DraftTree:
     """
 
     topology: TreeTopology
-    origins: Sequence[Origin | None]
+    proposals: Sequence[Proposal | None]
     offsets: Sequence[int]
     token: Ints
     node: Ints
@@ -164,7 +164,7 @@ class DraftTree:
         stated = [dict(own or {}) for own in chances or [None] * len(tokens)]
         return cls(
             topology,
-            [None if own is None else Origin(law, source) for own in tokens],
+            [None if own is None else Proposal(law, source) for own in tokens],
             offsets,
             np.array([tokens[sample][node] for sample, node in places], dtype=np.int64),  # type: ignore[index]
             np.array([node for _, node in places], dtype=np.int64),
@@ -177,7 +177,7 @@ class DraftTree:
         )
 
     @classmethod
-    def roots(cls, topology: TreeTopology, tokens: Sequence[int | None], origins: Sequence[Origin | None]) -> Self:
+    def roots(cls, topology: TreeTopology, tokens: Sequence[int | None], proposals: Sequence[Proposal | None]) -> Self:
         """The trees of a step in which nothing is drafted: the last committed tokens alone, and ``None`` for others."""
         living = [token for token in tokens if token is not None]
         offsets = [0]
@@ -186,7 +186,7 @@ class DraftTree:
         zeros, nothing = np.zeros(len(living), dtype=np.int64), np.full(len(living), -1, dtype=np.int64)
         return cls(
             topology,
-            [None if token is None else origin for token, origin in zip(tokens, origins, strict=True)],
+            [None if token is None else proposal for token, proposal in zip(tokens, proposals, strict=True)],
             offsets,
             np.array(living, dtype=np.int64),
             zeros,
@@ -221,8 +221,11 @@ class DraftTree:
         kept = [tree.draft_rows for tree in living if len(tree.draft_rows)]
         return cls(
             living[0].topology,
-            [next((one for one in own if one is not None), None) for own in zip(*(t.origins for t in living), strict=True)],
-            np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(living[0].origins)))]).tolist(),
+            [
+                next((one for one in own if one is not None), None)
+                for own in zip(*(t.proposals for t in living), strict=True)
+            ],
+            np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(living[0].proposals)))]).tolist(),
             **{name: column(name) for name in ("token", "node", "depth", "chance", "certain")},  # type: ignore[arg-type]
             parent=np.concatenate(parents)[order],
             draft_row=np.concatenate(draft_rows)[order],
@@ -231,9 +234,9 @@ class DraftTree:
 
     def take(self, samples: Sequence[int]) -> "DraftTree":
         """The trees of some samples alone; the others take no part. Draft rows stay where they are."""
-        wanted = np.zeros(len(self.origins), dtype=np.bool_)
+        wanted = np.zeros(len(self.proposals), dtype=np.bool_)
         wanted[list(samples)] = True
-        if wanted[[sample for sample, origin in enumerate(self.origins) if origin is not None]].all():
+        if wanted[[sample for sample, proposal in enumerate(self.proposals) if proposal is not None]].all():
             return self
         kept = wanted[self.owner]
         place = np.cumsum(kept) - 1
@@ -244,7 +247,7 @@ class DraftTree:
         lengths = [length if one else 0 for length, one in zip(self.lengths, wanted, strict=True)]
         return DraftTree(
             self.topology,
-            [origin if one else None for origin, one in zip(self.origins, wanted, strict=True)],
+            [proposal if one else None for proposal, one in zip(self.proposals, wanted, strict=True)],
             [0, *np.cumsum(lengths).tolist()],
             **columns,
             parent=np.where(parent < 0, -1, place[parent.clip(0)]),
@@ -253,18 +256,18 @@ class DraftTree:
 
     def __len__(self) -> int:
         """B."""
-        return len(self.origins)
+        return len(self.proposals)
 
     def __getitem__(self, sample: int) -> "SampleTree":
         """The tree of a sample that takes part."""
-        if self.origins[sample] is None:
+        if self.proposals[sample] is None:
             raise ValueError(f"sample {sample} takes no part in this step")
         return SampleTree(self, sample)
 
     @cached_property
     def living(self) -> list[int]:
         """The samples that take part."""
-        return [sample for sample, origin in enumerate(self.origins) if origin is not None]
+        return [sample for sample, proposal in enumerate(self.proposals) if proposal is not None]
 
     @property
     def rows(self) -> int:
@@ -279,7 +282,7 @@ class DraftTree:
     @cached_property
     def owner(self) -> Ints:
         """``[T]`` the sample of every row."""
-        return np.repeat(np.arange(len(self.origins)), self.lengths)
+        return np.repeat(np.arange(len(self.proposals)), self.lengths)
 
     @cached_property
     def children(self) -> list[list[int]]:
@@ -304,7 +307,7 @@ class DraftTree:
 
     def law_of(self, row: int) -> DraftLaw:
         """The law that drew the children of a row."""
-        return self._law_of(self.origins[self.owner[row]].law, len(self.topology.child_list[self.node[row]]))  # type: ignore[union-attr]
+        return self._law_of(self.proposals[self.owner[row]].law, len(self.topology.child_list[self.node[row]]))  # type: ignore[union-attr]
 
     @cached_property
     def _laws(self) -> dict[tuple[int, int], DraftLaw]:
@@ -339,9 +342,9 @@ class SampleTree(NamedTuple):
     sample: int
 
     @property
-    def origin(self) -> Origin:
+    def proposal(self) -> Proposal:
         """Where it comes from."""
-        return self.batch.origins[self.sample]  # type: ignore[return-value]
+        return self.batch.proposals[self.sample]  # type: ignore[return-value]
 
     @property
     def rows(self) -> range:
@@ -381,7 +384,7 @@ class SampleTree(NamedTuple):
         stated = [sum(batch.chance[children].tolist()) for children in tried]
         certain = [depth for depth, children in enumerate(tried) if batch.certain[children[0]]]
         levels = int(batch.depth[self.rows.stop - 1])  # nodes stand level by level
-        return Outcome(levels, len(path) - 1, tuple(stated), self.origin.source, tuple(certain))
+        return Outcome(levels, len(path) - 1, tuple(stated), self.proposal.source, tuple(certain))
 
     def to_frame(self) -> "DataFrame":
         """Its nodes as a table of pandas: row, node, parent, depth, token, chance, certain.
@@ -420,7 +423,7 @@ class Verdict:
             tree: the drafts.
             ends: by sample the row of the last accepted node, and the token behind it.
         """
-        paths: list[list[int]] = [[] for _ in tree.origins]
+        paths: list[list[int]] = [[] for _ in tree.proposals]
         tokens, recovered = [-1] * len(paths), [False] * len(paths)
         for sample, (end, token) in ends.items():
             paths[sample], tokens[sample], recovered[sample] = tree.path(end), token, bool(tree.children[end])
@@ -460,4 +463,4 @@ def _check_nodes(
         seen.add((parents[node], token))
 
 
-__all__ = ["DraftTree", "Exactness", "Origin", "Outcome", "SampleTree", "Verdict"]
+__all__ = ["DraftTree", "Exactness", "Proposal", "Outcome", "SampleTree", "Verdict"]
