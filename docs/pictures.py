@@ -14,7 +14,7 @@ from arbordraft import Fixed, TreeTopology
 from arbordraft.bench.plots import plot, read_rows, speed_picture
 from arbordraft.serving.page import page
 from arbordraft.serving.pieces import step_of
-from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.drawing import ACCEPTED, COLOURS, GREY, OWN, columns, draw_edges, new_figure, save_png
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from arbordraft.bench.decoding import Decode, answers, take_turns, warm_up
 from arbordraft.bench.workload import Workload
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.prompts import VARIED, chat_batches
-from arbordraft.trees.draft_tree import Exactness
+from arbordraft.trees.verdict import Exactness
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

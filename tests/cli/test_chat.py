@@ -15,7 +15,7 @@ from arbordraft.cli.display import step_tree
 from arbordraft.cli.failures import Terminated
 from arbordraft.cli.main import app
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 

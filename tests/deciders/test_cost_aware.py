@@ -19,7 +19,8 @@ from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.grower import TreeGrower
 from arbordraft.sampling.laws import IID
-from arbordraft.trees.draft_tree import DraftTree, Outcome, SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.verdict import Outcome
 
 DEPTH = 6
 

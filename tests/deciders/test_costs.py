@@ -13,7 +13,7 @@ from arbordraft.deciders import CostAware, Decider
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan
 from arbordraft.drafters.ngram import Guess
-from arbordraft.trees.draft_tree import SampleVerdict, Verdict
+from arbordraft.trees.verdict import Verdict
 
 FLAT = ad.CostTable((1, 64), (1.0, 1.0))
 STEEP = ad.CostTable((1, 64), (1.0, 64.0))

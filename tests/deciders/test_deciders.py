@@ -23,7 +23,7 @@ from arbordraft.deciders import (
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Draw, Origin, Situation, StepView
 from arbordraft.drafters.grower import TreeGrower
-from arbordraft.trees.draft_tree import Outcome
+from arbordraft.trees.verdict import Outcome
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
 

@@ -5,7 +5,8 @@ from support.models import decode, ragged
 
 import arbordraft as ad
 from arbordraft.deciders import FixedDepth
-from arbordraft.trees.draft_tree import Outcome, SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.verdict import Outcome
 
 SHAPE = ad.TreeTopology.from_k_config((2, 1, 1))  # 1 and 2 below the root, 3 and 4 below these, then 5 and 6
 CHANCES = {1: 0.5, 2: 0.25, 3: 0.75, 5: 0.125}

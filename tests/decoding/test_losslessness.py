@@ -8,7 +8,8 @@ import arbordraft as ad
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import Noise, draw
 from arbordraft.testing import ROW_KINDS, distance_to_target, draft_trees, random_table, row, target_rows
-from arbordraft.trees.draft_tree import DraftTree, Exactness, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.verdict import Exactness
 from arbordraft.verifiers import KSeq, NodeLaw, OptimalTransport, Remembered, Rule, TopTailRule, TypicalAcceptance
 
 EXACT = 1e-12

@@ -11,7 +11,8 @@ import arbordraft as ad
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.grower import TreeGrower
 from arbordraft.drafters.ngram import Guess
-from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import KSeq
 
 

@@ -13,7 +13,7 @@ from arbordraft import Fixed
 from arbordraft.cli.main import app
 from arbordraft.serving.page import page
 from arbordraft.serving.pieces import step_of
-from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.topology import TreeTopology
 
 TREE = SampleTree(TreeTopology.from_parents([-1, 0, 0, 1, 1]), Fixed(2), {0: 5, 1: 6, 2: 7, 4: 9})

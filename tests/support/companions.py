@@ -29,8 +29,9 @@ from arbordraft.training.students import (
     MedusaStudent,
     Student,
 )
-from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.masks import stack_words
+from arbordraft.trees.verdict import Verdict
 from support.models import PROMPTS, VOCAB, context, greedy_reference, joined, next_logits, tiny
 
 LAYERS, EXIT = 4, 2

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from arbordraft import RaggedModel, builders
 from arbordraft.target.equality import equality_report
-from arbordraft.trees.draft_tree import Exactness
+from arbordraft.trees.verdict import Exactness
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
 pytestmark = pytest.mark.usefixtures("kernels")

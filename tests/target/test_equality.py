@@ -7,7 +7,7 @@ from support.models import ragged, tiny
 from arbordraft import Coupling, RaggedModel, builders
 from arbordraft.kernels import native
 from arbordraft.target.equality import Equality, equality_report
-from arbordraft.trees.draft_tree import Exactness
+from arbordraft.trees.verdict import Exactness
 from arbordraft.verifiers import TypicalAcceptance
 
 SIZES = {"head_dim": 16, "hidden_size": 64}

@@ -27,7 +27,7 @@ from arbordraft import RaggedModel
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, WEIGHTS
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.target.equality import equality_report
-from arbordraft.trees.draft_tree import Exactness
+from arbordraft.trees.verdict import Exactness
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.usefixtures("kernels")

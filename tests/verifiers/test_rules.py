@@ -19,7 +19,8 @@ from arbordraft.testing import (
     row,
     target_rows,
 )
-from arbordraft.trees.draft_tree import DraftTree, Exactness, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.verdict import Exactness
 from arbordraft.verifiers import (
     KSeq,
     OptimalTransport,

@@ -25,8 +25,9 @@ from arbordraft.sampling.laws import IID, AdaptiveTopTail, DraftLaw, SharedNoise
 from arbordraft.sampling.noise import GumbelNoise, Noise, draw
 from arbordraft.sampling.rows import Rows
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import (
     KSeq,
     Lifted,

@@ -34,7 +34,7 @@ from arbordraft.decoding.streams import Answer
 from arbordraft.decoding.text import encode
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.loading import Kernels, Settings
-from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.utils.terminal import terminal
 
 HELP = """\

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.spelling import Pieces
-from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.terminal import bars
 

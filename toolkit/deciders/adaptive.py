@@ -10,7 +10,7 @@ from torch import nn
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.decisions import StepView
 from arbordraft.deciders.simple import EntropyBound
-from arbordraft.trees.draft_tree import Outcome
+from arbordraft.trees.verdict import Outcome
 from arbordraft.utils.checks import check_float, check_instance, check_int, check_positive
 
 

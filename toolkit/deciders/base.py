@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from arbordraft.deciders.decisions import Plan, Situation, StepView
-from arbordraft.trees.draft_tree import Outcome
+from arbordraft.trees.verdict import Outcome
 
 
 class Decider(nn.Module):

@@ -15,7 +15,7 @@ from arbordraft.deciders.base import Decider
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.deciders.decisions import Plan, Situation, StepView
 from arbordraft.deciders.simple import PathSurvival
-from arbordraft.trees.draft_tree import Outcome
+from arbordraft.trees.verdict import Outcome
 from arbordraft.utils.checks import check_float, check_instance, check_int
 
 _DEPTHS = 4  # depths that are told apart; the last one stands for all that are deeper

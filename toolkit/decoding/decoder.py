@@ -35,9 +35,10 @@ from arbordraft.drafters import Drafter
 from arbordraft.grammars import Grammar, GrammarCompiler
 from arbordraft.target.equality import EqualityReport, equality_report
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Verdict
 from arbordraft.utils.checks import check_int, check_temperature
 from arbordraft.verifiers.coupling import Coupling
 

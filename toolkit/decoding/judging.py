@@ -10,7 +10,8 @@ from torch import Tensor
 from arbordraft.decoding.processing import target_rows
 from arbordraft.decoding.state import DecodeState, SampleError
 from arbordraft.sampling.noise import GumbelNoise, Noise
-from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import matching_verdict
 from arbordraft.verifiers.coupling import Coupling
 

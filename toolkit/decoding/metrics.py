@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree
 
 
 @dataclass

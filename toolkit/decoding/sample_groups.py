@@ -11,7 +11,8 @@ from torch import Tensor
 
 from arbordraft.decoding.state import DecodeState, Sample
 from arbordraft.sampling.noise import GumbelNoise, Noise
-from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.verdict import Verdict
 
 
 class SampleGroup(NamedTuple):

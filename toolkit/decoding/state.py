@@ -18,7 +18,7 @@ from arbordraft.sampling.noise import Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import PathState
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree
 
 _NOT_FINITE = "the target's logits are NaN or infinite"
 _ROWS = 64  # whose log-probabilities are computed at a time, which bounds their memory

@@ -20,8 +20,9 @@ from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.recording import INSTEAD
 from arbordraft.decoding.static.runner import StaticStepping
 from arbordraft.target.attention import UnsupportedModel
-from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.masks import SlicedCausalMask
+from arbordraft.trees.verdict import Verdict
 
 _CHUNK = 2048  # rows of a forward over prompts, which bounds its memory
 _SCORED_CHUNK = 256  # the same where their logits are wanted

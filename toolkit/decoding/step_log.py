@@ -6,7 +6,8 @@ Shapes: none; rows are counted.
 from typing import TYPE_CHECKING, Any
 
 from arbordraft.decoding.state import DecodeState
-from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from arbordraft.decoding.requests import Request
 from arbordraft.decoding.state import Emission, TokenLogprobs
-from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree
 
 
 @dataclass

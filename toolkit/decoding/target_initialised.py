@@ -20,8 +20,9 @@ from arbordraft.drafters import Drafter
 from arbordraft.sampling.laws import WithoutReplacement
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers.coupling import Coupling
 from arbordraft.verifiers.longest_branch import LongestBranch
 

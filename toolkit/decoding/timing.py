@@ -22,8 +22,9 @@ from arbordraft.drafters import Drafter, NGramDrafter, NoDrafter
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Verdict
 from arbordraft.utils.checks import check_instance, check_int, check_sequence
 from arbordraft.verifiers.coupling import Coupling
 

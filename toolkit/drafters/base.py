@@ -15,8 +15,9 @@ from arbordraft.sampling.laws import IID, DraftLaw, SharedNoise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
-from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.base import Companion

@@ -26,7 +26,8 @@ from arbordraft.target.attention import Attending, AttentionCall, Forward
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
-from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.eagle import EagleHead

@@ -16,8 +16,9 @@ from arbordraft.drafters.grower import groups_of, situation_of
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Verdict
 from arbordraft.utils.checks import check_instance
 
 

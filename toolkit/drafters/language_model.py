@@ -28,7 +28,8 @@ from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.observation import decoder_list
-from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

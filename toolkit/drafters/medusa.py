@@ -20,7 +20,8 @@ from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_row
 from arbordraft.onnx.networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.medusa import MedusaHead

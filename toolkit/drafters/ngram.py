@@ -15,8 +15,9 @@ from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.stateful import Allowed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Verdict
 from arbordraft.utils.checks import check_int
 
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little

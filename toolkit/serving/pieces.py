@@ -13,7 +13,7 @@ from arbordraft.grammars import SchemaCheck
 from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.reading import CallPiece, CallReader
 from arbordraft.serving.thinking import Thinking, ThoughtReader
-from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

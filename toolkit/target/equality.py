@@ -11,8 +11,8 @@ import torch
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.self_test import ROUNDING, apart
-from arbordraft.trees.draft_tree import Exactness
 from arbordraft.trees.topology import TreeTopology, ancestor_words
+from arbordraft.trees.verdict import Exactness
 
 
 class Equality(StrEnum):

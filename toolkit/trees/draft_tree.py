@@ -1,4 +1,4 @@
-"""The data that flows through one decoding step: the draft trees of a batch, and the verdict about them.
+"""The draft trees of a batch, from drafting to commit one flat value.
 
 Shapes: B samples, n_b nodes of sample b (root included, 0 if it takes no part), T = sum of n_b packed rows, R draft
 rows, V vocabulary.
@@ -6,7 +6,6 @@ rows, V vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -27,42 +26,6 @@ Reals = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 NO_ROWS = torch.empty(0, 0)
-
-
-class Exactness(StrEnum):
-    """What a verifier promises about the output law.
-
-    ``pathwise``: more than the law, the very tokens that plain decoding with the same seed draws.
-    """
-
-    PATHWISE = "pathwise"
-    EXACT = "exact"
-    EPSILON = "epsilon"
-    LOSSY = "lossy"
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the output has the law of the target."""
-        return self in (Exactness.PATHWISE, Exactness.EXACT)
-
-
-class Outcome(NamedTuple):
-    """What became of a sample's drafts in one step; all of it is committed.
-
-    Args:
-        drafted: levels of drafts that the target verified.
-        accepted: how many of them were accepted.
-        stated: of the root and the accepted nodes below it, as far as they have verified children: the sum of these
-            children's draft probabilities. One more than was accepted, unless the path ended at a leaf.
-        source: which drafter proposed them, see :attr:`~arbordraft.deciders.decisions.Situation.source`.
-        certain: depths of ``stated`` at which nothing was guessed, see :attr:`DraftTree.certain`.
-    """
-
-    drafted: int
-    accepted: int
-    stated: tuple[float, ...] = ()
-    source: str = ""
-    certain: tuple[int, ...] = ()
 
 
 class Proposal(NamedTuple):
@@ -377,15 +340,6 @@ class SampleTree(NamedTuple):
         """Drafts that need not be right."""
         return len(self.rows) - 1 - int(self.batch.certain[self.root : self.rows.stop].sum())
 
-    def outcome(self, path: Sequence[int]) -> Outcome:
-        """What became of it, given the rows from its root to the last accepted node."""
-        batch = self.batch
-        tried = [children for row in path if (children := batch.children[row])]
-        stated = [sum(batch.chance[children].tolist()) for children in tried]
-        certain = [depth for depth, children in enumerate(tried) if batch.certain[children[0]]]
-        levels = int(batch.depth[self.rows.stop - 1])  # nodes stand level by level
-        return Outcome(levels, len(path) - 1, tuple(stated), self.proposal.source, tuple(certain))
-
     def to_frame(self) -> "DataFrame":
         """Its nodes as a table of pandas: row, node, parent, depth, token, chance, certain.
 
@@ -399,48 +353,6 @@ class SampleTree(NamedTuple):
         names = ("node", "parent", "depth", "token", "chance", "certain")
         columns = {name: getattr(self.batch, name)[self.root : self.rows.stop] for name in names}
         return DataFrame({"row": self.rows, **columns})
-
-
-@dataclass(frozen=True, eq=False)
-class Verdict:
-    """What the verifier decided.
-
-    Args:
-        paths: by sample the rows from its root to the last accepted node; empty for one that took no part.
-        tokens: by sample the recovered or bonus token that follows, -1 for one that took no part.
-        recovered: by sample whether drafted children of the last accepted node were rejected; else the token is a bonus.
-    """
-
-    paths: Sequence[Sequence[int]]
-    tokens: Sequence[int]
-    recovered: Sequence[bool]
-
-    @classmethod
-    def of(cls, tree: DraftTree, ends: Mapping[int, tuple[int, int]]) -> Self:
-        """The verdict that ends in these rows.
-
-        Args:
-            tree: the drafts.
-            ends: by sample the row of the last accepted node, and the token behind it.
-        """
-        paths: list[list[int]] = [[] for _ in tree.proposals]
-        tokens, recovered = [-1] * len(paths), [False] * len(paths)
-        for sample, (end, token) in ends.items():
-            paths[sample], tokens[sample], recovered[sample] = tree.path(end), token, bool(tree.children[end])
-        return cls(paths, tokens, recovered)
-
-    @classmethod
-    def nothing(cls, samples: int) -> Self:
-        """Of a step that came to no end: nobody took part."""
-        return cls([[]] * samples, [-1] * samples, [False] * samples)
-
-    def accepted(self, sample: int) -> int:
-        """Drafted tokens that were accepted of a sample that took part."""
-        return len(self.paths[sample]) - 1
-
-    def emitted(self, tree: DraftTree, sample: int) -> list[int]:
-        """The accepted tokens of a sample that took part, and the one behind them."""
-        return [*tree.token[self.paths[sample][1:]].tolist(), self.tokens[sample]]
 
 
 def _check_nodes(
@@ -463,4 +375,4 @@ def _check_nodes(
         seen.add((parents[node], token))
 
 
-__all__ = ["DraftTree", "Exactness", "Proposal", "Outcome", "SampleTree", "Verdict"]
+__all__ = ["DraftTree", "Proposal", "SampleTree"]

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from arbordraft.sampling.laws import DraftLaw, Fixed, SharedNoise
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.rows import Rows
-from arbordraft.trees.draft_tree import DraftTree, Exactness, Verdict
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Exactness, Verdict
 from arbordraft.utils.checks import check_instance
 from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SharedMatching, TopDown, TreeVerifier
 

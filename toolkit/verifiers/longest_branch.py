@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import residual
-from arbordraft.trees.draft_tree import Exactness, SampleTree
+from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.verdict import Exactness
 from arbordraft.verifiers.trees import Decision, TreeVerifier
 
 

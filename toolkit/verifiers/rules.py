@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import residual
-from arbordraft.trees.draft_tree import Exactness
+from arbordraft.trees.verdict import Exactness
 from arbordraft.utils.checks import check_instance
 
 

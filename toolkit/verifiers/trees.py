@@ -16,7 +16,8 @@ from arbordraft.kernels import choice
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise, draw
 from arbordraft.sampling.rows import Rows, SoftmaxRows
-from arbordraft.trees.draft_tree import DraftTree, Exactness, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.verdict import Exactness, Verdict
 from arbordraft.utils.checks import check_float, check_instance, check_positive
 from arbordraft.verifiers.packed import verify_packed
 from arbordraft.verifiers.rules import NodeLaw, Rule

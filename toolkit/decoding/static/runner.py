@@ -28,8 +28,9 @@ from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.probing import hooked
-from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import Lifted, Rule, RuleVerifier
 from arbordraft.verifiers.coupling import Coupling
 

@@ -1,0 +1,101 @@
+"""What a verifier decided about the draft trees of a batch, and what it promises.
+
+Shapes: B samples.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Self
+
+from arbordraft.trees.draft_tree import DraftTree
+
+
+class Exactness(StrEnum):
+    """What a verifier promises about the output law.
+
+    ``pathwise``: more than the law, the very tokens that plain decoding with the same seed draws.
+    """
+
+    PATHWISE = "pathwise"
+    EXACT = "exact"
+    EPSILON = "epsilon"
+    LOSSY = "lossy"
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output has the law of the target."""
+        return self in (Exactness.PATHWISE, Exactness.EXACT)
+
+
+class Outcome(NamedTuple):
+    """What became of a sample's drafts in one step; all of it is committed.
+
+    Args:
+        drafted: levels of drafts that the target verified.
+        accepted: how many of them were accepted.
+        stated: of the root and the accepted nodes below it, as far as they have verified children: the sum of these
+            children's draft probabilities. One more than was accepted, unless the path ended at a leaf.
+        source: which drafter proposed them, see :attr:`~arbordraft.deciders.decisions.Situation.source`.
+        certain: depths of ``stated`` at which nothing was guessed, see :attr:`DraftTree.certain`.
+    """
+
+    drafted: int
+    accepted: int
+    stated: tuple[float, ...] = ()
+    source: str = ""
+    certain: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What the verifier decided.
+
+    Args:
+        paths: by sample the rows from its root to the last accepted node; empty for one that took no part.
+        tokens: by sample the recovered or bonus token that follows, -1 for one that took no part.
+        recovered: by sample whether drafted children of the last accepted node were rejected; else the token is a
+            bonus.
+    """
+
+    paths: Sequence[Sequence[int]]
+    tokens: Sequence[int]
+    recovered: Sequence[bool]
+
+    @classmethod
+    def of(cls, tree: DraftTree, ends: Mapping[int, tuple[int, int]]) -> Self:
+        """The verdict that ends in these rows.
+
+        Args:
+            tree: the drafts.
+            ends: by sample the row of the last accepted node, and the token behind it.
+        """
+        paths: list[list[int]] = [[] for _ in tree.proposals]
+        tokens, recovered = [-1] * len(paths), [False] * len(paths)
+        for sample, (end, token) in ends.items():
+            paths[sample], tokens[sample], recovered[sample] = tree.path(end), token, bool(tree.children[end])
+        return cls(paths, tokens, recovered)
+
+    @classmethod
+    def nothing(cls, samples: int) -> Self:
+        """Of a step that came to no end: nobody took part."""
+        return cls([[]] * samples, [-1] * samples, [False] * samples)
+
+    def accepted(self, sample: int) -> int:
+        """Drafted tokens that were accepted of a sample that took part."""
+        return len(self.paths[sample]) - 1
+
+    def emitted(self, tree: DraftTree, sample: int) -> list[int]:
+        """The accepted tokens of a sample that took part, and the one behind them."""
+        return [*tree.token[self.paths[sample][1:]].tolist(), self.tokens[sample]]
+
+    def outcome(self, tree: DraftTree, sample: int) -> Outcome:
+        """What became of the drafts of a sample that took part."""
+        tried = [children for row in self.paths[sample] if (children := tree.children[row])]
+        stated = [sum(tree.chance[children].tolist()) for children in tried]
+        certain = [depth for depth, children in enumerate(tried) if tree.certain[children[0]]]
+        deepest = int(tree.depth[tree.offsets[sample + 1] - 1])  # nodes stand level by level
+        return Outcome(deepest, self.accepted(sample), tuple(stated), tree[sample].proposal.source, tuple(certain))
+
+
+__all__ = ["Exactness", "Outcome", "Verdict"]
