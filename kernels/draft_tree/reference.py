@@ -1,0 +1,110 @@
+"""The growth rule of draft trees: which nodes get children, and how far what grows there reaches.
+
+All functions but :func:`grow` take arrays of numpy and tensors alike, so a recorded graph runs them too. A node's reach
+is the chance that its path is accepted, times what its sample's tokens are worth.
+
+Shapes: S samples, n nodes of one depth, M drafts of all samples so far, N nodes of the topology, k children.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from arbordraft.kernels.draft_tree import Growth
+
+Array = TypeVar("Array", npt.NDArray[np.float64], Tensor)
+Tokens, Chances = npt.NDArray[np.int64], npt.NDArray[np.float64]
+
+
+def reach_below(reach: Array, trust: Array, chance: Array) -> Array:
+    """The reach of children, given that of their parents: drafts are trusted as often as they have been right."""
+    return reach * (trust * chance).clip(0, 1)
+
+
+def gains(reach: Array, following: Array, row: "float | Array") -> Array:
+    """Tokens that children bring, less what the rows of their parents could bring elsewhere.
+
+    Args:
+        reach: ``[S, n]``.
+        following: ``[S, 1]`` or ``[S, n]`` how often some child is expected to be accepted.
+        row: price of a row.
+    """
+    return reach * following - row
+
+
+def fits(reach: Array, drafts: Array, budget: "int | Array") -> Array:
+    """``[S, n]`` whether fewer than ``budget`` drafts reach further: what does not fit has no descendants that do.
+
+    Args:
+        reach: ``[S, n]``.
+        drafts: ``[M]`` reach of all drafts so far; negative for what is none.
+        budget: at least 1.
+    """
+    return (drafts > reach[..., None]).sum(-1) < budget  # type: ignore[return-value]
+
+
+def growing(gain: Array, able: Array, level: "float | Array", axis: int | None = None) -> Array:
+    """``[S, n]`` which nodes get children: those that gain, where together they are worth the time of a level.
+
+    Args:
+        gain: ``[S, n]``.
+        able: ``[S, n]`` the nodes that are there, may have children and fit.
+        level: price of a level.
+        axis: 1 lets every sample decide by itself; by default the batch decides together.
+    """
+    going = able & (gain >= 0)
+    return going & ((gain * going).sum(axis=axis, keepdims=True) >= level)  # type: ignore[return-value, call-overload]
+
+
+def growing_whole(gain: Array, able: Array, level: "float | Array") -> Array:
+    """The same of trees that are drawn at random: every sample goes on with all its nodes or with none.
+
+    To choose among drafts by their tokens would change the law of those that remain.
+    """
+    total = (gain * able).sum(axis=1, keepdims=True)  # type: ignore[call-overload]
+    return able & (total >= 0) & (total >= level)  # type: ignore[return-value]
+
+
+def grow(growth: "Growth", draw: Callable[[int, list[int], Tokens], tuple[Tokens, Chances]]) -> tuple[Tokens, Chances]:
+    """Grows trees of most probable tokens on the host, level by level.
+
+    Args:
+        growth: how far.
+        draw: given a depth, n of its nodes and their ``[S, n]`` tokens, the ``[S, n, k]`` tokens behind them, the best
+            one first, and their draft probabilities. The token of a root, and of what is no node, is -1.
+
+    Returns:
+        ``[S, N]`` tokens, -1 for roots and where there is no node, and draft probabilities.
+    """
+    samples, nodes = len(growth.levels), len(growth.offsets) - 1
+    trust, following = (np.reshape(told, (samples, -1)) for told in (growth.trust, growth.next))
+    tokens, chances, reach = np.full((samples, nodes), -1), np.zeros((samples, nodes)), np.full((samples, nodes), -1.0)
+    reach[:, 0] = growth.weights
+    here: list[int] = [0]
+    for depth in range(max(growth.levels)):
+        inner = [node for node in here if growth.offsets[node] < growth.offsets[node + 1]]
+        if not inner:
+            break
+        known = min(depth, trust.shape[1] - 1)
+        own = reach[:, inner]
+        able = (own >= 0) & (depth < np.array(growth.levels))[:, None]
+        if growth.budget > 0:
+            able &= fits(own, reach[:, 1:].ravel(), growth.budget)
+        going = growing(gains(own, following[:, known, None], growth.row), able, growth.level)
+        drawn, chance = draw(depth, inner, tokens[:, inner])
+        for place, node in enumerate(inner):
+            for rank, child in enumerate(growth.children[growth.offsets[node] : growth.offsets[node + 1]]):
+                added = going[:, place] & (chance[:, place, rank] > 0)
+                tokens[added, child] = drawn[added, place, rank]
+                chances[added, child] = chance[added, place, rank]
+                below = reach_below(own[:, place], trust[:, known], chance[:, place, rank])
+                reach[added, child] = below[added]
+        here = [child for node in here for child in growth.children[growth.offsets[node] : growth.offsets[node + 1]]]
+    return tokens, chances
+
+
+__all__ = ["fits", "gains", "grow", "growing", "growing_whole", "reach_below"]
