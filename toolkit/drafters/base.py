@@ -1,17 +1,17 @@
 """What every drafter is.
 
-Shapes: R frontier nodes of all samples, V vocabulary.
+Shapes: B samples, R nodes of a level, S samples of them, F hidden states side by side, H hidden size, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.context import DraftContext, Level
+from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.onnx.networks import OnnxNetwork
-from arbordraft.sampling.laws import IID, DraftLaw, SharedNoise
+from arbordraft.sampling.laws import IID, DraftLaw, Fixed, SharedNoise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
@@ -27,47 +27,92 @@ Network = TypeVar("Network", bound="Companion")
 _EFFORT = 0.1  # of a level where the drafter's weights are not torch's
 
 
+class Predictions(NamedTuple):
+    """What a drafter with a model says about the nodes of a level.
+
+    Args:
+        logits: ``[R, V]`` draft logits of what follows them.
+        hidden: ``[R, H]`` what they were made from, for deciders; ``None`` if the drafter does not show it.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+Guesses = Sequence[tuple[Sequence[int], Sequence[float]]]
+"""By node of a level: tokens that may follow it, the likeliest first, and the draft probability of each."""
+
+
 class Drafter(nn.Module):
-    """Proposes a draft tree per sample.
+    """Proposes draft trees; :func:`~arbordraft.drafters.grower.grow` grows them, whoever proposes.
+
+    It needs :meth:`propose` and nothing else. All other methods have answers that fit a drafter which remembers nothing.
 
     Everything a drafter remembers about a batch (its caches, its indices) is in the state that :meth:`open` returns
     and that travels with the decoder's own, so one drafter serves many batches at once. Samples join a batch and leave
     it between two steps; all that is kept of them is kept by their number.
     """
 
+    certain = False  # whether it chooses tokens itself, without noise, as lookups do: such drafts are never drawn
     max_positions: int | None = None  # length of the longest text, drafts included, that it can propose; None for any
+    max_levels: int | None = None  # deepest level that it proposes; None for any
     # How often the next token is its most probable one, its second, and so on: what trees are fitted to.
     acceptance: tuple[float, ...] = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)
     hidden_layers: tuple[int, ...] = ()  # the target's hidden states that it wants, as transformers numbers them
     takes_candidates = False  # whether it goes on from first tokens that it did not choose itself
     free = False  # whether a level takes next to no time beside the target's forward
 
-    def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
-        """The laws of the trees that it proposes when the coupling's is ``law``."""
-        return (law,)
+    # Proposing
 
-    def effort(self, target: RaggedModel) -> float:
-        """About how much of the target's forward a level takes, by the weights it reads: until it is measured."""
-        if self.free:
-            return 0.0
-        theirs = {id(parameter) for parameter in target.parameters()}
-        own = sum(parameter.numel() for parameter in self.parameters() if id(parameter) not in theirs)
-        return own / sum(parameter.numel() for parameter in target.parameters()) or _EFFORT
+    def propose(self, state: Any, level: Level) -> Predictions | Tensor | Guesses:
+        """Says what may follow the nodes of a level.
 
-    def default_topology(self) -> TreeTopology:
-        """The largest tree that decoders draft with it unless they are told otherwise: fitted to its acceptance."""
-        return TreeTopology.sequoia(self.acceptance[:4], 16, 6)
+        Args:
+            state: what :meth:`open` returned.
+            level: R nodes.
 
-    def default_law(self, width: int) -> DraftLaw:
-        """How it draws up to ``width`` children unless decoders are told otherwise.
-
-        Trees with the noise of the target, under which they may take any shape; chains at random, for block
-        verification is the best that a single draft can do.
+        Returns:
+            ``[R, V]`` draft logits, alone or as :class:`Predictions`: then the sample's logits processors are applied,
+            children are drawn by the law, and rows are kept for verification. Or :data:`Guesses`, of a drafter that is
+            ``certain``.
         """
-        return SharedNoise(width) if width > 1 else IID(1)
+        raise NotImplementedError
 
-    def check(self, target: RaggedModel, law: DraftLaw) -> None:
-        """Raises ValueError if the drafter cannot propose to this target, or cannot draw by this law."""
+    def propose_trees(
+        self, state: Any, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
+    ) -> Drafted | None:
+        """Grows whole trees in one call, as far as numbers say; ``None`` if it cannot, and nothing was done.
+
+        Args:
+            state: what :meth:`open` returned.
+            context: the step.
+            samples: S of them.
+            growth: how far their trees go on.
+            draws: how tokens are drawn; the most probable ones are drafted without.
+        """
+        return None
+
+    def proposed(self, state: Any) -> None:
+        """Is told that the trees of a step have been grown."""
+
+    def depths(self, state: Any, context: DraftContext) -> list[int]:
+        """Greatest depth of what it can propose for each of B samples; 0 for those for which it can propose nothing."""
+        most = self.max_levels
+        found = [limit or 0 if most is None else min(limit or 0, most) for limit in context.max_depth]
+        if self.max_positions is None:
+            return found
+        left = {sample: max(0, self.max_positions - len(context.tokens(sample))) for sample in context.alive}
+        return [min(limit, left.get(sample, 0)) for sample, limit in enumerate(found)]
+
+    def lag(self, state: Any, context: DraftContext) -> Sequence[int]:
+        """Committed tokens of every sample that it would have to read before it drafts; none for all by default."""
+        return ()
+
+    def stages(self, state: Any) -> Sequence[tuple["Drafter", Any]]:
+        """The drafters that propose one after another, each with its state, the later ones where more is hoped for."""
+        return ((self, state),)
+
+    # What a batch is to it
 
     def open(self, target_cache: RaggedKVCache) -> Any:
         """State of a batch that nobody has joined yet.
@@ -95,34 +140,8 @@ class Drafter(nn.Module):
     def prefill(self, state: Any, tokens: Mapping[int, Sequence[int]]) -> None:
         """Learns what the target has just read of prompts; it never reads their last tokens beforehand."""
 
-    def remove(self, state: Any, sample: int) -> None:
-        """Forgets a sample."""
-
-    def lag(self, state: Any, context: DraftContext) -> Sequence[int]:
-        """Committed tokens of every sample that it would have to read before it drafts; none for all by default."""
-        return ()
-
-    def within(self, context: DraftContext) -> DraftContext:
-        """The step with trees that end where ``max_positions`` do: longer texts get none, and the target goes alone."""
-        if self.max_positions is None:
-            return context
-        max_depth = [
-            limit if limit is None else min(limit, max(0, self.max_positions - len(tokens)))
-            for limit, tokens in zip(context.max_depth, context.tokens, strict=True)
-        ]
-        return context if max_depth == list(context.max_depth) else replace(context, max_depth=max_depth)
-
-    def propose(self, state: Any, context: DraftContext) -> DraftTree:
-        """Grows one tree per sample that takes part; a step may ask for some samples first and for others then.
-
-        Args:
-            state: what :meth:`open` returned.
-            context: the step, as :meth:`within` gives it.
-        """
-        raise NotImplementedError
-
     def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:
-        """Learns what became of a tree and forgets the rest; without a verdict for a sample, nothing of it is kept."""
+        """Learns what became of a tree and forgets the rest; of a sample without a path nothing is kept."""
 
     def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
         """Receives the target's hidden states of tokens that it has read, or that were committed: behind both.
@@ -135,6 +154,48 @@ class Drafter(nn.Module):
                 ones observed, except for the last committed one, which the target has not seen yet.
         """
         raise NotImplementedError
+
+    def remove(self, state: Any, sample: int) -> None:
+        """Forgets a sample."""
+
+    # What decoders are made of
+
+    def law(self, law: DraftLaw) -> DraftLaw:
+        """The law of its trees where the coupling's is ``law``."""
+        return Fixed(law.k) if self.certain else law
+
+    def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
+        """The laws of all trees that it proposes when the coupling's is ``law``."""
+        return (self.law(law),)
+
+    def effort(self, target: RaggedModel) -> float:
+        """About how much of the target's forward a level takes, by the weights it reads: until it is measured."""
+        if self.free:
+            return 0.0
+        theirs = {id(parameter) for parameter in target.parameters()}
+        own = sum(parameter.numel() for parameter in self.parameters() if id(parameter) not in theirs)
+        return own / sum(parameter.numel() for parameter in target.parameters()) or _EFFORT
+
+    def default_topology(self) -> TreeTopology:
+        """The largest tree that decoders draft with it unless they are told otherwise: fitted to its acceptance."""
+        return TreeTopology.sequoia(self.acceptance[:4], 16, 6)
+
+    def default_law(self, width: int) -> DraftLaw:
+        """How it draws up to ``width`` children unless decoders are told otherwise.
+
+        Trees with the noise of the target, under which they may take any shape; chains at random, for block
+        verification is the best that a single draft can do.
+        """
+        if self.certain:
+            return Fixed(width)
+        return SharedNoise(width) if width > 1 else IID(1)
+
+    def check(self, target: RaggedModel, law: DraftLaw) -> None:
+        """Raises ValueError if the drafter cannot propose to this target, or cannot draw by this law."""
+        if self.certain and not law.deterministic:
+            raise ValueError(
+                f"{type(self).__name__} chooses its tokens, they are not drawn by {law}; couple them as Fixed({law.k})"
+            )
 
 
 def check_ragged(target: Any) -> None:
@@ -206,10 +267,10 @@ class HeadDrafter(Drafter):
 
 
 def num_unprefilled(
-    cache: RaggedKVCache, handles: Mapping[int, int], tokens: Sequence[Sequence[int]], last: int = 0
+    cache: RaggedKVCache, handles: Mapping[int, int], context: DraftContext, last: int = 0
 ) -> list[int]:
     """Committed tokens of every sample that a drafter's cache lacks, the ``last`` ones aside; 0 for unknown ones."""
-    return [
-        max(0, len(text) - last - cache.length(handles[sample])) if sample in handles else 0
-        for sample, text in enumerate(tokens)
-    ]
+    lacking = [0] * len(context.samples)
+    for sample, handle in handles.items():
+        lacking[sample] = max(0, len(context.tokens(sample)) - last - cache.length(handle))
+    return lacking

@@ -1,21 +1,27 @@
-"""What a drafter is told about the step that it drafts for.
+"""What a drafter is told about the step that it drafts for: data alone.
 
-Shapes: R rows, V vocabulary.
+Shapes: B samples, N nodes of the topology, R nodes of a level, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from arbordraft.deciders.decisions import Plan, Situation, StepView
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise
-from arbordraft.sampling.stateful import PathState
+from arbordraft.sampling.owned_rows import RowOwner, draft_temperature
+from arbordraft.sampling.stateful import Allowed
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.topology import TreeTopology
+
+
+Ints = npt.NDArray[np.int64]
 
 
 class OneCallDrafts(Protocol):
@@ -33,63 +39,130 @@ class OneCallDrafts(Protocol):
         """Feeds what is missing, which is committed, and grows the trees.
 
         Args:
-            network: a :class:`~arbordraft.drafters.one_call.DraftNetwork`.
+            network: a :class:`~arbordraft.drafters.model_drafter.DraftNetwork`.
             cache: the drafter's, which was made beside the target's.
-            missing: by handle, in the order of ``growth``; see :data:`~arbordraft.drafters.one_call.Missing`.
+            missing: by handle, in the order of ``growth``; see :data:`~arbordraft.drafters.model_drafter.Missing`.
             growth: how far trees go on.
             draws: how tokens are drawn.
         """
 
 
+class ContextSample(RowOwner, Protocol):
+    """A sample as drafters see it.
+
+    Attributes:
+        memory: what the decider remembers of it.
+    """
+
+    memory: Any
+
+
 @dataclass(frozen=True)
 class DraftContext:
-    """All a drafter may know about the step it drafts for.
+    """All a drafter may know about the step it drafts for: columns with an entry for each of B samples.
 
     Args:
-        tokens: committed tokens of every sample, prompt included.
-        max_depth: greatest useful depth of each sample's tree; ``None`` for one that does not take part.
+        samples: those of the batch; ``None`` where there is none.
+        max_depth: greatest useful depth of each sample's tree; ``None`` for one that takes no part.
         topology: the planned shape.
         mask: the topology's sliced mask.
-        law: how children are drawn. At temperature 0, where the verdict depends on the tokens alone, the most probable
-            ones, whatever the coupling says.
-        pathwise: the text is the same whatever is drafted: at temperature 0, or with noise that target and drafter
-            share. What is drafted may then depend on anything.
-        process_logits: the request's logits processors. Given ``[R, V]`` logits and, per row, the sample and the
-            drafted tokens before the prediction, it returns ``[R, V]`` scores.
-        plan: says before anything is drafted how far the trees of some samples go on; ``None`` to be asked instead.
-        temperatures: by sample, all that ``process_logits`` does is to divide by it; 0 where it does nothing, as
-            decoding is greedy. ``None`` if it does more for some sample.
-        decide: says before every level which samples go on.
-        memory: what the decider remembers of each sample.
-        noise: of this step: uniforms, or the shared one, which drafters add to their scores; ``None`` at temperature 0.
+        law: how children are drawn, of the coupling.
+        greedy_law: the same for greedy samples: the most probable ones, as many.
+        shared: whether target and drafter share their noise.
+        noise: of this step: uniforms, or the shared one, which is added to draft scores; ``None`` if all are greedy.
         expected_batch: samples that a sampled one takes its batch to have, all of them like itself.
         candidates: children that each root has already, with the ``[V]`` row that they were drawn from; ``None`` if the
             drafter gives roots theirs.
         vocab_size: V, the target's; ``None`` if the drafter has as many ids, come what may.
-        lag: committed tokens of every sample that the drafter has not read, if there are any.
         fixed_batch: whether nobody else will join the batch, so that it counts which sample ends last.
-        path_states: by sample, its stateful processors behind the committed tokens; ``None`` where it has none.
+        resting: whether nothing is drafted but what constraints force, for samples whose text does not depend on drafts.
         static: grows whole trees in fixed shapes, as the target's steps have them; ``None`` where steps have not.
-        extra_rows: rows of the target's forward that belong to samples which take no part, where the text is pathwise.
+        extra_rows: rows of the target's forward that belong to samples which take no part.
     """
 
-    tokens: Sequence[Sequence[int]]
+    samples: Sequence[ContextSample | None]
     max_depth: Sequence[int | None]
     topology: TreeTopology
     mask: SlicedCausalMask
     law: DraftLaw
-    pathwise: bool
-    process_logits: Callable[[Tensor, Callable[[int], tuple[int, Sequence[int]]]], Tensor]
-    temperatures: Sequence[float] | None
-    plan: Callable[[Situation], Plan | None]
-    decide: Callable[[StepView], Sequence[bool]]
-    memory: Sequence[Any]
-    noise: Noise | GumbelNoise | None
+    greedy_law: DraftLaw
+    shared: bool = False
+    noise: Noise | GumbelNoise | None = None
     expected_batch: int = 1
     candidates: Sequence[tuple[Sequence[int], Tensor] | None] | None = None
     vocab_size: int | None = None
-    lag: Sequence[int] = ()
     fixed_batch: bool = False
-    path_states: Sequence[PathState | None] = ()
+    resting: bool = False
     static: OneCallDrafts | None = None
     extra_rows: int = 0
+
+    @cached_property
+    def alive(self) -> list[int]:
+        """The samples that take part."""
+        return [sample for sample, max_depth in enumerate(self.max_depth) if max_depth is not None]
+
+    def tokens(self, sample: int) -> list[int]:
+        """Committed tokens of a sample that takes part, prompt included."""
+        return self.samples[sample].tokens  # type: ignore[union-attr]
+
+    def pathwise(self, sample: int) -> bool:
+        """Whether a sample's text is the same whatever is drafted, so that drafts may depend on anything.
+
+        So it is at temperature 0, and with noise that target and drafter share.
+        """
+        return self.shared or self.samples[sample].greedy  # type: ignore[union-attr]
+
+    def temperature(self, sample: int) -> float | None:
+        """What draft scores are divided by, if that is all; see :func:`~arbordraft.sampling.owned_rows`."""
+        return draft_temperature(self.samples[sample], self.shared)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes of a depth that get children: R of them, sample after sample, ascending.
+
+    Args:
+        context: the step.
+        depth: of all these nodes; 0 for roots.
+        frontier: the nodes of the topology, by sample.
+        drafted: ``[B, N]`` int64 tokens so far, by sample and node of the topology; -1 where there is none.
+    """
+
+    context: DraftContext
+    depth: int
+    frontier: Mapping[int, Sequence[int]]
+    drafted: Ints
+
+    @cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """``[R]`` sample and node."""
+        return [(sample, node) for sample, nodes in self.frontier.items() for node in nodes]
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """``[R]`` the nodes' own tokens."""
+        samples, nodes = zip(*self.places, strict=True)
+        tokens: list[int] = self.drafted[samples, nodes].tolist()
+        return tokens
+
+    def path(self, row: int) -> list[int]:
+        """Drafted tokens from below the root down to the node of a row."""
+        sample, node = self.places[row]
+        path: list[int] = self.drafted[sample, self.context.topology.path(node)[1:]].tolist()
+        return path
+
+    def text(self, row: int) -> list[int]:
+        """Committed and drafted tokens down to the node of a row, its own included."""
+        return [*self.context.tokens(self.places[row][0]), *self.path(row)]
+
+    def wanted(self, row: int) -> int:
+        """Children that the node of a row may have."""
+        return len(self.context.topology.child_list[self.places[row][1]])
+
+    def allowed(self, row: int) -> Allowed | None:
+        """What constraints allow behind the node of a row; ``None`` for everything, or where that is not known."""
+        state = self.context.samples[self.places[row][0]].path_state  # type: ignore[union-attr]
+        return None if state is None else state.allowed(self.path(row))
+
+
+__all__ = ["ContextSample", "DraftContext", "Level", "OneCallDrafts"]

@@ -1,0 +1,127 @@
+"""Rows of several samples, each put through its own sample's processors.
+
+Shapes: R rows, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from arbordraft.sampling.processors import LogitsPipeline, widened
+from arbordraft.sampling.stateful import PathState
+
+
+class SampleError(Exception):
+    """What one sample brought along has failed: its processors, say. The others can go on.
+
+    Args:
+        number: the sample's.
+        cause: what was raised.
+    """
+
+    def __init__(self, number: int, cause: Exception) -> None:
+        super().__init__(f"sample {number}: {cause}")
+        self.number, self.cause = number, cause
+
+
+class RowOwner(Protocol):
+    """A sample as its rows see it: what is to be done to them, and the text in front of them.
+
+    Attributes:
+        number: its place in the batch.
+        tokens: committed tokens, prompt included.
+        greedy: whether the target decodes at temperature 0.
+        pipeline: its logits processors; samples that share one are processed together.
+        path_state: its stateful processors behind the committed tokens; ``None`` if it has none.
+    """
+
+    number: int
+    tokens: list[int]
+    greedy: bool
+    pipeline: LogitsPipeline
+    path_state: PathState | None
+
+    def path(self, drafted: Sequence[int] = ()) -> list[int]:
+        """Its own tokens with drafted ones behind: what logits processors are told."""
+
+    def state(self, drafted: Sequence[int]) -> PathState:
+        """Its stateful processors behind drafted tokens."""
+
+
+def draft_temperature(owner: RowOwner, shared: bool) -> float | None:
+    """What a sample's draft scores are divided by, if that is all that is done to them; 0 where nothing is drawn.
+
+    Args:
+        owner: the sample.
+        shared: whether target and drafter share their noise: top-k and top-p are left out then.
+    """
+    if owner.greedy:
+        return 0.0 if owner.pipeline.temperature == 1 else None
+    return owner.pipeline.untruncated_temperature if shared else owner.pipeline.temperature
+
+
+def draft_scores(
+    logits: Tensor, owners: Sequence[RowOwner], drafted: Callable[[int], Sequence[int]], *, untruncated: bool
+) -> Tensor:
+    """Draft logits, put through processors.
+
+    Args:
+        logits: ``[R, V]``.
+        owners: R samples.
+        drafted: of a row, the drafted tokens before its prediction.
+        untruncated: leave out top-k and top-p where tokens are drawn, since drafts are but guesses there.
+
+    Returns:
+        ``[R, V]`` scores.
+
+    Raises:
+        SampleError: if a processor fails.
+    """
+
+    def process(logits: Tensor, rows: Sequence[int], pipeline: LogitsPipeline) -> Tensor:
+        processing = pipeline.untruncated if untruncated and not owners[rows[0]].greedy else pipeline
+        return processing(
+            logits,
+            lambda row: owners[rows[row]].path(drafted(rows[row])),
+            lambda row: owners[rows[row]].state(drafted(rows[row])),
+        )
+
+    kinds = alike(owners)
+    if len(kinds) == 1:
+        return blamed(process, logits, range(len(owners)), owners)
+    scores = widened(logits).clone()
+    for rows in kinds.values():
+        scores[rows] = blamed(process, logits[rows], rows, owners)
+    return scores
+
+
+def alike(owners: Sequence[RowOwner]) -> dict[tuple[int, bool], list[int]]:
+    """Rows whose samples want the same done to them."""
+    kinds: dict[tuple[int, bool], list[int]] = {}
+    for row, owner in enumerate(owners):
+        kinds.setdefault((id(owner.pipeline), owner.greedy), []).append(row)
+    return kinds
+
+
+def blamed(
+    process: Callable[[Tensor, Sequence[int], LogitsPipeline], Any],
+    logits: Tensor,
+    rows: Sequence[int],
+    owners: Sequence[RowOwner],
+) -> Any:
+    """Processes rows of samples that are alike; finds out which of them it is if that fails."""
+    rows, pipeline = list(rows), owners[rows[0]].pipeline
+    try:
+        return process(logits, rows, pipeline)
+    except Exception as error:
+        for number in sorted({owners[row].number for row in rows}):
+            own = [place for place, row in enumerate(rows) if owners[row].number == number]
+            try:
+                process(logits[own], [rows[place] for place in own], pipeline)
+            except Exception as cause:
+                raise SampleError(number, cause) from cause
+        raise SampleError(owners[rows[0]].number, error) from error
+
+
+__all__ = ["RowOwner", "SampleError", "alike", "blamed", "draft_scores", "draft_temperature"]
