@@ -20,13 +20,15 @@ from arbordraft.deciders.decisions import Draw, Origin, Plan, Situation, StepVie
 from arbordraft.drafters.base import Drafter, Guesses, Predictions
 from arbordraft.drafters.context import DraftContext, Level
 from arbordraft.kernels.draft_tree import Draws, Growth, usable
-from arbordraft.kernels.draft_tree.reference import going_on, reach_of
+from arbordraft.kernels.draft_tree.reference import fits, gains, growing, growing_whole, reach_below
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.owned_rows import draft_scores
 from arbordraft.trees.draft_tree import NO_ROWS, DraftTree, Proposal
 
 Reals = npt.NDArray[np.float64]
+
+_NOTHING = Origin()  # children that were drawn from no row
 
 
 def grow(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) -> DraftTree:
@@ -186,13 +188,13 @@ class TreeGrower:
         self._add_candidates()
         if self.drafter.certain:
             self._add_forced_tokens()
-        left = [
+        levels = [
             index
             for index, (group, plan) in enumerate(zip(self.groups, self.plans, strict=True))
             if not (group.told and plan is not None and self._grown_in_one_call(group, plan))
         ]
-        for depth in range(self.context.topology.max_depth if left else 0):
-            level = self._level(left, depth)
+        for depth in range(self.context.topology.max_depth if levels else 0):
+            level = self._level(levels, depth)
             if not level.frontier:
                 break
             proposed = self.drafter.propose(self.state, level)
@@ -212,7 +214,8 @@ class TreeGrower:
             if given is not None and self.tokens[sample, 0] >= 0:
                 tokens, row = given
                 origin = Origin(partial(_same, row))
-                self._add_children(sample, 0, 0, tokens, row[tokens].tolist(), origin)
+                self._add_children(sample, 0, tokens, row[tokens].tolist(), origin)
+                self._find_reach([sample], 1)
 
     def _add_forced_tokens(self) -> None:
         """Gives every root the tokens that have to follow it, as far as the topology's first path goes.
@@ -229,7 +232,8 @@ class TreeGrower:
                 allowed = state.allowed(path)
                 if not child_list[node] or allowed is None or allowed.only is None:
                     break
-                self._add_children(sample, node, depth, [allowed.only], [1.0], Origin())
+                self._add_children(sample, node, [allowed.only], [1.0])
+                self._find_reach([sample], depth + 1)
                 node, path = child_list[node][0], [*path, allowed.only]
 
     # In one call
@@ -253,19 +257,17 @@ class TreeGrower:
             owner, node, token = drafted.nodes
             owner = np.asarray(samples)[owner]
             self.tokens[owner, node], self.chances[owner, node] = token, drafted.chances
-            self._reach_below(samples)
+            for depth in range(1, int(context.topology.depth_array[node].max()) + 1):
+                self._find_reach(samples, depth)
         return True
 
-    def _reach_below(self, samples: Sequence[int]) -> None:
-        """The reach of all nodes of some samples, level by level."""
-        topology = self.context.topology
-        rows = np.asarray(samples)[:, None]
-        for depth, level in enumerate(topology.levels[1:]):
-            nodes = slice(level.start, level.stop)
-            if not (self.tokens[samples, nodes] >= 0).any():
-                break
-            above = self.reach[rows, topology.parent_array[nodes]]
-            self.reach[samples, nodes] = reach_of(above, self.trust[samples, depth, None], self.chances[samples, nodes])
+    def _find_reach(self, samples: Sequence[int], depth: int) -> None:
+        """The reach of the nodes of a depth, given that of those above."""
+        level = self.context.topology.levels[depth]
+        here = np.ix_(samples, level)
+        above = self.reach[np.ix_(samples, self.context.topology.parent_array[level.start : level.stop])]
+        below = reach_below(above, self.trust[samples, depth - 1, None], self.chances[here])
+        self.reach[here] = np.where(self.certain[here], above, below)
 
     # Level by level
 
@@ -294,29 +296,234 @@ class TreeGrower:
     def _fertile(self, nodes: Sequence[int]) -> list[int]:
         return [node for node in nodes if self.context.topology.child_list[node]]
 
-    def _planned(
-        self, group: _Group, plan: Plan, living: dict[int, list[int]], depth: int
-    ) -> dict[int, list[int]]:
+    def _planned(self, group: _Group, plan: Plan, living: dict[int, list[int]], depth: int) -> dict[int, list[int]]:
         """Those of the living nodes that gain more than they take, if together they are worth a level."""
         kept = [place for place, sample in enumerate(group.samples) if sample in living and depth < plan.levels[place]]
         if not kept:
             return {}
         samples = [group.samples[place] for place in kept]
         nodes = self.context.topology.inner[depth]
-        reach = self.reach[np.ix_(samples, nodes)]
-        alive = self.tokens[np.ix_(samples, nodes)] >= 0
+        places = np.ix_(samples, nodes)
+        reach, able = self.reach[places], self.tokens[places] >= 0
         following = _by_depth([plan.next[place] for place in kept], depth + 1)[:, depth, None]
-        prunes = self.law_of(samples[0]).deterministic
-        drafts = self.reach[group.samples, 1:] if plan.budget and prunes else None
-        going = going_on(
-            reach,
-            alive,
-            following,
-            row=plan.row,
-            level=plan.level / group.alike(self.context),
-            drafts=drafts,
-            budget=plan.budget or 0,
-            prunes=prunes,
-        )
+        gain, level = gains(reach, following, plan.row), plan.level / group.alike(self.context)
+        if not self.law_of(samples[0]).deterministic:
+            going = growing_whole(gain, able, level)
+        else:
+            if plan.budget:
+                able &= fits(reach, self._drafts(group), plan.budget)
+            going = growing(gain, able, level)
         chosen = {sample: nodes[own].tolist() for sample, own in zip(samples, going, strict=True)}
         return {sample: own for sample, own in chosen.items() if own}
+
+    def _drafts(self, group: _Group) -> Reals:
+        """The reach of all drafts of a group."""
+        rows = self.tokens[group.samples, 1:] >= 0
+        drafts: Reals = self.reach[group.samples, 1:][rows]
+        return drafts
+
+    def _asked(self, group: _Group, living: dict[int, list[int]], depth: int) -> dict[int, list[int]]:
+        """Those of the living nodes for whose samples the decider says so."""
+        if not living:
+            return {}
+        alike = group.alike(self.context)
+        view = StepView(
+            depth,
+            paths=[[self._paths[sample, node] for node in nodes] for sample, nodes in living.items()],
+            memory=[self.context.samples[sample].memory for sample in living],  # type: ignore[union-attr]
+            pathwise=group.pathwise,
+            batch=len(group.samples) * alike,
+            planned=int((self.tokens[group.samples] >= 0).sum()) * alike,
+            alike=alike,
+            source=type(self.drafter).__name__,
+            acceptance=self.drafter.acceptance,
+        )
+        answers = self.decider(view)
+        if len(answers) != len(living):
+            raise ValueError(f"{self.decider} must say of each of {len(living)} samples, said {len(answers)}")
+        going = {sample: nodes for (sample, nodes), goes_on in zip(living.items(), answers, strict=True) if goes_on}
+        return {sample: fertile for sample, nodes in going.items() if (fertile := self._fertile(nodes))}
+
+    def _take_guesses(self, level: Level, guesses: Guesses) -> None:
+        """Gives nodes children that the drafter chose itself."""
+        for (sample, node), (tokens, chances) in zip(level.places, guesses, strict=True):
+            self._add_children(sample, node, tokens, chances)
+        self._find_reach(list(level.frontier), level.depth + 1)
+
+    def _take_predictions(self, level: Level, predicted: Predictions) -> None:
+        """Gives nodes the most probable children, or draws them."""
+        context, places = self.context, level.places
+        owners: Any = [context.samples[sample] for sample, _ in places]
+        scores = draft_scores(predicted.logits, owners, level.path, untruncated=context.shared)
+        if isinstance(context.noise, GumbelNoise):
+            scores = context.noise.perturb(scores, [(sample, level.depth) for sample, _ in places])
+        laws = [self.law_of(sample) for sample, _ in places]
+        drawn = [row for row, law in enumerate(laws) if not law.deterministic]
+        most = 1 if len(drawn) == len(places) else self.law.k
+        likeliest, chances = tree_expand(scores, min(most, scores.shape[1]))
+        tops, odds = likeliest.tolist(), chances.exp().tolist()
+        sound = [math.isfinite(values[0]) for values in odds]
+        # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
+        if not all(sound) and not predicted.logits.amax(dim=1).isfinite().all():
+            _warn_of_broken_rows()
+        rows = dict(zip(drawn, scores[drawn].softmax(dim=-1), strict=True)) if drawn else {}
+        hidden = predicted.hidden
+        for row, (sample, node) in enumerate(places):
+            if not sound[row] or (node == 0 and context.candidates is not None):
+                continue
+            children = context.topology.child_list[node]
+            if row in rows:
+                draft = rows[row]
+                uniforms = context.noise.draft[sample, list(children)].tolist()  # type: ignore[union-attr]
+                tokens = laws[row].narrow(len(children)).draw(draft, uniforms)
+                confidence = draft[tokens].tolist()
+                self._draft_row[sample, node] = len(self._draft_rows)
+                self._draft_rows.append(draft)
+            else:
+                possible = sum(chance > 0 for chance in odds[row])
+                tokens, confidence = tops[row][:possible][: len(children)], odds[row]
+            origin = (
+                Origin(partial(_probabilities, scores, row), None if hidden is None else hidden[row])
+                if self._paths
+                else _NOTHING
+            )
+            self._add_children(sample, node, tokens, confidence, origin)
+        self._find_reach(list(level.frontier), level.depth + 1)
+
+    def _add_children(
+        self,
+        sample: int,
+        node: int,
+        tokens: Sequence[int],
+        confidence: Sequence[float],
+        origin: Origin = _NOTHING,
+    ) -> None:
+        """Gives a node its children, fewer than planned if there are fewer tokens.
+
+        Of tokens that were not drawn at random those that constraints forbid are left out.
+        """
+        children = self.context.topology.child_list[node]
+        state = self.context.samples[sample].path_state  # type: ignore[union-attr]
+        if state is not None and self.law_of(sample).deterministic:
+            allowed = state.allowed(self.tokens[sample, self.context.topology.path(node)[1:]].tolist())
+            if allowed is not None:
+                kept = [pair for pair in zip(tokens, confidence, strict=False) if pair[0] in allowed]
+                tokens, confidence = [token for token, _ in kept], [chance for _, chance in kept]
+                if allowed.only is not None and kept:
+                    self.certain[sample, children[0]] = True
+        path = self._paths.get((sample, node))
+        for child, token, chance in zip(children, tokens, confidence, strict=False):
+            self.tokens[sample, child], self.chances[sample, child] = token, chance
+            if path is not None:
+                self._paths[sample, child] = (*path, Draw(chance, origin))
+
+    # The result
+
+    def _tree(self) -> DraftTree:
+        """The result; every sample that takes part has at least its root."""
+        for group, plan in zip(self.groups, self.plans, strict=True):
+            # Of what was drawn at random nothing is given up.
+            if plan is not None and self.law_of(group.samples[0]).deterministic:
+                self._trim(group, plan)
+        topology = self.context.topology
+        owner, node = np.nonzero(self.tokens >= 0)
+        place = np.full(self.tokens.shape, -1, dtype=np.int64)
+        place[owner, node] = np.arange(len(node))
+        source, gains_of = type(self.drafter).__name__, self._gains()
+        alive = set(self.context.alive)
+        return DraftTree(
+            topology,
+            [
+                Proposal(self.law_of(sample), source, gains_of[sample]) if sample in alive else None
+                for sample in range(len(self.tokens))
+            ],
+            np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(self.tokens)))]).tolist(),
+            self.tokens[owner, node],
+            node,
+            np.where(node > 0, place[owner, topology.parent_array[node]], -1),
+            topology.depth_array[node],
+            self.chances[owner, node],
+            self.certain[owner, node],
+            self._draft_row[owner, node],
+            torch.stack(self._draft_rows) if self._draft_rows else NO_ROWS,
+        )
+
+    def _gains(self) -> list[float]:
+        """What every sample's drafts are expected to bring, less what their rows could bring elsewhere."""
+        drafts = self.tokens[:, 1:] >= 0
+        worth = np.where(drafts, self.reach[:, 1:], 0.0)
+        for group, plan in zip(self.groups, self.plans, strict=True):
+            if plan is not None and plan.row:
+                # The rows of a trunk have to be computed sooner or later.
+                worth[group.samples] -= plan.row * (drafts & ~self._trunk)[group.samples]
+        return worth.sum(axis=1).tolist()  # type: ignore[no-any-return]
+
+    @property
+    def _trunk(self) -> "npt.NDArray[np.bool_]":
+        """``[B, N - 1]`` the nodes that are certain to be accepted."""
+        trunk = self.certain.copy()
+        if trunk.any():
+            parents = self.context.topology.parent_list
+            for node in range(1, trunk.shape[1]):
+                if parents[node]:
+                    trunk[:, node] &= trunk[:, parents[node]]
+        return trunk[:, 1:]
+
+    def _trim(self, group: _Group, plan: Plan) -> None:
+        """Gives up the drafts that are too unlikely to be worth their rows."""
+        # Parents stand before their children: both the chance, which cannot rise, and the node agree on that.
+        place, node = np.nonzero(self.tokens[group.samples, 1:] >= 0)
+        samples = np.asarray(group.samples)[place]
+        trunk, reach = self._trunk[samples, node], self.reach[samples, node + 1]
+        order = np.lexsort((samples, node, -reach, ~trunk))
+        kept = max(plan.keep(reach[order].tolist()), int(trunk.sum()))
+        lost = samples[order[kept:]], node[order[kept:]] + 1
+        self.tokens[lost], self.chances[lost], self.certain[lost] = -1, 0.0, False
+
+
+def _growth(context: DraftContext, plan: Plan, group: _Group, going: Sequence[int]) -> Growth:
+    """The plan for the samples that stand at ``going`` in it."""
+    told = [(plan.trust[place], plan.next[place]) for place in going]
+    depths = range(max(len(factors) for row in told for factors in row))
+    return Growth(
+        context.topology.child_offsets,
+        context.topology.child_order,
+        [min(plan.levels[place], group.depths[place]) for place in going],
+        [trust[min(depth, len(trust) - 1)] for trust, _ in told for depth in depths],
+        [following[min(depth, len(following) - 1)] for _, following in told for depth in depths],
+        [plan.weights[place] for place in going] if plan.weights else [1.0] * len(going),
+        plan.level,
+        plan.row,
+        -1 if plan.budget is None else plan.budget,
+    )
+
+
+def _draws(context: DraftContext, samples: Sequence[int]) -> Draws | None:
+    noise = context.noise
+    if not isinstance(noise, GumbelNoise):
+        return None
+    seeds = torch.tensor([source.seed if (source := noise.sources[sample]) else 0 for sample in samples])
+    positions = torch.tensor([noise.lengths[sample] for sample in samples])
+    return Draws(seeds, positions, [context.temperature(sample) or 0.0 for sample in samples])
+
+
+def _by_depth(factors: Sequence[Sequence[float]], depths: int) -> Reals:
+    """``[S, depths]`` factors by depth, of which the last ones stand for all that are deeper."""
+    known = min(depths, max(map(len, factors)))
+    table = np.array([[row[min(depth, len(row) - 1)] for depth in range(known)] for row in factors])
+    return table if known == depths else np.pad(table, ((0, 0), (0, depths - known)), mode="edge")
+
+
+def _probabilities(scores: Tensor, row: int) -> Tensor:
+    return scores[row].softmax(dim=-1)
+
+
+def _same(row: Tensor) -> Tensor:
+    return row
+
+
+def _warn_of_broken_rows() -> None:
+    warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
+
+
+__all__ = ["TreeGrower", "grow"]

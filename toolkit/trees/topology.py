@@ -67,6 +67,8 @@ class TreeTopology(nn.Module):
         self.child_order = tuple(node for nodes in children for node in nodes)
         sizes = Counter(depths).values()  # in order, as depths do not decrease
         self.levels = tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
+        self.parent_array, self.depth_array = np.array(parents), np.array(depths)
+        self.inner = tuple([node for node in level if children[node]] for level in self.levels)  # by depth
         self.register_buffer("parents", torch.tensor(parents), persistent=False)
         self.register_buffer("depths", torch.tensor(depths), persistent=False)
         self.register_buffer("visible", visible, persistent=False)
