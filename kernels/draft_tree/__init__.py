@@ -9,8 +9,10 @@ size, D draft vocabulary, P pool rows, M drafted nodes, K depths told apart.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, Norm
@@ -97,16 +99,21 @@ class Drafted(NamedTuple):
     """What was drafted.
 
     Args:
-        nodes: sample, node and token of the M nodes below the roots, sample after sample, nodes ascending.
-        chances: draft probability of each, given its parent.
-        fed: sample and node of those that were fed, in their order behind each sample's committed keys.
+        nodes: ``[3, M]`` int64 sample, node and token of those below the roots, sample after sample, nodes ascending.
+        chances: ``[M]`` float64 draft probability of each, given its parent.
+        fed: ``[2, F]`` int64 sample and node of those that were fed, in their order behind each sample's committed keys.
         broken: rows of scores that were no numbers, where nothing was drafted.
     """
 
-    nodes: list[list[int]]
-    chances: list[float]
-    fed: list[list[int]]
+    nodes: npt.NDArray[np.int64]
+    chances: npt.NDArray[np.float64]
+    fed: npt.NDArray[np.int64]
     broken: int
+
+    @classmethod
+    def of(cls, nodes: Tensor, chances: Tensor, fed: Tensor, broken: int) -> Self:
+        """What the kernels return: ``[M, 3]``, ``[M]`` and ``[F, 2]``."""
+        return cls(nodes.numpy().T, chances.double().numpy(), fed.numpy().T, broken)
 
 
 class Draws(NamedTuple):
@@ -150,7 +157,7 @@ def draft_from_rows(
     nodes, chances, fed, broken = _draft_from_rows(
         scores, table, correction, gates, roots, vocabulary, *growth.spelled(draws)
     )
-    return Drafted(nodes.tolist(), chances.tolist(), fed.tolist(), broken)
+    return Drafted.of(nodes, chances, fed, broken)
 
 
 class DraftRun:
@@ -204,7 +211,7 @@ class DraftRun:
             *growth.spelled(draws),
             [weights.epsilon, weights.factor, float(weights.outputs)],
         )
-        return Drafted(nodes.tolist(), chances.tolist(), fed.tolist(), broken)
+        return Drafted.of(nodes, chances, fed, broken)
 
 
 def usable() -> bool:

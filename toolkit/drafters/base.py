@@ -46,7 +46,7 @@ Guesses = Sequence[tuple[Sequence[int], Sequence[float]]]
 class Drafter(nn.Module):
     """Proposes draft trees; :func:`~arbordraft.drafters.grower.grow` grows them, whoever proposes.
 
-    It needs :meth:`propose` and nothing else. All other methods have answers that fit a drafter which remembers nothing.
+    It needs :meth:`propose` and nothing else: the other methods have answers that fit who remembers nothing.
 
     Everything a drafter remembers about a batch (its caches, its indices) is in the state that :meth:`open` returns
     and that travels with the decoder's own, so one drafter serves many batches at once. Samples join a batch and leave

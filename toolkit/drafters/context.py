@@ -20,7 +20,6 @@ from arbordraft.sampling.stateful import Allowed
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.topology import TreeTopology
 
-
 Ints = npt.NDArray[np.int64]
 
 
@@ -75,7 +74,7 @@ class DraftContext:
             drafter gives roots theirs.
         vocab_size: V, the target's; ``None`` if the drafter has as many ids, come what may.
         fixed_batch: whether nobody else will join the batch, so that it counts which sample ends last.
-        resting: whether nothing is drafted but what constraints force, for samples whose text does not depend on drafts.
+        resting: nothing is drafted in this step but what constraints force, where no text depends on drafts.
         static: grows whole trees in fixed shapes, as the target's steps have them; ``None`` where steps have not.
         extra_rows: rows of the target's forward that belong to samples which take no part.
     """

@@ -22,7 +22,7 @@ from arbordraft.drafters.context import DraftContext, Level
 from arbordraft.kernels.draft_tree import Draws, Growth, usable
 from arbordraft.kernels.draft_tree.reference import fits, gains, growing, growing_whole, reach_below
 from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.sampling.noise import GumbelNoise, Noise
+from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.sampling.owned_rows import draft_scores
 from arbordraft.trees.draft_tree import NO_ROWS, DraftTree, Proposal
 
