@@ -3,7 +3,7 @@
 Shapes: R rows of scores, N nodes, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from kernel_timing import Problem, largest_error
 from roofline import Stepped
 from torch import Tensor
-from verify import drafted_tree
+from verify import drafted_trees
 
 from arbordraft.kernels.gumbel import gumbel_argmax, gumbel_argmax_reference
 from arbordraft.kernels.tree_expand import tree_expand
@@ -21,7 +21,7 @@ from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
 from arbordraft.sampling.laws import WithoutReplacement
 from arbordraft.sampling.noise import Noise
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import Lifted, RecursiveRejection, TopDown
 from arbordraft.verifiers.packed import pack
@@ -147,25 +147,21 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     law, topology = WithoutReplacement(max(stepped.tree)), TreeTopology.from_k_config(stepped.tree)
     generator = torch.Generator().manual_seed(0)
     scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16()
-    trees = [
-        drafted_tree(topology, law, scores[begin : begin + topology.num_nodes], generator)
-        for begin in range(0, stepped.rows, topology.num_nodes)
-    ]
+    tree = drafted_trees(topology, law, scores, generator)
     noise = Noise.draw([Noise.source(0)] * stepped.samples, topology.num_nodes)
-    tables, draft = pack(DraftTree(tuple(trees)), torch.device("cpu"))
+    tables, draft = pack(tree, torch.device("cpu"))
     tables, draft = moved(tables, device), draft.to(device)
     there = [x.to(device) for x in (scores, noise.accept.flatten(), noise.final.flatten())]
 
     def missed(verdicts: tuple[Tensor, Tensor], verifier: TopDown | Lifted) -> float:
         """Distance of the tokens from those that the noise picks; infinite if a path ends elsewhere."""
-        wide = DraftTree(tuple(map(_double, trees)))
+        wide, target = replace(tree, draft_rows=tree.draft_rows.double()), scores.double().softmax(dim=-1)
         misses = []
-        for sample, (drafted, target) in enumerate(wide.split(scores.double().softmax(dim=-1))):
-            assert drafted is not None
-            node, weights = _walked(verifier, drafted, target, noise.accept[sample].tolist())
-            if node != int(verdicts[0][sample]) - sample * topology.num_nodes:
+        for sample in wide.living:
+            row, weights = _walked(verifier, wide[sample], target, noise.accept.flatten().tolist())
+            if row != int(verdicts[0][sample]):
                 return torch.inf
-            misses.append(_miss(weights, noise.final[sample, node] * weights.sum(), verdicts[1][sample].cpu()))
+            misses.append(_miss(weights, noise.final.flatten()[row] * weights.sum(), verdicts[1][sample].cpu()))
         return max(misses)
 
     for name, verifier in (("top-down", TopDown), ("lifted", Lifted)):
@@ -182,19 +178,15 @@ def moved(tables: PackedTree, device: torch.device) -> PackedTree:
     return replace(tables, **tensors)
 
 
-def _double(tree: SampleTree) -> SampleTree:
-    return replace(tree, draft_probs={node: row.double() for node, row in tree.draft_probs.items()})
-
-
 def _walked(
-    verifier: TopDown | Lifted, tree: SampleTree, target: Mapping[int, Tensor], accept: Sequence[float]
+    verifier: TopDown | Lifted, tree: SampleTree, target: Tensor, accept: Sequence[float]
 ) -> tuple[int, Tensor]:
-    """The last accepted node, and the ``[V]`` weights of the token behind it."""
+    """The row of the last accepted node, and the ``[V]`` weights of the token behind it."""
     decision = verifier.decide(tree, target)
     try:
-        node, chance = next(decision)
+        row, chance = next(decision)
         while True:
-            node, chance = decision.send(accept[node] < chance)
+            row, chance = decision.send(accept[row] < chance)
     except StopIteration as stopped:
         return stopped.value
 

@@ -1,6 +1,6 @@
 """Measures verification: a tree against the target's forward, rules against the vocabulary and the linear program.
 
-Shapes: N nodes, V vocabulary.
+Shapes: B samples, N nodes, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from arbordraft.loading import Kernels, load_target
 from arbordraft.sampling.laws import DraftLaw, TopTail, WithoutReplacement
 from arbordraft.sampling.noise import Noise
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import (
     Lifted,
@@ -48,7 +48,7 @@ def verify_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> 
         ("tail and tops, lifted", Coupling(TopTail(1, 2), Lifted(RecursiveRejection()))),
     ):
         logits = torch.randn(topology.num_nodes, target.vocab_size, generator=generator) * 3
-        tree = DraftTree((drafted_tree(topology, coupling.law, logits, generator),))
+        tree = drafted_trees(topology, coupling.law, logits, generator)
 
         def verify(coupling: Coupling = coupling, logits: Tensor = logits, tree: DraftTree = tree) -> None:
             coupling(tree, logits.softmax(dim=-1), Noise.draw([source], topology.num_nodes))
@@ -96,16 +96,19 @@ def _node(rule: Rule, law: DraftLaw, logits: Tensor, generator: torch.Generator)
     return lambda: rule(p, 1.0, q, next(drawn), law)
 
 
-def drafted_tree(topology: TreeTopology, law: DraftLaw, scores: Tensor, generator: torch.Generator) -> SampleTree:
-    """A full tree whose draft rows resemble the target's ``[N, V]`` scores."""
-    tokens, rows = {0: 0}, {}
-    for node, children in enumerate(topology.child_list):
-        if children:
-            row = (scores[node].float() + torch.randn(scores.shape[1], generator=generator)).softmax(dim=-1)
-            uniforms = torch.rand(len(children), generator=generator).tolist()
-            tokens |= dict(zip(children, law.narrow(len(children)).draw(row, uniforms), strict=True))
-            rows[node] = row
-    return SampleTree(topology, law, dict(sorted(tokens.items())), rows)
+def drafted_trees(topology: TreeTopology, law: DraftLaw, scores: Tensor, generator: torch.Generator) -> DraftTree:
+    """Full trees whose draft rows resemble the target's ``[B * N, V]`` scores."""
+    told = []
+    for own in scores.split(topology.num_nodes):
+        tokens, rows = {0: 0}, {}
+        for node, children in enumerate(topology.child_list):
+            if children:
+                row = (own[node].float() + torch.randn(own.shape[1], generator=generator)).softmax(dim=-1)
+                uniforms = torch.rand(len(children), generator=generator).tolist()
+                tokens |= dict(zip(children, law.narrow(len(children)).draw(row, uniforms), strict=True))
+                rows[node] = row
+        told.append((dict(sorted(tokens.items())), rows))
+    return DraftTree.of(topology, law, [tokens for tokens, _ in told], [rows for _, rows in told])
 
 
 def main(

@@ -11,6 +11,8 @@ from torch import Tensor
 from arbordraft.kernels.dispatch import NATIVE, SINGLE, Operator
 from arbordraft.kernels.gumbel.reference import gumbel_argmax_reference, gumbel_reference
 
+LOWEST_TEMPERATURE = torch.finfo(torch.float32).tiny
+
 _noise = Operator(
     "gumbel(Tensor seeds, Tensor positions, int vocabulary) -> Tensor",
     gumbel_reference,
@@ -68,7 +70,7 @@ def gumbel_argmax(
     """
     if not temperature > 0:
         raise ValueError(f"the temperature must be positive, got {temperature}; without one, take the highest score")
-    if temperature < torch.finfo(torch.float32).tiny:
+    if temperature < LOWEST_TEMPERATURE:
         raise ValueError(f"the temperature {temperature} is too low for float32; without one, take the highest score")
     _check_rows(len(scores), seeds=seeds, positions=positions, lowest=lowest)
     seeds, positions = seeds.contiguous(), positions.contiguous()

@@ -47,8 +47,8 @@ DRAWS = 3  # of children at every position
 SHARED_DRAWS = 32  # of shared noise at a node, and for whole trees:
 SHARED_TREES = 4
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
-# Is shown a sample or prompt by its number, its tree, its ``[V]`` target rows by node, and accepted tokens.
-Look = Callable[[int, SampleTree, Mapping[int, Tensor], int], None]
+# Is shown a sample or prompt by its number, its tree, the ``[V]`` target rows of its batch, and accepted tokens.
+Look = Callable[[int, SampleTree, Rows[Tensor], int], None]
 
 
 @dataclass(frozen=True)
@@ -129,17 +129,20 @@ class Witness(TreeVerifier):
         """Begins a batch of texts that follow from these seeds alone."""
         self.sources = [Noise.source(seed) for seed in seeds]
 
-    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise | GumbelNoise) -> Verdict:
-        accepted = SharedMatching()(tree, target_probs, noise).samples if self.shared else [None] * len(tree.samples)
-        verdicts: list[SampleVerdict | None] = []
-        for sample, (drafted, target) in enumerate(tree.split(target_probs)):
-            if drafted is None:
-                verdicts.append(None)
-                continue
-            found = accepted[sample]
-            self.look(sample, drafted, target, len(found.path) if found else 0)
-            verdicts.append(SampleVerdict((), draw(target[0], self.sources[sample].random()), recovered=False))
-        return Verdict(tuple(verdicts))
+    def forward(
+        self,
+        tree: DraftTree,
+        target_probs: Rows[Tensor],
+        noise: Noise | GumbelNoise,
+        samples: Sequence[int] | None = None,
+    ) -> Verdict:
+        judged = SharedMatching()(tree, target_probs, noise, samples) if self.shared else None
+        ends = {}
+        for sample in tree.living if samples is None else samples:
+            drafted = tree[sample]
+            self.look(sample, drafted, target_probs, judged.accepted(sample) if judged else 0)
+            ends[sample] = drafted.root, draw(target_probs[drafted.root], self.sources[sample].random())
+        return Verdict.of(tree, ends)
 
 
 def watch(
@@ -158,8 +161,8 @@ def watch(
     """
     first = 0
 
-    def show(sample: int, tree: SampleTree, rows: Mapping[int, Tensor], accepted: int) -> None:
-        if len(tree.tokens) > 1:  # the last positions have no room for drafts
+    def show(sample: int, tree: SampleTree, rows: Rows[Tensor], accepted: int) -> None:
+        if len(tree.rows) > 1:  # the last positions have no room for drafts
             look(first + sample, tree, rows, accepted)
 
     witness = Witness(show, law.shared)
@@ -201,9 +204,9 @@ def node_acceptance(
     for name, drafter in drafters.items():
         rows: list[tuple[int, Tensor, Tensor]] = []
 
-        def keep(prompt: int, tree: SampleTree, target: Mapping[int, Tensor], _: int, rows: list[Any] = rows) -> None:
-            if 0 in tree.draft_probs:
-                rows.append((prompt, target[0].clone(), tree.draft_probs[0].clone()))
+        def keep(prompt: int, tree: SampleTree, target: Rows[Tensor], _: int, rows: list[Any] = rows) -> None:
+            if (draft := tree.drawn_from(tree.root)) is not None:
+                rows.append((prompt, target[tree.root].clone(), draft.clone()))
 
         watch(target, drafter, TreeTopology.chain(1), IID(1), workload, keep, tell)
         for done, k in enumerate(children):
@@ -305,21 +308,21 @@ def _weigh(
     rules: Mapping[str, Rule],
     prompt: int,
     tree: SampleTree,
-    rows: Mapping[int, Tensor],
+    rows: Rows[Tensor],
     matched: int,
 ) -> None:
     """Adds, by verifier, the number of the prompt and the expected accepted tokens at one position."""
-    if tree.law.shared:
+    if tree.proposal.law.shared:
         accepted["SharedMatching"].append((prompt, matched))
     for name, rule in rules.items():
         for kind in (TopDown, Lifted):
-            verifier = kind(Remembered(rule))  # for this tree: it keeps the rows
+            verifier = kind(Remembered(rule))  # for this tree: it keeps rows
             accepted[f"{kind.__name__}({name})"].append((prompt, expected_accepted(verifier, tree, rows)))
 
 
-def expected_accepted(verifier: TreeVerifier, tree: SampleTree, target: Mapping[int, Tensor]) -> float:
+def expected_accepted(verifier: TreeVerifier, tree: SampleTree, target: Rows[Tensor]) -> float:
     """Expected accepted tokens given the drafts."""
-    return sum(chance * len(path) for chance, path, _ in verifier.law(tree, target))
+    return sum(chance * (len(path) - 1) for chance, path, _ in verifier.law(tree, target))
 
 
 def clustered(values: Sequence[tuple[int, float]]) -> tuple[float, float]:

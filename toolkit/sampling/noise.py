@@ -133,20 +133,21 @@ class GumbelNoise:
             places: per row the sample, and the depth of the node behind which the token stands.
             temperature: above 0.
 
-        Raises:
-            ValueError: if no score of a row is above -inf.
+        Returns:
+            One per row; -1 where no score is above -inf.
         """
         tokens: list[int] = gumbel_argmax(scores, *self.keys(places, scores.device), temperature, lowest).tolist()
-        if min(tokens) < 0:
-            raise ValueError("cannot draw from a row in which no token has any probability; check the processors")
         return tokens
 
     def keys(self, places: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """``[R]`` seeds and positions of places, each a sample that draws and a depth, as kernels take them."""
         seeds = [self.sources[sample].seed for sample, _ in places]  # type: ignore[union-attr]
         positions = [self.lengths[sample] + depth for sample, depth in places]
-        keys = torch.tensor([seeds, positions], device=device)  # in one upload
-        return keys[0], keys[1]
+        keys = np.array([seeds, positions], dtype=np.int64)
+        if torch.device(device).type == "cpu":
+            return torch.from_numpy(keys[0]), torch.from_numpy(keys[1])
+        uploaded = torch.from_numpy(keys).to(device)  # at once
+        return uploaded[0], uploaded[1]
 
     def _rows(self, places: Sequence[tuple[int, int]], vocabulary: int) -> list[Tensor]:
         """``[V]`` float32 noise at some places."""

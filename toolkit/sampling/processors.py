@@ -225,7 +225,7 @@ def _lowest(processor: Any, scores: Tensor) -> Tensor:
 
 def surely_kept(processor: Any, scores: Tensor, tokens: Sequence[int]) -> list[bool]:
     """Whether top-k or top-p keep a token of each row, however they treat its equals and round."""
-    chosen = torch.tensor(tokens, device=scores.device)[:, None]
+    chosen = torch.tensor(tokens, device=scores.device).clamp_(min=0)[:, None]  # -1: there is none
     before = scores >= scores.gather(1, chosen)  # what may come before it, itself not counted
     before.scatter_(1, chosen, False)
     if transformers_name(type(processor)) == "TopKLogitsWarper":

@@ -3,7 +3,7 @@
 Shapes: T packed rows, R of them, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -18,7 +18,6 @@ from arbordraft.sampling.processors import surely_kept, truncate, truncated, wid
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-Row = TypeVar("Row")
 RowOut = TypeVar("RowOut", covariant=True)
 
 
@@ -30,36 +29,13 @@ class Rows(Protocol[RowOut]):
     def __getitem__(self, row: int, /) -> RowOut: ...
 
 
-class Share(Mapping[int, Row]):
-    """One sample's part of packed rows, by node.
-
-    Args:
-        nodes: its nodes, in the order of their rows.
-        rows: the rows of all samples.
-        start: the first one of this sample.
-    """
-
-    def __init__(self, nodes: Iterable[int], rows: Rows[Row], start: int) -> None:
-        self._rows = rows
-        self._row_of = {node: row for row, node in enumerate(nodes, start)}
-
-    def __getitem__(self, node: int) -> Row:
-        return self._rows[self._row_of[node]]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._row_of)
-
-    def __len__(self) -> int:
-        return len(self._row_of)
-
-
 class SoftmaxRows:
     """The softmax of ``[T, V]`` scores, row by row, as far as somebody reads them.
 
     A verifier that stops at the first rejection leaves most rows of a tree alone.
 
     Args:
-        scores: the scores, or logits that ``process`` makes scores of.
+        logits: the scores, or what ``process`` makes scores of.
         process: given ``[R, V]`` of the logits and the numbers of these rows, returns their scores; row by row.
         trim: likewise, but what :meth:`~arbordraft.sampling.processors.LogitsPipeline.trimmed` returns; to go with
             ``process``.
@@ -69,18 +45,18 @@ class SoftmaxRows:
 
     def __init__(
         self,
-        scores: Tensor,
+        logits: Tensor,
         process: Callable[[Tensor, Sequence[int]], Tensor] | None = None,
         trim: "Callable[[Tensor, Sequence[int]], tuple[Tensor, LogitsProcessor | None]] | None" = None,
         temperature: float | None = None,
         best: Sequence[int] | None = None,
     ) -> None:
-        self._logits, self._process, self._trim, self._temperature = scores, process, trim, temperature
-        self._best = best
+        self.logits = logits
+        self._process, self._trim, self._temperature, self._best = process, trim, temperature, best
         self._found: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self._logits)
+        return len(self.logits)
 
     def __getitem__(self, row: int) -> Tensor:
         if row not in self._found:
@@ -102,8 +78,8 @@ class SoftmaxRows:
     def draw(self, rows: Sequence[int], noise: GumbelNoise, places: Sequence[tuple[int, int]]) -> list[int]:
         """Draws behind some rows with the noise of ``places``: see :meth:`~arbordraft.sampling.noise.GumbelNoise.draw`.
 
-        Greedy rows give their most probable tokens. What would have been drawn without top-k or top-p is also drawn
-        with it if it is kept. That can nearly always be told without sorting the row.
+        Greedy rows give their most probable tokens, rows without tokens -1. What would have been drawn without top-k
+        or top-p is also drawn with it if it is kept. That can nearly always be told without sorting the row.
         """
         if self._best is not None:
             return self.most_probable(rows)
@@ -115,7 +91,8 @@ class SoftmaxRows:
         if processor is None or choice.wants_triton("truncate", scores):
             return noise.draw(*truncated(processor, scores), places)
         tokens = noise.draw(scores, None, places)
-        doubtful = [row for row, kept in enumerate(surely_kept(processor, scores, tokens)) if not kept]
+        drawn = zip(tokens, surely_kept(processor, scores, tokens), strict=True)
+        doubtful = [row for row, (token, kept) in enumerate(drawn) if token >= 0 and not kept]
         if doubtful:
             again = noise.draw(truncate(processor, scores[doubtful]), None, [places[row] for row in doubtful])
             for row, token in zip(doubtful, again, strict=True):
@@ -130,9 +107,10 @@ class SoftmaxRows:
         return [self._best[row] for row in rows]
 
     def _taken(self, rows: Sequence[int]) -> Tensor:
-        if list(rows) == list(range(len(self))):
-            return self._logits
-        return self._logits[rows[0] : rows[0] + 1] if len(rows) == 1 else self._logits[list(rows)]
+        count, first = len(rows), rows[0] if rows else 0
+        if count == 1 or rows == range(first, first + count) or list(rows) == list(range(first, first + count)):
+            return self.logits if count == len(self.logits) else self.logits[first : first + count]  # no copy
+        return self.logits.index_select(0, torch.tensor(rows, device=self.logits.device))
 
 
 class MixedRows(SoftmaxRows):
@@ -144,7 +122,7 @@ class MixedRows(SoftmaxRows):
     """
 
     def __init__(self, kinds: Sequence[SoftmaxRows], kind_of: Sequence[int]) -> None:
-        self._kinds, self._kind_of = kinds, kind_of
+        self.logits, self._kinds, self._kind_of = kinds[0].logits, kinds, kind_of
 
     def __len__(self) -> int:
         return len(self._kind_of)

@@ -7,12 +7,14 @@ from arbordraft.testing.oracles import (
     distance_to_target,
     draft_trees,
     expected_accepted,
+    one_tree,
     packed,
     random_rows,
     random_table,
     row,
     step_law,
     target_rows,
+    told,
     total_variation,
 )
 
@@ -25,6 +27,7 @@ __all__ = [
     "greedy_reference",
     "left_padded",
     "new_tokens",
+    "one_tree",
     "packed",
     "random_rows",
     "random_table",
@@ -32,5 +35,6 @@ __all__ = [
     "step_law",
     "target_rows",
     "tiny_model",
+    "told",
     "total_variation",
 ]

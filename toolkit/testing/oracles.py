@@ -8,6 +8,7 @@ Shapes: V vocabulary, T packed rows.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -90,29 +91,47 @@ def draft_trees(
         regrets: decides whether a drafted level is dropped again, given the tree with it. No decider may do that.
     """
 
+    narrow = cache(law.narrow)
+
     def grow(depth: int, probability: float, tree: SampleTree) -> Iterator[tuple[float, SampleTree]]:
         if depth > topology.max_depth or not goes_on(depth, tree):
             yield probability, tree
             return
-        parents = [node for node in topology.levels[depth - 1] if node in tree.tokens and topology.child_list[node]]
-        rows = {node: table((*prefix, *tree.path(node)))[1] for node in parents}
-        for outcome in product(*(tree.law_of(node).enumerate(rows[node]) for node in parents)):
-            tokens, share = dict(tree.tokens), probability
+        tokens, rows = told(tree)
+        parents = [node for node in topology.levels[depth - 1] if node in tokens and topology.child_list[node]]
+        row_of = dict(zip(tokens, tree.rows, strict=True))
+        rows |= {node: table((*prefix, *tree.path(row_of[node])))[1] for node in parents}
+        for outcome in product(*(narrow(len(topology.child_list[node])).enumerate(rows[node]) for node in parents)):
+            drafted, share = dict(tokens), probability
             for node, (chance, drawn) in zip(parents, outcome, strict=True):
-                tokens |= zip(topology.child_list[node], drawn, strict=False)
+                drafted |= zip(topology.child_list[node], drawn, strict=False)
                 share *= chance
-            grown = SampleTree(topology, law, dict(sorted(tokens.items())), {**tree.draft_probs, **rows})
+            grown = one_tree(topology, law, drafted, rows)
             if regrets(depth, grown):
                 yield share, tree
             else:
                 yield from grow(depth + 1, share, grown)
 
-    yield from grow(1, 1.0, SampleTree(topology, law, {0: prefix[-1] if prefix else 0}))
+    yield from grow(1, 1.0, one_tree(topology, law, {0: prefix[-1] if prefix else 0}))
+
+
+def one_tree(
+    topology: TreeTopology, law: DraftLaw, tokens: Mapping[int, int], draft_probs: Mapping[int, Tensor] | None = None
+) -> SampleTree:
+    """The tree of a batch of one sample, given tokens and ``[V]`` draft rows by node of the topology, in any order."""
+    return DraftTree.of(topology, law, [dict(sorted(tokens.items()))], [draft_probs])[0]
+
+
+def told(tree: SampleTree) -> tuple[dict[int, int], dict[int, Tensor]]:
+    """What :func:`one_tree` was told: tokens and draft rows by node of the topology."""
+    nodes = {row: int(tree.batch.node[row]) for row in tree.rows}
+    probs = {node: probs for row, node in nodes.items() if (probs := tree.drawn_from(row)) is not None}
+    return {node: tree.token(row) for row, node in nodes.items()}, probs
 
 
 def target_rows(tree: SampleTree, table: Table, prefix: Tokens = ()) -> dict[int, Tensor]:
-    """The ``[V]`` target row of every living node."""
-    return {node: table((*prefix, *tree.path(node)))[0] for node in tree.tokens}
+    """The ``[V]`` target rows of a tree, by row."""
+    return {row: table((*prefix, *tree.path(row)))[0] for row in tree.rows}
 
 
 def step_law(
@@ -122,7 +141,7 @@ def step_law(
     emitted: Law = defaultdict(float)
     for chance, tree in trees:
         for share, path, following in verifier.law(tree, target_rows(tree, table, prefix)):
-            accepted = tuple(tree.tokens[node] for node in path)
+            accepted = tree.path(path[-1])
             for token, probability in enumerate(following.tolist()):
                 if probability > 0:
                     emitted[(*accepted, token)] += chance * share * probability
@@ -184,7 +203,7 @@ def distance_to_target(
 def expected_accepted(verifier: TreeVerifier, topology: TreeTopology, law: DraftLaw, table: Table) -> float:
     """Expected number of accepted tokens of one step."""
     return sum(
-        chance * share * len(path)
+        chance * share * (len(path) - 1)
         for chance, tree in draft_trees(topology, law, table)
         for share, path, _ in verifier.law(tree, target_rows(tree, table))
     )
@@ -195,7 +214,24 @@ def acceptance(rule: Rule, law: DraftLaw, target: Tensor, draft: Tensor) -> floa
     return sum(chance * sum(rule(target, 1.0, draft, tokens, law).accept) for chance, tokens in law.enumerate(draft))
 
 
-def packed(samples: Sequence[SampleTree | None], tables: Sequence[Mapping[int, Tensor]]) -> tuple[DraftTree, Tensor]:
-    """Packs a batch: its draft tree and ``[T, V]`` target rows, given the rows of every sample by node."""
-    tree = DraftTree(tuple(samples))
-    return tree, torch.stack([tables[sample][node] for sample, node, _ in tree.rows()])
+def packed(
+    trees: Sequence[SampleTree | None], targets: Sequence[Mapping[int, Tensor] | None]
+) -> tuple[DraftTree, Tensor]:
+    """Packs trees of one topology as a batch.
+
+    Args:
+        trees: of every sample; ``None`` for one that takes no part.
+        targets: of every sample the ``[V]`` target rows of its tree, by row there.
+
+    Returns:
+        The draft tree of the batch and ``[T, V]`` target rows.
+    """
+    parts = []
+    for sample, tree in enumerate(trees):
+        if tree is not None:
+            part, count = tree.batch.take([tree.sample]), len(trees)
+            proposals = [tree.proposal if own == sample else None for own in range(count)]
+            offsets = [0] * (sample + 1) + [part.rows] * (count - sample)
+            parts.append(replace(part, proposals=proposals, offsets=offsets))
+    rows = [target[row] for tree, target in zip(trees, targets, strict=True) if tree and target for row in tree.rows]
+    return DraftTree.joined(parts), torch.stack(rows)

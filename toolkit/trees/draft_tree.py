@@ -265,6 +265,10 @@ class DraftTree:
         """Whether every node but the last of its sample has one child: the causal order says all about such trees."""
         return bool((self.parent[self.depth > 0] == np.flatnonzero(self.depth) - 1).all())
 
+    def rows_of(self, samples: Sequence[int]) -> list[int]:
+        """The rows of some samples."""
+        return [row for sample in samples for row in range(self.offsets[sample], self.offsets[sample + 1])]
+
     def path(self, row: int) -> list[int]:
         """The rows from the root of its sample down to a row, both included."""
         path = [row]
@@ -338,6 +342,10 @@ class SampleTree(NamedTuple):
     def law_of(self, row: int) -> DraftLaw:
         """The law that drew the children of a row."""
         return self.batch.law_of(row)
+
+    def drawn_from(self, row: int) -> Tensor | None:
+        """The ``[V]`` draft row of a row's children, if there is one."""
+        return self.batch.drawn_from(row)
 
     @property
     def guesses(self) -> int:

@@ -1,5 +1,6 @@
 """The only way to pair drafting with verifying."""
 
+from collections.abc import Sequence
 from typing import Self
 
 from torch import Tensor, nn
@@ -114,7 +115,13 @@ class Coupling(nn.Module):
         if widest > self.law.k:
             raise ValueError(f"the topology has nodes with {widest} children, but {self.law} draws only {self.law.k}")
 
-    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise | GumbelNoise) -> Verdict:
+    def forward(
+        self,
+        tree: DraftTree,
+        target_probs: Rows[Tensor],
+        noise: Noise | GumbelNoise,
+        samples: Sequence[int] | None = None,
+    ) -> Verdict:
         """Verifies a batch; see :meth:`TreeVerifier.forward`."""
-        verdict: Verdict = self.verifier(tree, target_probs, noise)
+        verdict: Verdict = self.verifier(tree, target_probs, noise, samples)
         return verdict

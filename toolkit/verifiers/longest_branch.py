@@ -3,14 +3,13 @@
 Shapes: V vocabulary.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import residual
+from arbordraft.sampling.rows import Rows
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.verdict import Exactness
 from arbordraft.verifiers.trees import Decision, TreeVerifier
@@ -34,37 +33,37 @@ class LongestBranch(TreeVerifier):
     def supports(self, law: DraftLaw) -> bool:
         return True
 
-    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
-        depths = tree.topology.depth_list
-        passed = {0, *tree.children(0)}
-        for node in tree.tokens:
-            if depths[node] < 2:
+    def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
+        depths, parents = tree.batch.depth, tree.batch.parent
+        passed = {tree.root, *tree.children(tree.root)}
+        for row in tree.rows:
+            if depths[row] < 2:
                 continue
-            parent = tree.topology.parent_list[node]
+            parent = int(parents[row])
             # Every node is asked about, or the number of questions would depend on their answers.
-            if (yield node, _ratio(tree, target, parent, node)) and parent in passed:
-                passed.add(node)
-        last = max(passed, key=lambda node: (depths[node], -node))
-        if last == 0:
-            return 0, target[0]
-        token = torch.tensor(tree.tokens[last], device=target[last].device)
-        return tree.topology.parent_list[last], functional.one_hot(token, len(target[last])).to(target[last].dtype)
+            if (yield row, _ratio(tree, target, parent, row)) and parent in passed:
+                passed.add(row)
+        last = max(passed, key=lambda row: (depths[row], -row))
+        if last == tree.root:
+            return last, target[last]
+        token = torch.tensor(tree.token(last), device=target[last].device)
+        return int(parents[last]), functional.one_hot(token, len(target[last])).to(target[last].dtype)
 
-    def following(self, tree: SampleTree, target: Mapping[int, Tensor], last: int) -> Tensor:
-        """``[V]`` row from which the candidates behind the committed node ``last`` are drawn.
+    def following(self, tree: SampleTree, target: Rows[Tensor], last: int) -> Tensor:
+        """``[V]`` row from which the candidates behind the committed row ``last`` are drawn.
 
         As in the reference: the residual where a draft was rejected, but the plain target row if no drafted token at
         all was accepted. It need not sum to 1.
         """
-        draft = tree.draft_probs.get(last)
-        if tree.topology.depth_list[last] < 2 or draft is None or not tree.children(last):
+        draft = tree.drawn_from(last)
+        if tree.batch.depth[last] < 2 or draft is None or not tree.children(last):
             return target[last]
         left = residual(target[last], draft)
         return left if left.sum() > 0 else target[last]
 
 
-def _ratio(tree: SampleTree, target: Mapping[int, Tensor], parent: int, node: int) -> float:
+def _ratio(tree: SampleTree, target: Rows[Tensor], parent: int, row: int) -> float:
     """min(1, p / q) of a node's token; q = 1 for one that was certain."""
-    token, draft = tree.tokens[node], tree.draft_probs.get(parent)
+    token, draft = tree.token(row), tree.drawn_from(parent)
     chance = target[parent][token].item()
     return min(1.0, chance if draft is None else chance / draft[token].item())

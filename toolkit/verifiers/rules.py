@@ -139,8 +139,6 @@ class TopTailRule(Rule):
 class Remembered(Rule):
     """A rule that works out its answer to the same question once, for enumerations that ask often.
 
-    Rows are told apart by identity, so every row must be the same object whenever it is shown.
-
     Raises:
         TypeError: if ``rule`` is no :class:`Rule`.
     """
@@ -149,7 +147,7 @@ class Remembered(Rule):
         super().__init__()
         check_instance("rule", rule, Rule)
         self.rule = rule
-        self._answers: dict[object, tuple[NodeLaw, object]] = {}
+        self._answers: dict[object, NodeLaw] = {}
 
     def supports(self, law: DraftLaw) -> bool:
         return self.rule.supports(law)
@@ -157,10 +155,11 @@ class Remembered(Rule):
     def forward(
         self, target: Tensor, weight: float, draft: Tensor | None, tokens: Sequence[int], law: DraftLaw
     ) -> NodeLaw:
-        key = (id(target), weight, id(draft), tuple(tokens), type(law), law.extra_repr())
-        if key not in self._answers:  # the rows are kept alive with the answer, lest an id be used again
-            self._answers[key] = self.rule(target, weight, draft, tokens, law), (target, draft)
-        return self._answers[key][0]
+        rows = [None if row is None else (row.dtype, row.numpy(force=True).tobytes()) for row in (target, draft)]
+        key = (*rows, weight, tuple(tokens), type(law), law.extra_repr())
+        if key not in self._answers:
+            self._answers[key] = self.rule(target, weight, draft, tokens, law)
+        return self._answers[key]
 
 
 def reject_in_turn(target: Tensor, weight: float, tokens: Sequence[int], proposals: Iterable[Tensor | None]) -> NodeLaw:

@@ -4,10 +4,10 @@ A verifier describes its decision as a process of yes/no questions, each with a 
 answers them from noise, another one follows every answer and returns the law: what is sampled is what is
 enumerated.
 
-Shapes: n nodes of a sample, T rows of the batch, V vocabulary.
+Shapes: B samples, N topology nodes, T packed rows, V vocabulary.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from arbordraft.utils.checks import check_float, check_instance, check_positive
 from arbordraft.verifiers.packed import verify_packed
 from arbordraft.verifiers.rules import NodeLaw, Rule
 
-# Yields (node, probability) and is sent the answer; returns the last accepted node and [V] weights of the
+# Yields (row, probability) and is sent the answer; returns the row of the last accepted node and [V] weights of the
 # next token.
 Decision = Generator[tuple[int, float], bool, tuple[int, Tensor]]
 
@@ -37,57 +37,62 @@ class TreeVerifier(nn.Module):
         """Whether the verifier is valid for trees whose children were drawn by ``law``."""
         raise NotImplementedError
 
-    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
-        """The decision process for one sample; ``target[node]`` is the ``[V]`` target row of a node."""
+    def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
+        """The decision process for one sample; ``target[row]`` is the ``[V]`` target row of a node."""
         raise NotImplementedError
 
-    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise | GumbelNoise) -> Verdict:
+    def forward(
+        self,
+        tree: DraftTree,
+        target_probs: Rows[Tensor],
+        noise: Noise | GumbelNoise,
+        samples: Sequence[int] | None = None,
+    ) -> Verdict:
         """Verifies a batch.
 
         Args:
             tree: the drafts.
-            target_probs: ``[T, V]`` target probabilities, rows in the order of ``tree.rows()``.
+            target_probs: ``[T, V]`` target probabilities.
             noise: the uniforms of this step, ``[B, N]``; the shared noise for :class:`SharedMatching` alone.
+            samples: whom to decide about; by default all that take part.
 
         Raises:
             TypeError: if the noise is of the other kind.
             ValueError: if there are not exactly T target rows, or the rows cannot be probabilities.
         """
         uniforms = check_instance("noise", noise, Noise)
-        verdicts: list[SampleVerdict | None] = []
-        for index, (sample, target) in enumerate(tree.split(target_probs)):
-            if sample is None:
-                verdicts.append(None)
-                continue
-            accept, final = uniforms.accept[index].tolist(), uniforms.final[index]
-            decision = self.decide(sample, target)
+        _check_rows(tree, target_probs)
+        accept, final = (_by_row(values, tree) for values in (uniforms.accept, uniforms.final))
+        ends = {}
+        for sample in tree.living if samples is None else samples:
+            decision = self.decide(tree[sample], target_probs)
             try:
-                node, probability = next(decision)
+                row, probability = next(decision)
                 while True:
-                    node, probability = decision.send(accept[node] < probability)
+                    row, probability = decision.send(accept[row] < probability)
             except StopIteration as stopped:
-                node, weights = stopped.value
-            token = draw(weights, final[node].item())
-            verdicts.append(_verdict(sample, node, token))
-        return Verdict(tuple(verdicts))
+                row, weights = stopped.value
+            ends[sample] = row, draw(weights, final[row])
+        return Verdict.of(tree, ends)
 
-    def law(self, tree: SampleTree, target: Mapping[int, Tensor]) -> list[tuple[float, tuple[int, ...], Tensor]]:
+    def law(self, tree: SampleTree, target: Rows[Tensor]) -> list[tuple[float, list[int], Tensor]]:
         """The exact law of the verdict given the drafts.
 
         Returns:
-            ``(probability, accepted path, [V] law of the next token)`` for every end of the decision.
+            ``(probability, path of rows, [V] law of the next token)`` for every end of the decision; a path begins
+            with the root and ends with the last accepted node.
 
         Examples:
             >>> from arbordraft.sampling.laws import IID
             >>> from arbordraft.trees.topology import TreeTopology
             >>> from arbordraft.verifiers import RecursiveRejection
             >>> target, draft = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
-            >>> tree = SampleTree(TreeTopology.chain(1), IID(1), {0: 7, 1: 1}, {0: draft})
-            >>> ends = TopDown(RecursiveRejection()).law(tree, {0: target, 1: target})
+            >>> tree = DraftTree.of(TreeTopology.chain(1), IID(1), [{0: 7, 1: 1}], [{0: draft}])
+            >>> ends = TopDown(RecursiveRejection()).law(tree[0], [target, target])
             >>> [(round(probability, 4), path, law.tolist()) for probability, path, law in ends]
-            [(0.3333, (), [1.0, 0.0]), (0.6667, (1,), [0.5, 0.5])]
+            [(0.3333, [0], [1.0, 0.0]), (0.6667, [0, 1], [0.5, 0.5])]
         """
-        ends: list[tuple[float, tuple[int, ...], Tensor]] = []
+        ends: list[tuple[float, list[int], Tensor]] = []
         open_answers: list[tuple[float, list[bool]]] = [(1.0, [])]
         while open_answers:
             probability, answers = open_answers.pop()
@@ -97,8 +102,8 @@ class TreeVerifier(nn.Module):
                 for answer in answers:
                     _, chance = decision.send(answer)
             except StopIteration as stopped:
-                node, weights = stopped.value
-                ends.append((probability, _accepted(tree, node), weights / weights.sum()))
+                row, weights = stopped.value
+                ends.append((probability, tree.batch.path(row), weights / weights.sum()))
                 continue
             for answer, share in ((True, chance), (False, 1 - chance)):
                 if share > 0:
@@ -127,19 +132,28 @@ class RuleVerifier(TreeVerifier):
     def supports(self, law: DraftLaw) -> bool:
         return self.rule.supports(law)
 
-    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise | GumbelNoise) -> Verdict:
+    def forward(
+        self,
+        tree: DraftTree,
+        target_probs: Rows[Tensor],
+        noise: Noise | GumbelNoise,
+        samples: Sequence[int] | None = None,
+    ) -> Verdict:
         """Verifies a batch; see :meth:`TreeVerifier.forward`."""
+        if not (
+            self.rule.rejects_in_turn
+            and isinstance(target_probs, SoftmaxRows)
+            and choice.wants_triton("verify_tree", target_probs.logits)
+        ):
+            return super().forward(tree, target_probs, noise, samples)
         uniforms = check_instance("noise", noise, Noise)
-        scores = target_probs.scores if isinstance(target_probs, SoftmaxRows) and self.rule.rejects_in_turn else None
-        if scores is None or not choice.wants_triton("verify_tree", scores):
-            return super().forward(tree, target_probs, uniforms)
-        ends = verify_packed(tree, scores, uniforms, lifted=self.lifted)
-        return Verdict(
-            tuple(
-                None if sample is None or end is None else _verdict(sample, *end)
-                for sample, end in zip(tree.samples, ends, strict=True)
-            )
-        )
+        _check_rows(tree, target_probs)
+        part = tree if samples is None else tree.take(samples)
+        if part is tree:
+            return Verdict.of(tree, verify_packed(tree, target_probs.scores, uniforms, lifted=self.lifted))
+        rows = tree.rows_of(part.living)
+        ends = verify_packed(part, target_probs.scores_of(rows), uniforms, lifted=self.lifted)
+        return Verdict.of(tree, {sample: (rows[end], token) for sample, (end, token) in ends.items()})
 
 
 class TopDown(RuleVerifier):
@@ -147,19 +161,19 @@ class TopDown(RuleVerifier):
 
     lifted = False
 
-    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
-        node = 0
-        while children := tree.children(node):
-            law = _node_law(self.rule, tree, node, children, target[node], 1.0)
+    def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
+        row = tree.root
+        while children := tree.children(row):
+            law = _node_law(self.rule, tree, row, children, target[row], 1.0)
             left = 1.0
             for child, accept in zip(children, law.accept, strict=True):
                 if (yield child, _share(accept, left)):
-                    node = child
+                    row = child
                     break
                 left -= accept
             else:
-                return node, _or_target(law.stop, target[node])
-        return node, target[node]
+                return row, _or_target(law.stop, target[row])
+        return row, target[row]
 
 
 class Lifted(RuleVerifier):
@@ -174,17 +188,17 @@ class Lifted(RuleVerifier):
 
     lifted = True
 
-    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
-        end = yield from self._visit(tree, target, 0, 1.0)
-        return end or (0, target[0])
+    def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
+        end = yield from self._visit(tree, target, tree.root, 1.0)
+        return end or (tree.root, target[tree.root])
 
     def _visit(
-        self, tree: SampleTree, target: Mapping[int, Tensor], node: int, weight: float
+        self, tree: SampleTree, target: Rows[Tensor], row: int, weight: float
     ) -> Generator[tuple[int, float], bool, tuple[int, Tensor] | None]:
-        children = tree.children(node)
+        children = tree.children(row)
         if not children:
-            return (node, target[node]) if (yield node, weight) else None
-        law = _node_law(self.rule, tree, node, children, target[node], weight)
+            return (row, target[row]) if (yield row, weight) else None
+        law = _node_law(self.rule, tree, row, children, target[row], weight)
         left = 1.0
         for child, accept in zip(children, law.accept, strict=True):
             if accept > 0:
@@ -194,8 +208,8 @@ class Lifted(RuleVerifier):
             left -= accept
         stop = law.stop.sum(dtype=torch.float64).item()
         # At full weight nothing can be rejected: asking would only let rounding in.
-        if weight >= 1 or (yield node, _share(stop, left)):
-            return node, _or_target(law.stop, target[node])
+        if weight >= 1 or (yield row, _share(stop, left)):
+            return row, _or_target(law.stop, target[row])
         return None
 
 
@@ -226,17 +240,17 @@ class TypicalAcceptance(TreeVerifier):
     def supports(self, law: DraftLaw) -> bool:
         return True
 
-    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
-        score = {0: (0, 0.0)}  # passing nodes: depth, log-probability of the path
-        for node in tree.tokens:
-            if node not in score or not (children := tree.children(node)):
+    def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
+        score = {tree.root: (0, 0.0)}  # passing rows: depth, log-probability of the path
+        for row in tree.rows:
+            if row not in score or not (children := tree.children(row)):
                 continue
-            entropy = torch.special.entr(target[node]).sum()
+            entropy = torch.special.entr(target[row]).sum()
             threshold = min(self.epsilon, self.delta * torch.exp(-entropy).item())
             for child in children:
-                probability = target[node][tree.tokens[child]]
+                probability = target[row][tree.token(child)]
                 if probability > threshold:
-                    score[child] = (score[node][0] + 1, score[node][1] + probability.log().item())
+                    score[child] = (score[row][0] + 1, score[row][1] + probability.log().item())
         best = max(score, key=score.__getitem__)
         return best, target[best]
         yield  # a decision without questions
@@ -246,38 +260,57 @@ class TypicalAcceptance(TreeVerifier):
 
 
 def matching_verdict(
-    tree: DraftTree, tokens_of: Callable[[Sequence[int], Sequence[tuple[int, int]]], Sequence[int]]
+    tree: DraftTree,
+    tokens_of: Callable[[Sequence[int], Sequence[tuple[int, int]]], Sequence[int]],
+    samples: Sequence[int] | None = None,
+    *,
+    at_once: bool = False,
 ) -> Verdict:
     """The verdict where the target's own tokens are kept as far as they were drafted.
 
     Args:
         tree: the drafts.
-        tokens_of: the target's own token behind each of some of the T rows of ``tree.rows()``, given their numbers, and
-            sample and depth of each; asked only along the paths.
+        tokens_of: the target's own token behind each of some rows, given these, and sample and depth of each; -1 where
+            there is none.
+        samples: whom to decide about; by default all that take part.
+        at_once: asks about all rows in one call, as a device likes it; else level by level, along the paths alone.
+
+    Raises:
+        ValueError: if there is no token behind a node that was accepted.
 
     Examples:
         >>> from arbordraft.sampling.laws import Fixed
         >>> from arbordraft.trees.topology import TreeTopology
-        >>> tree, best = SampleTree(TreeTopology.fork(2, 1), Fixed(2), {0: 7, 1: 3, 2: 5}), [5, 0, 9]
-        >>> matching_verdict(DraftTree((tree,)), lambda rows, places: [best[row] for row in rows]).samples
-        (SampleVerdict(path=(2,), token=9, recovered=False),)
+        >>> tree, best = DraftTree.of(TreeTopology.fork(2, 1), Fixed(2), [{0: 7, 1: 3, 2: 5}]), [5, 0, 9]
+        >>> matching_verdict(tree, lambda rows, places: [best[row] for row in rows])
+        Verdict(paths=[[0, 2]], tokens=[9], recovered=[False])
     """
-    rows = {(sample, node): row for row, (sample, node, _) in enumerate(tree.rows())}
-    verdicts: list[SampleVerdict | None] = [None] * len(tree.samples)
-    ends = {sample: 0 for sample, drafted in enumerate(tree.samples) if drafted}
-    depth = 0
+    going = tree.living if samples is None else samples
+    if at_once and going:
+        rows = tree.rows_of(going)
+        places = list(zip(tree.owner[rows].tolist(), tree.depth[rows].tolist(), strict=True))
+        known = dict(zip(rows, tokens_of(rows, places), strict=True))
+        tokens_of = lambda rows, _: [known[row] for row in rows]  # noqa: E731
+    drafted, children, offsets = tree.token.tolist(), tree.children, tree.offsets
+    paths: list[list[int]] = [[] for _ in tree.proposals]
+    tokens, recovered = [-1] * len(paths), [False] * len(paths)
+    ends, depth = [offsets[sample] for sample in going], 0
     while ends:
-        tokens = tokens_of([rows[place] for place in ends.items()], [(sample, depth) for sample in ends])
-        going: dict[int, int] = {}
-        for (sample, end), token in zip(ends.items(), tokens, strict=True):
-            drafted: SampleTree = tree.samples[sample]  # type: ignore[assignment]
-            child = next((child for child in drafted.children(end) if drafted.tokens[child] == token), None)
-            if child is None:
-                verdicts[sample] = _verdict(drafted, end, int(token))
+        further, below = [], []
+        own = tokens_of(ends, [(sample, depth) for sample in going])
+        for sample, end, token in zip(going, ends, own, strict=True):
+            if token < 0:
+                raise ValueError("cannot draw from a row in which no token has any probability; check the processors")
+            paths[sample].append(end)
+            for child in children[end]:
+                if drafted[child] == token:
+                    further.append(sample)
+                    below.append(child)
+                    break
             else:
-                going[sample] = child
-        ends, depth = going, depth + 1
-    return Verdict(tuple(verdicts))
+                tokens[sample], recovered[sample] = token, bool(children[end])
+        going, ends, depth = further, below, depth + 1
+    return Verdict(paths, tokens, recovered)
 
 
 class SharedMatching(TreeVerifier):
@@ -297,19 +330,26 @@ class SharedMatching(TreeVerifier):
     def supports(self, law: DraftLaw) -> bool:
         return law.deterministic  # others draw with noise of their own, for nothing
 
-    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise | GumbelNoise) -> Verdict:
+    def forward(
+        self,
+        tree: DraftTree,
+        target_probs: Rows[Tensor],
+        noise: Noise | GumbelNoise,
+        samples: Sequence[int] | None = None,
+    ) -> Verdict:
         """Verifies a batch; see :meth:`TreeVerifier.forward`.
 
         Raises:
             TypeError: if the noise is none that target and drafter share.
         """
         shared = check_instance("noise", noise, GumbelNoise)
-        if len(target_probs) != sum(tree.lengths):
-            raise ValueError(f"the batch has {sum(tree.lengths)} nodes, but {len(target_probs)} rows were given")
+        _check_rows(tree, target_probs)
         scores = target_probs if isinstance(target_probs, SoftmaxRows) else _logarithms(target_probs)
-        return matching_verdict(tree, lambda rows, places: scores.draw(rows, shared, places))
+        # On a CPU noise costs more than a call, on a device less.
+        at_once = not scores.logits.is_cpu
+        return matching_verdict(tree, lambda rows, places: scores.draw(rows, shared, places), samples, at_once=at_once)
 
-    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
+    def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
         """Raises TypeError: given the drafts, which know of its noise, the verdict has no law of its own."""
         raise TypeError(f"{self} has no law given the drafts: they share its noise; draw with a GumbelNoise instead")
 
@@ -318,18 +358,21 @@ def _logarithms(target_probs: Rows[Tensor]) -> SoftmaxRows:
     return SoftmaxRows(torch.stack([target_probs[row] for row in range(len(target_probs))]).log())
 
 
-def _node_law(rule: Rule, tree: SampleTree, node: int, children: list[int], target: Tensor, weight: float) -> NodeLaw:
-    tokens = [tree.tokens[child] for child in children]
-    law: NodeLaw = rule(target, weight, tree.draft_probs.get(node), tokens, tree.law_of(node))
+def _check_rows(tree: DraftTree, target_probs: Rows[Tensor]) -> None:
+    if len(target_probs) != tree.rows:
+        raise ValueError(f"the batch has {tree.rows} nodes, but {len(target_probs)} rows were given")
+
+
+def _by_row(uniforms: Tensor, tree: DraftTree) -> list[float]:
+    """``[T]`` of ``[B, N]``."""
+    found: list[float] = uniforms.cpu().numpy()[tree.owner, tree.node].tolist()
+    return found
+
+
+def _node_law(rule: Rule, tree: SampleTree, row: int, children: list[int], target: Tensor, weight: float) -> NodeLaw:
+    tokens = [tree.token(child) for child in children]
+    law: NodeLaw = rule(target, weight, tree.drawn_from(row), tokens, tree.law_of(row))
     return law
-
-
-def _accepted(tree: SampleTree, end: int) -> tuple[int, ...]:
-    return tuple(tree.topology.path(end)[1:])
-
-
-def _verdict(tree: SampleTree, end: int, token: int) -> SampleVerdict:
-    return SampleVerdict(_accepted(tree, end), token, recovered=bool(tree.children(end)))
 
 
 def _share(part: float, whole: float) -> float:
