@@ -5,7 +5,7 @@ Shapes: T packed rows, Hq/Hkv heads, D head size.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -55,33 +55,11 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None
 
 
-class Attending(Protocol):
-    """What the layers of a model need of the forward that they are part of."""
-
-    layers: dict[int, AttentionCall | None]
-    hidden: dict[int, Tensor | None]
-    depth: int | None
-    behind: nn.Module | None
-    last: Any
-    ahead: Ahead | None
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
-    ) -> Tensor:
-        """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find.
-
-        With tables, queries and keys are rotated first.
-        """
-
-
-@dataclass
-class Forward:
-    """What one forward of a :class:`~arbordraft.target.model.RaggedModel` hands to its layers.
+@dataclass(kw_only=True)
+class Attending:
+    """What the layers of a model need of the forward that they are part of, and what they leave there.
 
     Args:
-        batch: its rows.
-        cache: its keys and values.
-        native: use the native attention kernel.
         layers: the layers that have attended so far; with what they asked for, where a layer did so by itself.
         hidden: the hidden states that are wanted, by index as in transformers' ``hidden_states``: the input of each
             decoder layer, and behind the last one the output of the final norm; filled in as the layers run.
@@ -91,15 +69,36 @@ class Forward:
         ahead: a norm that a layer has taken of its output for the next layer.
     """
 
-    batch: RaggedBatch
-    cache: RaggedKVCache
-    native: bool = False
     layers: dict[int, AttentionCall | None] = field(default_factory=dict)
     hidden: dict[int, Tensor | None] = field(default_factory=dict)
     depth: int | None = None
     behind: nn.Module | None = None
     last: Any = None
     ahead: Ahead | None = None
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
+    ) -> Tensor:
+        """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find.
+
+        With tables, queries and keys are rotated first.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class Forward(Attending):
+    """What one forward of a :class:`~arbordraft.target.model.RaggedModel` hands to its layers.
+
+    Args:
+        batch: its rows.
+        cache: its keys and values.
+        native: use the native attention kernel.
+    """
+
+    batch: RaggedBatch
+    cache: RaggedKVCache
+    native: bool = False
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None

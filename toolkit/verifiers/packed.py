@@ -7,35 +7,63 @@ vocabulary.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import Noise
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, Ints
 from arbordraft.utils.table import Table
 
 
-class InnerNode(NamedTuple):
-    """A node with children: its depth, its row, its children's rows in the order of their verification, and itself."""
+class InnerRows(NamedTuple):
+    """The rows with children, the higher levels first, and these children.
 
-    depth: int
-    row: int
-    children: list[int]
-    drafted: SampleTree
-    node: int
+    Args:
+        rows: ``[N]``.
+        depth: ``[N]``.
+        count: ``[N]`` how many children each has.
+        children: ``[C]`` rows of all children, ascending by their parents.
+        parents: ``[C]`` rows of these.
+        rank: ``[C]`` which of its parent's children each of them is, in the order of their verification.
+    """
+
+    rows: Ints
+    depth: Ints
+    count: Ints
+    children: Ints
+    parents: Ints
+    rank: Ints
+
+    @classmethod
+    def of(cls, tree: DraftTree) -> "InnerRows":
+        """Those of a batch."""
+        children = np.flatnonzero(tree.depth)
+        children = children[tree.parent[children].argsort(kind="stable")]
+        parents = tree.parent[children]
+        first = np.flatnonzero(np.diff(parents, prepend=-1))
+        count = np.diff(first, append=len(parents))
+        rank = np.arange(len(children)) - first.repeat(count)
+        depth = tree.depth[parents[first]]
+        order = depth.argsort(kind="stable")
+        return cls(parents[first][order], depth[order], count[order], children, parents, rank)
 
 
-class DraftRow(NamedTuple):
-    """The ``[V]`` row that children were drawn from at random, and the law that drew them."""
+class DraftRows(NamedTuple):
+    """Which draft rows children were drawn from at random, and how.
 
-    law: DraftLaw
-    probs: Tensor
+    Args:
+        rows: ``[D]`` their places among those of the trees.
+        laws: of each.
+    """
+
+    rows: Ints
+    laws: Sequence[DraftLaw]
 
 
 @dataclass(frozen=True)
@@ -81,36 +109,25 @@ class TreeTable(Table):
             "children": (self.nodes, self.children),
         }
 
-    def write(self, into: SimpleNamespace, tree: DraftTree, inner: Sequence[InnerNode]) -> list[DraftRow]:
+    def write(self, into: SimpleNamespace, tree: DraftTree, inner: InnerRows) -> DraftRows:
         """Writes trees and their inner nodes into the parts of a blank table; returns the D draft rows."""
-        rows = list(tree.rows())
-        if rows:
-            samples, _, tokens = map(list, zip(*rows, strict=True))
-            into.tokens[: len(rows)], into.sample[: len(rows)] = tokens, samples
-            into.order[: len(rows)] = post_order(tree)
-        firsts = accumulate(tree.lengths, initial=0)
-        for sample, (length, first) in enumerate(zip(tree.lengths, firsts, strict=False)):
-            into.roots[sample] = first if length else 0
+        into.tokens[: tree.rows], into.sample[: tree.rows] = tree.token, tree.owner
+        into.order[: tree.rows] = post_order(tree)
+        into.roots[tree.living] = np.flatnonzero(tree.depth == 0)
         for name in ("inner", "draft_row", "parent", "place", "children"):
             getattr(into, name)[:] = -1
-        free = [0, *accumulate(self.levels)]
-        draft_rows: list[DraftRow] = []
-        above: dict[int, tuple[int, int]] = {}  # by the row of a child: the place of its parent, its rank
-        laws: dict[tuple[DraftLaw, int], DraftLaw] = {}  # a law is a module, which takes long to make
-        for depth, row, children, drafted, node in inner:
-            place = free[depth]
-            free[depth] += 1
-            into.inner[place] = row
-            into.parent[place], into.place[place] = above.get(row, (-1, -1))
-            into.children[place, : len(children)] = children
-            above |= {child: (place, rank) for rank, child in enumerate(children)}
-            kind = (drafted.law, len(drafted.topology.child_list[node]))
-            law = laws.get(kind) or laws.setdefault(kind, drafted.law_of(node))
-            probs = None if law.deterministic else drafted.draft_probs.get(node)
-            if probs is not None:
-                into.draft_row[place] = len(draft_rows)
-                draft_rows.append(DraftRow(law, probs))
-        return draft_rows
+        free = np.cumsum([0, *self.levels]) - np.cumsum([0, *np.bincount(inner.depth, minlength=len(self.levels))])
+        places = free[inner.depth] + np.arange(len(inner.rows))
+        place_of, rank_of = np.full((2, tree.rows + 1), -1)  # the last one for what roots have for parents
+        place_of[inner.rows], rank_of[inner.children] = places, inner.rank
+        into.inner[places] = inner.rows
+        into.parent[places], into.place[places] = place_of[tree.parent[inner.rows]], rank_of[inner.rows]
+        into.children[place_of[inner.parents], inner.rank] = inner.children
+        stated = np.flatnonzero(tree.draft_row[inner.rows] >= 0)
+        laws = [tree.law_of(row) for row in inner.rows[stated].tolist()]
+        drawn = stated[[not law.deterministic for law in laws]]
+        into.draft_row[places[drawn]] = np.arange(len(drawn))
+        return DraftRows(tree.draft_row[inner.rows[drawn]], [law for law in laws if not law.deterministic])
 
     def unpack(self, part: Mapping[str, Tensor], tops: Tensor | None, replacement: bool) -> PackedTree:
         """The trees as verification takes them.
@@ -130,74 +147,71 @@ class TreeTable(Table):
         return PackedTree(levels=self.levels, tokens=tokens, certain=certain, replacement=replacement, **columns)
 
 
-def verify_packed(tree: DraftTree, scores: Tensor, noise: Noise, *, lifted: bool) -> list[tuple[int, int] | None]:
-    """Recursive rejection on ``[T, V]`` scores: of every sample its last accepted node and the token behind it."""
-    rows = [(sample, node) for sample, node, _ in tree.rows()]
-    if not rows:
-        return [None for _ in tree.samples]
-    packed, draft = pack(tree, scores.device)
-    samples, nodes = map(list, zip(*rows, strict=True))
-    accept, final = (values[samples, nodes].to(scores.device) for values in (noise.accept, noise.final))
-    end, token = verify_tree(scores, draft, packed, accept, final, lifted=lifted)
-    ends = zip(tree.samples, end.tolist(), token.tolist(), strict=True)
-    return [(rows[row][1], following) if sample else None for sample, row, following in ends]
+def verify_packed(
+    tree: DraftTree, scores: Tensor, noise: Noise, *, lifted: bool, samples: Sequence[int] | None = None
+) -> dict[int, tuple[int, int]]:
+    """Recursive rejection for many trees at once.
+
+    Args:
+        tree: the drafts.
+        scores: ``[T, V]`` target scores, processed.
+        noise: of all samples.
+        lifted: judge a path by its end before its beginning.
+        samples: those that are judged; by default all that take part.
+
+    Returns:
+        By sample the row of its last accepted node, and the token behind it.
+    """
+    part = tree if samples is None else tree.take(samples)
+    if not part.rows:
+        return {}
+    rows = np.arange(tree.rows)
+    if part is not tree:
+        rows = rows[np.isin(tree.owner, part.living)]
+        scores = scores[torch.from_numpy(rows).to(scores.device)]
+    packed, draft = pack(part, scores.device)
+    places = torch.from_numpy(part.owner), torch.from_numpy(part.node)
+    accept, final = (values[places].to(scores.device) for values in (noise.accept, noise.final))
+    end, token = (found.tolist() for found in verify_tree(scores, draft, packed, accept, final, lifted=lifted))
+    return {sample: (int(rows[end[sample]]), token[sample]) for sample in part.living}
 
 
 def pack(tree: DraftTree, device: torch.device) -> tuple[PackedTree, Tensor]:
     """The trees on a device, and the ``[D, V]`` draft rows that they name, without their tops."""
-    inner = inner_nodes(tree)
-    depths = [node.depth for node in inner]
+    inner = InnerRows.of(tree)
     table = TreeTable(
-        rows=sum(tree.lengths),
-        samples=len(tree.samples),
-        levels=tuple(depths.count(depth) for depth in sorted(set(depths))) or (1,),
-        children=max((len(node.children) for node in inner), default=1),
+        rows=tree.rows,
+        samples=len(tree),
+        levels=tuple(np.bincount(inner.depth).tolist()) or (1,),
+        children=int(inner.count.max(initial=1)),
     )
     numbers = torch.empty(table.size, dtype=torch.int64)
-    draft_rows = table.write(table.blank(numbers), tree, inner)
+    drawn = table.write(table.blank(numbers), tree, inner)
     # A top that was given up cannot be drawn either.
-    parts = [law.split(probs) for law, probs in draft_rows]
+    parts = [law.split(tree.draft_rows[row]) for row, law in zip(drawn.rows.tolist(), drawn.laws, strict=True)]
     most = max((len(tops) for tops, _ in parts), default=0)
     tops = [tops + [-1] * (most - len(tops)) for tops, _ in parts]
     packed = table.unpack(
         table.read(numbers.to(device)),
         torch.tensor(tops, dtype=torch.int64, device=device) if parts else None,
-        any(row.law.replacement for row in draft_rows),
+        any(law.replacement for law in drawn.laws),
     )
     return packed, torch.stack([row for _, row in parts]) if parts else torch.empty(0, 0, device=device)
 
 
-def inner_nodes(tree: DraftTree) -> list[InnerNode]:
-    """The nodes with children of all samples, the higher levels first."""
-    row_of = {(sample, node): row for row, (sample, node, _) in enumerate(tree.rows())}
-    return sorted(
-        InnerNode(
-            drafted.topology.depth_list[node],
-            row_of[sample, node],
-            [row_of[sample, child] for child in children],
-            drafted,
-            node,
-        )
-        for sample, drafted in enumerate(tree.samples)
-        if drafted
-        for node in drafted.tokens
-        if (children := drafted.children(node))
-    )
-
-
 def post_order(tree: DraftTree) -> list[int]:
     """Place of every row in the post-order of its sample."""
-    order: list[int] = []
-    for drafted in tree.samples:
-        if drafted:
-            # From the root on, the last child first, is the same order read backwards; a deep tree needs no deep stack.
-            backwards, left = [], [0]
-            while left:
-                backwards.append(left.pop())
-                left += drafted.children(backwards[-1])
-            rank = {node: rank for rank, node in enumerate(reversed(backwards))}
-            order += [rank[node] for node in drafted.tokens]
+    parents, sizes = tree.parent.tolist(), [1] * tree.rows
+    for row in reversed(range(tree.rows)):  # children stand behind their parents
+        if parents[row] >= 0:
+            sizes[parents[row]] += sizes[row]
+    free, order = [0] * tree.rows, []  # the first place that is free in the subtree of a row
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            free[row] = free[parent]
+            free[parent] += sizes[row]
+        order.append(free[row] + sizes[row] - 1)
     return order
 
 
-__all__ = ["DraftRow", "InnerNode", "TreeTable", "inner_nodes", "pack", "post_order", "verify_packed"]
+__all__ = ["DraftRows", "InnerRows", "TreeTable", "pack", "post_order", "verify_packed"]

@@ -7,11 +7,11 @@ children, K children, W ancestor words.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
@@ -19,7 +19,7 @@ from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import WORD_BITS, TreeTopology
 from arbordraft.utils.checks import check_int, check_sequence
-from arbordraft.verifiers.packed import TreeTable, inner_nodes
+from arbordraft.verifiers.packed import DraftRows, InnerRows, TreeTable
 
 MOST_ROWS = 2**16  # the logits of more would not fit anywhere
 
@@ -68,7 +68,7 @@ class Bucket(TreeTable):
 
         By row: its position, its pool row, the row of its parent (-1 for none), its depth, its ancestor words, the
         uniforms that decide about it and that draw behind it. ``layout`` is that of :class:`RaggedBatch`. By sample:
-        the pool row of its root, its seed, what its scores are divided by. By draft row: what makes a token a top.
+        the pool row of its root, its seed, its temperature. By draft row: what makes a token a top.
         """
         return {
             **super().fields,
@@ -87,65 +87,61 @@ class Bucket(TreeTable):
         noise: Noise | GumbelNoise | None,
         dummy: int,
         temperatures: Sequence[float] = (),
-    ) -> list[Tensor]:
+    ) -> DraftRows:
         """Writes a step into a table on the host.
 
         Args:
             table: ``[size]`` int64.
             tree: the drafts.
-            batch: the plan of their forward.
+            batch: the plan of their forward, on the host.
             noise: that of this step; ``None`` at temperature 0.
             dummy: the dummy's first pool row, which it has committed; behind it there is room for T more.
-            temperatures: of the samples, where noise is shared; 1 for those that are left out.
+            temperatures: of the samples, where noise is shared; those without a source of it draw nothing.
 
         Returns:
-            The ``[V]`` draft rows that the table names.
+            The draft rows that the table names.
         """
         into = self.blank(table)
-        draft_rows = self.write(into, tree, inner_nodes(tree))
-        self._fill_rows(into, tree, batch, noise if isinstance(noise, Noise) else None, dummy)
+        drawn = self.write(into, tree, InnerRows.of(tree))
+        self._fill_rows(into, tree, batch, dummy)
         self._fill_samples(into, tree, batch, dummy)
-        if isinstance(noise, GumbelNoise):
-            into.seeds[: len(tree.samples)] = [source.seed if source else 0 for source in noise.sources]
-        into.temperature[:] = [*temperatures, *[1.0] * (self.owners - len(temperatures))]
-        into.most_tops[: len(draft_rows)] = [row.law.most_tops for row in draft_rows]
-        into.threshold[: len(draft_rows)] = [row.law.threshold for row in draft_rows]
-        return [row.probs for row in draft_rows]
+        if isinstance(noise, Noise):
+            into.accept[: tree.rows] = noise.accept.numpy()[tree.owner, tree.node]
+            into.final[: tree.rows] = noise.final.numpy()[tree.owner, tree.node]
+        elif noise is not None:
+            into.seeds[: len(tree)] = [source.seed if source else 0 for source in noise.sources]
+            heats = zip(noise.sources, temperatures, strict=False)
+            into.temperature[: len(temperatures)] = [heat if source else 0.0 for source, heat in heats]
+        into.most_tops[: len(drawn.laws)] = [law.most_tops for law in drawn.laws]
+        into.threshold[: len(drawn.laws)] = [law.threshold for law in drawn.laws]
+        return drawn
 
-    def _fill_rows(
-        self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, dummy: int
-    ) -> None:
-        places = list(tree.rows())
-        count = len(places)
-        into.above[:] = -1
+    def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int) -> None:
+        """Writes a step of padding rows alone."""
+        nothing = [None] * self.samples
+        batch = RaggedBatch([], [], [], [], torch.empty(0), torch.empty(0))
+        self.fill(table, DraftTree.roots(topology, nothing, nothing), batch, None, dummy)
+
+    def _fill_rows(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
+        count = tree.rows
+        into.above[:count], into.above[count:] = tree.parent, -1
+        into.depth[:count] = tree.depth
         into.sample[count:] = self.samples
-        into.positions[count:] = 1
-        into.slots[count:] = dummy + 1 + np.arange(self.rows - count)
-        if not count:
-            return
-        topology = next(drafted.topology for drafted in tree.samples if drafted)
-        row_of = {(sample, node): row for row, (sample, node, _) in enumerate(places)}
-        samples, nodes, _ = (list(column) for column in zip(*places, strict=True))
-        into.tokens[count:] = into.tokens[0]  # not 0: models warn of what looks like padding without a mask
-        into.positions[:count], into.slots[:count] = batch.positions.numpy(), batch.slots.numpy()
-        into.depth[:count] = [topology.depth_list[node] for node in nodes]
-        into.above[:count] = [row_of.get((sample, topology.parent_list[node]), -1) for sample, node, _ in places]
+        into.positions[:count], into.positions[count:] = batch.positions.numpy(), 1
+        into.slots[:count], into.slots[count:] = batch.slots.numpy(), dummy + 1 + np.arange(self.rows - count)
+        if count:
+            into.tokens[count:] = into.tokens[0]  # not 0: models warn of what looks like padding without a mask
         if batch.words is not None:
             into.words[:count, : batch.words.shape[1]] = batch.words.cpu().numpy()
-        if noise is not None:
-            into.accept[:count] = noise.accept[samples, nodes].numpy()
-            into.final[:count] = noise.final[samples, nodes].numpy()
 
     def _fill_samples(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
-        count = sum(tree.lengths)
-        lengths = [*tree.lengths, *[0] * (self.samples - len(tree.lengths))]
-        living = [sample for sample, length in enumerate(lengths) if length]
-        firsts = [0, *accumulate(lengths)]
+        count, living = tree.rows, tree.living
         # First rows, first pool rows, committed keys and first keys of the tree; padding rows see one key and no tree.
-        into.layout[0] = [*firsts, self.rows]
+        into.layout[0], into.layout[3] = count, count
+        into.layout[0, -1] = self.rows
+        into.layout[0, : len(tree)] = into.layout[3, : len(tree)] = tree.offsets[:-1]
         into.layout[1, living], into.layout[2, living] = batch.starts, batch.past
         into.layout[1:3, self.samples] = dummy, 1
-        into.layout[3] = [*firsts, count]
         into.home[:] = dummy
         into.home[living] = into.slots[into.roots[living]]
 

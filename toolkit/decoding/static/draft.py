@@ -17,14 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from arbordraft.decoding.static.step import Pools, StaticForward
+from arbordraft.decoding.static.recording import Pools
+from arbordraft.decoding.static.step import StaticForward
 from arbordraft.drafters.one_call import DraftNetwork, Missing
 from arbordraft.kernels.draft_tree import Draws, Growth
+from arbordraft.kernels.draft_tree.reference import fits, gains, growing, reach_below
 from arbordraft.kernels.gumbel import gumbel
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.table import Table
+
+_ANY_NUMBER = 2**62
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class DraftBucket(Table):
         By row to catch up with: its token, its place among the target's states. By sample: its first pool row, its
         committed rows and those that are missing, its levels, its seed, the position of what follows its root, its
         temperature (0 draws nothing), what its tokens are worth. By sample and depth: the trust in drafts, how many are
-        expected. Tokens that a level must gain and that a node must, and most drafts of all (-1 for any number).
+        expected. Tokens that a level must gain and that a node must, and most drafts of all.
         """
         samples = dict.fromkeys(("starts", "committed", "missing", "levels", "seeds", "positions"), (self.samples,))
         return {
@@ -101,7 +105,8 @@ class DraftBucket(Table):
             told = np.reshape(getattr(growth, name), (count, -1))
             known = np.minimum(np.arange(self.depth), told.shape[1] - 1)
             getattr(into, name)[:count] = told[:, known]
-        into.prices[:], into.budget[0] = (growth.level, growth.row), growth.budget
+        into.prices[:] = growth.level, growth.row
+        into.budget[0] = growth.budget if growth.budget > 0 else _ANY_NUMBER
         if draws is not None:
             into.seeds[:count], into.positions[:count] = draws.seeds.numpy(), draws.positions.numpy()
             into.temperature[:count] = draws.temperatures
@@ -172,10 +177,13 @@ class DraftStep(nn.Module):
         longest: about the longest prefix: how attention is split follows from it.
     """
 
+    operator = "static_draft"
+
     def __init__(
         self, network: DraftNetwork, topology: TreeTopology, bucket: DraftBucket, *, shared: bool, longest: int
     ) -> None:
         super().__init__()
+        self.title = f"a draft of {network}"
         self.network, self.bucket, self.shared, self.longest = network, bucket, shared, longest
         mask = SlicedCausalMask(topology)
         self.levels = nn.ModuleList(_Level(topology, mask, depth) for depth in range(bucket.depth))
@@ -273,32 +281,22 @@ class DraftStep(nn.Module):
         return tops[0].unflatten(0, (-1, level.size)), tops[1].unflatten(0, (-1, level.size))
 
     def _going(self, part: Mapping[str, Tensor], trees: _Trees, depth: int, level: _Level) -> Tensor:
-        """``[S, n]`` which nodes get children: what :class:`~arbordraft.drafters.grower.TreeGrower` decides."""
+        """``[S, n]`` which nodes get children, by the growth rule."""
         reach = trees.reach[depth][:, level.inner]
-        gains = reach * part["next"][:, depth, None] - part["prices"][1]
-        alive = (trees.tokens[depth][:, level.inner] >= 0) & (depth < part["levels"])[:, None]
-        going = alive & (gains >= 0) & (reach >= _least_reach(trees, part["budget"]))
-        worth = torch.where(going, gains, 0).sum()
-        return going & (worth >= part["prices"][0])
+        able = (reach >= 0) & (depth < part["levels"])[:, None]
+        if depth:
+            able = able & fits(reach, torch.cat(trees.reach[1:], dim=1).flatten(), part["budget"])
+        return growing(gains(reach, part["next"][:, depth, None], part["prices"][1]), able, part["prices"][0])
 
 
 def _add_children(trees: _Trees, level: _Level, going: Tensor, tokens: Tensor, chances: Tensor, trust: Tensor) -> None:
     """Gives the nodes that go on their children."""
     chance = chances[:, level.parent, level.rank]
     added = going[:, level.parent] & (chance > 0)
-    reach = trees.reach[-1][:, level.inner][:, level.parent] * (trust * chance).clamp(max=1)
+    reach = reach_below(trees.reach[-1][:, level.inner][:, level.parent], trust, chance)
     trees.tokens.append(torch.where(added, tokens[:, level.parent, level.rank], -1))
     trees.chances.append(torch.where(added, chance, 0))
     trees.reach.append(torch.where(added, reach, -1))
-
-
-def _least_reach(trees: _Trees, budget: Tensor) -> Tensor:
-    """``[1]`` reach of the last draft that fits into the budget so far; 0 if all do."""
-    if len(trees.reach) == 1:
-        return torch.zeros_like(trees.reach[0][0])
-    ranked = torch.cat(trees.reach[1:], dim=1).flatten().sort(descending=True).values
-    least = ranked[(budget - 1).clamp(0, len(ranked) - 1)].clamp(min=0)
-    return torch.where((budget > 0) & (budget <= len(ranked)), least, 0)
 
 
 def _layout(starts: Tensor, past: Tensor, rows: int, keys: int) -> Tensor:

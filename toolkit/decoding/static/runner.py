@@ -1,4 +1,4 @@
-"""Runs static steps: chooses their shapes, fills their tables, records them as CUDA graphs, reads what they found.
+"""Runs steps of fixed shapes: chooses their shapes, fills their tables, reads what they found.
 
 Shapes: T rows of a bucket, S samples besides the dummy, F hidden states side by side.
 """
@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from arbordraft.decoding.static.bucket import Bucket, bucket_for, bucket_sizes, power_of_two
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.drafting import StaticDrafts
-from arbordraft.decoding.static.recording import INSTEAD, check_kernels, on, record
-from arbordraft.decoding.static.step import Call, Pools, StaticStep, StepKind, compiled
+from arbordraft.decoding.static.recording import INSTEAD, Recorder, Recording
+from arbordraft.decoding.static.step import StaticStep, StepKind
 from arbordraft.drafters import Drafter
 from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
@@ -34,79 +34,16 @@ from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import Lifted, Rule, RuleVerifier
 from arbordraft.verifiers.coupling import Coupling
 
-_MOST_RUNNERS = 32  # each has buffers and perhaps a graph
 # Rows that are used when nobody says which: on a GPU a step of 64 rows takes little longer than one of a single row.
 DEFAULT_BUCKETS = (1, 8, 16, 32, 64)
 _ROOMY = 4  # how many times the rows for padding a cache has at least, unless it must have these steps
-
-
-class _Runner:
-    """A step with the buffers that it reads; on a GPU recorded as a CUDA graph.
-
-    Args:
-        step: the step.
-        call: the same, as it shall be called.
-        memory: what the graphs of a decoder share; ``None`` where nothing is recorded.
-    """
-
-    def __init__(self, step: StaticStep, call: Call, memory: Any) -> None:
-        self.step, self._call, self._memory = step, call, memory
-        device, bucket = step.target.device, step.bucket
-        pinned = device.type == "cuda"
-        self.host = torch.zeros(bucket.size, dtype=torch.int64, pin_memory=pinned)
-        self.table = torch.zeros(bucket.size, dtype=torch.int64, device=device)
-        drafts = bucket.nodes if step.kind.sampled else 0
-        wide = torch.promote_types(step.target.model.dtype, torch.float32)
-        self.draft = torch.zeros(drafts, step.target.vocab_size, dtype=wide, device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._recorded: tuple[int, ...] = ()
-        self._kept: object = None
-
-    def __call__(
-        self,
-        tree: DraftTree,
-        batch: RaggedBatch,
-        noise: Noise | GumbelNoise | None,
-        cache: StaticCache,
-        temperatures: Sequence[float],
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the step: an upload, the step, and what there is to download."""
-        pools = cache.layers(self.step.target.num_layers)
-        if self._memory is not None and self._recorded != tuple(pool.data_ptr() for pool in pools):
-            self._record(cache, pools)
-        drafts = self.step.bucket.fill(self.host, tree, batch, noise, cache.dummy_start, temperatures)
-        self.table.copy_(self.host, non_blocking=True)
-        if drafts and self.step.kind.sampled:
-            self.draft[: len(drafts)].copy_(torch.stack(drafts))
-        if self._graph is None:
-            return self._run(pools)
-        self._graph.replay()
-        result, hidden = self._out
-        return result, hidden.clone()  # the drafter may keep it; the next step overwrites this one
-
-    def _run(self, pools: Pools) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return self._call(self.table, self.draft, pools)
-
-    def _record(self, cache: StaticCache, pools: Pools) -> None:
-        """Records the step on the pools as they lie now. What runs meanwhile are padding rows alone."""
-        from arbordraft.kernels.kv_cache.triton import address_table
-
-        nothing = RaggedBatch([], [], [], [], torch.empty(0), torch.empty(0))
-        self.step.bucket.fill(self.host, DraftTree(()), nothing, None, cache.dummy_start)
-        self.table.copy_(self.host)
-        addresses = address_table(list(pools))
-        name = type(self.step.target.model).__name__
-        self._graph, self._out = record(lambda: self._run(pools), self._memory, f"a step of {name}")
-        self._kept = addresses
-        self._recorded = tuple(pool.data_ptr() for pool in pools)
 
 
 class StepResult(NamedTuple):
     """What a step came to.
 
     Args:
-        verdict: one per sample, ``None`` for those that failed too.
+        verdict: those that failed take no part in it.
         failed: samples whose logits are not numbers.
         hidden: ``[S + 1, depth + 1, F]`` hidden states of all samples' roots and accepted nodes.
         rows: rows of the step, padding included.
@@ -153,24 +90,24 @@ class StaticStepping:
             raise ValueError(f"buckets need a target with kernels='torch' or 'triton', not 'native': {INSTEAD}")
         self.target, self.topology, self.coupling = target, topology, coupling
         self.buckets = bucket_sizes(buckets)
-        self.compiler = compiler
+        self.recorder = Recorder(compiler)
         self.automatic = automatic
         self.hidden_layers = drafter.hidden_layers
         self._laws = [law for law in drafter.laws(coupling.law) if not law.deterministic]
-        self.drafts = StaticDrafts(topology, compiler)
+        self.drafts = StaticDrafts(topology, self.recorder)
         self._drafter = drafter
-        self._runners: dict[tuple[Bucket, StepKind], _Runner] = {}
         self._idle: StaticCache | None = None
         self._in_use: WeakSet[StaticCache] = WeakSet()  # a batch that failed is not closed: its cache goes with it
         self._failed = False
-        self._memory: Any = None
         self._weights: tuple[object, ...] = ()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     @property
     def shapes(self) -> list[Bucket]:
         """The shapes of all steps so far."""
-        return sorted({bucket for bucket, _ in self._runners}, key=lambda bucket: (bucket.samples, bucket.rows))
+        buckets = {recording.step.bucket for recording in self.recorder.recordings.values()}
+        shapes = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+        return sorted(shapes, key=lambda bucket: (bucket.samples, bucket.rows))
 
     def reset(self) -> None:
         """Forgets what was recorded and compiled, and the idle cache; steps are made anew when they are needed.
@@ -179,12 +116,8 @@ class StaticStepping:
         attributes of a target, such as adapters that are switched on. What else changes between two batches calls for
         this.
         """
-        self._runners.clear()
+        self.recorder.reset(self.target.device)
         self._idle = None
-        recording = self.target.device.type == "cuda"
-        self._memory = torch.cuda.graph_pool_handle() if recording else None
-        # Not the same: a draft may run while another batch's step waits for its download.
-        self.drafts.reset(torch.cuda.graph_pool_handle() if recording else None)
 
     @property
     def active(self) -> bool:
@@ -285,55 +218,51 @@ class StaticStepping:
             ValueError: if the chosen kernels cannot do without the host.
         """
         assert isinstance(cache, StaticCache)
-        with self._lock, on(self.target.device):  # the buffers of a step serve one batch at a time
-            runner = self._runner(tree, cache, noise, pipeline)
-            result, hidden = runner(tree, batch, noise, cache, temperatures)
-            verdicts = result.tolist()
-        samples: list[SampleVerdict | None] = []
-        failed: list[int] = []
-        first = 0
-        for index, (drafted, (row, token, broken)) in enumerate(zip(tree.samples, verdicts, strict=False)):
-            samples.append(None)
-            if drafted is None:
-                continue
-            nodes = list(drafted.tokens)
-            if broken:
-                failed.append(index)
-            else:
-                node = nodes[row - first]
-                path = tuple(drafted.topology.path(node)[1:])
-                samples[-1] = SampleVerdict(path, token, recovered=bool(drafted.children(node)))
-            first += len(nodes)
-        return StepResult(Verdict(tuple(samples)), failed, hidden, runner.step.bucket.rows)
+        pools = cache.layers(self.target.num_layers)
+        with self.recorder.turn(self.target.device):
+            run = self._recording(tree, cache, noise, pipeline)
+            bucket: Bucket = run.step.bucket  # type: ignore[assignment]
 
-    def _runner(
+            def fill(table: Tensor) -> None:
+                drawn = bucket.fill(table, tree, batch, noise, cache.dummy_start, temperatures)
+                if len(drawn.rows) and len(run.inputs):
+                    rows = torch.from_numpy(drawn.rows).to(tree.draft_rows.device)
+                    run.inputs[: len(rows)].copy_(tree.draft_rows[rows])
+
+            def idle(table: Tensor) -> None:
+                bucket.fill_idle(table, self.topology, cache.dummy_start)
+
+            result, hidden = run(pools, fill, idle)
+            found = result.tolist()
+            if run.recorded:
+                hidden = hidden.clone()  # the drafter may keep it; the next step overwrites this one
+        failed = [sample for sample in tree.living if found[sample][2]]
+        ends = {sample: (found[sample][0], found[sample][1]) for sample in tree.living if not found[sample][2]}
+        return StepResult(Verdict.of(tree, ends), failed, hidden, bucket.rows)
+
+    def _recording(
         self, tree: DraftTree, cache: StaticCache, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline
-    ) -> _Runner:
-        rows = bucket_for(self.buckets, sum(tree.lengths))
-        bucket = Bucket.of(self.topology, rows, power_of_two(len(tree.samples)))
+    ) -> Recording:
+        bucket = Bucket.of(self.topology, bucket_for(self.buckets, tree.rows), power_of_two(len(tree)))
         sampled, shared = isinstance(noise, Noise), isinstance(noise, GumbelNoise)
         divides = shared and pipeline.temperature is not None
-        kind = StepKind(
-            sampled, shared, processors=() if divides else pipeline.constants, divides=divides, longest=cache.longest
-        )
-        if kind.sampled:
+        kind = StepKind(sampled, shared, processors=() if divides else pipeline.constants, longest=cache.longest)
+        if sampled:
             kind = replace(
                 kind,
                 lifted=isinstance(self.coupling.verifier, Lifted),
                 replacement=any(law.replacement for law in self._laws),
                 most_tops=min(max((law.most_tops for law in self._laws), default=0), self.target.vocab_size),
             )
-        runner = self._runners.pop((bucket, kind), None)
-        if runner is None:
-            most_rows = min(rows, self.topology.num_nodes)
+
+        def make() -> tuple[StaticStep, Tensor]:
+            most_rows = min(bucket.rows, self.topology.num_nodes)
             step = StaticStep(self.target, bucket, kind, pipeline, most_rows, self.hidden_layers)
-            call = step if self.compiler is None else compiled(step, self.compiler)
-            runner = _Runner(step, call, self._memory)
-        self._runners[bucket, kind] = runner  # at the end: the first one is the one least recently used
-        if len(self._runners) > _MOST_RUNNERS:
-            del self._runners[next(iter(self._runners))]
-        check_kernels("static_step", runner.table)
-        return runner
+            wide = torch.promote_types(self.target.model.dtype, torch.float32)
+            shape = bucket.nodes if sampled else 0, self.target.vocab_size
+            return step, torch.zeros(shape, dtype=wide, device=self.target.device)
+
+        return self.recorder.recording((bucket, kind), make)
 
 
 __all__ = ["StaticCache", "StaticStepping", "StepResult"]

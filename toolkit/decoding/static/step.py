@@ -9,14 +9,14 @@ Shapes: T rows of a bucket, S samples besides the dummy, N places for nodes with
 side by side, P pool rows.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from arbordraft.decoding.static.bucket import Bucket
+from arbordraft.decoding.static.recording import Pools
 from arbordraft.kernels.fused_layers import rotate_append
 from arbordraft.kernels.gumbel import gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact_rows
@@ -25,17 +25,13 @@ from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import verify_tree, walk
 from arbordraft.sampling.processors import LogitsPipeline, truncated, widened
-from arbordraft.target.attention import Ahead, AttentionCall, Tables
+from arbordraft.target.attention import Attending, AttentionCall, Tables
 from arbordraft.target.model import RaggedModel
-
-Pools = Sequence[Tensor]  # keys and values of layer 0, of layer 1, ...: [P, Hkv, D] each
-Call = Callable[[Tensor, Tensor, Pools], tuple[Tensor, Tensor]]
-_RECOMPILE_LIMIT = 128
 
 
 @dataclass
-class StaticForward:
-    """A forward whose batch is described by tensors alone; see :class:`~arbordraft.target.attention.Forward`.
+class StaticForward(Attending):
+    """A forward whose batch is described by tensors alone.
 
     Args:
         pools: keys and values of all layers.
@@ -46,7 +42,6 @@ class StaticForward:
         words: ``[T, W]``; ``None`` for causal order.
         most_rows: rows of a sample, at most.
         longest: about the most committed keys of a sample.
-        hidden: hidden states that are wanted.
     """
 
     pools: Pools
@@ -57,12 +52,6 @@ class StaticForward:
     words: Tensor | None
     most_rows: int
     longest: int
-    hidden: dict[int, Tensor | None] = field(default_factory=dict)
-    layers: dict[int, AttentionCall | None] = field(default_factory=dict)
-    depth: int | None = None
-    behind: nn.Module | None = None
-    last: Any = None
-    ahead: Ahead | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
@@ -98,13 +87,15 @@ class StepKind:
 
     Args:
         sampled: verify by recursive rejection; else keep the target's own tokens, which are the most probable ones, or
-        shared: drawn with the noise that the drafter shares.
+        shared: drawn with the noise that the drafter shares, by samples of a temperature above 0.
         lifted: see :class:`~arbordraft.Lifted`.
         replacement: whether draws may repeat a token.
         most_tops: certain tokens of a node that was drawn at random, at most.
-        processors: what tells the request's processors from others.
-        divides: whether they do no more than divide by temperatures, which the table holds.
-        longest: about the longest prefix: how attention is split follows from it.
+        processors: what tells the request's processors from others; nothing if they only divide shared noise's scores
+            by temperatures, which the table holds.
+        longest: about the longest prefix, from which the number of splits of the attention follows: a dimension of what
+            a graph launches. It is rounded to powers of eight, which few texts see more than two of; as many splits as
+            the longest text could need would make every short one wait for a second kernel in each layer.
     """
 
     sampled: bool
@@ -113,20 +104,7 @@ class StepKind:
     replacement: bool = False
     most_tops: int = 0
     processors: Hashable = ()
-    divides: bool = False
     longest: int = 0
-
-
-def compiled(step: nn.Module, backend: str) -> Callable[..., Any]:
-    """A step through ``torch.compile``, in one piece."""
-    found = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
-
-    def call(*inputs: Any) -> Any:
-        # The limit is one for all steps together, as they share their code; each of them is traced for good reason.
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-            return found(*inputs)
-
-    return call
 
 
 class StaticStep(nn.Module):
@@ -140,6 +118,8 @@ class StaticStep(nn.Module):
         most_rows: rows of a sample, the dummy aside, at most.
         hidden_layers: the target's hidden states that are wanted.
     """
+
+    operator = "static_step"
 
     def __init__(
         self,
@@ -158,6 +138,7 @@ class StaticStep(nn.Module):
         self.pipeline = pipeline
         self.most_rows = most_rows
         self.hidden_layers = tuple(hidden_layers)
+        self.title = f"a step of {type(target.model).__name__}"
 
     def forward(self, table: Tensor, draft: Tensor, pools: Pools) -> tuple[Tensor, Tensor]:
         """One step.
@@ -199,8 +180,8 @@ class StaticStep(nn.Module):
         else:
             tree = self.bucket.unpack(part, None, False)
             if self.kind.shared:
-                best = self._drawn(part, logits)
-            elif self.pipeline.processors:
+                best = self._drawn(part, logits, best)
+            elif self.kind.processors:
                 _, best = row_max_reference(self.pipeline(logits, _no_path))
             # A row without children is compared with nothing: -1 is no token.
             end = walk(tree, tree.tokens == best[tree.inner.clamp(min=0)][:, None])
@@ -212,16 +193,18 @@ class StaticStep(nn.Module):
         hidden = torch.cat(states, dim=-1) if states else logits.new_empty(self.bucket.rows, 0)
         return torch.stack([end, token, broken], dim=1), hidden[path.clamp(min=0)]
 
-    def _drawn(self, part: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+    def _drawn(self, part: Mapping[str, Tensor], logits: Tensor, best: Tensor) -> Tensor:
         """``[T]`` the target's token behind every row; any one where logits are no numbers."""
         seeds, positions = part["seeds"][part["sample"]], part["positions"] + 1
-        if self.kind.divides:
-            wide = widened(logits)
-            scores = wide / part["temperature"][part["sample"]].to(wide.dtype)[:, None]
-            return gumbel_argmax(scores, seeds, positions, 1.0, None).clamp(min=0)
-        scores, processor = self.pipeline.trimmed(logits, _no_path)
-        scores, lowest = truncated(processor, scores)
-        return gumbel_argmax(scores, seeds, positions, 1.0, lowest).clamp(min=0)
+        if self.kind.processors:
+            scores, processor = self.pipeline.trimmed(logits, _no_path)
+            scores, lowest = truncated(processor, scores)
+            return gumbel_argmax(scores, seeds, positions, 1.0, lowest).clamp(min=0)
+        wide = widened(logits)
+        heat = part["temperature"][part["sample"]].to(wide.dtype)
+        draws = heat > 0
+        drawn = gumbel_argmax(wide / torch.where(draws, heat, 1)[:, None], seeds, positions, 1.0, None)
+        return torch.where(draws, drawn.clamp(min=0), best)
 
     def _path(self, part: Mapping[str, Tensor], end: Tensor) -> Tensor:
         """``[S + 1, depth + 1]`` rows from each root to where its path ends, -1 behind."""
@@ -255,4 +238,4 @@ def _no_path(row: int) -> Sequence[int]:
     raise AssertionError(f"processors were checked, yet one asks for the path of row {row}")
 
 
-__all__ = ["Call", "Pools", "StaticForward", "StaticStep", "StepKind", "compiled"]
+__all__ = ["StaticForward", "StaticStep", "StepKind"]
