@@ -1,10 +1,11 @@
 """Runs drafts of fixed shapes: chooses their shapes, fills their tables, reads the trees.
 
-Shapes: S samples, C rows to catch up with of each, F hidden states side by side.
+Shapes: S samples, C rows to catch up with of each, F hidden states side by side, N nodes of the topology.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from arbordraft.decoding.static.recording import Recorder, Recording
 from arbordraft.drafters.one_call import DraftNetwork, Missing, caught_up
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.trees.draft_tree import Ints, Reals
 from arbordraft.trees.topology import TreeTopology
 
 
@@ -32,7 +34,7 @@ class StaticDrafts:
     def __init__(self, topology: TreeTopology, recorder: Recorder | None = None) -> None:
         self.topology, self.recorder = topology, recorder or Recorder()
         self.rows = topology.max_depth + 1  # as many as a step commits at most
-        self._inner = [node for node, children in enumerate(topology.child_list) if node and children]
+        self._inner = np.array([node for level in topology.inner[1:] for node in level], dtype=np.int64)
 
     @property
     def each(self) -> int:
@@ -58,40 +60,37 @@ class StaticDrafts:
         wanted = [max(count + len(self._inner), self.rows) for count in counts]
         places = cache.reserve(list(missing), wanted)
         pools = network.pools(cache, cache.dummy)
-        samples = power_of_two(len(missing))
-        spare = [cache.dummy_start + 1 + number * self.each for number in range(samples - len(missing))]
+        bucket = DraftBucket(power_of_two(len(missing)), self.rows, max(growth.levels))
+        spare = [cache.dummy_start + 1 + number * self.each for number in range(bucket.samples - len(missing))]
         states = [part for _, part in missing.values() if part is not None]
         with self.recorder.turn(network.device):
-            run = self._recording(network, samples, max(growth.levels), draws is not None, cache.longest)
+            run = self._recording(network, bucket, draws is not None, cache.longest)
 
             def fill(table: Tensor) -> None:
                 bucket.fill(table, list(missing.values()), places, growth, draws, spare)
                 if states:
                     run.inputs[: sum(counts)].copy_(torch.cat(states))
 
-            bucket: DraftBucket = run.step.bucket  # type: ignore[assignment]
-            tokens, chances = run(pools, fill).tolist()
+            tokens, chances = run(pools, fill)[:, : len(missing)].cpu().numpy()
         caught_up(cache, missing)
-        return self._drafted(tokens[: len(missing)], chances[: len(missing)], bucket.depth)
+        return self._drafted(tokens.astype(np.int64), chances, bucket.depth)
 
-    def _drafted(self, tokens: Sequence[Sequence[float]], chances: Sequence[Sequence[float]], depth: int) -> Drafted:
-        found = [
-            ([sample, node, int(token)], chances[sample][node])
-            for sample, row in enumerate(tokens)
-            for node, token in enumerate(row)
-            if node and token >= 0
-        ]
-        nodes = self.topology.levels[depth].start  # above the last level, whose nodes were planted and not run
-        fed = [[sample, node] for sample in range(len(tokens)) for node in self._inner if node < nodes]
-        broken = int(sum(row[0] for row in chances))
-        return Drafted([place for place, _ in found], [chance for _, chance in found], fed, broken)
+    def _drafted(self, tokens: Ints, chances: Reals, depth: int) -> Drafted:
+        samples, nodes = np.nonzero(tokens[:, 1:] >= 0)
+        places = samples, nodes + 1
+        # Those of the last level were planted and not run.
+        fed = self._inner[self._inner < self.topology.levels[depth].start]
+        return Drafted(
+            np.stack([*places, tokens[places]]),
+            chances[places],
+            np.stack([np.repeat(np.arange(len(tokens)), len(fed)), np.tile(fed, len(tokens))]),
+            int(chances[:, 0].sum()),
+        )
 
-    def _recording(self, network: DraftNetwork, samples: int, depth: int, shared: bool, longest: int) -> Recording:
-        bucket = DraftBucket(samples, self.rows, depth)
-
+    def _recording(self, network: DraftNetwork, bucket: DraftBucket, shared: bool, longest: int) -> Recording:
         def make() -> tuple[DraftStep, Tensor]:
             step = DraftStep(network, self.topology, bucket, shared=shared, longest=longest)
-            rows = samples * self.rows if network.states else 0
+            rows = bucket.samples * bucket.rows if network.states else 0
             return step, torch.zeros(rows, network.states, dtype=network.dtype, device=network.device)
 
         return self.recorder.recording((network, bucket, shared, longest), make)

@@ -219,9 +219,9 @@ class StaticStepping:
         """
         assert isinstance(cache, StaticCache)
         pools = cache.layers(self.target.num_layers)
+        bucket = Bucket.of(self.topology, bucket_for(self.buckets, tree.rows), power_of_two(len(tree)))
         with self.recorder.turn(self.target.device):
-            run = self._recording(tree, cache, noise, pipeline)
-            bucket: Bucket = run.step.bucket  # type: ignore[assignment]
+            run = self._recording(bucket, cache.longest, noise, pipeline)
 
             def fill(table: Tensor) -> None:
                 drawn = bucket.fill(table, tree, batch, noise, cache.dummy_start, temperatures)
@@ -241,12 +241,11 @@ class StaticStepping:
         return StepResult(Verdict.of(tree, ends), failed, hidden, bucket.rows)
 
     def _recording(
-        self, tree: DraftTree, cache: StaticCache, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline
+        self, bucket: Bucket, longest: int, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline
     ) -> Recording:
-        bucket = Bucket.of(self.topology, bucket_for(self.buckets, tree.rows), power_of_two(len(tree)))
         sampled, shared = isinstance(noise, Noise), isinstance(noise, GumbelNoise)
         divides = shared and pipeline.temperature is not None
-        kind = StepKind(sampled, shared, processors=() if divides else pipeline.constants, longest=cache.longest)
+        kind = StepKind(sampled, shared, processors=() if divides else pipeline.constants, longest=longest)
         if sampled:
             kind = replace(
                 kind,
