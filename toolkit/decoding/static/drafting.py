@@ -3,6 +3,7 @@
 Shapes: S samples, C rows to catch up with of each, F hidden states side by side, N nodes of the topology.
 """
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -34,6 +35,7 @@ class StaticDrafts:
     def __init__(self, topology: TreeTopology, recorder: Recorder | None = None) -> None:
         self.topology, self.recorder = topology, recorder or Recorder()
         self.rows = topology.max_depth + 1  # as many as a step commits at most
+        self._bucket = functools.cache(DraftBucket)
         self._inner = np.array([node for level in topology.inner[1:] for node in level], dtype=np.int64)
 
     @property
@@ -60,7 +62,7 @@ class StaticDrafts:
         wanted = [max(count + len(self._inner), self.rows) for count in counts]
         places = cache.reserve(list(missing), wanted)
         pools = network.pools(cache, cache.dummy)
-        bucket = DraftBucket(power_of_two(len(missing)), self.rows, max(growth.levels))
+        bucket = self._bucket(power_of_two(len(missing)), self.rows, max(growth.levels))
         spare = [cache.dummy_start + 1 + number * self.each for number in range(bucket.samples - len(missing))]
         states = [part for _, part in missing.values() if part is not None]
         with self.recorder.turn(network.device):

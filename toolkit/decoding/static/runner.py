@@ -3,6 +3,7 @@
 Shapes: T rows of a bucket, S samples besides the dummy, F hidden states side by side.
 """
 
+import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -91,6 +92,7 @@ class StaticStepping:
         self.target, self.topology, self.coupling = target, topology, coupling
         self.buckets = bucket_sizes(buckets)
         self.recorder = Recorder(compiler)
+        self._bucket = functools.cache(functools.partial(Bucket.of, topology))
         self.automatic = automatic
         self.hidden_layers = drafter.hidden_layers
         self._laws = [law for law in drafter.laws(coupling.law) if not law.deterministic]
@@ -219,7 +221,7 @@ class StaticStepping:
         """
         assert isinstance(cache, StaticCache)
         pools = cache.layers(self.target.num_layers)
-        bucket = Bucket.of(self.topology, bucket_for(self.buckets, tree.rows), power_of_two(len(tree)))
+        bucket = self._bucket(bucket_for(self.buckets, tree.rows), power_of_two(len(tree)))
         with self.recorder.turn(self.target.device):
             run = self._recording(bucket, cache.longest, noise, pipeline)
 
