@@ -35,6 +35,7 @@ from arbordraft.decoding.text import encode
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.loading import Kernels, Settings
 from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.verdict import SampleVerdict
 from arbordraft.utils.terminal import terminal
 
 HELP = """\

@@ -1,6 +1,6 @@
 """Shows answers as they stream, tables of results and trees on the terminal."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, Group
@@ -16,6 +16,7 @@ from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.spelling import Pieces
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import SampleVerdict
 from arbordraft.utils.terminal import bars
 
 _NOTICED = 0.1  # seconds
@@ -137,7 +138,7 @@ def verdict(stats: DecodeStats) -> str | None:
 
 def tree_text(topology: TreeTopology) -> Tree:
     """A topology as an indented tree."""
-    return _indented(topology, range(topology.num_nodes), lambda node: Text(str(node or "0 (last committed token)")))
+    return _indented(dict(enumerate(topology.parent_list)), lambda node: Text(str(node or "0 (last committed token)")))
 
 
 def step_tree(tree: SampleTree, verdict: SampleVerdict, spell: Callable[[int], str]) -> Group:
@@ -148,24 +149,22 @@ def step_tree(tree: SampleTree, verdict: SampleVerdict, spell: Callable[[int], s
         verdict: which of them were accepted.
         spell: gives the text of a token.
     """
-    accepted = {0, *verdict.path}
 
-    def label(node: int) -> Text:
-        text = Text(repr(spell(tree.tokens[node])), style="bold green" if node in accepted else "dim")
-        return text.append(" ✓") if node in verdict.path else text
+    def label(row: int) -> Text:
+        text = Text(repr(spell(tree.token(row))), style="bold green" if row in verdict.path else "dim")
+        return text.append(" ✓") if row in verdict.path[1:] else text
 
     kind = "instead of what it rejected" if verdict.recovered else "as a bonus"
     own = Text.assemble("the target adds ", (repr(spell(verdict.token)), "bold cyan"), f" {kind}")
-    drafted, accepted_drafts = len(tree.tokens) - 1, len(verdict.path)
+    drafted, accepted_drafts = len(tree.rows) - 1, len(verdict.path) - 1
     tokens = f"{accepted_drafts + 1} tokens" if accepted_drafts else "1 token"
     gain = Text(f"{drafted} drafted, {accepted_drafts} accepted: {tokens} by one forward")
-    return Group(_indented(tree.topology, tree.tokens, label), own, gain)
+    return Group(_indented(dict(zip(tree.rows, tree.parents, strict=True)), label), own, gain)
 
 
-def _indented(topology: TreeTopology, nodes: Iterable[int], label: Callable[[int], Text]) -> Tree:
-    """Nodes in ascending order, each below its parent."""
+def _indented(parents: Mapping[int, int], label: Callable[[int], Text]) -> Tree:
+    """Nodes with their parents, the first one the root, each below its own."""
     drawn: dict[int, Tree] = {}
-    for node in nodes:
-        parent = topology.parent_list[node]
+    for node, parent in parents.items():
         drawn[node] = Tree(label(node)) if parent < 0 else drawn[parent].add(label(node))
-    return drawn[0]
+    return drawn[next(iter(parents))]

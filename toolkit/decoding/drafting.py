@@ -1,4 +1,4 @@
-"""What is proposed in a step: the drafter is told about the step, unless nothing is to be drafted.
+"""What is proposed in a step: the grower is told about the step, unless nothing is to be drafted.
 
 Shapes: B samples, V vocabulary.
 """
@@ -7,20 +7,21 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from arbordraft.deciders.decisions import Plan, Situation
 from arbordraft.decoding.assemble import AssembledParts
-from arbordraft.decoding.processing import draft_scores
-from arbordraft.decoding.sample_groups import SampleGroup, draft_temperature
-from arbordraft.decoding.state import DecodeState
+from arbordraft.decoding.state import DecodeState, Sample
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.drafters.context import DraftContext, OneCallDrafts
-from arbordraft.drafters.none import roots
+from arbordraft.drafters.grower import grow
 from arbordraft.sampling.laws import Fixed
-from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.sampling.noise import GumbelNoise, Noise
+from arbordraft.trees.draft_tree import DraftTree, Proposal
 from arbordraft.trees.masks import SlicedCausalMask
 
-Candidates = Callable[[DecodeState, SampleGroup], Sequence[tuple[Sequence[int], Tensor] | None]]
-"""Of a batch and a sample group: by sample, children of its root, with the ``[V]`` row that they were drawn from."""
+Candidates = Callable[
+    [DecodeState, Sequence[Sample], Noise | GumbelNoise | None], Sequence[tuple[Sequence[int], Tensor] | None]
+]
+"""Of a batch, its active samples and the noise: by sample, children of its root, with the ``[V]`` row that they were
+drawn from."""
 
 
 class Drafting:
@@ -45,63 +46,89 @@ class Drafting:
     ) -> None:
         self.parts, self.mask, self.expected_batch = parts, mask, expected_batch
         self.static, self.candidates = static, candidates
+        self._shared, self._greedy_law = parts.coupling.verifier.shared, Fixed(parts.coupling.law.k)
+        self._nothing = Proposal(self._greedy_law)
+        self._plain = parts.drafter.max_levels == 0 and not parts.drafter.certain
 
-    def __call__(self, state: DecodeState, group: SampleGroup) -> DraftTree:
-        """The trees of a sample group; ``None`` for all other samples."""
-        context, drafter, decider = self.context(state, group), self.parts.drafter, self.parts.decider
-        resting = self.waits(state, group.noise is None) or all(decider.rests(one.memory) for one in group.samples)
-        forced = context.candidates is not None or any(sample.path_state for sample in group.samples)
-        if resting and not forced:
-            return roots(context)
-        return drafter.propose(state.drafts, drafter.within(context))
+    def __call__(self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftTree:
+        """The trees of a step.
 
-    def waits(self, state: DecodeState, greedy: bool) -> bool:
-        """Whether a step drafts nothing, as prompts wait for its end, where that changes no text."""
-        return state.prefilling and self.candidates is None and (greedy or self.parts.coupling.verifier.shared)
+        Args:
+            state: the batch.
+            active: the samples that take part.
+            noise: that of the step; ``None`` if all of them are greedy.
+        """
+        decider = self.parts.decider
+        forced = self.candidates is not None or any(sample.path_state for sample in active)
+        if not forced and (
+            self._plain
+            or all(self.waits(state, sample) for sample in active)
+            or all(decider.rests(one.memory) for one in active)
+        ):
+            return self._roots(state, active)
+        return grow(self._context(state, active, noise), decider, self.parts.drafter, state.drafts)
 
-    def context(self, state: DecodeState, group: SampleGroup) -> DraftContext:
-        """What the drafter is told about the step."""
-        target, _, topology, coupling, decider = self.parts
-        shared, greedy = coupling.verifier.shared, group.noise is None
-        candidates = None if self.candidates is None else self.candidates(state, group)
+    def waits(self, state: DecodeState, sample: Sample) -> bool:
+        """Whether nothing is drafted for a sample, as prompts wait for this step to end, and no text changes."""
+        return state.prefilling and self.candidates is None and (sample.greedy or self._shared)
+
+    def _roots(self, state: DecodeState, active: Sequence[Sample]) -> DraftTree:
+        """Trees without drafts."""
+        tokens: list[int | None] = [None] * len(state.samples)
+        for sample in active:
+            tokens[sample.number] = sample.tokens[-1]
+        return DraftTree.roots(self.parts.topology, tokens, self._nothing)
+
+    def _context(self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftContext:
+        """What the grower and the drafter are told about the step."""
+        target, _, topology, coupling, _ = self.parts
+        candidates = None if self.candidates is None else self.candidates(state, active, noise)
         max_depth: list[int | None] = [None] * len(state.samples)
-        temperatures = [0.0] * len(state.samples)
-        told = True
-        for sample in group.samples:
+        for sample in active:
             # The last token of a verdict is not drafted, so a tree need not be deeper than the budget less one.
             max_depth[sample.number] = sample.budget - (candidates is None)
-            temperature = draft_temperature(sample, shared)
-            told = told and temperature is not None
-            temperatures[sample.number] = temperature or 0.0
         return DraftContext(
-            tokens=[sample.tokens if sample else () for sample in state.samples],
+            samples=state.samples,
             max_depth=max_depth,
             topology=topology,
             mask=self.mask,
-            law=Fixed(coupling.law.k) if greedy else coupling.law,
-            pathwise=greedy or shared,
-            process_logits=lambda logits, place_of: draft_scores(state, logits, place_of, untruncated=shared),
-            temperatures=temperatures if told else None,
-            plan=_nothing if self.waits(state, greedy) else decider.plan if decider.can_plan else _unplanned,
-            decide=decider,
-            memory=[sample.memory if sample else None for sample in state.samples],
-            noise=group.noise,
+            law=coupling.law,
+            greedy_law=self._greedy_law,
+            shared=self._shared,
+            noise=noise,
             expected_batch=self.expected_batch,
             candidates=candidates,
             vocab_size=target.vocab_size,
             fixed_batch=state.fixed_batch,
-            path_states=[sample.path_state if sample else None for sample in state.samples],
+            resting=candidates is None and state.prefilling,
             static=self.static if isinstance(state.cache, StaticCache) else None,
-            extra_rows=len(state.active) - len(group.samples),
         )
 
 
-def _nothing(situation: Situation) -> Plan:
-    return Plan.everything([0] * len(situation.max_depth))
+def noise_of(state: DecodeState, active: Sequence[Sample], nodes: int, *, shared: bool) -> Noise | GumbelNoise | None:
+    """The noise of a step, by the samples' own seeds; ``None`` if all of them are greedy.
+
+    Args:
+        state: the batch.
+        active: the samples that take part.
+        nodes: those of the topology.
+        shared: whether target and drafter share their noise.
+    """
+    drawing = [sample for sample in active if not sample.greedy]
+    if not drawing:
+        return None
+    count = len(state.samples)
+    if shared:
+        lengths = [len(sample.tokens) if sample else 0 for sample in state.samples]
+        sources = [None] * count
+        for sample in drawing:
+            sample.shared.forget(len(sample.tokens))
+            sources[sample.number] = sample.shared  # type: ignore[call-overload]
+        return GumbelNoise(sources, lengths)
+    drawn = [None] * count
+    for sample in drawing:
+        drawn[sample.number] = sample.uniforms(nodes)  # type: ignore[call-overload]
+    return Noise.of(drawn, nodes)
 
 
-def _unplanned(situation: Situation) -> None:
-    """Has the decider asked before every level."""
-
-
-__all__ = ["Candidates", "Drafting"]
+__all__ = ["Candidates", "Drafting", "noise_of"]

@@ -3,20 +3,22 @@
 Shapes: T packed rows, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from arbordraft.decoding.processing import target_rows
-from arbordraft.decoding.state import DecodeState, SampleError
+from arbordraft.decoding.state import DecodeState
 from arbordraft.sampling.noise import GumbelNoise, Noise
+from arbordraft.sampling.owned_rows import SampleError
+from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import matching_verdict
 from arbordraft.verifiers.coupling import Coupling
 
-Judge = Callable[[DecodeState, DraftTree, Tensor, Tensor, Noise | GumbelNoise | None], Verdict]
-"""Of the drafts of a sample group: ``judge(state, tree, logits, best, noise)``, see :class:`CouplingJudge`."""
+Judge = Callable[[DecodeState, DraftTree, Tensor, Tensor, Noise | GumbelNoise | None, Sequence[int]], Verdict]
+"""Of the drafts of a step: ``judge(state, tree, logits, best, noise, samples)``, see :class:`CouplingJudge`."""
 
 
 class CouplingJudge:
@@ -26,34 +28,54 @@ class CouplingJudge:
         self.coupling = coupling
 
     def __call__(
-        self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
+        self,
+        state: DecodeState,
+        tree: DraftTree,
+        logits: Tensor,
+        best: Tensor,
+        noise: Noise | GumbelNoise | None,
+        samples: Sequence[int],
     ) -> Verdict:
-        """The verdicts about a sample group.
+        """The verdict about some samples.
 
         Args:
             state: the batch.
-            tree: the group's drafts.
+            tree: the drafts.
             logits: ``[T, V]``.
             best: ``[T]`` their most probable tokens.
-            noise: the group's; ``None`` if it is greedy.
+            noise: that of the step; ``None`` if all samples are greedy.
+            samples: their numbers.
 
         Raises:
             SampleError: if a sample's processors fail, or leave no token to draw.
         """
         target = target_rows(state, tree, logits, best)
-        if noise is None:
-            return matching_verdict(tree, lambda rows, _: target.most_probable(rows))
+        # With shared noise a greedy sample is one without noise; uniforms are for samples that are not greedy.
+        if noise is None or isinstance(noise, Noise):
+            greedy = [sample for sample in samples if noise is None or state[sample].greedy]
+        else:
+            greedy = []
+        if not greedy:
+            return self._drawn(tree, target, noise, samples)
+        verdicts = [matching_verdict(tree, lambda rows, _: target.most_probable(rows), greedy)]
+        if len(greedy) < len(samples):
+            drawing = [sample for sample in samples if not state[sample].greedy]
+            verdicts.append(self._drawn(tree, target, noise, drawing))
+        return Verdict.joined(verdicts)
+
+    def _drawn(
+        self, tree: DraftTree, target: SoftmaxRows, noise: Noise | GumbelNoise | None, samples: Sequence[int]
+    ) -> Verdict:
+        assert noise is not None
         try:
-            return self.coupling(tree, target, noise)
+            return self.coupling(tree, target, noise, samples)
         except ValueError as error:  # nothing can be drawn behind some sample: with equal noise it fails alone, too
-            living = [number for number, drafted in enumerate(tree.samples) if drafted]
-            if len(living) == 1:
-                raise SampleError(living[0], error) from error
-            shares, highest = logits.split(tree.lengths), best.split(tree.lengths)
-            for one in living:
-                alone = DraftTree(tuple(drafted if one == own else None for own, drafted in enumerate(tree.samples)))
-                self(state, alone, shares[one], highest[one], noise)
-            raise
+            for sample in samples:
+                try:
+                    self.coupling(tree, target, noise, [sample])
+                except ValueError as own:
+                    raise SampleError(sample, own) from own
+            raise SampleError(samples[0], error) from error
 
 
 __all__ = ["CouplingJudge", "Judge"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.verdict import Verdict
 
 
 @dataclass
@@ -76,18 +77,20 @@ class DecodeStats:
         self.pad_rows += rows
         self.pad_keys += min(rows, 1)
 
-    def record(self, tree: SampleTree, verdict: SampleVerdict, emitted: int) -> None:
-        """Counts one verdict of which ``emitted`` tokens were committed, to the first sample."""
+    def record(self, tree: DraftTree, verdict: Verdict, sample: int, emitted: int) -> None:
+        """Counts the verdict about a sample of which ``emitted`` tokens were committed, to the first sample."""
         self.forwards[0] += 1
         self.emitted[0] += emitted
-        self.drafted += len(tree.tokens) - 1
-        for node in verdict.path:
-            depth = tree.topology.depth_list[node]
+        self.drafted += tree.lengths[sample] - 1
+        path = verdict.paths[sample]
+        topology = tree.topology
+        for depth, row in enumerate(path[1:], 1):
+            node = tree.node[row]
             self.tried[depth] += 1
             self.accepted[depth] += 1
-            self.accepted_rank[tree.topology.child_list[tree.topology.parent_list[node]].index(node)] += 1
-        if verdict.recovered:
-            self.tried[len(verdict.path) + 1] += 1
+            self.accepted_rank[topology.child_list[topology.parent_list[node]].index(node)] += 1
+        if verdict.recovered[sample]:
+            self.tried[len(path)] += 1
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -36,7 +36,7 @@ class PackedRunner:
 
     def __call__(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
         batch = lay_out(state, tree, self.mask)
-        return self.target.run(tree.packed_tokens(), batch, state.cache, hidden=self.drafter.hidden_layers)
+        return self.target.run(tree.tokens(), batch, state.cache, hidden=self.drafter.hidden_layers)
 
 
 def lay_out(state: DecodeState, tree: DraftTree, mask: SlicedCausalMask, *, causal: bool = True) -> RaggedBatch:
@@ -48,18 +48,16 @@ def lay_out(state: DecodeState, tree: DraftTree, mask: SlicedCausalMask, *, caus
         mask: that of their topology.
         causal: leave out ancestor words where all trees are chains, of which the causal order says all.
     """
-    living = [(state[number], drafted) for number, drafted in enumerate(tree.samples) if drafted]
+    samples, offsets = [state[number] for number in tree.living], tree.offsets
+    spans = [(offsets[number], offsets[number + 1]) for number in tree.living]
     words = None
-    if not (causal and all(drafted.is_chain for _, drafted in living)):
-        nodes = (list(drafted.tokens) for _, drafted in living)
-        words = stack_words([mask.select(alive, alive) for alive in nodes])
-    batch = state.cache.lay_out(
-        [sample.handle for sample, _ in living],
-        [[drafted.topology.depth_list[node] for node in drafted.tokens] for _, drafted in living],
-        words,
-    )
-    needed = sum(len(sample.tokens) - 1 + len(drafted.tokens) for sample, drafted in living)
-    state.stats.count_forward(batch, rows=sum(tree.lengths), keys=needed)
+    if not (causal and tree.are_chains):
+        nodes = tree.node.tolist()
+        words = stack_words([mask.select(nodes[begin:end], nodes[begin:end]) for begin, end in spans])
+    depth = tree.depth.tolist()
+    batch = state.cache.lay_out([sample.handle for sample in samples], [depth[b:e] for b, e in spans], words)
+    needed = sum(len(sample.tokens) for sample in samples) - len(samples) + tree.rows
+    state.stats.count_forward(batch, rows=tree.rows, keys=needed)
     return batch
 
 

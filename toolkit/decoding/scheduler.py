@@ -11,8 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from arbordraft.decoding.state import Sample, SampleError
+from arbordraft.decoding.state import Sample
 from arbordraft.decoding.step import Stepper
+from arbordraft.sampling.owned_rows import SampleError
 from arbordraft.target.cache import CacheOverflow
 
 _LEAST = 32  # tokens of a common beginning that are worth copying, or waiting for

@@ -19,6 +19,7 @@ from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import PathState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.verdict import SampleVerdict
 
 _NOT_FINITE = "the target's logits are NaN or infinite"
 _ROWS = 64  # whose log-probabilities are computed at a time, which bounds their memory
@@ -69,19 +70,6 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], others: int) -> list[Toke
         known = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
         found += [TokenLogprobs(value, tuple(zip(*ranked, strict=True))) for value, *ranked in known]
     return found
-
-
-class SampleError(Exception):
-    """What one sample brought along has failed: its processors, say. The others can go on.
-
-    Args:
-        number: the sample's.
-        cause: what was raised.
-    """
-
-    def __init__(self, number: int, cause: Exception) -> None:
-        super().__init__(f"sample {number}: {cause}")
-        self.number, self.cause = number, cause
 
 
 @dataclass(eq=False)

@@ -9,24 +9,25 @@ import torch
 from torch import Tensor
 
 from arbordraft.decoding.assemble import AssembledParts
-from arbordraft.decoding.drafting import Candidates, Drafting
+from arbordraft.decoding.drafting import Candidates, Drafting, noise_of
+from arbordraft.decoding.executors import EagerExecutor, Executor, Judged, RecordedExecutor
 from arbordraft.decoding.judging import CouplingJudge, Judge
 from arbordraft.decoding.metrics import DecodeStats
-from arbordraft.decoding.processing import finite_rows
-from arbordraft.decoding.runner import PackedRunner, TargetRunner, lay_out
-from arbordraft.decoding.sample_groups import SampleGroup, group_samples, joined, static_kind, verdicts_of
+from arbordraft.decoding.runner import PackedRunner, TargetRunner
 from arbordraft.decoding.state import DecodeState, Emission, Sample, logprobs_of
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.recording import INSTEAD
 from arbordraft.decoding.static.runner import StaticStepping
 from arbordraft.target.attention import UnsupportedModel
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, Proposal
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.verdict import Verdict
 
 _CHUNK = 2048  # rows of a forward over prompts, which bounds its memory
 _SCORED_CHUNK = 256  # the same where their logits are wanted
-_MOST_GROUPS = 2  # groups of a batch whose steps of fixed shapes, one after another, take less than a step of them all
+_MOST_KINDS = (
+    2  # kinds of samples in a batch whose steps of fixed shapes, one after another, take less than a step of them all
+)
 
 
 class Stepper:
@@ -40,8 +41,8 @@ class Stepper:
         expected_batch: see :class:`~arbordraft.SpeculativeDecoder`.
         static: does steps of fixed shapes, always or where it can; by default steps have none.
         candidates: gives roots their children; by default the drafter does.
-        runner: runs the target; by default packed, without padding. Steps of fixed shapes have their own.
-        judge: judges drafts; by default by the coupling. Steps of fixed shapes have their own.
+        runner: runs the target; by default packed, without padding. Recorded steps have their own.
+        judge: judges drafts; by default by the coupling. Recorded steps have their own.
 
     Attributes:
         on_step: see :class:`~arbordraft.SpeculativeDecoder`.
@@ -59,10 +60,11 @@ class Stepper:
         judge: Judge | None = None,
     ) -> None:
         self.target, self.drafter, self.topology, self.coupling, self.decider = parts
-        self.mask, self.static = mask, static
+        self.mask, self.static, self.shared = mask, static, parts.coupling.verifier.shared
         self.drafting = Drafting(parts, mask, expected_batch, None if static is None else static.drafts, candidates)
         self.runner = PackedRunner(parts, mask) if runner is None else runner
-        self.judge = CouplingJudge(parts.coupling) if judge is None else judge
+        self.eager = EagerExecutor(self.runner, CouplingJudge(parts.coupling) if judge is None else judge)
+        self.recorded = None if static is None else RecordedExecutor(static, mask, shared=self.shared)
         self.on_step: Callable[[DecodeState, DraftTree, Verdict], None] | None = None
 
     def open(self, samples: int, max_tokens: int | None, *, fixed_batch: bool = False) -> DecodeState:
@@ -196,139 +198,88 @@ class Stepper:
             SampleError: if a sample's own processors fail; nothing was committed then, and the step can be taken
                 again without that sample.
         """
-        shared = self.coupling.verifier.shared
-        if (static := self._static_for(state)) is not None:
-            groups = group_samples(state, self.topology.num_nodes, shared=shared, static=True)
-            try:
-                return self._static_step(static, state, groups)
-            except UnsupportedModel as failure:  # a model that no graph can hold: noticed when it is recorded
-                if not static.automatic:
-                    raise
-                static.give_up(failure)
-                self._take_back(state)
-        groups = group_samples(state, self.topology.num_nodes, shared=shared, static=False)
+        active = state.active
+        noise = noise_of(state, active, self.topology.num_nodes, shared=self.shared)
+        executor = self._executor(state, active)
         try:
             with state.stats.phase("draft"):
-                tree = joined([self.drafting(state, group) for group in groups])
-            with state.stats.phase("target"):
-                logits, hidden = self.runner(state, tree)
-            with state.stats.phase("verify"):
-                tree, logits, hidden, best = finite_rows(state, tree, logits, hidden)
-                verdict = verdicts_of(
-                    groups,
-                    tree,
-                    lambda part, rows, noise: self.judge(state, part, logits[rows], best[rows], noise),
-                )
-        except BaseException:
-            self._take_back(state)
+                tree = self.drafting(state, active, noise)
+            judged = executor(state, tree, noise)
+        except BaseException as failure:
+            self._take_back(state, active)
+            if isinstance(failure, UnsupportedModel) and self._given_up(executor, failure):
+                return self.step(state)
             raise
         with state.stats.phase("commit"):
-            shares, own = hidden.split(tree.lengths), logits.split(tree.lengths)
-            self._commit(
-                state, tree, verdict, lambda number, path: _picked(shares[number], path), state.cache.commit, own
-            )
-        return verdict
+            self._commit(state, tree, judged)
+        return judged.verdict
 
-    def _static_for(self, state: DecodeState) -> StaticStepping | None:
-        """What takes this batch a step further in fixed shapes, if something does."""
+    def _executor(self, state: DecodeState, active: Sequence[Sample]) -> Executor:
+        """Who takes this batch a step further."""
         static = self.static
         if static is None or not isinstance(state.cache, StaticCache) or not static.active:
-            return None
+            return self.eager
+        assert self.recorded is not None
         if static.automatic:
-            kinds = {static_kind(sample, self.coupling.verifier.shared) for sample in state.active}
-            if len(kinds) > _MOST_GROUPS or any(self._obstacle(static, sample) for sample in state.active):
-                return None
-        return static
+            many = len(self.recorded.kinds(active)) > _MOST_KINDS
+            if many or any(self._obstacle(static, sample) for sample in active):
+                return self.eager
+        return self.recorded
 
-    def _static_step(self, static: StaticStepping, state: DecodeState, groups: Sequence[SampleGroup]) -> Verdict:
-        """The same in fixed shapes, group by group; forward, verification and compaction are one phase."""
-        verdicts: list[SampleVerdict | None] = [None] * len(state.samples)
-        for group in groups:
-            with state.stats.phase("draft"):
-                tree = self.drafting(state, group)
-            with state.stats.phase("target"):
-                batch = lay_out(state, tree, self.mask, causal=False)
-                temperatures = [one.pipeline.temperature or 1.0 if one else 1.0 for one in state.samples]
-                result = static(tree, batch, group.noise, state.cache, group.samples[0].pipeline, temperatures)
-                state.stats.count_padding(result.rows - sum(tree.lengths))
-            with state.stats.phase("commit"):
-                state.give_up(result.failed)
-                accepted = result.hidden  # of roots and paths already
-                self._commit(
-                    state,
-                    tree,
-                    result.verdict,
-                    lambda number, path, accepted=accepted: accepted[number, : len(path)],  # type: ignore[misc]
-                    state.cache.advance,
-                )
-            for sample in group.samples:
-                verdicts[sample.number] = result.verdict.samples[sample.number]
-        return Verdict(tuple(verdicts))
+    def _given_up(self, executor: Executor, failure: UnsupportedModel) -> bool:
+        """Whether steps are taken otherwise from now on; that no graph holds a model is noticed as it is recorded."""
+        if executor is not self.recorded or self.static is None or not self.static.automatic:
+            return False
+        self.static.give_up(failure)
+        return True
 
-    def _take_back(self, state: DecodeState) -> None:
+    def _take_back(self, state: DecodeState, active: Sequence[Sample]) -> None:
         """Forgets what a step has written that did not come to its end."""
-        active = state.active
         state.cache.drop([sample.handle for sample in active])
-        nothing = (None,) * len(state.samples)
-        self.drafter.commit(state.drafts, DraftTree(nothing), Verdict(nothing))
+        samples = len(state.samples)
+        nothing = DraftTree.roots(self.topology, [None] * samples, Proposal(self.coupling.law))
+        self.drafter.commit(state.drafts, nothing, Verdict.nothing(samples))
 
-    def _commit(
-        self,
-        state: DecodeState,
-        tree: DraftTree,
-        verdict: Verdict,
-        accepted: Callable[[int, list[int]], Tensor],
-        keep: Callable[[Mapping[int, Sequence[int]]], None],
-        logits: Sequence[Tensor] = (),
-    ) -> None:
-        """Takes over what was accepted.
-
-        Args:
-            state: the batch.
-            tree: the drafts.
-            verdict: what became of them.
-            accepted: the hidden states of some of a sample's rows, which begin with its root and follow its path.
-            keep: commits rows of the cache.
-            logits: ``[n_b, V]`` of every sample.
-        """
+    def _commit(self, state: DecodeState, tree: DraftTree, judged: Judged) -> None:
+        """Takes over what was accepted."""
+        verdict = judged.verdict
         if self.on_step is not None:
             self.on_step(state, tree, verdict)
-        waits = {greedy: self.drafting.waits(state, greedy) for greedy in (False, True)}
+        token, recovered = tree.token.tolist(), list(verdict.recovered)
+        paths: list[Sequence[int]] = list(verdict.paths)
+        following = list(verdict.tokens)
         kept: dict[int, list[int]] = {}
         seen: dict[int, Tensor] = {}
-        remaining: list[SampleVerdict | None] = []
-        for number, (drafted, judged) in enumerate(zip(tree.samples, verdict.samples, strict=True)):
-            remaining.append(None)
-            if drafted is None or judged is None:
+        waiting = state.prefilling
+        for number in tree.living:
+            path = paths[number]
+            if not path:
                 continue
-            sample = state[number]
-            nodes = list(drafted.tokens)
-            path = [0, *(nodes.index(node) for node in judged.path)]
-            tokens = [*(drafted.tokens[node] for node in judged.path), judged.token]
+            sample, first = state[number], tree.offsets[number]
+            waits = waiting and self.drafting.waits(state, sample)
+            tokens = [*(token[row] for row in path[1:]), following[number]]
             found = None
-            if sample.logprobs is not None:
-                found = logprobs_of(logits[number][path], tokens, sample.logprobs)
-            emitted = sample.append(Emission(tokens, drafted, judged, found))
+            if sample.logprobs is not None and judged.logits is not None:
+                found = logprobs_of(judged.logits[list(path)], tokens, sample.logprobs)
+            emitted = sample.append(Emission(tokens, tree[number], verdict[number], found))
             if self.drafter.hidden_layers:
-                seen[number] = accepted(number, path[:emitted])
-            state.stats.record(drafted, judged, emitted)
+                seen[number] = judged.hidden(number, path[:emitted])
+            state.stats.record(tree, verdict, number, emitted)
             sample.forwards += 1
             # What had to be, or was not to be, tells nothing of who drafts.
-            if drafted.guesses or not (drafted.certain or waits[sample.greedy]):
-                self.decider.learn(sample.memory, drafted.outcome(judged))
-            remaining[number] = judged if emitted == len(tokens) else _cut(drafted, judged, emitted)
-            kept[sample.handle] = path[:emitted]
-        keep(kept)
-        self.drafter.commit(state.drafts, tree, Verdict(tuple(remaining)))
+            if (drafts := tree.lengths[number] - 1) == 0 or tree.certain.any():
+                guesses = tree[number].guesses
+                if guesses or not (drafts or waits):
+                    self.decider.learn(sample.memory, verdict.outcome(tree, number))
+            else:
+                self.decider.learn(sample.memory, verdict.outcome(tree, number))
+            if emitted < len(tokens):  # the text ends there
+                paths[number], following[number], recovered[number] = path[:emitted], tokens[emitted - 1], False
+            kept[sample.handle] = [row - first for row in path[:emitted]]
+        judged.keep(kept)
+        self.drafter.commit(state.drafts, tree, Verdict(paths, following, recovered))
         if seen:
             self.drafter.take_hidden(state.drafts, seen)
 
 
-def _picked(rows: Tensor, path: list[int]) -> Tensor:
-    """Some rows; the first ones, as they are nearly always, without a copy."""
-    return rows[: len(path)] if path[-1] == len(path) - 1 else rows[path]
-
-
-def _cut(drafted: SampleTree, judged: SampleVerdict, emitted: int) -> SampleVerdict:
-    """What is left of a verdict of which only the first tokens were committed, as the text ends there."""
-    return SampleVerdict(judged.path[: emitted - 1], drafted.tokens[judged.path[emitted - 1]], recovered=False)
+__all__ = ["Stepper"]

@@ -6,7 +6,7 @@ Shapes: none; rows are counted.
 from typing import TYPE_CHECKING, Any
 
 from arbordraft.decoding.state import DecodeState
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ class StepLog:
 
     def __call__(self, state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
         """Takes one step down; the signature of ``on_step``."""
-        for sample, (drafted, judged) in enumerate(zip(tree.samples, verdict.samples, strict=True)):
-            if drafted is not None and judged is not None:
-                self._record(sample, len(state[sample].tokens), drafted, judged)
+        for sample in tree.living:
+            if verdict.paths[sample]:
+                self._record(sample, len(state[sample].tokens), tree, verdict)
         self._step += 1
 
     def to_frame(self) -> "DataFrame":
@@ -78,22 +78,25 @@ class StepLog:
             raise ImportError("a table needs pandas: pip install pandas, or read .rows") from error
         return DataFrame(self.rows)
 
-    def _record(self, sample: int, length: int, tree: SampleTree, verdict: SampleVerdict) -> None:
-        parents, depths = tree.topology.parent_list, tree.topology.depth_list
+    def _record(self, sample: int, length: int, tree: DraftTree, verdict: Verdict) -> None:
         step = {"step": self._step, "sample": sample, "length": length}
-        accepted = {0, *verdict.path}
-        last = verdict.path[-1] if verdict.path else 0
+        own, judged = tree[sample], verdict[sample]
 
         def add(kind: str, node: int, parent: int, depth: int, token: int, chance: float | None, kept: bool) -> None:
             row = {**step, "kind": kind, "node": node, "parent": parent, "depth": depth, "token": token}
             if self._tokenizer is not None:
                 row["text"] = str(self._tokenizer.decode([token]))
-            self.rows.append({**row, "chance": chance, "accepted": kept, "source": tree.source})
+            self.rows.append({**row, "chance": chance, "accepted": kept, "source": own.proposal.source})
 
-        for node, token in tree.tokens.items():
+        parents = tree.topology.parent_list
+        for row in own.rows:
+            node, token = int(tree.node[row]), int(tree.token[row])
+            chance = float(tree.chance[row]) if node else None
             kind = "draft" if node else "root"
-            add(kind, node, parents[node], depths[node], token, tree.chances.get(node), node in accepted)
-        add("recovered" if verdict.recovered else "bonus", -1, last, depths[last] + 1, verdict.token, None, True)
+            add(kind, node, parents[node], int(tree.depth[row]), token, chance, row in judged.path)
+        last = int(tree.node[judged.path[-1]])
+        kind = "recovered" if judged.recovered else "bonus"
+        add(kind, -1, last, len(judged.path), judged.token, None, True)
 
 
 __all__ = ["StepLog"]

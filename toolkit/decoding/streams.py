@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 from arbordraft.decoding.requests import Request
 from arbordraft.decoding.state import Emission, TokenLogprobs
 from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.verdict import SampleVerdict
 
 
 @dataclass
@@ -158,8 +159,8 @@ class Stream:
             answer.tokens += gain.tokens
             answer.logprobs += gain.logprobs or ()
             answer.forwards += 1
-            answer.drafted += len(gain.tree.tokens) - 1
-            answer.accepted += min(len(gain.verdict.path), len(gain.tokens))
+            answer.drafted += len(gain.tree.rows) - 1
+            answer.accepted += min(len(gain.verdict.path) - 1, len(gain.tokens))
             self._put(Event(index, gain.tokens, gain.logprobs or (), tree=gain.tree, verdict=gain.verdict))
 
         return take

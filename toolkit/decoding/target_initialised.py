@@ -12,13 +12,13 @@ from torch.nn import functional
 
 from arbordraft.deciders import Decider
 from arbordraft.decoding.decoder import SpeculativeDecoder
-from arbordraft.decoding.processing import draft_scores, target_rows
-from arbordraft.decoding.sample_groups import SampleGroup
+from arbordraft.decoding.processing import target_rows
 from arbordraft.decoding.state import DecodeState, Sample
 from arbordraft.decoding.step import Stepper
 from arbordraft.drafters import Drafter
 from arbordraft.sampling.laws import WithoutReplacement
 from arbordraft.sampling.noise import GumbelNoise, Noise
+from arbordraft.sampling.owned_rows import draft_scores
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
@@ -99,15 +99,17 @@ class TargetCandidates:
         self.target, self.children = target, list(topology.child_list[0])
         self.law = WithoutReplacement(len(self.children))
 
-    def __call__(self, state: DecodeState, group: SampleGroup) -> list[tuple[list[int], Tensor] | None]:
-        if begun := [sample for sample in group.samples if sample.following is None]:
+    def __call__(
+        self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None
+    ) -> list[tuple[list[int], Tensor] | None]:
+        if begun := [sample for sample in active if sample.following is None]:
             self._look(state, begun)
         candidates: list[tuple[list[int], Tensor] | None] = [None] * len(state.samples)
-        for sample in group.samples:
+        for sample in active:
             row, number = sample.following, sample.number
             assert row is not None
-            if isinstance(group.noise, Noise):
-                candidates[number] = self.law.draw(row, group.noise.draft[number, self.children].tolist()), row
+            if isinstance(noise, Noise) and not sample.greedy:
+                candidates[number] = self.law.draw(row, noise.draft[number, self.children].tolist()), row
             else:
                 best = row.topk(min(len(self.children), len(row)))
                 candidates[number] = best.indices[best.values > 0].tolist(), row
@@ -119,7 +121,7 @@ class TargetCandidates:
         batch = state.cache.lay_out(handles, [[0]] * len(handles))
         logits, _ = self.target.run(torch.tensor([sample.tokens[-1] for sample in samples]), batch, state.cache)
         state.cache.drop(handles)
-        rows = draft_scores(state, logits, lambda row: (samples[row].number, ()), untruncated=False).softmax(dim=-1)
+        rows = draft_scores(logits, samples, lambda _: (), untruncated=False).softmax(dim=-1)
         for sample, row in zip(samples, rows, strict=True):
             sample.following = row
 
@@ -136,20 +138,30 @@ class LongestBranchJudge:
         self.coupling, self.nodes = coupling, nodes
 
     def __call__(
-        self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
+        self,
+        state: DecodeState,
+        tree: DraftTree,
+        logits: Tensor,
+        best: Tensor,
+        noise: Noise | GumbelNoise | None,
+        samples: Sequence[int],
     ) -> Verdict:
         rows = target_rows(state, tree, logits, best).scores.softmax(dim=-1)
-        if noise is None:  # tests are then about certainties
+        greedy = [sample for sample in samples if state[sample].greedy]
+        drawing = [sample for sample in samples if not state[sample].greedy]
+        verdicts = []
+        if greedy:  # tests are then about certainties
             certain = functional.one_hot(rows.argmax(dim=-1), rows.shape[-1]).to(rows.dtype)
-            nothing = torch.zeros(len(tree.samples), self.nodes, dtype=torch.float64)
-            verdict = self.coupling(tree, certain, Noise(nothing, nothing, nothing))
-        else:
-            verdict = self.coupling(tree, rows, noise)
+            nothing = torch.zeros(len(tree), self.nodes, dtype=torch.float64)
+            verdicts.append(self.coupling(tree, certain, Noise(nothing, nothing, nothing), greedy))
+        if drawing:
+            assert noise is not None
+            verdicts.append(self.coupling(tree, rows, noise, drawing))
+        verdict = Verdict.joined(verdicts) if verdicts else Verdict.nothing(len(tree))
         verifier: LongestBranch = self.coupling.verifier  # type: ignore[assignment]
-        for number, ((drafted, target), judged) in enumerate(zip(tree.split(rows), verdict.samples, strict=True)):
-            if drafted is not None and judged is not None:
-                end = (0, *judged.path)[-1]
-                last = next((node for node in drafted.children(end) if drafted.tokens[node] == judged.token), end)
-                greedy = noise is None
-                state[number].following = target[last] if greedy else verifier.following(drafted, target, last)
+        for sample in samples:
+            end, token = verdict.paths[sample][-1], verdict.tokens[sample]
+            last = next((row for row in tree.children[end] if tree.token[row] == token), end)
+            own = state[sample]
+            own.following = rows[last] if own.greedy else verifier.following(tree[sample], rows, last)
         return verdict

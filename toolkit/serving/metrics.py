@@ -59,9 +59,9 @@ class Metrics:
         assert event.verdict is not None
         self.tokens.inc(len(event.tokens))
         self.forwards.inc()
-        self.rows.inc(len(event.tree.tokens))
-        self.drafted.inc(len(event.tree.tokens) - 1)
-        self.accepted.inc(min(len(event.verdict.path), len(event.tokens)))
+        self.rows.inc(len(event.tree.rows))
+        self.drafted.inc(len(event.tree.rows) - 1)
+        self.accepted.inc(min(len(event.verdict.path) - 1, len(event.tokens)))
         self._totals = [self._totals[0] + len(event.tokens), self._totals[1] + 1]
 
 

@@ -14,6 +14,7 @@ from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.reading import CallPiece, CallReader
 from arbordraft.serving.thinking import Thinking, ThoughtReader
 from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.verdict import SampleVerdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -207,10 +208,12 @@ def step_of(tree: SampleTree, verdict: SampleVerdict, emitted: int, spell: Calla
         list (-1 for the first) and whether it was accepted; then the text of the target's own ``token``, whether that
         was ``recovered`` in the place of rejected drafts (else it is a bonus), and ``emitted``.
     """
-    place_of = {node: place for place, node in enumerate(tree.tokens)}
-    parents = tree.topology.parent_list
     nodes = [
-        {"text": spell(token), "parent": place_of.get(parents[node], -1), "accepted": node in verdict.path}
-        for node, token in tree.tokens.items()
+        {
+            "text": spell(token),
+            "parent": max(parent - tree.root, -1),
+            "accepted": row in verdict.path[1:],
+        }
+        for row, token, parent in zip(tree.rows, tree.tokens, tree.parents, strict=True)
     ]
     return {"nodes": nodes, "token": spell(verdict.token), "recovered": verdict.recovered, "emitted": emitted}

@@ -140,7 +140,7 @@ class DraftTree:
         )
 
     @classmethod
-    def roots(cls, topology: TreeTopology, tokens: Sequence[int | None], proposals: Sequence[Proposal | None]) -> Self:
+    def roots(cls, topology: TreeTopology, tokens: Sequence[int | None], proposal: Proposal) -> Self:
         """The trees of a step in which nothing is drafted: the last committed tokens alone, and ``None`` for others."""
         living = [token for token in tokens if token is not None]
         offsets = [0]
@@ -149,7 +149,7 @@ class DraftTree:
         zeros, nothing = np.zeros(len(living), dtype=np.int64), np.full(len(living), -1, dtype=np.int64)
         return cls(
             topology,
-            [None if token is None else proposal for token, proposal in zip(tokens, proposals, strict=True)],
+            [None if token is None else proposal for token in tokens],
             offsets,
             np.array(living, dtype=np.int64),
             zeros,
@@ -326,6 +326,16 @@ class SampleTree(NamedTuple):
     def root(self) -> int:
         """The root's row."""
         return self.batch.offsets[self.sample]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of its rows."""
+        return self.batch.token[self.root : self.rows.stop].tolist()  # type: ignore[no-any-return]
+
+    @property
+    def parents(self) -> list[int]:
+        """The rows of its rows' parents, -1 for the root's."""
+        return self.batch.parent[self.root : self.rows.stop].tolist()  # type: ignore[no-any-return]
 
     def token(self, row: int) -> int:
         """The token of a row."""

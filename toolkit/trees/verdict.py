@@ -47,6 +47,20 @@ class Outcome(NamedTuple):
     certain: tuple[int, ...] = ()
 
 
+class SampleVerdict(NamedTuple):
+    """What was decided about one sample.
+
+    Args:
+        path: rows from its root to the last accepted node.
+        token: the recovered or bonus token that follows.
+        recovered: whether drafted children of the last accepted node were rejected; else the token is a bonus.
+    """
+
+    path: Sequence[int]
+    token: int
+    recovered: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Verdict:
     """What the verifier decided.
@@ -81,6 +95,23 @@ class Verdict:
         """Of a step that came to no end: nobody took part."""
         return cls([[]] * samples, [-1] * samples, [False] * samples)
 
+    @classmethod
+    def joined(cls, verdicts: Sequence["Verdict"]) -> "Verdict":
+        """Those about several parts of a batch as one; each sample took part in one of them at most."""
+        if len(verdicts) == 1:
+            return verdicts[0]
+        chosen = [next((one for one in own if one.path), own[0]) for own in zip(*verdicts, strict=True)]
+        paths, tokens, recovered = zip(*chosen, strict=True)
+        return cls(paths, tokens, recovered)
+
+    def __len__(self) -> int:
+        """B."""
+        return len(self.paths)
+
+    def __getitem__(self, sample: int) -> SampleVerdict:
+        """What was decided about a sample; without a path if it took no part."""
+        return SampleVerdict(self.paths[sample], self.tokens[sample], self.recovered[sample])
+
     def accepted(self, sample: int) -> int:
         """Drafted tokens that were accepted of a sample that took part."""
         return len(self.paths[sample]) - 1
@@ -98,4 +129,4 @@ class Verdict:
         return Outcome(deepest, self.accepted(sample), tuple(stated), tree[sample].proposal.source, tuple(certain))
 
 
-__all__ = ["Exactness", "Outcome", "Verdict"]
+__all__ = ["Exactness", "Outcome", "SampleVerdict", "Verdict"]

@@ -1,0 +1,132 @@
+"""Who does a step: forward, verification and, on a device, the moves of accepted rows.
+
+Shapes: T packed rows, V vocabulary, F hidden states side by side.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from arbordraft.decoding.judging import Judge
+from arbordraft.decoding.processing import finite_rows
+from arbordraft.decoding.runner import TargetRunner, lay_out
+from arbordraft.decoding.state import DecodeState, Sample
+from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.runner import StaticStepping
+from arbordraft.sampling.noise import GumbelNoise, Noise
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.masks import SlicedCausalMask
+from arbordraft.trees.verdict import Verdict
+
+
+class Judged(NamedTuple):
+    """What a step came to.
+
+    Args:
+        verdict: about all samples but those that were given up.
+        hidden: given a sample and the first rows of its path, their ``[n, F]`` hidden states.
+        keep: commits rows of the cache.
+        logits: ``[T, V]``; ``None`` where they stay on the device.
+    """
+
+    verdict: Verdict
+    hidden: Callable[[int, Sequence[int]], Tensor]
+    keep: Callable[[Mapping[int, Sequence[int]]], None]
+    logits: Tensor | None = None
+
+
+class Executor(Protocol):
+    """Does the steps of a batch."""
+
+    def __call__(self, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None) -> Judged:
+        """Runs the target over the trees of a step and judges them.
+
+        Args:
+            state: the batch; samples whose logits are no numbers are given up.
+            tree: the drafts.
+            noise: that of the step; ``None`` if all samples are greedy.
+        """
+
+
+class EagerExecutor:
+    """Does steps as they come, without padding: one forward, then the judge.
+
+    Args:
+        runner: runs the target.
+        judge: judges the drafts.
+    """
+
+    def __init__(self, runner: TargetRunner, judge: Judge) -> None:
+        self.runner, self.judge = runner, judge
+
+    def __call__(self, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None) -> Judged:
+        with state.stats.phase("target"):
+            logits, hidden = self.runner(state, tree)
+        with state.stats.phase("verify"):
+            sound, best = finite_rows(state, tree, logits)
+            verdict = self.judge(state, tree, logits, best, noise, sound)
+        return Judged(verdict, lambda _, rows: _picked(hidden, rows), state.cache.commit, logits)
+
+
+class RecordedExecutor:
+    """Does steps in fixed shapes, on a GPU recorded as graphs: forward, verification and compaction are one call.
+
+    Args:
+        static: does them.
+        mask: the topology's.
+        shared: whether target and drafter share their noise.
+    """
+
+    def __init__(self, static: StaticStepping, mask: SlicedCausalMask, *, shared: bool) -> None:
+        self.static, self.mask, self.shared = static, mask, shared
+
+    def kinds(self, samples: Sequence[Sample]) -> dict[Hashable, list[Sample]]:
+        """Samples by what the graph of a step is made for; temperatures of shared noise are columns of its table."""
+        kinds: dict[Hashable, list[Sample]] = {}
+        for sample in samples:
+            divides = self.shared and sample.pipeline.temperature is not None
+            kind = () if divides else (sample.greedy, sample.pipeline.constants)
+            kinds.setdefault(kind, []).append(sample)
+        return kinds
+
+    def __call__(self, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None) -> Judged:
+        assert isinstance(state.cache, StaticCache)
+        temperatures = [
+            1.0 if one is None else 0.0 if one.greedy else one.pipeline.temperature or 1.0 for one in state.samples
+        ]
+        verdicts: list[Verdict] = []
+        hidden: dict[int, Tensor] = {}
+        with state.stats.phase("target"):
+            for samples in self.kinds([state[number] for number in tree.living]).values():
+                part = tree.take([sample.number for sample in samples])
+                batch = lay_out(state, part, self.mask, causal=False)
+                drawn = None if all(sample.greedy for sample in samples) else noise
+                result = self.static(part, batch, drawn, state.cache, samples[0].pipeline, temperatures)
+                state.stats.count_padding(result.rows - part.rows)
+                state.give_up(result.failed)
+                verdicts.append(_shifted(result.verdict, part, tree))
+                hidden |= dict.fromkeys(part.living, result.hidden)
+        # Of roots and paths already, by sample.
+        return Judged(
+            Verdict.joined(verdicts), lambda sample, rows: hidden[sample][sample, : len(rows)], state.cache.advance
+        )
+
+
+def _shifted(verdict: Verdict, part: DraftTree, whole: DraftTree) -> Verdict:
+    """A verdict about a part of a batch, in rows of the whole."""
+    if part is whole:
+        return verdict
+    firsts = zip(part.offsets, whole.offsets, strict=True)
+    shifts = [there - here for here, there in firsts]
+    paths = [[row + shift for row in path] for path, shift in zip(verdict.paths, shifts, strict=False)]
+    return Verdict(paths, verdict.tokens, verdict.recovered)
+
+
+def _picked(rows: Tensor, path: Sequence[int]) -> Tensor:
+    """Some rows; consecutive ones, as they nearly always are, without a copy."""
+    first, last = path[0], path[-1]
+    return rows[first : last + 1] if last - first == len(path) - 1 else rows[list(path)]
+
+
+__all__ = ["EagerExecutor", "Executor", "Judged", "RecordedExecutor"]
