@@ -14,8 +14,9 @@ from arbordraft import Fixed, TreeTopology
 from arbordraft.bench.plots import plot, read_rows, speed_picture
 from arbordraft.serving.page import page
 from arbordraft.serving.pieces import step_of
-from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.drawing import ACCEPTED, COLOURS, GREY, OWN, columns, draw_edges, new_figure, save_png
+from arbordraft.trees.verdict import SampleVerdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,8 +49,8 @@ def drafted_and_judged() -> tuple[list[SampleTree], list[SampleVerdict], list[st
     trees, verdicts = [], []
     for _, parents, drafted, path, (own, recovered) in STEP:
         tokens = {node: words.index(word) for node, word in enumerate(drafted)}
-        trees.append(SampleTree(TreeTopology.from_parents(parents), Fixed(2), tokens))
-        verdicts.append(SampleVerdict(path, words.index(own), recovered))
+        trees.append(DraftTree.of(TreeTopology.from_parents(parents), Fixed(2), [tokens])[0])
+        verdicts.append(SampleVerdict((0, *path), words.index(own), recovered))
     return trees, verdicts, words
 
 
@@ -154,15 +155,16 @@ def step_picture(
 
 
 def _drafts(axes: "Axes", tree: SampleTree, verdict: SampleVerdict, spell: Spell) -> None:
-    place, accepted = columns(tree.topology), {0, *verdict.path}
+    topology = tree.batch.topology
+    place, depths = columns(topology), topology.depth_list
     chosen, others = {"color": ACCEPTED, "lw": 2.5}, {"color": GREY, "lw": 1}
-    draw_edges(axes, tree.topology, place, lambda node: chosen if node in accepted else others, tree.tokens)
-    for node, token in tree.tokens.items():
-        colour = OWN if node == 0 else ACCEPTED if node in accepted else REJECTED
-        _word(axes, spell(token), place[node], -tree.topology.depth_list[node], colour)
+    draw_edges(axes, topology, place, lambda node: chosen if node in verdict.path else others, tree.rows)
+    for node, token in enumerate(tree.tokens):
+        colour = OWN if node == 0 else ACCEPTED if node in verdict.path else REJECTED
+        _word(axes, spell(token), place[node], -depths[node], colour)
     axes.set_axis_off()
     axes.set_xlim(min(place) - 0.7, max(place) + 0.7)
-    axes.set_ylim(-max(tree.topology.depth_list[node] for node in tree.tokens) - 0.5, 0.5)
+    axes.set_ylim(-max(depths) - 0.5, 0.5)
 
 
 def _packed_rows(axes: "Axes", trees: Sequence[SampleTree], lengths: Sequence[int], spell: Spell) -> None:
@@ -170,12 +172,11 @@ def _packed_rows(axes: "Axes", trees: Sequence[SampleTree], lengths: Sequence[in
 
     starts = [0, *accumulate(len(tree.tokens) for tree in trees)]
     for sample, (tree, (start, end)) in enumerate(zip(trees, pairwise(starts), strict=True)):
-        nodes, colour = list(tree.tokens), COLOURS[(sample + 3) % len(COLOURS)]  # the first three mean something
-        for row, sees in enumerate(tree.topology.visible[nodes][:, nodes].tolist(), start):
-            node = nodes[row - start]
-            position = lengths[sample] - 1 + tree.topology.depth_list[node]
+        topology, colour = tree.batch.topology, COLOURS[(sample + 3) % len(COLOURS)]  # the first three mean something
+        for row, sees in enumerate(topology.visible.tolist(), start):
+            position = lengths[sample] - 1 + topology.depth_list[row - start]
             axes.text(-0.7, row, str(position), ha="right", va="center", fontsize=8)
-            axes.text(-1.8, row, spell(tree.tokens[node]), ha="right", va="center", fontsize=8)
+            axes.text(-1.8, row, spell(tree.tokens[row - start]), ha="right", va="center", fontsize=8)
             for column, visible in enumerate(sees, start):
                 face = colour if visible else "#f3f3f3"
                 axes.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, facecolor=face, edgecolor="none"))
@@ -189,9 +190,9 @@ def _packed_rows(axes: "Axes", trees: Sequence[SampleTree], lengths: Sequence[in
 
 
 def _outcome(axes: "Axes", tree: SampleTree, verdict: SampleVerdict, length: int, spell: Spell) -> None:
-    for index, node in enumerate(verdict.path):
-        _word(axes, spell(tree.tokens[node]), index, 0.25, ACCEPTED)
-    accepted, kind = len(verdict.path), "recovered" if verdict.recovered else "bonus"
+    for index, row in enumerate(verdict.path[1:]):
+        _word(axes, spell(tree.token(row)), index, 0.25, ACCEPTED)
+    accepted, kind = len(verdict.path) - 1, "recovered" if verdict.recovered else "bonus"
     _word(axes, spell(verdict.token), accepted, 0.25, COLOURS[1] if verdict.recovered else COLOURS[0])
     told = f"{accepted} accepted + 1 {kind}: {length} → {length + accepted + 1} tokens"
     axes.text(-0.4, -0.35, told, fontsize=9, va="center")

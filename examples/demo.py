@@ -90,7 +90,7 @@ def draw_steps(console: Console, target: RaggedModel, tokenizer: Any, question: 
         if drawn < SHOWN:
             drawn += 1
             console.print(f"\n[bold]step {drawn}[/bold]")
-            console.print(step_tree(tree.samples[0], verdict.samples[0], lambda token: tokenizer.decode([token])))
+            console.print(step_tree(tree[0], verdict[0], lambda token: tokenizer.decode([token])))
 
     decoder = builders.expanding(target, EagleDrafter.from_pretrained(TRAINED, target), nodes=8)
     decoder.on_step = show

@@ -15,7 +15,8 @@ from arbordraft.cli.display import step_tree
 from arbordraft.cli.failures import Terminated
 from arbordraft.cli.main import app
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.verdict import SampleVerdict
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -147,9 +148,9 @@ def test_no_answer_is_markup(session, text):
 
 
 def test_the_tree_of_a_step_marks_what_was_accepted():
-    tree = SampleTree(TreeTopology.from_parents([-1, 0, 0, 1]), Fixed(2), {0: 5, 1: 6, 2: 7, 3: 8})
+    tree = DraftTree.of(TreeTopology.from_parents([-1, 0, 0, 1]), Fixed(2), [{0: 5, 1: 6, 2: 7, 3: 8}])[0]
     console = Console(file=io.StringIO(), width=80)
-    console.print(step_tree(tree, SampleVerdict((1,), 9, True), str))
+    console.print(step_tree(tree, SampleVerdict((0, 1), 9, True), str))
     drawn = console.file.getvalue()
     assert drawn.count("✓") == 1
     assert "'6' ✓" in drawn

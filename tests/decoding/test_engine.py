@@ -106,7 +106,7 @@ def test_events_tell_what_was_drafted():
     assert events[-1].finish_reason == "length"
     assert [token for event in events for token in event.tokens] == stream.answers[0].tokens
     for event in events[:-1]:
-        path = [event.tree.tokens[node] for node in event.verdict.path]
+        path = [event.tree.token(row) for row in event.verdict.path[1:]]
         assert [*path, event.verdict.token][: len(event.tokens)] == list(event.tokens)
     (answer,) = stream.answers
     assert answer.forwards == len(events) - 1
@@ -390,7 +390,7 @@ def test_a_portion_ends_with_a_prompt_unless_it_is_small():
 def test_drafts_wait_for_prompts_where_they_change_no_text(name, temperature, waits):
     """And deciders learn nothing from that: what does not depend on the load may not begin to."""
     made, steps, learned = decoder(*COUPLINGS[name]), [], []
-    made.on_step = lambda state, tree, verdict: steps.append((state.prefilling, tree.samples[0]))
+    made.on_step = lambda state, tree, verdict: steps.append((state.prefilling, tree))
     made.decider.learn = lambda memory, outcome: learned.append(outcome)
     engine = Engine(made, max_tokens=600, max_rows=16, reuse=False)
     engine.submit(Request(prompt=PROMPTS[2], max_new_tokens=40, seed=1, temperature=temperature, ends=()))
@@ -398,7 +398,8 @@ def test_drafts_wait_for_prompts_where_they_change_no_text(name, temperature, wa
     engine.submit(Request(prompt=text(80, 1), max_new_tokens=1, seed=1, temperature=temperature))
     engine.run()
     drafted = {
-        reading: sum(tree.guesses for when, tree in steps if when == reading and tree) for reading in (True, False)
+        reading: sum(tree[0].guesses for when, tree in steps if when == reading and 0 in tree.living)
+        for reading in (True, False)
     }
     assert drafted[False] > 0
     assert (drafted[True] == 0) == waits

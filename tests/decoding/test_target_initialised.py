@@ -14,7 +14,7 @@ from arbordraft.deciders import FixedDepth
 from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.sampling.noise import Noise, residual
 from arbordraft.testing import distance_to_target, random_table, row
-from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.verifiers import LongestBranch
 
 TOPOLOGIES = [ad.TreeTopology.fork(3, 3), ad.TreeTopology.from_k_config((2, 2, 1))]
@@ -135,9 +135,10 @@ def first_token_law(width, depth, target, ratio):
     # All tokens below the candidates are the same, so branches differ in their first one only.
     for chance, candidates in ad.WithoutReplacement(width).enumerate(target):
         tokens = {0: 0} | {n: candidates[n - 1] if d == 1 else 0 for n, d in enumerate(topology.depth_list) if n}
-        tree = SampleTree(topology, ad.WithoutReplacement(width), tokens, dict.fromkeys(range(1, len(tokens)), draft))
+        rows = dict.fromkeys(range(1, len(tokens)), draft)
+        tree = DraftTree.of(topology, ad.WithoutReplacement(width), [tokens], [rows])[0]
         for share, path, following in verifier.law(tree, {0: target} | dict.fromkeys(range(1, len(tokens)), wanted)):
-            first = tree.tokens[path[0]] if path else int(following.argmax())
+            first = tree.tokens[path[1]] if len(path) > 1 else int(following.argmax())
             law[first] += chance * share
     return law
 

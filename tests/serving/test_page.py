@@ -13,10 +13,11 @@ from arbordraft import Fixed
 from arbordraft.cli.main import app
 from arbordraft.serving.page import page
 from arbordraft.serving.pieces import step_of
-from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import SampleVerdict
 
-TREE = SampleTree(TreeTopology.from_parents([-1, 0, 0, 1, 1]), Fixed(2), {0: 5, 1: 6, 2: 7, 4: 9})
+TREE = DraftTree.of(TreeTopology.from_parents([-1, 0, 0, 1, 1]), Fixed(2), [{0: 5, 1: 6, 2: 7, 4: 9}])[0]
 MARKED = {"model": "tiny", "exactness": "exact", "prompt": "<b>who</b>", "text": "</script><b>me</b>", "steps": []}
 
 
@@ -55,9 +56,9 @@ def served():
 @pytest.mark.parametrize(
     ("verdict", "emitted", "accepted"),
     [
-        (SampleVerdict((1, 4), 3, False), 3, [1, 3]),
-        (SampleVerdict((2,), 3, False), 2, [2]),
-        (SampleVerdict((), 3, True), 1, []),
+        (SampleVerdict((0, 1, 3), 3, False), 3, [1, 3]),
+        (SampleVerdict((0, 2), 3, False), 2, [2]),
+        (SampleVerdict((0,), 3, True), 1, []),
     ],
     ids=["a path", "a leaf", "nothing"],
 )
@@ -168,7 +169,7 @@ def test_it_is_light_or_dark_and_readable(served, browser, scheme):
 
 
 def test_nothing_that_is_said_is_markup(tab, tmp_path):
-    step = {**step_of(TREE, SampleVerdict((1,), 3, True), 2, lambda token: f"<i>{token}</i>"), "seconds": 0.1}
+    step = {**step_of(TREE, SampleVerdict((0, 1), 3, True), 2, lambda token: f"<i>{token}</i>"), "seconds": 0.1}
     file = tmp_path / "trace.html"
     file.write_text(page({**MARKED, "steps": [step]}))
     tab.goto(file.as_uri())
