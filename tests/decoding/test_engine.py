@@ -397,10 +397,8 @@ def test_drafts_wait_for_prompts_where_they_change_no_text(name, temperature, wa
     engine.step()
     engine.submit(Request(prompt=text(80, 1), max_new_tokens=1, seed=1, temperature=temperature))
     engine.run()
-    drafted = {
-        reading: sum(tree[0].guesses for when, tree in steps if when == reading and 0 in tree.living)
-        for reading in (True, False)
-    }
+    living = [(when, tree[0].guesses) for when, tree in steps if 0 in tree.living]
+    drafted = {reading: sum(guesses for when, guesses in living if when == reading) for reading in (True, False)}
     assert drafted[False] > 0
     assert (drafted[True] == 0) == waits
     reading = sum(when for when, _ in steps)

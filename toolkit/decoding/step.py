@@ -25,9 +25,8 @@ from arbordraft.trees.verdict import Verdict
 
 _CHUNK = 2048  # rows of a forward over prompts, which bounds its memory
 _SCORED_CHUNK = 256  # the same where their logits are wanted
-_MOST_KINDS = (
-    2  # kinds of samples in a batch whose steps of fixed shapes, one after another, take less than a step of them all
-)
+# Kinds of samples in a batch whose recorded steps, one after another, take less than an eager step of them all.
+_MOST_KINDS = 2
 
 
 class Stepper:
@@ -62,8 +61,10 @@ class Stepper:
         self.target, self.drafter, self.topology, self.coupling, self.decider = parts
         self.mask, self.static, self.shared = mask, static, parts.coupling.verifier.shared
         self.drafting = Drafting(parts, mask, expected_batch, None if static is None else static.drafts, candidates)
-        self.runner = PackedRunner(parts, mask) if runner is None else runner
-        self.eager = EagerExecutor(self.runner, CouplingJudge(parts.coupling) if judge is None else judge)
+        self.eager = EagerExecutor(
+            PackedRunner(parts, mask) if runner is None else runner,
+            CouplingJudge(parts.coupling) if judge is None else judge,
+        )
         self.recorded = None if static is None else RecordedExecutor(static, mask, shared=self.shared)
         self.on_step: Callable[[DecodeState, DraftTree, Verdict], None] | None = None
 
@@ -76,7 +77,7 @@ class Stepper:
             fixed_batch: whether all of them are there from the start and none follows: then it counts who ends last.
         """
         fixed = self.static.open(samples, max_tokens) if self.static is not None and self.fixed else None
-        cache = self.runner.open(max_tokens) if fixed is None else fixed
+        cache = self.eager.runner.open(max_tokens) if fixed is None else fixed
         self.target.begin(cache)
         stats = DecodeStats(self.coupling.exactness.value, [0], [0])
         return DecodeState(cache, self.drafter.open(cache), stats, fixed_batch=fixed_batch)
