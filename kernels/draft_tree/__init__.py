@@ -101,7 +101,7 @@ class Drafted(NamedTuple):
     Args:
         nodes: ``[3, M]`` int64 sample, node and token of those below the roots, sample after sample, nodes ascending.
         chances: ``[M]`` float64 draft probability of each, given its parent.
-        fed: ``[2, F]`` int64 sample and node of those that were fed, in their order behind each sample's committed keys.
+        fed: ``[2, F]`` int64 sample and node of those that were fed, in their order behind a sample's committed keys.
         broken: rows of scores that were no numbers, where nothing was drafted.
     """
 
