@@ -135,9 +135,7 @@ def test_a_failure_behind_a_rejected_draft_is_none(name):
     plain = builders.plain(speller()).generate(**settings)
     rejected = []
     decoder = DECODERS[name]()
-    decoder.on_step = lambda state, tree, verdict: rejected.append(
-        len(tree.samples[0].tokens) - 1 - len(verdict.samples[0].path)
-    )
+    decoder.on_step = lambda state, tree, verdict: rejected.append(tree.lengths[0] - len(verdict.paths[0]))
     followed = decoder.generate(
         **settings, logits_processor=LogitsProcessorList([Jealous(plain[0, len(prompt) :].tolist())])
     )

@@ -58,12 +58,12 @@ def test_what_is_forbidden_is_never_drafted():
     compiled = decoder.compiler(GRAMMARS[2], [EOS])
 
     def watch(state, tree, verdict):
-        if tree.samples[2] is None:
+        if 2 not in tree.living:
             return
         place = compiled.fork()
         for token in state[2].tokens[state[2].prompt :]:
             place.accept(token)
-        seen.extend((place, tree.samples[2].path(node)) for node in tree.samples[2].tokens if node)
+        seen.extend((place, tree[2].path(row)) for row in tree[2].rows[1:])
 
     decoder.on_step = watch
     decoded(decoder, 1.0)
