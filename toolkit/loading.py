@@ -265,14 +265,18 @@ def load_model(
 
 
 def load_target(
-    model: str, dtype: Dtype, kernels: Kernels = Kernels.auto, weights: str | None = None
+    model: str,
+    dtype: Dtype,
+    kernels: Kernels = Kernels.auto,
+    weights: str | None = None,
+    device: str | None = "cpu",
 ) -> "tuple[RaggedModel, PreTrainedTokenizerBase]":
-    """The model, ready for ragged batches, and its tokenizer.
+    """The model, ready for ragged batches, and its tokenizer; for arguments see :func:`load`.
 
     Raises:
         ValueError: if the model is damaged, incomplete or no causal LM, or it has no tokenizer.
     """
-    target = _target_named(model, dtype, kernels, "cpu", weights=weights)
+    target = _target_named(model, dtype, kernels, device, weights=weights)
     return target, tokenizer_of(target, model)
 
 

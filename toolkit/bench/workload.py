@@ -74,14 +74,17 @@ class Workload:
         return self.temperature > 0
 
     def batches(self, target: "RaggedModel") -> list[dict[str, Any]]:
-        """The prompts as left-padded chats, ``input_ids`` and ``attention_mask`` of one batch after the other.
+        """The prompts as left-padded chats where the target is: ``input_ids`` and ``attention_mask`` of every batch.
 
         Raises:
             ValueError: if the target has no tokenizer.
         """
         if target.tokenizer is None:
             raise ValueError("prompts are texts: give the target its tokenizer, RaggedModel(model, tokenizer)")
-        return chat_batches(target.tokenizer, self.prompts, self.batch)
+        return [
+            {name: tensor.to(target.device) for name, tensor in batch.items()}
+            for batch in chat_batches(target.tokenizer, self.prompts, self.batch)
+        ]
 
     def request(self) -> dict[str, Any]:
         """Arguments of ``generate``: sampling from the whole vocabulary, or greedy decoding."""

@@ -15,6 +15,7 @@ from arbordraft.bench.workload import Workload
 from arbordraft.cli.options import (
     BOTH,
     BatchesOption,
+    DeviceOption,
     DraftersOption,
     DtypeOption,
     DtypesOption,
@@ -61,6 +62,7 @@ def _in_turns(
         drafter: DraftersOption = usual_drafters,
         model: ModelOption = "smollm2",
         dtype: DtypeOption = Dtype.bfloat16,
+        device: DeviceOption = None,
         prompts: PromptsOption = None,
         limit: LimitOption = None,
         new_tokens: NewTokensOption = 128,
@@ -73,7 +75,7 @@ def _in_turns(
     ) -> None:
         sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
         with Report(json, png, model=model, dtype=dtype, drafter=drafter) as report:
-            target, _ = load_target(model, dtype)
+            target, _ = load_target(model, dtype, device=device)
             drafters = drafters_of(drafter, target)
             for workload in map(fit, sizes):
                 report.decode(target, suite(target, drafters, workload), workload)
@@ -128,6 +130,7 @@ def verifiers(
     drafter: DraftersOption,
     model: ModelOption = "smollm2",
     dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = None,
     children: Annotated[str, typer.Option(callback=whole_numbers, help="Numbers of children of one node.")] = "2,3,4",
     depths: Annotated[
         str, typer.Option(callback=whole_numbers, help="Depths of binary trees; 1,2,3,4 have 3, 7, 15 and 31 nodes.")
@@ -154,7 +157,7 @@ def verifiers(
     counts, levels, most = (numbers(text, int) for text in (children, depths, nodes))
     options = {"children": children, "depths": depths, "nodes": nodes, "trees": trees, "optima": optima}
     with Report(json, png, model=model, dtype=dtype, drafter=drafter, **options) as report:
-        target, _ = load_target(model, dtype)
+        target, _ = load_target(model, dtype, device=device)
         drafters = drafters_of(drafter, target)
         for workload in sizes:
             single = node_acceptance(target, drafters, workload, children=counts, optima=optima, tell=report.tell)

@@ -16,6 +16,7 @@ from arbordraft.cli.export import app as export
 from arbordraft.cli.generate import generate
 from arbordraft.cli.options import (
     SHAPES,
+    DeviceOption,
     DrafterOption,
     DtypeOption,
     LimitOption,
@@ -30,7 +31,7 @@ from arbordraft.cli.program import run
 from arbordraft.cli.serve import serve
 from arbordraft.cli.trace import trace
 from arbordraft.cli.train import app as train
-from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
+from arbordraft.loading import Dtype, drafter_named, load_target
 from arbordraft.trees.drawing import draw_png
 from arbordraft.utils.terminal import terminal
 
@@ -58,6 +59,7 @@ def tune(
     dtype: DtypeOption = Dtype.bfloat16,
     prompts: PromptsOption = None,
     limit: LimitOption = None,
+    device: DeviceOption = None,
     batches: Annotated[str, typer.Option(help="Batch sizes to choose for, as in 1,8.")] = "1,8",
     temperature: TemperatureOption = 0.0,
     new_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 96,
@@ -72,7 +74,7 @@ def tune(
     sizes = numbers(batches, int)
     with progress(console) as tell:
         tell("loading the model")
-        target, tokenizer = load_target(model, dtype, Kernels.auto)
+        target, tokenizer = load_target(model, dtype, device=device)
         tuned = tuning.tune(
             target,
             tokenizer,
