@@ -5,8 +5,8 @@ from support.models import decode, ragged
 
 import arbordraft as ad
 from arbordraft.deciders import FixedDepth
-from arbordraft.trees.draft_tree import SampleTree
-from arbordraft.trees.verdict import Outcome
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.verdict import Outcome, Verdict
 
 SHAPE = ad.TreeTopology.from_k_config((2, 1, 1))  # 1 and 2 below the root, 3 and 4 below these, then 5 and 6
 CHANCES = {1: 0.5, 2: 0.25, 3: 0.75, 5: 0.125}
@@ -32,8 +32,9 @@ CHANCES = {1: 0.5, 2: 0.25, 3: 0.75, 5: 0.125}
 def test_outcomes(alive, path, outcome):
     """Of the root and every accepted node that has children: how likely it was that one of them is accepted."""
     tokens = {0: 7} | {node: 10 + node for node in alive}
-    tree = SampleTree(SHAPE, ad.Fixed(2), tokens, chances=CHANCES, source="Model")
-    assert tree.outcome(SampleVerdict(path, 9, recovered=True)) == outcome._replace(source="Model")
+    tree = DraftTree.of(SHAPE, ad.Fixed(2), [None, tokens], chances=[None, CHANCES], source="Model")
+    verdict = Verdict.of(tree, {1: (list(tokens).index((0, *path)[-1]), 9)})
+    assert verdict.outcome(tree, 1) == outcome._replace(source="Model")
 
 
 class Listening(FixedDepth):

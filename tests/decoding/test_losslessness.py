@@ -7,8 +7,17 @@ from scipy.stats import chisquare
 import arbordraft as ad
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import Noise, draw
-from arbordraft.testing import ROW_KINDS, distance_to_target, draft_trees, random_table, row, target_rows
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.testing import (
+    ROW_KINDS,
+    distance_to_target,
+    draft_trees,
+    one_tree,
+    random_table,
+    row,
+    target_rows,
+    told,
+)
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.verdict import Exactness
 from arbordraft.verifiers import KSeq, NodeLaw, OptimalTransport, Remembered, Rule, TopTailRule, TypicalAcceptance
 
@@ -105,8 +114,8 @@ def test_four_tokens_and_three_children(law, lift):
 
 def sure_enough(depth, before):
     """Goes on if a row drawn from was peaked, or if a 0 was drawn."""
-    drawn = [token for node, token in before.tokens.items() if node > 0]
-    return depth == 1 or 0 in drawn or any(row.max() > 0.8 for row in before.draft_probs.values())
+    drawn = [before.token(row) for row in before.rows[1:]]
+    return depth == 1 or 0 in drawn or any(row.max() > 0.8 for row in told(before)[1].values())
 
 
 @pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
@@ -123,7 +132,7 @@ def test_trees_that_stop_early_emit_the_target(pair, lift):
 
 def test_early_stops_are_exercised():
     trees = draft_trees(TOPOLOGIES["binary"], ad.IID(2), random_table("random", 3), goes_on=sure_enough)
-    assert {len(tree.tokens) for _, tree in trees} == {3, 7}
+    assert {len(tree.rows) for _, tree in trees} == {3, 7}
 
 
 @pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
@@ -144,8 +153,9 @@ def test_siblings_drawn_last_may_be_given_up(law, rule, lift):
 
     def draft(*arguments):
         for chance, tree in draft_trees(*arguments):
-            kept = {node: token for node, token in tree.tokens.items() if node < len(tree.tokens) - 1}
-            yield chance, SampleTree(tree.topology, tree.law, kept, tree.draft_probs)
+            tokens, rows = told(tree)
+            kept = {node: token for node, token in tokens.items() if node < len(tokens) - 1}
+            yield chance, one_tree(topology, law, kept, rows)
 
     topology = ad.TreeTopology([-1] + [0] * law.k)
     for kind in ROW_KINDS:
@@ -158,7 +168,7 @@ def test_a_decider_that_peeks_is_caught():
     target, draft_row = row(0.7, 0.3), row(0.5, 0.5)
 
     def draft(*arguments):
-        return draft_trees(*arguments, regrets=lambda depth, after: after.tokens[1] == 1)
+        return draft_trees(*arguments, regrets=lambda depth, after: after.token(1) == 1)
 
     verifier = ad.TopDown(ad.RecursiveRejection())
     found = distance_to_target(
@@ -222,7 +232,7 @@ def test_children_without_a_draft_row_are_taken_for_certain():
 
     def draft(*arguments):
         for chance, tree in draft_trees(*arguments):
-            yield chance, SampleTree(tree.topology, tree.law, tree.tokens)
+            yield chance, one_tree(tree.batch.topology, tree.proposal.law, told(tree)[0])
 
     verifier, topology, table = ad.Lifted(ad.RecursiveRejection()), TOPOLOGIES["fork"], random_table("random", 3)
     assert distance_to_target(verifier, topology, ad.WithoutReplacement(2), table, draft=draft) < EXACT
@@ -260,7 +270,7 @@ def test_a_fault_of_the_second_step_is_caught():
 
     def draft(topology, law, table, prefix):
         for chance, tree in draft_trees(topology, law, table, prefix):
-            yield chance, SampleTree(topology, law, tree.tokens, {0: table(())[1]})
+            yield chance, one_tree(topology, law, told(tree)[0], {0: table(())[1]})
 
     arguments = ad.TopDown(ad.RecursiveRejection()), ad.TreeTopology.chain(1), ad.IID(1), table
     assert distance_to_target(*arguments, draft=draft) < EXACT
@@ -289,13 +299,14 @@ def sampled_joint(reuse_noise, draws=8_000):
     samples = []
     for uniforms in noise.draft.tolist():
         tokens = law.draw(draft, uniforms[1:])
-        samples.append(SampleTree(topology, law, {0: 0, 1: tokens[0], 2: tokens[1]}, {0: draft}))
+        samples.append({0: 0, 1: tokens[0], 2: tokens[1]})
     following = [table((token,))[0].float() for token in range(3)]
-    rows = torch.stack([r for s in samples for r in (target, following[s.tokens[1]], following[s.tokens[2]])])
+    rows = torch.stack([r for s in samples for r in (target, following[s[1]], following[s[2]])])
     more = generator.random(draws).tolist()
-    verdicts = verifier(DraftTree(tuple(samples)), rows, noise).samples
-    for sample, verdict, uniform in zip(samples, verdicts, more, strict=True):
-        emitted = [sample.tokens[node] for node in verdict.path] + [verdict.token]
+    tree = DraftTree.of(topology, law, samples, [{0: draft}] * draws)
+    verdict = verifier(tree, rows, noise)
+    for sample, uniform in enumerate(more):
+        emitted = verdict.emitted(tree, sample)
         if len(emitted) == 1:
             emitted.append(draw(following[emitted[0]], uniform))
         counts[emitted[0], emitted[1]] += 1
@@ -319,6 +330,10 @@ def test_what_is_sampled_is_what_is_enumerated():
         ends = verifier.law(tree, target_rows(tree, table))
         rows = torch.stack(list(target_rows(tree, table).values())).repeat(len(grid), 1)
         accept = grid[:, None].expand(-1, topology.num_nodes)
-        verdicts = verifier(DraftTree((tree,) * len(grid)), rows, Noise(accept, accept, accept)).samples
+        tokens, draft_rows = told(tree)
+        batch = DraftTree.of(topology, law, [tokens] * len(grid), [draft_rows] * len(grid))
+        verdict = verifier(batch, rows, Noise(accept, accept, accept))
+        found = [batch.node[path].tolist() for path in verdict.paths]
         for share, path, _ in ends:
-            assert sum(v.path == path for v in verdicts) / len(grid) == pytest.approx(share, abs=1 / len(grid))
+            nodes = tree.batch.node[path].tolist()
+            assert sum(own == nodes for own in found) / len(grid) == pytest.approx(share, abs=1 / len(grid))

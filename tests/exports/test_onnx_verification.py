@@ -8,7 +8,7 @@ from arbordraft.exports.onnx.networks import NodeVerification
 from arbordraft.onnx.graph import Graph
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import Noise
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.verifiers import TopTailRule
 
 NODES, VOCAB = 400, 29
@@ -30,14 +30,15 @@ def by_rule(rule, law, logits, draft, tokens, uniforms):
     topology = TreeTopology.k_ary(law.k, 1)
     accepted, emitted = [], []
     for target, row, drawn, numbers in zip(logits.softmax(-1), draft, tokens, uniforms, strict=True):
-        tree = SampleTree(topology, law, {0: 0} | dict(enumerate(drawn, 1)), {0: row})
+        tree = DraftTree.of(topology, law, [{0: 0} | dict(enumerate(drawn, 1))], [{0: row}])
         final = torch.zeros(1, topology.num_nodes, dtype=torch.float64)
         final[0, 0] = numbers[-1]
         accept = torch.cat([torch.zeros(1, dtype=torch.float64), numbers[:-1]])[None]
-        rows = target.expand(len(tree.tokens), -1)
-        (verdict,) = TopDown(rule)(DraftTree((tree,)), rows, Noise(final, accept, final)).samples
-        accepted.append(verdict.path[0] - 1 if verdict.path else -1)
-        emitted.append(drawn[verdict.path[0] - 1] if verdict.path else verdict.token)
+        rows = target.expand(tree.rows, -1)
+        verdict = TopDown(rule)(tree, rows, Noise(final, accept, final))
+        _, *path = verdict.paths[0]
+        accepted.append(path[0] - 1 if path else -1)
+        emitted.append(verdict.emitted(tree, 0)[0])
     return accepted, emitted
 
 

@@ -22,7 +22,7 @@ from arbordraft.sampling.laws import AdaptiveTopTail, SharedNoise
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.rows import SoftmaxRows
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, Proposal
 from arbordraft.verifiers import KSeq, SharedMatching, TypicalAcceptance
 
 # The pair
@@ -51,19 +51,33 @@ def test_no_law_with_noise_of_its_own_is_matched(law):
 
 
 def test_noise_of_the_other_kind_is_refused():
-    tree = DraftTree((SampleTree(ad.TreeTopology.chain(1), SharedNoise(1), {0: 1, 1: 2}),))
+    tree = DraftTree.of(ad.TreeTopology.chain(1), SharedNoise(1), [{0: 1, 1: 2}])
     rows, uniforms = torch.full((2, 4), 0.25), torch.zeros(1, 2, dtype=torch.float64)
     with pytest.raises(TypeError, match="noise must be of type GumbelNoise"):
         ad.Coupling.shared()(tree, rows, Noise(uniforms, uniforms, uniforms))
     with pytest.raises(TypeError, match="noise must be of type Noise"):
         ad.Coupling.matching()(tree, rows, GumbelNoise([SharedSource(1)], [1]))
     with pytest.raises(TypeError, match="has no law given the drafts"):
-        SharedMatching().law(tree.samples[0], {0: rows[0], 1: rows[1]})
+        SharedMatching().law(tree[0], rows)
 
 
-def test_a_row_without_tokens_is_refused():
+@pytest.mark.parametrize(
+    "processor", [None, TopKLogitsWarper(4), TopKLogitsWarper(9), TopPLogitsWarper(0.5, filter_value=-9.0)], ids=str
+)
+def test_a_row_without_tokens_is_refused(processor):
+    noise, scores = GumbelNoise([SharedSource(1)], [3]), torch.full((1, 5), -torch.inf)
+    assert noise.draw(scores, None, [(0, 0)]) == [-1]
+    tree = DraftTree.roots(ad.TreeTopology.chain(0), [1], [Proposal(SharedNoise(1))])
+    rows = SoftmaxRows(scores)
+    if processor is not None:
+        pipeline = LogitsPipeline([processor])
+        rows = SoftmaxRows(
+            scores,
+            lambda taken, rows: pipeline(taken, lambda row: []),
+            lambda taken, rows: pipeline.trimmed(taken, lambda row: []),
+        )
     with pytest.raises(ValueError, match="no token has any probability; check the processors"):
-        GumbelNoise([SharedSource(1)], [3]).draw(torch.full((1, 5), -torch.inf), None, [(0, 0)])
+        ad.Coupling.shared()(tree, rows, noise)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from arbordraft.kernels import choice
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import Noise
 from arbordraft.sampling.rows import SoftmaxRows
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.verifiers import TopTailRule
 from arbordraft.verifiers.packed import verify_packed
 
@@ -40,10 +40,11 @@ THREE = [
     ad.TreeTopology.chain(0),
 ]
 TWO = [ad.TreeTopology.k_ary(2, 3), ad.TreeTopology.from_k_config((2, 1, 1))]
+LOST = [(), None, (3, 9, 12), (1, 6)]  # by sample nodes that are given up, with all that is below them
 
 
-def grown(topology, law, vocabulary, generator, sharp, lost=()):
-    """A tree drafted from random rows; ``lost`` nodes and what is below them were given up."""
+def drawn(topology, law, vocabulary, generator, sharp, lost=()):
+    """Tokens and draft rows of a tree drafted from random rows; ``lost`` nodes and what is below were given up."""
     tokens, rows = {0: 1}, {}
     for node in range(topology.num_nodes):
         children = topology.child_list[node]
@@ -57,7 +58,22 @@ def grown(topology, law, vocabulary, generator, sharp, lost=()):
             tokens |= kept
             if not narrow.deterministic:
                 rows[node] = row
-    return SampleTree(topology, law, dict(sorted(tokens.items())), rows)
+    return dict(sorted(tokens.items())), rows
+
+
+def grown(topology, law, vocabulary, generator, sharp, lost):
+    """A batch of such trees: for every sample the nodes that it has lost, ``None`` if it takes no part."""
+    told = [(None, None) if own is None else drawn(topology, law, vocabulary, generator, sharp, own) for own in lost]
+    return DraftTree.of(topology, law, *map(list, zip(*told, strict=True)))
+
+
+def ends_of(verdict):
+    """By sample the last accepted row and the token behind it, as the packed verifier says it."""
+    return {
+        sample: (path[-1], token)
+        for sample, (path, token) in enumerate(zip(verdict.paths, verdict.tokens, strict=True))
+        if path
+    }
 
 
 def check_verdicts(coupling, lifted, vocabulary, turns, path="auto"):
@@ -71,32 +87,21 @@ def check_verdicts(coupling, lifted, vocabulary, turns, path="auto"):
     generator, lengths, recovered = torch.Generator().manual_seed(1), set(), set()
     for turn in range(turns):
         sharp = 1.0 if vocabulary < 100 else 4.0
-        trees = [grown(shape, law, vocabulary, generator, sharp) for shape in shapes]
-        trees.insert(1, None)
-        if law.k == 3:
-            trees.append(grown(THREE[0], law, vocabulary, generator, sharp, lost=(3, 9, 12)))
-        tree = DraftTree(tuple(trees))
-        scores = []
-        for sample, node, _ in tree.rows():
-            row = tree.samples[sample].draft_probs.get(node)
-            near = torch.randn(vocabulary, generator=generator) * sharp if row is None else row.log()
-            if row is None:  # what was chosen without a row had better be right now and then
-                drafted = tree.samples[sample]
-                near[[drafted.tokens[child] for child in drafted.children(node)]] += 2 * sharp
-            scores.append(near + 0.5 * torch.randn(vocabulary, generator=generator))
-        scores = torch.stack(scores)
-        nodes = max(shape.num_nodes for shape in shapes)
-        noise = Noise.draw([Noise.source(100 * turn + i) for i in range(len(trees))], nodes)
-        expected = verifier(tree, SoftmaxRows(scores), noise).samples
-        with choice.use(path):
-            found = verify_packed(tree, scores, noise, lifted=lifted)
-        for sample, (verdict, end) in enumerate(zip(expected, found, strict=True)):
-            if verdict is None:
-                assert end is None
-                continue
-            last = verdict.path[-1] if verdict.path else 0
-            assert end == (last, verdict.token), (turn, sample)
-            lengths.add(len(verdict.path))
-            recovered.add(verdict.recovered)
+        for shape in shapes:
+            tree = grown(shape, law, vocabulary, generator, sharp, LOST)
+            scores = []
+            for row in range(tree.rows):
+                draft = tree.drawn_from(row)
+                near = torch.randn(vocabulary, generator=generator) * sharp if draft is None else draft.log()
+                if draft is None:  # what was chosen without a row had better be right now and then
+                    near[tree.token[tree.children[row]]] += 2 * sharp
+                scores.append(near + 0.5 * torch.randn(vocabulary, generator=generator))
+            scores = torch.stack(scores)
+            noise = Noise.draw([Noise.source(100 * turn + i) for i in range(len(tree))], shape.num_nodes)
+            expected = verifier(tree, SoftmaxRows(scores), noise)
+            with choice.use(path):
+                assert verify_packed(tree, scores, noise, lifted=lifted) == ends_of(expected), turn
+            lengths |= {expected.accepted(sample) for sample in tree.living}
+            recovered |= {expected.recovered[sample] for sample in tree.living}
     assert len(lengths) >= 2
     assert recovered == {False, True}

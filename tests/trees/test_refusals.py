@@ -14,7 +14,7 @@ from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.sampling.noise import Noise
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.rows import SoftmaxRows
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.topology import MOST_DEPTH, MOST_NODES
 from arbordraft.verifiers import OptimalTransport, TypicalAcceptance
@@ -197,8 +197,8 @@ def test_the_deepest_tree_is_verified(lift):
     """No walk, recursive as it is, exceeds Python's limit."""
     topology, verifier = ad.TreeTopology.chain(MOST_DEPTH), lift(ad.RecursiveRejection())
     tokens = {node: PROMPTS[0][0] if node == 0 else 1 for node in range(topology.num_nodes)}
-    tree = DraftTree((SampleTree(topology, ad.Fixed(1), tokens),))
+    tree = DraftTree.of(topology, ad.Fixed(1), [tokens])
     scores = torch.tensor([0.0, 9.0]).expand(topology.num_nodes, 2)
     noise = Noise.draw([Noise.source(0)], topology.num_nodes)
-    (walked,) = verifier(tree, SoftmaxRows(scores), noise).samples
-    assert verify_packed(tree, scores, noise, lifted=verifier.lifted) == [(len(walked.path), walked.token)]
+    walked = verifier(tree, SoftmaxRows(scores), noise)
+    assert verify_packed(tree, scores, noise, lifted=verifier.lifted) == {0: (walked.accepted(0), walked.tokens[0])}

@@ -11,8 +11,8 @@ from arbordraft.drafters import Drafter
 from arbordraft.drafters.grower import TreeGrower
 from arbordraft.kernels.verify import lowest_kept, row_max
 from arbordraft.sampling.noise import Noise
-from arbordraft.testing import distance_to_target, random_table, target_rows
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.testing import distance_to_target, one_tree, random_table, target_rows, told
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.verifiers import OptimalTransport, optimal_acceptance
 from arbordraft.verifiers.packed import verify_packed
 
@@ -124,21 +124,23 @@ MIDPOINTS = (torch.arange(4, dtype=torch.float64) + 0.5) / 4
 REPEATS = {"0 0": [0, 0], "0 0 0": [0, 0, 0], "0 1 0": [0, 1, 0], "0 0 1": [0, 0, 1], "0 1 1": [0, 1, 1]}
 
 
-def repeated(tokens, law=None, draft=None):
-    """A root with these children."""
-    topology = ad.TreeTopology.k_ary(len(tokens), 1)
+def repeated(tokens, law=None, draft=None, samples=1):
+    """Roots with these children."""
+    topology, told = ad.TreeTopology.k_ary(len(tokens), 1), {0: 3, **dict(enumerate(tokens, start=1))}
     rows = {} if draft is None else {0: draft}
-    return SampleTree(topology, law or ad.Fixed(len(tokens)), {0: 3, **dict(enumerate(tokens, start=1))}, rows)
+    return DraftTree.of(topology, law or ad.Fixed(len(tokens)), [told] * samples, [rows] * samples)
 
 
 def packed_law(tokens, lifted, dtype):
     """Law of the first token that the packed verifier emits, its noise on a grid that divides all its chances."""
-    tree, width = repeated(tokens), len(tokens)
+    width = len(tokens)
     points = torch.cartesian_prod(*[MIDPOINTS] * (width + 1))  # one answer per child, and the draw behind the root
     scores = EIGHTHS.log().to(dtype).expand(len(points) * (width + 1), -1)
     accept, final = points.roll(1, dims=1), points[:, -1:].expand(-1, width + 1)
-    found = verify_packed(DraftTree((tree,) * len(points)), scores, Noise(accept, accept, final), lifted=lifted)
-    first = torch.tensor([token if end == 0 else tree.tokens[end] for end, token in found])
+    tree = repeated(tokens, samples=len(points))
+    found = verify_packed(tree, scores, Noise(accept, accept, final), lifted=lifted)
+    assert list(found) == tree.living
+    first = torch.tensor([int(tree.token[end]) if tree.depth[end] else token for end, token in found.values()])
     return torch.bincount(first, minlength=4).double() / len(first)
 
 
@@ -159,7 +161,7 @@ def repeating_trees(topology, law, table, prefix=()):
     tokens = {0: prefix[-1] if prefix else 0}
     for node, children in enumerate(topology.child_list):
         tokens |= {child: (node + rank // 2) % 3 for rank, child in enumerate(children)}
-    yield 1.0, SampleTree(topology, law, dict(sorted(tokens.items())))
+    yield 1.0, one_tree(topology, law, tokens)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +183,13 @@ def test_packed_and_walked_verdicts_on_repeated_siblings(lift):
     )
     ((_, tree),) = repeating_trees(topology, ad.Fixed(4), table)
     rows = torch.stack(list(target_rows(tree, table).values())).repeat(50, 1)
-    batch, noise = DraftTree((tree,) * 50), Noise.draw([Noise.source(7)] * 50, topology.num_nodes)
+    batch = DraftTree.of(topology, ad.Fixed(4), [told(tree)[0]] * 50)
+    noise = Noise.draw([Noise.source(7)] * 50, topology.num_nodes)
     found = verify_packed(batch, rows.log(), noise, lifted=verifier.lifted)
-    assert found == [((0, *v.path)[-1], v.token) for v in verifier(batch, rows, noise).samples]
-    assert len({end for end, _ in found}) > 3
+    verdict = verifier(batch, rows, noise)
+    assert list(found) == batch.living
+    assert list(found.values()) == [(path[-1], own) for path, own in zip(verdict.paths, verdict.tokens, strict=True)]
+    assert len({batch.node[end] for end, _ in found.values()}) > 3
 
 
 @pytest.mark.parametrize("law", [ad.WithoutReplacement(2), ad.TopTail(1, 1)], ids=str)
@@ -195,7 +200,7 @@ def test_draws_that_the_law_cannot_give_are_refused(law):
 
 @pytest.mark.parametrize("law", [ad.IID(2), ad.Fixed(2)], ids=str)
 def test_draws_that_the_law_can_give_are_taken(law):
-    assert repeated([2, 2], law, EIGHTHS).children(0) == [1, 2]
+    assert repeated([2, 2], law, EIGHTHS).children[0] == [1, 2]
 
 
 class Repeating(Drafter):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from support.verdicts import COUPLINGS, check_verdicts, grown
+from support.verdicts import COUPLINGS, LOST, check_verdicts, ends_of, grown
 
 from arbordraft import Lifted, RecursiveRejection, SpecHub, TopDown, TopTail, TreeTopology, WithoutReplacement
 from arbordraft.sampling.noise import Noise
 from arbordraft.sampling.rows import SoftmaxRows
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, Proposal
 from arbordraft.verifiers import KSeq
 from arbordraft.verifiers.packed import verify_packed
 
@@ -24,16 +24,14 @@ def test_banned_tokens_and_no_mass_left():
     law, topology = TopTail(1, 1), TreeTopology.k_ary(2, 2)
     generator = torch.Generator().manual_seed(0)
     for turn in range(40):
-        tree = DraftTree((grown(topology, law, 6, generator, 1.0),))
-        count = len(tree.samples[0].tokens)
-        wanted = torch.randint(6, (count,), generator=generator)
-        scores = torch.full((count, 6), -torch.inf)
-        scores[torch.arange(count), wanted] = 0.0
+        tree = grown(topology, law, 6, generator, 1.0, [()])
+        wanted = torch.randint(6, (tree.rows,), generator=generator)
+        scores = torch.full((tree.rows, 6), -torch.inf)
+        scores[torch.arange(tree.rows), wanted] = 0.0
         noise = Noise.draw([Noise.source(turn)], topology.num_nodes)
         for lifted in (False, True):
-            verdict = (Lifted if lifted else TopDown)(RecursiveRejection())(tree, SoftmaxRows(scores), noise).samples[0]
-            last = verdict.path[-1] if verdict.path else 0
-            assert verify_packed(tree, scores, noise, lifted=lifted) == [(last, verdict.token)]
+            verdict = (Lifted if lifted else TopDown)(RecursiveRejection())(tree, SoftmaxRows(scores), noise)
+            assert verify_packed(tree, scores, noise, lifted=lifted) == ends_of(verdict)
 
 
 def test_other_rules_are_left_to_the_walk():
@@ -43,9 +41,26 @@ def test_other_rules_are_left_to_the_walk():
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
 def test_nothing_was_drafted(lifted):
     """Every tree is a root, as when a decider stops at once: tokens are drawn from the target's rows."""
-    tree = DraftTree((SampleTree(TreeTopology.chain(0), WithoutReplacement(1), {0: 1}), None) * 2)
+    proposal = Proposal(WithoutReplacement(1))
+    tree = DraftTree.roots(TreeTopology.chain(0), [1, None, 1, None], [proposal] * 4)
     scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     noise = Noise.draw([Noise.source(sample) for sample in range(4)], 1)
-    expected = (Lifted if lifted else TopDown)(RecursiveRejection())(tree, SoftmaxRows(scores), noise).samples
+    verdict = (Lifted if lifted else TopDown)(RecursiveRejection())(tree, SoftmaxRows(scores), noise)
     found = verify_packed(tree, scores, noise, lifted=lifted)
-    assert found == [verdict and (0, verdict.token) for verdict in expected]
+    assert found == {0: (0, verdict.tokens[0]), 2: (1, verdict.tokens[2])}
+
+
+@pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
+@pytest.mark.parametrize("asked", [[0], [3, 2], [0, 2, 3]], ids=str)
+def test_some_samples_alone(lifted, asked, monkeypatch):
+    """All trees at once, but of those that are asked about."""
+    monkeypatch.setattr("arbordraft.verifiers.trees.choice.wants_triton", lambda *_: True)
+    law, topology, generator = WithoutReplacement(3), TreeTopology.k_ary(3, 2), torch.Generator().manual_seed(3)
+    tree = grown(topology, law, 7, generator, 1.0, LOST)
+    scores = torch.randn(tree.rows, 7, generator=generator)
+    noise = Noise.draw([Noise.source(sample) for sample in range(4)], topology.num_nodes)
+    verifier = (Lifted if lifted else TopDown)(RecursiveRejection())
+    whole = verifier(tree, SoftmaxRows(scores), noise)
+    found = verifier(tree, SoftmaxRows(scores), noise, asked)
+    assert ends_of(found) == {sample: end for sample, end in ends_of(whole).items() if sample in asked}
+    assert ends_of(whole) == verify_packed(tree, scores, noise, lifted=lifted)

@@ -7,25 +7,28 @@ import torch
 
 import arbordraft as ad
 from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
-from arbordraft.sampling.noise import Noise
+from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.testing import (
     ROW_KINDS,
     acceptance,
     draft_trees,
     expected_accepted,
+    one_tree,
     packed,
     random_rows,
     random_table,
     row,
     target_rows,
 )
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.verdict import Exactness
 from arbordraft.verifiers import (
     KSeq,
+    LongestBranch,
     OptimalTransport,
     Remembered,
     Rule,
+    SharedMatching,
     TopTailRule,
     TypicalAcceptance,
     matching_verdict,
@@ -281,13 +284,13 @@ def test_a_certain_target_is_greedy_decoding(law, rule, lift):
     for topology in (ad.TreeTopology([-1, 0, 0, 1]), ad.TreeTopology.chain(2)):
         for _, tree in draft_trees(topology, law, table):
             batch, rows = packed([tree], [target_rows(tree, table)])
-            (sampled,) = verifier(batch, rows, noise).samples
+            sampled = verifier(batch, rows, noise)
             best = rows.argmax(-1).tolist()
-            (greedy,) = matching_verdict(batch, lambda rows, places, best=best: [best[row] for row in rows]).samples
-            emitted = (*tree.path((0, *sampled.path)[-1]), sampled.token)
+            greedy = matching_verdict(batch, lambda rows, places, best=best: [best[row] for row in rows])
+            emitted = tuple(sampled.emitted(batch, 0))
             assert all(table(emitted[:depth])[0][token] == 1 for depth, token in enumerate(emitted))
             if not law.replacement:
-                assert sampled == greedy
+                assert vars(sampled) == vars(greedy)
 
 
 # Whole trees.
@@ -325,18 +328,18 @@ def test_lifted_rejection_on_a_chain_is_block_verification():
             expected = block_verification(table, tuple(tree.path(3)))
             found = [0.0] * 4
             for share, path, _ in verifier.law(tree, target_rows(tree, table)):
-                found[len(path)] += share
+                found[len(path) - 1] += share
             assert found == pytest.approx(expected, abs=1e-12)
 
 
 def traversal(tree, target, node=0, weight=1.0):
-    """Traversal verification, after Weng et al. (NeurIPS 2025): accepted node -> probability; None is a rejection."""
+    """Traversal verification, after Weng et al. (NeurIPS 2025): accepted row -> probability; None is a rejection."""
     children = tree.children(node)
     if not children:
         return {node: weight, None: 1 - weight}
-    p, q, ends, left = target[node].clone(), tree.draft_probs[node].clone(), {}, 1.0
+    p, q, ends, left = target[node].clone(), tree.drawn_from(node).clone(), {}, 1.0
     for child in children:
-        token = tree.tokens[child]
+        token = tree.token(child)
         below = traversal(tree, target, child, min(1.0, weight * p[token].item() / q[token].item()))
         rejected = below.pop(None)
         ends |= {end: left * share for end, share in below.items()}
@@ -362,7 +365,7 @@ def test_lifted_rejection_without_replacement_is_traversal(topology):
         assert expected.pop(None) == pytest.approx(0, abs=1e-12)
         found = dict.fromkeys(expected, 0.0)
         for share, path, _ in verifier.law(tree, target):
-            found[(0, *path)[-1]] += share
+            found[path[-1]] += share
         assert found == pytest.approx(expected, abs=1e-12)
 
 
@@ -389,14 +392,14 @@ def test_lifting_a_set_based_rule_accepts_no_less(law, rule):
 
 def test_typical_acceptance_takes_the_deepest_unsurprising_path():
     rows = {0: row(0.9, 0.1), 1: row(0.6, 0.4), 2: row(0.5, 0.5), 3: row(0.2, 0.8)}
-    tree = SampleTree(ad.TreeTopology([-1, 0, 0, 1]), ad.Fixed(2), {0: 0, 1: 0, 2: 1, 3: 1})
+    tree = one_tree(ad.TreeTopology([-1, 0, 0, 1]), ad.Fixed(2), {0: 0, 1: 0, 2: 1, 3: 1})
     batch, packed_rows = packed([tree], [rows])
     noise = Noise.draw([Noise.source(0)], 4)
-    (verdict,) = TypicalAcceptance()(batch, packed_rows, noise).samples
-    assert verdict.path == (1, 3)
-    assert not verdict.recovered
-    (strict,) = TypicalAcceptance(epsilon=0.5, delta=10.0)(batch, packed_rows, noise).samples
-    assert strict.path == (1,)
+    verdict = TypicalAcceptance()(batch, packed_rows, noise)
+    assert verdict.paths == [[0, 1, 3]]
+    assert verdict.recovered == [False]
+    strict = TypicalAcceptance(epsilon=0.5, delta=10.0)(batch, packed_rows, noise)
+    assert strict.paths == [[0, 1]]
     with pytest.raises(ValueError, match="epsilon"):
         TypicalAcceptance(epsilon=0.0)
 
@@ -406,22 +409,100 @@ def test_a_batch_is_its_samples(lift):
     """Finished samples, single roots and trees of different sizes do not disturb each other."""
     table, law, topology = random_table("random", 4), ad.TopTail(1, 1), ad.TreeTopology.k_ary(2, 2)
     trees = [tree for _, tree in draft_trees(topology, law, table)][:3]
-    trees.insert(1, SampleTree(topology, law, {0: 3}))
+    trees.insert(1, one_tree(topology, law, {0: 3}))
     samples = [trees[0], None, *trees[1:]]
     targets = [target_rows(tree, table) if tree else {} for tree in samples]
     generators = [Noise.source(seed) for seed in range(len(samples))]
     noise = Noise.draw(generators, topology.num_nodes)
-    verdicts = lift(ad.SpecHub())(*packed(samples, targets), noise).samples
-    assert verdicts[1] is None
+    batch, rows = packed(samples, targets)
+    verdict = lift(ad.SpecHub())(batch, rows, noise)
+    assert (verdict.paths[1], verdict.tokens[1], verdict.recovered[1]) == ([], -1, False)
     for index, tree in enumerate(samples):
         if tree:
             own = Noise(noise.draft[[index]], noise.accept[[index]], noise.final[[index]])
-            assert lift(ad.SpecHub())(*packed([tree], [targets[index]]), own).samples == (verdicts[index],)
-    batch, rows = packed(samples, targets)
+            alone = lift(ad.SpecHub())(*packed([tree], [targets[index]]), own)
+            first = batch.offsets[index]
+            assert [[first + row for row in path] for path in alone.paths] == [verdict.paths[index]]
+            assert (alone.tokens, alone.recovered) == ([verdict.tokens[index]], [verdict.recovered[index]])
     with pytest.raises(ValueError, match="rows were given"):
         lift(ad.SpecHub())(batch, rows[:-1], noise)
     with pytest.raises(ValueError, match="sum nan"):
-        lift(ad.SpecHub())(DraftTree((trees[1],)), torch.full((1, 4), torch.nan), noise)
+        lift(ad.SpecHub())(trees[1].batch, torch.full((1, 4), torch.nan), noise)
+
+
+VERIFIERS = {
+    "top-down": ad.TopDown(ad.RecursiveRejection()),
+    "lifted": ad.Lifted(ad.RecursiveRejection()),
+    "typical": TypicalAcceptance(),
+    "longest": LongestBranch(),
+    "shared": SharedMatching(),
+}
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_who_is_not_asked_about_is_left_alone(name):
+    """Verdicts about some samples are those about all, and rows of the others need not even be probabilities."""
+    table, topology, verifier = random_table("random", 4), ad.TreeTopology.k_ary(2, 2), VERIFIERS[name]
+    law = ad.Fixed(2) if verifier.shared else ad.WithoutReplacement(2)
+    drafted = {sample: next(draft_trees(topology, law, table, (sample,)))[1] for sample in (0, 2, 4, 5)}
+    drafted[3] = one_tree(topology, law, {0: 3})
+    trees = [drafted.get(sample) for sample in range(6)]
+    targets = [tree and target_rows(tree, table, (sample,)) for sample, tree in enumerate(trees)]
+    batch, rows = packed(trees, targets)
+    noise = Noise.draw([Noise.source(seed) for seed in range(len(trees))], topology.num_nodes)
+    if verifier.shared:
+        noise = GumbelNoise([SharedSource(seed) for seed in range(len(trees))], [5] * len(trees))
+    coupling = ad.Coupling(law, verifier)
+    whole = coupling(batch, rows, noise)
+    for asked in ([0], [2, 5], [3, 0, 4], batch.living):
+        spoilt = rows.clone()
+        spoilt[[row for row in range(batch.rows) if batch.owner[row] not in asked]] = torch.nan
+        found = coupling(batch, spoilt, noise, asked)
+        for sample in range(len(trees)):
+            path, token, recovered = ([], -1, False)
+            if sample in asked:
+                path, token, recovered = whole.paths[sample], whole.tokens[sample], whole.recovered[sample]
+            assert (found.paths[sample], found.tokens[sample], found.recovered[sample]) == (path, token, recovered)
+    with pytest.raises(ValueError, match="sample 1 takes no part"):
+        coupling(batch, rows, noise, [1])
+
+
+def test_own_tokens_asked_for_at_once_or_level_by_level():
+    generator, topology = torch.Generator().manual_seed(0), ad.TreeTopology.k_ary(2, 3)
+    lengths = set()
+    for _ in range(20):
+        told = [
+            None if sample == 2 else dict(enumerate(torch.randint(3, (15,), generator=generator).tolist()))
+            for sample in range(4)
+        ]
+        tree = DraftTree.of(topology, ad.Fixed(2), told)
+        own = torch.randint(3, (tree.rows,), generator=generator).tolist()
+        asked = []
+
+        def tokens_of(rows, places, tree=tree, own=own, asked=asked):
+            asked.append(list(rows))
+            assert places == [(tree.owner[row], tree.depth[row]) for row in rows]
+            return [own[row] for row in rows]
+
+        for samples in (None, [3, 0]):
+            asked.clear()
+            walked = matching_verdict(tree, tokens_of, samples)
+            on_paths = sorted(row for path in walked.paths for row in path)
+            assert sorted(row for rows in asked for row in rows) == on_paths
+            asked.clear()
+            assert vars(matching_verdict(tree, tokens_of, samples, at_once=True)) == vars(walked)
+            assert asked == [tree.rows_of(samples or [0, 1, 3])]
+            lengths |= set(map(len, walked.paths))
+    assert lengths == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_rows_without_tokens_matter_on_paths_alone(at_once):
+    tree, own = DraftTree.of(ad.TreeTopology.fork(2, 1), ad.Fixed(2), [{0: 7, 1: 3, 2: 5}]), [5, -1, 9]
+    assert matching_verdict(tree, lambda rows, _: [own[row] for row in rows], at_once=at_once).tokens == [9]
+    own = [3, -1, 9]
+    with pytest.raises(ValueError, match="no token has any probability; check the processors"):
+        matching_verdict(tree, lambda rows, _: [own[row] for row in rows], at_once=at_once)
 
 
 # Couplings.

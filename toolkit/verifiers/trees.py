@@ -291,10 +291,10 @@ def matching_verdict(
         places = list(zip(tree.owner[rows].tolist(), tree.depth[rows].tolist(), strict=True))
         known = dict(zip(rows, tokens_of(rows, places), strict=True))
         tokens_of = lambda rows, _: [known[row] for row in rows]  # noqa: E731
-    drafted, children, offsets = tree.token.tolist(), tree.children, tree.offsets
+    drafted, children = tree.token.tolist(), tree.children
     paths: list[list[int]] = [[] for _ in tree.proposals]
     tokens, recovered = [-1] * len(paths), [False] * len(paths)
-    ends, depth = [offsets[sample] for sample in going], 0
+    ends, depth = [tree[sample].root for sample in going], 0
     while ends:
         further, below = [], []
         own = tokens_of(ends, [(sample, depth) for sample in going])
