@@ -67,7 +67,7 @@ def test_noise_of_the_other_kind_is_refused():
 def test_a_row_without_tokens_is_refused(processor):
     noise, scores = GumbelNoise([SharedSource(1)], [3]), torch.full((1, 5), -torch.inf)
     assert noise.draw(scores, None, [(0, 0)]) == [-1]
-    tree = DraftTree.roots(ad.TreeTopology.chain(0), [1], [Proposal(SharedNoise(1))])
+    tree = DraftTree.roots(ad.TreeTopology.chain(0), [1], Proposal(SharedNoise(1)))
     rows = SoftmaxRows(scores)
     if processor is not None:
         pipeline = LogitsPipeline([processor])

@@ -41,8 +41,7 @@ def test_other_rules_are_left_to_the_walk():
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
 def test_nothing_was_drafted(lifted):
     """Every tree is a root, as when a decider stops at once: tokens are drawn from the target's rows."""
-    proposal = Proposal(WithoutReplacement(1))
-    tree = DraftTree.roots(TreeTopology.chain(0), [1, None, 1, None], [proposal] * 4)
+    tree = DraftTree.roots(TreeTopology.chain(0), [1, None, 1, None], Proposal(WithoutReplacement(1)))
     scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     noise = Noise.draw([Noise.source(sample) for sample in range(4)], 1)
     verdict = (Lifted if lifted else TopDown)(RecursiveRejection())(tree, SoftmaxRows(scores), noise)

@@ -106,37 +106,35 @@ class DraftTree:
             source: which drafter proposed them.
 
         Raises:
-            ValueError: if a root is missing, nodes are out of order or lack their parents, or siblings that were drawn
-                without replacement repeat a token.
+            ValueError: if a root is missing, nodes are out of order or lack their parents, siblings that were drawn
+                without replacement repeat a token, or other lists have other lengths than that of the tokens.
         """
-        for own, probs in zip(tokens, draft_probs or [None] * len(tokens), strict=True):
+        parents, depths, untold = topology.parent_list, topology.depth_list, [None] * len(tokens)
+        told: list[tuple[int, int, int, int, float, int]] = []
+        offsets, draft_rows = [0], []
+        for own, probs, stated in zip(tokens, draft_probs or untold, chances or untold, strict=True):
             if own is not None:
-                _check_nodes(topology, law, own, probs or {})
-        offsets = [0]
-        for own in tokens:
-            offsets.append(offsets[-1] + len(own or ()))
-        places = [(sample, node) for sample, own in enumerate(tokens) for node in own or ()]
-        row_of = {place: row for row, place in enumerate(places)}
-        parents, depths = topology.parent_list, topology.depth_list
-        rows: list[Tensor] = []
-        draft_row = [-1] * len(places)
-        for sample, probs in enumerate(draft_probs):
-            for node, row in (probs or {}).items():
-                draft_row[row_of[sample, node]] = len(rows)
-                rows.append(row)
-        stated = [dict(own or {}) for own in chances or [None] * len(tokens)]
+                probs, stated = probs or {}, stated or {}
+                _check_nodes(topology, law, own, probs)
+                row_of = {-1: -1}
+                for node, token in own.items():
+                    row_of[node], place = len(told), -1
+                    if node in probs:
+                        place = len(draft_rows)
+                        draft_rows.append(probs[node])
+                    chance = stated.get(node, 0.0)
+                    told.append((token, node, row_of[parents[node]], depths[node], chance, place))
+            offsets.append(len(told))
+        token, node, parent, depth, chance, draft_row = zip(*told, strict=True) if told else [()] * 6
         return cls(
             topology,
             [None if own is None else Proposal(law, source) for own in tokens],
             offsets,
-            np.array([tokens[sample][node] for sample, node in places], dtype=np.int64),  # type: ignore[index]
-            np.array([node for _, node in places], dtype=np.int64),
-            np.array([row_of[sample, parents[node]] if node else -1 for sample, node in places], dtype=np.int64),
-            np.array([depths[node] for _, node in places], dtype=np.int64),
-            np.array([stated[sample].get(node, 0.0) for sample, node in places], dtype=np.float64),
-            np.zeros(len(places), dtype=np.bool_),
+            *(np.array(column, dtype=np.int64) for column in (token, node, parent, depth)),
+            np.array(chance, dtype=np.float64),
+            np.zeros(len(told), dtype=np.bool_),
             np.array(draft_row, dtype=np.int64),
-            torch.stack(rows) if rows else NO_ROWS,
+            torch.stack(draft_rows) if draft_rows else NO_ROWS,
         )
 
     @classmethod

@@ -148,12 +148,8 @@ class RuleVerifier(TreeVerifier):
             return super().forward(tree, target_probs, noise, samples)
         uniforms = check_instance("noise", noise, Noise)
         _check_rows(tree, target_probs)
-        part = tree if samples is None else tree.take(samples)
-        if part is tree:
-            return Verdict.of(tree, verify_packed(tree, target_probs.scores, uniforms, lifted=self.lifted))
-        rows = tree.rows_of(part.living)
-        ends = verify_packed(part, target_probs.scores_of(rows), uniforms, lifted=self.lifted)
-        return Verdict.of(tree, {sample: (rows[end], token) for sample, (end, token) in ends.items()})
+        ends = verify_packed(tree, target_probs.scores, uniforms, lifted=self.lifted, samples=samples)
+        return Verdict.of(tree, ends)
 
 
 class TopDown(RuleVerifier):
