@@ -221,7 +221,7 @@ def pretended_gpu() -> Iterator[Counts]:
 
     A module that goes there is moved in place, as ever.
     """
-    from arbordraft.decoding.static import drafting, runner
+    from arbordraft.decoding.static import recording
     from arbordraft.kernels import choice
 
     def record(run: Callable[[], Any], memory: Any, what: str) -> tuple[_Graph, Any]:
@@ -247,8 +247,7 @@ def pretended_gpu() -> Iterator[Counts]:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch.setattr(nn.Module, "to", to)
         patch.setattr(choice, "installed", lambda: True)
-        for module in (drafting, runner):
-            patch.setattr(module, "record", record)
+        patch.setattr(recording, "record", record)
         patch.setattr("arbordraft.kernels.kv_cache.triton.address_table", lambda pools: None)
         stack.enter_context(_Names())
         stack.enter_context(_Operators())

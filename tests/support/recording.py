@@ -6,6 +6,8 @@ from weakref import WeakSet
 import torch
 from torch.utils._pytree import tree_leaves
 
+from arbordraft.decoding.static import recording
+
 
 class Record:
     """A graph that does again, into the same buffers, what was done while it was recorded."""
@@ -13,23 +15,24 @@ class Record:
     made = replays = 0
 
     def replay(self):
-        Record.replays += 1
+        Record.replays += self.counts
         for kept, new in zip(tree_leaves(self.out), tree_leaves(self.again()), strict=True):
             kept.copy_(new)
 
 
-def record_on_cpu(monkeypatch, module):
-    """Lets a module record its calls where there is no GPU; returns the class that counts them.
+def record_on_cpu(monkeypatch, title="a step"):
+    """Lets steps be recorded where there is no GPU; returns the class that counts those of a title.
 
     As with CUDA, memory that graphs share is gone with the last of them, and then no other graph can have it.
     """
     Record.made = Record.replays = 0
-    record = module.record
+    record = recording.record
     sharing = {}
 
     def kept(run, memory, what):
         graph, out = record(run, memory, what)
-        graph.out, graph.again = out, run
+        graph.out, graph.again, graph.counts = out, run, what.startswith(title)
+        Record.made += graph.counts
         return graph, out
 
     @contextmanager
@@ -38,17 +41,24 @@ def record_on_cpu(monkeypatch, module):
         if pool in sharing and not sharing[pool]:
             raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
         sharing.setdefault(pool, WeakSet()).add(graph)
-        Record.made += 1
         yield
 
     class Stream:
         def wait_stream(self, other):
             pass
 
-    monkeypatch.setattr(module, "record", kept)
+    monkeypatch.setattr(recording, "record", kept)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Record)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     return Record
+
+
+def as_on_a_gpu(decoder):
+    """Gives a decoder what it has whose models lie on a GPU."""
+    recorder = decoder.static.recorder
+    reset = recorder.reset
+    recorder.reset = lambda device: (reset(device), setattr(recorder, "memory", "shared"))
+    return decoder

@@ -95,6 +95,23 @@ def test_a_rule_that_samples_on_the_host_gets_other_steps_where_it_samples(as_on
         assert (stats.pad_rows > 0) == padded
 
 
+def parts_of_steps(monkeypatch):
+    """How many runs of fixed shapes each step takes, in a list that grows."""
+    step, run, parts = Stepper.step, StaticStepping.__call__, []
+
+    def stepping(self, state):
+        parts.append(0)
+        return step(self, state)
+
+    def running(self, *given):
+        parts[-1] += 1
+        return run(self, *given)
+
+    monkeypatch.setattr(Stepper, "step", stepping)
+    monkeypatch.setattr(StaticStepping, "__call__", running)
+    return parts
+
+
 def answers(decoder, requests):
     engine = Engine(decoder, max_tokens=4096)
     streams = [engine.submit(Request(prompt=[5, 9, 7], max_new_tokens=6, **options)) for options in requests]
@@ -111,38 +128,27 @@ def answers(decoder, requests):
     ids=["log-probabilities", "many settings"],
 )
 def test_requests_that_would_be_slower_or_lose_something_get_other_steps(as_on_a_gpu, monkeypatch, requests):
-    step = Stepper._static_step
-
-    def few(self, static, state, groups):
-        assert len(groups) < len(requests)
-        return step(self, static, state, groups)
-
-    monkeypatch.setattr(Stepper, "_static_step", few)
+    parts = parts_of_steps(monkeypatch)
     decoder = build()
     found = answers(decoder, requests)
+    assert max(parts) < len(requests)
     assert [one.tokens for one in found] == [one.tokens for one in answers(build(buckets=None), requests)]
     assert all(bool(one.logprobs) == ("logprobs" in request) for one, request in zip(found, requests, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("settings", "groups"),
-    [({}, 1), ({"top_k": 9}, 2)],
+    ("settings", "temperatures", "groups"),
+    [({}, (0.0, 0.3, 5.0), 1), ({"top_k": 9}, (0.3, 5.0), 2)],
     ids=["temperatures are numbers of a table", "other settings are constants of a step"],
 )
-def test_samples_of_other_temperatures_share_a_step(as_on_a_gpu, monkeypatch, settings, groups):
-    step, seen = Stepper._static_step, []
-
-    def counted(self, static, state, groups):
-        seen.append(len(groups))
-        return step(self, static, state, groups)
-
-    monkeypatch.setattr(Stepper, "_static_step", counted)
-    requests = [{"temperature": temperature, "seed": 1, **settings} for temperature in (0.3, 5.0)]
+def test_samples_of_other_temperatures_share_a_step(as_on_a_gpu, monkeypatch, settings, temperatures, groups):
+    parts = parts_of_steps(monkeypatch)
+    requests = [{"temperature": temperature, "seed": 1, **settings} for temperature in temperatures]
     decoder = build()
     found = answers(decoder, requests)
     assert [one.tokens for one in found] == [one.tokens for one in answers(build(buckets=None), requests)]
-    assert len({tuple(one.tokens) for one in found}) == 2
-    assert max(seen) == groups
+    assert len({tuple(one.tokens) for one in found}) == len(temperatures)
+    assert max(parts) == groups
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -230,13 +236,13 @@ def test_adapters_that_are_switched_are_recorded_anew(as_on_a_gpu):
     adapted = get_peft_model(tiny(), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
     decoder = SpeculativeDecoder(RaggedModel(adapted, kernels="torch"), NGramDrafter())
     decode(decoder)
-    recorded = list(decoder.static._runners.values())
+    recorded = list(decoder.static.recorder.recordings.values())
     decode(decoder)
-    assert list(decoder.static._runners.values()) == recorded
+    assert list(decoder.static.recorder.recordings.values()) == recorded
     with adapted.disable_adapter():
         _, stats = decode(decoder)
         assert stats.pad_rows > 0
-        assert not set(decoder.static._runners.values()) & set(recorded)
+        assert not set(decoder.static.recorder.recordings.values()) & set(recorded)
 
 
 def test_only_auto_is_a_word_for_buckets():

@@ -4,6 +4,7 @@ import copy
 from contextlib import nullcontext
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from support.companions import Rounds
@@ -27,7 +28,7 @@ from support.grown_trees import (
 )
 from support.models import ARCHITECTURES, PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged, tiny
 from support.native_drafters import built
-from support.recording import record_on_cpu
+from support.recording import as_on_a_gpu, record_on_cpu
 from support.watching import Watch, watch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -44,9 +45,10 @@ from arbordraft import (
     TreeTopology,
 )
 from arbordraft.deciders import EntropyBound, NodeBudget
-from arbordraft.decoding.static import drafting
+from arbordraft.decoding.static import recording
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.drafting import StaticDrafts
+from arbordraft.decoding.static.step import StaticStep
 from arbordraft.drafters.eagle import HeadOnRows
 from arbordraft.drafters.one_call import ModelOnRows
 from arbordraft.heads.eagle import EagleConfig, EagleHead
@@ -210,7 +212,7 @@ def test_what_cannot_be_told_in_numbers_is_grown_level_by_level(drafts, kind, op
     rounds = Rounds(drafter, target, TEXTS, StaticDrafts(BINARY))
     tree = rounds.propose(BINARY, **{"law": LAW, **options})
     assert drafts == []
-    assert len(tree.samples[0].tokens) == 15
+    assert tree.lengths[0] == 15
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -409,7 +411,7 @@ def test_wrong_drafts_change_no_text(monkeypatch, spoiled):
     drafted = StaticDrafts._drafted
 
     def wrong(self, tokens, *others):
-        return drafted(self, [[t if t < 0 else (t + spoiled) % VOCAB for t in row] for row in tokens], *others)
+        return drafted(self, np.where(tokens < 0, tokens, (tokens + spoiled) % VOCAB), *others)
 
     monkeypatch.setattr(StaticDrafts, "_drafted", wrong)
     found, stats = decode(decoder(), **SAMPLED)
@@ -448,21 +450,14 @@ def test_a_draft_is_one_graph(drafts, name):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    return record_on_cpu(monkeypatch, drafting)
-
-
-def on_a_gpu(static):
-    """What a decoder has whose drafter lies on a GPU."""
-    reset = static.static.drafts.reset
-    static.static.drafts.reset = lambda memory: reset("shared")
-    return static
+    return record_on_cpu(monkeypatch, "a draft")
 
 
 @pytest.mark.parametrize("name", ["eagle", "model"])
 @pytest.mark.parametrize("settings", [NEVER, SAMPLED], ids=["greedy", "sampled"])
 def test_drafts_are_recorded_once_and_replayed(drafts, recorded, name, settings):
     expected, _ = decode(decoder(name, buckets=None), **settings)
-    static = on_a_gpu(decoder(name))
+    static = as_on_a_gpu(decoder(name))
     assert decode(static, **settings)[0] == expected
     made, first = recorded.made, len(drafts)
     assert made <= 2 * 3 + 1  # of three samples or two, and one; of all levels, two and one; a cache that has grown
@@ -478,16 +473,16 @@ def test_a_draft_that_asks_the_host_cannot_be_recorded(monkeypatch, recorded):
 
     monkeypatch.setattr(DraftStep, "_going", refused)
     with pytest.raises(UnsupportedModel, match=r"a draft of EagleHead cannot be recorded .*buckets=None"):
-        decode(on_a_gpu(decoder()), **NEVER)
+        decode(as_on_a_gpu(decoder()), **NEVER)
 
 
 def test_drafts_that_are_not_used_any_more_are_given_up(monkeypatch):
-    monkeypatch.setattr(drafting, "_MOST_RUNNERS", 2)
+    monkeypatch.setattr(recording, "_MOST", 2)
     static = decoder()
     first, _ = decode(static, **SAMPLED)
     for count in (1, 2, 3):
         decode(static, PROMPTS[:count], **NEVER)
-    assert len(static.static.drafts._runners) == 2
+    assert len(static.static.recorder.recordings) == 2
     assert decode(static, **SAMPLED)[0] == first
 
 
@@ -497,9 +492,10 @@ def test_weights_that_moved_are_noticed():
         target, LanguageModelDrafter(RaggedModel(tiny(seed=3), kernels="torch")), BINARY, buckets=(64,)
     )
     decode(static, **NEVER)
-    old = set(static.static.drafts._runners.values())
+    old = set(static.static.recorder.recordings.values())
+    assert {type(one.step) for one in old} == {StaticStep, DraftStep}
     decode(static, **NEVER)
-    assert set(static.static.drafts._runners.values()) == old
+    assert set(static.static.recorder.recordings.values()) == old
     static.drafter.model.model.bfloat16()
     decode(static, **NEVER)
-    assert not set(static.static.drafts._runners.values()) & old
+    assert not set(static.static.recorder.recordings.values()) & old

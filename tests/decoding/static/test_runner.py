@@ -8,7 +8,7 @@ import torch
 from support.companions import drafter as trained_drafter
 from support.companions import target as trained_target
 from support.models import EOS, PAYS, PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny
-from support.recording import record_on_cpu
+from support.recording import as_on_a_gpu, record_on_cpu
 
 from arbordraft import (
     IID,
@@ -33,8 +33,8 @@ from arbordraft import (
 from arbordraft.deciders import CostAware, EntropyBound, NodeBudget
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
-from arbordraft.decoding.static import runner
-from arbordraft.decoding.static.runner import StaticStepping, _Runner
+from arbordraft.decoding.static.recording import Recording
+from arbordraft.decoding.static.runner import StaticStepping
 from arbordraft.decoding.static.step import StaticStep
 from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.target.cache import CacheOverflow
@@ -332,12 +332,12 @@ def test_pools_stay_where_they_are_from_batch_to_batch():
 
 def test_steps_that_are_not_used_any_more_are_given_up(monkeypatch):
     """Every temperature has steps of its own where noise is not shared."""
-    monkeypatch.setattr("arbordraft.decoding.static.runner._MOST_RUNNERS", 4)
+    monkeypatch.setattr("arbordraft.decoding.static.recording._MOST", 4)
     decoder = build("wor lifted", buckets=(32,))
     first, _ = decode(decoder, **SAMPLED, temperature=0.5)
     for hundredths in range(60, 66):
         decode(decoder, **SAMPLED, temperature=hundredths / 100)
-    assert [kind.processors[0][1][0][1] for _, kind in decoder.static._runners] == [0.62, 0.63, 0.64, 0.65]
+    assert [kind.processors[0][1][0][1] for _, kind in decoder.static.recorder.recordings] == [0.62, 0.63, 0.64, 0.65]
     assert decode(decoder, **SAMPLED, temperature=0.5)[0] == first
 
 
@@ -414,12 +414,12 @@ def test_weights_that_moved_are_noticed():
     target = RaggedModel(tiny(), kernels="torch")
     decoder = build(target=target, drafter=LanguageModelDrafter(ragged(seed=3)))
     decode(decoder, **NEVER)
-    old, cache = set(decoder.static._runners.values()), decoder.static._idle
+    old, cache = set(decoder.static.recorder.recordings.values()), decoder.static._idle
     decode(decoder, **NEVER)
-    assert set(decoder.static._runners.values()) == old
+    assert set(decoder.static.recorder.recordings.values()) == old
     target.model.bfloat16()
     decode(decoder, **NEVER)
-    assert not set(decoder.static._runners.values()) & old
+    assert not set(decoder.static.recorder.recordings.values()) & old
     assert decoder.static._idle is not cache
     assert {pool.dtype for pool in decoder.static._idle.layers(2)} == {torch.bfloat16}
 
@@ -439,31 +439,31 @@ def test_a_model_in_training_mode_is_refused():
 @pytest.fixture
 def recorded(monkeypatch):
     """Sees to it that recording touches no sample."""
-    record = _Runner._record
+    record, run, caches = Recording.record, StaticStepping.__call__, []
 
-    def checked(self, cache, pools):
+    def running(self, tree, batch, noise, cache, *others):
+        caches[:] = [cache]
+        return run(self, tree, batch, noise, cache, *others)
+
+    def checked(self, pools):
         before = [pool.clone() for pool in pools]
-        record(self, cache, pools)
+        record(self, pools)
+        (cache,) = caches
         samples = torch.ones(len(pools[0]), dtype=torch.bool)
         samples[cache.dummy_start : cache.dummy_start + cache.capacity(cache.dummy)] = False
         for pool, old in zip(pools, before, strict=True):
             assert torch.equal(pool[samples], old[samples])
             assert not torch.equal(pool, old)
 
-    monkeypatch.setattr(_Runner, "_record", checked)
-    return record_on_cpu(monkeypatch, runner)
-
-
-def on_a_gpu(decoder):
-    """What a decoder has whose target lies on a GPU."""
-    reset = decoder.static.reset
-    decoder.static.reset = lambda: (reset(), setattr(decoder.static, "_memory", "shared"))
+    monkeypatch.setattr(StaticStepping, "__call__", running)
+    monkeypatch.setattr(Recording, "record", checked)
+    return record_on_cpu(monkeypatch)
 
 
 @pytest.mark.parametrize("settings", [NEVER, SAMPLED], ids=["greedy", "sampled"])
 def test_steps_are_recorded_once_and_replayed(recorded, settings):
     expected, _ = decode(build("wor lifted", buckets=None), **settings)
-    on_a_gpu(decoder := build("wor lifted"))
+    as_on_a_gpu(decoder := build("wor lifted"))
     for _ in range(2):
         found, stats = decode(decoder, **settings)
         assert found == expected
@@ -472,7 +472,7 @@ def test_steps_are_recorded_once_and_replayed(recorded, settings):
 
 
 def test_pools_that_moved_are_recorded_again(recorded):
-    on_a_gpu(decoder := build("wor lifted", buckets=(32,)))
+    as_on_a_gpu(decoder := build("wor lifted", buckets=(32,)))
     expected, _ = decode(build("wor lifted", buckets=None), **NEVER)
     assert decode(decoder, **NEVER)[0] == expected
     assert recorded.made == 1

@@ -32,7 +32,7 @@ from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.verifiers.packed import verify_packed
 
 TREE = TreeTopology.from_k_config((3, 2, 1))
@@ -48,7 +48,9 @@ PROCESSORS = [
 ]
 KINDS = {
     "greedy": StepKind(sampled=False),
+    "greedy, processed": StepKind(sampled=False, processors="of a request"),
     "shared": StepKind(sampled=False, shared=True),
+    "shared, truncated": StepKind(sampled=False, shared=True, processors="of a request"),
     "top-down": StepKind(sampled=True, replacement=True),
     "lifted": StepKind(sampled=True, lifted=True, most_tops=2),
 }
@@ -214,23 +216,22 @@ def batches(draw):
         for node in range(1, len(parents)):
             if parents[node] in alive and draw(st.booleans()):
                 alive[node] = node
-        samples.append(draw(st.sampled_from([None, SampleTree(topology, Fixed(20), alive)])))
-    return topology, DraftTree(tuple(samples))
+        samples.append(draw(st.sampled_from([None, alive])))
+    return topology, DraftTree.of(topology, Fixed(20), samples)
 
 
 @given(batches())
 def test_any_trees_fit_into_their_bucket(case):
     """However a batch spreads over the levels, tables have room; and they say what the trees say."""
     topology, tree = case
-    rows, samples = bucket_for((1, 2, 4, 8), sum(tree.lengths)), len(tree.samples)
-    bucket = Bucket.of(topology, rows, samples)
+    samples, count = len(tree), tree.rows
+    bucket = Bucket.of(topology, rows := bucket_for((1, 2, 4, 8), count), samples)
     cache = RaggedKVCache()
-    living = [(cache.open(20), sample) for sample in tree.samples if sample]
-    depths = [[topology.depth_list[node] for node in sample.tokens] for _, sample in living]
-    batch = cache.lay_out([handle for handle, _ in living], depths)
+    handles = [cache.open(20) for _ in tree.living]
+    batch = cache.lay_out(handles, [tree.depth[tree.owner == sample] for sample in tree.living])
     noise = Noise.draw([Noise.source(i) for i in range(samples)], topology.num_nodes)
     table = torch.full((bucket.size,), -77)
-    assert bucket.fill(table, tree, batch, noise, dummy=1000) == []
+    assert bucket.fill(table, tree, batch, noise, dummy=1000).laws == []
 
     part = bucket.read(table)
     assert not part["seeds"].any()
@@ -240,14 +241,13 @@ def test_any_trees_fit_into_their_bucket(case):
     assert bucket.read(other)["seeds"].tolist() == [seed - 2**64 for seed in seeds] + [0] * (
         bucket.samples + 1 - samples
     )
-    count = sum(tree.lengths)
-    assert part["tokens"][:count].tolist() == [token for _, _, token in tree.rows()]
-    assert part["accept"][:count].tolist() == [noise.accept[sample, node] for sample, node, _ in tree.rows()]
+    assert part["tokens"][:count].tolist() == tree.token.tolist()
+    places = list(zip(tree.owner, tree.node, strict=True))
+    assert part["accept"][:count].tolist() == [noise.accept[sample, node] for sample, node in places]
     assert part["slots"].unique().numel() == rows
     assert (part["slots"][count:] > 1000).all()
     inner = [row for row in part["inner"].tolist() if row >= 0]
-    places = list(tree.rows())
-    assert sorted(inner) == [row for row, (sample, node, _) in enumerate(places) if tree.samples[sample].children(node)]
+    assert sorted(inner) == [row for row in range(count) if tree.children[row]]
     begin = 0
     for depth, size in enumerate(bucket.levels):
         level = part["inner"][begin : begin + size]
@@ -284,9 +284,10 @@ def test_tops_are_those_of_the_law():
 @pytest.mark.parametrize("lifted", [False, True])
 def test_a_batch_without_drafts(lifted):
     """All at once, as the device does it: from the target's row."""
-    tree = DraftTree(tuple(SampleTree(TREE, IID(3), {0: 1}) for _ in range(2)))
+    tree = DraftTree.of(TREE, IID(3), [{0: 1}, {0: 1}])
     scores = torch.randn(2, 9)
     noise = Noise.draw([Noise.source(i) for i in range(2)], TREE.num_nodes)
     cumulative = scores.softmax(dim=-1).double().cumsum(dim=-1)
-    expected = [(0, int((row <= level).sum())) for row, level in zip(cumulative, noise.final[:, 0], strict=True)]
-    assert verify_packed(tree, scores, noise, lifted=lifted) == expected
+    tokens = [int((row <= level).sum()) for row, level in zip(cumulative, noise.final[:, 0], strict=True)]
+    assert verify_packed(tree, scores, noise, lifted=lifted) == {0: (0, tokens[0]), 1: (1, tokens[1])}
+    assert verify_packed(tree, scores, noise, lifted=lifted, samples=[1]) == {1: (1, tokens[1])}

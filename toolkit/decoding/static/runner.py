@@ -246,7 +246,7 @@ class StaticStepping:
         self, bucket: Bucket, longest: int, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline
     ) -> Recording:
         sampled, shared = isinstance(noise, Noise), isinstance(noise, GumbelNoise)
-        divides = shared and pipeline.temperature is not None
+        divides = not sampled and pipeline.temperature is not None  # the most probable token is the same
         kind = StepKind(sampled, shared, processors=() if divides else pipeline.constants, longest=longest)
         if sampled:
             kind = replace(
