@@ -23,6 +23,7 @@ _COPIES = {_ATEN.copy_.default, _ATEN._to_copy.default}
 _INDEXED = {_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default, _ATEN._unsafe_index.Tensor}
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 DEVICE = torch.device("cuda:0")
+MEMORY = 2**22
 
 
 class OnDevice(Tensor):
@@ -244,6 +245,7 @@ def pretended_gpu() -> Iterator[Counts]:
             patch.setattr(torch.cuda, name, lambda index: 0)
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(torch.cuda, "graph_pool_handle", object)
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (MEMORY, MEMORY))
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch.setattr(nn.Module, "to", to)
         patch.setattr(choice, "installed", lambda: True)

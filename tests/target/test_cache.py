@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 from support.memory import resident
+from support.pretended_gpu import OnDevice, pretended_gpu
 
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
@@ -255,6 +256,47 @@ def test_pools_with_a_limit_grow_where_they_are(monkeypatch):
     assert resident() - before < 50e6  # of 4 times 100 MB
     monkeypatch.setattr("arbordraft.target.cache.untouched_zeros", lambda *_, **__: None)
     assert len(places()) > 3
+
+
+@pytest.mark.parametrize(("limit", "settles"), [(1000, True), (2**15, True), (2**15 + 1, False), (None, False)])
+def test_pools_on_a_gpu_have_their_final_place_where_there_is_memory(limit, settles):
+    """All of them together may take half of what is free; else they grow, with what is in them."""
+    with pretended_gpu():
+        cache = RaggedKVCache(limit)
+        samples = [cache.open(1), cache.open(1)]
+        found, sizes = set(), set()
+        for step in range(100):
+            batch = cache.lay_out(samples, [range(3)] * 2)
+            rows = torch.tensor([step, 0.0, step + 0.5] * 2)[:, None, None].expand(6, 1, 4).contiguous().to("cuda:0")
+            for layer in range(2):
+                cache.write(layer, rows, rows, batch.slots.to("cuda:0"))
+            cache.commit(dict.fromkeys(samples, (0, 2)))
+            found.add(tuple(pool.data_ptr() for pool in cache.buffers()))
+            sizes.add(len(cache.get_buffer("keys_0")))
+        kept = [slab.start + row for slab in map(cache._slabs.get, samples) for row in range(200)]
+        for pool in cache.buffers():
+            expected = [number for step in range(100) for number in (step, step + 0.5)] * 2
+            assert pool[kept][:, 0, 0].tolist() == expected
+    assert len(sizes) > 3
+    assert (len(found) == 1) == settles
+
+
+def test_memory_that_lies_in_pieces_is_no_reason_to_fail(monkeypatch):
+    with pretended_gpu():
+        cache = RaggedKVCache(1000)
+        sample = cache.open(1)
+        batch, rows = cache.lay_out([sample], [range(3)]), torch.ones(3, 1, 4, device="cuda:0")
+        cache.write(0, rows, rows, batch.slots.to("cuda:0"))
+
+        def refused(*_, **__):
+            raise torch.OutOfMemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(OnDevice, "new_zeros", refused)
+            cache.commit({sample: (0, 2)})
+        assert cache.length(sample) == 2
+        cache.lay_out([sample], [range(300)])
+        assert len(cache.get_buffer("keys_0")) >= 302
 
 
 def test_a_freed_slab_is_used_again():

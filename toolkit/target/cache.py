@@ -4,6 +4,7 @@ Shapes: B samples, T packed rows, P pool rows, H key heads, D head size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,8 @@ from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.utils.allocator import untouched_zeros
 from arbordraft.utils.errors import UserError
+
+_SHARE = 0.5  # of a GPU's free memory, which a cache may take at once: prompts and graphs need some, too
 
 
 class CacheOverflow(UserError):
@@ -33,8 +36,9 @@ class RaggedKVCache(nn.Module):
 
     A forward writes its rows *behind* the committed length of each sample. :meth:`commit` then keeps some of them (the
     accepted path), closes the gaps in place and advances the length; rejected rows are overwritten by the next step.
-    Slabs grow by doubling, so no step copies the cache. With a limit, pools on the CPU have their final place from the
-    start, and take memory as they are filled: no stream waits while they are copied.
+    Slabs grow by doubling, so no step copies the cache. With a limit, pools have their final place from the start: no
+    stream waits while they are copied, and graphs of steps are recorded once. On a CPU they take memory as they are
+    filled; on a GPU all of them are allocated whole if they take no more than half of its free memory, and else grow.
 
     Args:
         max_tokens: greatest number of pool rows, draft trees included; unlimited by default.
@@ -47,6 +51,7 @@ class RaggedKVCache(nn.Module):
         self.max_tokens = max_tokens
         self.weights: object = None  # what the keys and values were computed with
         self._whole: dict[str, Tensor] = {}  # pools as large as the limit allows, of which the first rows are used
+        self._settled = False
         self._slabs: dict[int, _Slab] = {}
         self._free: list[tuple[int, int]] = []  # (start, rows), ascending, never adjacent
         self._rows = 0  # rows of every pool
@@ -187,6 +192,24 @@ class RaggedKVCache(nn.Module):
         """The pools of this many layers: keys and values of the first, of the second and so on."""
         return [self._buffers[f"{kind}_{layer}"] for layer in range(number) for kind in ("keys", "values")]  # type: ignore[misc]
 
+    def settle(self) -> None:
+        """Gives pools on a GPU their final place, if there is memory: once all of them are there, and no later."""
+        pools = list(self._pools())
+        if self._settled or not pools:
+            return
+        self._settled = True
+        if self.max_tokens is None or not pools[0].is_cuda:
+            return
+        needed = self.max_tokens * sum(pool[:1].nbytes for pool in pools)
+        if needed > _SHARE * torch.cuda.mem_get_info(pools[0].device)[0]:
+            return
+        with suppress(torch.OutOfMemoryError):  # free memory may lie in pieces: what found no place grows
+            for name, pool in list(self._buffers.items()):
+                if pool is not None:
+                    self._whole[name] = pool.new_zeros(self.max_tokens, *pool.shape[1:])
+                    self._whole[name][: len(pool)] = pool
+                    self._buffers[name] = self._whole[name][: len(pool)]
+
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the ``[T, H, D]`` keys and values of one layer and returns the layer's ``[P, H, D]`` pools."""
         key_pool = self._pool(f"keys_{layer}", keys)
@@ -216,6 +239,7 @@ class RaggedKVCache(nn.Module):
         Raises:
             ValueError: if an index is out of range or out of order.
         """
+        self.settle()
         moves: list[list[tuple[int, int]]] = []
         for handle, rows in kept.items():
             slab = self._slabs[handle]

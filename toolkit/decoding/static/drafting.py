@@ -61,6 +61,8 @@ class StaticDrafts:
         # Rows behind a sample's last one are written to as well.
         wanted = [max(count + len(self._inner), self.rows) for count in counts]
         places = cache.reserve(list(missing), wanted)
+        network.pools(cache, cache.dummy)
+        cache.settle()  # before something is recorded on them
         pools = network.pools(cache, cache.dummy)
         bucket = self._bucket(power_of_two(len(missing)), self.rows, max(growth.levels))
         spare = [cache.dummy_start + 1 + number * self.each for number in range(bucket.samples - len(missing))]
