@@ -212,10 +212,11 @@ ROWS = {
 def check_rows(name: str, network: PreTrainedModel, model: PreTrainedModel, tree: DraftTree, tokens, atol=2e-5) -> int:
     """Compares the row of every node that has one; returns their number."""
     count = 0
-    for sample, prefix in zip(tree.samples, tokens, strict=True):
-        for node, row in (sample.draft_probs if sample else {}).items():
-            expected = ROWS[name](network, model, prefix, sample.path(node)).softmax(-1)
-            torch.testing.assert_close(row, expected, rtol=0, atol=atol)
+    for row in range(tree.rows):
+        if (drawn := tree.drawn_from(row)) is not None:
+            sample = int(tree.owner[row])
+            expected = ROWS[name](network, model, tokens[sample], tree[sample].path(row)).softmax(-1)
+            torch.testing.assert_close(drawn, expected, rtol=0, atol=atol)
             count += 1
     return count
 
@@ -262,38 +263,35 @@ class Rounds:
 
         Where the node was not drafted, nothing is accepted.
         """
-        judged = [
-            None
-            if end is None
-            else SampleVerdict(
-                tuple(drafted.topology.path(end if end in drafted.tokens else 0)[1:]), 7, recovered=False
-            )
-            for drafted, end in zip(tree.samples, ends, strict=True)
-        ]
-        living = {s: sample for s, sample in enumerate(tree.samples) if sample}
-        mask = self.context.mask
+        nodes = tree.node.tolist()
+        row_of = {(owner, node): row for row, (owner, node) in enumerate(zip(tree.owner.tolist(), nodes, strict=True))}
+        last = {
+            sample: row_of.get((sample, ends[sample]), tree[sample].root)
+            for sample in tree.living
+            if ends[sample] is not None
+        }
+        verdict = Verdict.of(tree, {sample: (row, 7) for sample, row in last.items()})
+        parts = [nodes[rows.start : rows.stop] for rows in (tree[sample].rows for sample in tree.living)]
         batch = self.cache.lay_out(
-            [self.handles[s] for s in living],
-            [[sample.topology.depth_list[node] for node in sample.tokens] for sample in living.values()],
-            stack_words([mask.select(list(sample.tokens), list(sample.tokens)) for sample in living.values()]),
+            [self.handles[sample] for sample in tree.living],
+            [[tree.topology.depth_list[node] for node in own] for own in parts],
+            stack_words([self.context.mask.select(own, own) for own in parts]),
         )
-        _, hidden = self.target.run(tree.packed_tokens(), batch, self.cache, hidden=self.drafter.hidden_layers)
-        seen, kept = {}, {}
-        for (s, sample), share in zip(
-            living.items(), hidden.split([len(sample.tokens) for sample in living.values()]), strict=True
-        ):
-            if (one := judged[s]) is None:
-                self.cache.close(self.handles[s])
-                continue
-            path = [0, *(list(sample.tokens).index(node) for node in one.path)]
-            seen[s], kept[self.handles[s]] = share[path], path
-            self.tokens[s] += [*(sample.tokens[node] for node in one.path), one.token]
-        self.cache.commit(kept)
-        self.drafter.commit(self.state, tree, Verdict(tuple(judged)))
-        for s in living:
-            if judged[s] is None:
-                self.drafter.remove(self.state, s)
-        self.take_hidden(seen)
+        _, hidden = self.target.run(tree.tokens(), batch, self.cache, hidden=self.drafter.hidden_layers)
+        for sample in tree.living:
+            if sample in last:
+                self.tokens[sample] += verdict.emitted(tree, sample)
+            else:
+                self.cache.close(self.handles[sample])
+        paths = {sample: verdict.paths[sample] for sample in last}
+        self.cache.commit(
+            {self.handles[sample]: [row - tree[sample].root for row in path] for sample, path in paths.items()}
+        )
+        self.drafter.commit(self.state, tree, verdict)
+        for sample in tree.living:
+            if sample not in last:
+                self.drafter.remove(self.state, sample)
+        self.take_hidden({sample: hidden[path] for sample, path in paths.items()})
 
 
 class Dictated(IID):

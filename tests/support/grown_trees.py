@@ -69,10 +69,12 @@ UNTOLD = {  # what a request asks for that no number tells
 
 def trees(rounds, topology, plan, seed=0, **options):
     tree = rounds.propose(topology, LAW, plan=plan, seed=seed, **options)
-    return tree, [
-        (sample.tokens, [sample.chances[node] for node in list(sample.tokens)[1:]]) if sample else None
-        for sample in tree.samples
-    ]
+    found = [None] * len(tree)
+    for sample in tree.living:
+        rows = tree.rows_of([sample])
+        tokens = dict(zip(tree.node[rows].tolist(), tree.token[rows].tolist(), strict=True))
+        found[sample] = tokens, tree.chance[rows[1:]].tolist()
+    return tree, found
 
 
 def check(fast, slow, topology, plan, rounds=3, near=1e-4, **options):
