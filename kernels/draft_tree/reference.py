@@ -7,7 +7,7 @@ Shapes: S samples, n nodes of one depth, M drafts of all samples so far, N nodes
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from arbordraft.kernels.draft_tree import Growth
 
-Array = TypeVar("Array", npt.NDArray[np.float64], Tensor)
-Tokens, Chances = npt.NDArray[np.int64], npt.NDArray[np.float64]
+Tokens = npt.NDArray[np.int64]
+Reals = npt.NDArray[np.float64]
+Array = TypeVar("Array", Reals, Tensor)
+Flags = Any  # the same of booleans
 
 
 def reach_below(reach: Array, trust: Array, chance: Array) -> Array:
@@ -36,7 +38,7 @@ def gains(reach: Array, following: Array, row: "float | Array") -> Array:
     return reach * following - row
 
 
-def fits(reach: Array, drafts: Array, budget: "int | Array") -> Array:
+def fits(reach: Array, drafts: Array, budget: "int | Tensor") -> Flags:
     """``[S, n]`` whether fewer than ``budget`` drafts reach further: what does not fit has no descendants that do.
 
     Args:
@@ -44,10 +46,10 @@ def fits(reach: Array, drafts: Array, budget: "int | Array") -> Array:
         drafts: ``[M]`` reach of all drafts so far; negative for what is none.
         budget: at least 1.
     """
-    return (drafts > reach[..., None]).sum(-1) < budget  # type: ignore[return-value]
+    return (drafts > reach[..., None]).sum(-1) < budget
 
 
-def growing(gain: Array, able: Array, level: "float | Array", axis: int | None = None) -> Array:
+def growing(gain: Array, able: Flags, level: "float | Array", axis: int | None = None) -> Flags:
     """``[S, n]`` which nodes get children: those that gain, where together they are worth the time of a level.
 
     Args:
@@ -57,19 +59,19 @@ def growing(gain: Array, able: Array, level: "float | Array", axis: int | None =
         axis: 1 lets every sample decide by itself; by default the batch decides together.
     """
     going = able & (gain >= 0)
-    return going & ((gain * going).sum(axis=axis, keepdims=True) >= level)  # type: ignore[return-value, call-overload]
+    return going & ((gain * going).sum(axis=axis, keepdims=True) >= level)
 
 
-def growing_whole(gain: Array, able: Array, level: "float | Array") -> Array:
+def growing_whole(gain: Array, able: Flags, level: "float | Array") -> Flags:
     """The same of trees that are drawn at random: every sample goes on with all its nodes or with none.
 
     To choose among drafts by their tokens would change the law of those that remain.
     """
-    total = (gain * able).sum(axis=1, keepdims=True)  # type: ignore[call-overload]
-    return able & (total >= 0) & (total >= level)  # type: ignore[return-value]
+    total = (gain * able).sum(axis=1, keepdims=True)
+    return able & (total >= 0) & (total >= level)
 
 
-def grow(growth: "Growth", draw: Callable[[int, list[int], Tokens], tuple[Tokens, Chances]]) -> tuple[Tokens, Chances]:
+def grow(growth: "Growth", draw: Callable[[int, list[int], Tokens], tuple[Tokens, Reals]]) -> tuple[Tokens, Reals]:
     """Grows trees of most probable tokens on the host, level by level.
 
     Args:

@@ -91,6 +91,8 @@ def serve(
             )
             decoder.decider.expect(sys.maxsize)  # a server decodes for long: measure the costs of steps now
             rows = max_rows or rows_within(decoder.target)
+        with console.status("readying its kernels"):
+            decoder.warm_up(max_samples, max_tokens)
         engine = Engine(decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting)
         service = Service(engine, name or _name(model), default_tokens, reasoning=reasoning == "auto")
         url = url_of(listener)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft.deciders import Decider
+from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.decoding import text as texts
 from arbordraft.decoding.assemble import AssembledParts, assemble
 from arbordraft.decoding.batch import batch_of, decode_batch, samples_of
@@ -31,8 +31,10 @@ from arbordraft.decoding.settings import SOURCES, changed, own_settings, with_se
 from arbordraft.decoding.state import DecodeState, Emission
 from arbordraft.decoding.static.runner import DEFAULT_BUCKETS, StaticStepping
 from arbordraft.decoding.step import Stepper
+from arbordraft.decoding.warming import warm_up
 from arbordraft.drafters import Drafter
 from arbordraft.grammars import Grammar, GrammarCompiler
+from arbordraft.kernels import choice
 from arbordraft.target.equality import EqualityReport, equality_report
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree
@@ -149,6 +151,29 @@ class SpeculativeDecoder(nn.Module):
     def equality_report(self) -> EqualityReport:
         """How exactly this decoder's output equals plain decoding of its target, on this machine."""
         return equality_report(self.target, self.coupling.exactness)
+
+    @torch.no_grad()
+    def warm_up(self, samples: int = 1, max_tokens: int | None = None) -> None:
+        """Compiles kernels and records steps before the first request has to wait for them; ``serve`` begins with it.
+
+        It takes a few steps of a made-up text, with trees of many depths, and teaches the decider nothing. Without
+        Triton, as on a CPU, there is nothing to do.
+
+        Args:
+            samples: how many will be decoded at a time, at most: steps are recorded for the cache of such a batch.
+            max_tokens: bound on the rows of its KV caches, as an :class:`~arbordraft.Engine` is given one; by default
+                ``max_cache_tokens``.
+
+        Raises:
+            TypeError: if an argument is no whole number.
+            ValueError: if one is below 1.
+        """
+        bound = self.max_cache_tokens if max_tokens is None else check_int("max_tokens", max_tokens, 1)
+        check_int("samples", samples, 1)
+        if choice.triton_chosen(next(self.target.model.parameters())):
+            parts = self.parts._replace(decider=FixedDepth())
+            stepper = Stepper(parts, self.mask, expected_batch=self.expected_batch, static=self.static)
+            warm_up(stepper, samples, bound)
 
     def complete(
         self,

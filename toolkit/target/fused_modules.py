@@ -10,6 +10,7 @@ Shapes: T packed rows, H hidden size, N inner size of an MLP, D head size.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +26,7 @@ from arbordraft.kernels.fused_layers import (
     rms_norm_reference,
     rotate_reference,
 )
-from arbordraft.target.attention import Ahead, Attending, AttentionCall, Tables
+from arbordraft.target.attention import Attending, AttentionCall, Tables
 from arbordraft.target.model_view import ModelView, heard
 from arbordraft.target.prepacked.probing import hooked, noise, plain
 
@@ -167,17 +168,11 @@ def _run_mlp(mlp: Any, activation: str, x: Tensor) -> Tensor:
     return out
 
 
-class _Recorder:
+@dataclass
+class _Recorder(Attending):
     """Stands in for a forward's attention: keeps what layers ask for, and finds noise."""
 
-    def __init__(self) -> None:
-        self.layers: dict[int, AttentionCall | None] = {}
-        self.hidden: dict[int, Tensor | None] = {}
-        self.depth: int | None = None
-        self.behind: nn.Module | None = None
-        self.last: Any = None
-        self.ahead: Ahead | None = None
-        self.seen: list[Tensor] = []
+    seen: list[Tensor] = field(default_factory=list)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None

@@ -27,7 +27,7 @@ class InnerRows(NamedTuple):
     Args:
         rows: ``[N]``.
         depth: ``[N]``.
-        count: ``[N]`` how many children each has.
+        width: ``[N]`` how many children each has.
         children: ``[C]`` rows of all children, ascending by their parents.
         parents: ``[C]`` rows of these.
         rank: ``[C]`` which of its parent's children each of them is, in the order of their verification.
@@ -35,7 +35,7 @@ class InnerRows(NamedTuple):
 
     rows: Ints
     depth: Ints
-    count: Ints
+    width: Ints
     children: Ints
     parents: Ints
     rank: Ints
@@ -47,11 +47,11 @@ class InnerRows(NamedTuple):
         children = children[tree.parent[children].argsort(kind="stable")]
         parents = tree.parent[children]
         first = np.flatnonzero(np.diff(parents, prepend=-1))
-        count = np.diff(first, append=len(parents))
-        rank = np.arange(len(children)) - first.repeat(count)
+        width = np.diff(first, append=len(parents))
+        rank = np.arange(len(children)) - first.repeat(width)
         depth = tree.depth[parents[first]]
         order = depth.argsort(kind="stable")
-        return cls(parents[first][order], depth[order], count[order], children, parents, rank)
+        return cls(parents[first][order], depth[order], width[order], children, parents, rank)
 
 
 class DraftRows(NamedTuple):
@@ -183,7 +183,7 @@ def pack(tree: DraftTree, device: torch.device) -> tuple[PackedTree, Tensor]:
         rows=tree.rows,
         samples=len(tree),
         levels=tuple(np.bincount(inner.depth).tolist()) or (1,),
-        children=int(inner.count.max(initial=1)),
+        children=int(inner.width.max(initial=1)),
     )
     numbers = torch.empty(table.size, dtype=torch.int64)
     drawn = table.write(table.blank(numbers), tree, inner)

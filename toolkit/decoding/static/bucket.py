@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.sampling.laws import Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import WORD_BITS, TreeTopology
@@ -118,9 +119,9 @@ class Bucket(TreeTable):
 
     def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int) -> None:
         """Writes a step of padding rows alone."""
-        nothing = [None] * self.samples
+        tree = DraftTree.of(topology, Fixed(1), [None] * self.samples)
         batch = RaggedBatch([], [], [], [], torch.empty(0), torch.empty(0))
-        self.fill(table, DraftTree.roots(topology, nothing, nothing), batch, None, dummy)
+        self.fill(table, tree, batch, None, dummy)
 
     def _fill_rows(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
         count = tree.rows
