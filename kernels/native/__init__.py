@@ -26,13 +26,14 @@ class NativeKernelsNotCached(RuntimeWarning):
 class Extension:
     """One library of operators, which a process loads at most once: torch cannot register an operator again.
 
-    `$ARBORDRAFT_ISA` therefore counts when the library is loaded; only `off` is heeded at any time.
+    `$ARBORDRAFT_ISA` therefore counts when the library is loaded. `off` is heeded later, too, by :meth:`problem`, which
+    is asked before kernels are chosen for a model; operators ask :meth:`load` in every call.
     """
 
     def __init__(self, source: Path, root: Path, loaded: Callable[[bool], Warning | None]):
         """`loaded` is called once the operators are there, with whether this process was forked before; it may warn."""
         self.source, self.root, self.loaded = source, root, loaded
-        self._tried = self._forked = False
+        self._tried = self._forked = self._ready = False
         self._problem: str | None = None
         self._notice: Warning | None = None
         self._lock = threading.Lock()
@@ -43,7 +44,7 @@ class Extension:
         self._forked = True
 
     def load(self) -> bool:
-        return self.problem() is None
+        return self._ready or self.problem() is None
 
     def problem(self) -> str | None:
         isa = chosen_isa()
@@ -54,6 +55,7 @@ class Extension:
         if self._notice:  # outside the lock: a filter may turn it into an error, or a handler may ask again
             notice, self._notice = self._notice, None
             warnings.warn(notice, stacklevel=4)
+        self._ready = self._problem is None
         return self._problem
 
     def load_in_background(self) -> None:

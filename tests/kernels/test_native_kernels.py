@@ -34,13 +34,13 @@ from support.native_checks import (
     mixtures_of,
     random_layer,
     relative,
+    turn_kernels_off,
 )
 from support.ragged_case import Case
 from torch import library
 from torch.testing import assert_close
 
 from arbordraft import TreeTopology
-from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerRun, Matrix, Norm
 from arbordraft.kernels.native import build
 from arbordraft.kernels.prepacked_linear import (
@@ -424,8 +424,7 @@ def test_what_stands_beside_takes_part():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_without_kernels_computes_the_same(kind, monkeypatch):
     dtype = KINDS[kind][0]
-    monkeypatch.setenv("ARBORDRAFT_ISA", "off")
-    assert not native.load()
+    turn_kernels_off(monkeypatch)
     if dtype == torch.float32:
         check_layers(layers_of(kind), dtype)
         check_mixtures(kind)

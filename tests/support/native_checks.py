@@ -75,6 +75,13 @@ OPTIONS = {
 }
 
 
+def turn_kernels_off(monkeypatch):
+    """Turns the kernels off as if they had never been loaded."""
+    monkeypatch.setenv("ARBORDRAFT_ISA", "off")
+    monkeypatch.setattr(native._kernels, "_ready", False)
+    assert not native.load()
+
+
 def groups_in(weight, weights):
     """What is kept of a matrix in groups."""
     kept = quantize_groups(weight, 8 if weights == "int8" else 4)

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from support.models import PROMPTS, VOCAB, fusable
+from support.native_checks import turn_kernels_off
 from support.prepacked_models import FUSED, OTHERS, ROUNDING, TREES, Lora, faithful, logits, plain, prepacked_modules
 from torch import nn
 from torch.testing import assert_close
@@ -317,7 +318,7 @@ def test_turned_off_after_packing(monkeypatch):
     model = fusable()
     target = RaggedModel(model, kernels="native")
     expected = logits(target)
-    monkeypatch.setenv("ARBORDRAFT_ISA", "off")
+    turn_kernels_off(monkeypatch)
     assert_close(logits(target), expected, **ROUNDING)
 
 
