@@ -110,8 +110,10 @@ class DraftTree:
                 without replacement repeat a token, or other lists have other lengths than that of the tokens.
         """
         parents, depths, untold = topology.parent_list, topology.depth_list, [None] * len(tokens)
-        told: list[tuple[int, int, int, int, float, int]] = []
-        offsets, draft_rows = [0], []
+        told: list[tuple[int, int, int, int, int]] = []
+        chance: list[float] = []
+        draft_rows: list[Tensor] = []
+        offsets = [0]
         for own, probs, stated in zip(tokens, draft_probs or untold, chances or untold, strict=True):
             if own is not None:
                 probs, stated = probs or {}, stated or {}
@@ -122,19 +124,22 @@ class DraftTree:
                     if node in probs:
                         place = len(draft_rows)
                         draft_rows.append(probs[node])
-                    chance = stated.get(node, 0.0)
-                    told.append((token, node, row_of[parents[node]], depths[node], chance, place))
+                    told.append((token, node, row_of[parents[node]], depths[node], place))
+                    chance.append(stated.get(node, 0.0))
             offsets.append(len(told))
-        token, node, parent, depth, chance, draft_row = zip(*told, strict=True) if told else [()] * 6
+        columns = np.array(told, dtype=np.int64).reshape(-1, 5).T.copy()
         return cls(
             topology,
             [None if own is None else Proposal(law, source) for own in tokens],
             offsets,
-            *(np.array(column, dtype=np.int64) for column in (token, node, parent, depth)),
-            np.array(chance, dtype=np.float64),
-            np.zeros(len(told), dtype=np.bool_),
-            np.array(draft_row, dtype=np.int64),
-            torch.stack(draft_rows) if draft_rows else NO_ROWS,
+            token=columns[0],
+            node=columns[1],
+            parent=columns[2],
+            depth=columns[3],
+            chance=np.array(chance, dtype=np.float64),
+            certain=np.zeros(len(told), dtype=np.bool_),
+            draft_row=columns[4],
+            draft_rows=torch.stack(draft_rows) if draft_rows else NO_ROWS,
         )
 
     @classmethod
@@ -276,18 +281,15 @@ class DraftTree:
 
     def law_of(self, row: int) -> DraftLaw:
         """The law that drew the children of a row."""
-        return self._law_of(self.proposals[self.owner[row]].law, len(self.topology.child_list[self.node[row]]))  # type: ignore[union-attr]
+        law = self.proposals[self.owner[row]].law
+        kind = id(law), len(self.topology.child_list[self.node[row]])
+        if kind not in self._laws:  # a law is a module, which takes long to make
+            self._laws[kind] = law.narrow(kind[1])
+        return self._laws[kind]
 
     @cached_property
     def _laws(self) -> dict[tuple[int, int], DraftLaw]:
         return {}
-
-    def _law_of(self, law: DraftLaw, children: int) -> DraftLaw:
-        # A law is a module, which takes long to make.
-        found = self._laws.get((id(law), children))
-        if found is None:
-            found = self._laws[id(law), children] = law.narrow(children)
-        return found
 
     def drawn_from(self, row: int) -> Tensor | None:
         """The ``[V]`` draft row of a row's children, if there is one."""
@@ -328,12 +330,12 @@ class SampleTree(NamedTuple):
     @property
     def tokens(self) -> list[int]:
         """The tokens of its rows."""
-        return self.batch.token[self.root : self.rows.stop].tolist()  # type: ignore[no-any-return]
+        return self.batch.token[self.root : self.rows.stop].tolist()
 
     @property
     def parents(self) -> list[int]:
         """The rows of its rows' parents, -1 for the root's."""
-        return self.batch.parent[self.root : self.rows.stop].tolist()  # type: ignore[no-any-return]
+        return self.batch.parent[self.root : self.rows.stop].tolist()
 
     def token(self, row: int) -> int:
         """The token of a row."""
