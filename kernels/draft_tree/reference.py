@@ -1,12 +1,12 @@
 """The growth rule of draft trees: which nodes get children, and how far what grows there reaches.
 
-All functions but :func:`grow` take arrays of numpy and tensors alike, so a recorded graph runs them too. A node's reach
-is the chance that its path is accepted, times what its sample's tokens are worth.
+Functions of arrays take those of numpy and tensors alike, so a recorded graph runs them too. A node's reach is the
+chance that its path is accepted, times what its sample's tokens are worth.
 
 Shapes: S samples, n nodes of one depth, M drafts of all samples so far, N nodes of the topology, k children.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -71,6 +71,36 @@ def growing_whole(gain: Array, able: Flags, level: "float | Array") -> Flags:
     return able & (total >= 0) & (total >= level)
 
 
+def chosen(
+    reach: Sequence[float],
+    following: Sequence[float],
+    row: float,
+    level: float,
+    drafts: Sequence[float] = (),
+    budget: int = 0,
+    *,
+    whole: bool = False,
+) -> list[bool]:
+    """Which of n nodes get children, of which there may be but a few: plain numbers are quicker then than arrays.
+
+    Args:
+        reach: ``[n]`` nodes that are there and may have children.
+        following: ``[n]`` how often some child is expected to be accepted.
+        row: price of a row.
+        level: price of a level.
+        drafts: reach of all drafts so far.
+        budget: how many of them fit; 0 for any number.
+        whole: as :func:`growing_whole` does, for one sample.
+    """
+    gain = [own * next_ - row for own, next_ in zip(reach, following, strict=True)]
+    if whole:
+        return [0 <= sum(gain) >= level] * len(gain)
+    least = sorted(drafts, reverse=True)[budget - 1] if 0 < budget <= len(drafts) else 0.0
+    going = [own >= 0 and far >= least for own, far in zip(gain, reach, strict=True)]
+    worth = sum(own for own, goes_on in zip(gain, going, strict=True) if goes_on)
+    return going if worth >= level else [False] * len(going)
+
+
 def grow(growth: "Growth", draw: Callable[[int, list[int], Tokens], tuple[Tokens, Reals]]) -> tuple[Tokens, Reals]:
     """Grows trees of most probable tokens on the host, level by level.
 
@@ -109,4 +139,4 @@ def grow(growth: "Growth", draw: Callable[[int, list[int], Tokens], tuple[Tokens
     return tokens, chances
 
 
-__all__ = ["fits", "gains", "grow", "growing", "growing_whole", "reach_below"]
+__all__ = ["chosen", "fits", "gains", "grow", "growing", "growing_whole", "reach_below"]

@@ -8,7 +8,7 @@ from support.native_drafters import built
 import arbordraft as ad
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
-from arbordraft.drafters.one_call import ModelOnRows
+from arbordraft.drafters.language_model import ModelOnRows
 from arbordraft.target.cache import RaggedKVCache
 
 POSITIONS = 24

@@ -160,13 +160,9 @@ class Drafter(nn.Module):
 
     # What decoders are made of
 
-    def law(self, law: DraftLaw) -> DraftLaw:
-        """The law of its trees where the coupling's is ``law``."""
-        return Fixed(law.k) if self.certain else law
-
     def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
         """The laws of all trees that it proposes when the coupling's is ``law``."""
-        return (self.law(law),)
+        return (Fixed(law.k) if self.certain else law,)
 
     def effort(self, target: RaggedModel) -> float:
         """About how much of the target's forward a level takes, by the weights it reads: until it is measured."""

@@ -1,23 +1,20 @@
 """A drafter whose whole tree costs one pass: a block of rows, one per depth.
 
-Shapes: T packed rows, R of them that predict, or frontier nodes, k depths, F hidden states side by side, H hidden size,
-D draft vocabulary, V vocabulary, r rank of the Markov term.
+Shapes: T packed rows, R of them that predict, or nodes of a level, k depths, F hidden states side by side, H hidden
+size, D draft vocabulary, V vocabulary, r rank of the Markov term.
 """
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from arbordraft.drafters.base import check_ragged, expect
-from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import TreeGrower
-from arbordraft.drafters.model_drafter import grow
+from arbordraft.drafters.base import Predictions, check_ragged, expect
+from arbordraft.drafters.context import DraftContext, Level
 from arbordraft.drafters.native_models import NativeEagle, matrix_of, runs_natively
-from arbordraft.drafters.one_call import grow_in_one_call
 from arbordraft.drafters.slots import SlotDrafter, SlotState
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
@@ -64,6 +61,7 @@ class BlockDrafter(SlotDrafter):
         from arbordraft.heads.block import BlockHead
 
         super().__init__(head if isinstance(head, OnnxBlock) else expect(BlockHead, head), target)
+        self.max_levels = head.config.block_size
         self.takes_candidates = head.config.markov_rank > 0  # without the term, what it goes on from means nothing
         self._network: Any = head if isinstance(head, OnnxBlock) else _on_rows(self.head, target)
 
@@ -90,43 +88,27 @@ class BlockDrafter(SlotDrafter):
         state: _State = super().open(target_cache)
         return state
 
-    def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        # A text of one token has no state to look ahead from: the target goes first.
-        max_depth = [
-            limit if limit is None else min(limit, self.head.config.block_size) if len(tokens) > 1 else 0
-            for limit, tokens in zip(context.max_depth, context.tokens, strict=True)
-        ]
-        context = replace(context, max_depth=max_depth, lag=self.lag(state, context))
-        network = self._network
-        if isinstance(network, _NativeHead):
+    def propose(self, state: _State, level: Level) -> Predictions:
+        if level.depth == 0:
+            self._look_ahead(state, level.context, list(level.nodes))
+        rows = zip(*(state.block[sample] for sample, _ in level.places), strict=True)
+        logits, final, gates = (torch.stack([part[level.depth] for part in parts]) for parts in rows)
+        logits = self._network.condition(logits, gates, torch.tensor(level.tokens))
+        return Predictions(self.head.widen(logits), final)
 
-            def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
-                self._look_ahead(state, context, samples)
-                roots = torch.tensor([context.tokens[sample][-1] for sample in samples])
-                return network.drafted([state.block[sample] for sample in samples], roots, growth, draws)
-
-            able = [sample for sample, limit in enumerate(max_depth) if limit]
-            if (grown := grow_in_one_call(context, self, able, run)) is not None:
-                return grown[0]
-        return grow(context, self, lambda grower, frontier: self._run(state, grower, frontier))
+    def propose_trees(
+        self, state: _State, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
+    ) -> Drafted | None:
+        if not isinstance(self._network, _NativeHead):
+            return None
+        self._look_ahead(state, context, samples)
+        roots = torch.tensor([context.tokens(sample)[-1] for sample in samples])
+        return self._network.drafted([state.block[sample] for sample in samples], roots, growth, draws)
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         state.block = {}
 
-    def _run(self, state: _State, grower: TreeGrower, frontier: dict[int, list[int]]) -> Tensor:
-        if next(iter(frontier)) not in state.block:
-            self._look_ahead(state, grower.context, list(frontier))
-        places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
-        depth = grower.context.topology.depth_list[places[0][1]]
-        logits, final, gates = (
-            [part[depth] for part in parts]
-            for parts in zip(*(state.block[sample] for sample, _ in places), strict=True)
-        )
-        grower.hidden |= zip(places, final, strict=True)
-        tokens = torch.tensor([grower.tokens[sample][node] for sample, node in places])
-        return self.head.widen(self._network.condition(torch.stack(logits), torch.stack(gates), tokens))
-
-    def _look_ahead(self, state: _State, context: DraftContext, samples: list[int]) -> None:
+    def _look_ahead(self, state: _State, context: DraftContext, samples: Sequence[int]) -> None:
         """Fills the slots of committed tokens, and in the same pass predicts all depths behind the last ones."""
         cache, handles = state.cache, [state.handles[sample] for sample in samples]
         lacking = [self.missing(state, context, sample) for sample in samples]
@@ -138,7 +120,8 @@ class BlockDrafter(SlotDrafter):
             counts = {handle: len(taken) for handle, taken in part.items()}
             self._network.store(row, torch.cat([slots[h][:n] for h, n in counts.items()]), batch, cache)
             slots |= {handle: slots[handle][count:] for handle, count in counts.items()}
-        levels = min(context.topology.max_depth, max(context.max_depth[sample] or 0 for sample in samples))
+        depths = self.depths(state, context)
+        levels = min(context.topology.max_depth, max(depths[sample] for sample in samples))
         state.block |= zip(samples, self._ask(cache, tokens, slots, levels), strict=True)
 
     def _ask(

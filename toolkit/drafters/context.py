@@ -1,6 +1,6 @@
 """What a drafter is told about the step that it drafts for: data alone.
 
-Shapes: B samples, N nodes of the topology, R nodes of a level, V vocabulary.
+Shapes: B samples, R nodes of a level, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
@@ -19,8 +17,6 @@ from arbordraft.sampling.owned_rows import RowOwner, draft_temperature
 from arbordraft.sampling.stateful import Allowed
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.topology import TreeTopology
-
-Ints = npt.NDArray[np.int64]
 
 
 class OneCallDrafts(Protocol):
@@ -118,37 +114,40 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of a depth that get children: R of them, sample after sample, ascending.
+    """The nodes of a depth that get children: R of them, sample after sample, nodes ascending.
 
     Args:
         context: the step.
         depth: of all these nodes; 0 for roots.
-        frontier: the nodes of the topology, by sample.
-        drafted: ``[B, N]`` int64 tokens so far, by sample and node of the topology; -1 where there is none.
+        places: ``[R]`` sample and node of the topology.
+        tokens: ``[R]`` their own tokens.
+        parents: ``[R]`` rows of their parents in the level above; none for roots.
+        above: that level; ``None`` for roots.
     """
 
     context: DraftContext
     depth: int
-    frontier: Mapping[int, Sequence[int]]
-    drafted: Ints
+    places: Sequence[tuple[int, int]]
+    tokens: Sequence[int]
+    parents: Sequence[int] = ()
+    above: "Level | None" = None
 
     @cached_property
-    def places(self) -> list[tuple[int, int]]:
-        """``[R]`` sample and node."""
-        return [(sample, node) for sample, nodes in self.frontier.items() for node in nodes]
-
-    @cached_property
-    def tokens(self) -> list[int]:
-        """``[R]`` the nodes' own tokens."""
-        samples, nodes = zip(*self.places, strict=True)
-        tokens: list[int] = self.drafted[samples, nodes].tolist()
-        return tokens
+    def nodes(self) -> dict[int, list[int]]:
+        """The nodes by sample."""
+        nodes: dict[int, list[int]] = {}
+        for sample, node in self.places:
+            nodes.setdefault(sample, []).append(node)
+        return nodes
 
     def path(self, row: int) -> list[int]:
         """Drafted tokens from below the root down to the node of a row."""
-        sample, node = self.places[row]
-        path: list[int] = self.drafted[sample, self.context.topology.path(node)[1:]].tolist()
-        return path
+        path: list[int] = []
+        level = self
+        while level.above is not None:
+            path.append(level.tokens[row])
+            level, row = level.above, level.parents[row]
+        return path[::-1]
 
     def text(self, row: int) -> list[int]:
         """Committed and drafted tokens down to the node of a row, its own included."""

@@ -4,9 +4,6 @@ Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side
 """
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,32 +11,22 @@ from torch import Tensor
 
 from arbordraft.drafters.base import check_ragged, expect
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import TreeGrower
-from arbordraft.drafters.model_drafter import grow, lay_out_level
+from arbordraft.drafters.model_drafter import DraftNetwork, ModelDrafter, Outputs
 from arbordraft.drafters.native_models import NativeEagle, runs_natively
-from arbordraft.drafters.one_call import Missing, feed, feed_static, grow_in_one_call
 from arbordraft.drafters.slots import SlotDrafter, SlotState
-from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
+from arbordraft.kernels.draft_tree import DraftRun
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.onnx.networks import OnnxEagle
 from arbordraft.target.attention import Attending, AttentionCall, Forward
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
-from arbordraft.trees.draft_tree import DraftTree
-from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.eagle import EagleHead
 
 
-@dataclass
-class _State(SlotState):
-    fed: dict[int, list[int]] = field(default_factory=dict)  # nodes behind the committed slots, in cache order
-    hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # the layer's output at each node
-
-
-class EagleDrafter(SlotDrafter):
+class EagleDrafter(SlotDrafter, ModelDrafter):
     """Drafts with an EAGLE-3 head, whose one layer reads the target's hidden states and then its own.
 
     Where the target has been, slots are filled from its states; the slots of draft trees are given up after every
@@ -56,14 +43,14 @@ class EagleDrafter(SlotDrafter):
     Source: EAGLE-3 (Li et al., 2025).
     """
 
-    takes_candidates = True
-    state_class = _State
+    keeps = False
 
     def __init__(self, head: "EagleHead | OnnxEagle", target: RaggedModel) -> None:
         from arbordraft.heads.eagle import EagleHead
 
         super().__init__(head if isinstance(head, OnnxEagle) else expect(EagleHead, head), target)
         self._network: Any = head if isinstance(head, OnnxEagle) else on_rows(self.head, target)
+        self.chunk = self._network.chunk
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "EagleDrafter":
@@ -82,79 +69,26 @@ class EagleDrafter(SlotDrafter):
         check_ragged(target)
         return cls(EagleHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
-    def open(self, target_cache: RaggedKVCache) -> _State:
+    def open(self, target_cache: RaggedKVCache) -> SlotState:
         if isinstance(self._network, NativeEagle):
             self._network.refresh()
-        state: _State = super().open(target_cache)
+        state: SlotState = super().open(target_cache)
         return state
 
-    def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        # A text of one token has no state to start from: the target goes first.
-        max_depth = [
-            limit if limit is None or len(tokens) > 1 else 0
-            for limit, tokens in zip(context.max_depth, context.tokens, strict=True)
-        ]
-        context = replace(context, max_depth=max_depth, lag=self.lag(state, context))
-        if (feeding := self._in_one_call(state, context)) is not None:
-            able = [sample for sample, limit in enumerate(max_depth) if limit]
+    def run(
+        self, state: SlotState, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
+    ) -> Outputs:
+        return Outputs(*self._network(tokens, hidden, batch, state.cache, rows))
 
-            def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
-                lacking = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
-                return feeding(lacking, growth, draws)
+    def fuse(self, states: Tensor) -> Tensor:
+        fused: Tensor = self._network.fuse(states)
+        return fused
 
-            if (grown := grow_in_one_call(context, self, able, run)) is not None:
-                return grown[0]
-        return grow(context, self, lambda grower, frontier: self._run(state, grower, frontier))
-
-    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
-        state.cache.drop(list(state.handles.values()))
-        state.fed, state.hidden = {}, {}
-
-    def _in_one_call(self, state: _State, context: DraftContext) -> Callable[..., Drafted] | None:
-        """What grows whole trees, given what slots lack."""
-        network, static = self._network, context.static
+    def whole(self, context: DraftContext) -> DraftRun | DraftNetwork | None:
+        network = self._network
         if isinstance(network, NativeEagle):
-            return partial(feed, network.run, state.cache)
-        if static is None or not isinstance(network, HeadOnRows):
-            return None
-        return partial(feed_static, static, network, partial(self._fill, state), state.cache)
-
-    def _run(self, state: _State, grower: TreeGrower, frontier: dict[int, list[int]]) -> Tensor:
-        if next(iter(frontier)) not in state.fed:
-            logits, final, out = self._catch_up(state, grower.context, list(frontier))
-        else:
-            parents = grower.context.topology.parent_list
-            hidden = [state.hidden[s][parents[node]] for s, nodes in frontier.items() for node in nodes]
-            tokens, batch = lay_out_level(grower, frontier, state.cache, state.handles, state.fed)
-            logits, final, out = self._network(tokens, torch.stack(hidden), batch, state.cache)
-        places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
-        grower.hidden |= zip(places, final, strict=True)
-        for (sample, node), row in zip(places, out, strict=True):
-            state.hidden.setdefault(sample, {})[node] = row
-        return logits
-
-    def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Fills the slots of committed tokens; the last one of each sample predicts the children of its root."""
-        last = self._fill(state, {state.handles[s]: self.missing(state, context, s) for s in samples})
-        state.fed |= {sample: [] for sample in samples}
-        rows = [last[state.handles[sample]] for sample in samples]
-        logits, final, out = (torch.stack(parts) for parts in zip(*rows, strict=True))
-        return logits, final, out
-
-    def _fill(self, state: _State, lacking: Mapping[int, Missing]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """Fills slots, by handle; what the network finds at the last one of each."""
-        last: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        missing = {handle: tokens for handle, (tokens, _) in lacking.items()}
-        fused = self._network.fuse(torch.cat([states for _, states in lacking.values() if states is not None]))
-        inputs = dict(zip(missing, fused.split([len(tokens) for tokens in missing.values()]), strict=True))
-        for part, tokens, batch in state.cache.portions(missing, self._network.chunk):
-            counts = [len(row) for row in part.values()]
-            hidden = [inputs[handle][:count] for handle, count in zip(part, counts, strict=True)]
-            inputs |= {handle: inputs[handle][count:] for handle, count in zip(part, counts, strict=True)}
-            ends = torch.tensor(counts).cumsum(0) - 1
-            outputs = self._network(tokens, torch.cat(hidden), batch, state.cache, ends)
-            last |= dict(zip(part, zip(*outputs, strict=True), strict=True))
-        return last
+            return network.run
+        return network if context.static is not None and isinstance(network, HeadOnRows) else None
 
 
 def on_rows(head: "EagleHead", target: RaggedModel) -> "NativeEagle | HeadOnRows":
@@ -222,7 +156,7 @@ class HeadOnRows:
     def run(
         self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`~arbordraft.drafters.one_call.DraftNetwork`."""
+        """See :class:`~arbordraft.drafters.model_drafter.DraftNetwork`."""
         assert hidden is not None
         out = self._layer(tokens, hidden, positions, ragged, rows)
         return self.head.lm_head(self.head.norm(out)), out

@@ -2,34 +2,25 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.base import Drafter, adopt, check_ragged, expect
-from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import TreeGrower
-from arbordraft.drafters.model_drafter import grow, lay_out_level
+from arbordraft.drafters.base import adopt, check_ragged, expect
+from arbordraft.drafters.model_drafter import ModelDrafter, ModelState, Outputs
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.exit_adapter import ExitAdapter
 
 
-@dataclass
-class _State:
-    cache: RaggedKVCache  # the target's
-    handles: dict[int, int] = field(default_factory=dict)
-    fed: dict[int, list[int]] = field(default_factory=dict)
-
-
-class EarlyExitDrafter(Drafter):
+class EarlyExitDrafter(ModelDrafter):
     """Drafts with the first layers of the target, its final norm and its head.
 
     The keys and values of these layers are the target's own, so the drafter reads the target's cache, writes its tree
@@ -47,7 +38,8 @@ class EarlyExitDrafter(Drafter):
         UnsupportedModel: if the architecture does not let its depth be shortened.
     """
 
-    takes_candidates = True
+    keeps = False
+    catches_up = False  # the roots are its first nodes
 
     def __init__(self, model: RaggedModel, layers: int, adapter: "ExitAdapter | None" = None) -> None:
         super().__init__()
@@ -91,24 +83,27 @@ class EarlyExitDrafter(Drafter):
         if target is not self.model:
             raise ValueError("EarlyExitDrafter must be built from the target that it drafts for")
 
-    def open(self, target_cache: RaggedKVCache) -> _State:
-        return _State(target_cache)
+    def open(self, target_cache: RaggedKVCache) -> ModelState:
+        return ModelState(target_cache)
 
-    def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
+    def add(self, state: ModelState, sample: int, tokens: Sequence[int], handle: int) -> None:
         state.handles[sample] = handle
 
-    def remove(self, state: _State, sample: int) -> None:
+    def remove(self, state: ModelState, sample: int) -> None:
         del state.handles[sample]
 
-    def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        state.fed = {sample: [] for sample in state.handles}  # nothing stays behind in the target's cache
-        tree = grow(context, self, lambda grower, frontier: self._run(state, grower, frontier))
-        state.cache.drop([state.handles[sample] for sample, nodes in state.fed.items() if nodes])
-        return tree
+    def run(
+        self, state: ModelState, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
+    ) -> Outputs:
+        return Outputs(self._forward(tokens, batch, state.cache))
 
-    def _run(self, state: _State, grower: TreeGrower, frontier: dict[int, list[int]]) -> Tensor:
-        tokens, batch = lay_out_level(grower, frontier, state.cache, state.handles, state.fed)
-        return self._forward(tokens, batch, state.cache)
+    def proposed(self, state: ModelState) -> None:
+        # Nothing stays behind in the target's cache.
+        state.cache.drop([state.handles[sample] for sample in state.fed])
+        state.fed, state.seen = {}, {}
+
+    def commit(self, state: ModelState, tree: DraftTree, verdict: Verdict) -> None:
+        """The cache is the target's, who commits."""
 
     def _forward(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
         return self.model(tokens, batch, cache, layers=self.layers, behind=self.adapter)

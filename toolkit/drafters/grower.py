@@ -1,34 +1,33 @@
 """Grows the trees of one step: who drafts, how far, and what of it is kept.
 
-Shapes: B samples, N nodes of the topology, R nodes of a level, V vocabulary.
+Shapes: B samples, S samples of a group, N nodes of the topology, R nodes of a level, V vocabulary.
 """
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.decisions import Draw, Origin, Plan, Situation, StepView
-from arbordraft.drafters.base import Drafter, Guesses, Predictions
+from arbordraft.drafters.base import Drafter, Predictions
 from arbordraft.drafters.context import DraftContext, Level
-from arbordraft.kernels.draft_tree import Draws, Growth, usable
-from arbordraft.kernels.draft_tree.reference import fits, gains, growing, growing_whole, reach_below
+from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, usable
+from arbordraft.kernels.draft_tree.reference import chosen
 from arbordraft.kernels.tree_expand import tree_expand
+from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.sampling.owned_rows import draft_scores
 from arbordraft.trees.draft_tree import NO_ROWS, DraftTree, Proposal
 
-Reals = npt.NDArray[np.float64]
-
 _NOTHING = Origin()  # children that were drawn from no row
+_ONES = (1.0,)
 
 
 def grow(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) -> DraftTree:
@@ -43,56 +42,34 @@ def grow(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
         drafter: proposes them.
         state: the drafter's, of this batch.
     """
-    first, *others = drafter.stages(state)
-    tree = TreeGrower(context, decider, *first).grow()
+    (part, own), *others = drafter.stages(state)
+    first = TreeGrower(context, decider, part, own)
+    first.grow()
+    growers = dict.fromkeys(context.alive, first)
     for part, own in others:
-        waiting = _waiting(context, decider, part, own, tree)
+        waiting = _waiting(context, decider, part, own, growers)
         if not waiting:
             continue
-        taking = [limit if sample in waiting else None for sample, limit in enumerate(context.max_depth)]
-        rows = sum(length for sample, length in enumerate(tree.lengths) if sample not in waiting)
-        step = replace(context, max_depth=taking, extra_rows=context.extra_rows + rows)
-        other = TreeGrower(step, decider, part, own).grow()
-        better = [sample for sample in other.living if other.lengths[sample] > 1]
-        if better:
-            tree = DraftTree.joined([tree.without(better), other.take(better)])
-    return tree
+        max_depth = [limit if sample in waiting else None for sample, limit in enumerate(context.max_depth)]
+        rows = sum(growers[sample].drafts(sample) + 1 for sample in context.alive if sample not in waiting)
+        step = replace(context, max_depth=max_depth, extra_rows=context.extra_rows + rows)
+        grower = TreeGrower(step, decider, part, own)
+        grower.grow()
+        growers |= {sample: grower for sample in waiting if grower.drafts(sample)}
+    return _packed(context, growers)
 
 
-def _waiting(context: DraftContext, decider: Decider, drafter: Drafter, state: Any, tree: DraftTree) -> set[int]:
+def _waiting(
+    context: DraftContext, decider: Decider, drafter: Drafter, state: Any, growers: Mapping[int, "TreeGrower"]
+) -> set[int]:
     """The samples for which another drafter is expected to bring more than what was proposed."""
-    waiting = {sample for sample in tree.living if tree.lengths[sample] == 1}
-    if len(waiting) < len(tree.living):
-        for group in _groups(context, drafter, state):
-            plan = group.plan(context, decider, drafter)
-            for sample, gain in zip(group.samples, plan.gains if plan else (), strict=False):
-                if tree[sample].proposal.gain < gain:
+    waiting = {sample for sample, grower in growers.items() if not grower.drafts(sample)}
+    if len(waiting) < len(growers):
+        for group in _groups(context, decider, drafter, state):
+            for sample, gain in zip(group.samples, group.plan.gains if group.plan else (), strict=False):
+                if growers[sample].gains[sample] < gain:
                     waiting.add(sample)
     return waiting
-
-
-def _groups(context: DraftContext, drafter: Drafter, state: Any) -> list["_Group"]:
-    """The samples that decide together.
-
-    What is drafted never changes a pathwise text: such samples decide together and spend their rows where they gain
-    most, those that can be told in numbers and those whose processors have to be asked each for themselves. The text of
-    any other depends on what is verified: it decides alone, for a batch of its like.
-    """
-    told: dict[bool, list[int]] = {True: [], False: []}
-    alone: list[int] = []
-    for sample in context.alive:
-        if context.pathwise(sample):
-            told[context.temperature(sample) is not None].append(sample)
-        else:
-            alone.append(sample)
-    depths, lag = drafter.depths(state, context), drafter.lag(state, context)
-    number = len(context.alive)
-    groups = [_Group(own, kind, True, number - len(own)) for kind, own in told.items() if own]
-    groups += [_Group([sample], False, False, 0) for sample in alone]
-    for group in groups:
-        group.depths = [depths[sample] for sample in group.samples]
-        group.lag = [lag[sample] for sample in group.samples] if lag else []
-    return groups
 
 
 @dataclass
@@ -100,12 +77,13 @@ class _Group:
     """Some samples that decide together.
 
     Args:
-        samples: their numbers.
+        samples: S numbers.
         told: whether numbers say all that their processors do to draft scores.
         pathwise: whether their texts do not depend on what is drafted.
         beside: samples that decide in other groups, each of which has a row at least.
-        depths: greatest depth of each one's tree.
-        lag: committed tokens that the drafter has not read; none if empty.
+        depths: ``[S]`` greatest depth of each one's tree.
+        plan: how far their trees go on; ``None`` if the decider wants to be asked before every level.
+        rows: nodes, by their place in the grower's columns, that were added last.
     """
 
     samples: list[int]
@@ -113,35 +91,59 @@ class _Group:
     pathwise: bool
     beside: int
     depths: Sequence[int] = ()
-    lag: Sequence[int] = ()
+    plan: Plan | None = None
+    rows: Sequence[int] = ()
 
     def alike(self, context: DraftContext) -> int:
         """Samples that each of them stands for."""
         return 1 if self.pathwise else context.expected_batch
 
-    def plan(self, context: DraftContext, decider: Decider, drafter: Drafter) -> Plan | None:
-        """How far their trees go on; ``None`` if the decider wants to be asked before every level."""
-        if context.resting and self.pathwise:
-            return Plan.everything([0] * len(self.samples))
-        if not decider.can_plan:
-            return None
-        return decider.plan(
-            Situation(
-                [min(depth, context.topology.max_depth) for depth in self.depths],
-                [context.samples[sample].memory for sample in self.samples],  # type: ignore[union-attr]
-                self.alike(context),
-                type(drafter).__name__,
-                drafter.acceptance,
-                drafter.free,
-                self.lag,
-                [depth + 1 for depth in self.depths] if context.fixed_batch else [],
-                context.extra_rows + self.beside if self.pathwise else 0,
+    def make_plan(self, context: DraftContext, decider: Decider, drafter: Drafter, lag: Sequence[int]) -> None:
+        """Asks the decider, given the committed tokens that the drafter has not read, how far trees go on."""
+        if drafter.max_levels == 0 or (context.resting and self.pathwise):
+            self.plan = Plan.everything([0] * len(self.samples))
+        elif decider.can_plan:
+            most = context.topology.max_depth
+            self.plan = decider.plan(
+                Situation(
+                    [min(depth, most) for depth in self.depths],
+                    [context.samples[sample].memory for sample in self.samples],  # type: ignore[union-attr]
+                    self.alike(context),
+                    type(drafter).__name__,
+                    drafter.acceptance,
+                    drafter.free,
+                    [lag[sample] for sample in self.samples] if lag else (),
+                    [depth + 1 for depth in self.depths] if context.fixed_batch else (),
+                    context.extra_rows + self.beside if self.pathwise else 0,
+                )
             )
-        )
+
+
+def _groups(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) -> list[_Group]:
+    """The samples that decide together, with their plans.
+
+    What is drafted never changes a pathwise text: such samples decide together and spend their rows where they gain
+    most, those that can be told in numbers and those whose processors have to be asked each for themselves. The text of
+    any other depends on what is verified: it decides alone, for a batch of its like.
+    """
+    told: dict[bool, list[int]] = {True: [], False: []}
+    groups = []
+    for sample in context.alive:
+        if context.pathwise(sample):
+            told[context.temperature(sample) is not None].append(sample)
+        else:
+            groups.append(_Group([sample], told=False, pathwise=False, beside=0))
+    number = len(context.alive)
+    groups[:0] = [_Group(own, kind, pathwise=True, beside=number - len(own)) for kind, own in told.items() if own]
+    depths, lag = drafter.depths(state, context), drafter.lag(state, context)
+    for group in groups:
+        group.depths = [depths[sample] for sample in group.samples]
+        group.make_plan(context, decider, drafter, lag)
+    return groups
 
 
 class TreeGrower:
-    """The trees of one step while they grow: columns by sample and node of the topology.
+    """The trees of one step while they grow: columns by node, in the order in which nodes were added.
 
     Args:
         context: the step.
@@ -152,188 +154,202 @@ class TreeGrower:
 
     def __init__(self, context: DraftContext, decider: Decider, drafter: Drafter, state: Any) -> None:
         self.context, self.decider, self.drafter, self.state = context, decider, drafter, state
-        topology = context.topology
-        shape = len(context.max_depth), topology.num_nodes
-        self.law = drafter.law(context.law)
-        self.groups = _groups(context, drafter, state)
-        self.plans = [group.plan(context, decider, drafter) for group in self.groups]
-        self.tokens = np.full(shape, -1, dtype=np.int64)
-        self.chances, self.reach = np.zeros(shape), np.zeros(shape)
-        self.certain = np.zeros(shape, dtype=np.bool_)
-        self.trust = np.ones((shape[0], topology.max_depth or 1))
-        self._draft_row = np.full(shape, -1, dtype=np.int64)
-        self._draft_rows: list[Tensor] = []
-        self._ended: set[int] = set()
-        asked = [group for group, plan in zip(self.groups, self.plans, strict=True) if plan is None]
+        self.law = context.greedy_law if drafter.certain else context.law
+        self.groups = _groups(context, decider, drafter, state)
+        self.sample: list[int] = []
+        self.node: list[int] = []  # of the topology
+        self.token: list[int] = []
+        self.parent: list[int] = []  # place in these columns; -1 for roots
+        self.chance: list[float] = []
+        self.reach: list[float] = []
+        self.certain: list[bool] = []
+        self.draft_row: list[int] = []
+        self.children: list[Sequence[int]] = []  # places in these columns, in the order in which they were drawn
+        self.draft_rows: list[Tensor] = []
+        self.given_up: set[int] = set()
+        self._num_draft_rows = 0
+        self._trust: dict[int, Sequence[float]] = {}
+        self._drafts = dict.fromkeys(context.alive, 0)
         # How every node's path came about, for deciders that are asked.
-        self._paths: dict[tuple[int, int], tuple[Draw, ...]] = {
-            (sample, 0): () for group in asked for sample in group.samples
-        }
-        alive = context.alive
-        self.tokens[alive, 0] = [context.tokens(sample)[-1] for sample in alive]
-        self.reach[alive, 0] = 1.0
-        for group, plan in zip(self.groups, self.plans, strict=True):
-            if plan is not None:
-                self.trust[group.samples] = _by_depth(plan.trust, self.trust.shape[1])
+        self._paths: dict[int, tuple[Draw, ...]] = {}
+        for group in self.groups:
+            plan, first = group.plan, len(self.token)
+            group.rows = range(first, first + len(group.samples))
+            for sample in group.samples:
+                self._append(sample, 0, context.tokens(sample)[-1], -1, 0.0, 1.0)
+            if plan is None:
+                self._trust |= dict.fromkeys(group.samples, _ONES)
+                self._paths |= dict.fromkeys(group.rows, ())
+            else:
+                self._trust |= zip(group.samples, plan.trust, strict=True)
                 if plan.weights:
-                    self.reach[group.samples, 0] = plan.weights
+                    self.reach[first:] = plan.weights
+        self._root = {sample: row for row, sample in enumerate(self.sample)}
 
-    def law_of(self, sample: int) -> Any:
+    def drafts(self, sample: int) -> int:
+        """How many drafts a sample has."""
+        return self._drafts[sample]
+
+    @cached_property
+    def gains(self) -> dict[int, float]:
+        """Tokens that every sample's drafts are expected to bring, less what their rows could bring elsewhere."""
+        gains = dict.fromkeys(self._root, 0.0)
+        trunk = self._trunk()  # its rows have to be computed sooner or later
+        for group in self.groups:
+            price = 0.0 if group.plan is None else group.plan.row
+            for row in self._drafts_of(group):
+                gains[self.sample[row]] += self.reach[row] - price * (row not in trunk)
+        return gains
+
+    def law_of(self, sample: int) -> DraftLaw:
         """How a sample's children are chosen."""
-        greedy = self.context.samples[sample].greedy  # type: ignore[union-attr]
-        return self.context.greedy_law if greedy and not self.drafter.certain else self.law
+        return self.context.greedy_law if self.context.samples[sample].greedy else self.law  # type: ignore[union-attr]
 
-    def grow(self) -> DraftTree:
+    def grow(self) -> None:
         """Grows them to their end."""
         self._add_candidates()
         if self.drafter.certain:
             self._add_forced_tokens()
-        levels = [
-            index
-            for index, (group, plan) in enumerate(zip(self.groups, self.plans, strict=True))
-            if not (group.told and plan is not None and self._grown_in_one_call(group, plan))
-        ]
-        for depth in range(self.context.topology.max_depth if levels else 0):
-            level = self._level(levels, depth)
-            if not level.frontier:
+        groups = [group for group in self.groups if not self._grown_in_one_call(group)]
+        level: Level | None = None
+        numbers: dict[int, int] = {}
+        for depth in range(self.context.topology.max_depth if groups else 0):
+            rows = [row for group in groups for row in self._going(group, depth)]
+            if not rows:
                 break
+            rows.sort(key=self._place)
+            level = Level(
+                self.context,
+                depth,
+                [self._place(row) for row in rows],
+                [self.token[row] for row in rows],
+                [numbers[self.parent[row]] for row in rows] if depth else (),
+                level,
+            )
             proposed = self.drafter.propose(self.state, level)
             if isinstance(proposed, Tensor):
                 proposed = Predictions(proposed)
             if isinstance(proposed, Predictions):
-                self._take_predictions(level, proposed)
+                self._take_predictions(level, rows, proposed)
             else:
-                self._take_guesses(level, proposed)
+                for row, (tokens, chances) in zip(rows, proposed, strict=True):
+                    self._add_children(row, tokens, chances)
+            numbers = {row: number for number, row in enumerate(rows)}
+            for group in groups:
+                group.rows = [child for row in group.rows if row in numbers for child in self.children[row]]
         self.drafter.proposed(self.state)
-        return self._tree()
+        for group in self.groups:
+            # Of what was drawn at random nothing is given up.
+            if group.plan is not None and self.law_of(group.samples[0]).deterministic:
+                self._trim(group, group.plan)
 
-    # What stands before a model is asked
+    # What stands before a drafter is asked
 
     def _add_candidates(self) -> None:
         for sample, given in enumerate(self.context.candidates or ()):
-            if given is not None and self.tokens[sample, 0] >= 0:
+            if given is not None and sample in self._root:
                 tokens, row = given
-                origin = Origin(partial(_same, row))
-                self._add_children(sample, 0, tokens, row[tokens].tolist(), origin)
-                self._find_reach([sample], 1)
+                self._add_children(self._root[sample], tokens, row[tokens].tolist(), Origin(partial(_same, row)))
 
     def _add_forced_tokens(self) -> None:
         """Gives every root the tokens that have to follow it, as far as the topology's first path goes.
 
         They wait for no plan, and no plan gives them up: the target has to read them in any case.
         """
-        child_list = self.context.topology.child_list
-        for sample in self.context.alive:
+        for sample, row in self._root.items():
             state = self.context.samples[sample].path_state  # type: ignore[union-attr]
             if state is None:
                 continue
-            node, path = 0, list[int]()
-            for depth in range(self.context.max_depth[sample] or 0):
+            path: list[int] = []
+            for _ in range(self.context.max_depth[sample] or 0):
                 allowed = state.allowed(path)
-                if not child_list[node] or allowed is None or allowed.only is None:
+                if allowed is None or allowed.only is None:
                     break
-                self._add_children(sample, node, [allowed.only], [1.0])
-                self._find_reach([sample], depth + 1)
-                node, path = child_list[node][0], [*path, allowed.only]
+                self._add_children(row, [allowed.only], [1.0])
+                if not self.children[row]:
+                    break
+                row, path = self.children[row][0], [*path, allowed.only]
 
     # In one call
 
-    def _grown_in_one_call(self, group: _Group, plan: Plan) -> bool:
-        """Has whole trees grown by kernels or in fixed shapes, if they can be."""
-        context = self.context
-        if context.candidates is not None or not (context.static or usable()):
+    def _grown_in_one_call(self, group: _Group) -> bool:
+        """Has whole trees grown by kernels or in fixed shapes, if they can be, or there is nothing to grow."""
+        context, plan = self.context, group.plan
+        if plan is None:
             return False
-        going = [place for place, most in enumerate(plan.levels) if most > 0 and group.depths[place]]
+        going = [place for place, most in enumerate(plan.levels) if most > 0 and group.depths[place] > 0]
         if not going:
-            return not any(plan.levels)
+            return True
+        able = group.told and context.candidates is None and (context.static is not None or usable())
+        if not able or type(self.drafter).propose_trees is Drafter.propose_trees:
+            return False
         samples = [group.samples[place] for place in going]
-        growth = _growth(context, plan, group, going)
+        growth = _growth(context, plan, group.depths, going)
         drafted = self.drafter.propose_trees(self.state, context, samples, growth, _draws(context, samples))
         if drafted is None:
             return False
         if drafted.broken:
             _warn_of_broken_rows()
-        if len(drafted.nodes):
-            owner, node, token = drafted.nodes
-            owner = np.asarray(samples)[owner]
-            self.tokens[owner, node], self.chances[owner, node] = token, drafted.chances
-            for depth in range(1, int(context.topology.depth_array[node].max()) + 1):
-                self._find_reach(samples, depth)
+        self._take_drafted(samples, drafted)
         return True
 
-    def _find_reach(self, samples: Sequence[int], depth: int) -> None:
-        """The reach of the nodes of a depth, given that of those above."""
-        level = self.context.topology.levels[depth]
-        here = np.ix_(samples, level)
-        above = self.reach[np.ix_(samples, self.context.topology.parent_array[level.start : level.stop])]
-        below = reach_below(above, self.trust[samples, depth - 1, None], self.chances[here])
-        self.reach[here] = np.where(self.certain[here], above, below)
+    def _take_drafted(self, samples: Sequence[int], drafted: Drafted) -> None:
+        parents, rows = self.context.topology.parent_list, {}
+        for owner, sample in enumerate(samples):
+            rows[owner, 0] = self._root[sample]
+        for owner, node, token, chance in zip(*drafted.nodes.tolist(), drafted.chances.tolist(), strict=True):
+            rows[owner, node] = self._add(rows[owner, parents[node]], node, token, chance)
 
     # Level by level
 
-    def _level(self, groups: Sequence[int], depth: int) -> Level:
-        """The nodes at ``depth`` that get children, of all samples that go on."""
-        frontier: dict[int, list[int]] = {}
-        for index in groups:
-            group, plan = self.groups[index], self.plans[index]
-            living = self._living(group, depth)
-            chosen = self._asked(group, living, depth) if plan is None else self._planned(group, plan, living, depth)
-            self._ended |= living.keys() - chosen.keys()
-            frontier |= chosen
-        return Level(self.context, depth, frontier, self.tokens)
+    def _going(self, group: _Group, depth: int) -> list[int]:
+        """The nodes at ``depth`` that get children, of a group."""
+        if not group.rows:
+            return []
+        return self._asked(group, depth) if group.plan is None else self._planned(group, group.plan, depth)
 
-    def _living(self, group: _Group, depth: int) -> dict[int, list[int]]:
-        """The nodes at ``depth``, for every sample of a group that goes on and has some."""
-        level = self.context.topology.levels[depth]
-        living = {}
+    def _planned(self, group: _Group, plan: Plan, depth: int) -> list[int]:
+        """Those that gain more than they take, if together they are worth a level."""
+        limits = zip(group.samples, plan.levels, group.depths, plan.next, strict=True)
+        following = {
+            sample: factors[min(depth, len(factors) - 1)]
+            for sample, levels, most, factors in limits
+            if depth < levels and depth < most
+        }
+        child_list = self.context.topology.child_list
+        rows = [row for row in group.rows if self.sample[row] in following and child_list[self.node[row]]]
+        if not rows:
+            return []
+        pruned = self.law_of(group.samples[0]).deterministic
+        going = chosen(
+            [self.reach[row] for row in rows],
+            [following[self.sample[row]] for row in rows],
+            plan.row,
+            plan.level / group.alike(self.context),
+            [self.reach[row] for row in self._drafts_of(group)] if pruned and plan.budget else (),
+            plan.budget or 0,
+            whole=not pruned,
+        )
+        return [row for row, goes_on in zip(rows, going, strict=True) if goes_on]
+
+    def _asked(self, group: _Group, depth: int) -> list[int]:
+        """Those for whose samples the decider says so."""
+        living: dict[int, list[int]] = {}
+        for row in sorted(group.rows, key=self._place):
+            living.setdefault(self.sample[row], []).append(row)
         for sample, most in zip(group.samples, group.depths, strict=True):
-            if sample not in self._ended and depth < most:
-                here = np.flatnonzero(self.tokens[sample, level.start : level.stop] >= 0)
-                if len(here):
-                    living[sample] = (here + level.start).tolist()
-        return living
-
-    def _fertile(self, nodes: Sequence[int]) -> list[int]:
-        return [node for node in nodes if self.context.topology.child_list[node]]
-
-    def _planned(self, group: _Group, plan: Plan, living: dict[int, list[int]], depth: int) -> dict[int, list[int]]:
-        """Those of the living nodes that gain more than they take, if together they are worth a level."""
-        kept = [place for place, sample in enumerate(group.samples) if sample in living and depth < plan.levels[place]]
-        if not kept:
-            return {}
-        samples = [group.samples[place] for place in kept]
-        nodes = self.context.topology.inner[depth]
-        places = np.ix_(samples, nodes)
-        reach, able = self.reach[places], self.tokens[places] >= 0
-        following = _by_depth([plan.next[place] for place in kept], depth + 1)[:, depth, None]
-        gain, level = gains(reach, following, plan.row), plan.level / group.alike(self.context)
-        if not self.law_of(samples[0]).deterministic:
-            going = growing_whole(gain, able, level)
-        else:
-            if plan.budget:
-                able &= fits(reach, self._drafts(group), plan.budget)
-            going = growing(gain, able, level)
-        chosen = {sample: nodes[own].tolist() for sample, own in zip(samples, going, strict=True)}
-        return {sample: own for sample, own in chosen.items() if own}
-
-    def _drafts(self, group: _Group) -> Reals:
-        """The reach of all drafts of a group."""
-        rows = self.tokens[group.samples, 1:] >= 0
-        drafts: Reals = self.reach[group.samples, 1:][rows]
-        return drafts
-
-    def _asked(self, group: _Group, living: dict[int, list[int]], depth: int) -> dict[int, list[int]]:
-        """Those of the living nodes for whose samples the decider says so."""
+            if depth >= most:
+                living.pop(sample, None)
         if not living:
-            return {}
+            return []
         alike = group.alike(self.context)
         view = StepView(
             depth,
-            paths=[[self._paths[sample, node] for node in nodes] for sample, nodes in living.items()],
+            paths=[[self._paths[row] for row in rows] for rows in living.values()],
             memory=[self.context.samples[sample].memory for sample in living],  # type: ignore[union-attr]
             pathwise=group.pathwise,
             batch=len(group.samples) * alike,
-            planned=int((self.tokens[group.samples] >= 0).sum()) * alike,
+            planned=(len(group.samples) + len(self._drafts_of(group))) * alike,
             alike=alike,
             source=type(self.drafter).__name__,
             acceptance=self.drafter.acceptance,
@@ -341,16 +357,11 @@ class TreeGrower:
         answers = self.decider(view)
         if len(answers) != len(living):
             raise ValueError(f"{self.decider} must say of each of {len(living)} samples, said {len(answers)}")
-        going = {sample: nodes for (sample, nodes), goes_on in zip(living.items(), answers, strict=True) if goes_on}
-        return {sample: fertile for sample, nodes in going.items() if (fertile := self._fertile(nodes))}
+        child_list = self.context.topology.child_list
+        going = [row for rows, goes_on in zip(living.values(), answers, strict=True) if goes_on for row in rows]
+        return [row for row in going if child_list[self.node[row]]]
 
-    def _take_guesses(self, level: Level, guesses: Guesses) -> None:
-        """Gives nodes children that the drafter chose itself."""
-        for (sample, node), (tokens, chances) in zip(level.places, guesses, strict=True):
-            self._add_children(sample, node, tokens, chances)
-        self._find_reach(list(level.frontier), level.depth + 1)
-
-    def _take_predictions(self, level: Level, predicted: Predictions) -> None:
+    def _take_predictions(self, level: Level, rows: Sequence[int], predicted: Predictions) -> None:
         """Gives nodes the most probable children, or draws them."""
         context, places = self.context, level.places
         owners: Any = [context.samples[sample] for sample, _ in places]
@@ -358,139 +369,193 @@ class TreeGrower:
         if isinstance(context.noise, GumbelNoise):
             scores = context.noise.perturb(scores, [(sample, level.depth) for sample, _ in places])
         laws = [self.law_of(sample) for sample, _ in places]
-        drawn = [row for row, law in enumerate(laws) if not law.deterministic]
-        most = 1 if len(drawn) == len(places) else self.law.k
-        likeliest, chances = tree_expand(scores, min(most, scores.shape[1]))
+        drawn = [not law.deterministic for law in laws]
+        likeliest, chances = tree_expand(scores, min(1 if all(drawn) else self.law.k, scores.shape[1]))
         tops, odds = likeliest.tolist(), chances.exp().tolist()
         sound = [math.isfinite(values[0]) for values in odds]
         # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
         if not all(sound) and not predicted.logits.amax(dim=1).isfinite().all():
             _warn_of_broken_rows()
-        rows = dict(zip(drawn, scores[drawn].softmax(dim=-1), strict=True)) if drawn else {}
-        hidden = predicted.hidden
-        for row, (sample, node) in enumerate(places):
-            if not sound[row] or (node == 0 and context.candidates is not None):
+        first = self._num_draft_rows
+        if any(drawn):
+            drafts = scores.softmax(dim=-1)
+            self.draft_rows.append(drafts)
+            self._num_draft_rows += len(drafts)
+        for number, row in enumerate(rows):
+            if not sound[number] or self.children[row]:
                 continue
+            sample, node = places[number]
             children = context.topology.child_list[node]
-            if row in rows:
-                draft = rows[row]
+            if drawn[number]:
+                draft = drafts[number]
                 uniforms = context.noise.draft[sample, list(children)].tolist()  # type: ignore[union-attr]
-                tokens = laws[row].narrow(len(children)).draw(draft, uniforms)
+                tokens = laws[number].narrow(len(children)).draw(draft, uniforms)
                 confidence = draft[tokens].tolist()
-                self._draft_row[sample, node] = len(self._draft_rows)
-                self._draft_rows.append(draft)
+                self.draft_row[row] = first + number
             else:
-                possible = sum(chance > 0 for chance in odds[row])
-                tokens, confidence = tops[row][:possible][: len(children)], odds[row]
-            origin = (
-                Origin(partial(_probabilities, scores, row), None if hidden is None else hidden[row])
-                if self._paths
-                else _NOTHING
-            )
-            self._add_children(sample, node, tokens, confidence, origin)
-        self._find_reach(list(level.frontier), level.depth + 1)
+                possible = sum(chance > 0 for chance in odds[number])
+                tokens, confidence = tops[number][:possible][: len(children)], odds[number]
+            origin = _NOTHING
+            if self._paths:
+                hidden = None if predicted.hidden is None else predicted.hidden[number]
+                origin = Origin(partial(_probabilities, scores, number), hidden)
+            self._add_children(row, tokens, confidence, origin)
+
+    # Nodes
 
     def _add_children(
-        self,
-        sample: int,
-        node: int,
-        tokens: Sequence[int],
-        confidence: Sequence[float],
-        origin: Origin = _NOTHING,
+        self, row: int, tokens: Sequence[int], confidence: Sequence[float], origin: Origin = _NOTHING
     ) -> None:
-        """Gives a node its children, fewer than planned if there are fewer tokens.
+        """Gives a node its children, fewer than planned if there are fewer tokens, unless it has some.
 
         Of tokens that were not drawn at random those that constraints forbid are left out.
         """
-        children = self.context.topology.child_list[node]
+        if self.children[row]:
+            return
+        sample = self.sample[row]
+        children = self.context.topology.child_list[self.node[row]]
         state = self.context.samples[sample].path_state  # type: ignore[union-attr]
+        forced = False
         if state is not None and self.law_of(sample).deterministic:
-            allowed = state.allowed(self.tokens[sample, self.context.topology.path(node)[1:]].tolist())
+            allowed = state.allowed(self._path(row))
             if allowed is not None:
                 kept = [pair for pair in zip(tokens, confidence, strict=False) if pair[0] in allowed]
                 tokens, confidence = [token for token, _ in kept], [chance for _, chance in kept]
-                if allowed.only is not None and kept:
-                    self.certain[sample, children[0]] = True
-        path = self._paths.get((sample, node))
-        for child, token, chance in zip(children, tokens, confidence, strict=False):
-            self.tokens[sample, child], self.chances[sample, child] = token, chance
+                forced = allowed.only is not None
+        path = self._paths.get(row)
+        for rank, (child, token, chance) in enumerate(zip(children, tokens, confidence, strict=False)):
+            added = self._add(row, child, token, chance, certain=forced and rank == 0)
             if path is not None:
-                self._paths[sample, child] = (*path, Draw(chance, origin))
+                self._paths[added] = (*path, Draw(chance, origin))
 
-    # The result
+    def _add(self, parent: int, node: int, token: int, chance: float, *, certain: bool = False) -> int:
+        """Adds a child of a node: the last one, as far as they go."""
+        sample, reach = self.sample[parent], self.reach[parent]
+        if not certain:  # drafts are trusted as often as they have been right
+            trust = self._trust[sample]
+            depth = self.context.topology.depth_list[self.node[parent]]
+            likely = trust[depth if depth < len(trust) else -1] * chance
+            if likely < 1:
+                reach *= likely
+        row = self._append(sample, node, token, parent, chance, reach, certain=certain)
+        self.children[parent] = [*self.children[parent], row]
+        self._drafts[sample] += 1
+        return row
 
-    def _tree(self) -> DraftTree:
-        """The result; every sample that takes part has at least its root."""
-        for group, plan in zip(self.groups, self.plans, strict=True):
-            # Of what was drawn at random nothing is given up.
-            if plan is not None and self.law_of(group.samples[0]).deterministic:
-                self._trim(group, plan)
-        topology = self.context.topology
-        owner, node = np.nonzero(self.tokens >= 0)
-        place = np.full(self.tokens.shape, -1, dtype=np.int64)
-        place[owner, node] = np.arange(len(node))
-        source, gains_of = type(self.drafter).__name__, self._gains()
-        alive = set(self.context.alive)
-        return DraftTree(
-            topology,
-            [
-                Proposal(self.law_of(sample), source, gains_of[sample]) if sample in alive else None
-                for sample in range(len(self.tokens))
-            ],
-            np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(self.tokens)))]).tolist(),
-            self.tokens[owner, node],
-            node,
-            np.where(node > 0, place[owner, topology.parent_array[node]], -1),
-            topology.depth_array[node],
-            self.chances[owner, node],
-            self.certain[owner, node],
-            self._draft_row[owner, node],
-            torch.stack(self._draft_rows) if self._draft_rows else NO_ROWS,
-        )
+    def _append(
+        self, sample: int, node: int, token: int, parent: int, chance: float, reach: float, *, certain: bool = False
+    ) -> int:
+        self.sample.append(sample)
+        self.node.append(node)
+        self.token.append(token)
+        self.parent.append(parent)
+        self.chance.append(chance)
+        self.reach.append(reach)
+        self.certain.append(certain)
+        self.draft_row.append(-1)
+        self.children.append(())
+        return len(self.token) - 1
 
-    def _gains(self) -> list[float]:
-        """What every sample's drafts are expected to bring, less what their rows could bring elsewhere."""
-        drafts = self.tokens[:, 1:] >= 0
-        worth = np.where(drafts, self.reach[:, 1:], 0.0)
-        for group, plan in zip(self.groups, self.plans, strict=True):
-            if plan is not None and plan.row:
-                # The rows of a trunk have to be computed sooner or later.
-                worth[group.samples] -= plan.row * (drafts & ~self._trunk)[group.samples]
-        return worth.sum(axis=1).tolist()  # type: ignore[no-any-return]
+    def _path(self, row: int) -> list[int]:
+        """Drafted tokens from below the root down to a node."""
+        path: list[int] = []
+        while self.parent[row] >= 0:
+            path.append(self.token[row])
+            row = self.parent[row]
+        return path[::-1]
 
-    @property
-    def _trunk(self) -> "npt.NDArray[np.bool_]":
-        """``[B, N - 1]`` the nodes that are certain to be accepted."""
-        trunk = self.certain.copy()
-        if trunk.any():
-            parents = self.context.topology.parent_list
-            for node in range(1, trunk.shape[1]):
-                if parents[node]:
-                    trunk[:, node] &= trunk[:, parents[node]]
-        return trunk[:, 1:]
+    def _place(self, row: int) -> tuple[int, int]:
+        """Sample and node."""
+        return self.sample[row], self.node[row]
+
+    def _drafts_of(self, group: _Group) -> list[int]:
+        """The drafts of a group that were not given up."""
+        drafts = range(len(self._root), len(self.token))
+        if len(self.groups) == 1 and not self.given_up:
+            return list(drafts)
+        own = set(group.samples)
+        return [row for row in drafts if self.sample[row] in own and row not in self.given_up]
+
+    def _trunk(self) -> set[int]:
+        """The nodes that are certain to be accepted."""
+        trunk: set[int] = set()
+        for row, certain in enumerate(self.certain):
+            if certain and (self.parent[row] in trunk or self.node[self.parent[row]] == 0):
+                trunk.add(row)
+        return trunk
 
     def _trim(self, group: _Group, plan: Plan) -> None:
         """Gives up the drafts that are too unlikely to be worth their rows."""
+        if plan.keep is Plan.keep or not (rows := self._drafts_of(group)):
+            return
+        trunk = self._trunk()
         # Parents stand before their children: both the chance, which cannot rise, and the node agree on that.
-        place, node = np.nonzero(self.tokens[group.samples, 1:] >= 0)
-        samples = np.asarray(group.samples)[place]
-        trunk, reach = self._trunk[samples, node], self.reach[samples, node + 1]
-        order = np.lexsort((samples, node, -reach, ~trunk))
-        kept = max(plan.keep(reach[order].tolist()), int(trunk.sum()))
-        lost = samples[order[kept:]], node[order[kept:]] + 1
-        self.tokens[lost], self.chances[lost], self.certain[lost] = -1, 0.0, False
+        keys = [[column[row] for row in rows] for column in (self.sample, self.node, self.reach)]
+        reach = np.array(keys[2])
+        order = np.lexsort((*keys[:2], -reach, [row not in trunk for row in rows]))
+        kept = max(plan.keep(reach[order].tolist()), len(trunk.intersection(rows)))
+        for place in order[kept:].tolist():
+            self.given_up.add(rows[place])
+            self._drafts[self.sample[rows[place]]] -= 1
 
 
-def _growth(context: DraftContext, plan: Plan, group: _Group, going: Sequence[int]) -> Growth:
+def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTree:
+    """The trees that growers have grown, each those of some samples, by rows."""
+    topology, count = context.topology, len(context.max_depth)
+    if not any(grower.drafts(sample) for sample, grower in growers.items()):
+        roots = [context.tokens(sample)[-1] if sample in growers else None for sample in range(count)]
+        return DraftTree.roots(topology, roots, Proposal(context.greedy_law))
+    parts = list(dict.fromkeys(growers.values()))
+    parents, draft_row, draft_rows = list[int](), list[int](), list[Tensor]()
+    lost: list[int] = []
+    for grower in parts:
+        first, first_draft = len(parents), sum(map(len, draft_rows))
+        parents += [above + first if above >= 0 else -1 for above in grower.parent]
+        draft_row += [row + first_draft if row >= 0 else -1 for row in grower.draft_row]
+        draft_rows += grower.draft_rows
+        lost += [first + row for row in grower.given_up]
+        if len(parts) > 1:
+            lost += [first + row for row, sample in enumerate(grower.sample) if growers[sample] is not grower]
+    sample, node, token, chance, certain = (
+        np.array([value for grower in parts for value in getattr(grower, name)])
+        for name in ("sample", "node", "token", "chance", "certain")
+    )
+    order = (sample * topology.num_nodes + node).argsort()
+    if lost:
+        kept = np.ones(len(order), dtype=np.bool_)
+        kept[lost] = False
+        order = order[kept[order]]
+    row = np.empty(len(parents) + 1, dtype=np.int64)
+    row[order], row[-1] = np.arange(len(order)), -1
+    proposals: list[Proposal | None] = [None] * count
+    for number, grower in growers.items():
+        proposals[number] = Proposal(grower.law_of(number), type(grower.drafter).__name__)
+    node = node[order]
+    return DraftTree(
+        topology,
+        proposals,
+        sample[order].searchsorted(np.arange(count + 1)).tolist(),
+        token[order],
+        node,
+        row[np.array(parents)[order]],
+        topology.depth_array[node],
+        chance[order],
+        certain[order],
+        np.array(draft_row)[order],
+        torch.cat(draft_rows) if draft_rows else NO_ROWS,
+    )
+
+
+def _growth(context: DraftContext, plan: Plan, depths: Sequence[int], going: Sequence[int]) -> Growth:
     """The plan for the samples that stand at ``going`` in it."""
     told = [(plan.trust[place], plan.next[place]) for place in going]
-    depths = range(max(len(factors) for row in told for factors in row))
+    known = range(max(len(factors) for row in told for factors in row))
     return Growth(
         context.topology.child_offsets,
         context.topology.child_order,
-        [min(plan.levels[place], group.depths[place]) for place in going],
-        [trust[min(depth, len(trust) - 1)] for trust, _ in told for depth in depths],
-        [following[min(depth, len(following) - 1)] for _, following in told for depth in depths],
+        [min(plan.levels[place], depths[place]) for place in going],
+        [trust[min(depth, len(trust) - 1)] for trust, _ in told for depth in known],
+        [following[min(depth, len(following) - 1)] for _, following in told for depth in known],
         [plan.weights[place] for place in going] if plan.weights else [1.0] * len(going),
         plan.level,
         plan.row,
@@ -505,13 +570,6 @@ def _draws(context: DraftContext, samples: Sequence[int]) -> Draws | None:
     seeds = torch.tensor([source.seed if (source := noise.sources[sample]) else 0 for sample in samples])
     positions = torch.tensor([noise.lengths[sample] for sample in samples])
     return Draws(seeds, positions, [context.temperature(sample) or 0.0 for sample in samples])
-
-
-def _by_depth(factors: Sequence[Sequence[float]], depths: int) -> Reals:
-    """``[S, depths]`` factors by depth, of which the last ones stand for all that are deeper."""
-    known = min(depths, max(map(len, factors)))
-    table = np.array([[row[min(depth, len(row) - 1)] for depth in range(known)] for row in factors])
-    return table if known == depths else np.pad(table, ((0, 0), (0, depths - known)), mode="edge")
 
 
 def _probabilities(scores: Tensor, row: int) -> Tensor:

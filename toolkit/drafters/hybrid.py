@@ -3,16 +3,13 @@
 Shapes: F hidden states side by side.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from arbordraft.drafters.base import Drafter
-from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import groups_of, situation_of
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -59,11 +56,14 @@ class HybridDrafter(Drafter):
         return self.otherwise.default_law(width)
 
     def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
-        return (Fixed(law.k), *self.otherwise.laws(law))
+        return (*self.first.laws(law), *self.otherwise.laws(law))
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         self.first.check(target, Fixed(law.k))
         self.otherwise.check(target, law)
+
+    def stages(self, state: _State) -> list[tuple[Drafter, Any]]:
+        return [stage for part, own in self._parts(state) for stage in part.stages(own)]
 
     def _parts(self, state: _State) -> tuple[tuple[Drafter, Any], tuple[Drafter, Any]]:
         return (self.first, state.first), (self.otherwise, state.otherwise)
@@ -95,33 +95,6 @@ class HybridDrafter(Drafter):
             elif part.hidden_layers:
                 wanted = [self.hidden_layers.index(layer) for layer in part.hidden_layers]
                 part.take_hidden(own, {s: h.unflatten(1, (count, -1))[:, wanted].flatten(1) for s, h in hidden.items()})
-
-    def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        draft = self.first.propose(state.first, self.first.within(context))
-        waits = [tree is not None and len(tree.tokens) == 1 for tree in draft.samples]
-        if any(length > 1 for length in draft.lengths):
-            lag = self.otherwise.lag(state.otherwise, context)
-            hopes = self._hopes(self.otherwise.within(replace(context, lag=lag)))
-            known = zip(draft.samples, hopes, waits, strict=True)
-            waits = [waiting or (tree is not None and tree.gain < hope) for tree, hope, waiting in known]
-        if not any(waits):
-            return draft
-        max_depth = [limit if waiting else None for limit, waiting in zip(context.max_depth, waits, strict=True)]
-        extra_rows = context.extra_rows + sum(n for n, waiting in zip(draft.lengths, waits, strict=True) if not waiting)
-        others = self.otherwise.propose(
-            state.otherwise, self.otherwise.within(replace(context, max_depth=max_depth, extra_rows=extra_rows))
-        )
-        pairs = zip(draft.samples, others.samples, strict=True)
-        return DraftTree(tuple(b if b is not None and len(b.tokens) > 1 else a for a, b in pairs))
-
-    def _hopes(self, context: DraftContext) -> list[float]:
-        """What ``otherwise`` is expected to bring every sample."""
-        hopes = [-math.inf] * len(context.max_depth)
-        for group in groups_of(context):
-            plan = context.plan(situation_of(context, self.otherwise, group))
-            for sample, gain in zip(group, plan.gains if plan else (), strict=False):
-                hopes[sample] = gain
-        return hopes
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         for part, own in self._parts(state):

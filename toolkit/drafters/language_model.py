@@ -4,32 +4,28 @@ Shapes: T packed rows, R frontier nodes, V vocabulary.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.checkpoints.vocabulary import check_tokenizers, fit_logits, fit_tokens
-from arbordraft.drafters.base import Drafter, check_ragged, num_unprefilled
-from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import TreeGrower
-from arbordraft.drafters.model_drafter import grow, lay_out_level
+from arbordraft.drafters.base import Predictions, check_ragged, num_unprefilled
+from arbordraft.drafters.context import DraftContext, Level
+from arbordraft.drafters.model_drafter import DraftNetwork, Missing, ModelDrafter, ModelState, Outputs
 from arbordraft.drafters.native_models import native_model
-from arbordraft.drafters.one_call import Missing, ModelOnRows, feed, feed_static, grow_in_one_call
-from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
+from arbordraft.kernels.draft_tree import DraftRun
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.onnx.networks import OnnxModel
 from arbordraft.sampling.laws import DraftLaw
-from arbordraft.target.attention import UnsupportedModel
+from arbordraft.target.attention import Attending, UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.observation import decoder_list
-from arbordraft.trees.draft_tree import DraftTree
-from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,14 +36,11 @@ _PLACES = ("cache_dir", "gguf_file", "local_files_only", "revision", "subfolder"
 
 
 @dataclass
-class _State:
-    target: RaggedKVCache
-    cache: RaggedKVCache
-    handles: dict[int, int] = field(default_factory=dict)  # of the samples that it has positions for
-    fed: dict[int, list[int]] = field(default_factory=dict)  # nodes behind the committed tokens, in cache order
+class _State(ModelState):
+    target: RaggedKVCache = field(kw_only=True)
 
 
-class LanguageModelDrafter(Drafter):
+class LanguageModelDrafter(ModelDrafter):
     """Drafts with any causal LM that shares the target's tokenizer, on its own ragged cache.
 
     Its vocabulary may be padded to another size than the target's: ids that the target lacks are never proposed, and
@@ -62,8 +55,6 @@ class LanguageModelDrafter(Drafter):
     Raises:
         TypeError: if it is no model.
     """
-
-    takes_candidates = True
 
     def __init__(self, model: "RaggedModel | PreTrainedModel | OnnxModel", *, same_tokenizer: bool = False) -> None:
         super().__init__()
@@ -112,7 +103,7 @@ class LanguageModelDrafter(Drafter):
             )
 
     def open(self, target_cache: RaggedKVCache) -> _State:
-        return _State(target_cache, target_cache.beside(self))
+        return _State(target_cache.beside(self), target=target_cache)
 
     def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
         if self.max_positions is None or len(tokens) < self.max_positions:
@@ -137,91 +128,94 @@ class LanguageModelDrafter(Drafter):
             state.cache.close(handle)
 
     def lag(self, state: _State, context: DraftContext) -> Sequence[int]:
-        return num_unprefilled(state.cache, state.handles, context.tokens)
+        return num_unprefilled(state.cache, state.handles, context)
 
-    def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        context = replace(context, lag=self.lag(state, context))
-        if (feeding := self._feeding(state, context)) is not None:
+    def propose(self, state: _State, level: Level) -> Predictions:
+        logits, _ = super().propose(state, level)
+        size = level.context.vocab_size
+        return Predictions(logits if size is None else fit_logits(logits, size))
 
-            def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
-                lacking: dict[int, Missing] = {}
-                for sample in samples:
-                    handle = state.handles[sample]
-                    lacking[handle] = self._readable(_missing(state, context, sample)).tolist(), None
-                return feeding(lacking, growth, draws)
+    def run(
+        self, state: _State, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
+    ) -> Outputs:
+        return Outputs(self.model(self._readable(tokens), batch, state.cache, rows=rows))
 
-            able = [sample for sample, max_depth in enumerate(context.max_depth) if max_depth]
-            if (grown := grow_in_one_call(context, self, able, run)) is not None:
-                tree, fed = grown
-                state.fed |= fed
-                for sample, nodes in fed.items():
-                    depths = [context.topology.depth_list[node] - 1 for node in nodes]
-                    state.cache.wrote(state.handles[sample], depths)
-                return tree
-        return grow(context, self, lambda grower, frontier: self._run(state, grower, frontier))
+    def missing(self, state: _State, context: DraftContext, sample: int) -> Missing:
+        handle, tokens = state.handles[sample], context.tokens(sample)
+        state.cache.shorten(handle, len(tokens) - 1)  # a step that is taken again has read the last one
+        return tokens[state.cache.length(handle) :], None
 
-    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
-        kept: dict[int, list[int]] = {}
-        for sample, handle in state.handles.items():
-            judged, fed = verdict.samples[sample], state.fed.get(sample, [])
-            # A leaf was never fed: the next catch-up brings it.
-            kept[handle] = [] if judged is None else [fed.index(node) for node in judged.path if node in fed]
-        state.cache.commit(kept)
-        state.fed = {}
-
-    def _in_one_call(self) -> DraftRun | None:
-        if not isinstance(self.model, RaggedModel) or self.model.backend != "native":
-            return None
-        if self._native_model[0] is not self.model.prepacking:
-            self._native_model = self.model.prepacking, native_model(self.model)
-        return self._native_model[1]
-
-    def _feeding(self, state: _State, context: DraftContext) -> Callable[..., Drafted] | None:
-        """What grows whole trees, given what the cache lacks."""
-        model, static = self.model, context.static
+    def whole(self, context: DraftContext) -> DraftRun | DraftNetwork | None:
+        model = self.model
         if not isinstance(model, RaggedModel) or context.vocab_size not in (None, model.vocab_size):
             return None
-        if (native := self._in_one_call()) is not None:
-            return partial(feed, native, state.cache)
-        if static is None or model.backend == "native":
-            return None
+        if model.backend == "native":
+            return self._natively(model)
+        return None if context.static is None else ModelOnRows(model, model.network())
 
-        def prefill(early: Mapping[int, Missing]) -> None:
-            model.prefill({handle: tokens for handle, (tokens, _) in early.items()}, state.cache)
-
-        return partial(feed_static, static, ModelOnRows(model, model.network()), prefill, state.cache)
-
-    def _run(self, state: _State, grower: TreeGrower, frontier: dict[int, list[int]]) -> Tensor:
-        if next(iter(frontier)) not in state.fed:
-            return self._catch_up(state, grower.context, list(frontier))
-        tokens, batch = lay_out_level(grower, frontier, state.cache, state.handles, state.fed)
-        return self._fitted(self.model(self._readable(tokens), batch, state.cache), grower.context)
-
-    def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> Tensor:
-        """Feeds the committed tokens that the draft cache lacks; the last one is the root."""
-        handles = [state.handles[sample] for sample in samples]
-        missing = [_missing(state, context, sample) for sample in samples]
-        batch = state.cache.lay_out(handles, [range(len(tokens)) for tokens in missing])
-        last = torch.tensor([len(tokens) for tokens in missing]).cumsum(0) - 1
-        packed = self._readable([token for tokens in missing for token in tokens])
-        logits = self.model(packed, batch, state.cache, rows=last)
-        state.cache.commit({handle: range(len(tokens)) for handle, tokens in zip(handles, missing, strict=True)})
-        state.fed |= {sample: [] for sample in samples}
-        return self._fitted(logits, context)
+    def _natively(self, model: RaggedModel) -> DraftRun | None:
+        if self._native_model[0] is not model.prepacking:
+            self._native_model = model.prepacking, native_model(model)
+        return self._native_model[1]
 
     def _readable(self, tokens: Tensor | Sequence[int]) -> Tensor:
         return fit_tokens(torch.as_tensor(tokens, dtype=torch.int64), self.model.vocab_size)
 
-    @staticmethod
-    def _fitted(logits: Tensor, context: DraftContext) -> Tensor:
-        return logits if context.vocab_size is None else fit_logits(logits, context.vocab_size)
 
+@dataclass(frozen=True)
+class ModelOnRows:
+    """A causal LM as fixed shapes run it: a :class:`~arbordraft.drafters.model_drafter.DraftNetwork`.
 
-def _missing(state: _State, context: DraftContext, sample: int) -> Sequence[int]:
-    """Committed tokens that the draft cache lacks."""
-    handle, tokens = state.handles[sample], context.tokens[sample]
-    state.cache.shorten(handle, len(tokens) - 1)  # a step that is taken again has read the last one
-    return tokens[state.cache.length(handle) :]
+    Args:
+        model: the draft model.
+        network: its modules as they are now.
+    """
+
+    model: RaggedModel
+    network: nn.Module
+    states = 0
+    vocabulary = None
+
+    def __repr__(self) -> str:
+        return type(self.model.model).__name__
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return self.model.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Its token ids, which are the target's."""
+        return self.model.vocab_size
+
+    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
+        """Keys and values of all layers; what they are like is seen in a forward."""
+        if next(cache.buffers(), None) is None:
+            self.model.prefill({dummy: [0]}, cache)
+        return cache.layers(self.model.num_layers)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Not asked for."""
+        return states
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """``[R, V]`` logits; ``hidden`` is of no account."""
+        output = self.network(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=slice(None) if rows is None else rows,
+            ragged=ragged,
+        )
+        return output.logits[0], None
 
 
 def shrink(model: "PreTrainedModel", layers: int | Sequence[int]) -> "PreTrainedModel":

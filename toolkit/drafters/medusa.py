@@ -1,21 +1,18 @@
 """Medusa heads as drafter.
 
-Shapes: R frontier nodes, F hidden states side by side, H hidden size, V vocabulary.
+Shapes: R nodes of a level, F hidden states side by side, H hidden size, V vocabulary.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import HeadDrafter, check_ragged, expect
-from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import TreeGrower
-from arbordraft.drafters.model_drafter import grow
-from arbordraft.drafters.one_call import grow_in_one_call
+from arbordraft.drafters.context import DraftContext, Level
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
 from arbordraft.onnx.networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache
@@ -54,7 +51,7 @@ class MedusaDrafter(HeadDrafter):
         from arbordraft.heads.medusa import MedusaHead
 
         super().__init__(head if isinstance(head, OnnxMedusa) else expect(MedusaHead, head), target)
-        self.hidden_layers = (target.num_layers,)
+        self.hidden_layers, self.max_levels = (target.num_layers,), self.head.config.num_heads
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "MedusaDrafter":
@@ -82,32 +79,29 @@ class MedusaDrafter(HeadDrafter):
     def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
         state.seen |= {sample: states[-1] for sample, states in hidden.items()}
 
-    def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        heads = self.head.config.num_heads
+    def depths(self, state: _State, context: DraftContext) -> list[int]:
         # A text of one token has no state to look ahead from: the target goes first.
-        max_depth = [
-            limit if limit is None else min(limit, heads) if sample in state.seen else 0
-            for sample, limit in enumerate(context.max_depth)
-        ]
-        context = replace(context, max_depth=max_depth)
-        if self.target.backend == "native" and not isinstance(self.head, OnnxMedusa):
-            able = [sample for sample, limit in enumerate(max_depth) if limit]
-
-            def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
-                return self._drafted(state, context, samples, growth, draws)
-
-            if (grown := grow_in_one_call(context, self, able, run)) is not None:
-                return grown[0]
-        return grow(context, self, lambda grower, frontier: self._run(state, grower, frontier))
-
-    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
-        state.prepared = {}
+        known = super().depths(state, context)
+        return [limit if sample in state.seen else 0 for sample, limit in enumerate(known)]
 
     @torch.no_grad()
-    def _drafted(
-        self, state: _State, context: DraftContext, samples: list[int], growth: Growth, draws: Draws | None
-    ) -> Drafted:
-        """What all heads that are wanted propose, in one call."""
+    def propose(self, state: _State, level: Level) -> Tensor:
+        """``[R, V]``: the row of every sample, once for each of its nodes."""
+        samples = list(level.nodes)
+        if level.depth == 0:
+            prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in samples]))
+            state.prepared |= zip(samples, prepared, strict=True)
+        rows = self.head.logits(torch.stack([state.prepared[sample] for sample in samples]), level.depth)
+        nodes = torch.tensor([len(nodes) for nodes in level.nodes.values()], device=self.target.device)
+        wide: Tensor = self.head.widen(rows)
+        return wide.repeat_interleave(nodes, dim=0)
+
+    @torch.no_grad()
+    def propose_trees(
+        self, state: _State, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
+    ) -> Drafted | None:
+        if self.target.backend != "native" or isinstance(self.head, OnnxMedusa):
+            return None
         prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in samples]))
         rows = [self.head.logits(prepared, depth).float() for depth in range(max(growth.levels))]
         trimmed = self.head.config.draft_vocab_size != self.head.config.vocab_size
@@ -116,16 +110,8 @@ class MedusaDrafter(HeadDrafter):
             growth,
             draws,
             vocabulary=self.head.tokens if trimmed else None,
-            roots=torch.tensor([context.tokens[sample][-1] for sample in samples]),
+            roots=torch.tensor([context.tokens(sample)[-1] for sample in samples]),
         )
 
-    @torch.no_grad()
-    def _run(self, state: _State, grower: TreeGrower, frontier: dict[int, list[int]]) -> Tensor:
-        """``[R, V]``: the row of every sample, once for each of its nodes."""
-        depth = grower.context.topology.depth_list[next(iter(frontier.values()))[0]]
-        if next(iter(frontier)) not in state.prepared:
-            prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in frontier]))
-            state.prepared |= zip(frontier, prepared, strict=True)
-        rows = self.head.logits(torch.stack([state.prepared[sample] for sample in frontier]), depth)
-        nodes = torch.tensor([len(nodes) for nodes in frontier.values()], device=self.target.device)
-        return self.head.widen(rows).repeat_interleave(nodes, dim=0)
+    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        state.prepared = {}

@@ -1,105 +1,349 @@
-"""Growth level by level, which drafters with a model share.
+"""Drafters with a network on a ragged cache, which runs level by level, or grows whole trees in one call.
 
-Shapes: R frontier nodes of all samples, T packed rows, V vocabulary.
+Shapes: T packed rows, R of them or nodes of a level, F hidden states side by side, H hidden size, D outputs of a
+network, V vocabulary.
 """
 
-import math
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.base import Drafter
-from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import TreeGrower
+from arbordraft.drafters.base import Drafter, Predictions
+from arbordraft.drafters.context import DraftContext, Level, OneCallDrafts
+from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.sampling.noise import GumbelNoise
-from arbordraft.sampling.rows import SoftmaxRows
+from arbordraft.target.attention import Attending
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree
-from arbordraft.trees.masks import stack_words
+from arbordraft.trees.topology import WORD_BITS
+from arbordraft.trees.verdict import Verdict
+
+CHUNK = 2048  # rows of a call, which bounds its memory
+
+Missing = tuple[
+    Sequence[int], Tensor | None
+]  # committed tokens that a cache lacks, and the target's states beside them
 
 
-def grow(
-    context: DraftContext, drafter: Drafter, run: Callable[[TreeGrower, dict[int, list[int]]], Tensor]
-) -> DraftTree:
-    """Grows trees level by level with a model.
+class DraftNetwork(Protocol):
+    """A drafting model as fixed shapes run it: by operations on its device alone.
+
+    Attributes:
+        device: where it is.
+        dtype: of what it reads and writes.
+        states: F; 0 if it reads no states of the target.
+        vocab_size: the target's token ids.
+        vocabulary: ``[D]`` tokens of its outputs; ``None`` for 0 to D - 1.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def states(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> Tensor | None: ...
+
+    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
+        """Keys and values of its layers in a cache, which need not have any yet; ``dummy`` has room for a token."""
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """``[T, F]`` states of the target as the ``[T, H]`` that it reads; unless it reads none."""
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs packed rows.
+
+        Args:
+            tokens: ``[T]``.
+            hidden: ``[T, H]`` beside them: of the target, or its own output for their parents.
+            positions: ``[T]``.
+            ragged: stores keys and values and attends to them.
+            rows: ``[R]`` rows that are wanted, all T by default.
+
+        Returns:
+            ``[R, D]`` logits, and the ``[R, H]`` output that its next rows read, if they read any.
+        """
+
+
+class Outputs(NamedTuple):
+    """What a network makes of packed rows.
 
     Args:
-        context: the step.
-        drafter: whose model it is.
-        run: given the trees so far and the frontier nodes of every sample that goes on, the ``[R, V]`` draft logits
-            of these nodes, sample by sample.
+        logits: ``[R, V]``.
+        final: ``[R, H]`` what they were made from, if it shows that.
+        out: ``[R, H]`` what the rows of their children read, if they read any.
     """
-    grower = TreeGrower(context, context.law, drafter)
-    certain = context.law.deterministic
-    for depth in range(context.topology.max_depth):
-        frontier = grower.frontier(depth)
-        if not frontier:
-            break
-        places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
 
-        def place_of(row: int, places: list[tuple[int, int]] = places) -> tuple[int, list[int]]:
-            sample, node = places[row]
-            return sample, grower.path(sample, node)
-
-        logits = run(grower, frontier)
-        scores = context.process_logits(logits, place_of)
-        if isinstance(context.noise, GumbelNoise):
-            scores = context.noise.perturb(scores, [(sample, depth) for sample, _ in places])
-        rows = SoftmaxRows(scores)
-        likeliest, chances = tree_expand(scores, min(grower.law.k if certain else 1, scores.shape[1]))
-        tops, odds = likeliest.tolist(), chances.exp().tolist()
-        sound = [math.isfinite(values[0]) for values in odds]
-        # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
-        if not all(sound) and not logits.amax(dim=1).isfinite().all():
-            warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
-        for row, (sample, node) in enumerate(places):
-            if not sound[row] or (node == 0 and context.candidates is not None):
-                continue
-            children = context.topology.child_list[node]
-            if certain:
-                possible = sum(chance > 0 for chance in odds[row])
-                tokens, confidence = tops[row][:possible][: len(children)], odds[row]
-            else:
-                draft = rows[row]
-                uniforms = context.noise.draft[sample, list(children)].tolist()  # type: ignore[union-attr]
-                tokens = grower.law.narrow(len(children)).draw(draft, uniforms)
-                confidence = draft[tokens].tolist()
-                grower.rows[sample][node] = draft
-            grower.add_children(sample, node, tokens, confidence, partial(rows.__getitem__, row))
-    return grower.tree()
+    logits: Tensor
+    final: Tensor | None = None
+    out: Tensor | None = None
 
 
-def lay_out_level(
-    grower: TreeGrower,
-    frontier: dict[int, list[int]],
+@dataclass
+class ModelState:
+    """Of a batch.
+
+    Args:
+        cache: the network's.
+        handles: the samples in it.
+        fed: by sample, the nodes whose keys lie behind the committed ones, in their order, and their tokens; -1 for
+            what is no node of the tree.
+        seen: by sample and such a node, a bit for each of them that it sees.
+        out: ``[R, H]`` what the nodes of the next level read, by rows of the last one.
+    """
+
+    cache: RaggedKVCache
+    handles: dict[int, int] = field(default_factory=dict)
+    fed: dict[int, dict[int, int]] = field(default_factory=dict)
+    seen: dict[int, dict[int, int]] = field(default_factory=dict)
+    out: Tensor | None = None
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a network that attends to what it has read: the text, and the nodes above.
+
+    Subclasses say what the network reads and how it runs.
+    """
+
+    takes_candidates = True
+    keeps = True  # whether what it computed of accepted drafts stays in its cache
+    catches_up = True  # whether it reads committed tokens, the roots included, before it drafts
+    chunk = CHUNK  # rows of a forward, which bounds its memory
+
+    def run(
+        self, state: Any, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
+    ) -> Outputs:
+        """Runs the network.
+
+        Args:
+            state: what :meth:`open` returned.
+            tokens: ``[T]``.
+            hidden: ``[T, H]`` beside them, of a network that reads any.
+            batch: their places in its cache.
+            rows: ``[R]`` rows that are wanted, all T by default.
+        """
+        raise NotImplementedError
+
+    def missing(self, state: Any, context: DraftContext, sample: int) -> Missing:
+        """What the cache lacks of a sample, which is read next."""
+        raise NotImplementedError
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """``[T, F]`` states of the target as the ``[T, H]`` that the network reads."""
+        raise NotImplementedError
+
+    def whole(self, context: DraftContext) -> DraftRun | DraftNetwork | None:
+        """What grows whole trees, natively or in fixed shapes, if something does."""
+        return None
+
+    def propose(self, state: Any, level: Level) -> Predictions:
+        if level.depth == 0 and self.catches_up:
+            samples = [sample for sample, _ in level.places]
+            found = self.catch_up(
+                state, {state.handles[sample]: self.missing(state, level.context, sample) for sample in samples}
+            )
+            state.fed |= {sample: {} for sample in samples}
+        else:
+            tokens, batch = self._lay_out(state, level)
+            hidden = None if state.out is None else state.out[torch.tensor(level.parents, device=state.out.device)]
+            found = self.run(state, tokens, hidden, batch)
+        state.out = found.out
+        return Predictions(found.logits, found.final)
+
+    def propose_trees(
+        self, state: Any, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
+    ) -> Drafted | None:
+        whole = self.whole(context)
+        if whole is None:
+            return None
+        missing = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
+        if isinstance(whole, DraftRun):
+            drafted = feed(whole, state.cache, missing, growth, draws)
+        else:
+            assert context.static is not None
+            prefill = partial(self.catch_up, state)
+            drafted = feed_static(context.static, whole, prefill, state.cache, missing, growth, draws)
+        if self.keeps:
+            self._took(state, context, samples, drafted)
+        return drafted
+
+    def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:
+        kept: dict[int, list[int]] = {}
+        for sample, handle in state.handles.items():
+            fed, places = list(state.fed.get(sample, {}).items()), []
+            # A leaf was never fed: the next catch-up brings it. What another drafter proposed was not, either.
+            for row in verdict.paths[sample][1:] if self.keeps and fed else ():
+                accepted = int(tree.node[row]), int(tree.token[row])
+                if accepted not in fed:
+                    break
+                places.append(fed.index(accepted))
+            kept[handle] = places
+        state.cache.commit(kept)
+        state.fed, state.seen, state.out = {}, {}, None
+
+    def catch_up(self, state: Any, missing: Mapping[int, Missing]) -> Outputs:
+        """Reads and commits what the cache lacks, by handle; returns what is predicted behind the end of each."""
+        states = [part for _, part in missing.values() if part is not None]
+        lengths = [len(tokens) for tokens, _ in missing.values()]
+        left: dict[int, Tensor] = {}
+        if states:
+            left = dict(zip(missing, self.fuse(torch.cat(states)).split(lengths), strict=True))
+        last: dict[int, Outputs] = {}
+        tokens = {handle: row for handle, (row, _) in missing.items()}
+        for part, packed, batch in state.cache.portions(tokens, self.chunk):
+            counts = [len(row) for row in part.values()]
+            hidden = None
+            if left:
+                hidden = torch.cat([left[handle][:count] for handle, count in zip(part, counts, strict=True)])
+                left |= {handle: left[handle][count:] for handle, count in zip(part, counts, strict=True)}
+            found = self.run(state, packed, hidden, batch, torch.tensor(counts).cumsum(0) - 1)
+            if counts != lengths:
+                last |= {handle: _row(found, place) for place, handle in enumerate(part)}
+        if not last:  # all at once, as nearly always
+            return found
+        rows = zip(*(last[handle] for handle in missing), strict=True)
+        return Outputs(*(None if parts[0] is None else torch.stack(parts) for parts in rows))  # type: ignore[arg-type]
+
+    def _lay_out(self, state: Any, level: Level) -> tuple[Tensor, RaggedBatch]:
+        """Plans the forward of a level: ``[R]`` tokens, behind the nodes that were fed before."""
+        parents = level.context.topology.parent_list
+        words: list[int] = []
+        for (sample, node), token in zip(level.places, level.tokens, strict=True):
+            fed, seen = state.fed.setdefault(sample, {}), state.seen.setdefault(sample, {})
+            seen[node] = seen.get(parents[node], 0) | 1 << len(fed)
+            fed[node] = token
+            words.append(seen[node])
+        depth = level.depth - self.catches_up  # from the committed tokens, to which roots may belong
+        batch = state.cache.lay_out(
+            [state.handles[sample] for sample in level.nodes],
+            [[depth] * len(nodes) for nodes in level.nodes.values()],
+            _words(words, max(len(state.fed[sample]) for sample in level.nodes)),
+        )
+        return torch.tensor(level.tokens), batch
+
+    @staticmethod
+    def _took(state: Any, context: DraftContext, samples: Sequence[int], drafted: Drafted) -> None:
+        """Takes over that nodes were fed behind the committed tokens."""
+        tokens = {(owner, node): token for owner, node, token in drafted.nodes.T.tolist()}
+        state.fed |= {sample: {} for sample in samples}
+        for owner, node in drafted.fed.T.tolist():
+            state.fed[samples[owner]][node] = tokens.get((owner, node), -1)
+        depths = context.topology.depth_list
+        for sample in samples:
+            state.cache.wrote(state.handles[sample], [depths[node] - 1 for node in state.fed[sample]])
+
+
+def _row(found: Outputs, row: int) -> Outputs:
+    logits, final, out = found
+    return Outputs(logits[row], None if final is None else final[row], None if out is None else out[row])
+
+
+def _words(seen: Sequence[int], columns: int) -> Tensor:
+    """``[R, W]`` ancestor words."""
+    width, word = -(-columns // WORD_BITS), (1 << WORD_BITS) - 1
+    words = [[bits >> WORD_BITS * index & word for index in range(width)] for bits in seen]
+    return torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64))
+
+
+def feed(
+    run: DraftRun, cache: RaggedKVCache, missing: Mapping[int, Missing], growth: Growth, draws: Draws | None
+) -> Drafted:
+    """Runs a model on what its cache lacks, which is committed, and then on its own drafts.
+
+    Args:
+        run: the model.
+        cache: its cache.
+        missing: by handle, in the order of ``growth``.
+        growth: how far trees go on.
+        draws: how tokens are drawn.
+    """
+    if sum(len(tokens) for tokens, _ in missing.values()) <= CHUNK:
+        return _call(run, cache, missing, growth, draws)
+    ends = {}  # of prompts, of which all but the last token come first
+    idle = growth._replace(levels=[0], trust=[1.0], next=[1.0], weights=[1.0])
+    for handle, (tokens, states) in missing.items():
+        for first in range(0, len(tokens) - 1, CHUNK):
+            last = min(first + CHUNK, len(tokens) - 1)
+            _call(run, cache, {handle: (tokens[first:last], _rows(states, first, last))}, idle, None)
+        ends[handle] = tokens[-1:], _rows(states, len(tokens) - 1, len(tokens))
+    return _call(run, cache, ends, growth, draws)
+
+
+def _rows(states: Tensor | None, first: int, last: int) -> Tensor | None:
+    return None if states is None else states[first:last]
+
+
+def _call(
+    run: DraftRun, cache: RaggedKVCache, missing: Mapping[int, Missing], growth: Growth, draws: Draws | None
+) -> Drafted:
+    counts = [len(tokens) for tokens, _ in missing.values()]
+    inner = sum(before < after for before, after in pairwise(growth.offsets))
+    places = cache.reserve(list(missing), [count + inner for count in counts])
+    like = run.weights.embedding
+    states = [part for _, part in missing.values() if part is not None]
+    drafted = run(
+        torch.tensor([token for tokens, _ in missing.values() for token in tokens]),
+        torch.cat(states).to(like.dtype) if states else None,
+        [cache.pools(index, (layer.kv_heads, layer.dim), like) for index, layer in enumerate(run.weights.layers)],
+        torch.tensor([[start for start, _ in places], [length for _, length in places], counts]),
+        growth,
+        draws,
+    )
+    caught_up(cache, missing)
+    return drafted
+
+
+def caught_up(cache: RaggedKVCache, missing: Mapping[int, Missing]) -> None:
+    """Commits what a cache lacked and has been written."""
+    for handle, (tokens, _) in missing.items():
+        cache.wrote(handle, range(len(tokens)))
+    cache.commit({handle: range(len(tokens)) for handle, (tokens, _) in missing.items()})
+
+
+def feed_static(
+    static: OneCallDrafts,
+    network: DraftNetwork,
+    prefill: Callable[[dict[int, Missing]], object],
     cache: RaggedKVCache,
-    handles: Mapping[int, int],
-    fed: dict[int, list[int]],
-) -> tuple[Tensor, RaggedBatch]:
-    """Plans the packed forward of the frontier nodes, behind the nodes that were fed before.
+    missing: Mapping[int, Missing],
+    growth: Growth,
+    draws: Draws | None,
+) -> Drafted:
+    """The same in fixed shapes, which have room for what a step commits: ``prefill`` goes over prompts before."""
+    early, late = {}, {}
+    for handle, (tokens, states) in missing.items():
+        first = max(0, len(tokens) - static.rows)
+        late[handle] = tokens[first:], _rows(states, first, len(tokens))
+        if first:
+            early[handle] = tokens[:first], _rows(states, 0, first)
+    if early:
+        prefill(early)
+    return static(network, cache, late, growth, draws)
 
-    Args:
-        grower: the trees.
-        frontier: nodes to feed for every sample that goes on; added to ``fed``.
-        cache: the drafter's cache.
-        handles: the samples' handles in it.
-        fed: nodes whose keys already lie behind the committed ones; without node 0 if the root is committed.
 
-    Returns:
-        ``[T]`` tokens and the batch.
-    """
-    topology = grower.context.topology
-    tokens, depths, words = [], [], []
-    for sample, nodes in frontier.items():
-        columns = fed[sample] = fed[sample] + nodes
-        root = topology.depth_list[columns[0]]
-        tokens += [grower.tokens[sample][node] for node in nodes]
-        depths.append([topology.depth_list[node] - root for node in nodes])
-        words.append(grower.context.mask.select(nodes, columns))
-    batch = cache.lay_out([handles[sample] for sample in frontier], depths, stack_words(words))
-    return torch.tensor(tokens), batch
+__all__ = [
+    "CHUNK",
+    "DraftNetwork",
+    "Missing",
+    "ModelDrafter",
+    "ModelState",
+    "Outputs",
+    "caught_up",
+    "feed",
+    "feed_static",
+]

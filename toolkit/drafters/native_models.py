@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft.drafters.one_call import CHUNK, feed
+from arbordraft.drafters.model_drafter import CHUNK, feed
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm
 from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Growth
 from arbordraft.kernels.prepacked_linear import interleave, prepack

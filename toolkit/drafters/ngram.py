@@ -1,20 +1,17 @@
-"""Lookup of the text so far as drafter: no model, no noise."""
+"""Lookup of the text so far as drafter: no model, no noise.
+
+Shapes: R nodes of a level.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from arbordraft.drafters.base import Drafter
-from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import TreeGrower
-from arbordraft.sampling.laws import DraftLaw, Fixed
+from arbordraft.drafters.context import Level
 from arbordraft.sampling.stateful import Allowed
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.trees.verdict import Verdict
@@ -26,51 +23,43 @@ _PRIOR = 8.0  # lookups that the expectation counts for
 # Continuations of a suffix of n tokens are wrong in a share n**-power, by votes: fitted to answers of a small model.
 _CURVES = {0: (0.87, 0.45), 1: (0.72, 0.75), 2: (0.5, 1.0)}
 
-Places = list[npt.NDArray[np.int64]]  # where a path's last token, its last two, and so on, occurred: of their last ones
 
+class _Index:
+    """Where n-grams of one length end in a text, and go on: every place leads to the one before.
 
-class _Text:
-    """One sample's committed tokens; an array, as an index would be millions of small objects."""
+    Args:
+        size: their length.
+    """
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._buffer = np.empty(2 * len(tokens) + 64, dtype=np.int64)
-        self._length = 0
-        self.extend(tokens)
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._last: dict[tuple[int, ...], int] = {}
+        self._before: list[int] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        end = self._length + len(tokens)
-        if end > len(self._buffer):
-            self._buffer = np.concatenate([self._buffer, np.empty(end, dtype=np.int64)])
-        self._buffer[self._length : end] = tokens
-        self._length = end
+        """Takes in what has been added to a text; its end has nothing behind it yet."""
+        size, last, before = self.size, self._last, self._before
+        for end in range(len(before), len(tokens) - 1):
+            gram = tuple(tokens[end - size + 1 : end + 1])  # shorter at the beginning, where it is looked up by nobody
+            before.append(last.get(gram, -1))
+            last[gram] = end
 
-    @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        return self._buffer[: self._length]
+    def matches(self, tokens: Sequence[int], suffix: tuple[int, ...]) -> list[tuple[int, int]]:
+        """How many tokens of a suffix stand at each place, and what follows there, the latest place first.
 
-    def ends(self, longest: int) -> Places:
-        """Where the last tokens of the text occurred before."""
-        tokens = self.tokens
-        places = [np.flatnonzero(tokens[:-1] == tokens[-1])]
-        while len(places) < longest and len(places) < len(tokens) - 1 and len(places[-1]):
-            before = len(places)
-            found = places[-1][places[-1] >= before]
-            places.append(found[tokens[found - before] == tokens[-1 - before]])
-        return places
-
-    def behind(self, places: Places, token: int, longest: int) -> Places:
-        """Where they occurred with another token behind them."""
-        tokens = self.tokens
-        longer = (found[tokens[found + 1] == token] + 1 for found in places[: longest - 1])
-        # Behind the end of the text there is nothing to continue with.
-        return [np.flatnonzero(tokens[:-1] == token), *(found[found < self._length - 1] for found in longer)]
-
-    def continuations(self, found: npt.NDArray[np.int64]) -> list[int]:
-        """The tokens that followed, the most frequent first, the latest first among equals."""
-        after: list[int] = self.tokens[found[-_MOST_MATCHES:] + 1].tolist()
-        if len(after) < 2:  # nearly always: no need to count
-            return after
-        return [token for token, _ in Counter(reversed(after)).most_common()]
+        Older places than the latest ones at which all of it stands are left out.
+        """
+        end, longest = self._last.get(suffix[-self.size :], -1), len(suffix)
+        found: list[tuple[int, int]] = []
+        whole = 0
+        while end >= 0 and whole < _MOST_MATCHES:
+            size = self.size
+            while size < longest and size <= end and tokens[end - size] == suffix[-1 - size]:
+                size += 1
+            whole += size == longest
+            found.append((size, tokens[end + 1]))
+            end = self._before[end]
+        return found
 
 
 class Guess(NamedTuple):
@@ -110,17 +99,32 @@ class _Odds:
         self._counts[guess[1:]] = before + right, tried + 1
 
     def _of(self, guess: Guess) -> tuple[float, float]:
+        if (known := self._counts.get(guess[1:])) is not None:
+            return known
         share, power = _CURVES[guess.votes]
         expected = 1 - share * guess.size**-power if guess.rank == 0 else 0.1
-        return self._counts.get(guess[1:], (expected * _PRIOR, _PRIOR))
+        return expected * _PRIOR, _PRIOR
+
+
+@dataclass
+class _Text:
+    """What is known of a sample.
+
+    Args:
+        index: of its committed tokens.
+        odds: of its lookups.
+        guesses: what was just looked up below a node, each with its child.
+    """
+
+    index: _Index
+    odds: _Odds = field(default_factory=_Odds)
+    guesses: dict[int, list[tuple[int, Guess]]] = field(default_factory=dict)
 
 
 @dataclass
 class _State:
     texts: dict[int, _Text] = field(default_factory=dict)
-    odds: dict[int, _Odds] = field(default_factory=dict)
-    # What was just looked up for every sample: the guesses below a node, each with its child.
-    guesses: dict[int, dict[int, list[tuple[int, Guess]]]] = field(default_factory=dict)
+    suffixes: list[tuple[int, ...]] = field(default_factory=list)  # of the nodes of the last level
 
 
 class NGramDrafter(Drafter):
@@ -143,6 +147,7 @@ class NGramDrafter(Drafter):
     Source: LLMA (Yang et al., 2023) and prompt lookup decoding (Saxena, 2023), from one continuation to a tree.
     """
 
+    certain = True
     free = True
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
@@ -153,84 +158,72 @@ class NGramDrafter(Drafter):
     def default_topology(self) -> TreeTopology:
         return TreeTopology.chain(12)
 
-    def default_law(self, width: int) -> DraftLaw:
-        return Fixed(width)
-
-    def check(self, target: RaggedModel, law: DraftLaw) -> None:
-        if not law.deterministic:
-            raise ValueError(f"n-gram lookups are certain, not drawn by {law}; couple them as Fixed({law.k})")
-
     def open(self, target_cache: RaggedKVCache) -> _State:
         return _State()
 
     def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
-        state.texts[sample], state.odds[sample] = _Text(tokens), _Odds()
+        state.texts[sample] = _Text(_Index(self.shortest))
+        state.texts[sample].index.extend(tokens)
 
     def remove(self, state: _State, sample: int) -> None:
-        del state.texts[sample], state.odds[sample]
+        del state.texts[sample]
 
-    def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        grower = TreeGrower(context, Fixed(context.law.k), self)
-        grower.add_forced_tokens()
-        state.guesses |= {sample: {} for sample in grower.alive}
-        places: dict[tuple[int, int], Places] = {}
-        parents = context.topology.parent_list
-        for depth in range(context.topology.max_depth):
-            frontier = grower.frontier(depth)
-            if not frontier:
-                break
-            for sample, nodes in frontier.items():
-                text, odds = state.texts[sample], state.odds[sample]
-                for node in nodes:
-                    if node:
-                        here = text.behind(places[sample, parents[node]], grower.tokens[sample][node], self.longest)
-                    else:
-                        here = text.ends(self.longest)
-                    places[sample, node] = here
-                    children = context.topology.child_list[node]
-                    found = self._lookup(text, here, len(children), grower.allowed(sample, node))
-                    state.guesses[sample][node] = list(zip(children, found, strict=False))
-                    grower.add_children(
-                        sample, node, [guess.token for guess in found], [odds(guess) for guess in found]
-                    )
-        return grower.tree()
+    def propose(self, state: _State, level: Level) -> list[tuple[list[int], list[float]]]:
+        context, longest = level.context, self.longest
+        child_list, above = context.topology.child_list, state.suffixes
+        state.suffixes = []
+        proposed = []
+        for row, (sample, node) in enumerate(level.places):
+            text, tokens = state.texts[sample], context.tokens(sample)
+            if node:
+                suffix = (*above[level.parents[row]], level.tokens[row])[-longest:]
+            else:
+                text.index.extend(tokens)
+                suffix = tuple(tokens[-longest:])
+            state.suffixes.append(suffix)
+            children = child_list[node]
+            found = self._lookup(text.index, tokens, suffix, len(children), level.allowed(row))
+            text.guesses[node] = list(zip(children, found, strict=False))
+            proposed.append(([guess.token for guess in found], [text.odds(guess) for guess in found]))
+        return proposed
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
-        for sample, (drafted, judged) in enumerate(zip(tree.samples, verdict.samples, strict=True)):
-            if drafted and judged:
-                tokens = [*(drafted.tokens[node] for node in judged.path), judged.token]
-                self._learn(state.odds[sample], state.guesses.get(sample, {}), tokens)
-                state.texts[sample].extend(tokens)
-        state.guesses = {}
+        for sample, text in state.texts.items():
+            if text.guesses and verdict.paths[sample]:
+                self._learn(text, verdict.emitted(tree, sample))
+            text.guesses = {}
 
     @staticmethod
-    def _learn(odds: _Odds, guesses: dict[int, list[tuple[int, Guess]]], tokens: Sequence[int]) -> None:
+    def _learn(text: _Text, tokens: Sequence[int]) -> None:
         """Compares what was looked up with what came, whoever drafted and whatever was verified."""
         node = 0
         for token in tokens:
-            for child, guess in guesses.get(node, ()):
-                odds.learn(guess, guess.token == token)
+            for child, guess in text.guesses.get(node, ()):
+                text.odds.learn(guess, guess.token == token)
                 if guess.token == token:
                     node = child
                     break
             else:
                 return
 
-    def _lookup(self, text: _Text, places: Places, wanted: int, allowed: Allowed | None) -> list[Guess]:
+    def _lookup(
+        self, index: _Index, tokens: Sequence[int], suffix: tuple[int, ...], wanted: int, allowed: Allowed | None
+    ) -> list[Guess]:
         """Up to ``wanted`` different continuations that are allowed, those of the longest suffix first."""
         if allowed is not None and allowed.only is not None:
             return [Guess(allowed.only, 0, 0, 0)]
+        matches = index.matches(tokens, suffix)
         guesses: dict[int, Guess] = {}
-        for size in range(len(places), self.shortest - 1, -1):
-            if len(guesses) == wanted:
-                break
-            after = text.continuations(places[size - 1])
-            votes = 0 if len(after) > 1 else min(2, len(places[size - 1]))
+        for size in sorted({size for size, _ in matches}, reverse=True):
+            after = [token for reach, token in matches if reach >= size]
+            votes, after = min(2, len(after)), after[:_MOST_MATCHES]
+            if len(after) > 1:
+                after = [token for token, _ in Counter(after).most_common()]  # the latest one first among equals
             for token in after:
                 if len(guesses) == wanted:
-                    break
-                if allowed is None or token in allowed:
-                    guesses.setdefault(token, Guess(token, size, votes, len(guesses)))
+                    return list(guesses.values())
+                if token not in guesses and (allowed is None or token in allowed):
+                    guesses[token] = Guess(token, size, votes if len(after) == 1 else 0, len(guesses))
         return list(guesses.values())
 
     def extra_repr(self) -> str:

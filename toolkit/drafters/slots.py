@@ -12,26 +12,23 @@ from torch import Tensor
 
 from arbordraft.drafters.base import HeadDrafter, num_unprefilled
 from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.model_drafter import ModelState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 
 
 @dataclass
-class SlotState:
+class SlotState(ModelState):
     """Of a batch.
 
     Args:
         target: the target's cache.
-        cache: the drafter's slots.
-        handles: the samples in it.
         pending: target states whose slots the cache lacks, ``[n, F]`` each, as far as there are positions.
         slots: how many of a sample's are filled or pending.
         last: ``[1, F]`` the state of the last slot that was filled.
     """
 
-    target: RaggedKVCache
-    cache: RaggedKVCache
-    handles: dict[int, int] = field(default_factory=dict)
+    target: RaggedKVCache = field(kw_only=True)
     pending: dict[int, list[Tensor]] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     last: dict[int, Tensor] = field(default_factory=dict)
@@ -54,7 +51,7 @@ class SlotDrafter(HeadDrafter):
         self.max_positions = head.config.max_position_embeddings
 
     def open(self, target_cache: RaggedKVCache) -> Any:
-        return self.state_class(target_cache, target_cache.beside(self))
+        return self.state_class(target_cache.beside(self), target=target_cache)
 
     def add(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
         state.handles[sample] = state.cache.open(state.target.capacity(handle))
@@ -67,6 +64,11 @@ class SlotDrafter(HeadDrafter):
         if filled < state.slots[sample]:
             state.pending[sample] = [torch.cat(state.pending[source])[: state.slots[sample] - filled]]
 
+    def depths(self, state: Any, context: DraftContext) -> list[int]:
+        # A text of one token has no state to start from: the target goes first.
+        known = super().depths(state, context)
+        return [limit and limit * (len(context.tokens(sample)) > 1) for sample, limit in enumerate(known)]
+
     def remove(self, state: Any, sample: int) -> None:
         state.cache.close(state.handles.pop(sample))
         del state.pending[sample], state.slots[sample]
@@ -74,7 +76,7 @@ class SlotDrafter(HeadDrafter):
 
     def missing(self, state: Any, context: DraftContext, sample: int) -> tuple[Sequence[int], Tensor]:
         """The committed tokens that a sample's slots lack, and the target's states beside them, which are now read."""
-        handle, tokens = state.handles[sample], context.tokens[sample]
+        handle, tokens = state.handles[sample], context.tokens(sample)
         if not state.pending[sample]:  # a step that is taken again has filled the last one
             state.cache.shorten(handle, len(tokens) - 2)
             state.pending[sample] = [state.last[sample]]
@@ -89,4 +91,4 @@ class SlotDrafter(HeadDrafter):
                 state.slots[sample] += kept
 
     def lag(self, state: Any, context: DraftContext) -> Sequence[int]:
-        return num_unprefilled(state.cache, state.handles, context.tokens, 1)
+        return num_unprefilled(state.cache, state.handles, context, 1)

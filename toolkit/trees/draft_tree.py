@@ -34,12 +34,10 @@ class Proposal(NamedTuple):
     Args:
         law: the law by which children were drawn; a node planned with fewer children used ``law.narrow``.
         source: which drafter proposed it, see :attr:`~arbordraft.deciders.decisions.Situation.source`.
-        gain: tokens that its drafts are expected to bring, less what their rows could bring elsewhere.
     """
 
     law: DraftLaw
     source: str = ""
-    gain: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

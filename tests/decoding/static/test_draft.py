@@ -50,7 +50,7 @@ from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.decoding.static.step import StaticStep
 from arbordraft.drafters.eagle import HeadOnRows
-from arbordraft.drafters.one_call import ModelOnRows
+from arbordraft.drafters.language_model import ModelOnRows
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.target.attention import UnsupportedModel
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from arbordraft.decoding.static.recording import Pools
 from arbordraft.decoding.static.step import StaticForward
-from arbordraft.drafters.one_call import DraftNetwork, Missing
+from arbordraft.drafters.model_drafter import DraftNetwork, Missing
 from arbordraft.kernels.draft_tree import Draws, Growth
 from arbordraft.kernels.draft_tree.reference import fits, gains, growing, reach_below
 from arbordraft.kernels.gumbel import gumbel

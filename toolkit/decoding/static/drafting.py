@@ -14,7 +14,7 @@ from arbordraft.decoding.static.bucket import power_of_two
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.recording import Recorder, Recording
-from arbordraft.drafters.one_call import DraftNetwork, Missing, caught_up
+from arbordraft.drafters.model_drafter import DraftNetwork, Missing, caught_up
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import Ints, Reals
