@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import arbordraft as ad
 from arbordraft.deciders import FixedDepth
+from arbordraft.decoding import drafting
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
 from arbordraft.verifiers import KSeq, OptimalTransport, TopTailRule, TypicalAcceptance
@@ -370,8 +371,8 @@ class Resting(FixedDepth):
 @pytest.mark.parametrize("buckets", [None, (8, 32)])
 def test_no_drafter_is_asked_while_all_samples_rest(buckets, monkeypatch):
     decoder = build("fixed matching", decider=Resting(3), buckets=buckets)
-    asked, propose = [], decoder.drafter.propose
-    monkeypatch.setattr(decoder.drafter, "propose", lambda state, context: asked.append(1) or propose(state, context))
+    asked, grow = [], drafting.grow
+    monkeypatch.setattr(drafting, "grow", lambda *arguments: asked.append(1) or grow(*arguments))
     tokens, output = decode(decoder, PROMPTS[:1], max_new_tokens=20, **NEVER)
     assert tokens == [plain_reference(20)[0][:20]]
     assert len(asked) == math.ceil(output.stats.forwards[0] / 3)
