@@ -8,7 +8,6 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 import arbordraft as ad
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.grower import TreeGrower
 from arbordraft.kernels.verify import lowest_kept, row_max
 from arbordraft.sampling.noise import Noise
 from arbordraft.testing import distance_to_target, one_tree, random_table, target_rows, told
@@ -206,18 +205,14 @@ def test_draws_that_the_law_can_give_are_taken(law):
 class Repeating(Drafter):
     """Proposes the target's own choice, twice."""
 
+    certain = True
+
     def check(self, target, law):
         self.model = target.model
 
-    def propose(self, state, context):
-        grower = TreeGrower(context, ad.Fixed(context.law.k), self)
-        for depth in range(context.topology.max_depth):
-            for sample, nodes in grower.frontier(depth).items():
-                for node in nodes:
-                    text = [*context.tokens[sample], *grower.path(sample, node)]
-                    token = int(next_logits(self.model, text).argmax())
-                    grower.add_children(sample, node, [token] * 2, [0.5] * 2, None)
-        return grower.tree()
+    def propose(self, state, level):
+        best = [int(next_logits(self.model, level.text(row)).argmax()) for row in range(len(level.places))]
+        return [([token] * 2, [0.5] * 2) for token in best]
 
 
 def texts(buckets, lift=ad.TopDown, **settings):
