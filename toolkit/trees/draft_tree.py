@@ -279,11 +279,7 @@ class DraftTree:
 
     def law_of(self, row: int) -> DraftLaw:
         """The law that drew the children of a row."""
-        law = self.proposals[self.owner[row]].law
-        kind = id(law), len(self.topology.child_list[self.node[row]])
-        if kind not in self._laws:  # a law is a module, which takes long to make
-            self._laws[kind] = law.narrow(kind[1])
-        return self._laws[kind]
+        return self[int(self.owner[row])].law_of(row)
 
     @cached_property
     def _laws(self) -> dict[tuple[int, int], DraftLaw]:
@@ -349,7 +345,11 @@ class SampleTree(NamedTuple):
 
     def law_of(self, row: int) -> DraftLaw:
         """The law that drew the children of a row."""
-        return self.batch.law_of(row)
+        law, laws = self.proposal.law, self.batch._laws
+        kind = id(law), len(self.batch.topology.child_list[self.batch.node[row]])
+        if kind not in laws:  # a law is a module, which takes long to make
+            laws[kind] = law.narrow(kind[1])
+        return laws[kind]
 
     def drawn_from(self, row: int) -> Tensor | None:
         """The ``[V]`` draft row of a row's children, if there is one."""

@@ -155,7 +155,7 @@ class Remembered(Rule):
     def forward(
         self, target: Tensor, weight: float, draft: Tensor | None, tokens: Sequence[int], law: DraftLaw
     ) -> NodeLaw:
-        rows = [None if row is None else (row.dtype, row.numpy(force=True).tobytes()) for row in (target, draft)]
+        rows = [None if row is None else (row.dtype, row.cpu().numpy().tobytes()) for row in (target, draft)]
         key = (*rows, weight, tuple(tokens), type(law), law.extra_repr())
         if key not in self._answers:
             self._answers[key] = self.rule(target, weight, draft, tokens, law)
