@@ -1,7 +1,7 @@
 """Steps before the first request: they compile and record what it takes, and leave no other trace."""
 
 import pytest
-from support.models import decode, ragged
+from support.models import PAYS, decode, ragged
 from support.recording import as_on_a_gpu, record_on_cpu
 
 from arbordraft import CostAware, Engine, LanguageModelDrafter, NGramDrafter, Request, SpeculativeDecoder, TreeTopology
@@ -58,7 +58,7 @@ def test_nothing_else_changes(as_with_triton, buckets, drafter):
     decoder.warm_up()
     assert seen == []
     assert decode(decoder)[0] == expected
-    build(drafter, buckets=buckets, decider=Learning()).warm_up()
+    build(drafter, buckets=buckets, decider=Learning(PAYS)).warm_up()
 
 
 @pytest.mark.parametrize("bound", [40, 60, 300])

@@ -1,8 +1,11 @@
 """Steps that nobody asked for, so that no request waits for kernels to be compiled and steps to be recorded."""
 
+from contextlib import suppress
+
 from arbordraft.decoding.state import DecodeState, Sample
 from arbordraft.decoding.step import Stepper
 from arbordraft.sampling.processors import LogitsPipeline
+from arbordraft.target.cache import CacheOverflow
 
 _PROMPT = 128  # tokens; as many rows take the largest tiles of the attention
 _SAID = 8  # of which these are said again and again, for lookups to find
@@ -22,7 +25,8 @@ def warm_up(stepper: Stepper, samples: int, max_tokens: int | None) -> None:
     try:
         for greedy in (True, False):
             for depth in sorted({*range(min(deepest, _DEPTHS) + 1), deepest}):
-                _step(stepper, state, depth, greedy)
+                with suppress(CacheOverflow):  # a small cache has room for smaller trees
+                    _step(stepper, state, depth, greedy)
     finally:
         stepper.close(state)
 

@@ -448,6 +448,8 @@ def recorded(monkeypatch):
     def checked(self, pools):
         before = [pool.clone() for pool in pools]
         record(self, pools)
+        if not isinstance(self.step, StaticStep):
+            return
         (cache,) = caches
         samples = torch.ones(len(pools[0]), dtype=torch.bool)
         samples[cache.dummy_start : cache.dummy_start + cache.capacity(cache.dummy)] = False

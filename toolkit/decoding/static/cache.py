@@ -2,6 +2,8 @@
 
 from arbordraft.target.cache import RaggedKVCache
 
+_SHORT = 512  # rows of texts that need no graphs of their own
+
 
 class StaticCache(RaggedKVCache):
     """A cache with the dummy in it, whose pools can be handed to a step.
@@ -27,8 +29,8 @@ class StaticCache(RaggedKVCache):
 
     @property
     def longest(self) -> int:
-        """Rows that the largest slab has, rounded up to a power of eight: graphs are recorded for each."""
-        rows = max(slab.capacity for slab in self._slabs.values())
+        """Rows that the largest slab has, rounded up to a power of eight from 512 on: graphs are recorded for each."""
+        rows = max(_SHORT, *(slab.capacity for slab in self._slabs.values()))
         return 8 ** -(-(rows - 1).bit_length() // 3)
 
     def beside(self, owner: object) -> RaggedKVCache:
