@@ -445,9 +445,10 @@ def test_every_step_has_fresh_noise():
     decoder, drawn = build(), []
     propose = decoder.drafter.propose
 
-    def record(state, context):
-        drawn.append(context.noise)
-        return propose(state, context)
+    def record(state, level):
+        if level.depth == 0:
+            drawn.append(level.context.noise)
+        return propose(state, level)
 
     decoder.drafter.propose = record
     decode(decoder, do_sample=True, max_new_tokens=12, **NEVER)
