@@ -81,7 +81,7 @@ class PaddedRunner:
         for count, length in zip(rows, lengths, strict=True):
             real += range(start, start + length)
             start += count
-        tokens[real] = tree.packed_tokens()
+        tokens[real] = tree.tokens()
         logits, hidden = self.target.run(tokens, batch, cache, hidden=self.drafter.hidden_layers)
         return logits[real], hidden[real]
 
