@@ -65,6 +65,13 @@ class DraftRows(NamedTuple):
     rows: Ints
     laws: Sequence[DraftLaw]
 
+    def of(self, tree: DraftTree) -> Tensor:
+        """``[D, V]`` rows themselves."""
+        first, count = int(self.rows[0]), len(self.rows)
+        if (self.rows == np.arange(first, first + count)).all():  # they stand level by level as well: nothing to upload
+            return tree.draft_rows[first : first + count]
+        return tree.draft_rows[torch.from_numpy(self.rows).to(tree.draft_rows.device)]
+
 
 @dataclass(frozen=True)
 class TreeTable(Table):

@@ -228,8 +228,7 @@ class StaticStepping:
             def fill(table: Tensor) -> None:
                 drawn = bucket.fill(table, tree, batch, noise, cache.dummy_start, temperatures)
                 if len(drawn.rows) and len(run.inputs):
-                    rows = torch.from_numpy(drawn.rows).to(tree.draft_rows.device)
-                    run.inputs[: len(rows)].copy_(tree.draft_rows[rows])
+                    run.inputs[: len(drawn.rows)].copy_(drawn.of(tree))
 
             def idle(table: Tensor) -> None:
                 bucket.fill_idle(table, self.topology, cache.dummy_start)
