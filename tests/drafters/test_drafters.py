@@ -3,15 +3,24 @@
 import pytest
 import torch
 from support.companions import UNEVEN, Rounds, walk
-from support.models import PROMPTS, check_greedy, context, greedy_reference, joined, next_logits, ragged, tiny
+from support.models import (
+    PROMPTS,
+    VOCAB,
+    check_greedy,
+    context,
+    greedy_reference,
+    grown,
+    joined,
+    next_logits,
+    ragged,
+    tiny,
+)
 from torch.testing import assert_close
 from transformers import TopKLogitsWarper
 
 import arbordraft as ad
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.grower import TreeGrower
 from arbordraft.drafters.ngram import Guess
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import KSeq
 
@@ -27,9 +36,10 @@ def test_deciders_see_the_rows_that_the_frontier_was_drawn_from():
     assert [view.depth for view in views] == [depth for depth in range(UNEVEN.max_depth) for _ in PROMPTS]
     assert [(view.confidence, view.rows) for view in views[:3]] == [([[1.0]], [[None]])] * 3
     for number, view in enumerate(views[3:]):  # sampled: every sample is shown alone
-        sample, (rows,), (confidence,) = tree.samples[number % 3], view.rows, view.confidence
+        sample, (rows,), (confidence,) = tree[number % 3], view.rows, view.confidence
         for node, row, chance in zip(UNEVEN.levels[view.depth], rows, confidence, strict=True):
-            assert torch.equal(row, sample.draft_probs[UNEVEN.parent_list[node]])
+            # All nodes of the shape are there, so nodes are places among the sample's rows.
+            assert torch.equal(row, sample.drawn_from(sample.rows[UNEVEN.parent_list[node]]))
             assert chance == pytest.approx(row[sample.tokens[node]].item())
 
 
@@ -39,9 +49,9 @@ class Forgetful(ad.LanguageModelDrafter):
     def commit(self, state, tree, verdict):
         state.cache.commit(
             {
-                state.handles[sample]: range(min(len(one.path), len(state.fed.get(sample, []))))
-                for sample, one in enumerate(verdict.samples)
-                if one is not None
+                state.handles[sample]: range(min(len(path) - 1, len(state.fed.get(sample, []))))
+                for sample, path in enumerate(verdict.paths)
+                if path
             }
         )
 
@@ -103,9 +113,8 @@ def test_a_drafter_equal_to_the_target_is_always_right(lift, law, sampling):
 
 def ngram_tree(text, topology, k=2, **options):
     drafter = ad.NGramDrafter(**options)
-    state = joined(drafter, [text])
-    (tree,) = drafter.propose(state, context([text], topology, ad.Fixed(k), greedy=True)).samples
-    return tree.tokens
+    tree = grown(drafter, joined(drafter, [text]), context([text], topology, ad.Fixed(k), greedy=True))
+    return dict(zip(tree.node.tolist(), tree.token.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +155,8 @@ def test_the_confidence_of_a_lookup_grows_with_the_match():
         return [True]
 
     state = joined(drafter, [text])
-    drafter.propose(state, context([text], ad.TreeTopology.k_ary(2, 2), ad.Fixed(2), greedy=True, decide=decide))
-    odds = state.odds[0]
+    grown(drafter, state, context([text], ad.TreeTopology.k_ary(2, 2), ad.Fixed(2), greedy=True), decide=decide)
+    odds = state.texts[0].odds
     first, second = odds(Guess(4, size=2, votes=0, rank=0)), odds(Guess(3, size=2, votes=0, rank=1))
     assert views == [[[1.0]], [[first, second]]]
     assert first > odds(Guess(4, size=1, votes=0, rank=0)) > second > 0
@@ -161,12 +170,12 @@ def test_ngrams_learn_what_was_committed():
     state = joined(drafter, [[1, 2, 3], [1, 2, 3]])
     tokens = [[1, 2, 3], [1, 2, 3]]
     for addition in (5, 1, 2):
-        tree = drafter.propose(state, context(tokens, topology, ad.Fixed(1), greedy=True, max_depth=[2, None]))
+        tree = grown(drafter, state, context(tokens, topology, ad.Fixed(1), greedy=True, max_depth=[2, None]))
         assert tree.lengths == [1, 0]
-        drafter.commit(state, tree, Verdict((SampleVerdict((), addition, False), None)))
+        drafter.commit(state, tree, Verdict.of(tree, {0: (0, addition)}))
         tokens[0].append(addition)
-    tree = drafter.propose(state, context(tokens, topology, ad.Fixed(1), greedy=True, max_depth=[2, None]))
-    assert tree.samples[0].tokens == {0: 2, 1: 3, 2: 5}
+    tree = grown(drafter, state, context(tokens, topology, ad.Fixed(1), greedy=True, max_depth=[2, None]))
+    assert tree[0].tokens == [2, 3, 5]
 
 
 def test_ngrams_need_a_certain_law():
@@ -207,15 +216,26 @@ def test_decoding_with_small_supports_is_right(law, rule):
 def test_a_drafter_may_do_nothing_but_propose():
     """The least that a drafter of one's own has to be."""
 
+    class Table(Drafter):
+        def propose(self, state, level):
+            return torch.eye(VOCAB)[[token + 1 for token in level.tokens]]
+
+    decoder = ad.SpeculativeDecoder(ragged(), Table(), ad.TreeTopology.chain(2), ad.Coupling.matching())
+    stats = check_greedy(decoder, PROMPTS[:1], 6)
+    assert stats.drafted > 0
+
+
+def test_a_drafter_may_choose_its_tokens():
     class Constant(Drafter):
-        def propose(self, state, context):
-            grower = TreeGrower(context, ad.Fixed(1), self)
-            for sample in grower.frontier(0):
-                grower.add_children(sample, 0, [7], [1.0], None)
-            return grower.tree()
+        certain = True
+
+        def propose(self, state, level):
+            return [([7], [1.0]) for _ in level.places]
 
     decoder = ad.SpeculativeDecoder(ragged(), Constant(), ad.TreeTopology.chain(1), ad.Coupling.matching())
-    check_greedy(decoder, PROMPTS[:1], 6)
+    assert check_greedy(decoder, PROMPTS[:1], 6).drafted > 0
+    with pytest.raises(ValueError, match=r"couple them as Fixed\(1\)"):
+        ad.SpeculativeDecoder(ragged(), Constant(), ad.TreeTopology.chain(1), ad.Coupling(ad.IID(1), ad.Lifted(KSeq())))
 
 
 def test_a_drafter_that_ignores_the_room_left_does_not_lengthen_the_output():
@@ -224,10 +244,13 @@ def test_a_drafter_that_ignores_the_room_left_does_not_lengthen_the_output():
     topology = ad.TreeTopology.chain(3)
 
     class Prophet(Drafter):
-        def propose(self, state, context):
-            done = len(context.tokens[0]) - len(PROMPTS[0])
-            drafted = future[done : done + 3]
-            return DraftTree((SampleTree(topology, ad.Fixed(1), dict(enumerate([context.tokens[0][-1], *drafted]))),))
+        certain = True
+
+        def depths(self, state, context):
+            return [topology.max_depth]
+
+        def propose(self, state, level):
+            return [([future[len(level.text(0)) - len(PROMPTS[0])]], [1.0])]
 
     decoder = ad.SpeculativeDecoder(ragged(), Prophet(), topology, ad.Coupling.matching())
     for count in range(1, 6):

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -30,9 +29,9 @@ from arbordraft.training.students import (
     Student,
 )
 from arbordraft.trees.draft_tree import DraftTree
-from arbordraft.trees.masks import stack_words
+from arbordraft.trees.masks import SlicedCausalMask, stack_words
 from arbordraft.trees.verdict import Verdict
-from support.models import PROMPTS, VOCAB, context, greedy_reference, joined, next_logits, tiny
+from support.models import PROMPTS, VOCAB, context, greedy_reference, grown, joined, next_logits, tiny
 
 LAYERS, EXIT = 4, 2
 STUDENTS: dict[str, Callable[[], Student]] = {
@@ -254,9 +253,9 @@ class Rounds:
     def propose(self, topology: TreeTopology, law, **options) -> DraftTree:
         """The drafter's trees; finished samples get none."""
         max_depth = [topology.max_depth if handle in self.cache else None for handle in self.handles]
-        given = context(self.tokens, topology, law, **{"max_depth": max_depth, **options})
-        self.context = replace(given, static=self.static)
-        return self.drafter.propose(self.state, self.context)
+        asked = {name: options.pop(name) for name in ("decide", "plan") if name in options}
+        step = context(self.tokens, topology, law, static=self.static, **{"max_depth": max_depth, **options})
+        return grown(self.drafter, self.state, step, **asked)
 
     def commit(self, tree: DraftTree, ends: Sequence[int | None]) -> None:
         """Accepts each sample's path down to a node and a token without meaning; ``None`` ends the sample.
@@ -275,7 +274,7 @@ class Rounds:
         batch = self.cache.lay_out(
             [self.handles[sample] for sample in tree.living],
             [[tree.topology.depth_list[node] for node in own] for own in parts],
-            stack_words([self.context.mask.select(own, own) for own in parts]),
+            stack_words([SlicedCausalMask(tree.topology).select(own, own) for own in parts]),
         )
         _, hidden = self.target.run(tree.tokens(), batch, self.cache, hidden=self.drafter.hidden_layers)
         for sample in tree.living:

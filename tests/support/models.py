@@ -1,6 +1,7 @@
 """Tiny random models, prompts for them, and what plain transformers says about both."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from string import ascii_letters, digits
@@ -12,19 +13,21 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from arbordraft import CostTable, DecodeStats, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.deciders.decisions import Plan, Situation
+from arbordraft.deciders.decisions import Plan, Situation, StepView
 from arbordraft.decoding.output import SpeculativeOutput
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.grower import grow
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
+from arbordraft.sampling.stateful import PathState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.testing import greedy_reference as greedy_reference
 from arbordraft.testing import left_padded as left_padded
 from arbordraft.testing import new_tokens as new_tokens
 from arbordraft.testing import tiny_model
-from arbordraft.trees.masks import SlicedCausalMask
+from arbordraft.trees.draft_tree import DraftTree
 
 VOCAB = 61
 EOS = 2
@@ -215,8 +218,47 @@ def tiny_checkpoint(folder: Path, tokenizer: PreTrainedTokenizerFast | None = No
     return folder
 
 
-def _unplanned(situation: Situation) -> None:
-    """To be asked instead."""
+@dataclass
+class Text:
+    """A sample as drafters see it."""
+
+    number: int
+    tokens: list[int]
+    greedy: bool
+    pipeline: LogitsPipeline
+    memory: object = None
+    path_state: PathState | None = None
+
+    def path(self, drafted: Sequence[int] = ()) -> list[int]:
+        return [*self.tokens, *drafted]
+
+    def state(self, drafted: Sequence[int]) -> PathState:
+        assert self.path_state is not None
+        return self.path_state.along(drafted)
+
+
+class Asked(Decider):
+    """Asks a function before every level."""
+
+    def __init__(self, decide: Callable[[StepView], Sequence[bool]]) -> None:
+        super().__init__()
+        self.decide = decide
+
+    def forward(self, view: StepView) -> Sequence[bool]:
+        return self.decide(view)
+
+
+class Planned(Decider):
+    """Plans by a function."""
+
+    can_plan = True
+
+    def __init__(self, plan: Callable[[Situation], Plan]) -> None:
+        super().__init__()
+        self.by = plan
+
+    def plan(self, situation: Situation) -> Plan:
+        return self.by(situation)
 
 
 def context(
@@ -226,48 +268,49 @@ def context(
     *,
     greedy: bool = False,
     max_depth: Sequence[int | None] | None = None,
-    decide: Callable[..., Sequence[bool]] | None = None,
-    plan: Callable[[Situation], Plan | None] | None = None,
     processors: Sequence[object] = (),
     seed: int = 0,
+    **options: object,
 ) -> DraftContext:
-    """What a decoder tells its drafter in a step.
-
-    Args:
-        decide: a decider; a plain function is asked before every level.
-        plan: by default the decider's.
-    """
+    """What a decoder tells its grower in a step."""
     pipeline = LogitsPipeline(processors, len(tokens))
     generators = [Noise.source(seed + sample) for sample in range(len(tokens))]
-
     noise: Noise | GumbelNoise | None = None if greedy else Noise.draw(generators, topology.num_nodes)
     if law.shared and not greedy:
         sources = [SharedSource(seed + sample) for sample in range(len(tokens))]
         noise = GumbelNoise(sources, [len(text) for text in tokens])
-
-    def path(sample: int, drafted: Sequence[int]) -> list[int]:
-        return [*tokens[sample], *drafted]
-
-    temperature = pipeline.untruncated_temperature if law.shared and not greedy else pipeline.temperature
-    if greedy and temperature is not None:
-        temperature = 0.0 if temperature == 1 else None
-    decider = FixedDepth() if decide is None else decide
-    if plan is None:
-        plan = decider.plan if isinstance(decider, Decider) and decider.can_plan else _unplanned
     return DraftContext(
-        tokens=tokens,
+        samples=[Text(number, list(text), greedy, pipeline) for number, text in enumerate(tokens)],
         max_depth=[topology.max_depth] * len(tokens) if max_depth is None else max_depth,
         topology=topology,
-        mask=SlicedCausalMask(topology),
-        law=Fixed(law.k) if greedy else law,
-        pathwise=greedy or law.shared,
-        process_logits=lambda logits, place_of: pipeline(logits, lambda row: path(*place_of(row))),
-        temperatures=None if temperature is None else [temperature] * len(tokens),
-        plan=plan,
-        decide=decider,
-        memory=[decider.start() if isinstance(decider, Decider) else None for _ in tokens],
+        law=law,
+        greedy_law=Fixed(law.k),
+        shared=law.shared,
         noise=noise,
+        **options,
     )
+
+
+def grown(
+    drafter: Drafter,
+    state: object,
+    step: DraftContext,
+    *,
+    decide: Decider | Callable[[StepView], Sequence[bool]] | None = None,
+    plan: Callable[[Situation], Plan] | None = None,
+) -> DraftTree:
+    """The trees of a step.
+
+    Args:
+        decide: a decider; a plain function is asked before every level.
+        plan: in place of the decider.
+    """
+    decider = FixedDepth() if decide is None else decide if isinstance(decide, Decider) else Asked(decide)
+    if plan is not None:
+        decider = Planned(plan)
+    for sample in step.samples:
+        sample.memory = decider.start()
+    return grow(step, decider, drafter, state)
 
 
 def joined(

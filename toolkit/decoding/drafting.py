@@ -15,7 +15,6 @@ from arbordraft.drafters.grower import grow
 from arbordraft.sampling.laws import Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.trees.draft_tree import DraftTree, Proposal
-from arbordraft.trees.masks import SlicedCausalMask
 
 Candidates = Callable[
     [DecodeState, Sequence[Sample], Noise | GumbelNoise | None], Sequence[tuple[Sequence[int], Tensor] | None]
@@ -29,7 +28,6 @@ class Drafting:
 
     Args:
         parts: those of the decoder.
-        mask: the topology's.
         expected_batch: see :class:`~arbordraft.SpeculativeDecoder`.
         static: grows whole trees in fixed shapes, for batches whose caches are made for that.
         candidates: gives roots their children; by default the drafter does. What is drafted then changes the text, so
@@ -39,12 +37,11 @@ class Drafting:
     def __init__(
         self,
         parts: AssembledParts,
-        mask: SlicedCausalMask,
         expected_batch: int = 1,
         static: OneCallDrafts | None = None,
         candidates: Candidates | None = None,
     ) -> None:
-        self.parts, self.mask, self.expected_batch = parts, mask, expected_batch
+        self.parts, self.expected_batch = parts, expected_batch
         self.static, self.candidates = static, candidates
         self._shared, self._greedy_law = parts.coupling.verifier.shared, Fixed(parts.coupling.law.k)
         self._nothing = Proposal(self._greedy_law)
@@ -91,7 +88,6 @@ class Drafting:
             samples=state.samples,
             max_depth=max_depth,
             topology=topology,
-            mask=self.mask,
             law=coupling.law,
             greedy_law=self._greedy_law,
             shared=self._shared,

@@ -60,7 +60,7 @@ class Stepper:
     ) -> None:
         self.target, self.drafter, self.topology, self.coupling, self.decider = parts
         self.mask, self.static, self.shared = mask, static, parts.coupling.verifier.shared
-        self.drafting = Drafting(parts, mask, expected_batch, None if static is None else static.drafts, candidates)
+        self.drafting = Drafting(parts, expected_batch, None if static is None else static.drafts, candidates)
         self.eager = EagerExecutor(
             PackedRunner(parts, mask) if runner is None else runner,
             CouplingJudge(parts.coupling) if judge is None else judge,

@@ -15,7 +15,6 @@ from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.owned_rows import RowOwner, draft_temperature
 from arbordraft.sampling.stateful import Allowed
-from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.topology import TreeTopology
 
 
@@ -60,7 +59,6 @@ class DraftContext:
         samples: those of the batch; ``None`` where there is none.
         max_depth: greatest useful depth of each sample's tree; ``None`` for one that takes no part.
         topology: the planned shape.
-        mask: the topology's sliced mask.
         law: how children are drawn, of the coupling.
         greedy_law: the same for greedy samples: the most probable ones, as many.
         shared: whether target and drafter share their noise.
@@ -78,7 +76,6 @@ class DraftContext:
     samples: Sequence[ContextSample | None]
     max_depth: Sequence[int | None]
     topology: TreeTopology
-    mask: SlicedCausalMask
     law: DraftLaw
     greedy_law: DraftLaw
     shared: bool = False
