@@ -11,8 +11,7 @@ from support.request_law import few_tokens as few
 import arbordraft as ad
 from arbordraft.drafters import block
 from arbordraft.heads.block import BlockHead
-from arbordraft.testing import distance_to_target, draft_trees
-from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.testing import distance_to_target, draft_trees, one_tree, told
 from arbordraft.verifiers import Matching, TopTailRule
 
 CHAIN, SIBLINGS = ad.TreeTopology.chain(3), ad.TreeTopology([-1, 0, 0, 1, 2])
@@ -66,7 +65,7 @@ def test_a_tree_costs_one_pass_of_as_many_rows_as_it_has_levels(topology, max_de
     counted = Counted(drafter("block").head, target())
     tree = Rounds(counted, target(), PROMPTS[:1]).propose(topology, ad.WithoutReplacement(3), max_depth=[max_depth])
     assert counted.asked == ([] if rows is None else [rows])
-    assert max(topology.depth_list[node] for node in tree.samples[0].tokens) == (rows or 0)
+    assert tree.depth.max() == (rows or 0)
 
 
 def test_a_batch_shares_the_pass():
@@ -151,9 +150,10 @@ TEXT = [3, 1, 4]
 def table(path):
     """Rows behind a drafted path: the target's, and the one that the drafter draws the children there from."""
     rounds = Rounds(made(few_tokens=True, markov_rank=2), few(0), [TEXT])
-    (tree,) = rounds.propose(ad.TreeTopology.chain(len(path) + 1), Dictated([*path, 0])).samples
+    tree = rounds.propose(ad.TreeTopology.chain(len(path) + 1), Dictated([*path, 0]))
     real = next_logits(few(0).model, [*TEXT, *path]).double().softmax(-1)
-    return real, tree.draft_probs[len(path)].double() / tree.draft_probs[len(path)].double().sum()
+    row = tree.drawn_from(len(path)).double()
+    return real, row / row.sum()
 
 
 def marginal(path):
@@ -164,8 +164,9 @@ def marginal(path):
 def deaf_trees(topology, law, rows, prefix=()):
     """Negative control: drawn from the rows of their parents, said to be from those of their depth."""
     for chance, tree in draft_trees(topology, law, rows, prefix):
-        told = {node: marginal(tuple(tree.path(node))) for node in tree.draft_probs}
-        yield chance, SampleTree(topology, law, tree.tokens, told)
+        tokens, rows_of = told(tree)
+        place = dict(zip(tokens, tree.rows, strict=True))
+        yield chance, one_tree(topology, law, tokens, {node: marginal(tuple(tree.path(place[node]))) for node in rows_of})
 
 
 COUPLINGS = {
@@ -193,5 +194,5 @@ def test_rows_that_forget_their_parents_would_be_seen():
 
 def test_without_the_term_siblings_go_on_alike():
     proposer = made(markov_rank=0, block_size=3)
-    (tree,) = Rounds(proposer, target(), PROMPTS[2:]).propose(SIBLINGS, ad.IID(2)).samples
-    assert torch.equal(tree.draft_probs[1], tree.draft_probs[2])
+    tree = Rounds(proposer, target(), PROMPTS[2:]).propose(SIBLINGS, ad.IID(2))
+    assert torch.equal(tree.drawn_from(1), tree.drawn_from(2))

@@ -29,7 +29,8 @@ from transformers import TemperatureLogitsWarper
 
 from arbordraft import EagleDrafter
 from arbordraft.deciders.decisions import Plan
-from arbordraft.drafters import one_call
+from arbordraft.drafters import grower, model_drafter
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels.decoder_layers import Norm
 from arbordraft.kernels.draft_tree import DraftRun
@@ -46,15 +47,14 @@ def both(kind):
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """Of every attempt to grow trees in one call, whether it did."""
-    done, real = [], one_call.grow_in_one_call
+    done, real = [], TreeGrower._grown_in_one_call
 
-    def counted(*arguments):
-        found = real(*arguments)
-        done.append(found is not None)
+    def counted(self, group):
+        found = real(self, group)
+        done.append(found)
         return found
 
-    for module in ("block", "eagle", "medusa", "language_model"):
-        monkeypatch.setattr(f"arbordraft.drafters.{module}.grow_in_one_call", counted)
+    monkeypatch.setattr(TreeGrower, "_grown_in_one_call", counted)
     return done
 
 
@@ -71,8 +71,9 @@ def pair(kind, texts=TEXTS):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_call_grows_the_same_trees(calls, kind, topology, plan):
     count = check(*pair(kind), TOPOLOGIES[topology], PLANS[plan], **GREEDY)
-    assert calls == [True] * 3, "one of both was to be grown in one call"
-    assert (count > 0) == (topology != "root" and plan != "nothing")
+    nothing = topology == "root" or plan == "nothing"
+    assert calls == [True, nothing] * 3, "one of both was to be grown in one call"
+    assert (count > 0) != nothing
 
 
 @pytest.mark.parametrize("plan", ["everything", "levels", "large budget"])
@@ -81,7 +82,7 @@ def test_one_call_grows_the_same_trees(calls, kind, topology, plan):
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_shared_noise_too(calls, kind, topology, heat, plan):
     assert check(*pair(kind), TOPOLOGIES[topology], PLANS[plan], near=NEAR, **TEMPERATURES[heat]) > 0
-    assert calls == [True] * 3
+    assert calls == [True, False] * 3
 
 
 @pytest.mark.parametrize("heat", TEMPERATURES)
@@ -96,7 +97,7 @@ def test_single_samples(kind, text, heat):
 @pytest.mark.parametrize("chunk", [1, 3, 4, 12, 13])
 @pytest.mark.parametrize("kind", ["eagle, trimmed", "model"])
 def test_prompts_in_portions(monkeypatch, kind, chunk):
-    monkeypatch.setattr(one_call, "CHUNK", chunk)
+    monkeypatch.setattr(model_drafter, "CHUNK", chunk)
     long = [list(range(3, 40)), [9], list(range(50, 20, -1)), [5, 6] * 7]
     assert check(*pair(kind, long), BINARY, PLANS["everything"], **GREEDY) > 0
 
@@ -160,7 +161,7 @@ def test_draft_models_of_fewer_bits(calls, bits, heat):
     slow._native_model = slow.model.prepacking, None  # level by level
     rounds = Rounds(fast, target, TEXTS), Rounds(slow, target, TEXTS)
     assert check(*rounds, BINARY, PLANS["everything"], near=NEAR, **TEMPERATURES[heat]) > 28
-    assert calls == [True] * 3
+    assert calls == [True, False] * 3
     (own, _), options = both("model"), TEMPERATURES[heat]
     found, expected = (
         trees(Rounds(drafter, target, TEXTS), BINARY, PLANS["everything"], **options)[1] for drafter in (fast, own[1])
@@ -180,7 +181,7 @@ def broken(network):
 def test_weights_that_are_no_numbers_draft_nothing(kind, heat):
     target, drafter = built(kind, change=None if kind == "model" else broken)
     if kind == "model":  # which would be refused if it came like this
-        sound = drafter._in_one_call().weights
+        sound = drafter._natively(drafter.model).weights
         drafter._native_model = (
             drafter.model.prepacking,
             DraftRun(replace(sound, norm=Norm(sound.norm.weight * float("nan")))),
@@ -193,8 +194,9 @@ def test_weights_that_are_no_numbers_draft_nothing(kind, heat):
 def test_what_cannot_be_told_in_numbers_is_grown_level_by_level(calls, kind, options):
     target, drafter = built(kind)
     tree = Rounds(drafter, target, TEXTS).propose(BINARY, **{"law": LAW, **options})
-    assert calls == [False]
-    assert len(tree.samples[0].tokens) == 15
+    assert calls
+    assert not calls[0]
+    assert tree.lengths[0] == 15
 
 
 # Plans and requests that one side might read otherwise
@@ -234,13 +236,13 @@ def caught(fast, slow, **options):
 
 @pytest.mark.parametrize(("field", "factor"), [("trust", 1.3), ("next", 0.6)], ids=["trust", "expectation"])
 def test_another_weight_of_a_draft_would_be_seen(monkeypatch, field, factor):
-    (fast, slow), real = pair("eagle"), one_call._growth
+    (fast, slow), real = pair("eagle"), grower._growth
 
     def other(*given):
         growth = real(*given)
         return growth._replace(**{field: [factor * weight for weight in getattr(growth, field)]})
 
-    monkeypatch.setattr(one_call, "_growth", other)
+    monkeypatch.setattr(grower, "_growth", other)
     caught(fast, slow, plan=PLANS["dear rows"])
 
 
@@ -265,21 +267,19 @@ def test_a_shifted_position_would_be_seen(monkeypatch):
 
 def test_the_state_of_a_sibling_would_be_seen(monkeypatch):
     fast, slow = pair("eagle")
-    real = EagleDrafter._run
+    real = EagleDrafter.propose
 
-    def swapped(self, state, grower, frontier):
-        logits = real(self, state, grower, frontier)
-        for known in state.hidden.values():
-            if 2 in known and 3 not in known:
-                known[1], known[2] = known[2], known[1]
-        return logits
+    def swapped(self, state, level):
+        if level.depth == 2:
+            state.out = state.out.view(-1, 2, state.out.shape[1]).flip(1).flatten(0, 1)  # every node has two children
+        return real(self, state, level)
 
-    monkeypatch.setattr(EagleDrafter, "_run", swapped)
+    monkeypatch.setattr(EagleDrafter, "propose", swapped)
     caught(fast, slow)
 
 
 def test_noise_of_another_seed_would_be_seen(monkeypatch):
     fast, slow = pair("medusa")
-    real = one_call._draws
-    monkeypatch.setattr(one_call, "_draws", lambda *given: (one := real(*given))._replace(seeds=one.seeds + 1))
+    real = grower._draws
+    monkeypatch.setattr(grower, "_draws", lambda *given: (one := real(*given))._replace(seeds=one.seeds + 1))
     caught(fast, slow, greedy=False, **HOT, near=NEAR)

@@ -1,5 +1,7 @@
 """Trained drafters: their rows are those of their networks, whatever was accepted before, and nothing is lost."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.companions import (
@@ -21,15 +23,14 @@ from support.request_law import few_tokens as few
 from support.request_law import fit
 
 import arbordraft as ad
+from arbordraft.decoding import drafting
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.grower import TreeGrower
 from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
 
 CHAIN, CROSSED = (
     ad.TreeTopology.chain(4),
@@ -109,21 +110,18 @@ def test_sampling_has_the_law_of_the_target(name):
     assert fit(ad.SpeculativeDecoder(few(0), few_drafter(name), ad.TreeTopology([-1, 0, 0, 1]), coupling)) > 1e-3
 
 
-def test_rows_that_were_not_drawn_from_would_be_seen():
+def test_rows_that_were_not_drawn_from_would_be_seen(monkeypatch):
     """Negative control: rows flatter than those that the drafts came from."""
+    grow = drafting.grow
 
-    class Liar(ad.MedusaDrafter):
-        def propose(self, state, context):
-            trees = [
-                tree and SampleTree(tree.topology, tree.law, tree.tokens, {n: r * 0.3 + 0.7 / 6 for n, r in
-                tree.draft_probs.items()})
-                for tree in super().propose(state, context).samples
-            ]  # fmt: skip
-            return DraftTree(tuple(trees))
+    def lie(*given):
+        tree = grow(*given)
+        return replace(tree, draft_rows=tree.draft_rows * 0.3 + 0.7 / 6)
 
-    liar = Liar(few_drafter("medusa").head, few(0))
+    monkeypatch.setattr(drafting, "grow", lie)
     coupling = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
-    assert fit(ad.SpeculativeDecoder(few(0), liar, ad.TreeTopology([-1, 0, 0, 1]), coupling)) < 1e-6
+    decoder = ad.SpeculativeDecoder(few(0), few_drafter("medusa"), ad.TreeTopology([-1, 0, 0, 1]), coupling)
+    assert fit(decoder) < 1e-6
 
 
 # Rows
@@ -137,13 +135,12 @@ def test_rows_are_those_of_the_network(name, law, topology):
     rounds = Rounds(drafter(name), target(), PROMPTS)
     tree = rounds.propose(topology, law)
     assert check_rows(name, trained(name).network, target().model, tree, PROMPTS) > 5
-    for number, sample in enumerate(tree.samples):
-        if name in ("exit", "model"):
-            assert list(sample.tokens) == list(range(topology.num_nodes))
-        for node, row in sample.draft_probs.items():
-            uniforms = rounds.context.noise.draft[number, list(topology.child_list[node])].tolist()
-            drawn = sample.law_of(node).draw(row, uniforms)
-            assert [sample.tokens[child] for child in sample.children(node)] == drawn
+    if name in ("exit", "model"):
+        assert tree.node.tolist() == [*range(topology.num_nodes)] * len(PROMPTS)
+    for row in range(tree.rows):
+        if (drawn_from := tree.drawn_from(row)) is not None:
+            uniforms = rounds.step.noise.draft[tree.owner[row], list(topology.child_list[tree.node[row]])].tolist()
+            assert tree.token[tree.children[row]].tolist() == tree.law_of(row).draw(drawn_from, uniforms)
 
 
 @every_drafter
@@ -162,9 +159,9 @@ class Hoarder(ad.EagleDrafter):
     """Does not give up the slots of its trees."""
 
     def commit(self, state, tree, verdict):
-        state.cache.drop = lambda handles: None
+        state.cache.commit = lambda kept: None
         super().commit(state, tree, verdict)
-        del state.cache.drop
+        del state.cache.commit
 
 
 class Forward(ad.MedusaDrafter):
@@ -187,7 +184,7 @@ def test_a_text_of_one_token_is_not_drafted_for(name):
     assert tree.lengths == [1, {"block": 5, "eagle": 5, "medusa": 4}[name]]
     rounds.commit(tree, [0, 1])
     tree = rounds.propose(CHAIN, ad.IID(1))
-    assert tree.samples[0].draft_probs
+    assert tree[0].drawn_from(0) is not None
     check_rows(name, trained(name).network, target().model, tree, rounds.tokens)
 
 
@@ -208,8 +205,7 @@ def test_nothing_outside_of_the_vocabulary_is_drafted(name, greedy):
     made = {"block": ad.BlockDrafter, "eagle": ad.EagleDrafter, "medusa": ad.MedusaDrafter}[name](head, target())
     for law in (ad.IID(3), ad.WithoutReplacement(3), ad.TopTail(1, 2), ad.Fixed(3)):
         tree = Rounds(made, target(), PROMPTS).propose(ad.TreeTopology.k_ary(3, 2), law, greedy=greedy)
-        drafted = {token for sample in tree.samples for node, token in sample.tokens.items() if node}
-        assert drafted == {3, 60}
+        assert set(tree.token[tree.node > 0].tolist()) == {3, 60}
         assert tree.lengths[1] == 1
     check_greedy(ad.SpeculativeDecoder(target(), made, UNEVEN, DRAWN))
 
@@ -290,7 +286,7 @@ def test_a_new_adapter_changes_no_bit(architecture):
     rows = []
     for adapter in (None, ExitAdapter.for_target(model, 2), adapted(model, 2)):
         tree = Rounds(ad.EarlyExitDrafter(of, 2, adapter), of, PROMPTS).propose(CHAIN, ad.IID(1))
-        rows.append(torch.stack([sample.draft_probs[0] for sample in tree.samples]))
+        rows.append(torch.stack([tree[sample].drawn_from(tree[sample].root) for sample in tree.living]))
     assert torch.equal(rows[0], rows[1])
     assert not torch.allclose(rows[0], rows[2])
 
@@ -339,6 +335,9 @@ class Sometimes(Drafter):
         layers: states that it wants.
     """
 
+    certain = True
+    max_levels = 1
+
     def __init__(self, rounds, layers):
         super().__init__()
         self.rounds, self.hidden_layers = iter(rounds), layers
@@ -353,12 +352,9 @@ class Sometimes(Drafter):
         for sample, shown in hidden.items():
             state[sample].append(shown)
 
-    def propose(self, state, context):
-        chosen, grower = next(self.rounds), TreeGrower(context, ad.Fixed(1), self)
-        for sample in grower.frontier(0):
-            if sample in chosen:
-                grower.add_children(sample, 0, [9], [1.0], None)
-        return grower.tree()
+    def propose(self, state, level):
+        chosen = next(self.rounds)
+        return [([9], [1.0]) if sample in chosen else ([], []) for sample, _ in level.places]
 
 
 @pytest.mark.parametrize("name", ROWS)

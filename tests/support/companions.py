@@ -254,8 +254,8 @@ class Rounds:
         """The drafter's trees; finished samples get none."""
         max_depth = [topology.max_depth if handle in self.cache else None for handle in self.handles]
         asked = {name: options.pop(name) for name in ("decide", "plan") if name in options}
-        step = context(self.tokens, topology, law, static=self.static, **{"max_depth": max_depth, **options})
-        return grown(self.drafter, self.state, step, **asked)
+        self.step = context(self.tokens, topology, law, static=self.static, **{"max_depth": max_depth, **options})
+        return grown(self.drafter, self.state, self.step, **asked)
 
     def commit(self, tree: DraftTree, ends: Sequence[int | None]) -> None:
         """Accepts each sample's path down to a node and a token without meaning; ``None`` ends the sample.
