@@ -46,10 +46,10 @@ def decode(decoder, *, sampled, texts=TEXTS):
     seen = []
 
     def watch(state, tree, verdict):
-        for number, drafted in enumerate(tree.samples):
-            if drafted is not None and len(drafted.tokens) > 1:
-                depth = max(drafted.topology.depth_list[node] for node in drafted.tokens)
-                seen.append((len(state[number].tokens) + depth, drafted.source))
+        for number in tree.living:
+            if tree.lengths[number] > 1:
+                deepest = int(tree.depth[tree[number].rows[-1]])  # nodes stand level by level
+                seen.append((len(state[number].tokens) + deepest, tree[number].proposal.source))
 
     decoder.on_step = watch
     options = NEVER | {"do_sample": sampled} | ({"temperature": 0.8} if sampled else {})
