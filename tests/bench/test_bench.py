@@ -14,7 +14,6 @@ from arbordraft.bench.decoding import emitted
 from arbordraft.bench.verifiers import clustered, expected_accepted, laws_of, node_acceptance, tree_tau, watch
 from arbordraft.bench.workload import Workload
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.grower import TreeGrower
 from arbordraft.testing import acceptance, random_rows
 from arbordraft.verifiers import optimal_acceptance
 
@@ -24,22 +23,23 @@ CHAIN = ad.TreeTopology.chain(5)
 class Told(Drafter):
     """Drafts chains of given lengths whose first tokens are right: all but the last ``wrong`` of them."""
 
+    certain = True
+
     def __init__(self, texts, plan):
         super().__init__()
         self.texts, self.plan, self.step = texts, plan, 0
 
-    def propose(self, state, context):
-        grower, step = TreeGrower(context, ad.Fixed(1), self), self.plan[min(self.step, len(self.plan) - 1)]
+    def propose(self, state, level):
+        step, guesses = self.plan[min(self.step, len(self.plan) - 1)], []
+        for row, (sample, _) in enumerate(level.places):
+            length, right = step[sample]
+            token = self.texts[sample][len(level.text(row))]
+            guess = token if level.depth < right else (token + 1) % VOCAB
+            guesses.append(([guess], [1.0]) if level.depth < length else ([], []))
+        return guesses
+
+    def commit(self, state, tree, verdict):
         self.step += 1
-        for depth in range(5):
-            for sample in grower.frontier(depth):
-                length, right = step[sample]
-                if depth < length:
-                    known = self.texts[sample]
-                    at = len(context.tokens[sample]) + depth
-                    token = known[at] if depth < right else (known[at] + 1) % VOCAB
-                    grower.add_children(sample, depth, [token], [1.0], None)
-        return grower.tree()
 
 
 def test_the_worked_example_of_the_paper():

@@ -9,6 +9,7 @@ from support.models import (
     PROMPTS,
     check_greedy,
     context,
+    grown,
     joined,
     next_logits,
     ragged,
@@ -203,11 +204,9 @@ def test_children_are_drawn_from_the_rows_that_are_told(size):
     expected[:shared] = next_logits(draft.model, read)[:shared].softmax(-1)
     for seed in range(60):
         state = joined(drafter, [text])
-        step = context([text], BUSH, ad.IID(2), seed=seed)
-        object.__setattr__(step, "vocab_size", FEW)
-        (tree,) = drafter.propose(state, step).samples
-        torch.testing.assert_close(tree.draft_probs[0], expected, atol=1e-5, rtol=0)
-        drawn |= set(list(tree.tokens.values())[1:])
+        tree = grown(drafter, state, context([text], BUSH, ad.IID(2), seed=seed, vocab_size=FEW))
+        torch.testing.assert_close(tree.drawn_from(0), expected, atol=1e-5, rtol=0)
+        drawn |= set(tree.token[1:].tolist())
     assert drawn <= set(range(shared))
     assert len(drawn) > 2
 

@@ -7,20 +7,23 @@ from itertools import accumulate
 from operator import mul
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import context
+from torch import Tensor
 
 from arbordraft import CostTable, Fixed, TreeTopology
 from arbordraft.deciders import CostAware, Decider, FixedDepth, PathSurvival
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Draw, Origin, Plan, Situation, StepView
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import TreeGrower
-from arbordraft.sampling.laws import IID
-from arbordraft.trees.draft_tree import DraftTree, SampleTree
-from arbordraft.trees.verdict import Outcome
+from arbordraft.drafters.base import Guesses
+from arbordraft.drafters.context import DraftContext, Level
+from arbordraft.drafters.grower import grow
+from arbordraft.sampling.laws import IID, DraftLaw
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.verdict import Outcome, Verdict
 
 DEPTH = 6
 
@@ -38,12 +41,33 @@ STAIRS = StepCosts(
 
 
 class Guessing(Drafter):
-    """Drafts chains whose chances it says; ``acceptance`` is what it promises beforehand."""
+    """Drafts chains whose chances it says; ``acceptance`` is what it promises beforehand.
 
-    def __init__(self, promise: float, free: bool = False) -> None:
+    Attributes:
+        stated: the chances, by depth.
+        levels: how many it has drafted.
+    """
+
+    def __init__(self, promise: float, free: bool = False, certain: bool = True) -> None:
         super().__init__()
         self.acceptance = (promise, 0.0)
-        self.free = free
+        self.free, self.certain = free, certain
+        self.stated: Sequence[float] = ()
+        self.levels = 0
+
+    def propose(self, state: object, level: Level) -> Tensor | Guesses:
+        self.levels += 1
+        chance = self.stated[level.depth]
+        if self.certain:
+            return [([7], [chance])] * len(level.places)
+        return torch.tensor([[1 - chance, *[0.0] * 6, chance]] * len(level.places)).log()
+
+
+class Sevens(IID):
+    """Draws what was to be drawn."""
+
+    def draw(self, draft: Tensor, uniforms: Sequence[float]) -> list[int]:
+        return [7]
 
 
 @dataclass
@@ -63,27 +87,19 @@ class Run:
         return sum(kept > 0 for kept in self.kept[first:last]) / (last - first)
 
 
-def grown(step: DraftContext, drafter: Drafter, stated: Sequence[float]) -> tuple[DraftTree, int]:
+def begun(decider: Decider, samples: int = 1, law: DraftLaw | None = None, **options: object) -> DraftContext:
+    """A step whose drafts are certain, or drawn by a law."""
+    topology = TreeTopology.chain(DEPTH)
+    step = context([[5, 6]] * samples, topology, law or Fixed(1), greedy=law is None, **options)
+    for sample in step.samples:
+        sample.memory = decider.start()
+    return step
+
+
+def grown(step: DraftContext, decider: Decider, drafter: Guessing, stated: Sequence[float]) -> tuple[DraftTree, int]:
     """A step's chains, whose drafts have these chances by depth, and how many levels were drafted."""
-    grower, levels = TreeGrower(step, step.law, drafter), 0
-    for depth in range(DEPTH):
-        frontier = grower.frontier(depth)
-        if not frontier:
-            break
-        levels += 1
-        for sample, nodes in frontier.items():
-            for node in nodes:
-                grower.add_children(sample, node, [7], [stated[depth]])
-    return grower.tree(), levels
-
-
-def accepted(tree: SampleTree, truth: Sequence[float], chance: random.Random) -> SampleVerdict:
-    path: list[int] = []
-    for node in range(1, len(tree.tokens)):
-        if chance.random() >= truth[node - 1]:
-            break
-        path.append(node)
-    return SampleVerdict(tuple(path), 3, recovered=len(path) < len(tree.tokens) - 1)
+    drafter.stated, drafter.levels = stated, 0
+    return grow(step, decider, drafter, None), drafter.levels
 
 
 def simulate(
@@ -100,21 +116,23 @@ def simulate(
     """Decodes ``steps`` times; ``truth`` says by step how often a draft is accepted if those before it are."""
     run, chance = Run(), random.Random(0)
     drafter = Guessing(stated if promise is None else promise, free)
-    step = context([[5, 6]] * samples, TreeTopology.chain(DEPTH), Fixed(1), greedy=True, decide=decider)
+    step = begun(decider, samples)
     for number in range(steps):
-        tree, levels = grown(step, drafter, [stated] * DEPTH)
+        tree, levels = grown(step, decider, drafter, [stated] * DEPTH)
         run.levels.append(levels)
         run.kept.append(sum(tree.lengths) - samples)
         run.seconds.append(
             price.target(sum(tree.lengths)) + price.rest + (0 if free else levels * price.draft(samples))
         )
-        tokens = 0
-        for memory, sample in zip(step.memory, tree.samples, strict=True):
-            assert sample is not None
-            judged = accepted(sample, [truth(number)] * DEPTH, chance)
-            decider.learn(memory, sample.outcome(judged))
-            tokens += 1 + len(judged.path)
-        run.tokens.append(tokens)
+        right = [
+            next((n for n in range(length - 1) if chance.random() >= truth(number)), length - 1)
+            for length in tree.lengths
+        ]
+        ends = {sample: (tree[sample].rows[count], 3) for sample, count in enumerate(right)}
+        verdict = Verdict.of(tree, ends)
+        for sample, text in enumerate(step.samples):
+            decider.learn(text.memory, verdict.outcome(tree, sample))
+        run.tokens.append(samples + sum(right))
     return run
 
 
@@ -157,8 +175,8 @@ def test_the_larger_the_batch_the_less_is_drafted(price):
     """Rows take time that all share; so does a sampled request draft that stands for as many."""
     found = []
     for samples in (1, 2, 4, 8, 16, 32):
-        step = context([[5, 6]] * samples, TreeTopology.chain(DEPTH), Fixed(1), greedy=True, decide=CostAware(price))
-        tree, _ = grown(step, Guessing(0.6), [0.6] * DEPTH)
+        decider = CostAware(price)
+        tree, _ = grown(begun(decider, samples), decider, Guessing(0.6), [0.6] * DEPTH)
         assert len(set(tree.lengths)) <= 2, "equal samples draft alike, but for a rest that does not divide"
         found.append(sum(tree.lengths) / samples - 1)
     assert found[0] >= 2
@@ -170,8 +188,9 @@ def test_a_sampled_request_drafts_as_in_a_batch_of_its_like():
     """IID draws end with levels, not with rows: the same two decisions for one that stands for many."""
     found = []
     for alike in (1, 4, 16, 64):
-        step = context([[5, 6]], TreeTopology.chain(DEPTH), IID(1), decide=CostAware(costs(0.1, 0.02)))
-        found.append(grown(replace(step, expected_batch=alike), Guessing(0.7), [0.7] * DEPTH)[1])
+        decider = CostAware(costs(0.1, 0.02))
+        step = begun(decider, law=Sevens(1), expected_batch=alike)
+        found.append(grown(step, decider, Guessing(0.7, certain=False), [0.7] * DEPTH)[1])
     assert found[0] > found[-1]
     assert found == sorted(found, reverse=True)
 
@@ -214,8 +233,7 @@ def test_no_more_nodes_than_wanted(nodes, samples):
     plan = decider.plan(situation(decider, samples, promise=0.9))
     assert plan.budget == samples * (nodes - 1)
     assert plan.keep([0.9] * 40) == samples * (nodes - 1)
-    step = context([[5, 6]] * samples, TreeTopology.chain(DEPTH), Fixed(1), greedy=True, decide=decider)
-    tree, levels = grown(step, Guessing(0.9), [0.9] * DEPTH)
+    tree, levels = grown(begun(decider, samples), decider, Guessing(0.9), [0.9] * DEPTH)
     assert sum(tree.lengths) == samples * nodes
     assert levels <= nodes
 
@@ -244,13 +262,11 @@ def test_being_asked_and_planning_agree(slope, level, right, rest):
     """Where drafts are what was expected of them, step by step, levels that were asked for are those planned."""
     price = costs(slope, level, rest)
     decider, asked = CostAware(price), CostAware(price, survival=PathSurvival())
-    step = context([[5, 6]], TreeTopology.chain(DEPTH), Fixed(1), greedy=True, decide=decider)
     assert decider.can_plan
     assert not asked.can_plan
     stated = [right, *[0.85 * right] * (DEPTH - 1)]
     drafter = Guessing(right)
-    planned = grown(step, drafter, stated)[1]
-    told = grown(replace(step, decide=asked, plan=lambda situation: None), drafter, stated)[1]
+    planned, told = (grown(begun(each), each, drafter, stated)[1] for each in (decider, asked))
     assert abs(planned - told) <= 1
     assert (planned > 0) == (told > 0)
 
@@ -387,11 +403,11 @@ def test_drafters_are_told_apart():
 def test_what_one_sample_learns_no_other_knows():
     """Each sampled one plans alone: company, its history included, changes nothing."""
     decider = CostAware(costs(0.1, 0.1))
-    step = context([[5, 6]] * 3, TreeTopology.chain(DEPTH), IID(1), decide=decider)
-    alone = [grown(step, Guessing(0.6), [0.6] * DEPTH)[0].lengths for _ in range(2)]
+    step, drafter = begun(decider, 3, Sevens(1)), Guessing(0.6, certain=False)
+    alone = [grown(step, decider, drafter, [0.6] * DEPTH)[0].lengths for _ in range(2)]
     assert alone[0] == alone[1] == [alone[0][0]] * 3 > [1] * 3
-    taught(decider, step.memory[1], right=0.0, stated=0.6, source="Guessing")
-    assert grown(step, Guessing(0.6), [0.6] * DEPTH)[0].lengths == [alone[0][0], 1, alone[0][0]]
+    taught(decider, step.samples[1].memory, right=0.0, stated=0.6, source="Guessing")
+    assert grown(step, decider, drafter, [0.6] * DEPTH)[0].lengths == [alone[0][0], 1, alone[0][0]]
 
 
 def test_an_idle_step_forgets_a_little():

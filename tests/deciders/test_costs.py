@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import EOS, check_greedy, context, decode, joined, ragged
+from support.models import EOS, check_greedy, context, decode, grown, joined, ragged
 
 import arbordraft as ad
 from arbordraft import builders
@@ -74,34 +74,32 @@ def test_the_trim_keeps_trees_and_the_best_nodes():
     """Chances 0.9, 0.9 * 0.9 on the first branch and 0.1 on the second: two rows pay, the third does not."""
 
     class Certain(ad.NGramDrafter):
-        def _lookup(self, text, places, wanted, allowed):
+        def _lookup(self, index, tokens, suffix, wanted, allowed):
             return [Guess(7, size=4, votes=1, rank=0), Guess(8, size=1, votes=1, rank=1)][:wanted]
 
     topology = ad.TreeTopology.from_k_config((2, 1))
     drafter = Certain()
     state = joined(drafter, [[5, 6]])
-    state.odds[0]._counts = {(4, 1, 0): (90.0, 100.0), (1, 1, 1): (10.0, 100.0)}
+    state.texts[0].odds._counts = {(4, 1, 0): (90.0, 100.0), (1, 1, 1): (10.0, 100.0)}
     costs = ad.CostTable((1, 64), (1.0, 1.0 + 63 * 0.3))
-    (tree,) = drafter.propose(state, context([[5, 6]], topology, ad.Fixed(2), decide=CostAware(costs))).samples
-    assert tree.tokens == {0: 6, 1: 7, 3: 7}
-    assert tree.chances == {1: pytest.approx(0.9), 3: pytest.approx(0.9)}
-    (tree,) = drafter.propose(state, context([[5, 6]], topology, ad.Fixed(2))).samples
-    assert len(tree.tokens) > 3
+    tree = grown(drafter, state, context([[5, 6]], topology, ad.Fixed(2)), decide=CostAware(costs))
+    assert (tree.node.tolist(), tree.token.tolist()) == ([0, 1, 3], [6, 7, 7])
+    assert tree.chance[1:].tolist() == pytest.approx([0.9, 0.9])
+    assert grown(drafter, state, context([[5, 6]], topology, ad.Fixed(2))).rows > 3
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_lookups_learn_how_often_they_come_true(right):
     drafter, text = ad.NGramDrafter(longest=2, shortest=1), [1, 2, 1, 2, 1]
     state = joined(drafter, [text])
-    tree = drafter.propose(state, context([text], ad.TreeTopology.chain(1), ad.Fixed(1)))
-    assert tree.samples[0].tokens == {0: 1, 1: 2}
-    odds, guess = state.odds[0], Guess(2, size=2, votes=1, rank=0)
+    tree = grown(drafter, state, context([text], ad.TreeTopology.chain(1), ad.Fixed(1)))
+    assert tree.token.tolist() == [1, 2]
+    odds, guess = state.texts[0].odds, Guess(2, size=2, votes=1, rank=0)
     before = odds(guess)
-    assert tree.samples[0].chances == {1: before}
-    judged = SampleVerdict((1,), 1, recovered=False) if right else SampleVerdict((), 9, recovered=True)
-    drafter.commit(state, tree, Verdict((judged,)))
+    assert tree.chance[1] == before
+    drafter.commit(state, tree, Verdict.of(tree, {0: (1, 1) if right else (0, 9)}))
     assert (odds(guess) > before) == right
-    new = joined(ad.NGramDrafter(), [[1]]).odds[0]
+    new = joined(ad.NGramDrafter(), [[1]]).texts[0].odds
     for other in (guess._replace(size=1), guess._replace(votes=2), guess._replace(rank=1)):
         assert odds(other) == new(other)  # others learn nothing
 

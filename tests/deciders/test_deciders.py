@@ -22,7 +22,7 @@ from arbordraft.deciders import (
 )
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Draw, Origin, Situation, StepView
-from arbordraft.drafters.grower import TreeGrower
+from arbordraft.drafters import Drafter
 from arbordraft.trees.verdict import Outcome
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
@@ -181,14 +181,7 @@ def test_the_output_does_not_notice(decider):
 
 def test_every_sample_drafts_its_own_length():
     decoder, lengths = draft_model_decoder(Alternating()), []
-    propose = decoder.drafter.propose
-
-    def record(state, context):
-        tree = propose(state, context)
-        lengths.append(tree.lengths)
-        return tree
-
-    decoder.drafter.propose = record
+    decoder.on_step = lambda state, tree, verdict: lengths.append(tree.lengths)
     decoder.generate(**left_padded(PROMPTS), max_new_tokens=20, do_sample=False, eos_token_id=None)
     assert lengths[0] == [1, 3, 7]
 
@@ -208,18 +201,19 @@ class EverySecond(Decider):
 
 def test_a_decoder_remembers_how_drafting_went():
     """A drafter that is always wrong is asked every second step."""
-    decoder, lengths = draft_model_decoder(EverySecond()), []
     (tokens,) = greedy_reference(ragged().model, PROMPTS[:1], max_new_tokens=8, eos_token_id=None)
     wrong = next(token for token in range(VOCAB) if token not in tokens)
 
-    def propose(state, context):
-        grower = TreeGrower(context, ad.Fixed(1), decoder.drafter)
-        for sample in grower.frontier(0):
-            grower.add_children(sample, 0, [wrong], [1.0], None)
-        lengths.extend(grower.tree().lengths)
-        return grower.tree()
+    class Wrong(Drafter):
+        certain = True
+        max_levels = 1
 
-    decoder.drafter.propose = propose
+        def propose(self, state, level):
+            return [([wrong], [1.0]) for _ in level.places]
+
+    decoder = ad.SpeculativeDecoder(ragged(), Wrong(), ad.TreeTopology.chain(1), ad.Coupling.matching(), EverySecond())
+    lengths = []
+    decoder.on_step = lambda state, tree, verdict: lengths.extend(tree.lengths)
     _, stats = decode(decoder, PROMPTS[:1], max_new_tokens=8)
     assert lengths == [2, 1, 2, 1, 2, 1, 2, 1]
     assert (stats.tried, stats.acceptance_by_depth) == ({1: 4}, [0.0])

@@ -6,12 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import PROMPTS, VOCAB, context, generated, greedy_reference, joined, ragged, tiny
+from support.models import PROMPTS, VOCAB, context, generated, greedy_reference, grown, joined, ragged, tiny
 from torch.testing import assert_close
 
 import arbordraft as ad
 from arbordraft.deciders import FixedDepth, LearnedDecider
 from arbordraft.deciders.decisions import Draw, Origin, StepView
+from arbordraft.decoding import drafting
+from arbordraft.drafters.grower import grow
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.testing import distance_to_target, draft_trees, random_table
@@ -166,15 +168,15 @@ def test_an_eagle_drafter_shows_what_its_head_is_given():
     hidden = target.prefill(known, cache, hidden=drafter.hidden_layers)
     state = joined(drafter, prompts, cache, handles)
     drafter.take_hidden(state, {sample: hidden[handle] for sample, handle in enumerate(handles)})
-    tree = drafter.propose(state, context(prompts, TREE, ad.WithoutReplacement(2), decide=decide))
+    tree = grown(drafter, state, context(prompts, TREE, ad.WithoutReplacement(2)), decide=decide)
     assert tree.lengths == [TREE.num_nodes] * 2
     assert [step.depth for step in views] == [0, 0, 1, 1, 2, 2]  # sampled: every sample is shown alone
     for number, step in enumerate(views):
-        (paths,), sample = step.paths, tree.samples[number % 2]
+        (paths,), sample = step.paths, tree[number % 2]  # whose rows stand as its nodes do: all of them are there
         for node, draws in zip(TREE.levels[step.depth], paths, strict=True):
             assert len(draws) == step.depth
             for passed, draw in zip(TREE.path(node)[1:], draws, strict=True):
-                row = sample.draft_probs[TREE.parent_list[passed]]
+                row = sample.drawn_from(sample.rows[TREE.parent_list[passed]])
                 assert torch.equal(draw.origin.row, row)
                 assert draw.probability == pytest.approx(row[sample.tokens[passed]].item())
                 logits = drafter.head.widen(drafter.head.lm_head(draw.origin.hidden)[None])[0]
@@ -213,31 +215,24 @@ def test_the_threshold_says_how_much_is_drafted():
     assert drafted[0.0] > drafted[0.3] > drafted[1.0]
 
 
-def test_samples_of_a_batch_stop_at_their_own_depths():
+def test_samples_of_a_batch_stop_at_their_own_depths(monkeypatch):
     drafter, lengths = ad.LanguageModelDrafter(ragged(seed=3)), []
-    propose = drafter.propose
-
-    def record(state, step):
-        tree = propose(state, step)
-        lengths.append(tree.lengths)
-        return tree
-
-    drafter.propose = record
+    monkeypatch.setattr(drafting, "grow", lambda *given: lengths.append((tree := grow(*given)).lengths) or tree)
     decode(random_decider(1, threshold=0.2), drafter, ad.TreeTopology.chain(4), do_sample=True, seeds=[1, 2, 3])
     assert any(len(set(step)) > 1 for step in lengths[:3])  # long before the end, which shortens drafts by itself
 
 
 def step_view(tree, depth):
     """What a decoder would show of a tree whose next level, ``depth``, is still to be drawn."""
-    origins = {node: Origin(lambda row=row: row) for node, row in tree.draft_probs.items()}
-    parents = tree.topology.parent_list
+    origins = {row: Origin(partial(tree.drawn_from, row)) for row in tree.rows}
+    parent = tree.batch.parent.tolist()
 
-    def draws(node):
-        nodes = tree.topology.path(node)[1:]
-        return tuple(Draw(origins[parents[n]].row[tree.tokens[n]].item(), origins[parents[n]]) for n in nodes)
+    def draws(row):
+        path = tree.batch.path(row)[1:]
+        return tuple(Draw(origins[parent[r]].row[tree.token(r)].item(), origins[parent[r]]) for r in path)
 
-    frontier = [node for node in tree.topology.levels[depth - 1] if node in tree.tokens]
-    return StepView(depth - 1, [[draws(node) for node in frontier]], [None])
+    frontier = [row for row in tree.rows if tree.batch.depth[row] == depth - 1]
+    return StepView(depth - 1, [[draws(row) for row in frontier]], [None])
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, 0, 0, 1, 3]], ids=["chain", "tree"])

@@ -51,9 +51,9 @@ def test_a_level_costs_what_it_takes_and_nothing_costs_nothing(clock):
     """By a clock that only levels of drafts advance, by a second each."""
 
     class Ticking(LanguageModelDrafter):
-        def propose(self, state, context):
-            clock.now += context.topology.max_depth
-            return super().propose(state, context)
+        def propose(self, state, level):
+            clock.now += 1
+            return super().propose(state, level)
 
     rows = CostTable((1,), (1.0,))
     costs = measured(Ticking(ragged(seed=3)), rows=rows)
@@ -66,11 +66,10 @@ def test_only_whole_trees_are_timed_and_no_prompts(clock):
     """By a clock that every draft advances by a second, and the first step of a batch by a hundred."""
 
     class Ticking(LanguageModelDrafter):
-        def propose(self, state, context):
-            tree = super().propose(state, context)
-            first = len(context.tokens[0]) == len(PROMPTS[0])
-            clock.now += sum(len(sample.tokens) - 1 for sample in tree.samples if sample) + 100 * first
-            return tree
+        def propose(self, state, level):
+            first = level.depth == 0 and len(level.context.tokens(0)) == len(PROMPTS[0])
+            clock.now += len(level.places) + 100 * first
+            return super().propose(state, level)
 
     prompts = [PROMPTS[0]] * 4
     for seed in range(3):
@@ -86,10 +85,11 @@ def test_lookups_are_timed_by_samples_whoever_drafts(clock, monkeypatch):
     """By a clock that only they advance, by a second and by half of one for every sample."""
     propose = NGramDrafter.propose
 
-    def ticking(self, state, context):
-        tree = propose(self, state, context)
-        clock.now += any(len(each.tokens) > 1 for each in tree.samples if each) * (1 + 0.5 * len(tree.samples))
-        return tree
+    def ticking(self, state, level):
+        proposed = propose(self, state, level)
+        if level.depth == 0 and any(tokens for tokens, _ in proposed):
+            clock.now += 1 + 0.5 * len(level.context.samples)
+        return proposed
 
     monkeypatch.setattr(NGramDrafter, "propose", ticking)
     for drafter in (NGramDrafter(), LanguageModelDrafter(ragged(seed=3))):

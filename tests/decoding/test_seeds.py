@@ -5,7 +5,6 @@ Models are in float64: what products of other sizes round otherwise is then 1e-1
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -26,7 +25,7 @@ from arbordraft.deciders import (
 )
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan
-from arbordraft.drafters.grower import TreeGrower
+from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.language_model import shrink
 from arbordraft.sampling.noise import Noise
 
@@ -246,17 +245,12 @@ class Gossip(ad.NGramDrafter):
 
     def add(self, state, sample, tokens, handle):
         super().add(state, sample, tokens, handle)
-        state.odds[sample] = next(iter(state.odds.values()))
+        state.texts[sample].odds = next(iter(state.texts.values())).odds
 
 
 def decide_together(monkeypatch):
     """Whole batches decide and spend together even when they sample, as they once did."""
-    init = TreeGrower.__init__
-
-    def changed(self, context, *rest):
-        init(self, replace(context, pathwise=True), *rest)
-
-    monkeypatch.setattr(TreeGrower, "__init__", changed)
+    monkeypatch.setattr(DraftContext, "pathwise", lambda context, sample: True)
 
 
 def test_a_decider_that_leaks_would_be_seen():

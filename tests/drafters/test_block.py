@@ -166,7 +166,8 @@ def deaf_trees(topology, law, rows, prefix=()):
     for chance, tree in draft_trees(topology, law, rows, prefix):
         tokens, rows_of = told(tree)
         place = dict(zip(tokens, tree.rows, strict=True))
-        yield chance, one_tree(topology, law, tokens, {node: marginal(tuple(tree.path(place[node]))) for node in rows_of})
+        others = {node: marginal(tuple(tree.path(place[node]))) for node in rows_of}
+        yield chance, one_tree(topology, law, tokens, others)
 
 
 COUPLINGS = {

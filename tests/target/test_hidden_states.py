@@ -8,7 +8,6 @@ from torch.testing import assert_close
 
 import arbordraft as ad
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.trees.draft_tree import DraftTree
 
 ALL = (0, 1, 2)
 
@@ -102,8 +101,7 @@ class Watcher(ad.NGramDrafter):
 class Idle(Watcher):
     """Drafts nothing at all."""
 
-    def propose(self, state, context) -> DraftTree:
-        return ad.NoDrafter().propose(None, context)
+    max_levels = 0
 
 
 @pytest.mark.parametrize("kind", [Watcher, Idle])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from support.models import VOCAB, check_greedy, context, joined, next_logits, ragged, tiny
+from support.models import VOCAB, check_greedy, context, grown, joined, next_logits, ragged, tiny
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
@@ -192,8 +192,8 @@ def forced_draft(drafter, target, text, start, steps, greedy, temperature):
         views.append(view)
         return [True]
 
-    def process_logits(logits, place_of):
-        rows.append((logits / (temperature or 1)).softmax(-1)[0])
+    def force(ids, scores):
+        rows.append((scores / (temperature or 1)).softmax(-1)[0])
         forced = rows[-1].new_full((1, VOCAB), -torch.inf)
         forced[0, text[start + len(rows) - 1]] = 0
         return forced
@@ -203,9 +203,8 @@ def forced_draft(drafter, target, text, start, steps, greedy, temperature):
     hidden = target.prefill({handle: text[: start - 1]}, cache, hidden=drafter.hidden_layers)
     state = joined(drafter, [text[:start]], cache, [handle])
     drafter.take_hidden(state, {0: hidden[handle]})
-    step = context([text[:start]], ad.TreeTopology.chain(steps), ad.Fixed(1), greedy=greedy, decide=decide)
-    object.__setattr__(step, "process_logits", process_logits)
-    drafter.propose(state, step)
+    step = context([text[:start]], ad.TreeTopology.chain(steps), ad.Fixed(1), greedy=greedy, processors=[force])
+    grown(drafter, state, step, decide=decide)
     return rows, [view.paths[0][0][-1].origin.hidden for view in views[1:]]
 
 
