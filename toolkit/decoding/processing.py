@@ -59,7 +59,7 @@ def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Tenso
     kinds = alike(owners)
 
     def drafted(row: int) -> list[int]:
-        return tree.token[tree.path(row)[1:]].tolist()  # type: ignore[no-any-return]
+        return tree.token[tree.path(row)[1:]].tolist()
 
     likeliest = best.tolist()
     made = [_rows_of(owners, drafted, owners[rows[0]], logits, likeliest) for rows in kinds.values()]

@@ -490,13 +490,11 @@ class TreeGrower:
             return
         trunk = self._trunk()
         # Parents stand before their children: both the chance, which cannot rise, and the node agree on that.
-        keys = [[column[row] for row in rows] for column in (self.sample, self.node, self.reach)]
-        reach = np.array(keys[2])
-        order = np.lexsort((*keys[:2], -reach, [row not in trunk for row in rows]))
-        kept = max(plan.keep(reach[order].tolist()), len(trunk.intersection(rows)))
-        for place in order[kept:].tolist():
-            self.given_up.add(rows[place])
-            self._drafts[self.sample[rows[place]]] -= 1
+        ranked = sorted(rows, key=lambda row: (row not in trunk, -self.reach[row], self.node[row], self.sample[row]))
+        kept = max(plan.keep([self.reach[row] for row in ranked]), len(trunk.intersection(rows)))
+        for row in ranked[kept:]:
+            self.given_up.add(row)
+            self._drafts[self.sample[row]] -= 1
 
 
 def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTree:
