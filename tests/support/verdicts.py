@@ -38,8 +38,9 @@ THREE = [
     ad.TreeTopology.from_k_config((3, 2, 1)),
     ad.TreeTopology.chain(3),
     ad.TreeTopology.chain(0),
+    ad.TreeTopology([-1, 0, 0, 0, 3, 1, 2, 1, 3, 6, 4, 5]),  # nodes of a level in another order than their parents
 ]
-TWO = [ad.TreeTopology.k_ary(2, 3), ad.TreeTopology.from_k_config((2, 1, 1))]
+TWO = [ad.TreeTopology.k_ary(2, 3), ad.TreeTopology.from_k_config((2, 1, 1)), ad.TreeTopology([-1, 0, 0, 2, 1, 2, 1])]
 LOST = [(), None, (3, 9, 12), (1, 6)]  # by sample nodes that are given up, with all that is below them
 
 
