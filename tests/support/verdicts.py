@@ -38,9 +38,9 @@ THREE = [
     ad.TreeTopology.from_k_config((3, 2, 1)),
     ad.TreeTopology.chain(3),
     ad.TreeTopology.chain(0),
-    ad.TreeTopology([-1, 0, 0, 0, 3, 1, 2, 1, 3, 6, 4, 5]),  # nodes of a level in another order than their parents
 ]
-TWO = [ad.TreeTopology.k_ary(2, 3), ad.TreeTopology.from_k_config((2, 1, 1)), ad.TreeTopology([-1, 0, 0, 2, 1, 2, 1])]
+TWO = [ad.TreeTopology.k_ary(2, 3), ad.TreeTopology.from_k_config((2, 1, 1))]
+CROSSED = [ad.TreeTopology([-1, 0, 0, 2, 1, 2, 1, 5, 3, 4])]  # nodes of a level in another order than their parents
 LOST = [(), None, (3, 9, 12), (1, 6)]  # by sample nodes that are given up, with all that is below them
 
 
@@ -77,13 +77,13 @@ def ends_of(verdict):
     }
 
 
-def check_verdicts(coupling, lifted, vocabulary, turns, path="auto"):
+def check_verdicts(coupling, lifted, vocabulary, turns, path="auto", shapes=None):
     """Verifies random batches of trees both ways, and sees paths of several lengths and both kinds of last token.
 
     ``path`` says which kernels verify all trees at once.
     """
     law, rule = coupling
-    verifier, shapes = (ad.Lifted if lifted else ad.TopDown)(rule), THREE if law.k == 3 else TWO
+    verifier, shapes = (ad.Lifted if lifted else ad.TopDown)(rule), shapes or (THREE if law.k == 3 else TWO)
     assert rule.rejects_in_turn
     generator, lengths, recovered = torch.Generator().manual_seed(1), set(), set()
     for turn in range(turns):

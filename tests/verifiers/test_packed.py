@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.verdicts import COUPLINGS, LOST, check_verdicts, ends_of, grown
+from support.verdicts import COUPLINGS, CROSSED, LOST, check_verdicts, ends_of, grown
 
 from arbordraft import Lifted, RecursiveRejection, SpecHub, TopDown, TopTail, TreeTopology, WithoutReplacement
 from arbordraft.sampling.noise import Noise
@@ -17,6 +17,12 @@ from arbordraft.verifiers.packed import verify_packed
 @pytest.mark.parametrize(("vocabulary", "turns"), [(7, 60), (9000, 16)])
 def test_the_same_verdicts(coupling, lifted, vocabulary, turns):
     check_verdicts(coupling, lifted, vocabulary, turns)
+
+
+@pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
+@pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
+def test_nodes_of_a_level_may_stand_in_any_order(coupling, lifted):
+    check_verdicts(coupling, lifted, 7, 60, shapes=CROSSED)
 
 
 def test_banned_tokens_and_no_mass_left():
