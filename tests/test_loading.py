@@ -473,9 +473,9 @@ def test_lookups_have_no_levels_that_could_be_measured(timed, monkeypatch):
         now[0] += 1e-6
         return now[0]
 
-    def looked(self, state, context):
-        now[0] += 0.01 * (context.topology.max_depth > 0)
-        return propose(self, state, context)
+    def looked(self, state, level):
+        now[0] += 0.01 * (level.depth == 0)
+        return propose(self, state, level)
 
     monkeypatch.setattr(time, "perf_counter", read)  # a busy machine would add more than lookups take
     monkeypatch.setattr(ad.NGramDrafter, "propose", looked)
