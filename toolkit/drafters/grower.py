@@ -6,7 +6,7 @@ Shapes: B samples, S samples of a group, N nodes of the topology, R nodes of a l
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from arbordraft.deciders.base import Decider
-from arbordraft.deciders.decisions import Draw, Origin, Plan, Situation, StepView
+from arbordraft.deciders.decisions import Draw, Origin, Plan, StepView
 from arbordraft.drafters.base import Drafter, Predictions
 from arbordraft.drafters.context import DraftContext, Level
-from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, usable
+from arbordraft.drafters.decision_groups import DecisionGroup, decision_groups, draws_of, growth_of
+from arbordraft.kernels.draft_tree import Drafted, usable
 from arbordraft.kernels.draft_tree.reference import chosen
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.sampling.laws import DraftLaw
@@ -65,81 +66,11 @@ def _waiting(
     """The samples for which another drafter is expected to bring more than what was proposed."""
     waiting = {sample for sample, grower in growers.items() if not grower.drafts(sample)}
     if len(waiting) < len(growers):
-        for group in _groups(context, decider, drafter, state):
+        for group in decision_groups(context, decider, drafter, state):
             for sample, gain in zip(group.samples, group.plan.gains if group.plan else (), strict=False):
                 if growers[sample].gains[sample] < gain:
                     waiting.add(sample)
     return waiting
-
-
-@dataclass
-class _Group:
-    """Some samples that decide together.
-
-    Args:
-        samples: S numbers.
-        told: whether numbers say all that their processors do to draft scores.
-        pathwise: whether their texts do not depend on what is drafted.
-        beside: samples that decide in other groups, each of which has a row at least.
-        depths: ``[S]`` greatest depth of each one's tree.
-        plan: how far their trees go on; ``None`` if the decider wants to be asked before every level.
-        rows: nodes, by their place in the grower's columns, that were added last.
-    """
-
-    samples: list[int]
-    told: bool
-    pathwise: bool
-    beside: int
-    depths: Sequence[int] = ()
-    plan: Plan | None = None
-    rows: Sequence[int] = ()
-
-    def alike(self, context: DraftContext) -> int:
-        """Samples that each of them stands for."""
-        return 1 if self.pathwise else context.expected_batch
-
-    def make_plan(self, context: DraftContext, decider: Decider, drafter: Drafter, lag: Sequence[int]) -> None:
-        """Asks the decider, given the committed tokens that the drafter has not read, how far trees go on."""
-        if drafter.max_levels == 0 or (context.resting and self.pathwise):
-            self.plan = Plan.everything([0] * len(self.samples))
-        elif decider.can_plan:
-            most = context.topology.max_depth
-            self.plan = decider.plan(
-                Situation(
-                    [min(depth, most) for depth in self.depths],
-                    [context.samples[sample].memory for sample in self.samples],  # type: ignore[union-attr]
-                    self.alike(context),
-                    type(drafter).__name__,
-                    drafter.acceptance,
-                    drafter.free,
-                    [lag[sample] for sample in self.samples] if lag else (),
-                    [depth + 1 for depth in self.depths] if context.fixed_batch else (),
-                    context.extra_rows + self.beside if self.pathwise else 0,
-                )
-            )
-
-
-def _groups(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) -> list[_Group]:
-    """The samples that decide together, with their plans.
-
-    What is drafted never changes a pathwise text: such samples decide together and spend their rows where they gain
-    most, those that can be told in numbers and those whose processors have to be asked each for themselves. The text of
-    any other depends on what is verified: it decides alone, for a batch of its like.
-    """
-    told: dict[bool, list[int]] = {True: [], False: []}
-    groups = []
-    for sample in context.alive:
-        if context.pathwise(sample):
-            told[context.temperature(sample) is not None].append(sample)
-        else:
-            groups.append(_Group([sample], told=False, pathwise=False, beside=0))
-    number = len(context.alive)
-    groups[:0] = [_Group(own, kind, pathwise=True, beside=number - len(own)) for kind, own in told.items() if own]
-    depths, lag = drafter.depths(state, context), drafter.lag(state, context)
-    for group in groups:
-        group.depths = [depths[sample] for sample in group.samples]
-        group.make_plan(context, decider, drafter, lag)
-    return groups
 
 
 class TreeGrower:
@@ -155,7 +86,7 @@ class TreeGrower:
     def __init__(self, context: DraftContext, decider: Decider, drafter: Drafter, state: Any) -> None:
         self.context, self.decider, self.drafter, self.state = context, decider, drafter, state
         self.law = context.greedy_law if drafter.certain else context.law
-        self.groups = _groups(context, decider, drafter, state)
+        self.groups = decision_groups(context, decider, drafter, state)
         self.sample: list[int] = []
         self.node: list[int] = []  # of the topology
         self.token: list[int] = []
@@ -272,7 +203,7 @@ class TreeGrower:
 
     # In one call
 
-    def _grown_in_one_call(self, group: _Group) -> bool:
+    def _grown_in_one_call(self, group: DecisionGroup) -> bool:
         """Has whole trees grown by kernels or in fixed shapes, if they can be, or there is nothing to grow."""
         context, plan = self.context, group.plan
         if plan is None:
@@ -284,8 +215,8 @@ class TreeGrower:
         if not able or type(self.drafter).propose_trees is Drafter.propose_trees:
             return False
         samples = [group.samples[place] for place in going]
-        growth = _growth(context, plan, group.depths, going)
-        drafted = self.drafter.propose_trees(self.state, context, samples, growth, _draws(context, samples))
+        growth = growth_of(context, plan, group.depths, going)
+        drafted = self.drafter.propose_trees(self.state, context, samples, growth, draws_of(context, samples))
         if drafted is None:
             return False
         if drafted.broken:
@@ -302,13 +233,13 @@ class TreeGrower:
 
     # Level by level
 
-    def _going(self, group: _Group, depth: int) -> list[int]:
+    def _going(self, group: DecisionGroup, depth: int) -> list[int]:
         """The nodes at ``depth`` that get children, of a group."""
         if not group.rows:
             return []
         return self._asked(group, depth) if group.plan is None else self._planned(group, group.plan, depth)
 
-    def _planned(self, group: _Group, plan: Plan, depth: int) -> list[int]:
+    def _planned(self, group: DecisionGroup, plan: Plan, depth: int) -> list[int]:
         """Those that gain more than they take, if together they are worth a level."""
         limits = zip(group.samples, plan.levels, group.depths, plan.next, strict=True)
         following = {
@@ -332,7 +263,7 @@ class TreeGrower:
         )
         return [row for row, goes_on in zip(rows, going, strict=True) if goes_on]
 
-    def _asked(self, group: _Group, depth: int) -> list[int]:
+    def _asked(self, group: DecisionGroup, depth: int) -> list[int]:
         """Those for whose samples the decider says so."""
         living: dict[int, list[int]] = {}
         for row in sorted(group.rows, key=self._place):
@@ -468,7 +399,7 @@ class TreeGrower:
         """Sample and node."""
         return self.sample[row], self.node[row]
 
-    def _drafts_of(self, group: _Group) -> list[int]:
+    def _drafts_of(self, group: DecisionGroup) -> list[int]:
         """The drafts of a group that were not given up."""
         drafts = range(len(self._root), len(self.token))
         if len(self.groups) == 1 and not self.given_up:
@@ -484,7 +415,7 @@ class TreeGrower:
                 trunk.add(row)
         return trunk
 
-    def _trim(self, group: _Group, plan: Plan) -> None:
+    def _trim(self, group: DecisionGroup, plan: Plan) -> None:
         """Gives up the drafts that are too unlikely to be worth their rows."""
         if plan.keep is Plan.keep or not (rows := self._drafts_of(group)):
             return
@@ -542,32 +473,6 @@ def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTr
         np.array(draft_row)[order],
         torch.cat(draft_rows) if draft_rows else NO_ROWS,
     )
-
-
-def _growth(context: DraftContext, plan: Plan, depths: Sequence[int], going: Sequence[int]) -> Growth:
-    """The plan for the samples that stand at ``going`` in it."""
-    told = [(plan.trust[place], plan.next[place]) for place in going]
-    known = range(max(len(factors) for row in told for factors in row))
-    return Growth(
-        context.topology.child_offsets,
-        context.topology.child_order,
-        [min(plan.levels[place], depths[place]) for place in going],
-        [trust[min(depth, len(trust) - 1)] for trust, _ in told for depth in known],
-        [following[min(depth, len(following) - 1)] for _, following in told for depth in known],
-        [plan.weights[place] for place in going] if plan.weights else [1.0] * len(going),
-        plan.level,
-        plan.row,
-        -1 if plan.budget is None else plan.budget,
-    )
-
-
-def _draws(context: DraftContext, samples: Sequence[int]) -> Draws | None:
-    noise = context.noise
-    if not isinstance(noise, GumbelNoise):
-        return None
-    seeds = torch.tensor([source.seed if (source := noise.sources[sample]) else 0 for sample in samples])
-    positions = torch.tensor([noise.lengths[sample] for sample in samples])
-    return Draws(seeds, positions, [context.temperature(sample) or 0.0 for sample in samples])
 
 
 def _probabilities(scores: Tensor, row: int) -> Tensor:

@@ -18,6 +18,7 @@ from arbordraft.trees.verdict import Verdict
 from arbordraft.utils.checks import check_int
 
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little
+_MOST_PLACES = 4096  # and nor do older places where no more than its end stands
 _LONGEST = 64  # every suffix of a path is followed as far
 _PRIOR = 8.0  # lookups that the expectation counts for
 # Continuations of a suffix of n tokens are wrong in a share n**-power, by votes: fitted to answers of a small model.
@@ -52,7 +53,7 @@ class _Index:
         end, longest = self._last.get(suffix[-self.size :], -1), len(suffix)
         found: list[tuple[int, int]] = []
         whole = 0
-        while end >= 0 and whole < _MOST_MATCHES:
+        while end >= 0 and whole < _MOST_MATCHES and len(found) < _MOST_PLACES:
             size = self.size
             while size < longest and size <= end and tokens[end - size] == suffix[-1 - size]:
                 size += 1
