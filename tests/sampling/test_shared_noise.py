@@ -62,7 +62,9 @@ def test_noise_of_the_other_kind_is_refused():
 
 
 @pytest.mark.parametrize(
-    "processor", [None, TopKLogitsWarper(4), TopKLogitsWarper(9), TopPLogitsWarper(0.5, filter_value=-9.0)], ids=str
+    "processor",
+    [None, TopKLogitsWarper(4), TopKLogitsWarper(9), TopPLogitsWarper(0.5, filter_value=-9.0)],
+    ids=["none", "top 4", "top 9", "top p"],
 )
 def test_a_row_without_tokens_is_refused(processor):
     noise, scores = GumbelNoise([SharedSource(1)], [3]), torch.full((1, 5), -torch.inf)
