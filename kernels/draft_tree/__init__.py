@@ -113,7 +113,7 @@ class Drafted(NamedTuple):
     @classmethod
     def of(cls, nodes: Tensor, chances: Tensor, fed: Tensor, broken: int) -> Self:
         """What the kernels return: ``[M, 3]``, ``[M]`` and ``[F, 2]``."""
-        return cls(nodes.numpy().T, chances.double().numpy(), fed.numpy().T, broken)
+        return cls(nodes.numpy().T, chances.numpy().astype(np.float64), fed.numpy().T, broken)
 
 
 class Draws(NamedTuple):

@@ -97,12 +97,13 @@ class Drafter(nn.Module):
 
     def depths(self, state: Any, context: DraftContext) -> list[int]:
         """Greatest depth of what it can propose for each of B samples; 0 for those for which it can propose nothing."""
-        most = self.max_levels
-        found = [limit or 0 if most is None else min(limit or 0, most) for limit in context.max_depth]
-        if self.max_positions is None:
-            return found
-        left = {sample: max(0, self.max_positions - len(context.tokens(sample))) for sample in context.alive}
-        return [min(limit, left.get(sample, 0)) for sample, limit in enumerate(found)]
+        found = [limit or 0 for limit in context.max_depth]
+        if (levels := self.max_levels) is not None:
+            found = [min(limit, levels) for limit in found]
+        if (positions := self.max_positions) is not None:
+            for sample in context.alive:
+                found[sample] = min(found[sample], max(0, positions - len(context.tokens(sample))))
+        return found
 
     def lag(self, state: Any, context: DraftContext) -> Sequence[int]:
         """Committed tokens of every sample that it would have to read before it drafts; none for all by default."""

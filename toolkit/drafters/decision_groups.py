@@ -5,8 +5,10 @@ Shapes: S samples of a group.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from arbordraft.deciders.base import Decider
@@ -38,6 +40,13 @@ class DecisionGroup:
     depths: Sequence[int] = ()
     plan: Plan | None = None
     rows: Sequence[int] = ()
+
+    @cached_property
+    def limits(self) -> dict[int, tuple[int, Sequence[float]]]:
+        """By sample, most levels and the plan's expectations."""
+        assert self.plan is not None
+        told = zip(self.samples, self.plan.levels, self.depths, self.plan.next, strict=True)
+        return {sample: (min(levels, depth), following) for sample, levels, depth, following in told}
 
     def alike(self, context: DraftContext) -> int:
         """Samples that each of them stands for."""
@@ -110,9 +119,10 @@ def draws_of(context: DraftContext, samples: Sequence[int]) -> Draws | None:
     noise = context.noise
     if not isinstance(noise, GumbelNoise):
         return None
-    seeds = torch.tensor([source.seed if (source := noise.sources[sample]) else 0 for sample in samples])
-    positions = torch.tensor([noise.lengths[sample] for sample in samples])
-    return Draws(seeds, positions, [context.temperature(sample) or 0.0 for sample in samples])
+    seeds = [source.seed if (source := noise.sources[sample]) else 0 for sample in samples]
+    keys = np.array([seeds, [noise.lengths[sample] for sample in samples]], dtype=np.int64)
+    temperatures = [context.temperature(sample) or 0.0 for sample in samples]
+    return Draws(torch.from_numpy(keys[0]), torch.from_numpy(keys[1]), temperatures)
 
 
 __all__ = ["DecisionGroup", "decision_groups", "draws_of", "growth_of"]

@@ -87,35 +87,34 @@ class TreeGrower:
         self.context, self.decider, self.drafter, self.state = context, decider, drafter, state
         self.law = context.greedy_law if drafter.certain else context.law
         self.groups = decision_groups(context, decider, drafter, state)
-        self.sample: list[int] = []
-        self.node: list[int] = []  # of the topology
-        self.token: list[int] = []
-        self.parent: list[int] = []  # place in these columns; -1 for roots
-        self.chance: list[float] = []
+        self.sample = [sample for group in self.groups for sample in group.samples]
+        roots = len(self.sample)
+        self.node = [0] * roots  # of the topology
+        self.token = [context.tokens(sample)[-1] for sample in self.sample]
+        self.parent = [-1] * roots  # place in these columns
+        self.chance = [0.0] * roots
         self.reach: list[float] = []
-        self.certain: list[bool] = []
-        self.draft_row: list[int] = []
-        self.children: list[Sequence[int]] = []  # places in these columns, in the order in which they were drawn
+        # Of some nodes, by their places in these columns:
+        self.children: dict[int, list[int]] = {}  # in the order in which they were drawn
+        self.certain: set[int] = set()
+        self.draft_row: dict[int, int] = {}
         self.draft_rows: list[Tensor] = []
         self.given_up: set[int] = set()
         self._num_draft_rows = 0
         self._trust: dict[int, Sequence[float]] = {}
-        self._drafts = dict.fromkeys(context.alive, 0)
+        self._drafts = dict.fromkeys(self.sample, 0)
+        self._root = {sample: row for row, sample in enumerate(self.sample)}
         # How every node's path came about, for deciders that are asked.
         self._paths: dict[int, tuple[Draw, ...]] = {}
         for group in self.groups:
-            plan, first = group.plan, len(self.token)
+            plan, first = group.plan, len(self.reach)
             group.rows = range(first, first + len(group.samples))
-            for sample in group.samples:
-                self._append(sample, 0, context.tokens(sample)[-1], -1, 0.0, 1.0)
+            self.reach += (plan and plan.weights) or [1.0] * len(group.samples)
             if plan is None:
                 self._trust |= dict.fromkeys(group.samples, _ONES)
                 self._paths |= dict.fromkeys(group.rows, ())
             else:
                 self._trust |= zip(group.samples, plan.trust, strict=True)
-                if plan.weights:
-                    self.reach[first:] = plan.weights
-        self._root = {sample: row for row, sample in enumerate(self.sample)}
 
     def drafts(self, sample: int) -> int:
         """How many drafts a sample has."""
@@ -167,7 +166,7 @@ class TreeGrower:
                     self._add_children(row, tokens, chances)
             numbers = {row: number for number, row in enumerate(rows)}
             for group in groups:
-                group.rows = [child for row in group.rows if row in numbers for child in self.children[row]]
+                group.rows = [child for row in group.rows if row in numbers for child in self.children.get(row, ())]
         self.drafter.proposed(self.state)
         for group in self.groups:
             # Of what was drawn at random nothing is given up.
@@ -197,7 +196,7 @@ class TreeGrower:
                 if allowed is None or allowed.only is None:
                     break
                 self._add_children(row, [allowed.only], [1.0])
-                if not self.children[row]:
+                if row not in self.children:
                     break
                 row, path = self.children[row][0], [*path, allowed.only]
 
@@ -225,11 +224,20 @@ class TreeGrower:
         return True
 
     def _take_drafted(self, samples: Sequence[int], drafted: Drafted) -> None:
-        parents, rows = self.context.topology.parent_list, {}
-        for owner, sample in enumerate(samples):
-            rows[owner, 0] = self._root[sample]
-        for owner, node, token, chance in zip(*drafted.nodes.tolist(), drafted.chances.tolist(), strict=True):
-            rows[owner, node] = self._add(rows[owner, parents[node]], node, token, chance)
+        owners, nodes, tokens = drafted.nodes.tolist()
+        chances, parents = drafted.chances.tolist(), self.context.topology.parent_list
+        rows = {(owner, 0): self._root[sample] for owner, sample in enumerate(samples)}
+        first = len(self.token)
+        self.sample += [samples[owner] for owner in owners]
+        self.node += nodes
+        self.token += tokens
+        self.chance += chances
+        for row, (owner, node, chance) in enumerate(zip(owners, nodes, chances, strict=True), first):
+            parent = rows[owner, parents[node]]
+            rows[owner, node] = row
+            self.parent.append(parent)
+            self.reach.append(self._below(parent, chance))
+            self._drafts[samples[owner]] += 1
 
     # Level by level
 
@@ -241,20 +249,18 @@ class TreeGrower:
 
     def _planned(self, group: DecisionGroup, plan: Plan, depth: int) -> list[int]:
         """Those that gain more than they take, if together they are worth a level."""
-        limits = zip(group.samples, plan.levels, group.depths, plan.next, strict=True)
-        following = {
-            sample: factors[min(depth, len(factors) - 1)]
-            for sample, levels, most, factors in limits
-            if depth < levels and depth < most
-        }
-        child_list = self.context.topology.child_list
-        rows = [row for row in group.rows if self.sample[row] in following and child_list[self.node[row]]]
+        child_list, rows, following = self.context.topology.child_list, [], []
+        for row in group.rows:
+            most, factors = group.limits[self.sample[row]]
+            if depth < most and child_list[self.node[row]]:
+                rows.append(row)
+                following.append(factors[depth if depth < len(factors) else -1])
         if not rows:
             return []
         pruned = self.law_of(group.samples[0]).deterministic
         going = chosen(
             [self.reach[row] for row in rows],
-            [following[self.sample[row]] for row in rows],
+            following,
             plan.row,
             plan.level / group.alike(self.context),
             [self.reach[row] for row in self._drafts_of(group)] if pruned and plan.budget else (),
@@ -313,7 +319,7 @@ class TreeGrower:
             self.draft_rows.append(drafts)
             self._num_draft_rows += len(drafts)
         for number, row in enumerate(rows):
-            if not sound[number] or self.children[row]:
+            if not sound[number] or row in self.children:
                 continue
             sample, node = places[number]
             children = context.topology.child_list[node]
@@ -341,7 +347,7 @@ class TreeGrower:
 
         Of tokens that were not drawn at random those that constraints forbid are left out.
         """
-        if self.children[row]:
+        if row in self.children:
             return
         sample = self.sample[row]
         children = self.context.topology.child_list[self.node[row]]
@@ -353,39 +359,30 @@ class TreeGrower:
                 kept = [pair for pair in zip(tokens, confidence, strict=False) if pair[0] in allowed]
                 tokens, confidence = [token for token, _ in kept], [chance for _, chance in kept]
                 forced = allowed.only is not None
-        path = self._paths.get(row)
-        for rank, (child, token, chance) in enumerate(zip(children, tokens, confidence, strict=False)):
-            added = self._add(row, child, token, chance, certain=forced and rank == 0)
-            if path is not None:
-                self._paths[added] = (*path, Draw(chance, origin))
+        first = len(self.token)
+        for child, token, chance in zip(children, tokens, confidence, strict=False):
+            self.sample.append(sample)
+            self.node.append(child)
+            self.token.append(token)
+            self.parent.append(row)
+            self.chance.append(chance)
+            self.reach.append(self._below(row, chance))
+        added = range(first, len(self.token))
+        if not added:
+            return
+        self.children[row] = list(added)
+        self._drafts[sample] += len(added)
+        if forced:
+            self.certain.add(first)
+            self.reach[first] = self.reach[row]
+        if (path := self._paths.get(row)) is not None:
+            self._paths |= {child: (*path, Draw(self.chance[child], origin)) for child in added}
 
-    def _add(self, parent: int, node: int, token: int, chance: float, *, certain: bool = False) -> int:
-        """Adds a child of a node: the last one, as far as they go."""
-        sample, reach = self.sample[parent], self.reach[parent]
-        if not certain:  # drafts are trusted as often as they have been right
-            trust = self._trust[sample]
-            depth = self.context.topology.depth_list[self.node[parent]]
-            likely = trust[depth if depth < len(trust) else -1] * chance
-            if likely < 1:
-                reach *= likely
-        row = self._append(sample, node, token, parent, chance, reach, certain=certain)
-        self.children[parent] = [*self.children[parent], row]
-        self._drafts[sample] += 1
-        return row
-
-    def _append(
-        self, sample: int, node: int, token: int, parent: int, chance: float, reach: float, *, certain: bool = False
-    ) -> int:
-        self.sample.append(sample)
-        self.node.append(node)
-        self.token.append(token)
-        self.parent.append(parent)
-        self.chance.append(chance)
-        self.reach.append(reach)
-        self.certain.append(certain)
-        self.draft_row.append(-1)
-        self.children.append(())
-        return len(self.token) - 1
+    def _below(self, row: int, chance: float) -> float:
+        """The reach of a child, whose draft is trusted as often as drafts have been right."""
+        trust, depth = self._trust[self.sample[row]], self.context.topology.depth_list[self.node[row]]
+        likely = trust[depth if depth < len(trust) else -1] * chance
+        return self.reach[row] * likely if likely < 1 else self.reach[row]
 
     def _path(self, row: int) -> list[int]:
         """Drafted tokens from below the root down to a node."""
@@ -410,8 +407,8 @@ class TreeGrower:
     def _trunk(self) -> set[int]:
         """The nodes that are certain to be accepted."""
         trunk: set[int] = set()
-        for row, certain in enumerate(self.certain):
-            if certain and (self.parent[row] in trunk or self.node[self.parent[row]] == 0):
+        for row in sorted(self.certain):  # parents stand before their children
+            if self.parent[row] in trunk or self.node[self.parent[row]] == 0:
                 trunk.add(row)
         return trunk
 
@@ -434,43 +431,53 @@ def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTr
     if not any(grower.drafts(sample) for sample, grower in growers.items()):
         roots = [context.tokens(sample)[-1] if sample in growers else None for sample in range(count)]
         return DraftTree.roots(topology, roots, Proposal(context.greedy_law))
-    parts = list(dict.fromkeys(growers.values()))
-    parents, draft_row, draft_rows = list[int](), list[int](), list[Tensor]()
-    lost: list[int] = []
-    for grower in parts:
-        first, first_draft = len(parents), sum(map(len, draft_rows))
-        parents += [above + first if above >= 0 else -1 for above in grower.parent]
-        draft_row += [row + first_draft if row >= 0 else -1 for row in grower.draft_row]
-        draft_rows += grower.draft_rows
-        lost += [first + row for row in grower.given_up]
-        if len(parts) > 1:
-            lost += [first + row for row, sample in enumerate(grower.sample) if growers[sample] is not grower]
-    sample, node, token, chance, certain = (
-        np.array([value for grower in parts for value in getattr(grower, name)])
-        for name in ("sample", "node", "token", "chance", "certain")
-    )
-    order = (sample * topology.num_nodes + node).argsort()
-    if lost:
-        kept = np.ones(len(order), dtype=np.bool_)
-        kept[lost] = False
-        order = order[kept[order]]
-    row = np.empty(len(parents) + 1, dtype=np.int64)
-    row[order], row[-1] = np.arange(len(order)), -1
+    first, *others = dict.fromkeys(growers.values())
+    sample, node, token, parent, chance = first.sample, first.node, first.token, first.parent, first.chance
+    draft_row, certain, draft_rows = first.draft_row, first.certain, first.draft_rows
+    rows = [row for row in range(len(token)) if row not in first.given_up] if first.given_up else range(len(token))
+    if others:
+        rows = [row for row in rows if growers[sample[row]] is first]
+    for grower in others:
+        begin, drawn = len(token), sum(map(len, draft_rows))
+        sample, node, token = sample + grower.sample, node + grower.node, token + grower.token
+        chance = chance + grower.chance
+        parent = parent + [above + begin if above >= 0 else -1 for above in grower.parent]
+        draft_row = draft_row | {row + begin: place + drawn for row, place in grower.draft_row.items()}
+        certain = certain | {row + begin for row in grower.certain}
+        draft_rows = draft_rows + grower.draft_rows
+        own = range(len(grower.token))
+        rows += [begin + row for row in own if growers[grower.sample[row]] is grower and row not in grower.given_up]
+    rows = sorted(rows, key=lambda row: (sample[row], node[row]))
+    place = [-1] * (len(token) + 1)  # -1, the parent of roots, stands behind all others
+    for number, row in enumerate(rows):
+        place[row] = number
     proposals: list[Proposal | None] = [None] * count
-    for number, grower in growers.items():
-        proposals[number] = Proposal(grower.law_of(number), type(grower.drafter).__name__)
-    node = node[order]
+    offsets = [0]
+    for number in range(count):
+        length = 0
+        if (one := growers.get(number)) is not None:
+            proposals[number] = Proposal(one.law_of(number), type(one.drafter).__name__)
+            length = one.drafts(number) + 1
+        offsets.append(offsets[-1] + length)
+    columns = np.array(
+        [
+            [token[row] for row in rows],
+            [node[row] for row in rows],
+            [place[parent[row]] for row in rows],
+            [draft_row.get(row, -1) for row in rows],
+        ]
+    )
     return DraftTree(
         topology,
         proposals,
-        sample[order].searchsorted(np.arange(count + 1)).tolist(),
-        token[order],
-        node,
-        row[np.array(parents)[order]],
-        topology.depth_array[node],
-        chance[order],
-        certain[order],
-        np.array(draft_row)[order],
+        offsets,
+        columns[0],
+        columns[1],
+        columns[2],
+        topology.depth_array[columns[1]],
+        np.array([chance[row] for row in rows]),
+        np.array([row in certain for row in rows]),
+        columns[3],
         torch.cat(draft_rows) if draft_rows else NO_ROWS,
     )
 

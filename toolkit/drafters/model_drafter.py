@@ -234,7 +234,7 @@ class ModelDrafter(Drafter):
             [[depth] * len(nodes) for nodes in level.nodes.values()],
             _words(words, max(len(state.fed[sample]) for sample in level.nodes)),
         )
-        return torch.tensor(level.tokens), batch
+        return _integers(level.tokens), batch
 
     @staticmethod
     def _took(state: Any, context: DraftContext, samples: Sequence[int], drafted: Drafted) -> None:
@@ -296,11 +296,12 @@ def _call(
     places = cache.reserve(list(missing), [count + inner for count in counts])
     like = run.weights.embedding
     states = [part for _, part in missing.values() if part is not None]
+    together = (states[0] if len(states) == 1 else torch.cat(states)).to(like.dtype) if states else None
     drafted = run(
-        torch.tensor([token for tokens, _ in missing.values() for token in tokens]),
-        torch.cat(states).to(like.dtype) if states else None,
+        _integers([token for tokens, _ in missing.values() for token in tokens]),
+        together,
         [cache.pools(index, (layer.kv_heads, layer.dim), like) for index, layer in enumerate(run.weights.layers)],
-        torch.tensor([[start for start, _ in places], [length for _, length in places], counts]),
+        _integers([[start for start, _ in places], [length for _, length in places], counts]),
         growth,
         draws,
     )
@@ -310,9 +311,12 @@ def _call(
 
 def caught_up(cache: RaggedKVCache, missing: Mapping[int, Missing]) -> None:
     """Commits what a cache lacked and has been written."""
-    for handle, (tokens, _) in missing.items():
-        cache.wrote(handle, range(len(tokens)))
-    cache.commit({handle: range(len(tokens)) for handle, (tokens, _) in missing.items()})
+    cache.advance({handle: range(len(tokens)) for handle, (tokens, _) in missing.items()})
+
+
+def _integers(values: Sequence[Any]) -> Tensor:
+    """An int64 tensor; by way of numpy, which is quicker where there are but a few."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
 def feed_static(

@@ -172,8 +172,7 @@ class NGramDrafter(Drafter):
     def propose(self, state: _State, level: Level) -> list[tuple[list[int], list[float]]]:
         context, longest = level.context, self.longest
         child_list, above = context.topology.child_list, state.suffixes
-        state.suffixes = []
-        proposed = []
+        suffixes, proposed = [], []
         for row, (sample, node) in enumerate(level.places):
             text, tokens = state.texts[sample], context.tokens(sample)
             if node:
@@ -181,11 +180,13 @@ class NGramDrafter(Drafter):
             else:
                 text.index.extend(tokens)
                 suffix = tuple(tokens[-longest:])
-            state.suffixes.append(suffix)
+            suffixes.append(suffix)
             children = child_list[node]
             found = self._lookup(text.index, tokens, suffix, len(children), level.allowed(row))
-            text.guesses[node] = list(zip(children, found, strict=False))
+            if found:
+                text.guesses[node] = list(zip(children, found, strict=False))
             proposed.append(([guess.token for guess in found], [text.odds(guess) for guess in found]))
+        state.suffixes = suffixes
         return proposed
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
@@ -214,6 +215,9 @@ class NGramDrafter(Drafter):
         if allowed is not None and allowed.only is not None:
             return [Guess(allowed.only, 0, 0, 0)]
         matches = index.matches(tokens, suffix)
+        if len(matches) == 1 and allowed is None:  # as it is nearly always if there are any
+            size, token = matches[0]
+            return [Guess(token, size, 1, 0)]
         guesses: dict[int, Guess] = {}
         for size in sorted({size for size, _ in matches}, reverse=True):
             after = [token for reach, token in matches if reach >= size]

@@ -16,6 +16,8 @@ from arbordraft.drafters.model_drafter import ModelState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 
+_FEW = 64
+
 
 @dataclass
 class SlotState(ModelState):
@@ -67,7 +69,7 @@ class SlotDrafter(HeadDrafter):
     def depths(self, state: Any, context: DraftContext) -> list[int]:
         # A text of one token has no state to start from: the target goes first.
         known = super().depths(state, context)
-        return [limit and limit * (len(context.tokens(sample)) > 1) for sample, limit in enumerate(known)]
+        return [limit if limit and len(context.tokens(sample)) > 1 else 0 for sample, limit in enumerate(known)]
 
     def remove(self, state: Any, sample: int) -> None:
         state.cache.close(state.handles.pop(sample))
@@ -80,8 +82,10 @@ class SlotDrafter(HeadDrafter):
         if not state.pending[sample]:  # a step that is taken again has filled the last one
             state.cache.shorten(handle, len(tokens) - 2)
             state.pending[sample] = [state.last[sample]]
-        states = torch.cat(state.pending[sample])
-        state.pending[sample], state.last[sample] = [], states[-1:].clone()
+        pending = state.pending[sample]
+        states = pending[0] if len(pending) == 1 else torch.cat(pending)
+        # A copy lets go of a prompt's states; those of a step are few.
+        state.pending[sample], state.last[sample] = [], states[-1:].clone() if len(states) > _FEW else states[-1:]
         return tokens[state.cache.length(handle) + 1 :], states
 
     def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:

@@ -4,6 +4,7 @@ Shapes: B samples, R rows, V vocabulary.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,12 +78,12 @@ class LogitsPipeline:
         """Row and padding of a sample, 0 where none of the processors asks for it."""
         return row if any(map(may_index, processors)) else 0, padding if any(map(heeds_padding, processors)) else 0
 
-    @property
+    @cached_property
     def temperature(self) -> float | None:
         """What scores are divided by if nothing else is done to them; ``None`` if something is."""
         return _dividing(self.processors)
 
-    @property
+    @cached_property
     def untruncated_temperature(self) -> float | None:
         """The same without top-k and top-p."""
         return _dividing([one for one in self.processors if not truncates(one)])
