@@ -237,7 +237,8 @@ class TreeGrower:
             rows[owner, node] = row
             self.parent.append(parent)
             self.reach.append(self._below(parent, chance))
-            self._drafts[samples[owner]] += 1
+        for owner, sample in enumerate(samples):
+            self._drafts[sample] += owners.count(owner)
 
     # Level by level
 

@@ -16,7 +16,7 @@ from arbordraft.drafters.model_drafter import ModelState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 
-_FEW = 64
+_FEW = 64  # rows of states that may be kept as they are
 
 
 @dataclass
@@ -27,7 +27,7 @@ class SlotState(ModelState):
         target: the target's cache.
         pending: target states whose slots the cache lacks, ``[n, F]`` each, as far as there are positions.
         slots: how many of a sample's are filled or pending.
-        last: ``[1, F]`` the state of the last slot that was filled.
+        last: ``[n, F]`` some states, of which the last one is that of the last slot that was filled.
     """
 
     target: RaggedKVCache = field(kw_only=True)
@@ -81,17 +81,18 @@ class SlotDrafter(HeadDrafter):
         handle, tokens = state.handles[sample], context.tokens(sample)
         if not state.pending[sample]:  # a step that is taken again has filled the last one
             state.cache.shorten(handle, len(tokens) - 2)
-            state.pending[sample] = [state.last[sample]]
+            state.pending[sample] = [state.last[sample][-1:]]
         pending = state.pending[sample]
         states = pending[0] if len(pending) == 1 else torch.cat(pending)
         # A copy lets go of a prompt's states; those of a step are few.
-        state.pending[sample], state.last[sample] = [], states[-1:].clone() if len(states) > _FEW else states[-1:]
+        state.pending[sample], state.last[sample] = [], states if states.shape[0] <= _FEW else states[-1:].clone()
         return tokens[state.cache.length(handle) + 1 :], states
 
     def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
         for sample, states in hidden.items():
-            if kept := min(len(states), self.max_positions - state.slots[sample]):
-                state.pending[sample].append(states[:kept])
+            count, room = states.shape[0], self.max_positions - state.slots[sample]
+            if kept := min(count, room):
+                state.pending[sample].append(states if kept == count else states[:kept])
                 state.slots[sample] += kept
 
     def lag(self, state: Any, context: DraftContext) -> Sequence[int]:
