@@ -1,5 +1,7 @@
 """Drafters: the rows they show to the verifier are those they drew from, whatever was accepted before."""
 
+from random import Random
+
 import pytest
 import torch
 from support.companions import UNEVEN, Rounds, walk
@@ -144,6 +146,37 @@ def ngram_tree(text, topology, k=2, **options):
 )  # fmt: skip
 def test_ngram_trees(text, topology, options, tokens):
     assert ngram_tree(text, topology, k=3, **options) == tokens
+
+
+def looked_up(tokens, suffix, wanted, longest, shortest):
+    """By the definition: tokens, sizes, votes and ranks."""
+    found, suffix = {}, suffix[-longest:]
+    for size in range(len(suffix), shortest - 1, -1):
+        ends = [end for end in range(size - 1, len(tokens) - 1) if tokens[end - size + 1 : end + 1] == suffix[-size:]]
+        after = [tokens[end + 1] for end in ends[-32:]]
+        order = sorted(set(after), key=lambda token: (-after.count(token), after[::-1].index(token)))
+        for token in order:
+            if len(found) < wanted and token not in found:
+                found[token] = Guess(token, size, min(2, len(ends)) if len(order) == 1 else 0, len(found))
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("longest", "shortest"), [(4, 2), (2, 1), (1, 1), (6, 3), (64, 5)])
+def test_lookups_are_those_of_the_definition(longest, shortest):
+    """In texts that repeat themselves often, which grow meanwhile; behind their ends and behind drafts."""
+    random, count = Random(longest), 0
+    for _ in range(120):
+        letters, length = random.choice([(1, 50), (2, 90), (3, 120), (9, 40)])
+        drafter, text = ad.NGramDrafter(longest, shortest), [random.randrange(letters) for _ in range(length)]
+        index = joined(drafter, [text[: random.randrange(length)]]).texts[0].index
+        index.extend(text)
+        for drafts in range(5):
+            path = [*text, *(random.randrange(letters) for _ in range(drafts))]
+            wanted = random.randrange(1, 5)
+            expected = looked_up(text, path, wanted, longest, shortest)
+            assert drafter._lookup(index, text, tuple(path[-longest:]), wanted, None) == expected
+            count += len(expected)
+    assert count > 300
 
 
 def test_the_confidence_of_a_lookup_grows_with_the_match():

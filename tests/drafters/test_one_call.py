@@ -236,13 +236,13 @@ def caught(fast, slow, **options):
 
 @pytest.mark.parametrize(("field", "factor"), [("trust", 1.3), ("next", 0.6)], ids=["trust", "expectation"])
 def test_another_weight_of_a_draft_would_be_seen(monkeypatch, field, factor):
-    (fast, slow), real = pair("eagle"), grower._growth
+    (fast, slow), real = pair("eagle"), grower.growth_of
 
     def other(*given):
         growth = real(*given)
         return growth._replace(**{field: [factor * weight for weight in getattr(growth, field)]})
 
-    monkeypatch.setattr(grower, "_growth", other)
+    monkeypatch.setattr(grower, "growth_of", other)
     caught(fast, slow, plan=PLANS["dear rows"])
 
 
@@ -280,6 +280,6 @@ def test_the_state_of_a_sibling_would_be_seen(monkeypatch):
 
 def test_noise_of_another_seed_would_be_seen(monkeypatch):
     fast, slow = pair("medusa")
-    real = grower._draws
-    monkeypatch.setattr(grower, "_draws", lambda *given: (one := real(*given))._replace(seeds=one.seeds + 1))
+    real = grower.draws_of
+    monkeypatch.setattr(grower, "draws_of", lambda *given: (one := real(*given))._replace(seeds=one.seeds + 1))
     caught(fast, slow, greedy=False, **HOT, near=NEAR)

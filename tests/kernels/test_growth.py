@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from support.models import context, grown
 
-from arbordraft import TreeTopology
+from arbordraft import Fixed, TreeTopology
+from arbordraft.deciders.decisions import Plan
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
+from arbordraft.drafters import Drafter
 from arbordraft.kernels.draft_tree import Growth, draft_from_rows, reference
 from arbordraft.kernels.draft_tree.reference import fits, gains, grow, growing, growing_whole, reach_below
 from arbordraft.kernels.prepacked_linear import prepack
@@ -130,7 +133,50 @@ def recorded_case(seed):
     return (tokens, chances), grow(growth, draw)
 
 
-CASES = {"native": native_case, "recorded": recorded_case}
+class Table(Drafter):
+    """Drafts level by level what a table says of the token."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def propose(self, state, level):
+        return self.table[level.tokens]
+
+
+def grower_case(seed):
+    """What the grower of all drafters grows level by level, and what the reference grows of the same scores."""
+    random = np.random.default_rng(seed)
+    topology, samples = any_topology(random), int(random.integers(1, 4))
+    table = any_scores(random, VOCAB, VOCAB)
+    roots = random.integers(0, VOCAB, (samples, 1))
+
+    def draw(depth, nodes, above):
+        tokens = roots if depth == 0 else above.clip(0)
+        found, likely = tree_expand(table[torch.from_numpy(tokens)].flatten(0, 1), topology.width)
+        return (part.unflatten(0, tokens.shape).numpy() for part in (found, likely.exp().double()))
+
+    _, chances = grow(everything(topology, samples), draw)
+    growth = any_growth(random, topology, samples, chances)
+    plan = Plan(
+        growth.levels,
+        np.reshape(growth.trust, (samples, -1)).tolist(),
+        np.reshape(growth.next, (samples, -1)).tolist(),
+        growth.level,
+        growth.row,
+        growth.budget if growth.budget > 0 else None,
+        weights=growth.weights,
+    )
+    drafter = Table(table)
+    step = context(roots.tolist(), topology, Fixed(topology.width), greedy=True)
+    tree = grown(drafter, None, step, plan=lambda situation: plan)
+    tokens, chances = np.full((samples, topology.num_nodes), -1), np.zeros((samples, topology.num_nodes))
+    tokens[tree.owner, tree.node], chances[tree.owner, tree.node] = tree.token, tree.chance
+    tokens[:, 0] = -1
+    return (tokens, chances), grow(growth, draw)
+
+
+CASES = {"native": native_case, "recorded": recorded_case, "grower": grower_case}
 
 
 def differ(found, expected):
