@@ -110,16 +110,23 @@ class RaggedBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same batch with its tensors on ``device``, where they arrive in one upload."""
+        return self.upload(device, self.positions.new_empty(0))[0]
+
+    def upload(self, device: torch.device, beside: Tensor) -> tuple[Self, Tensor]:
+        """The same batch and some integers, such as the tokens of its rows, on ``device``: in one upload."""
         if self.positions.device == device:
-            return self
-        parts = [self.positions, self.slots, self.layout, self.region, *([] if self.words is None else [self.words])]
+            return self, beside.to(device)
+        if beside.device == device:
+            return self.to(device), beside
+        parts = [beside, self.positions, self.slots, self.layout, self.region]
+        parts += [] if self.words is None else [self.words]
         table = torch.cat([part.flatten() for part in parts]).to(device).split([part.numel() for part in parts])
-        positions, slots, layout, region, *words = (
+        beside, positions, slots, layout, region, *words = (
             part.view(own.shape) for part, own in zip(table, parts, strict=True)
         )
         moved = replace(self, positions=positions, slots=slots, words=words[0] if words else None, _spans={})
         vars(moved).update(layout=layout, region=region)
-        return moved
+        return moved, beside
 
     def spans(
         self, window: int | None = None, copies: int = 1, dtype: torch.dtype = torch.float32, dense: bool = False

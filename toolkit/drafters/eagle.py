@@ -146,9 +146,9 @@ class HeadOnRows:
         self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` output of the layer."""
-        batch = batch.to(hidden.device)
+        batch, tokens = batch.upload(hidden.device, tokens)
         ragged = Forward(batch, cache, self.target.backend == "native")
-        out = self._layer(tokens.to(hidden.device), hidden, batch.positions, ragged, rows)
+        out = self._layer(tokens, hidden, batch.positions, ragged, rows)
         final = self.head.norm(out)
         return self.head.widen(self.head.lm_head(final)), final, out
 

@@ -160,7 +160,8 @@ class ModelDrafter(Drafter):
             state.fed |= {sample: {} for sample in samples}
         else:
             tokens, batch = self._lay_out(state, level)
-            hidden = None if state.out is None else state.out[torch.tensor(level.parents, device=state.out.device)]
+            # Row by row: an index would be uploaded.
+            hidden = None if state.out is None else torch.stack([state.out[parent] for parent in level.parents])
             found = self.run(state, tokens, hidden, batch)
         state.out = found.out
         return Predictions(found.logits, found.final)

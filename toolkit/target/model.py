@@ -264,7 +264,8 @@ class RaggedModel(nn.Module):
             UnsupportedModel: if the architecture does not show them.
         """
         device = self.device  # which transformers looks for among all parameters
-        batch, tokens = batch.to(device), tokens.to(device)[None]
+        batch, tokens = batch.upload(device, tokens)
+        tokens = tokens[None]
         rows, positions = None if rows is None else rows.to(device), batch.positions[None]
         if not all(0 <= index <= self.num_layers for index in hidden):
             raise ValueError(f"hidden states are numbered 0..{self.num_layers}, got {tuple(hidden)}")
