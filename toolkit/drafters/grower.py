@@ -309,7 +309,11 @@ class TreeGrower:
         laws = [self.law_of(sample) for sample, _ in places]
         drawn = [not law.deterministic for law in laws]
         likeliest, chances = tree_expand(scores, min(1 if all(drawn) else self.law.k, scores.shape[1]))
-        tops, odds = likeliest.tolist(), chances.exp().tolist()
+        chances = chances.exp()
+        if not chances.is_cpu:  # in one download
+            packed = torch.stack([likeliest, chances.double().view(torch.int64)]).cpu()
+            likeliest, chances = packed[0], packed[1].view(torch.float64)
+        tops, odds = likeliest.tolist(), chances.tolist()
         sound = [math.isfinite(values[0]) for values in odds]
         # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
         if not all(sound) and not predicted.logits.amax(dim=1).isfinite().all():
@@ -318,6 +322,7 @@ class TreeGrower:
         if any(drawn):
             drafts = scores.softmax(dim=-1)
             self.draft_rows.append(drafts)
+            drafts = drafts.cpu()  # draws ask the host many times
             self._num_draft_rows += len(drafts)
         for number, row in enumerate(rows):
             if not sound[number] or row in self.children:

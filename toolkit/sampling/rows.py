@@ -63,6 +63,11 @@ class SoftmaxRows:
             self._found[row] = self.scores_of([row])[0].softmax(dim=-1)
         return self._found[row]
 
+    @property
+    def alike(self) -> bool:
+        """Whether the same is done to all rows, whatever stands in front of them."""
+        return self._process is None
+
     @cached_property
     def scores(self) -> Tensor:
         """``[T, V]``, all of them."""
@@ -123,6 +128,10 @@ class MixedRows(SoftmaxRows):
 
     def __init__(self, kinds: Sequence[SoftmaxRows], kind_of: Sequence[int]) -> None:
         self.logits, self._kinds, self._kind_of = kinds[0].logits, kinds, kind_of
+
+    @property
+    def alike(self) -> bool:
+        return False
 
     def __len__(self) -> int:
         return len(self._kind_of)

@@ -8,6 +8,7 @@ Shapes: B samples, N topology nodes, T packed rows, V vocabulary.
 """
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,7 @@ class TreeVerifier(nn.Module):
         """
         uniforms = check_instance("noise", noise, Noise)
         _check_rows(tree, target_probs)
+        tree, target_probs = _on_host(tree, target_probs)
         accept, final = (_by_row(values, tree) for values in (uniforms.accept, uniforms.final))
         ends = {}
         for sample in tree.living if samples is None else samples:
@@ -352,6 +354,14 @@ class SharedMatching(TreeVerifier):
 
 def _logarithms(target_probs: Rows[Tensor]) -> SoftmaxRows:
     return SoftmaxRows(torch.stack([target_probs[row] for row in range(len(target_probs))]).log())
+
+
+def _on_host(tree: DraftTree, target_probs: Rows[Tensor]) -> tuple[DraftTree, Rows[Tensor]]:
+    """Trees and rows that a device has made, where they can be asked about node by node: in two downloads."""
+    if not isinstance(target_probs, SoftmaxRows) or target_probs.logits.is_cpu or not target_probs.alike:
+        return tree, target_probs
+    rows: Tensor = target_probs.scores.softmax(dim=-1)
+    return replace(tree, draft_rows=tree.draft_rows.cpu()), rows.cpu()
 
 
 def _check_rows(tree: DraftTree, target_probs: Rows[Tensor]) -> None:
