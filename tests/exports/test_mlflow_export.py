@@ -224,8 +224,11 @@ def test_wrong_answers_fail_parity(parts, questions, monkeypatch):
 
     real = module.matching_verdict
 
-    def careless(tree, best):
-        return real(tree, lambda rows, at: [t if row % 2 else 7 for row, t in zip(rows, best(rows, at), strict=True)])
+    def careless(tree, best, samples):
+        def wrong(rows, at):
+            return [token if row % 2 else 7 for row, token in zip(rows, best(rows, at), strict=True)]
+
+        return real(tree, wrong, samples)
 
     broken = lookup(parts[0])
     generate = broken.generate
