@@ -116,8 +116,8 @@ def _lifted(law):
 
 # Crossings of a step. Recorded ones need an upload and a download; drafts of a head or a model need as many again, and
 # a model's cache two more where it moves rows. Other steps upload their batch and the seeds of the noise, and download
-# what was most probable or drawn; so do the levels of their drafts, and download the rows that are drawn from. Tops of
-# these rows, and SpecHub, ask for every node.
+# what was most probable or drawn; so do the levels of their drafts, and download the rows that are drawn from. Three
+# more move what was accepted, unless it stands right behind the root. Tops of draft rows and SpecHub ask for each node.
 ALLOWED = {
     "plain, recorded": (("none", None, None, (2,), {}), 2),
     "lookups, recorded": (("lookup", CHAIN, None, (8,), {}), 2),
@@ -128,8 +128,8 @@ ALLOWED = {
     "model, recorded, random": (("model", TREE, _lifted(TopTail(1, 1)), (32,), SHARED), 12),
     "lookups": (("lookup", CHAIN, None, None, {}), 2),
     "lookups, sampled": (("lookup", CHAIN, None, None, SHARED), 4),
-    "head": (("eagle", TREE, None, None, {}), 9),
-    "head, sampled": (("eagle", TREE, None, None, SHARED), 14),
+    "head": (("eagle", TREE, None, None, {}), 12),
+    "head, sampled": (("eagle", TREE, None, None, SHARED), 17),
     "model, random chain": (("model", CHAIN, _lifted(IID(1)), None, SHARED), 24),
     "model, SpecHub": (("model", TREE, Coupling(TopTail(1, 1), TopDown(SpecHub())), None, SHARED), 42),
 }
