@@ -99,11 +99,8 @@ class TreeGrower:
         self.certain: set[int] = set()
         self.draft_row: dict[int, int] = {}
         self.draft_rows: list[Tensor] = []
-        self.given_up: set[int] = set()
-        self._num_draft_rows = 0
+        self.rows = {sample: [row] for row, sample in enumerate(self.sample)}  # by sample, without what was given up
         self._trust: dict[int, Sequence[float]] = {}
-        self._drafts = dict.fromkeys(self.sample, 0)
-        self._root = {sample: row for row, sample in enumerate(self.sample)}
         # How every node's path came about, for deciders that are asked.
         self._paths: dict[int, tuple[Draw, ...]] = {}
         for group in self.groups:
@@ -118,18 +115,18 @@ class TreeGrower:
 
     def drafts(self, sample: int) -> int:
         """How many drafts a sample has."""
-        return self._drafts[sample]
+        return len(self.rows[sample]) - 1
 
     @cached_property
     def gains(self) -> dict[int, float]:
         """Tokens that every sample's drafts are expected to bring, less what their rows could bring elsewhere."""
-        gains = dict.fromkeys(self._root, 0.0)
         trunk = self._trunk()  # its rows have to be computed sooner or later
-        for group in self.groups:
-            price = 0.0 if group.plan is None else group.plan.row
-            for row in self._drafts_of(group):
-                gains[self.sample[row]] += self.reach[row] - price * (row not in trunk)
-        return gains
+        return {
+            sample: sum(self.reach[row] - price * (row not in trunk) for row in self.rows[sample][1:])
+            for group in self.groups
+            for price in (0.0 if group.plan is None else group.plan.row,)
+            for sample in group.samples
+        }
 
     def law_of(self, sample: int) -> DraftLaw:
         """How a sample's children are chosen."""
@@ -177,16 +174,16 @@ class TreeGrower:
 
     def _add_candidates(self) -> None:
         for sample, given in enumerate(self.context.candidates or ()):
-            if given is not None and sample in self._root:
+            if given is not None and sample in self.rows:
                 tokens, row = given
-                self._add_children(self._root[sample], tokens, row[tokens].tolist(), Origin(partial(_same, row)))
+                self._add_children(self.rows[sample][0], tokens, row[tokens].tolist(), Origin(partial(_same, row)))
 
     def _add_forced_tokens(self) -> None:
         """Gives every root the tokens that have to follow it, as far as the topology's first path goes.
 
         They wait for no plan, and no plan gives them up: the target has to read them in any case.
         """
-        for sample, row in self._root.items():
+        for sample, (row, *_) in self.rows.items():
             state = self.context.samples[sample].path_state  # type: ignore[union-attr]
             if state is None:
                 continue
@@ -226,7 +223,7 @@ class TreeGrower:
     def _take_drafted(self, samples: Sequence[int], drafted: Drafted) -> None:
         owners, nodes, tokens = drafted.nodes.tolist()
         chances, parents = drafted.chances.tolist(), self.context.topology.parent_list
-        rows = {(owner, 0): self._root[sample] for owner, sample in enumerate(samples)}
+        rows = {(owner, 0): self.rows[sample][0] for owner, sample in enumerate(samples)}
         first = len(self.token)
         self.sample += [samples[owner] for owner in owners]
         self.node += nodes
@@ -237,8 +234,7 @@ class TreeGrower:
             rows[owner, node] = row
             self.parent.append(parent)
             self.reach.append(self._below(parent, chance))
-        for owner, sample in enumerate(samples):
-            self._drafts[sample] += owners.count(owner)
+            self.rows[samples[owner]].append(row)
 
     # Level by level
 
@@ -318,12 +314,11 @@ class TreeGrower:
         # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
         if not all(sound) and not predicted.logits.amax(dim=1).isfinite().all():
             _warn_of_broken_rows()
-        first = self._num_draft_rows
+        first = sum(map(len, self.draft_rows))
         if any(drawn):
             drafts = scores.softmax(dim=-1)
             self.draft_rows.append(drafts)
             drafts = drafts.cpu()  # draws ask the host many times
-            self._num_draft_rows += len(drafts)
         for number, row in enumerate(rows):
             if not sound[number] or row in self.children:
                 continue
@@ -377,7 +372,7 @@ class TreeGrower:
         if not added:
             return
         self.children[row] = list(added)
-        self._drafts[sample] += len(added)
+        self.rows[sample] += added
         if forced:
             self.certain.add(first)
             self.reach[first] = self.reach[row]
@@ -403,12 +398,8 @@ class TreeGrower:
         return self.sample[row], self.node[row]
 
     def _drafts_of(self, group: DecisionGroup) -> list[int]:
-        """The drafts of a group that were not given up."""
-        drafts = range(len(self._root), len(self.token))
-        if len(self.groups) == 1 and not self.given_up:
-            return list(drafts)
-        own = set(group.samples)
-        return [row for row in drafts if self.sample[row] in own and row not in self.given_up]
+        """The drafts of a group."""
+        return [row for sample in group.samples for row in self.rows[sample][1:]]
 
     def _trunk(self) -> set[int]:
         """The nodes that are certain to be accepted."""
@@ -427,8 +418,7 @@ class TreeGrower:
         ranked = sorted(rows, key=lambda row: (row not in trunk, -self.reach[row], self.node[row], self.sample[row]))
         kept = max(plan.keep([self.reach[row] for row in ranked]), len(trunk.intersection(rows)))
         for row in ranked[kept:]:
-            self.given_up.add(row)
-            self._drafts[self.sample[row]] -= 1
+            self.rows[self.sample[row]].remove(row)
 
 
 def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTree:
@@ -437,42 +427,27 @@ def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTr
     if not any(grower.drafts(sample) for sample, grower in growers.items()):
         roots = [context.tokens(sample)[-1] if sample in growers else None for sample in range(count)]
         return DraftTree.roots(topology, roots, Proposal(context.greedy_law))
-    first, *others = dict.fromkeys(growers.values())
-    sample, node, token, parent, chance = first.sample, first.node, first.token, first.parent, first.chance
-    draft_row, certain, draft_rows = first.draft_row, first.certain, first.draft_rows
-    rows = [row for row in range(len(token)) if row not in first.given_up] if first.given_up else range(len(token))
-    if others:
-        rows = [row for row in rows if growers[sample[row]] is first]
-    for grower in others:
-        begin, drawn = len(token), sum(map(len, draft_rows))
-        sample, node, token = sample + grower.sample, node + grower.node, token + grower.token
-        chance = chance + grower.chance
-        parent = parent + [above + begin if above >= 0 else -1 for above in grower.parent]
-        draft_row = draft_row | {row + begin: place + drawn for row, place in grower.draft_row.items()}
-        certain = certain | {row + begin for row in grower.certain}
-        draft_rows = draft_rows + grower.draft_rows
-        own = range(len(grower.token))
-        rows += [begin + row for row in own if growers[grower.sample[row]] is grower and row not in grower.given_up]
-    rows = sorted(rows, key=lambda row: (sample[row], node[row]))
-    place = [-1] * (len(token) + 1)  # -1, the parent of roots, stands behind all others
-    for number, row in enumerate(rows):
-        place[row] = number
+    draft_rows: list[Tensor] = []
+    first_drawn: dict[TreeGrower, int] = {}
+    for grower in dict.fromkeys(growers.values()):
+        first_drawn[grower] = sum(map(len, draft_rows))
+        draft_rows += grower.draft_rows
     proposals: list[Proposal | None] = [None] * count
-    offsets = [0]
-    for number in range(count):
-        length = 0
-        if (one := growers.get(number)) is not None:
-            proposals[number] = Proposal(one.law_of(number), type(one.drafter).__name__)
-            length = one.drafts(number) + 1
-        offsets.append(offsets[-1] + length)
-    columns = np.array(
-        [
-            [token[row] for row in rows],
-            [node[row] for row in rows],
-            [place[parent[row]] for row in rows],
-            [draft_row.get(row, -1) for row in rows],
-        ]
-    )
+    offsets, chances, certain = [0], list[float](), list[bool]()
+    tokens, nodes, parents, drawn = list[int](), list[int](), list[int](), list[int]()
+    for sample in range(count):
+        if (one := growers.get(sample)) is not None:
+            proposals[sample] = Proposal(one.law_of(sample), type(one.drafter).__name__)
+            rows = sorted(one.rows[sample], key=one.node.__getitem__)
+            place = {row: number for number, row in enumerate(rows, len(tokens))}
+            tokens += [one.token[row] for row in rows]
+            nodes += [one.node[row] for row in rows]
+            parents += [place.get(one.parent[row], -1) for row in rows]
+            chances += [one.chance[row] for row in rows]
+            certain += [row in one.certain for row in rows]
+            drawn += [one.draft_row[row] + first_drawn[one] if row in one.draft_row else -1 for row in rows]
+        offsets.append(len(tokens))
+    columns = np.array([tokens, nodes, parents, topology.depth_array[nodes], drawn])
     return DraftTree(
         topology,
         proposals,
@@ -480,10 +455,10 @@ def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTr
         columns[0],
         columns[1],
         columns[2],
-        topology.depth_array[columns[1]],
-        np.array([chance[row] for row in rows]),
-        np.array([row in certain for row in rows]),
         columns[3],
+        np.array(chances),
+        np.array(certain),
+        columns[4],
         torch.cat(draft_rows) if draft_rows else NO_ROWS,
     )
 
