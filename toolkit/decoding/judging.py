@@ -49,6 +49,8 @@ class CouplingJudge:
         Raises:
             SampleError: if a sample's processors fail, or leave no token to draw.
         """
+        if not samples:
+            return Verdict.nothing(len(tree))
         target = target_rows(state, tree, logits, best)
         # With shared noise a greedy sample is one without noise; uniforms are for samples that are not greedy.
         if noise is None or isinstance(noise, Noise):
