@@ -42,8 +42,9 @@ every_student = pytest.mark.parametrize("name", STUDENTS)
 def drafted_rows(made, text, at):
     """The rows that a real drafter shows when it has committed ``text[:at]`` and drafts what follows."""
     rounds = Rounds(made, target(), [text[:at]])
-    (tree,) = rounds.propose(TreeTopology.chain(STEPS), Dictated([*text[at:], *[0] * STEPS])).samples
-    return [tree.draft_probs[node] for node in range(min(STEPS, len(text) - at)) if node in tree.draft_probs]
+    tree = rounds.propose(TreeTopology.chain(STEPS), Dictated([*text[at:], *[0] * STEPS]))
+    rows = map(tree.drawn_from, range(min(STEPS, len(text) - at, tree.rows)))
+    return [row for row in rows if row is not None]
 
 
 @torch.no_grad()
@@ -149,11 +150,11 @@ def drafts_of(name):
 def accepted(made, text, at, topology):
     """Length of the path along the text in the tree that a real drafter proposes greedily behind ``text[:at]``."""
     law = Fixed(max(len(children) for children in topology.child_list))
-    (tree,) = Rounds(made, target(), [text[:at]]).propose(topology, law, greedy=True).samples
-    node, length = 0, 0
+    tree = Rounds(made, target(), [text[:at]]).propose(topology, law, greedy=True)
+    row, length = 0, 0
     for token in text[at:]:
-        node = next((child for child in tree.children(node) if tree.tokens[child] == token), None)
-        if node is None:
+        row = next((child for child in tree.children[row] if tree.token[child] == token), None)
+        if row is None:
             break
         length += 1
     return length
