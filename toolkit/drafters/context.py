@@ -150,10 +150,6 @@ class Level:
         """Committed and drafted tokens down to the node of a row, its own included."""
         return [*self.context.tokens(self.places[row][0]), *self.path(row)]
 
-    def wanted(self, row: int) -> int:
-        """Children that the node of a row may have."""
-        return len(self.context.topology.child_list[self.places[row][1]])
-
     def allowed(self, row: int) -> Allowed | None:
         """What constraints allow behind the node of a row; ``None`` for everything, or where that is not known."""
         state = self.context.samples[self.places[row][0]].path_state  # type: ignore[union-attr]

@@ -218,10 +218,6 @@ class DraftTree:
             draft_rows=self.draft_rows,
         )
 
-    def without(self, samples: Sequence[int]) -> "DraftTree":
-        """The trees of all other samples."""
-        return self.take([sample for sample in self.living if sample not in samples])
-
     def __len__(self) -> int:
         """B."""
         return len(self.proposals)
