@@ -1,7 +1,7 @@
 """Whole draft trees in one call, by the C++ kernels: from a small model that is fed with its own tokens level by level,
 or from rows that are there already.
 
-What it computes is what :func:`arbordraft.drafters.base.grow` does with the same model and plan.
+What it computes is what :func:`arbordraft.drafters.grower.grow` does level by level with the same model and plan.
 
 Shapes: N tokens to catch up with, S samples, F hidden states side by side, V vocabulary, E embedding size, H hidden
 size, D draft vocabulary, P pool rows, M drafted nodes, K depths told apart.

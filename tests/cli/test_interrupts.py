@@ -169,8 +169,8 @@ def interrupted_command(arguments, folder, said, moment, number):
             time.sleep(0.005)
         os.kill(os.getpid(), number)
 
-    with said.open("w") as file:
-        os.dup2(file.fileno(), 1)
+    with Path(os.devnull).open("w") as text, said.open("w") as file:
+        os.dup2(text.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
     os.chdir(folder)

@@ -23,6 +23,9 @@ from transformers import TopKLogitsWarper
 import arbordraft as ad
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.ngram import Guess
+from arbordraft.sampling.owned_rows import SampleError
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.trees.draft_tree import DraftTree, Proposal
 from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import KSeq
 
@@ -86,6 +89,37 @@ def test_early_exit_is_the_truncated_target(architecture):
         assert rounds.cache.length(handle) == len(prefix) - 1
         logits = target(torch.tensor(prefix[-1:]), rounds.cache.lay_out([handle], [[0]]), rounds.cache)
         assert_close(logits[0], next_logits(model, prefix), rtol=0, atol=1e-4)
+
+
+def fails_behind_drafts(input_ids, scores):
+    if input_ids.shape[1] > len(PROMPTS[0]):
+        raise ArithmeticError
+    return scores
+
+
+@pytest.mark.parametrize("make", [lambda target: ad.EarlyExitDrafter(target, layers=1), ad.LanguageModelDrafter])
+def test_growing_that_failed_halfway_leaves_nothing_behind(make):
+    """The step is taken again, without the sample whose processor failed."""
+    target, topology, law = ragged(), ad.TreeTopology.from_k_config((2, 2, 1)), ad.Fixed(2)
+    drafter, cache, prompt = make(target), RaggedKVCache(), PROMPTS[0]
+    handle = cache.open(len(prompt))
+    target.prefill({handle: prompt[:-1]}, cache)
+    state = joined(drafter, [prompt], cache, [handle])
+    nothing = DraftTree.roots(topology, [None], Proposal(law))
+
+    def drafted(*processors):
+        tree = grown(drafter, state, context([prompt], topology, law, greedy=True, processors=processors))
+        drafter.commit(state, nothing, Verdict.nothing(1))
+        return tree
+
+    expected = drafted()
+    with pytest.raises(SampleError):
+        drafted(fails_behind_drafts)
+    cache.drop([handle])
+    drafter.commit(state, nothing, Verdict.nothing(1))
+    again = drafted()
+    assert again.token.tolist() == expected.token.tolist()
+    assert_close(again.chance, expected.chance, rtol=0, atol=1e-6)
 
 
 def test_early_exit_is_refused_where_it_cannot_work():
@@ -289,3 +323,22 @@ def test_a_drafter_that_ignores_the_room_left_does_not_lengthen_the_output():
     for count in range(1, 6):
         output = decoder.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=count, do_sample=False, eos_token_id=None)
         assert output[0, len(PROMPTS[0]) :].tolist() == future[:count]
+
+
+class Short(Drafter):
+    """Says nothing of the last node."""
+
+    def __init__(self, guesses):
+        super().__init__()
+        self.certain = guesses
+
+    def propose(self, state, level):
+        rows = torch.zeros(len(level.places) - 1, VOCAB)
+        return [([1], [0.5])] * len(rows) if self.certain else rows
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+def test_who_says_too_little_is_refused(guesses):
+    step = context(PROMPTS, ad.TreeTopology.chain(2), ad.Fixed(1), greedy=True)
+    with pytest.raises(ValueError, match=r"Short.* must say what follows each of 3 nodes, said it of 2"):
+        grown(Short(guesses), None, step)

@@ -90,7 +90,7 @@ def test_a_tree_says_what_it_was_told(batch):
 
 @settings(deadline=None)
 @given(batches(), st.data())
-def test_the_whole_is_the_sum_of_its_parts(batch, data):
+def test_parts_are_trees_of_their_own(batch, data):
     tree, told = batch
     part_of = [data.draw(st.integers(0, 2)) for _ in told]
     parts = [tree.take([sample for sample in range(len(told)) if part_of[sample] == number]) for number in range(3)]
@@ -100,8 +100,6 @@ def test_the_whole_is_the_sum_of_its_parts(batch, data):
         certain = tree.certain[[part_of[owner] == number for owner in tree.owner]]
         check_equal(part, replace(alone, proposals=part.proposals, certain=certain))
         assert part.living == [sample for sample in tree.living if part_of[sample] == number]
-    for order in (parts, parts[::-1]):
-        check_equal(DraftTree.joined(order), tree)
     assert tree.take(range(len(told))) is tree
     assert tree.take(tree.living) is tree
 
@@ -156,7 +154,6 @@ def test_nobody_takes_part():
     tree = DraftTree.roots(ad.TreeTopology.chain(2), [None, None], Proposal(ad.Fixed(1)))
     assert (tree.living, tree.lengths, tree.children, tree.are_chains) == ([], [0, 0], [], True)
     assert tree.take([0]) is tree
-    assert DraftTree.joined([tree, tree]) is tree
     assert vars(Verdict.of(tree, {})) == vars(Verdict.nothing(2))
 
 

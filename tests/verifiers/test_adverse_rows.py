@@ -197,6 +197,21 @@ def test_draws_that_the_law_cannot_give_are_refused(law):
         repeated([2, 2], law, EIGHTHS)
 
 
+class Stuttering(ad.WithoutReplacement):
+    """Draws the same token again and again, whatever it says."""
+
+    def draw(self, draft, uniforms):
+        return [7] * self.k
+
+
+def test_decoders_refuse_draws_that_their_law_cannot_give():
+    coupling = ad.Coupling(Stuttering(2), ad.TopDown(ad.RecursiveRejection()))
+    topology = ad.TreeTopology.from_k_config((2,))
+    decoder = ad.SpeculativeDecoder(ragged(), ad.LanguageModelDrafter(ragged(seed=3)), topology, coupling)
+    with pytest.raises(ValueError, match=r"two children of node 0 have the token 7, which .* cannot draw"):
+        generated(decoder, PROMPTS[:1], max_new_tokens=4, seeds=[1], do_sample=True, **NEVER)
+
+
 @pytest.mark.parametrize("law", [ad.IID(2), ad.Fixed(2)], ids=str)
 def test_draws_that_the_law_can_give_are_taken(law):
     assert repeated([2, 2], law, EIGHTHS).children[0] == [1, 2]

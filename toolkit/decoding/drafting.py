@@ -5,6 +5,8 @@ Shapes: B samples, V vocabulary.
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from arbordraft.decoding.assemble import AssembledParts
@@ -13,7 +15,7 @@ from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.drafters.context import DraftContext, OneCallDrafts
 from arbordraft.drafters.grower import grow
 from arbordraft.sampling.laws import Fixed
-from arbordraft.sampling.noise import GumbelNoise, Noise
+from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.trees.draft_tree import DraftTree, Proposal
 
 Candidates = Callable[
@@ -116,14 +118,14 @@ def noise_of(state: DecodeState, active: Sequence[Sample], nodes: int, *, shared
     count = len(state.samples)
     if shared:
         lengths = [len(sample.tokens) if sample else 0 for sample in state.samples]
-        sources = [None] * count
+        sources: list[SharedSource | None] = [None] * count
         for sample in drawing:
             sample.shared.forget(len(sample.tokens))
-            sources[sample.number] = sample.shared  # type: ignore[call-overload]
+            sources[sample.number] = sample.shared
         return GumbelNoise(sources, lengths)
-    drawn = [None] * count
+    drawn: list[npt.NDArray[np.float64] | None] = [None] * count
     for sample in drawing:
-        drawn[sample.number] = sample.uniforms(nodes)  # type: ignore[call-overload]
+        drawn[sample.number] = sample.uniforms(nodes)
     return Noise.of(drawn, nodes)
 
 

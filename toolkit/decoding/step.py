@@ -251,7 +251,7 @@ class Stepper:
         following = list(verdict.tokens)
         kept: dict[int, list[int]] = {}
         seen: dict[int, Tensor] = {}
-        waiting = state.prefilling
+        waiting, forced = state.prefilling, bool(tree.certain.any())
         for number in tree.living:
             path = paths[number]
             if not path:
@@ -268,11 +268,9 @@ class Stepper:
             state.stats.record(tree, verdict, number, emitted)
             sample.forwards += 1
             # What had to be, or was not to be, tells nothing of who drafts.
-            if (drafts := tree.lengths[number] - 1) == 0 or tree.certain.any():
-                guesses = tree[number].guesses
-                if guesses or not (drafts or waits):
-                    self.decider.learn(sample.memory, verdict.outcome(tree, number))
-            else:
+            drafts = tree.lengths[number] - 1
+            guesses = tree[number].guesses if forced else drafts
+            if guesses or not (drafts or waits):
                 self.decider.learn(sample.memory, verdict.outcome(tree, number))
             if emitted < len(tokens):  # the text ends there
                 paths[number], following[number], recovered[number] = path[:emitted], tokens[emitted - 1], False

@@ -93,20 +93,26 @@ class DraftContext:
         """The samples that take part."""
         return [sample for sample, max_depth in enumerate(self.max_depth) if max_depth is not None]
 
+    def __getitem__(self, sample: int) -> ContextSample:
+        """A sample that takes part."""
+        found = self.samples[sample]
+        assert found is not None
+        return found
+
     def tokens(self, sample: int) -> list[int]:
         """Committed tokens of a sample that takes part, prompt included."""
-        return self.samples[sample].tokens  # type: ignore[union-attr]
+        return self[sample].tokens
 
     def pathwise(self, sample: int) -> bool:
         """Whether a sample's text is the same whatever is drafted, so that drafts may depend on anything.
 
         So it is at temperature 0, and with noise that target and drafter share.
         """
-        return self.shared or self.samples[sample].greedy  # type: ignore[union-attr]
+        return self.shared or self[sample].greedy
 
     def temperature(self, sample: int) -> float | None:
-        """What draft scores are divided by, if that is all; see :func:`~arbordraft.sampling.owned_rows`."""
-        return draft_temperature(self.samples[sample], self.shared)  # type: ignore[arg-type]
+        """See :func:`~arbordraft.sampling.owned_rows.draft_temperature`."""
+        return draft_temperature(self[sample], self.shared)
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,7 @@ class Level:
 
     def allowed(self, row: int) -> Allowed | None:
         """What constraints allow behind the node of a row; ``None`` for everything, or where that is not known."""
-        state = self.context.samples[self.places[row][0]].path_state  # type: ignore[union-attr]
+        state = self.context[self.places[row][0]].path_state
         return None if state is None else state.allowed(self.path(row))
 
 

@@ -61,7 +61,7 @@ class DecisionGroup:
             self.plan = decider.plan(
                 Situation(
                     [min(depth, most) for depth in self.depths],
-                    [context.samples[sample].memory for sample in self.samples],  # type: ignore[union-attr]
+                    [context[sample].memory for sample in self.samples],
                     self.alike(context),
                     type(drafter).__name__,
                     drafter.acceptance,

@@ -103,7 +103,8 @@ class EarlyExitDrafter(ModelDrafter):
         state.fed, state.seen = {}, {}
 
     def commit(self, state: ModelState, tree: DraftTree, verdict: Verdict) -> None:
-        """The cache is the target's, who commits."""
+        # The cache is the target's, who commits; but growing may have failed halfway.
+        state.fed, state.seen = {}, {}
 
     def _forward(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
         return self.model(tokens, batch, cache, layers=self.layers, behind=self.adapter)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.decisions import Draw, Origin, Plan, StepView
-from arbordraft.drafters.base import Drafter, Predictions
+from arbordraft.drafters.base import Drafter, Guesses, Predictions
 from arbordraft.drafters.context import DraftContext, Level
 from arbordraft.drafters.decision_groups import DecisionGroup, decision_groups, draws_of, growth_of
 from arbordraft.kernels.draft_tree import Drafted, usable
@@ -25,7 +25,7 @@ from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.sampling.owned_rows import draft_scores
-from arbordraft.trees.draft_tree import NO_ROWS, DraftTree, Proposal
+from arbordraft.trees.draft_tree import NO_ROWS, DraftTree, Proposal, check_drawn
 
 _NOTHING = Origin()  # children that were drawn from no row
 _ONES = (1.0,)
@@ -130,7 +130,7 @@ class TreeGrower:
 
     def law_of(self, sample: int) -> DraftLaw:
         """How a sample's children are chosen."""
-        return self.context.greedy_law if self.context.samples[sample].greedy else self.law  # type: ignore[union-attr]
+        return self.context.greedy_law if self.context[sample].greedy else self.law
 
     def grow(self) -> None:
         """Grows them to their end."""
@@ -153,9 +153,7 @@ class TreeGrower:
                 [numbers[self.parent[row]] for row in rows] if depth else (),
                 level,
             )
-            proposed = self.drafter.propose(self.state, level)
-            if isinstance(proposed, Tensor):
-                proposed = Predictions(proposed)
+            proposed = self._proposed(level)
             if isinstance(proposed, Predictions):
                 self._take_predictions(level, rows, proposed)
             else:
@@ -184,7 +182,7 @@ class TreeGrower:
         They wait for no plan, and no plan gives them up: the target has to read them in any case.
         """
         for sample, (row, *_) in self.rows.items():
-            state = self.context.samples[sample].path_state  # type: ignore[union-attr]
+            state = self.context[sample].path_state
             if state is None:
                 continue
             path: list[int] = []
@@ -207,6 +205,7 @@ class TreeGrower:
         going = [place for place, most in enumerate(plan.levels) if most > 0 and group.depths[place] > 0]
         if not going:
             return True
+        # Lookups are not told in numbers how far trees go: to spell that out takes longer than to look something up.
         able = group.told and context.candidates is None and (context.static is not None or usable())
         if not able or type(self.drafter).propose_trees is Drafter.propose_trees:
             return False
@@ -237,6 +236,16 @@ class TreeGrower:
             self.rows[samples[owner]].append(row)
 
     # Level by level
+
+    def _proposed(self, level: Level) -> Predictions | Guesses:
+        """What the drafter says about a level."""
+        proposed = self.drafter.propose(self.state, level)
+        if isinstance(proposed, Tensor):
+            proposed = Predictions(proposed)
+        nodes, said = len(level.places), len(proposed.logits if isinstance(proposed, Predictions) else proposed)
+        if said != nodes:
+            raise ValueError(f"{self.drafter} must say what follows each of {nodes} nodes, said it of {said}")
+        return proposed
 
     def _going(self, group: DecisionGroup, depth: int) -> list[int]:
         """The nodes at ``depth`` that get children, of a group."""
@@ -280,7 +289,7 @@ class TreeGrower:
         view = StepView(
             depth,
             paths=[[self._paths[row] for row in rows] for rows in living.values()],
-            memory=[self.context.samples[sample].memory for sample in living],  # type: ignore[union-attr]
+            memory=[self.context[sample].memory for sample in living],
             pathwise=group.pathwise,
             batch=len(group.samples) * alike,
             planned=(len(group.samples) + len(self._drafts_of(group))) * alike,
@@ -298,7 +307,7 @@ class TreeGrower:
     def _take_predictions(self, level: Level, rows: Sequence[int], predicted: Predictions) -> None:
         """Gives nodes the most probable children, or draws them."""
         context, places = self.context, level.places
-        owners: Any = [context.samples[sample] for sample, _ in places]
+        owners = [context[sample] for sample, _ in places]
         scores = draft_scores(predicted.logits, owners, level.path, untruncated=context.shared)
         if isinstance(context.noise, GumbelNoise):
             scores = context.noise.perturb(scores, [(sample, level.depth) for sample, _ in places])
@@ -328,6 +337,7 @@ class TreeGrower:
                 draft = drafts[number]
                 uniforms = context.noise.draft[sample, list(children)].tolist()  # type: ignore[union-attr]
                 tokens = laws[number].narrow(len(children)).draw(draft, uniforms)
+                check_drawn(laws[number], node, tokens)
                 confidence = draft[tokens].tolist()
                 self.draft_row[row] = first + number
             else:
@@ -352,7 +362,7 @@ class TreeGrower:
             return
         sample = self.sample[row]
         children = self.context.topology.child_list[self.node[row]]
-        state = self.context.samples[sample].path_state  # type: ignore[union-attr]
+        state = self.context[sample].path_state
         forced = False
         if state is not None and self.law_of(sample).deterministic:
             allowed = state.allowed(self._path(row))

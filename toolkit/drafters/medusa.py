@@ -92,9 +92,9 @@ class MedusaDrafter(HeadDrafter):
             prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in samples]))
             state.prepared |= zip(samples, prepared, strict=True)
         rows = self.head.logits(torch.stack([state.prepared[sample] for sample in samples]), level.depth)
-        nodes = torch.tensor([len(nodes) for nodes in level.nodes.values()], device=self.target.device)
         wide: Tensor = self.head.widen(rows)
-        return wide.repeat_interleave(nodes, dim=0)
+        shares = zip(wide.split(1), level.nodes.values(), strict=True)
+        return torch.cat([row.expand(len(nodes), -1) for row, nodes in shares])  # an index would be uploaded
 
     @torch.no_grad()
     def propose_trees(

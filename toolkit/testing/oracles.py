@@ -226,12 +226,9 @@ def packed(
     Returns:
         The draft tree of the batch and ``[T, V]`` target rows.
     """
-    parts = []
-    for sample, tree in enumerate(trees):
-        if tree is not None:
-            part, count = tree.batch.take([tree.sample]), len(trees)
-            proposals = [tree.proposal if own == sample else None for own in range(count)]
-            offsets = [0] * (sample + 1) + [part.rows] * (count - sample)
-            parts.append(replace(part, proposals=proposals, offsets=offsets))
+    known = [({}, {}) if tree is None else told(tree) for tree in trees]
+    topology, law = next((tree.batch.topology, tree.proposal.law) for tree in trees if tree)
+    batch = DraftTree.of(topology, law, [tokens or None for tokens, _ in known], [probs for _, probs in known])
+    proposals = [tree and tree.proposal for tree in trees]
     rows = [target[row] for tree, target in zip(trees, targets, strict=True) if tree and target for row in tree.rows]
-    return DraftTree.joined(parts), torch.stack(rows)
+    return replace(batch, proposals=proposals), torch.stack(rows)

@@ -161,41 +161,6 @@ class DraftTree:
             nothing,
         )
 
-    @classmethod
-    def joined(cls, trees: Sequence["DraftTree"]) -> "DraftTree":
-        """The trees of several parts of a batch as those of one; each sample takes part in one of them at most."""
-        living = [tree for tree in trees if len(tree.token)]
-        if len(living) < 2:
-            return (living or trees)[0]
-        owner = np.concatenate([tree.owner for tree in living])
-        order = owner.argsort(kind="stable")
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        first_rows = np.cumsum([0, *(len(tree.token) for tree in living)])
-        first_draft_rows = np.cumsum([0, *(len(tree.draft_rows) for tree in living)])
-        shifted = zip(living, first_rows, first_draft_rows, strict=False)
-        parents, draft_rows = [], []
-        for tree, first, first_draft in shifted:
-            parents.append(np.where(tree.parent < 0, -1, place[(tree.parent + first).clip(0)]))
-            draft_rows.append(np.where(tree.draft_row < 0, -1, tree.draft_row + first_draft))
-
-        def column(name: str) -> "npt.NDArray[np.generic]":
-            return np.concatenate([getattr(tree, name) for tree in living])[order]
-
-        kept = [tree.draft_rows for tree in living if len(tree.draft_rows)]
-        return cls(
-            living[0].topology,
-            [
-                next((one for one in own if one is not None), None)
-                for own in zip(*(t.proposals for t in living), strict=True)
-            ],
-            np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(living[0].proposals)))]).tolist(),
-            **{name: column(name) for name in ("token", "node", "depth", "chance", "certain")},  # type: ignore[arg-type]
-            parent=np.concatenate(parents)[order],
-            draft_row=np.concatenate(draft_rows)[order],
-            draft_rows=torch.cat(kept) if kept else NO_ROWS,
-        )
-
     def take(self, samples: Sequence[int]) -> "DraftTree":
         """The trees of some samples alone; the others take no part. Draft rows stay where they are."""
         wanted = np.zeros(len(self.proposals), dtype=np.bool_)
@@ -379,16 +344,19 @@ def _check_nodes(
         raise ValueError(f"tokens must list nodes of the topology from 0 upwards, got nodes {nodes}")
     if orphan := next((node for node in nodes[1:] if parents[node] not in tokens), None):
         raise ValueError(f"node {orphan} is alive, but its parent {parents[orphan]} is not")
-    if law.deterministic or law.replacement:
+    for node in draft_probs:
+        check_drawn(law, node, [tokens[child] for child in topology.child_list[node] if child in tokens])
+
+
+def check_drawn(law: DraftLaw, node: int, tokens: Sequence[int]) -> None:
+    """Raises ValueError if a law cannot have drawn the children of a node, as it draws different ones."""
+    if law.deterministic or law.replacement or len(set(tokens)) == len(tokens):
         return
-    seen = set()
-    for node, token in tokens.items():
-        if (parents[node], token) in seen and parents[node] in draft_probs:
-            raise ValueError(
-                f"two children of node {parents[node]} have the token {token}, which {law} cannot draw: state the law "
-                "that drew them, such as IID"
-            )
-        seen.add((parents[node], token))
+    token = next(token for place, token in enumerate(tokens) if token in tokens[:place])
+    raise ValueError(
+        f"two children of node {node} have the token {token}, which {law} cannot draw: state the law that drew them, "
+        "such as IID"
+    )
 
 
-__all__ = ["DraftTree", "Proposal", "SampleTree"]
+__all__ = ["DraftTree", "Proposal", "SampleTree", "check_drawn"]
