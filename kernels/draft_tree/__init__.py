@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, Norm
@@ -96,24 +94,29 @@ class Growth(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """What was drafted.
+    """What was drafted: M nodes below the roots, sample after sample, nodes ascending.
 
     Args:
-        nodes: ``[3, M]`` int64 sample, node and token of those below the roots, sample after sample, nodes ascending.
-        chances: ``[M]`` float64 draft probability of each, given its parent.
-        fed: ``[2, F]`` int64 sample and node of those that were fed, in their order behind a sample's committed keys.
+        samples: ``[M]`` places of their samples among the S.
+        nodes: ``[M]`` of the topology.
+        tokens: ``[M]``.
+        chances: ``[M]`` draft probability of each, given its parent.
+        fed: sample and node of those that were fed, in their order behind a sample's committed keys.
         broken: rows of scores that were no numbers, where nothing was drafted.
     """
 
-    nodes: npt.NDArray[np.int64]
-    chances: npt.NDArray[np.float64]
-    fed: npt.NDArray[np.int64]
+    samples: Sequence[int]
+    nodes: Sequence[int]
+    tokens: Sequence[int]
+    chances: Sequence[float]
+    fed: Sequence[Sequence[int]]
     broken: int
 
     @classmethod
     def of(cls, nodes: Tensor, chances: Tensor, fed: Tensor, broken: int) -> Self:
         """What the kernels return: ``[M, 3]``, ``[M]`` and ``[F, 2]``."""
-        return cls(nodes.numpy().T, chances.numpy().astype(np.float64), fed.numpy().T, broken)
+        owners, places, tokens = nodes.T.tolist()
+        return cls(owners, places, tokens, chances.tolist(), fed.tolist(), broken)
 
 
 class Draws(NamedTuple):

@@ -86,13 +86,13 @@ def draws(seeds=1, positions=1, heat=1.0):
 
 def test_what_fits_is_drafted():
     found = drafted()
-    assert found.nodes[:2].tolist() == [[0, 0], [1, 2]]
-    assert found.fed.tolist() == [[0], [1]]
-    assert ((found.chances > 0) & (found.chances <= 1)).all()
+    assert (found.samples, found.nodes) == ([0, 0], [1, 2])
+    assert found.fed == [[0, 1]]
+    assert all(0 < chance <= 1 for chance in found.chances)
     assert not found.broken
     assert len(drafted(draft_run(states=False), states=None).chances) == 2
     assert len(drafted(**draws()).chances) == 2
-    assert drafted(**growth(levels=[0])).nodes.shape == (3, 0)
+    assert drafted(**growth(levels=[0])) == ([], [], [], [], [], 0)
     assert len(drafted(**growth(levels=[9])).chances) == 2
 
 
@@ -170,15 +170,16 @@ def from_rows(**changes):
 def test_rows_say_what_is_likeliest():
     found = from_rows()
     best = SCORES.max(dim=-1)
-    assert found.nodes.T.tolist() == [[s, 1 + d, best.indices[s, d].item()] for s in range(2) for d in range(2)]
+    assert (found.samples, found.nodes) == ([0, 0, 1, 1], [1, 2, 1, 2])
+    assert found.tokens == best.indices.flatten().tolist()
     assert found.chances == pytest.approx(best.values.exp().flatten().tolist(), rel=1e-5)
     named = from_rows(vocabulary=torch.arange(VOCAB) * 3)
-    assert named.nodes[2].tolist() == (3 * found.nodes[2]).tolist()
+    assert named.tokens == [3 * token for token in found.tokens]
 
 
 def test_the_first_among_equals_is_drafted():
     found = from_rows(scores=torch.zeros(2, 2, VOCAB))
-    assert found.nodes[2].tolist() == [0] * 4
+    assert found.tokens == [0] * 4
     assert found.chances == pytest.approx([1 / VOCAB] * 4)
 
 
@@ -190,7 +191,7 @@ def test_impossible_tokens_are_not_drafted():
     for possible in ([], [4], [9, 2]):
         scores[0, 0, possible] = torch.tensor([1.0, 2.0])[: len(possible)]
         found = draft_from_rows(scores, wide, roots=torch.tensor([3]))
-        assert found.nodes[2].tolist() == sorted(possible, key=lambda token: -scores[0, 0, token])
+        assert found.tokens == sorted(possible, key=lambda token: -scores[0, 0, token])
         assert found.broken == (not possible)
         scores[:] = -torch.inf
 

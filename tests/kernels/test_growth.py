@@ -61,8 +61,8 @@ def any_scores(random, *shape):
 
 def columns(drafted, samples, nodes):
     tokens, chances = np.full((samples, nodes), -1), np.zeros((samples, nodes))
-    sample, node, token = drafted.nodes
-    tokens[sample, node], chances[sample, node] = token, drafted.chances
+    places = drafted.samples, drafted.nodes
+    tokens[places], chances[places] = drafted.tokens, drafted.chances
     return tokens, chances
 
 

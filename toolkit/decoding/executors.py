@@ -6,6 +6,7 @@ Shapes: T packed rows, V vocabulary, F hidden states side by side.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from arbordraft.decoding.judging import Judge
@@ -126,7 +127,9 @@ def _shifted(verdict: Verdict, part: DraftTree, whole: DraftTree) -> Verdict:
 def _picked(rows: Tensor, path: Sequence[int]) -> Tensor:
     """Some rows; consecutive ones, as they nearly always are, without a copy."""
     first, last = path[0], path[-1]
-    return rows[first : last + 1] if last - first == len(path) - 1 else rows[list(path)]
+    if last - first == len(path) - 1:
+        return rows[first : last + 1]
+    return torch.stack([rows[row] for row in path])  # an index would be uploaded, and takes longer to begin
 
 
 __all__ = ["EagerExecutor", "Executor", "Judged", "RecordedExecutor"]

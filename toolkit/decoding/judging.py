@@ -17,7 +17,7 @@ from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import matching_verdict
 from arbordraft.verifiers.coupling import Coupling
 
-Judge = Callable[[DecodeState, DraftTree, Tensor, Tensor, Noise | GumbelNoise | None, Sequence[int]], Verdict]
+Judge = Callable[[DecodeState, DraftTree, Tensor, Sequence[int], Noise | GumbelNoise | None, Sequence[int]], Verdict]
 """Of the drafts of a step: ``judge(state, tree, logits, best, noise, samples)``, see :class:`CouplingJudge`."""
 
 
@@ -32,7 +32,7 @@ class CouplingJudge:
         state: DecodeState,
         tree: DraftTree,
         logits: Tensor,
-        best: Tensor,
+        best: Sequence[int],
         noise: Noise | GumbelNoise | None,
         samples: Sequence[int],
     ) -> Verdict:
@@ -42,7 +42,7 @@ class CouplingJudge:
             state: the batch.
             tree: the drafts.
             logits: ``[T, V]``.
-            best: ``[T]`` their most probable tokens.
+            best: T most probable tokens.
             noise: that of the step; ``None`` if all samples are greedy.
             samples: their numbers.
 

@@ -18,7 +18,7 @@ from arbordraft.sampling.rows import MixedRows, SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree
 
 
-def finite_rows(state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[list[int], Tensor]:
+def finite_rows(state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int]]:
     """Gives up samples whose logits are not numbers, so that they cannot disturb or lose the others.
 
     Args:
@@ -27,42 +27,40 @@ def finite_rows(state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[li
         logits: ``[T, V]``.
 
     Returns:
-        The samples that are left, and ``[T]`` most probable tokens on the host, which came up on the way.
+        The samples that are left, and T most probable tokens, which came up on the way.
     """
     highest, best = row_max(logits)
     # NaN and +inf reach the maximum; -inf alone is a banned token. Plain numbers: an operator takes longer.
     if best.is_cpu:
-        sound = [math.isfinite(value) for value in highest.tolist()]
+        sound, tokens = [math.isfinite(value) for value in highest.tolist()], best.tolist()
     else:  # in one download
-        finite, best = torch.stack([highest.isfinite(), best]).cpu()
-        sound = finite.bool().tolist()
+        sound, tokens = torch.stack([highest.isfinite(), best]).tolist()
     if all(sound):
-        return tree.living, best
+        return tree.living, tokens
     failed = {int(number) for number, good in zip(tree.owner, sound, strict=True) if not good}
     state.give_up(sorted(failed))
-    return [number for number in tree.living if number not in failed], best
+    return [number for number in tree.living if number not in failed], tokens
 
 
-def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor) -> SoftmaxRows:
+def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Sequence[int]) -> SoftmaxRows:
     """The target's rows, put through processors where they are read, each along its own path.
 
     Args:
         state: the batch.
         tree: the drafts.
         logits: ``[T, V]``.
-        best: ``[T]`` their most probable tokens.
+        best: T most probable tokens.
     """
     living = [state[number] for number in tree.living]
     if len(alike(living)) == 1 and (temperature := living[0].pipeline.temperature) is not None:  # nearly always
-        return SoftmaxRows(logits, temperature=temperature, best=best.tolist() if living[0].greedy else None)
+        return SoftmaxRows(logits, temperature=temperature, best=best if living[0].greedy else None)
     owners = [state[number] for number in tree.owner.tolist()]
     kinds = alike(owners)
 
     def drafted(row: int) -> list[int]:
         return tree.token[tree.path(row)[1:]].tolist()
 
-    likeliest = best.tolist()
-    made = [_rows_of(owners, drafted, owners[rows[0]], logits, likeliest) for rows in kinds.values()]
+    made = [_rows_of(owners, drafted, owners[rows[0]], logits, best) for rows in kinds.values()]
     if len(made) == 1:
         return made[0]
     kind_of = [0] * len(owners)

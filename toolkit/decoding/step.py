@@ -251,7 +251,7 @@ class Stepper:
         following = list(verdict.tokens)
         kept: dict[int, list[int]] = {}
         seen: dict[int, Tensor] = {}
-        waiting, forced = state.prefilling, bool(tree.certain.any())
+        waiting, forced = state.prefilling, any(tree.certain.tolist())
         for number in tree.living:
             path = paths[number]
             if not path:

@@ -142,7 +142,7 @@ class LongestBranchJudge:
         state: DecodeState,
         tree: DraftTree,
         logits: Tensor,
-        best: Tensor,
+        best: Sequence[int],
         noise: Noise | GumbelNoise | None,
         samples: Sequence[int],
     ) -> Verdict:

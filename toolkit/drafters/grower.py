@@ -220,20 +220,21 @@ class TreeGrower:
         return True
 
     def _take_drafted(self, samples: Sequence[int], drafted: Drafted) -> None:
-        owners, nodes, tokens = drafted.nodes.tolist()
-        chances, parents = drafted.chances.tolist(), self.context.topology.parent_list
-        rows = {(owner, 0): self.rows[sample][0] for owner, sample in enumerate(samples)}
-        first = len(self.token)
-        self.sample += [samples[owner] for owner in owners]
-        self.node += nodes
-        self.token += tokens
-        self.chance += chances
-        for row, (owner, node, chance) in enumerate(zip(owners, nodes, chances, strict=True), first):
-            parent = rows[owner, parents[node]]
-            rows[owner, node] = row
+        parents, first = self.context.topology.parent_list, len(self.token)
+        own = [self.rows[sample] for sample in samples]
+        row_of = [{0: rows[0]} for rows in own]  # by node
+        self.sample += [samples[place] for place in drafted.samples]
+        self.node += drafted.nodes
+        self.token += drafted.tokens
+        self.chance += drafted.chances
+        told = zip(drafted.samples, drafted.nodes, drafted.chances, strict=True)
+        for row, (place, node, chance) in enumerate(told, first):
+            rows = row_of[place]
+            parent = rows[parents[node]]
+            rows[node] = row
+            own[place].append(row)
             self.parent.append(parent)
             self.reach.append(self._below(parent, chance))
-            self.rows[samples[owner]].append(row)
 
     # Level by level
 
@@ -434,6 +435,7 @@ class TreeGrower:
 def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTree:
     """The trees that growers have grown, each those of some samples, by rows."""
     topology, count = context.topology, len(context.max_depth)
+    depth_list = topology.depth_list
     if not any(grower.drafts(sample) for sample, grower in growers.items()):
         roots = [context.tokens(sample)[-1] if sample in growers else None for sample in range(count)]
         return DraftTree.roots(topology, roots, Proposal(context.greedy_law))
@@ -444,7 +446,7 @@ def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTr
         draft_rows += grower.draft_rows
     proposals: list[Proposal | None] = [None] * count
     offsets, chances, certain = [0], list[float](), list[bool]()
-    tokens, nodes, parents, drawn = list[int](), list[int](), list[int](), list[int]()
+    tokens, nodes, parents, depths, drawn = list[int](), list[int](), list[int](), list[int](), list[int]()
     for sample in range(count):
         if (one := growers.get(sample)) is not None:
             proposals[sample] = Proposal(one.law_of(sample), type(one.drafter).__name__)
@@ -454,10 +456,12 @@ def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTr
             nodes += [one.node[row] for row in rows]
             parents += [place.get(one.parent[row], -1) for row in rows]
             chances += [one.chance[row] for row in rows]
-            certain += [row in one.certain for row in rows]
-            drawn += [one.draft_row[row] + first_drawn[one] if row in one.draft_row else -1 for row in rows]
+            depths += [depth_list[node] for node in nodes[len(depths) :]]
+            certain += [row in one.certain for row in rows] if one.certain else [False] * len(rows)
+            found, shift = one.draft_row, first_drawn[one]
+            drawn += [found[row] + shift if row in found else -1 for row in rows] if found else [-1] * len(rows)
         offsets.append(len(tokens))
-    columns = np.array([tokens, nodes, parents, topology.depth_array[nodes], drawn])
+    columns = np.array([tokens, nodes, parents, depths, drawn])
     return DraftTree(
         topology,
         proposals,

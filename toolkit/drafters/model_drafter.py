@@ -240,9 +240,9 @@ class ModelDrafter(Drafter):
     @staticmethod
     def _took(state: Any, context: DraftContext, samples: Sequence[int], drafted: Drafted) -> None:
         """Takes over that nodes were fed behind the committed tokens."""
-        tokens = {(owner, node): token for owner, node, token in drafted.nodes.T.tolist()}
+        tokens = dict(zip(zip(drafted.samples, drafted.nodes, strict=True), drafted.tokens, strict=True))
         state.fed |= {sample: {} for sample in samples}
-        for owner, node in drafted.fed.T.tolist():
+        for owner, node in drafted.fed:
             state.fed[samples[owner]][node] = tokens.get((owner, node), -1)
         depths = context.topology.depth_list
         for sample in samples:

@@ -173,12 +173,12 @@ def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
     cache = RaggedKVCache()
     sample = cache.open(len(prompt) + levels)
     drafted = feed(run, cache, {sample: (prompt, None)}, growth, None)
-    tokens = drafted.nodes[2].tolist()
+    tokens = drafted.tokens
     own = RaggedKVCache()
     text = [*prompt, *tokens[:-1]]
     rows = model(torch.tensor(text), own.lay_out([own.open(len(text))], [range(len(text))]), own).float()
     chances = rows[len(prompt) - 1 :].softmax(dim=-1)
-    stated = torch.from_numpy(drafted.chances).float()
+    stated = torch.tensor(drafted.chances)
     best = chances.max(dim=-1).values
     near = 1e-3 if model.model.dtype == torch.float32 else 0.05
     return len(tokens) == levels and bool(

@@ -79,7 +79,8 @@ class SharedSource:
 
     def forget(self, length: int) -> None:
         """Gives up the rows of committed positions."""
-        self.rows = {position: row for position, row in self.rows.items() if position >= length}
+        if self.rows:
+            self.rows = {position: row for position, row in self.rows.items() if position >= length}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ rows, V vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -147,19 +147,8 @@ class DraftTree:
         offsets = [0]
         for token in tokens:
             offsets.append(offsets[-1] + (token is not None))
-        zeros, nothing = np.zeros(len(living), dtype=np.int64), np.full(len(living), -1, dtype=np.int64)
-        return cls(
-            topology,
-            [None if token is None else proposal for token in tokens],
-            offsets,
-            np.array(living, dtype=np.int64),
-            zeros,
-            nothing,
-            zeros,
-            np.zeros(len(living)),
-            np.zeros(len(living), dtype=np.bool_),
-            nothing,
-        )
+        proposals = [None if token is None else proposal for token in tokens]
+        return cls(topology, proposals, offsets, np.array(living, dtype=np.int64), *_columns_of_roots(len(living)))
 
     def take(self, samples: Sequence[int]) -> "DraftTree":
         """The trees of some samples alone; the others take no part. Draft rows stay where they are."""
@@ -225,7 +214,8 @@ class DraftTree:
     @cached_property
     def are_chains(self) -> bool:
         """Whether every node but the last of its sample has one child: the causal order says all about such trees."""
-        return bool((self.parent[self.depth > 0] == np.flatnonzero(self.depth) - 1).all())
+        parents = self.parent.tolist()
+        return all(parent in (-1, row - 1) for row, parent in enumerate(parents))
 
     def rows_of(self, samples: Sequence[int]) -> list[int]:
         """The rows of some samples."""
@@ -334,6 +324,13 @@ class SampleTree(NamedTuple):
         names = ("node", "parent", "depth", "token", "chance", "certain")
         columns = {name: getattr(self.batch, name)[self.root : self.rows.stop] for name in names}
         return DataFrame({"row": self.rows, **columns})
+
+
+@lru_cache
+def _columns_of_roots(count: int) -> "tuple[Ints, Ints, Ints, Reals, Flags, Ints]":
+    """What follows the tokens in the columns of roots alone; nobody writes to columns."""
+    zeros, nothing = np.zeros(count, dtype=np.int64), np.full(count, -1)
+    return zeros, nothing, zeros, np.zeros(count), np.zeros(count, dtype=np.bool_), nothing
 
 
 def _check_nodes(

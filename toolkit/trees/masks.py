@@ -6,6 +6,7 @@ Shapes: N nodes of the topology, W ancestor words.
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -71,11 +72,13 @@ class SlicedCausalMask(nn.Module):
             seen[node] = seen[above] | 1 << place
         width, word = max(1, -(-len(nodes) // WORD_BITS)), (1 << WORD_BITS) - 1
         words = [[seen[node] >> WORD_BITS * index & word for index in range(width)] for node in nodes]
-        return torch.tensor(words, dtype=torch.uint64).reshape(len(nodes), width).view(torch.int64)
+        return torch.from_numpy(np.array(words, dtype=np.uint64).reshape(len(nodes), width).view(np.int64))
 
 
 def stack_words(words: Sequence[Tensor]) -> Tensor:
     """One ``[T, W]`` tensor of ancestor words from those of several samples, as wide as the widest."""
+    if len(words) == 1:
+        return words[0]
     width = max((rows.shape[1] for rows in words), default=1)
     return torch.cat([rows if rows.shape[1] == width else F.pad(rows, (0, width - rows.shape[1])) for rows in words])
 

@@ -122,6 +122,8 @@ class Verdict:
 
     def outcome(self, tree: DraftTree, sample: int) -> Outcome:
         """What became of the drafts of a sample that took part."""
+        if tree.lengths[sample] == 1:
+            return Outcome(0, 0, source=tree[sample].proposal.source)
         tried = [children for row in self.paths[sample] if (children := tree.children[row])]
         stated = [sum(tree.chance[children].tolist()) for children in tried]
         certain = [depth for depth, children in enumerate(tried) if tree.certain[children[0]]]

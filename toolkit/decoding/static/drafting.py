@@ -36,7 +36,7 @@ class StaticDrafts:
         self.topology, self.recorder = topology, recorder or Recorder()
         self.rows = topology.max_depth + 1  # as many as a step commits at most
         self._bucket = functools.cache(DraftBucket)
-        self._inner = np.array([node for level in topology.inner[1:] for node in level], dtype=np.int64)
+        self._inner = [node for level in topology.inner[1:] for node in level]
 
     @property
     def each(self) -> int:
@@ -83,11 +83,13 @@ class StaticDrafts:
         samples, nodes = np.nonzero(tokens[:, 1:] >= 0)
         places = samples, nodes + 1
         # Those of the last level were planted and not run.
-        fed = self._inner[self._inner < self.topology.levels[depth].start]
+        fed = [node for node in self._inner if node < self.topology.levels[depth].start]
         return Drafted(
-            np.stack([*places, tokens[places]]),
-            chances[places],
-            np.stack([np.repeat(np.arange(len(tokens)), len(fed)), np.tile(fed, len(tokens))]),
+            samples.tolist(),
+            places[1].tolist(),
+            tokens[places].tolist(),
+            chances[places].tolist(),
+            [(sample, node) for sample in range(len(tokens)) for node in fed],
             int(chances[:, 0].sum()),
         )
 
