@@ -65,8 +65,9 @@ class DecodeStats:
     def count_forward(self, batch: RaggedBatch, rows: int, keys: int) -> None:
         """Counts a target forward for which ``rows`` rows and ``keys`` cache columns were needed."""
         attended = sum(batch.past) + sum(map(len, batch.tree_positions))
-        self.rows += len(batch.slots)
-        self.pad_rows += len(batch.slots) - rows
+        taken = sum(batch.rows)
+        self.rows += taken
+        self.pad_rows += taken - rows
         self.pad_keys += attended - keys
 
     def count_padding(self, rows: int) -> None:

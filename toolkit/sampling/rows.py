@@ -114,7 +114,7 @@ class SoftmaxRows:
     def _taken(self, rows: Sequence[int]) -> Tensor:
         count, first = len(rows), rows[0] if rows else 0
         if count == 1 or rows == range(first, first + count) or list(rows) == list(range(first, first + count)):
-            return self.logits if count == len(self.logits) else self.logits[first : first + count]  # no copy
+            return self.logits if count == self.logits.shape[0] else self.logits[first : first + count]  # no copy
         return self.logits.index_select(0, torch.tensor(rows, device=self.logits.device))
 
 

@@ -205,7 +205,7 @@ class DraftTree:
     @cached_property
     def children(self) -> list[list[int]]:
         """By row its children's rows, in the order in which they were drawn."""
-        found: list[list[int]] = [[] for _ in self.token]
+        found: list[list[int]] = [[] for _ in range(self.rows)]
         for row, parent in enumerate(self.parent.tolist()):
             if parent >= 0:
                 found[parent].append(row)
