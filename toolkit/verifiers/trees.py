@@ -292,7 +292,7 @@ def matching_verdict(
     drafted, children = tree.token.tolist(), tree.children
     paths: list[list[int]] = [[] for _ in tree.proposals]
     tokens, recovered = [-1] * len(paths), [False] * len(paths)
-    ends, depth = [tree.offsets[sample] for sample in going], 0
+    ends, depth = [tree[sample].root for sample in going], 0
     while ends:
         further, below = [], []
         own = tokens_of(ends, [(sample, depth) for sample in going])
