@@ -100,7 +100,7 @@ def _line() -> str:
 
 
 def _computed(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = _tensors((args, kwargs), [])
     ours = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
     plain = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim()]
     wanted, first = kwargs.get("device"), args[0] if args else None
@@ -134,11 +134,37 @@ def _computed(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return first  # what was computed in place
     if not to_device:
         return found
-    return tree_map_only(Tensor, lambda out: out if isinstance(out, OnDevice) else OnDevice(out), found)
+    return _changed(Tensor, lambda out: out if isinstance(out, OnDevice) else OnDevice(out), found)
+
+
+def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
+    """Adds the tensors among arguments; for a hundred thousand operators pytree would take most of the time."""
+    if isinstance(values, Tensor):
+        found.append(values)
+    elif type(values) in (tuple, list):
+        for value in values:
+            _tensors(value, found)
+    elif type(values) is dict:
+        for value in values.values():
+            _tensors(value, found)
+    elif isinstance(values, tuple):  # one with names
+        found += [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return found
+
+
+def _changed(kind: type, change: Callable[[Any], Any], values: Any) -> Any:
+    """The values, with those of a kind changed."""
+    if isinstance(values, kind):
+        return change(values)
+    if type(values) in (tuple, list):
+        return type(values)([_changed(kind, change, value) for value in values])
+    if type(values) is dict:
+        return {name: _changed(kind, change, value) for name, value in values.items()}
+    return tree_map_only(kind, change, values) if isinstance(values, tuple) else values
 
 
 def _on_host(values: Any) -> Any:
-    return tree_map_only(OnDevice, lambda value: value.host, values)
+    return _changed(OnDevice, lambda value: value.host, values)
 
 
 class _Operators(TorchDispatchMode):
