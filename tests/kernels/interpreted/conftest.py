@@ -71,6 +71,47 @@ def _listed_once():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _patched_once(_listed_once):
+    """The interpreter patches Triton's language again at every call of a function within a kernel, and looks for the
+    type of numbers in a table that it makes every time: a quarter of what is left."""
+    if ON_GPU:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch_language, run, type_of = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._get_np_dtype
+    patched, types = set(), {}
+
+    @cache
+    def languages(function):
+        modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+        return frozenset(module.__name__ for module in modules if module in (interpreter.tl, interpreter.tl.core))
+
+    def launched(executor, *arguments, **options):
+        patched.clear()
+        return run(executor, *arguments, **options)
+
+    def patch_lang(function):
+        seen = languages(function)
+        if seen and seen in patched:  # by this launch, which undoes it in the end
+            return interpreter._LangPatchScope()
+        patched.add(seen)
+        return patch_language(function)
+
+    def np_dtype(kind):
+        scalar = kind.scalar
+        if scalar.name not in types:
+            types[scalar.name] = type_of(scalar)
+        return types[scalar.name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_lang)
+        patch.setattr(interpreter.GridExecutor, "__call__", launched)
+        patch.setattr(interpreter, "_get_np_dtype", np_dtype)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def compiled_alone():
     """All operators share one frame of torch's, which is compiled for eight of them and no more."""
