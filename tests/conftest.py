@@ -98,8 +98,13 @@ def client(uri):
 
 
 @pytest.fixture(scope="session")
-def graphs(tmp_path_factory):
-    """Exports by name, each made once."""
+def graphs(request, tmp_path_factory):
+    """Exports by name, each made once by one of the processes that run tests."""
     from support.onnx_graphs import Graphs
 
-    return Graphs(tmp_path_factory.mktemp("graphs"))
+    folder = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):  # this process is one of several, whose folders are side by side
+        folder = folder.parent
+    folder /= "graphs"
+    folder.mkdir(exist_ok=True)
+    return Graphs(folder)

@@ -1,5 +1,7 @@
 """What the tests of exported graphs share: one export of each kind, made when it is first asked for."""
 
+import fcntl
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,10 +49,10 @@ PLANS: dict[str, Callable[[], list[plans.GraphSpec]]] = {
 
 
 class Graphs:
-    """Exports by name and options.
+    """Exports by name and options, which nobody changes.
 
     Args:
-        root: where they go.
+        root: where they go; processes that name the same folder share them, and the first that needs one makes it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -60,5 +62,15 @@ class Graphs:
     def __call__(self, name: str, **options: object) -> Export:
         key = "-".join([name, *(f"{option}-{value}" for option, value in options.items())])
         if key not in self.exports:
-            self.exports[key] = write(PLANS[name], self.root / key, **options)
+            self.exports[key] = self._made(key, PLANS[name], options)
         return self.exports[key]
+
+    def _made(self, key: str, specs: Callable[[], list[plans.GraphSpec]], options: dict[str, object]) -> Export:
+        known = self.root / f"{key}.pickle"
+        with (self.root / f"{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if known.exists():
+                return pickle.loads(known.read_bytes())
+            made = write(specs, self.root / key, **options)
+            known.write_bytes(pickle.dumps(made))
+            return made
