@@ -435,7 +435,6 @@ class TreeGrower:
 def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTree:
     """The trees that growers have grown, each those of some samples, by rows."""
     topology, count = context.topology, len(context.max_depth)
-    depth_list = topology.depth_list
     if not any(grower.drafts(sample) for sample, grower in growers.items()):
         roots = [context.tokens(sample)[-1] if sample in growers else None for sample in range(count)]
         return DraftTree.roots(topology, roots, Proposal(context.greedy_law))
@@ -456,7 +455,7 @@ def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTr
             nodes += [one.node[row] for row in rows]
             parents += [place.get(one.parent[row], -1) for row in rows]
             chances += [one.chance[row] for row in rows]
-            depths += [depth_list[node] for node in nodes[len(depths) :]]
+            depths += [topology.depth_list[one.node[row]] for row in rows]
             certain += [row in one.certain for row in rows] if one.certain else [False] * len(rows)
             found, shift = one.draft_row, first_drawn[one]
             drawn += [found[row] + shift if row in found else -1 for row in rows] if found else [-1] * len(rows)

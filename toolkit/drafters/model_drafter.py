@@ -21,7 +21,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import Attending
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree
-from arbordraft.trees.topology import WORD_BITS
+from arbordraft.trees.topology import words_of
 from arbordraft.trees.verdict import Verdict
 
 CHUNK = 2048  # rows of a call, which bounds its memory
@@ -233,17 +233,18 @@ class ModelDrafter(Drafter):
         batch = state.cache.lay_out(
             [state.handles[sample] for sample in level.nodes],
             [[depth] * len(nodes) for nodes in level.nodes.values()],
-            _words(words, max(len(state.fed[sample]) for sample in level.nodes)),
+            words_of(words, max(len(state.fed[sample]) for sample in level.nodes)),
         )
         return _integers(level.tokens), batch
 
     @staticmethod
     def _took(state: Any, context: DraftContext, samples: Sequence[int], drafted: Drafted) -> None:
         """Takes over that nodes were fed behind the committed tokens."""
-        tokens = dict(zip(zip(drafted.samples, drafted.nodes, strict=True), drafted.tokens, strict=True))
+        told = zip(drafted.samples, drafted.nodes, drafted.tokens, strict=True)
+        tokens = {(place, node): token for place, node, token in told}
         state.fed |= {sample: {} for sample in samples}
-        for owner, node in drafted.fed:
-            state.fed[samples[owner]][node] = tokens.get((owner, node), -1)
+        for place, node in drafted.fed:
+            state.fed[samples[place]][node] = tokens.get((place, node), -1)
         depths = context.topology.depth_list
         for sample in samples:
             state.cache.wrote(state.handles[sample], [depths[node] - 1 for node in state.fed[sample]])
@@ -252,13 +253,6 @@ class ModelDrafter(Drafter):
 def _row(found: Outputs, row: int) -> Outputs:
     logits, final, out = found
     return Outputs(logits[row], None if final is None else final[row], None if out is None else out[row])
-
-
-def _words(seen: Sequence[int], columns: int) -> Tensor:
-    """``[R, W]`` ancestor words."""
-    width, word = -(-columns // WORD_BITS), (1 << WORD_BITS) - 1
-    words = [[bits >> WORD_BITS * index & word for index in range(width)] for bits in seen]
-    return torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64))
 
 
 def feed(

@@ -6,12 +6,11 @@ Shapes: N nodes of the topology, W ancestor words.
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from arbordraft.trees.topology import WORD_BITS, TreeTopology, ancestor_words
+from arbordraft.trees.topology import WORD_BITS, TreeTopology, ancestor_words, words_of
 from arbordraft.utils.checks import check_instance
 
 
@@ -70,9 +69,7 @@ class SlicedCausalMask(nn.Module):
             while above not in seen:
                 above = parents[above]
             seen[node] = seen[above] | 1 << place
-        width, word = max(1, -(-len(nodes) // WORD_BITS)), (1 << WORD_BITS) - 1
-        words = [[seen[node] >> WORD_BITS * index & word for index in range(width)] for node in nodes]
-        return torch.from_numpy(np.array(words, dtype=np.uint64).reshape(len(nodes), width).view(np.int64))
+        return words_of([seen[node] for node in nodes], len(nodes))
 
 
 def stack_words(words: Sequence[Tensor]) -> Tensor:

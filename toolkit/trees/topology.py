@@ -67,7 +67,6 @@ class TreeTopology(nn.Module):
         self.child_order = tuple(node for nodes in children for node in nodes)
         sizes = Counter(depths).values()  # in order, as depths do not decrease
         self.levels = tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
-        self.parent_array, self.depth_array = np.array(parents), np.array(depths)
         self.inner = tuple([node for node in level if children[node]] for level in self.levels)  # by depth
         self.register_buffer("parents", torch.tensor(parents), persistent=False)
         self.register_buffer("depths", torch.tensor(depths), persistent=False)
@@ -191,6 +190,22 @@ def ancestor_words(visible: Tensor) -> Tensor:
         shifts = torch.arange(bits.shape[1], device=visible.device)
         words[:, word] = (bits << shifts).sum(dim=1)  # distinct bits, so the sum is their union, the sign bit too
     return words
+
+
+def words_of(seen: Sequence[int], columns: int) -> Tensor:
+    """The same words of rows that are told as integers: bit ``j`` of ``seen[i]`` says that row ``i`` sees column ``j``.
+
+    Args:
+        seen: R integers of any size.
+        columns: M.
+
+    Examples:
+        >>> words_of([0b1, 0b11], 2).tolist()
+        [[1], [3]]
+    """
+    width, word = max(1, -(-columns // WORD_BITS)), (1 << WORD_BITS) - 1
+    words = [[bits >> WORD_BITS * index & word for index in range(width)] for bits in seen]
+    return torch.from_numpy(np.array(words, dtype=np.uint64).reshape(len(seen), width).view(np.int64))
 
 
 def _checked_depths(parents: list[int]) -> list[int]:
