@@ -75,6 +75,8 @@ class Growth(NamedTuple):
         level: tokens that a level must gain.
         row: tokens that a node must gain.
         budget: most drafts in all, -1 for any number.
+        keep: tokens that so many drafts must bring together to be verified, from none up to as many as there can be;
+            ``None`` where the host has to be asked. Kernels leave it to whoever calls them.
     """
 
     offsets: Sequence[int]
@@ -86,10 +88,11 @@ class Growth(NamedTuple):
     level: float
     row: float
     budget: int
+    keep: Sequence[float] | None = None
 
     def spelled(self, draws: "Draws | None") -> tuple[object, ...]:
         """The growth and the draws as operators take them."""
-        *numbers, level, row, budget = self
+        *numbers, level, row, budget, _ = self
         return (*numbers, [level, row], budget, *(draws or (None, None, ())))
 
 
@@ -103,6 +106,7 @@ class Drafted(NamedTuple):
         chances: ``[M]`` draft probability of each, given its parent.
         fed: sample and node of those that were fed, in their order behind a sample's committed keys.
         broken: rows of scores that were no numbers, where nothing was drafted.
+        trimmed: whether what the plan does not keep is left out already.
     """
 
     samples: Sequence[int]
@@ -111,6 +115,7 @@ class Drafted(NamedTuple):
     chances: Sequence[float]
     fed: Sequence[Sequence[int]]
     broken: int
+    trimmed: bool = False
 
     @classmethod
     def of(cls, nodes: Tensor, chances: Tensor, fed: Tensor, broken: int) -> Self:

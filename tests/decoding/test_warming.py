@@ -34,7 +34,7 @@ def test_what_requests_take_is_recorded_beforehand(monkeypatch, as_with_triton, 
     decoder = as_on_a_gpu(build())
     decoder.warm_up(samples=2, max_tokens=4096)
     made = record.made
-    assert made == {"a step": 2 * 3, "a draft": 2 * 3}[recorded]  # in three buckets, of three depths
+    assert made == {"a step": 2 * (1 + 3), "a draft": 2 * 3}[recorded]  # without drafts and of three depths
     engine = Engine(decoder, max_tokens=4096, max_samples=2)
     for temperature in (0.0, 0.8):
         stream = engine.submit(Request(prompt=[5, 9, 7], max_new_tokens=12, temperature=temperature, seed=1))

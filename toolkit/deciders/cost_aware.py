@@ -13,7 +13,7 @@ from operator import mul
 
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.costs import CostTable, StepCosts
-from arbordraft.deciders.decisions import Plan, Situation, StepView
+from arbordraft.deciders.decisions import Plan, RowPrices, Situation, StepView
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.trees.verdict import Outcome
 from arbordraft.utils.checks import check_float, check_instance, check_int
@@ -246,7 +246,7 @@ class CostAware(Decider):
             level=rate * level,
             row=rate * row,
             budget=budget,
-            keep=self._keeping(samples, worth, situation.alike, rate, budget),
+            keep=RowPrices(self._price(samples, situation.alike, rate), budget),
             weights=weights,
             gains=gains,
         )
@@ -304,6 +304,11 @@ class CostAware(Decider):
             slopes[samples] = self.costs.target.least_slope(samples, _AHEAD * samples)
         return slopes[samples]
 
+    def _price(self, samples: int, alike: int, rate: float) -> Callable[[int], float]:
+        """What the rows of drafts, by their number, could bring elsewhere, where decoding brings ``rate``."""
+        before = self._target(samples)
+        return lambda drafts: rate * (self._target(samples + drafts * alike) - before) / alike
+
     def _keeping(
         self,
         samples: int,
@@ -311,10 +316,10 @@ class CostAware(Decider):
         alike: int,
         rate: float,
         budget: int | None,
-        margin: float | None = None,
-        drafting: float = 0.0,
+        margin: float,
+        drafting: float,
     ) -> Callable[[Sequence[float]], int]:
-        """How many drafts are worth their rows where decoding brings ``rate``, or by what they bring.
+        """How many drafts are worth their rows by what they bring themselves, and at least ``rate``.
 
         Without drafts ``samples`` rows bring what counts for ``tokens``; with any the step takes ``drafting`` more.
         """
@@ -326,9 +331,9 @@ class CostAware(Decider):
             times = (drafting + self._target(samples + drafts * alike) - before for drafts in range(1, len(gained)))
             taken = [0.0, *times]
             worth, count = rate, 0
-            for _ in range(1 if margin is None else _ROUNDS):
+            for _ in range(_ROUNDS):
                 count = max(range(len(gained)), key=lambda drafts: gained[drafts] * alike - worth * taken[drafts])
-                worth = max(worth, (margin or 0.0) * (tokens + gained[count] * alike) / (base + taken[count]))
+                worth = max(worth, margin * (tokens + gained[count] * alike) / (base + taken[count]))
             return count
 
         return keep

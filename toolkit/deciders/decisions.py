@@ -3,9 +3,11 @@
 Shapes: V vocabulary, H hidden size of a drafter.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -131,6 +133,31 @@ def _all_of(chances: Sequence[float]) -> int:
 
 
 @dataclass(frozen=True)
+class RowPrices:
+    """Keeps as many of the likeliest drafts as bring most, less the price of their rows.
+
+    Args:
+        price: tokens that the rows of so many drafts could bring elsewhere.
+        most: most drafts; any number by default.
+    """
+
+    price: Callable[[int], float]
+    most: int | None = None
+
+    def __call__(self, chances: Sequence[float]) -> int:
+        """See :attr:`Plan.keep`."""
+        gained = list(accumulate(chances[: self.most], initial=0.0))
+        return max(range(len(gained)), key=lambda drafts: gained[drafts] - self.price(drafts))
+
+    def table(self, drafts: int) -> list[float]:
+        """The prices of none up to so many drafts; infinite beyond the most."""
+        return [
+            math.inf if self.most is not None and count > self.most else self.price(count)
+            for count in range(drafts + 1)
+        ]
+
+
+@dataclass(frozen=True)
 class Plan:
     """How far the trees of some samples go on, decided before they are drafted.
 
@@ -147,7 +174,8 @@ class Plan:
         level: tokens that a level must gain besides.
         row: tokens that a node must gain for its rows.
         budget: most drafts of all the samples, the likeliest ones.
-        keep: how many of the drafts with these reaches, descending, are verified; all by default.
+        keep: how many of the drafts with these reaches, descending, are verified; all by default. Only that and
+            :class:`RowPrices` can be told to a device, which otherwise waits for the host in between.
         weights: by sample, what its tokens are worth to the batch; 1 by default.
         gains: by sample, tokens that drafting is expected to bring, less what its time could bring elsewhere; what is
             not said is not expected to beat other drafts.

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from arbordraft.decoding.assemble import AssembledParts
 from arbordraft.decoding.state import DecodeState, Sample
-from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.drafters.context import DraftContext, OneCallDrafts
 from arbordraft.drafters.grower import grow
 from arbordraft.sampling.laws import Fixed
@@ -31,7 +30,6 @@ class Drafting:
     Args:
         parts: those of the decoder.
         expected_batch: see :class:`~arbordraft.SpeculativeDecoder`.
-        static: grows whole trees in fixed shapes, for batches whose caches are made for that.
         candidates: gives roots their children; by default the drafter does. What is drafted then changes the text, so
             that nothing but the decider may shorten it, and nothing is emitted behind the drafted levels.
     """
@@ -40,22 +38,28 @@ class Drafting:
         self,
         parts: AssembledParts,
         expected_batch: int = 1,
-        static: OneCallDrafts | None = None,
         candidates: Candidates | None = None,
     ) -> None:
         self.parts, self.expected_batch = parts, expected_batch
-        self.static, self.candidates = static, candidates
+        self.candidates = candidates
         self._shared, self._greedy_law = parts.coupling.verifier.shared, Fixed(parts.coupling.law.k)
         self._nothing = Proposal(self._greedy_law)
         self._plain = parts.drafter.max_levels == 0 and not parts.drafter.certain
 
-    def __call__(self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftTree:
+    def __call__(
+        self,
+        state: DecodeState,
+        active: Sequence[Sample],
+        noise: Noise | GumbelNoise | None,
+        static: OneCallDrafts | None = None,
+    ) -> DraftTree:
         """The trees of a step.
 
         Args:
             state: the batch.
             active: the samples that take part.
             noise: that of the step; ``None`` if all of them are greedy.
+            static: grows whole trees in fixed shapes, for batches whose caches are made for that.
         """
         decider = self.parts.decider
         forced = self.candidates is not None or any(sample.path_state for sample in active)
@@ -65,7 +69,7 @@ class Drafting:
             or all(decider.rests(one.memory) for one in active)
         ):
             return self._roots(state, active)
-        return grow(self._context(state, active, noise), decider, self.parts.drafter, state.drafts)
+        return grow(self._context(state, active, noise, static), decider, self.parts.drafter, state.drafts)
 
     def waits(self, state: DecodeState, sample: Sample) -> bool:
         """Whether nothing is drafted for a sample, as prompts wait for this step to end, and no text changes."""
@@ -78,7 +82,13 @@ class Drafting:
             tokens[sample.number] = sample.tokens[-1]
         return DraftTree.roots(self.parts.topology, tokens, self._nothing)
 
-    def _context(self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftContext:
+    def _context(
+        self,
+        state: DecodeState,
+        active: Sequence[Sample],
+        noise: Noise | GumbelNoise | None,
+        static: OneCallDrafts | None,
+    ) -> DraftContext:
         """What the grower and the drafter are told about the step."""
         target, _, topology, coupling, _ = self.parts
         candidates = None if self.candidates is None else self.candidates(state, active, noise)
@@ -99,7 +109,7 @@ class Drafting:
             vocab_size=target.vocab_size,
             fixed_batch=state.fixed_batch,
             resting=candidates is None and state.prefilling,
-            static=self.static if isinstance(state.cache, StaticCache) else None,
+            static=static,
         )
 
 

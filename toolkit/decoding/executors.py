@@ -11,11 +11,13 @@ from torch import Tensor
 
 from arbordraft.decoding.judging import Judge
 from arbordraft.decoding.processing import finite_rows
-from arbordraft.decoding.runner import TargetRunner, lay_out
+from arbordraft.decoding.runner import TargetRunner, count, lay_out
 from arbordraft.decoding.state import DecodeState, Sample
+from arbordraft.decoding.static.ahead import StepAhead
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.runner import StaticStepping
 from arbordraft.sampling.noise import GumbelNoise, Noise
+from arbordraft.sampling.owned_rows import draft_temperature
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.verdict import Verdict
@@ -91,20 +93,37 @@ class RecordedExecutor:
             kinds.setdefault(kind, []).append(sample)
         return kinds
 
+    def ahead(
+        self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None
+    ) -> StepAhead | None:
+        """What drafts and does a step at once, where nothing but numbers has a say in between."""
+        told = (draft_temperature(sample, self.shared) is not None and not sample.path_state for sample in active)
+        if len(self.kinds(active)) != 1 or isinstance(noise, Noise) or not all(told):
+            return None
+        return StepAhead(self.static, state, self.mask, noise, _temperatures(state))
+
+    def done(self, state: DecodeState, tree: DraftTree, ahead: StepAhead) -> Judged | None:
+        """What the step came to if it has been done with the draft, of which these are the trees."""
+        if (result := ahead.result(tree)) is None:
+            return None
+        state.stats.count_padding(result.padding)
+        state.give_up(result.failed)
+        hidden = result.hidden
+        return Judged(result.verdict, lambda sample, rows: hidden[sample, : len(rows)], state.cache.advance)
+
     def __call__(self, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None) -> Judged:
         assert isinstance(state.cache, StaticCache)
-        temperatures = [
-            1.0 if one is None else 0.0 if one.greedy else one.pipeline.temperature or 1.0 for one in state.samples
-        ]
+        temperatures = _temperatures(state)
         verdicts: list[Verdict] = []
         hidden: dict[int, Tensor] = {}
         with state.stats.phase("target"):
             for samples in self.kinds([state[number] for number in tree.living]).values():
                 part = tree.take([sample.number for sample in samples])
                 batch = lay_out(state, part, self.mask, causal=False)
+                count(state, part, batch)
                 drawn = None if all(sample.greedy for sample in samples) else noise
                 result = self.static(part, batch, drawn, state.cache, samples[0].pipeline, temperatures)
-                state.stats.count_padding(result.rows - part.rows)
+                state.stats.count_padding(result.padding)
                 state.give_up(result.failed)
                 verdicts.append(_shifted(result.verdict, part, tree))
                 hidden |= dict.fromkeys(part.living, result.hidden)
@@ -112,6 +131,11 @@ class RecordedExecutor:
         return Judged(
             Verdict.joined(verdicts), lambda sample, rows: hidden[sample][sample, : len(rows)], state.cache.advance
         )
+
+
+def _temperatures(state: DecodeState) -> list[float]:
+    """By sample, 0 for a greedy one."""
+    return [1.0 if one is None else 0.0 if one.greedy else one.pipeline.temperature or 1.0 for one in state.samples]
 
 
 def _shifted(verdict: Verdict, part: DraftTree, whole: DraftTree) -> Verdict:

@@ -36,11 +36,12 @@ class PackedRunner:
 
     def __call__(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
         batch = lay_out(state, tree, self.mask)
+        count(state, tree, batch)
         return self.target.run(tree.tokens(), batch, state.cache, hidden=self.drafter.hidden_layers)
 
 
 def lay_out(state: DecodeState, tree: DraftTree, mask: SlicedCausalMask, *, causal: bool = True) -> RaggedBatch:
-    """Lays out the rows of trees in the cache, and counts them.
+    """Lays out the rows of trees in the cache.
 
     Args:
         state: the batch.
@@ -55,10 +56,13 @@ def lay_out(state: DecodeState, tree: DraftTree, mask: SlicedCausalMask, *, caus
         nodes = tree.node.tolist()
         words = stack_words([mask.select(nodes[begin:end], nodes[begin:end]) for begin, end in spans])
     depth = tree.depth.tolist()
-    batch = state.cache.lay_out([sample.handle for sample in samples], [depth[b:e] for b, e in spans], words)
-    needed = sum(len(sample.tokens) for sample in samples) - len(samples) + tree.rows
-    state.stats.count_forward(batch, rows=tree.rows, keys=needed)
-    return batch
+    return state.cache.lay_out([sample.handle for sample in samples], [depth[b:e] for b, e in spans], words)
 
 
-__all__ = ["PackedRunner", "TargetRunner", "lay_out"]
+def count(state: DecodeState, tree: DraftTree, batch: RaggedBatch) -> None:
+    """Counts the forward that was laid out for these trees, or for larger ones."""
+    committed = sum(len(state[number].tokens) - 1 for number in tree.living)
+    state.stats.count_forward(batch, rows=tree.rows, keys=committed + tree.rows)
+
+
+__all__ = ["PackedRunner", "TargetRunner", "count", "lay_out"]

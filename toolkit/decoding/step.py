@@ -15,9 +15,12 @@ from arbordraft.decoding.judging import CouplingJudge, Judge
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.runner import PackedRunner, TargetRunner
 from arbordraft.decoding.state import DecodeState, Emission, Sample, logprobs_of
+from arbordraft.decoding.static.ahead import StepAhead
 from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.decoding.static.recording import INSTEAD
 from arbordraft.decoding.static.runner import StaticStepping
+from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.trees.draft_tree import DraftTree, Proposal
 from arbordraft.trees.masks import SlicedCausalMask
@@ -60,7 +63,7 @@ class Stepper:
     ) -> None:
         self.target, self.drafter, self.topology, self.coupling, self.decider = parts
         self.mask, self.static, self.shared = mask, static, parts.coupling.verifier.shared
-        self.drafting = Drafting(parts, expected_batch, None if static is None else static.drafts, candidates)
+        self.drafting = Drafting(parts, expected_batch, candidates)
         self.eager = EagerExecutor(
             PackedRunner(parts, mask) if runner is None else runner,
             CouplingJudge(parts.coupling) if judge is None else judge,
@@ -203,9 +206,11 @@ class Stepper:
         noise = noise_of(state, active, self.topology.num_nodes, shared=self.shared)
         executor = self._executor(state, active)
         try:
+            ahead = self._ahead(executor, state, active, noise)
             with state.stats.phase("draft"):
-                tree = self.drafting(state, active, noise)
-            judged = executor(state, tree, noise)
+                tree = self.drafting(state, active, noise, ahead or self._static_drafts(state))
+            done = None if ahead is None or self.recorded is None else self.recorded.done(state, tree, ahead)
+            judged = executor(state, tree, noise) if done is None else done
         except BaseException as failure:
             self._take_back(state, active)
             if isinstance(failure, UnsupportedModel) and self._given_up(executor, failure):
@@ -226,6 +231,18 @@ class Stepper:
             if many or any(self._obstacle(static, sample) for sample in active):
                 return self.eager
         return self.recorded
+
+    def _ahead(
+        self, executor: Executor, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None
+    ) -> StepAhead | None:
+        """What does the step in one run with the draft, if nobody has to see the drafts before the target does."""
+        alone = self.drafting.candidates is None and len(self.drafter.stages(state.drafts)) == 1
+        if self.recorded is None or executor is not self.recorded or not alone:
+            return None
+        return self.recorded.ahead(state, active, noise)
+
+    def _static_drafts(self, state: DecodeState) -> StaticDrafts | None:
+        return self.static.drafts if self.static is not None and isinstance(state.cache, StaticCache) else None
 
     def _given_up(self, executor: Executor, failure: UnsupportedModel) -> bool:
         """Whether steps are taken otherwise from now on; that no graph holds a model is noticed as it is recorded."""

@@ -28,14 +28,21 @@ class OneCallDrafts(Protocol):
     rows: int
 
     def __call__(
-        self, network: Any, cache: Any, missing: Mapping[int, Any], growth: Growth, draws: Draws | None
+        self,
+        network: Any,
+        cache: Any,
+        samples: Sequence[int],
+        missing: Mapping[int, Any],
+        growth: Growth,
+        draws: Draws | None,
     ) -> Drafted:
         """Feeds what is missing, which is committed, and grows the trees.
 
         Args:
             network: a :class:`~arbordraft.drafters.model_drafter.DraftNetwork`.
             cache: the drafter's, which was made beside the target's.
-            missing: by handle, in the order of ``growth``; see :data:`~arbordraft.drafters.model_drafter.Missing`.
+            samples: the numbers of those that draft.
+            missing: by handle, in the same order; see :data:`~arbordraft.drafters.model_drafter.Missing`.
             growth: how far trees go on.
             draws: how tokens are drawn.
         """

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from arbordraft.deciders.base import Decider
-from arbordraft.deciders.decisions import Plan, Situation
+from arbordraft.deciders.decisions import Plan, RowPrices, Situation
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.context import DraftContext
 from arbordraft.kernels.draft_tree import Draws, Growth
@@ -111,7 +111,14 @@ def growth_of(context: DraftContext, plan: Plan, depths: Sequence[int], going: S
         plan.level,
         plan.row,
         -1 if plan.budget is None else plan.budget,
+        None if context.static is None else _prices(plan, len(going) * (context.topology.num_nodes - 1)),
     )
+
+
+def _prices(plan: Plan, drafts: int) -> Sequence[float] | None:
+    if plan.keep is Plan.keep:
+        return range(0, -drafts - 1, -1)  # every draft brings something
+    return plan.keep.table(drafts) if isinstance(plan.keep, RowPrices) else None
 
 
 def draws_of(context: DraftContext, samples: Sequence[int]) -> Draws | None:

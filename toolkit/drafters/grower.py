@@ -217,6 +217,8 @@ class TreeGrower:
         if drafted.broken:
             _warn_of_broken_rows()
         self._take_drafted(samples, drafted)
+        if drafted.trimmed:
+            group.plan = replace(plan, keep=Plan.keep)
         return True
 
     def _take_drafted(self, samples: Sequence[int], drafted: Drafted) -> None:

@@ -178,7 +178,7 @@ class ModelDrafter(Drafter):
         else:
             assert context.static is not None
             prefill = partial(self.catch_up, state)
-            drafted = feed_static(context.static, whole, prefill, state.cache, missing, growth, draws)
+            drafted = feed_static(context.static, whole, prefill, state.cache, samples, missing, growth, draws)
         if self.keeps:
             self._took(state, context, samples, drafted)
         return drafted
@@ -319,6 +319,7 @@ def feed_static(
     network: DraftNetwork,
     prefill: Callable[[dict[int, Missing]], object],
     cache: RaggedKVCache,
+    samples: Sequence[int],
     missing: Mapping[int, Missing],
     growth: Growth,
     draws: Draws | None,
@@ -332,7 +333,7 @@ def feed_static(
             early[handle] = tokens[:first], _rows(states, 0, first)
     if early:
         prefill(early)
-    return static(network, cache, late, growth, draws)
+    return static(network, cache, samples, late, growth, draws)
 
 
 __all__ = [

@@ -21,6 +21,7 @@ from arbordraft import (
     TreeTopology,
 )
 from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.recording import Recording
 from arbordraft.decoding.static.runner import StaticStepping
 from arbordraft.decoding.step import Stepper
 from arbordraft.decoding.timing import _recorded_seconds, measure_rows
@@ -156,15 +157,15 @@ def test_samples_of_other_temperatures_share_a_step(as_on_a_gpu, monkeypatch, se
 def test_what_cannot_be_recorded_is_noticed_once_and_changes_no_text(as_on_a_gpu, monkeypatch, caplog, at, settings):
     coupling = Coupling(IID(1), Lifted(RecursiveRejection()))
     expected, _ = decode(build(coupling, buckets=None), **settings)
-    step, calls = StaticStepping.__call__, []
+    run, calls = Recording.__call__, []
 
     def failing(self, *arguments):
         calls.append(self)
         if len(calls) > at:
             raise UnsupportedModel("a step of it cannot be recorded")
-        return step(self, *arguments)
+        return run(self, *arguments)
 
-    monkeypatch.setattr(StaticStepping, "__call__", failing)
+    monkeypatch.setattr(Recording, "__call__", failing)
     decoder = build(coupling)
     with caplog.at_level(logging.WARNING, "arbordraft"):
         for _ in range(2):

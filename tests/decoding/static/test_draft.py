@@ -4,7 +4,6 @@ import copy
 from contextlib import nullcontext
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from support.companions import Rounds
@@ -47,6 +46,7 @@ from arbordraft import (
 from arbordraft.deciders import EntropyBound, NodeBudget
 from arbordraft.decoding.static import recording
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
+from arbordraft.decoding.static.drafted_step import DraftedStep
 from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.decoding.static.step import StaticStep
 from arbordraft.drafters.eagle import HeadOnRows
@@ -66,13 +66,13 @@ def parts(kind):
 @pytest.fixture(autouse=True)
 def drafts(monkeypatch):
     """The number of samples of every draft in fixed shapes."""
-    done, called = [], StaticDrafts.__call__
+    done, lay_out = [], StaticDrafts.lay_out
 
     def counted(self, network, cache, missing, growth, draws):
         done.append(len(missing))
-        return called(self, network, cache, missing, growth, draws)
+        return lay_out(self, network, cache, missing, growth, draws)
 
-    monkeypatch.setattr(StaticDrafts, "__call__", counted)
+    monkeypatch.setattr(StaticDrafts, "lay_out", counted)
     return done
 
 
@@ -408,12 +408,13 @@ def test_sampled_text_is_that_of_plain_decoding(drafts, name):
 def test_wrong_drafts_change_no_text(monkeypatch, spoiled):
     """Lossless means that what is drafted is of no account."""
     expected, right = decode(decoder(), **SAMPLED)
-    drafted = StaticDrafts._drafted
+    likeliest = DraftStep._likeliest
 
-    def wrong(self, tokens, *others):
-        return drafted(self, np.where(tokens < 0, tokens, (tokens + spoiled) % VOCAB), *others)
+    def wrong(self, *given):
+        tokens, chances = likeliest(self, *given)
+        return (tokens + spoiled) % VOCAB, chances
 
-    monkeypatch.setattr(StaticDrafts, "_drafted", wrong)
+    monkeypatch.setattr(DraftStep, "_likeliest", wrong)
     found, stats = decode(decoder(), **SAMPLED)
     assert found == expected
     assert stats.tau < right.tau
@@ -472,7 +473,7 @@ def test_a_draft_that_asks_the_host_cannot_be_recorded(monkeypatch, recorded):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(DraftStep, "_going", refused)
-    with pytest.raises(UnsupportedModel, match=r"a draft of EagleHead cannot be recorded .*buckets=None"):
+    with pytest.raises(UnsupportedModel, match=r"behind a draft of EagleHead cannot be recorded .*buckets=None"):
         decode(as_on_a_gpu(decoder()), **NEVER)
 
 
@@ -493,7 +494,7 @@ def test_weights_that_moved_are_noticed():
     )
     decode(static, **NEVER)
     old = set(static.static.recorder.recordings.values())
-    assert {type(one.step) for one in old} == {StaticStep, DraftStep}
+    assert {type(one.step) for one in old} == {StaticStep, DraftedStep}
     decode(static, **NEVER)
     assert set(static.static.recorder.recordings.values()) == old
     static.drafter.model.model.bfloat16()

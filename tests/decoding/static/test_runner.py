@@ -469,7 +469,8 @@ def test_steps_are_recorded_once_and_replayed(recorded, settings):
     for _ in range(2):
         found, stats = decode(decoder, **settings)
         assert found == expected
-    assert recorded.made == len(decoder.static.shapes)
+    recordings = decoder.static.recorder.recordings.values()
+    assert recorded.made == sum("a step" in one.step.title for one in recordings)
     assert recorded.replays == 2 * max(stats.forwards)
 
 
@@ -477,7 +478,7 @@ def test_pools_that_moved_are_recorded_again(recorded):
     as_on_a_gpu(decoder := build("wor lifted", buckets=(32,)))
     expected, _ = decode(build("wor lifted", buckets=None), **NEVER)
     assert decode(decoder, **NEVER)[0] == expected
-    assert recorded.made == 1
+    made = recorded.made
     decoder.static._idle = None
     assert decode(decoder, **NEVER)[0] == expected
-    assert recorded.made == 2
+    assert recorded.made == 2 * made > 0

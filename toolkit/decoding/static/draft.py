@@ -150,8 +150,8 @@ class _Level(nn.Module):
 
 
 @dataclass
-class _Trees:
-    """The trees while they grow, depth by depth: ``[S, m]`` each.
+class GrownTrees:
+    """Trees while they grow, depth by depth: ``[S, m]`` each.
 
     Args:
         tokens: -1 where there is none.
@@ -201,10 +201,14 @@ class DraftStep(nn.Module):
             ``[2, S, N]`` float64: the tokens, -1 where there is no node, and their draft probabilities; for the roots
             instead how many rows of the sample's scores were no numbers.
         """
-        part = self.bucket.read(table)
+        trees = self.grow(self.bucket.read(table), states, pools)
+        return torch.stack([torch.cat(trees.tokens, dim=1).double(), torch.cat(trees.chances, dim=1)])
+
+    def grow(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> GrownTrees:
+        """The trees, given the parts of the table."""
         logits, out = self._catch_up(part, states, pools)
         roots = part["tokens"][:, -1:]
-        trees = _Trees([roots], [roots.new_zeros(roots.shape, dtype=torch.float64)], [part["weight"][:, None]])
+        trees = GrownTrees([roots], [roots.new_zeros(roots.shape, dtype=torch.float64)], [part["weight"][:, None]])
         for depth, level in enumerate(self.levels):
             assert isinstance(level, _Level)
             if depth:
@@ -213,7 +217,7 @@ class DraftStep(nn.Module):
             going = self._going(part, trees, depth, level)
             trees.chances[0] = trees.chances[0] + (going & ~chances[:, :, 0].isfinite()).sum(dim=1, keepdim=True)
             _add_children(trees, level, going, tokens, chances, part["trust"][:, depth, None])
-        return torch.stack([torch.cat(trees.tokens, dim=1).double(), torch.cat(trees.chances, dim=1)])
+        return trees
 
     def _catch_up(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> tuple[Tensor, Tensor | None]:
         """``[S, D]`` logits behind the roots, and ``[S, 1, H]`` what the network puts out there."""
@@ -232,7 +236,7 @@ class DraftStep(nn.Module):
     def _feed(
         self,
         part: Mapping[str, Tensor],
-        trees: _Trees,
+        trees: GrownTrees,
         out: Tensor | None,
         depth: int,
         level: _Level,
@@ -280,7 +284,7 @@ class DraftStep(nn.Module):
         tops = F.pad(tokens, lacking), F.pad(chances.exp().double(), lacking)
         return tops[0].unflatten(0, (-1, level.size)), tops[1].unflatten(0, (-1, level.size))
 
-    def _going(self, part: Mapping[str, Tensor], trees: _Trees, depth: int, level: _Level) -> Tensor:
+    def _going(self, part: Mapping[str, Tensor], trees: GrownTrees, depth: int, level: _Level) -> Tensor:
         """``[S, n]`` which nodes get children, by the growth rule."""
         reach = trees.reach[depth][:, level.inner]
         able = (reach >= 0) & (depth < part["levels"])[:, None]
@@ -289,7 +293,9 @@ class DraftStep(nn.Module):
         return growing(gains(reach, part["next"][:, depth, None], part["prices"][1]), able, part["prices"][0])
 
 
-def _add_children(trees: _Trees, level: _Level, going: Tensor, tokens: Tensor, chances: Tensor, trust: Tensor) -> None:
+def _add_children(
+    trees: GrownTrees, level: _Level, going: Tensor, tokens: Tensor, chances: Tensor, trust: Tensor
+) -> None:
     """Gives the nodes that go on their children."""
     chance = chances[:, level.parent, level.rank]
     added = going[:, level.parent] & (chance > 0)
@@ -305,4 +311,4 @@ def _layout(starts: Tensor, past: Tensor, rows: int, keys: int) -> Tensor:
     return torch.stack([numbers * rows, F.pad(starts, (0, 1)), F.pad(past, (0, 1)), numbers * keys])
 
 
-__all__ = ["DraftBucket", "DraftStep"]
+__all__ = ["DraftBucket", "DraftStep", "GrownTrees"]

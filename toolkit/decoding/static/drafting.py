@@ -4,7 +4,8 @@ Shapes: S samples, C rows to catch up with of each, F hidden states side by side
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,12 +14,40 @@ from torch import Tensor
 from arbordraft.decoding.static.bucket import power_of_two
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
-from arbordraft.decoding.static.recording import Recorder, Recording
+from arbordraft.decoding.static.recording import Pools, Recorder, Recording
 from arbordraft.drafters.model_drafter import DraftNetwork, Missing, caught_up
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.trees.draft_tree import Ints, Reals
+from arbordraft.trees.draft_tree import Reals
 from arbordraft.trees.topology import TreeTopology
+
+
+class DraftLayout(NamedTuple):
+    """Where a draft reads and writes, and what it reads.
+
+    Args:
+        bucket: its shapes.
+        pools: of the drafter's cache.
+        missing: what that lacks, by sample.
+        places: first pool row and committed rows of each.
+        spare: first pool rows for samples that there are none of.
+        growth: how far trees go on.
+        draws: how tokens are drawn.
+    """
+
+    bucket: DraftBucket
+    pools: Pools
+    missing: Sequence[Missing]
+    places: Sequence[tuple[int, int]]
+    spare: Sequence[int]
+    growth: Growth
+    draws: Draws | None
+
+    def fill(self, table: Tensor, inputs: Tensor) -> None:
+        """Writes the table on the host, and the target's states on the device."""
+        self.bucket.fill(table, self.missing, self.places, self.growth, self.draws, self.spare)
+        if states := [part for _, part in self.missing if part is not None]:
+            inputs[: sum(map(len, states))].copy_(torch.cat(states))
 
 
 class StaticDrafts:
@@ -51,12 +80,29 @@ class StaticDrafts:
         self,
         network: DraftNetwork,
         cache: RaggedKVCache,
+        samples: Sequence[int],
         missing: Mapping[int, Missing],
         growth: Growth,
         draws: Draws | None,
     ) -> Drafted:
         """See :class:`~arbordraft.drafters.context.OneCallDrafts`."""
         assert isinstance(cache, StaticCache)
+        layout = self.lay_out(network, cache, missing, growth, draws)
+        with self.recorder.turn(network.device):
+            run = self._recording(network, layout.bucket, draws is not None, cache.longest)
+            found = run(layout.pools, lambda table: layout.fill(table, run.inputs)).cpu().numpy()
+        caught_up(cache, missing)
+        return self.drafted(found[:, : len(missing)], layout.bucket)
+
+    def lay_out(
+        self,
+        network: DraftNetwork,
+        cache: StaticCache,
+        missing: Mapping[int, Missing],
+        growth: Growth,
+        draws: Draws | None,
+    ) -> DraftLayout:
+        """Finds room in the drafter's cache; see :meth:`__call__`."""
         counts = [len(tokens) for tokens, _ in missing.values()]
         # Rows behind a sample's last one are written to as well.
         wanted = [max(count + len(self._inner), self.rows) for count in counts]
@@ -66,24 +112,15 @@ class StaticDrafts:
         pools = network.pools(cache, cache.dummy)
         bucket = self._bucket(power_of_two(len(missing)), self.rows, max(growth.levels))
         spare = [cache.dummy_start + 1 + number * self.each for number in range(bucket.samples - len(missing))]
-        states = [part for _, part in missing.values() if part is not None]
-        with self.recorder.turn(network.device):
-            run = self._recording(network, bucket, draws is not None, cache.longest)
+        return DraftLayout(bucket, pools, list(missing.values()), places, spare, growth, draws)
 
-            def fill(table: Tensor) -> None:
-                bucket.fill(table, list(missing.values()), places, growth, draws, spare)
-                if states:
-                    run.inputs[: sum(counts)].copy_(torch.cat(states))
-
-            tokens, chances = run(pools, fill)[:, : len(missing)].cpu().numpy()
-        caught_up(cache, missing)
-        return self._drafted(tokens.astype(np.int64), chances, bucket.depth)
-
-    def _drafted(self, tokens: Ints, chances: Reals, depth: int) -> Drafted:
+    def drafted(self, found: Reals, bucket: DraftBucket, *, trimmed: bool = False) -> Drafted:
+        """Reads what :meth:`DraftStep.forward` returned of S samples that draft: ``[2, S, N]``."""
+        tokens, chances = found[0].astype(np.int64), found[1]
         samples, nodes = np.nonzero(tokens[:, 1:] >= 0)
         places = samples, nodes + 1
         # Those of the last level were planted and not run.
-        fed = [node for node in self._inner if node < self.topology.levels[depth].start]
+        fed = [node for node in self._inner if node < self.topology.levels[bucket.depth].start]
         return Drafted(
             samples.tolist(),
             places[1].tolist(),
@@ -91,15 +128,21 @@ class StaticDrafts:
             chances[places].tolist(),
             [(sample, node) for sample in range(len(tokens)) for node in fed],
             int(chances[:, 0].sum()),
+            trimmed,
         )
 
     def _recording(self, network: DraftNetwork, bucket: DraftBucket, shared: bool, longest: int) -> Recording:
         def make() -> tuple[DraftStep, Tensor]:
             step = DraftStep(network, self.topology, bucket, shared=shared, longest=longest)
-            rows = bucket.samples * bucket.rows if network.states else 0
-            return step, torch.zeros(rows, network.states, dtype=network.dtype, device=network.device)
+            return step, inputs_of(network, bucket)
 
         return self.recorder.recording((network, bucket, shared, longest), make)
 
 
-__all__ = ["StaticDrafts"]
+def inputs_of(network: DraftNetwork, bucket: DraftBucket) -> Tensor:
+    """Room for the states of the target that a draft reads."""
+    rows = bucket.samples * bucket.rows if network.states else 0
+    return torch.zeros(rows, network.states, dtype=network.dtype, device=network.device)
+
+
+__all__ = ["DraftLayout", "StaticDrafts", "inputs_of"]

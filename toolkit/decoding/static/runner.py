@@ -16,6 +16,7 @@ from torch import Tensor
 
 from arbordraft.decoding.static.bucket import Bucket, bucket_for, bucket_sizes, power_of_two
 from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.drafted_step import DraftedBucket
 from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.decoding.static.recording import INSTEAD, Recorder, Recording
 from arbordraft.decoding.static.step import StaticStep, StepKind
@@ -47,13 +48,13 @@ class StepResult(NamedTuple):
         verdict: those that failed take no part in it.
         failed: samples whose logits are not numbers.
         hidden: ``[S + 1, depth + 1, F]`` hidden states of all samples' roots and accepted nodes.
-        rows: rows of the step, padding included.
+        padding: rows of the step that hold nothing.
     """
 
     verdict: Verdict
     failed: list[int]
     hidden: Tensor
-    rows: int
+    padding: int
 
 
 class StaticStepping:
@@ -108,8 +109,10 @@ class StaticStepping:
     def shapes(self) -> list[Bucket]:
         """The shapes of all steps so far."""
         buckets = {recording.step.bucket for recording in self.recorder.recordings.values()}
-        shapes = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
-        return sorted(shapes, key=lambda bucket: (bucket.samples, bucket.rows))
+        shapes = {bucket.step if isinstance(bucket, DraftedBucket) else bucket for bucket in buckets}
+        return sorted(
+            (shape for shape in shapes if isinstance(shape, Bucket)), key=lambda bucket: (bucket.samples, bucket.rows)
+        )
 
     def reset(self) -> None:
         """Forgets what was recorded and compiled, and the idle cache; steps are made anew when they are needed.
@@ -221,7 +224,7 @@ class StaticStepping:
         """
         assert isinstance(cache, StaticCache)
         pools = cache.layers(self.target.num_layers)
-        bucket = self._bucket(bucket_for(self.buckets, tree.rows), power_of_two(len(tree)))
+        bucket = self.bucket(tree)
         with self.recorder.turn(self.target.device):
             run = self._recording(bucket, cache.longest, noise, pipeline)
 
@@ -239,11 +242,19 @@ class StaticStepping:
                 hidden = hidden.clone()  # the drafter may keep it; the next step overwrites this one
         failed = [sample for sample in tree.living if found[sample][2]]
         ends = {sample: (found[sample][0], found[sample][1]) for sample in tree.living if not found[sample][2]}
-        return StepResult(Verdict.of(tree, ends), failed, hidden, bucket.rows)
+        return StepResult(Verdict.of(tree, ends), failed, hidden, bucket.rows - tree.rows)
 
-    def _recording(
-        self, bucket: Bucket, longest: int, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline
-    ) -> Recording:
+    def bucket(self, tree: DraftTree) -> Bucket:
+        """The shapes of a step over these trees."""
+        return self._bucket(bucket_for(self.buckets, tree.rows), power_of_two(len(tree)))
+
+    def step(self, bucket: Bucket, kind: StepKind, pipeline: LogitsPipeline) -> StaticStep:
+        """A step of these shapes; ``kind`` is what :meth:`kind` says of the pipeline."""
+        most_rows = min(bucket.rows, self.topology.num_nodes)
+        return StaticStep(self.target, bucket, kind, pipeline, most_rows, self.hidden_layers)
+
+    def kind(self, longest: int, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline) -> StepKind:
+        """What is fixed in a step besides its shapes."""
         sampled, shared = isinstance(noise, Noise), isinstance(noise, GumbelNoise)
         divides = not sampled and pipeline.temperature is not None  # the most probable token is the same
         kind = StepKind(sampled, shared, processors=() if divides else pipeline.constants, longest=longest)
@@ -254,13 +265,17 @@ class StaticStepping:
                 replacement=any(law.replacement for law in self._laws),
                 most_tops=min(max((law.most_tops for law in self._laws), default=0), self.target.vocab_size),
             )
+        return kind
+
+    def _recording(
+        self, bucket: Bucket, longest: int, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline
+    ) -> Recording:
+        kind = self.kind(longest, noise, pipeline)
 
         def make() -> tuple[StaticStep, Tensor]:
-            most_rows = min(bucket.rows, self.topology.num_nodes)
-            step = StaticStep(self.target, bucket, kind, pipeline, most_rows, self.hidden_layers)
             wide = torch.promote_types(self.target.model.dtype, torch.float32)
-            shape = bucket.nodes if sampled else 0, self.target.vocab_size
-            return step, torch.zeros(shape, dtype=wide, device=self.target.device)
+            shape = bucket.nodes if kind.sampled else 0, self.target.vocab_size
+            return self.step(bucket, kind, pipeline), torch.zeros(shape, dtype=wide, device=self.target.device)
 
         return self.recorder.recording((bucket, kind), make)
 

@@ -152,7 +152,17 @@ class StaticStep(nn.Module):
             ``[S + 1, 3]`` int64: of every sample the row of the last accepted node, the token behind it, and whether
             its logits are no numbers. And ``[S + 1, depth + 1, F]`` hidden states of its root and the accepted nodes.
         """
-        part = self.bucket.read(table)
+        return self.run(self.bucket.read(table), draft, pools)
+
+    def run(
+        self, part: Mapping[str, Tensor], draft: Tensor, pools: Pools, inputs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same, given the parts of the table.
+
+        Args:
+            inputs: ``[T]`` what the target reads, where some tokens are -1: such rows hold no node.
+        """
+        tokens = part["tokens"]
         run = StaticForward(
             pools,
             part["layout"],
@@ -165,12 +175,16 @@ class StaticStep(nn.Module):
             hidden=dict.fromkeys(self.hidden_layers),
         )
         output = self.network(
-            input_ids=part["tokens"][None], position_ids=part["positions"][None], use_cache=False, ragged=run
+            input_ids=(tokens if inputs is None else inputs)[None],
+            position_ids=part["positions"][None],
+            use_cache=False,
+            ragged=run,
         )
         logits: Tensor = output.logits[0]
         highest, best = row_max_reference(logits)
+        unsound = ~highest.isfinite() if inputs is None else ~highest.isfinite() & (tokens >= 0)
         broken = highest.new_zeros(self.bucket.samples + 1, dtype=torch.int64)
-        broken = broken.index_add(0, part["sample"], (~highest.isfinite()).to(torch.int64))
+        broken = broken.index_add(0, part["sample"], unsound.to(torch.int64))
 
         if self.kind.sampled:
             tops = take_tops(draft, part["most_tops"], part["threshold"], self.kind.most_tops)

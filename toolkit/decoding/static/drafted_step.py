@@ -1,0 +1,111 @@
+"""A draft and the target's step behind it in one run: what was drafted does not come up in between.
+
+All nodes that the topology has down to the drafted levels are rows of the step. Which of them the plan keeps is found
+out on the device; the tokens of the others become -1, which nothing accepts.
+
+Shapes: S samples that draft, N nodes of the topology down to the drafted levels, T rows of the step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.decoding.static.bucket import Bucket
+from arbordraft.decoding.static.draft import DraftBucket, DraftStep, GrownTrees
+from arbordraft.decoding.static.recording import Pools
+from arbordraft.decoding.static.step import StaticStep
+from arbordraft.utils.table import Table
+
+
+@dataclass(frozen=True)
+class DraftedBucket(Table):
+    """The shapes of a draft and of the step behind it.
+
+    Args:
+        draft: of the draft.
+        step: of the step.
+        nodes: N.
+    """
+
+    reals: ClassVar = frozenset({"prices"})
+
+    draft: DraftBucket
+    step: Bucket
+    nodes: int
+
+    @cached_property
+    def fields(self) -> Mapping[str, tuple[int, ...]]:
+        """Both tables. By row of the step, where its token stands among the S N drafts; -1 for one in its own table.
+
+        By number of drafts, what they must bring together to be verified.
+        """
+        return {
+            "draft": (self.draft.size,),
+            "step": (self.step.size,),
+            "source": (self.step.rows,),
+            "prices": (self.draft.samples * (self.nodes - 1) + 1,),
+        }
+
+
+class DraftedStep(nn.Module):
+    """The device's part of both.
+
+    Args:
+        draft: drafts.
+        step: runs the target and verifies.
+        bucket: the shapes.
+        pools: how many of the target's pools stand before those of the drafter.
+    """
+
+    operator = "static_step"
+
+    def __init__(self, draft: DraftStep, step: StaticStep, bucket: DraftedBucket, pools: int) -> None:
+        super().__init__()
+        self.draft, self.step, self.bucket, self.pools = draft, step, bucket, pools
+        self.title = f"{step.title} behind {draft.title}"
+
+    def forward(self, table: Tensor, states: Tensor, pools: Pools) -> tuple[Tensor, Tensor]:
+        """Drafts and takes the step.
+
+        Args:
+            table: what :meth:`StepAhead.__call__` wrote.
+            states: see :meth:`DraftStep.forward`.
+            pools: the target's cache and the drafter's.
+
+        Returns:
+            float64: what :meth:`DraftStep.forward` returns, without what is not verified, then what
+            :meth:`StaticStep.forward` says of samples, all in one row. And its hidden states.
+        """
+        part = self.bucket.read(table)
+        trees = self.draft.grow(self.bucket.draft.read(part["draft"]), states, pools[self.pools :])
+        tokens = torch.cat(trees.tokens, dim=1)
+        tokens = torch.cat([tokens[:, :1], torch.where(kept(trees, part["prices"]), tokens[:, 1:], -1)], dim=1)
+        given, source = self.bucket.step.read(part["step"]), part["source"]
+        own = given["tokens"]
+        drafted = torch.where(source < 0, own, tokens.flatten()[source.clamp(min=0)])
+        # Not token 0: models warn of what looks like padding without a mask.
+        inputs = torch.where(drafted < 0, own[0], drafted)
+        nothing = states.new_empty(0, 0)
+        said, hidden = self.step.run(given | {"tokens": drafted}, nothing, pools[: self.pools], inputs)
+        found = [tokens, torch.cat(trees.chances, dim=1), said]
+        return torch.cat([part.flatten().double() for part in found]), hidden
+
+
+def kept(trees: GrownTrees, prices: Tensor) -> Tensor:
+    """``[S, N - 1]`` which nodes below the roots are verified: the likeliest ones, as many as are worth it.
+
+    Of nodes that are as likely the one that stands first in the topology comes first, then the first sample's.
+    """
+    reach = torch.cat(trees.reach[1:], dim=1)
+    likely, order = reach.T.flatten().sort(descending=True, stable=True)
+    worth = likely.clamp(min=0).cumsum(0) - prices[1:]
+    worth = torch.cat([-prices[:1], torch.where(likely < 0, -torch.inf, worth)])
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return (rank < worth.argmax()).view(reach.shape[1], -1).T
+
+
+__all__ = ["DraftedBucket", "DraftedStep", "kept"]
