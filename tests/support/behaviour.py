@@ -105,6 +105,7 @@ FRAGILE = {  # the first changed without AVX, as its linear program has several 
     "model shared2 dear main k221 t.7,top-k batch3 buckets torch mixtral free",
     "grammar>eagle iid2+transport depth2 main chain4 t1,top-p batch3 padded native qwen3 free",
     "grammar>eagle wor2+lifted-rrs depth2 other uneven t.7 batch8 buckets torch mixtral free",
+    "grammar>eagle fixed2+shared free main chain4 mixed engine-reuse ragged native mistral regex",
 }
 
 

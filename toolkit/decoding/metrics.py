@@ -43,7 +43,6 @@ class DecodeStats:
     pad_rows: int = 0
     pad_keys: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    timed: "_Phase | None" = field(default=None, init=False, repr=False, compare=False)  # the phase under way
 
     @property
     def tau(self) -> float:
@@ -94,24 +93,24 @@ class DecodeStats:
 
     def phase(self, name: str) -> "_Phase":
         """Adds the time spent inside to ``seconds[name]``."""
-        return _Phase(self, name)
+        return _Phase(self.seconds, name)
+
+    def shift(self, seconds: float, phase: str, to: str) -> None:
+        """Counts time for another phase than the one that it is measured in."""
+        for name, change in ((phase, -seconds), (to, seconds)):
+            self.seconds[name] = self.seconds.get(name, 0.0) + change
 
 
 class _Phase:
-    """Times a block, but not those inside it: a class costs a third of a generator, and each step enters four."""
+    """Times a block: a class of its own costs a third of a generator, and each step enters four."""
 
-    __slots__ = ("name", "outer", "start", "stats")
+    __slots__ = ("name", "seconds", "start")
 
-    def __init__(self, stats: DecodeStats, name: str) -> None:
-        self.stats, self.name = stats, name
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self.seconds, self.name = seconds, name
 
     def __enter__(self) -> None:
-        self.outer, self.stats.timed = self.stats.timed, self
         self.start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        spent, seconds = time.perf_counter() - self.start, self.stats.seconds
-        seconds[self.name] = seconds.get(self.name, 0.0) + spent
-        self.stats.timed = self.outer
-        if self.outer is not None:
-            self.outer.start += spent
+        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + time.perf_counter() - self.start

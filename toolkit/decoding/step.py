@@ -242,7 +242,9 @@ class Stepper:
         return self.recorded.ahead(state, active, noise)
 
     def _static_drafts(self, state: DecodeState) -> StaticDrafts | None:
-        return self.static.drafts if self.static is not None and isinstance(state.cache, StaticCache) else None
+        """What grows whole trees of this batch in fixed shapes, unless it turned out that no graph can hold them."""
+        static = self.static
+        return static.drafts if static is not None and static.active and isinstance(state.cache, StaticCache) else None
 
     def _given_up(self, executor: Executor, failure: UnsupportedModel) -> bool:
         """Whether steps are taken otherwise from now on; that no graph holds a model is noticed as it is recorded."""

@@ -102,8 +102,12 @@ def test_silu_times_up(guarded, dtype, size):
     expected = F.silu(gate) * up
     assert torch.equal(gated_activation_reference(gate, up, "silu"), expected)
     found = triton(gated_activation, gate, up)
-    # Exponentials of libraries differ in their last places, which seldom shows in 16 bits.
-    assert torch.allclose(found, expected, **tolerance(dtype, 4))
+    # Exponentials of libraries differ in their last places, which seldom shows in 16 bits. A GPU takes them to base 2:
+    # there the rounding of the exponent weighs as much as the exponent itself.
+    bounds = tolerance(dtype, 4)
+    rtol = bounds["rtol"] * (1 + gate.float().abs() / 4)
+    away = (found.float() - expected.float()).abs()
+    assert (away <= rtol * expected.float().abs() + bounds["atol"]).all()
     assert dtype == torch.float32 or (found != expected).float().mean() < 0.002
     assert not torch.allclose(triton(gated_activation, up, gate), expected, rtol=0.1)  # negative control
 

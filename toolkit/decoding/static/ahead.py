@@ -4,6 +4,7 @@ Shapes: S samples that draft, N nodes of the topology down to the drafted levels
 step, F hidden states side by side.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -80,7 +81,8 @@ class StepAhead:
         nodes = static.topology.levels[layout.bucket.depth].stop
         bucket = DraftedBucket(layout.bucket, static.bucket(whole), nodes)
         pools = [*own.layers(static.target.num_layers), *layout.pools]
-        with self.state.stats.phase("target"), static.recorder.turn(static.target.device):
+        begun = time.perf_counter()
+        with static.recorder.turn(static.target.device):
             run = self._recording(network, bucket, own.longest, cache.longest)
 
             def fill(table: Tensor, *, idle: bool = False) -> None:
@@ -100,6 +102,7 @@ class StepAhead:
             if run.recorded:
                 hidden = hidden.clone()  # the drafter may keep it; the next step overwrites this one
             numbers = found.cpu().numpy()
+        self.state.stats.shift(time.perf_counter() - begun, "draft", "target")
         size = 2 * bucket.draft.samples * nodes
         self._found = numbers[size:].astype(np.int64).reshape(-1, 3).tolist(), hidden
         self._whole, self._batch = whole, batch
