@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import neg
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -128,20 +129,17 @@ class Situation:
     extra_rows: int = 0
 
 
-def _all_of(chances: Sequence[float]) -> int:
-    return len(chances)
-
-
 @dataclass(frozen=True)
 class RowPrices:
     """Keeps as many of the likeliest drafts as bring most, less the price of their rows.
 
     Args:
-        price: tokens that the rows of so many drafts could bring elsewhere.
+        price: tokens that the rows of so many drafts could bring elsewhere; by default less than nothing, so that all
+            drafts are kept, even those that are sure to be wrong.
         most: most drafts; any number by default.
     """
 
-    price: Callable[[int], float]
+    price: Callable[[int], float] = neg
     most: int | None = None
 
     def __call__(self, chances: Sequence[float]) -> int:
@@ -174,7 +172,7 @@ class Plan:
         level: tokens that a level must gain besides.
         row: tokens that a node must gain for its rows.
         budget: most drafts of all the samples, the likeliest ones.
-        keep: how many of the drafts with these reaches, descending, are verified; all by default. Only that and
+        keep: how many of the drafts with these reaches, descending, are verified; all by default. Only
             :class:`RowPrices` can be told to a device, which otherwise waits for the host in between.
         weights: by sample, what its tokens are worth to the batch; 1 by default.
         gains: by sample, tokens that drafting is expected to bring, less what its time could bring elsewhere; what is
@@ -187,7 +185,7 @@ class Plan:
     level: float = 0.0
     row: float = 0.0
     budget: int | None = None
-    keep: Callable[[Sequence[float]], int] = _all_of
+    keep: Callable[[Sequence[float]], int] = RowPrices()
     weights: Sequence[float] = ()
     gains: Sequence[float] = ()
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from arbordraft.deciders.base import Decider
-from arbordraft.deciders.decisions import Plan, Situation, StepView
+from arbordraft.deciders.decisions import Plan, RowPrices, Situation, StepView
 from arbordraft.utils.checks import check_float, check_int, check_positive
 
 
@@ -55,7 +55,7 @@ class NodeBudget(Decider):
     def plan(self, situation: Situation) -> Plan:
         budget = len(situation.max_depth) * (self.nodes - 1)
         levels = [max_depth if budget else 0 for max_depth in situation.max_depth]
-        return Plan.everything(levels, budget=budget, keep=lambda chances: min(len(chances), budget))
+        return Plan.everything(levels, budget=budget, keep=RowPrices(most=budget))
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [True] * len(view.paths)

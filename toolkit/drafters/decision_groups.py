@@ -116,8 +116,6 @@ def growth_of(context: DraftContext, plan: Plan, depths: Sequence[int], going: S
 
 
 def _prices(plan: Plan, drafts: int) -> Sequence[float] | None:
-    if plan.keep is Plan.keep:
-        return range(0, -drafts - 1, -1)  # every draft brings something
     return plan.keep.table(drafts) if isinstance(plan.keep, RowPrices) else None
 
 

@@ -1,0 +1,179 @@
+"""Drafts with the target's step behind them in one run: the tokens, trees and counts of two runs."""
+
+import pytest
+import torch
+from support.companions import drafter as trained_drafter
+from support.companions import target as trained_target
+from support.models import PAYS, PROMPTS, left_padded, new_tokens
+from support.watching import watch
+
+from arbordraft import CostAware, CostTable, Coupling, Engine, Request, SpeculativeDecoder, TreeTopology
+from arbordraft.deciders import EntropyBound, NodeBudget
+from arbordraft.deciders.base import Decider
+from arbordraft.deciders.costs import StepCosts
+from arbordraft.deciders.decisions import Plan, RowPrices
+from arbordraft.decoding.executors import RecordedExecutor
+from arbordraft.decoding.static import ahead as ahead_module
+from arbordraft.decoding.static import drafted_step
+from arbordraft.decoding.static.ahead import StepAhead
+from arbordraft.decoding.static.draft import GrownTrees
+from arbordraft.decoding.static.drafted_step import DraftedStep, kept
+
+TREE = TreeTopology.from_k_config((3, 2, 1))
+GREEDY = {"do_sample": False}
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 0}
+DEAR = StepCosts(CostTable((1, 64), (1.0, 5.0)), CostTable((1, 64), (0.05, 0.06)))  # half of the drafts are given up
+PADDING = {"rows", "pad_rows", "pad_keys", "seconds"}
+
+
+class Halving(Decider):
+    """Keeps half of the drafts, and tells nobody in numbers."""
+
+    can_plan = True
+
+    def plan(self, situation):
+        return Plan.everything(situation.max_depth, keep=lambda chances: (len(chances) + 1) // 2)
+
+
+DECIDERS = {
+    "all": lambda: None,
+    "what pays": lambda: CostAware(PAYS),
+    "dear rows": lambda: CostAware(DEAR),
+    "four nodes": lambda: CostAware(PAYS, nodes=4),
+    "budget": lambda: NodeBudget(3),
+}
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """Nodes of the trees that were verified in one run with their drafts, step by step."""
+    found, result = [], StepAhead.result
+
+    def watched(self, tree):
+        if (out := result(self, tree)) is not None:
+            found.append(tree.rows)
+        return out
+
+    monkeypatch.setattr(StepAhead, "result", watched)
+    return found
+
+
+def decode(decider, name="eagle", prompts=PROMPTS, buckets=(64,), **settings):
+    decoder = SpeculativeDecoder(
+        trained_target(), trained_drafter(name), TREE, Coupling.shared(3), buckets=buckets, decider=decider
+    )
+    options = {"max_new_tokens": 14, "eos_token_id": None, "pad_token_id": 0, "seeds": list(range(len(prompts)))}
+    output = decoder.generate(**left_padded(prompts), return_dict_in_generate=True, **{**options, **settings})
+    counts = {name: value for name, value in vars(output.stats).items() if name not in PADDING}
+    return new_tokens(output.sequences, prompts, output.stats.emitted), counts, output.stats
+
+
+def apart(monkeypatch):
+    monkeypatch.setattr(RecordedExecutor, "ahead", lambda *_: None)
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("decider", DECIDERS)
+@pytest.mark.parametrize("name", ["eagle", "model"])
+def test_one_run_says_what_two_say(monkeypatch, done, name, decider, settings):
+    tokens, counts, stats = decode(DECIDERS[decider](), name, **settings)
+    steps = len(done)
+    assert steps > 3
+    assert min(stats.seconds.values()) >= 0
+    apart(monkeypatch)
+    assert decode(DECIDERS[decider](), name, **settings)[:2] == (tokens, counts)
+    assert len(done) == steps
+    assert counts["drafted"] > 0
+
+
+def test_drafts_are_given_up_on_the_device(done):
+    decode(CostAware(DEAR), **GREEDY)
+    assert min(done) < max(done) < len(PROMPTS) * TREE.num_nodes
+
+
+def test_samples_of_many_temperatures_share_a_run(monkeypatch, done):
+    def answers():
+        decoder = SpeculativeDecoder(
+            trained_target(), trained_drafter("eagle"), TREE, Coupling.shared(3), buckets=(64,)
+        )
+        engine = Engine(decoder, max_samples=3)
+        streams = [
+            engine.submit(Request(prompt=text, max_new_tokens=12, temperature=heat, seed=3))
+            for text, heat in zip(PROMPTS, (0.0, 0.5, 1.0), strict=True)
+        ]
+        engine.run()
+        return [stream.result()[0].tokens for stream in streams]
+
+    together = answers()
+    assert done
+    apart(monkeypatch)
+    assert answers() == together
+
+
+@pytest.mark.parametrize("decider", [Halving, EntropyBound], ids=["a function", "asked"])
+def test_two_runs_where_numbers_do_not_say_what_is_kept(done, decider):
+    decode(decider(), **GREEDY)
+    assert done == []
+
+
+def test_two_runs_where_whole_trees_are_too_large(done):
+    *_, stats = decode(NodeBudget(3), buckets=(8,), **GREEDY)
+    assert len(done) < max(stats.forwards) - 1  # but the last ones, of few levels
+    assert max(done, default=0) <= 8
+
+
+def test_nothing_asks_the_host(monkeypatch):
+    found = watch(monkeypatch, DraftedStep)
+    decode(CostAware(DEAR), **SAMPLED)
+    assert found == []
+
+
+def everything(trees, prices):
+    return torch.cat(trees.reach[1:], dim=1) >= 0
+
+
+def test_drafts_that_are_not_given_up_would_be_seen(monkeypatch):
+    """Negative control: no text changes, but counts do."""
+    tokens, counts, _ = decode(CostAware(DEAR), **GREEDY)
+    monkeypatch.setattr(drafted_step, "kept", everything)
+    found, others, _ = decode(CostAware(DEAR), **GREEDY)
+    assert found == tokens
+    assert others != counts
+
+
+def test_rows_with_tokens_of_others_would_be_seen(monkeypatch):
+    """Negative control: the target accepts what was drafted elsewhere."""
+    sources = ahead_module.sources
+
+    def elsewhere(*given):
+        found = sources(*given)
+        found[2:] = found[1:-1].copy()
+        return found
+
+    monkeypatch.setattr(ahead_module, "sources", elsewhere)
+    with pytest.raises(ValueError, match="not in list"):
+        decode(CostAware(DEAR), **GREEDY)
+
+
+# Which nodes are kept
+
+
+def by_the_host(reach, keep):
+    """As the grower ranks them."""
+    places = [(sample, node) for sample, row in enumerate(reach) for node, one in enumerate(row) if one >= 0]
+    ranked = sorted(places, key=lambda place: (-reach[place[0]][place[1]], place[1], place[0]))
+    return set(ranked[: keep([reach[sample][node] for sample, node in ranked])])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_kept_is_what_the_host_would_keep(seed):
+    generator = torch.Generator().manual_seed(seed)
+    samples, nodes = 1 + seed % 4, (2, 3, 4)
+    # Few different values, so that many are as likely as others; and some that are no nodes.
+    reach = [torch.randint(-1, 5, (samples, count), generator=generator).double() / 8 for count in nodes]
+    reach = [torch.where(level < 0, -1.0, level) for level in reach]
+    price = 0.05 * (seed % 6)
+    keep = RowPrices(lambda drafts: price * drafts, seed % 9 if seed % 2 else None) if seed % 3 else RowPrices()
+    prices = torch.tensor(keep.table(samples * sum(nodes)), dtype=torch.float64)
+    found = kept(GrownTrees([], [], [torch.ones(samples, 1), *reach]), prices).nonzero().tolist()
+    assert {tuple(place) for place in found} == by_the_host(torch.cat(reach, dim=1).tolist(), keep)
