@@ -76,7 +76,7 @@ class Growth(NamedTuple):
         row: tokens that a node must gain.
         budget: most drafts in all, -1 for any number.
         keep: tokens that so many drafts must bring together to be verified, from none up to as many as there can be;
-            ``None`` where the host has to be asked. Kernels leave it to whoever calls them.
+            empty where all of them are, ``None`` where the host has to be asked. Kernels do not read it.
     """
 
     offsets: Sequence[int]

@@ -4,6 +4,7 @@ Shapes: T packed rows, V vocabulary, F hidden states side by side.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from arbordraft.decoding.judging import Judge
 from arbordraft.decoding.processing import finite_rows
 from arbordraft.decoding.runner import TargetRunner, count, lay_out
 from arbordraft.decoding.state import DecodeState, Sample
-from arbordraft.decoding.static.ahead import StepAhead
+from arbordraft.decoding.static.ahead import StepAhead, WholeTrees
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.runner import StaticStepping
 from arbordraft.sampling.noise import GumbelNoise, Noise
@@ -21,6 +22,8 @@ from arbordraft.sampling.owned_rows import draft_temperature
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.verdict import Verdict
+
+_KINDS_OF_TREES = 64  # that are kept, by the levels of a batch's samples
 
 
 class Judged(NamedTuple):
@@ -83,6 +86,7 @@ class RecordedExecutor:
 
     def __init__(self, static: StaticStepping, mask: SlicedCausalMask, *, shared: bool) -> None:
         self.static, self.mask, self.shared = static, mask, shared
+        self._whole = lru_cache(_KINDS_OF_TREES)(partial(WholeTrees.of, static, mask))
 
     def kinds(self, samples: Sequence[Sample]) -> dict[Hashable, list[Sample]]:
         """Samples by what the graph of a step is made for; temperatures of shared noise are columns of its table."""
@@ -100,7 +104,7 @@ class RecordedExecutor:
         told = (draft_temperature(sample, self.shared) is not None and not sample.path_state for sample in active)
         if len(self.kinds(active)) != 1 or isinstance(noise, Noise) or not all(told):
             return None
-        return StepAhead(self.static, state, self.mask, noise, _temperatures(state))
+        return StepAhead(self.static, state, self._whole, noise, _temperatures(state))
 
     def done(self, state: DecodeState, tree: DraftTree, ahead: StepAhead) -> Judged | None:
         """What the step came to if it has been done with the draft, of which these are the trees."""

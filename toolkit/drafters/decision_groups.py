@@ -116,6 +116,8 @@ def growth_of(context: DraftContext, plan: Plan, depths: Sequence[int], going: S
 
 
 def _prices(plan: Plan, drafts: int) -> Sequence[float] | None:
+    if plan.keep is Plan.keep:
+        return ()
     return plan.keep.table(drafts) if isinstance(plan.keep, RowPrices) else None
 
 

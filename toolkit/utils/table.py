@@ -43,9 +43,13 @@ class Table(ABC):
         }
 
     def blank(self, table: Tensor) -> SimpleNamespace:
-        """Sets a table on the host to 0 and returns its parts as numpy's views, to be written to."""
+        """Sets a table on the host to 0 and returns its parts, to be written to."""
+        table.numpy().fill(0)
+        return self.views(table)
+
+    def views(self, table: Tensor) -> SimpleNamespace:
+        """The parts of a table on the host, as numpy's views."""
         flat = table.numpy()
-        flat.fill(0)
         return SimpleNamespace(
             **{
                 name: flat[begin:end].view(np.float64 if name in self.reals else np.int64).reshape(shape)

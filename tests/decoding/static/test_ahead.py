@@ -13,9 +13,8 @@ from arbordraft.deciders.base import Decider
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan, RowPrices
 from arbordraft.decoding.executors import RecordedExecutor
-from arbordraft.decoding.static import ahead as ahead_module
 from arbordraft.decoding.static import drafted_step
-from arbordraft.decoding.static.ahead import StepAhead
+from arbordraft.decoding.static.ahead import StepAhead, WholeTrees
 from arbordraft.decoding.static.draft import GrownTrees
 from arbordraft.decoding.static.drafted_step import DraftedStep, kept
 
@@ -143,14 +142,14 @@ def test_drafts_that_are_not_given_up_would_be_seen(monkeypatch):
 
 def test_rows_with_tokens_of_others_would_be_seen(monkeypatch):
     """Negative control: the target accepts what was drafted elsewhere."""
-    sources = ahead_module.sources
+    sources = WholeTrees.sources
 
     def elsewhere(*given):
         found = sources(*given)
         found[2:] = found[1:-1].copy()
         return found
 
-    monkeypatch.setattr(ahead_module, "sources", elsewhere)
+    monkeypatch.setattr(WholeTrees, "sources", elsewhere)
     with pytest.raises(ValueError, match="not in list"):
         decode(CostAware(DEAR), **GREEDY)
 

@@ -5,14 +5,17 @@ step, F hidden states side by side.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from arbordraft.decoding.runner import count, lay_out
+from arbordraft.decoding.runner import count
 from arbordraft.decoding.state import DecodeState
+from arbordraft.decoding.static.bucket import Bucket
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.draft import DraftStep
 from arbordraft.decoding.static.drafted_step import DraftedBucket, DraftedStep
@@ -26,9 +29,56 @@ from arbordraft.sampling.laws import Fixed
 from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree, Ints, Proposal
-from arbordraft.trees.masks import SlicedCausalMask
-from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.masks import SlicedCausalMask, stack_words
 from arbordraft.trees.verdict import Verdict
+
+
+@dataclass(frozen=True, eq=False)
+class WholeTrees:
+    """Trees of all nodes down to some levels, with all of a step's table that follows from that.
+
+    Args:
+        tree: the trees, whose tokens are still to be drafted.
+        depths: by sample that takes part, those of its nodes.
+        bucket: the shapes of their step.
+        table: of the step, without roots, noise and places in the cache.
+    """
+
+    tree: DraftTree
+    depths: Sequence[Sequence[int]]
+    bucket: Bucket
+    table: Tensor
+
+    @classmethod
+    def of(cls, static: StaticStepping, mask: SlicedCausalMask, levels: tuple[int | None, ...]) -> Self:
+        """Those down to these levels, by sample; ``None`` for one that takes no part."""
+        topology = static.topology
+        lengths = [0 if level is None else topology.levels[level].stop for level in levels]
+        offsets = np.cumsum([0, *lengths])
+        node = np.concatenate([np.arange(length) for length in lengths])
+        parent = np.array(topology.parent_list)[node]
+        tree = DraftTree(
+            topology,
+            [None if level is None else Proposal(Fixed(1)) for level in levels],
+            offsets.tolist(),
+            token=np.zeros(len(node), dtype=np.int64),
+            node=node,
+            parent=np.where(parent < 0, -1, parent + offsets[:-1].repeat(lengths)),
+            depth=np.array(topology.depth_list)[node],
+            chance=np.zeros(len(node)),
+            certain=np.zeros(len(node), dtype=np.bool_),
+            draft_row=np.full(len(node), -1),
+        )
+        bucket, known = static.bucket(tree), [range(lengths[number]) for number in tree.living]
+        table = torch.empty(bucket.size, dtype=torch.int64)
+        bucket.fill_trees(bucket.blank(table), tree, stack_words([mask.select(nodes, nodes) for nodes in known]))
+        return cls(tree, [[topology.depth_list[node] for node in nodes] for nodes in known], bucket, table)
+
+    def sources(self, samples: Sequence[int], nodes: int) -> Ints:
+        """``[T]`` where the tokens of rows stand among ``nodes`` drafts of each of these samples; -1 for roots."""
+        place = np.zeros(len(self.tree), dtype=np.int64)
+        place[list(samples)] = np.arange(len(samples))
+        return np.where(self.tree.node > 0, place[self.tree.owner] * nodes + self.tree.node, -1)
 
 
 class StepAhead:
@@ -40,7 +90,7 @@ class StepAhead:
         static: does such steps.
         state: the batch, all of whose active samples have texts that do not depend on what is drafted, want the same
             of a step, and are told to drafters in numbers.
-        mask: the topology's.
+        whole: trees of all nodes down to some levels, by sample.
         noise: shared noise of the step; ``None`` if all samples are greedy.
         temperatures: see :meth:`StaticStepping.__call__`.
     """
@@ -49,15 +99,15 @@ class StepAhead:
         self,
         static: StaticStepping,
         state: DecodeState,
-        mask: SlicedCausalMask,
+        whole: Callable[[tuple[int | None, ...]], WholeTrees],
         noise: GumbelNoise | None,
         temperatures: Sequence[float],
     ) -> None:
-        self.static, self.state, self.mask = static, state, mask
+        self.static, self.state, self.whole = static, state, whole
         self.noise, self.temperatures = noise, temperatures
         self.rows = static.drafts.rows
         self._found: tuple[list[list[int]], Tensor] | None = None
-        self._whole: DraftTree | None = None
+        self._whole: WholeTrees | None = None
         self._batch: RaggedBatch | None = None
 
     def __call__(
@@ -73,30 +123,36 @@ class StepAhead:
         static, own = self.static, self.state.cache
         assert isinstance(own, StaticCache)
         assert isinstance(cache, StaticCache)
-        whole = whole_trees(static.topology, self.state, dict(zip(samples, growth.levels, strict=True)))
-        if growth.keep is None or whole.rows > static.buckets[-1]:
+        levels: list[int | None] = [None] * len(self.state.samples)
+        for sample in (active := self.state.active):
+            levels[sample.number] = 0
+        for number, level in zip(samples, growth.levels, strict=True):
+            levels[number] = level
+        rows = sum(static.topology.levels[level].stop for level in levels if level is not None)
+        if growth.keep is None or rows > static.buckets[-1]:
             return static.drafts(network, cache, samples, missing, growth, draws)
-        batch = lay_out(self.state, whole, self.mask, causal=False)
+        whole = self.whole(tuple(levels))
+        batch = own.lay_out([sample.handle for sample in active], whole.depths)
         layout = static.drafts.lay_out(network, cache, missing, growth, draws)
         nodes = static.topology.levels[layout.bucket.depth].stop
-        bucket = DraftedBucket(layout.bucket, static.bucket(whole), nodes)
+        bucket = DraftedBucket(layout.bucket, whole.bucket, nodes, trims=growth.keep != ())
         pools = [*own.layers(static.target.num_layers), *layout.pools]
+        prices = growth.keep[: layout.bucket.samples * (nodes - 1) + 1]
         begun = time.perf_counter()
         with static.recorder.turn(static.target.device):
             run = self._recording(network, bucket, own.longest, cache.longest)
 
             def fill(table: Tensor, *, idle: bool = False) -> None:
-                part = bucket.read(table)
+                part, into = bucket.read(table), bucket.views(table)
                 layout.fill(part["draft"], run.inputs)
-                part["prices"].fill_(torch.inf)
-                prices = growth.keep or ()
-                part["prices"][: len(prices)] = torch.tensor(prices[: len(part["prices"])], dtype=torch.float64)
-                part["source"].fill_(-1)
+                into.source[:] = -1
+                into.prices[:] = np.inf
+                into.prices[: len(prices)] = prices
                 if idle:
                     bucket.step.fill_idle(part["step"], static.topology, own.dummy_start)
-                    return
-                bucket.step.fill(part["step"], whole, batch, self.noise, own.dummy_start, self.temperatures)
-                part["source"][: whole.rows] = torch.from_numpy(sources(whole, samples, nodes))
+                else:
+                    self._fill(part["step"], whole, batch, own.dummy_start)
+                    into.source[:rows] = whole.sources(samples, nodes)
 
             found, hidden = run(pools, fill, lambda table: fill(table, idle=True))
             if run.recorded:
@@ -123,8 +179,17 @@ class StepAhead:
             end, token, broken = said[sample]
             if not broken:
                 begin, after = tree.offsets[sample : sample + 2]
-                ends[sample] = node.index(int(whole.node[end]), begin, after), token
-        return StepResult(Verdict.of(tree, ends), failed, hidden, self.static.bucket(whole).rows - whole.rows)
+                ends[sample] = node.index(int(whole.tree.node[end]), begin, after), token
+        return StepResult(Verdict.of(tree, ends), failed, hidden, whole.bucket.rows - whole.tree.rows)
+
+    def _fill(self, table: Tensor, whole: WholeTrees, batch: RaggedBatch, dummy: int) -> None:
+        """Writes the step's own table."""
+        table.copy_(whole.table)
+        into, tree = whole.bucket.views(table), whole.tree
+        into.tokens[into.roots[tree.living]] = [self.state[number].tokens[-1] for number in tree.living]
+        into.tokens[tree.rows :] = into.tokens[0]
+        whole.bucket.fill_places(into, tree, batch, dummy)
+        whole.bucket.fill_noise(into, tree, self.noise, self.temperatures)
 
     def _recording(self, network: DraftNetwork, bucket: DraftedBucket, longest: int, drafts_longest: int) -> Recording:
         static, pipeline = self.static, self.state.active[0].pipeline
@@ -139,36 +204,4 @@ class StepAhead:
         return static.recorder.recording((network, bucket, kind, drafts_longest), make)
 
 
-def whole_trees(topology: TreeTopology, state: DecodeState, levels: Mapping[int, int]) -> DraftTree:
-    """Trees of all nodes down to some levels, by sample, whose tokens are still to be drafted."""
-    proposal, ends = Proposal(Fixed(1)), [level.stop for level in topology.levels]
-    active = {sample.number for sample in state.active}
-    lengths = [ends[levels.get(number, 0)] * (number in active) for number in range(len(state.samples))]
-    offsets = np.cumsum([0, *lengths])
-    node = np.concatenate([np.arange(length) for length in lengths])
-    first = offsets[:-1].repeat(lengths)
-    parent = np.array(topology.parent_list)[node]
-    token = np.zeros(len(node), dtype=np.int64)
-    token[offsets[sorted(active)]] = [state[number].tokens[-1] for number in sorted(active)]
-    return DraftTree(
-        topology,
-        [proposal if number in active else None for number in range(len(lengths))],
-        offsets.tolist(),
-        token,
-        node,
-        np.where(parent < 0, -1, parent + first),
-        np.array(topology.depth_list)[node],
-        chance=np.zeros(len(node)),
-        certain=np.zeros(len(node), dtype=np.bool_),
-        draft_row=np.full(len(node), -1),
-    )
-
-
-def sources(whole: DraftTree, samples: Sequence[int], nodes: int) -> Ints:
-    """Where the token of every row stands among the drafts; -1 for roots."""
-    place = np.zeros(len(whole), dtype=np.int64)
-    place[list(samples)] = np.arange(len(samples))
-    return np.where(whole.node > 0, place[whole.owner] * nodes + whole.node, -1)
-
-
-__all__ = ["StepAhead", "sources", "whole_trees"]
+__all__ = ["StepAhead", "WholeTrees"]

@@ -103,9 +103,48 @@ class Bucket(TreeTable):
             The draft rows that the table names.
         """
         into = self.blank(table)
-        drawn = self.write(into, tree, InnerRows.of(tree))
-        self._fill_rows(into, tree, batch, dummy)
-        self._fill_samples(into, tree, batch, dummy)
+        drawn = self.fill_trees(into, tree, batch.words)
+        self.fill_places(into, tree, batch, dummy)
+        self.fill_noise(into, tree, noise, temperatures)
+        return drawn
+
+    def fill_trees(self, into: SimpleNamespace, tree: DraftTree, words: Tensor | None) -> DraftRows:
+        """Writes what trees of these nodes always are into a blank table; ``words`` are their ancestors."""
+        drawn, count = self.write(into, tree, InnerRows.of(tree)), tree.rows
+        into.above[:count], into.above[count:] = tree.parent, -1
+        into.depth[:count] = tree.depth
+        into.sample[count:] = self.samples
+        if count:
+            into.tokens[count:] = into.tokens[0]  # not 0: models warn of what looks like padding without a mask
+        if words is not None:
+            into.words[:count, : words.shape[1]] = words.cpu().numpy()
+        # First rows and first keys of the tree; padding rows see one key and no tree.
+        into.layout[0], into.layout[3] = count, count
+        into.layout[0, -1] = self.rows
+        into.layout[0, : len(tree)] = into.layout[3, : len(tree)] = tree.offsets[:-1]
+        into.most_tops[: len(drawn.laws)] = [law.most_tops for law in drawn.laws]
+        into.threshold[: len(drawn.laws)] = [law.threshold for law in drawn.laws]
+        return drawn
+
+    def fill_places(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
+        """Writes where the rows of these trees stand in the cache."""
+        count, living = tree.rows, tree.living
+        into.positions[:count], into.positions[count:] = batch.positions.numpy(), 1
+        into.slots[:count], into.slots[count:] = batch.slots.numpy(), dummy + 1 + np.arange(self.rows - count)
+        # First pool rows and committed keys.
+        into.layout[1, living], into.layout[2, living] = batch.starts, batch.past
+        into.layout[1:3, self.samples] = dummy, 1
+        into.home[:] = dummy
+        into.home[living] = into.slots[into.roots[living]]
+
+    def fill_noise(
+        self,
+        into: SimpleNamespace,
+        tree: DraftTree,
+        noise: Noise | GumbelNoise | None,
+        temperatures: Sequence[float],
+    ) -> None:
+        """Writes uniforms, or seeds and temperatures."""
         if isinstance(noise, Noise):
             into.accept[: tree.rows] = noise.accept.numpy()[tree.owner, tree.node]
             into.final[: tree.rows] = noise.final.numpy()[tree.owner, tree.node]
@@ -113,38 +152,12 @@ class Bucket(TreeTable):
             into.seeds[: len(tree)] = [source.seed if source else 0 for source in noise.sources]
             heats = zip(noise.sources, temperatures, strict=False)
             into.temperature[: len(temperatures)] = [heat if source else 0.0 for source, heat in heats]
-        into.most_tops[: len(drawn.laws)] = [law.most_tops for law in drawn.laws]
-        into.threshold[: len(drawn.laws)] = [law.threshold for law in drawn.laws]
-        return drawn
 
     def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int) -> None:
         """Writes a step of padding rows alone."""
         tree = DraftTree.of(topology, Fixed(1), [None] * self.samples)
         batch = RaggedBatch([], [], [], [], torch.empty(0), torch.empty(0))
         self.fill(table, tree, batch, None, dummy)
-
-    def _fill_rows(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
-        count = tree.rows
-        into.above[:count], into.above[count:] = tree.parent, -1
-        into.depth[:count] = tree.depth
-        into.sample[count:] = self.samples
-        into.positions[:count], into.positions[count:] = batch.positions.numpy(), 1
-        into.slots[:count], into.slots[count:] = batch.slots.numpy(), dummy + 1 + np.arange(self.rows - count)
-        if count:
-            into.tokens[count:] = into.tokens[0]  # not 0: models warn of what looks like padding without a mask
-        if batch.words is not None:
-            into.words[:count, : batch.words.shape[1]] = batch.words.cpu().numpy()
-
-    def _fill_samples(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
-        count, living = tree.rows, tree.living
-        # First rows, first pool rows, committed keys and first keys of the tree; padding rows see one key and no tree.
-        into.layout[0], into.layout[3] = count, count
-        into.layout[0, -1] = self.rows
-        into.layout[0, : len(tree)] = into.layout[3, : len(tree)] = tree.offsets[:-1]
-        into.layout[1, living], into.layout[2, living] = batch.starts, batch.past
-        into.layout[1:3, self.samples] = dummy, 1
-        into.home[:] = dummy
-        into.home[living] = into.slots[into.roots[living]]
 
 
 def bucket_sizes(buckets: Sequence[int]) -> tuple[int, ...]:

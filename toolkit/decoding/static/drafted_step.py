@@ -29,6 +29,7 @@ class DraftedBucket(Table):
         draft: of the draft.
         step: of the step.
         nodes: N.
+        trims: whether some drafts may be given up.
     """
 
     reals: ClassVar = frozenset({"prices"})
@@ -36,6 +37,7 @@ class DraftedBucket(Table):
     draft: DraftBucket
     step: Bucket
     nodes: int
+    trims: bool
 
     @cached_property
     def fields(self) -> Mapping[str, tuple[int, ...]]:
@@ -47,7 +49,7 @@ class DraftedBucket(Table):
             "draft": (self.draft.size,),
             "step": (self.step.size,),
             "source": (self.step.rows,),
-            "prices": (self.draft.samples * (self.nodes - 1) + 1,),
+            "prices": (self.draft.samples * (self.nodes - 1) + 1 if self.trims else 0,),
         }
 
 
@@ -83,7 +85,8 @@ class DraftedStep(nn.Module):
         part = self.bucket.read(table)
         trees = self.draft.grow(self.bucket.draft.read(part["draft"]), states, pools[self.pools :])
         tokens = torch.cat(trees.tokens, dim=1)
-        tokens = torch.cat([tokens[:, :1], torch.where(kept(trees, part["prices"]), tokens[:, 1:], -1)], dim=1)
+        if self.bucket.trims:
+            tokens = torch.cat([tokens[:, :1], torch.where(kept(trees, part["prices"]), tokens[:, 1:], -1)], dim=1)
         given, source = self.bucket.step.read(part["step"]), part["source"]
         own = given["tokens"]
         drafted = torch.where(source < 0, own, tokens.flatten()[source.clamp(min=0)])
