@@ -12,6 +12,7 @@ import torch
 from forward import forward_pair
 from torch import Tensor
 
+from arbordraft.bench.gpu.score_problems import drafted_trees
 from arbordraft.bench.measure import Measurement, paired, precision
 from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Tell, Workload, quiet
@@ -94,21 +95,6 @@ def _node(rule: Rule, law: DraftLaw, logits: Tensor, generator: torch.Generator)
     uniforms = torch.rand(_CALLS, law.k, generator=generator).tolist()
     drawn = cycle([law.draw(q, each) for each in uniforms])
     return lambda: rule(p, 1.0, q, next(drawn), law)
-
-
-def drafted_trees(topology: TreeTopology, law: DraftLaw, scores: Tensor, generator: torch.Generator) -> DraftTree:
-    """Full trees whose draft rows resemble the target's ``[B * N, V]`` scores."""
-    told = []
-    for own in scores.split(topology.num_nodes):
-        tokens, rows = {0: 0}, {}
-        for node, children in enumerate(topology.child_list):
-            if children:
-                row = (own[node].float() + torch.randn(own.shape[1], generator=generator)).softmax(dim=-1)
-                uniforms = torch.rand(len(children), generator=generator).tolist()
-                tokens |= dict(zip(children, law.narrow(len(children)).draw(row, uniforms), strict=True))
-                rows[node] = row
-        told.append((dict(sorted(tokens.items())), rows))
-    return DraftTree.of(topology, law, [tokens for tokens, _ in told], [rows for _, rows in told])
 
 
 def main(

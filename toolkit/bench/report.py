@@ -10,7 +10,7 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from arbordraft.bench.decoding import Decode, in_turns
 from arbordraft.bench.measure import save
 from arbordraft.bench.plots import plot
-from arbordraft.bench.tables import print_rows
+from arbordraft.bench.tables import print_tables
 from arbordraft.bench.workload import Workload
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.target.model import RaggedModel
@@ -46,11 +46,7 @@ class Report:
         self._progress.stop()
         if kind is not None:
             return
-        tables: dict[Any, list[Any]] = {}
-        for row in self.rows:
-            tables.setdefault((type(row), getattr(row, "table", None)), []).append(row)
-        for rows in tables.values():
-            print_rows(self.console, rows)
+        print_tables(self.console, self.rows)
         if self.png is not None:
             plot(self.rows, self.png)
         for path in (self.json, self.png):

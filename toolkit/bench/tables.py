@@ -29,6 +29,15 @@ def print_rows(console: Console, rows: Sequence[Any]) -> None:
             console.print(part, soft_wrap=True)
 
 
+def print_tables(console: Console, rows: Sequence[Any]) -> None:
+    """Prints measurements of several kinds, a table for each kind and title."""
+    tables: dict[Any, list[Any]] = {}
+    for row in rows:
+        tables.setdefault((type(row), getattr(row, "table", None)), []).append(row)
+    for alike in tables.values():
+        print_rows(console, alike)
+
+
 def rows_table(rows: Sequence[Any]) -> Table:
     """Measurements of one kind as a table; what is the same in all rows stands below."""
     varied, same = _varied(rows)

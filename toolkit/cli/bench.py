@@ -9,6 +9,10 @@ import typer
 from arbordraft.bench import suites
 from arbordraft.bench.decoding import Decode
 from arbordraft.bench.equality import equal_tokens
+from arbordraft.bench.gpu.phases import PHASES
+from arbordraft.bench.gpu.run import FILE, GpuBench, print_phase
+from arbordraft.bench.gpu.setting import Setting
+from arbordraft.bench.gpu.timing import device as find_device
 from arbordraft.bench.report import Report
 from arbordraft.bench.verifiers import node_acceptance, tree_tau
 from arbordraft.bench.workload import Workload
@@ -28,6 +32,7 @@ from arbordraft.cli.options import (
     RepeatsOption,
     SeedOption,
     TemperaturesOption,
+    finite,
     numbers,
     whole_numbers,
     workloads,
@@ -36,6 +41,8 @@ from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.loading import Dtype, drafter_named, load_target
 from arbordraft.target.model import RaggedModel
+from arbordraft.utils.files import check_writable
+from arbordraft.utils.terminal import terminal
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -165,6 +172,35 @@ def verifiers(
             if trees:
                 whole = tree_tau(target, drafters, workload, depths=levels, nodes=most, ranks=ranks, tell=report.tell)
                 report.take(whole, workload)
+
+
+@app.command()
+def gpu(
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for gpu.json, written as results come.")],
+    minutes: Annotated[float, typer.Option(min=0.05, callback=finite, help="Time for all phases together.")] = 9,
+    phases: Annotated[
+        str | None, typer.Option(help=f"Only these, as in kernels,steps; by default all: {', '.join(PHASES)}.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cuda:1 or cpu, for tiny problems in Triton's interpreter.")
+    ] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Check and time on a GPU all that is meant for one, within so many minutes; status 1 if a result is wrong."""
+    names = list(PHASES) if phases is None else [name.strip() for name in phases.split(",")]
+    if unknown := [name for name in names if name not in PHASES]:
+        raise typer.BadParameter(f"phase {unknown[0]!r} is none of {', '.join(PHASES)}")
+    check_writable(out / FILE)
+    here = find_device(device)  # before anything imports Triton
+    console = terminal()
+    if here.type == "cpu":
+        console.print("On a CPU problems are tiny and kernels run in Triton's interpreter: no time says anything.")
+    setting = Setting(here, seed, tell=lambda line: console.print(line, soft_wrap=True))
+    chosen = {name: phase for name, phase in PHASES.items() if name in names}
+    right = GpuBench(out, chosen, setting, minutes, lambda name, result: print_phase(console, name, result)).run()
+    console.print(f"wrote {out / FILE}", soft_wrap=True)
+    if not right:
+        raise typer.Exit(1)
 
 
 __all__ = ["app"]

@@ -90,7 +90,7 @@ def greedy_reference(model: "PreTrainedModel", prompts: Sequence[Sequence[int]],
     """
     found = []
     for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device=model.device)
         output: Any = model.generate(  # type: ignore[operator]
             ids, attention_mask=torch.ones_like(ids), do_sample=False, **options
         )

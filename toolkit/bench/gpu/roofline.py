@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from kernel_timing import ATTENTION, Goal, Problem
+import torch
 
+from arbordraft.bench.gpu.problem import ATTENTION, Goal, Problem
 from arbordraft.kernels import choice, work
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.work import Work
 
 QUERY_HEADS = 32
-ITEMSIZE = 2  # bfloat16
 FAST = Goal("us", 100)
 Out = TypeVar("Out")
 
@@ -45,9 +45,13 @@ DEVICES = (H100, A100, MI300X)
 
 
 class Shape(NamedTuple):
-    """One attention problem: ``batch`` trees of one size behind ``context`` committed keys, heads of one ``size``.
+    """One attention problem: ``batch`` trees of one size behind ``context`` committed keys.
 
-    ``group`` query heads share a key head.
+    Args:
+        tree: rows of each tree.
+        group: query heads that share a key head.
+        size: numbers of a head.
+        heads: query heads.
     """
 
     context: int
@@ -56,13 +60,14 @@ class Shape(NamedTuple):
     group: int
     size: int
     heads: int = QUERY_HEADS
+    dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.heads // self.group} heads of {self.size}"
         return f"{self.batch} x {self.context} keys, trees of {self.tree}, {heads}"
 
     def work(self, splits: int = 1) -> Work:
-        """Bytes and operations in bfloat16."""
+        """Bytes and operations."""
         return work.attention(
             [self.tree] * self.batch,
             [self.context] * self.batch,
@@ -71,13 +76,13 @@ class Shape(NamedTuple):
             kv_heads=self.heads // self.group,
             size=self.size,
             value_size=self.size,
-            itemsize=ITEMSIZE,
+            itemsize=self.dtype.itemsize,
             splits=splits,
         )
 
     def splits(self, processors: int, hip: bool = False) -> int:
         """Into how many parts prefixes are cut on a device."""
-        tiles, key_bytes = self.batch * self.heads // self.group, 2 * self.size * ITEMSIZE
+        tiles, key_bytes = self.batch * self.heads // self.group, 2 * self.size * self.dtype.itemsize
         return choose(self.tree, self.group, tiles, self.context, processors, key_bytes, hip=hip).splits
 
 
@@ -89,6 +94,10 @@ class Stepped(NamedTuple):
         context: pool rows of a sample.
         moves: rows of a sample that move.
         level: nodes of a sample whose ``children`` are found at a time.
+        heads: query heads of a layer.
+        hidden: numbers of a row between layers.
+        inner: numbers of a row within an MLP.
+        dtype: of scores and of rows.
     """
 
     samples: int = 32
@@ -101,6 +110,10 @@ class Stepped(NamedTuple):
     moves: int = 3
     level: int = 4
     children: int = 8
+    heads: int = QUERY_HEADS
+    hidden: int = 4096
+    inner: int = 14336
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def levels(self) -> list[int]:
@@ -120,24 +133,36 @@ class Stepped(NamedTuple):
         inner, children, row_size = self.samples * sum(self.levels[:-1]), max(self.tree), self.kv_heads * self.size
         cache = f"{self.layers} layers of {self.kv_heads} heads of {self.size}"
         rows = f"V={self.vocabulary}"
-        scores = (self.vocabulary, ITEMSIZE)
-        added = work.append(self.rows, 2 * row_size, ITEMSIZE, self.layers)
+        itemsize = self.dtype.itemsize
+        scores = (self.vocabulary, itemsize)
+        added = work.append(self.rows, 2 * row_size, itemsize, self.layers)
         yield "kv_append", f"{self.rows} rows, {cache}", added
-        moved = work.compact(self.samples * self.moves, self.samples, row_size, ITEMSIZE, 2 * self.layers)
+        moved = work.compact(self.samples * self.moves, self.samples, row_size, itemsize, 2 * self.layers)
         yield "kv_compact", f"{self.samples * self.moves} rows, {cache}", moved
         yield "row_stats", f"{self.rows} rows, {rows}", work.row_stats(self.rows, *scores)
-        one = work.left_mass(inner, inner, self.vocabulary, children, ITEMSIZE)
+        one = work.left_mass(inner, inner, self.vocabulary, children, itemsize)
         yield "left_mass", f"{inner} nodes, {children} special tokens, {rows}", one
-        picked = work.left_pick(self.samples, self.samples, children, ITEMSIZE)
+        picked = work.left_pick(self.samples, self.samples, children, itemsize)
         yield "left_pick", f"{self.samples} nodes, {rows}", picked
         yield "lowest_kept", f"{self.rows} rows, {rows}", work.lowest_kept(self.rows, *scores)
-        grown = work.tree_expand(self.samples * self.level, self.vocabulary, self.children, ITEMSIZE)
+        grown = work.tree_expand(self.samples * self.level, self.vocabulary, self.children, itemsize)
         yield "tree_expand", f"{self.samples * self.level} rows, {self.children} children, {rows}", grown
         yield "gumbel_draw", f"{self.rows} rows, {rows}", work.gumbel_draw(self.rows, *scores)
+        yield "gumbel", f"{self.samples} rows, {rows}", work.gumbel_noise(self.samples, self.vocabulary)
         levels = list(zip(self.levels, self.tree, strict=False))
         turns = [self.samples * sum(nodes for nodes, width in levels if width > turn) for turn in range(children)]
         whole = work.recursive_rejection(self.rows, turns, self.samples, *scores)
         yield "verify_tree", f"{self.samples} trees of {sum(self.levels)}, {children} children, {rows}", whole
+        size, rotated = f"{self.rows} rows of {self.hidden}", f"{self.rows} rows, {self.heads}/{self.kv_heads} heads"
+        yield "rms_norm", size, work.rms_norm(self.rows, self.hidden, itemsize)
+        yield "add_rms_norm", size, work.rms_norm(self.rows, self.hidden, itemsize, added=True)
+        yield (
+            "gated_activation",
+            f"{self.rows} rows of {self.inner}",
+            work.gated_activation(self.rows, self.inner, itemsize),
+        )
+        turned = work.rotate_append(self.rows, self.heads, self.kv_heads, self.size, self.size, itemsize)
+        yield "rotate_append", f"{rotated} of {self.size}", turned
 
     def problem(
         self,
@@ -150,13 +175,15 @@ class Stepped(NamedTuple):
         peer: Callable[[], object] | None = None,
     ) -> Problem:
         """One of them as a problem to solve in Triton; ``peer`` does the same with PyTorch's operators."""
-        case, needed = next((case, needed) for name, case, needed in self.parts() if name == kernel)
+        case, needed = {name: (case, needed) for name, case, needed in self.parts()}.get(kernel, ("", None))
         goal = FAST if kernel in ("row_stats", "verify_tree") else None
         peers = {"torch": lambda: peer} if peer is not None else {}
-        return Problem(kernel, note + case, _in_triton(run), _in_triton(error), allowed, needed, goal, peers)
+        return Problem(kernel, note + case, in_triton(run), in_triton(error), allowed, self.dtype, needed, goal, peers)
 
 
-def _in_triton(call: Callable[[], Out]) -> Callable[[], Out]:
+def in_triton(call: Callable[[], Out]) -> Callable[[], Out]:
+    """The call, with Triton for all operators."""
+
     def run() -> Out:
         with choice.use("triton"):
             return call()
@@ -228,27 +255,6 @@ def _predicted(kernel: str, case: str, needed: Work) -> Prediction:
         mi300x_us=times[2],
         bound=f"compute on {', '.join(compute)}" if compute else "memory",
     )
-
-
-def product(
-    contexts: Sequence[int],
-    batches: Sequence[int],
-    trees: Sequence[int],
-    groups: Sequence[int],
-    sizes: Sequence[int],
-    *,
-    heads: int = QUERY_HEADS,
-) -> list[Shape]:
-    """All contexts, batches and trees with the first group and size; the other ones with the last tree but one."""
-    shapes = [
-        Shape(context, batch, tree, groups[0], sizes[0], heads)
-        for tree in trees for batch in batches for context in contexts
-    ]  # fmt: skip
-    others = [(group, sizes[0]) for group in groups[1:]] + [(groups[0], size) for size in sizes[1:]]
-    return shapes + [
-        Shape(context, batch, trees[-2:][0], group, size, heads)
-        for group, size in others for batch in batches for context in contexts
-    ]  # fmt: skip
 
 
 def fitting_shapes(shapes: Sequence[Shape], memory: int, tell: Callable[[str], object]) -> list[Shape]:

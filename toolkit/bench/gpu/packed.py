@@ -47,12 +47,13 @@ class Packed:
         size: int,
         device: torch.device,
         causal: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> "Packed":
-        """Normal numbers in bfloat16."""
+        """Normal numbers."""
         batch = _layout(past, trees, causal, device)
         pool = sum(past) + sum(batch.rows)
         query, keys, values = (
-            torch.randn(count, among, size, dtype=torch.bfloat16, device=device)
+            torch.randn(count, among, size, dtype=dtype, device=device)
             for count, among in ((sum(batch.rows), heads), (pool, heads // group), (pool, heads // group))
         )
         return cls(query, keys, values, batch, trees, causal)
@@ -146,25 +147,4 @@ def flash(packed: Packed) -> Callable[[], object]:
     return lambda: flash_attn_varlen_func(*tensors, softmax_scale=packed.scale, causal=True)
 
 
-def flex(packed: Packed, *, compiled: bool = True) -> Callable[[], Tensor]:
-    """FlexAttention in a padded batch, ``[B, Hq, n, D]``, with a block mask made of ancestors."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    query, keys, values, _ = packed.padded()
-    batch, rows = packed.batch, query.shape[2]
-    past = torch.tensor(batch.past).to(query.device)
-    visible = torch.zeros(len(batch.rows), rows, rows, dtype=torch.bool, device=query.device)
-    for sample, n in enumerate(batch.rows):
-        visible[sample, :n, :n].copy_(packed.visible(sample))
-
-    def sees(sample: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        node = column - past[sample]
-        above = visible[sample, row, node.clamp(0, rows - 1)]
-        return (node < 0) | ((node < rows) & above)
-
-    mask = create_block_mask(sees, len(batch.rows), None, rows, keys.shape[2], device=query.device)
-    attend: Callable[..., Tensor] = flex_attention
-    if compiled:
-        torch.compiler.reset()  # every shape is compiled for itself, and there is a limit to how many are kept
-        attend = torch.compile(flex_attention, dynamic=False)
-    return lambda: attend(query, keys, values, block_mask=mask, scale=packed.scale, enable_gqa=True)
+__all__ = ["Packed", "flash", "sdpa"]

@@ -9,19 +9,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_timing import Problem, largest_error
-from roofline import Stepped
 from torch import Tensor
-from verify import drafted_trees
 
-from arbordraft.kernels.gumbel import gumbel_argmax, gumbel_argmax_reference
+from arbordraft.bench.gpu.problem import Problem, largest_error, unequal
+from arbordraft.bench.gpu.roofline import Stepped
+from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_reference, gumbel_reference
 from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, row_stats
+from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, log_sum_exp, row_max, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
-from arbordraft.sampling.laws import WithoutReplacement
+from arbordraft.sampling.laws import DraftLaw, WithoutReplacement
 from arbordraft.sampling.noise import Noise
-from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import Lifted, RecursiveRejection, TopDown
 from arbordraft.verifiers.packed import pack
@@ -33,7 +32,7 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     """The passes over scores of which verification consists, one by one."""
     generator = torch.Generator().manual_seed(0)
     vocabulary, rows, inner = stepped.vocabulary, stepped.rows, stepped.samples * sum(stepped.levels[:-1])
-    scores = (3 * torch.randn(rows, vocabulary, generator=generator)).bfloat16().to(device)
+    scores = _scores(rows, stepped, device)
     lse = scores.double().logsumexp(dim=-1)
 
     def stats() -> float:
@@ -48,8 +47,17 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     softmax = partial(torch.softmax, scores, -1, torch.float32)
     yield stepped.problem("row_stats", lambda: row_stats(scores), stats, 1e-6, peer=softmax)
 
-    near = scores[:inner].float() + torch.randn(inner, vocabulary, generator=generator).to(device)
-    draft = near.softmax(dim=-1)
+    def highest() -> float:
+        values, place = row_max(scores)
+        best, first = scores.max(dim=-1)  # of several, torch returns any
+        right = unequal(values, best.float()) + unequal(scores.gather(1, place[:, None])[:, 0], best)
+        return right if bool((place <= first).all()) else torch.inf
+
+    yield stepped.problem("row_max", lambda: row_max(scores), highest, 0.0)
+    summed = partial(log_sum_exp, scores)
+    yield stepped.problem("log_sum_exp", summed, lambda: largest_error(summed(), lse), 1e-6)
+
+    draft = (scores[:inner].float() + _drawn(inner, vocabulary, device, seed=1)).softmax(dim=-1)
     special = torch.randint(vocabulary, (inner, max(stepped.tree)), generator=generator).to(device)
     weight, taken = (torch.rand(inner, generator=generator).to(device) for _ in range(2))
     row = torch.arange(inner).to(device)
@@ -88,8 +96,7 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
 def truncation(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     """Thresholds of top-k and of top-p."""
-    generator = torch.Generator().manual_seed(0)
-    scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
+    scores = _scores(stepped.rows, stepped, device)
 
     def error(count: int, mass: float, find: Callable[[], Tensor]) -> float:
         """Scores above a threshold must be too few; together with those that equal it, enough."""
@@ -111,8 +118,8 @@ def truncation(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
 def expansion(stepped: Stepped, device: torch.device) -> Problem:
     """The most probable children of a level."""
-    generator, rows, k = torch.Generator().manual_seed(0), stepped.samples * stepped.level, stepped.children
-    scores = (3 * torch.randn(rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
+    rows, k = stepped.samples * stepped.level, stepped.children
+    scores = _scores(rows, stepped, device)
     run = partial(tree_expand, scores, k)
 
     def error() -> float:
@@ -127,8 +134,7 @@ def expansion(stepped: Stepped, device: torch.device) -> Problem:
 
 def drawing(stepped: Stepped, device: torch.device) -> Problem:
     """A token behind every row, with shared noise; the first rows are compared with the definition."""
-    generator, seeds = torch.Generator().manual_seed(0), torch.arange(stepped.rows, device=device)
-    scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
+    seeds, scores = torch.arange(stepped.rows, device=device), _scores(stepped.rows, stepped, device)
     run = partial(gumbel_argmax, scores, seeds, seeds, 0.7)
 
     def error() -> float:
@@ -142,11 +148,19 @@ def drawing(stepped: Stepped, device: torch.device) -> Problem:
     return stepped.problem("gumbel_draw", run, error, 0.0, peer=peer)
 
 
+def noise(stepped: Stepped, device: torch.device) -> Problem:
+    """Shared noise itself, bit for bit."""
+    seeds, positions = (torch.arange(stepped.samples, device=device) + start for start in (-1, 2**31))
+    run = partial(gumbel, seeds, positions, stepped.vocabulary)
+    expected = partial(gumbel_reference, seeds, positions, stepped.vocabulary)
+    return stepped.problem("gumbel", run, lambda: unequal(run(), expected()), 0.0)
+
+
 def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     """Whole trees from scores to tokens; the truth is the walk through one tree after the other, in float64."""
     law, topology = WithoutReplacement(max(stepped.tree)), TreeTopology.from_k_config(stepped.tree)
     generator = torch.Generator().manual_seed(0)
-    scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16()
+    scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).to(stepped.dtype)
     tree = drafted_trees(topology, law, scores, generator)
     noise = Noise.draw([Noise.source(0)] * stepped.samples, topology.num_nodes)
     tables, draft = pack(tree, torch.device("cpu"))
@@ -169,6 +183,32 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
         run = partial(verify_tree, there[0], draft, tables, *there[1:], lifted=lifted)
         error = partial(lambda run, verifier: missed(run(), verifier(RecursiveRejection())), run, verifier)
         yield stepped.problem("verify_tree", run, error, SUMS, note=f"{name}, ")
+
+
+def drafted_trees(topology: TreeTopology, law: DraftLaw, scores: Tensor, generator: torch.Generator) -> DraftTree:
+    """Full trees whose draft rows resemble the target's ``[B * N, V]`` scores."""
+    told = []
+    for own in scores.split(topology.num_nodes):
+        tokens, rows = {0: 0}, {}
+        for node, children in enumerate(topology.child_list):
+            if children:
+                row = (own[node].float() + torch.randn(own.shape[1], generator=generator)).softmax(dim=-1)
+                uniforms = torch.rand(len(children), generator=generator).tolist()
+                tokens |= dict(zip(children, law.narrow(len(children)).draw(row, uniforms), strict=True))
+                rows[node] = row
+        told.append((dict(sorted(tokens.items())), rows))
+    return DraftTree.of(topology, law, [tokens for tokens, _ in told], [rows for _, rows in told])
+
+
+def _scores(rows: int, stepped: Stepped, device: torch.device) -> Tensor:
+    return (3 * _drawn(rows, stepped.vocabulary, device)).to(device, stepped.dtype)
+
+
+def _drawn(rows: int, columns: int, device: torch.device, seed: int = 0) -> Tensor:
+    """Normal numbers, which a GPU draws itself."""
+    here = device if device.type == "cuda" else torch.device("cpu")
+    drawn = torch.randn(rows, columns, generator=torch.Generator(here).manual_seed(seed), device=here)
+    return drawn.to(device)
 
 
 def moved(tables: PackedTree, device: torch.device) -> PackedTree:
@@ -197,3 +237,6 @@ def _miss(weights: Tensor, level: Tensor, token: Tensor) -> float:
         return torch.inf
     above = weights[: int(token) + 1].sum()
     return float(torch.maximum(above - weights[token] - level, level - above).clamp(min=0) / weights.sum())
+
+
+__all__ = ["drafted_trees", "drawing", "expansion", "moved", "noise", "passes", "truncation", "verification"]

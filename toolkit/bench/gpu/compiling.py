@@ -1,0 +1,137 @@
+"""Phase ``compile``: compiles the kernels side by side, so that later phases find them in Triton's cache.
+
+Each process solves its share of the problems once, and takes a few steps with one layer of each shape of a model.
+"""
+
+import multiprocessing
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from arbordraft.bench.gpu.kernels import makers
+from arbordraft.bench.gpu.run import described
+from arbordraft.bench.gpu.setting import Item, Setting
+from arbordraft.bench.gpu.shapes import ON_GPU, ShapeModels
+
+_PROCESSES = 14  # at most; each holds a context of some hundred megabytes on the GPU
+_ON_CPU = 3  # problems, as the interpreter compiles nothing
+
+
+@dataclass(frozen=True)
+class CompileRow:
+    """One part of the compilation.
+
+    Args:
+        seconds: it took in its process, with the making of its problem.
+        error: of a part that failed; the phases behind it meet it again.
+    """
+
+    part: str
+    seconds: float
+    error: str = ""
+
+    @property
+    def table(self) -> str:
+        """Title of its table."""
+        return "compilation"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The compilation as a whole.
+
+    Args:
+        seconds: from the start of the processes to the end of the last one.
+        unfinished: parts that the deadline left no time for.
+    """
+
+    processes: int
+    parts: int
+    failed: int
+    unfinished: int
+    seconds: float
+
+    @property
+    def table(self) -> str:
+        """Title of its table."""
+        return "compilation, all processes"
+
+
+def compilation(setting: Setting) -> list[Item]:
+    """The items of the phase: a single one, which keeps to the deadline itself."""
+    return [Item("all parts", partial(_side_by_side, setting))]
+
+
+def _side_by_side(setting: Setting) -> Iterator[CompileRow | Compiled]:
+    begun, context = time.monotonic(), multiprocessing.get_context("spawn")
+    count = max(1, min(_PROCESSES, (os.cpu_count() or 1) - 1)) if setting.on_gpu else 1
+    total = len(_parts(setting.device, setting.seed))
+    answers: Any = context.Queue()
+    arguments = (str(setting.device), setting.seed, count, answers)
+    processes = [context.Process(target=_share, args=(*arguments, index), daemon=True) for index in range(count)]
+    done = failed = 0
+    try:
+        for process in processes:
+            process.start()
+        while done < total and setting.seconds_left and (done == 0 or any(map(_alive, processes)) or answers.qsize()):
+            try:
+                row = CompileRow(*answers.get(timeout=0.2))
+            except queue.Empty:
+                if not any(map(_alive, processes)):
+                    break
+                continue
+            done, failed = done + 1, failed + bool(row.error)
+            if row.error or row.seconds > 5:
+                yield row
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(5)
+    yield Compiled(count, total, failed, total - done, time.monotonic() - begun)
+
+
+def _alive(process: Any) -> bool:
+    return bool(process.is_alive())
+
+
+def _share(device: str, seed: int, count: int, answers: Any, index: int) -> None:
+    """Runs every ``count``-th part in this process and reports each."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    here = torch.device(device)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    for name, run in _parts(here, seed)[index::count]:
+        begun, error = time.monotonic(), ""
+        try:
+            run()
+        except Exception as failure:  # is reported, and met again in the phases that check
+            error = described(failure)
+        answers.put((name, time.monotonic() - begun, error))
+
+
+def _parts(device: torch.device, seed: int) -> list[tuple[str, Callable[[], object]]]:
+    """The same list in every process; those that take longest come first."""
+    solved = [(name, partial(_solve, make)) for name, make in makers(device)]
+    if device.type == "cpu":
+        return solved[:_ON_CPU]
+    return [(f"steps of {name}", partial(_step, name, device, seed)) for name in ON_GPU] + solved
+
+
+def _solve(make: Callable[[], Iterator[Any]]) -> None:
+    for problem in make():
+        problem.run()
+
+
+def _step(name: str, device: torch.device, seed: int) -> None:
+    ShapeModels(device, seed, layers=3).get(name).warm_up()
+
+
+__all__ = ["CompileRow", "Compiled", "compilation"]

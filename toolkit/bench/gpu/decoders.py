@@ -1,0 +1,262 @@
+"""Phase ``decoders``: whole decoders of tiny models against transformers, and recorded steps against eager ones.
+
+In float32 tokens must be the same. In types of 16 bits rounding may decide between two tokens that are about as likely.
+Then the distance of their logits is reported, and is wrong only where rounding cannot explain it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.bench.gpu.problem import named
+from arbordraft.bench.gpu.setting import Item, Setting
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.drafters import Drafter, EagleDrafter, LanguageModelDrafter, NGramDrafter, NoDrafter
+from arbordraft.heads.eagle import EagleHead
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.testing.models import greedy_reference, left_padded, new_tokens, tiny_model
+from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers.coupling import Coupling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VOCABULARY = 128
+PROMPTS = [[5, 9, 7, 5, 9, 7, 5, 9], [11, 4, 11, 4], list(range(3, 40))]
+TREE = TreeTopology.from_k_config((3, 2, 1))
+ROUNDINGS = 16  # of the largest logit, by which two logits may differ that changed places
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class DecoderRow:
+    """Tokens of a decoder against those of another one.
+
+    Args:
+        check: which two are compared.
+        tokens: compared ones, of all samples.
+        same: those before each sample's first difference.
+        gap: largest distance of the logits of two tokens that changed places; ``None`` without a difference.
+        explained: the distance that rounding explains; ``None`` where tokens must be the same.
+        graphs: recorded steps; ``None`` where nothing is recorded.
+    """
+
+    model: str
+    dtype: str
+    drafter: str
+    check: str
+    tokens: int
+    same: int
+    gap: float | None
+    explained: float | None
+    graphs: int | None
+    correct: bool
+
+    @property
+    def table(self) -> str:
+        """Title of its table."""
+        return "decoders"
+
+
+@dataclass(frozen=True)
+class RowsRow:
+    """How the logits of one row depend on the number of rows beside it: reported, not judged.
+
+    Args:
+        equal_rows: numbers of rows, from 1 to 64, with which they have the bits that they have alone.
+        largest: difference to those alone, as a share of the largest logit.
+    """
+
+    model: str
+    dtype: str
+    equal_rows: str
+    largest: float
+
+    @property
+    def table(self) -> str:
+        """Title of its table."""
+        return "bits by rows"
+
+
+def decoders(setting: Setting) -> list[Item]:
+    """The items of the phase."""
+    kinds = {"llama": _llama, "qwen3": _qwen3, "gemma2": _gemma2}
+    if not setting.on_gpu:
+        kinds = {"llama": _llama}
+    types = (torch.float32, torch.bfloat16, torch.float16) if setting.on_gpu else (torch.float32, torch.bfloat16)
+    items = []
+    for dtype in types:
+        for name, make in kinds.items():
+            model = _Tiny(name, make, dtype, setting)
+            items += [Item(f"{name}, {named(dtype)}, {part}", run) for part, run in model.parts().items()]
+    return items
+
+
+class _Tiny:
+    """A tiny model of random weights in one type, and its decoders."""
+
+    def __init__(self, name: str, make: Callable[..., "PreTrainedModel"], dtype: torch.dtype, setting: Setting) -> None:
+        self.name, self.make, self.dtype, self.setting = name, make, dtype, setting
+        self.exact = dtype == torch.float32
+        self.count = 24 if setting.on_gpu else 8
+
+    def parts(self) -> dict[str, Callable[[], Iterator[Any]]]:
+        """Makes of each drafter's rows, and of the bits by rows."""
+        drafters = ("none", "ngram", "eagle", "draft model")
+        return {drafter: partial(self.compared, drafter) for drafter in drafters} | {"bits": self.bits}
+
+    def target(self, seed: int = 0) -> RaggedModel:
+        model = self.make(seed).to(self.setting.device, self.dtype)
+        return RaggedModel(model, kernels="triton" if self.setting.on_gpu else "torch", self_test=False)
+
+    def drafter(self, name: str, target: RaggedModel) -> Drafter:
+        if name == "ngram":
+            return NGramDrafter(longest=2, shortest=1)
+        if name == "eagle":
+            torch.manual_seed(self.setting.seed)
+            head = EagleHead.for_target(target.model, list(range(VOCABULARY)), hidden_layers=[0, 1, 2])
+            return EagleDrafter(head.to(target.device, self.dtype), target)
+        return LanguageModelDrafter(self.target(seed=3)) if name == "draft model" else NoDrafter()
+
+    def compared(self, name: str) -> Iterator[DecoderRow]:
+        target = self.target()
+        drafter = self.drafter(name, target)
+        coupling = Coupling.matching() if name in ("none", "ngram") else Coupling.shared(3)
+        tree = TreeTopology.chain(0 if name == "none" else 4) if name in ("none", "ngram") else TREE
+        eager = SpeculativeDecoder(target, drafter, tree, coupling, buckets=None)
+        recorded = SpeculativeDecoder(target, drafter, tree, coupling, buckets=(8, 32))
+        expected = greedy_reference(target.model, PROMPTS, max_new_tokens=self.count, eos_token_id=None)
+        greedy = self.decoded(eager, do_sample=False)
+        yield self.row(target, name, "eager, transformers", greedy, expected)
+        found = self.decoded(recorded, do_sample=False)
+        yield self.row(target, name, "recorded, transformers", found, expected, self.graphs(recorded))
+        if name == "ngram":  # lookups choose tokens themselves: draws do not share their noise
+            return
+        coupling = Coupling.shared(3)
+        eager = SpeculativeDecoder(target, drafter, tree, coupling, buckets=None)
+        recorded = SpeculativeDecoder(target, drafter, tree, coupling, buckets=(8, 32))
+        drawn: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seeds": [3, 4, 5]}
+        eagerly, found = self.decoded(eager, **drawn), self.decoded(recorded, **drawn)
+        if self.exact:  # in 16 bits noise of 64 bits decides between scores that rounding moves
+            yield self.row(target, name, "recorded, eager, drawn", found, eagerly, self.graphs(recorded))
+
+    def decoded(self, decoder: SpeculativeDecoder, **options: Any) -> list[list[int]]:
+        output: Any = decoder.generate(
+            **left_padded(PROMPTS),
+            max_new_tokens=self.count,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            **options,
+        )
+        return new_tokens(output.sequences, PROMPTS, output.stats.emitted)
+
+    def graphs(self, decoder: SpeculativeDecoder) -> int | None:
+        if not self.setting.on_gpu or decoder.static is None:
+            return None
+        return sum(recording.recorded for recording in decoder.static.recorder.recordings.values())
+
+    def row(
+        self,
+        target: RaggedModel,
+        drafter: str,
+        check: str,
+        found: list[list[int]],
+        expected: list[list[int]],
+        graphs: int | None = None,
+    ) -> DecoderRow:
+        same = [
+            len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True))))
+            for one, other in zip(found, expected, strict=True)
+        ]
+        different = [sample for sample, count in enumerate(same) if count < len(expected[sample])]
+        gaps = [self.gap(target, sample, same[sample], found, expected) for sample in different]
+        right = not different or (not self.exact and all(gap <= bound for gap, bound in gaps))
+        return DecoderRow(
+            *(self.name, named(self.dtype), drafter, check, sum(map(len, expected)), sum(same)),
+            gap=max((gap for gap, _ in gaps), default=None),
+            explained=None if self.exact else min((bound for _, bound in gaps), default=None),
+            graphs=graphs,
+            correct=right and graphs != 0,
+        )
+
+    @torch.no_grad()
+    def gap(
+        self, target: RaggedModel, sample: int, place: int, found: list[list[int]], expected: list[list[int]]
+    ) -> tuple[float, float]:
+        """Distance of the model's own logits of two tokens, and the one that rounding explains."""
+        text = torch.tensor([PROMPTS[sample] + expected[sample][:place]], device=target.device)
+        logits: Tensor = target.model(text).logits[0, -1].float()  # type: ignore[operator]
+        gap = float((logits[expected[sample][place]] - logits[found[sample][place]]).abs())
+        return gap, ROUNDINGS * torch.finfo(self.dtype).eps / 2 * float(logits.abs().max())
+
+    @torch.no_grad()
+    def bits(self) -> Iterator[RowsRow]:
+        """Logits of the first row behind a prompt, with 0 to 63 rows behind it, which it does not see."""
+        target, text = self.target(), [*range(3, 3 + MOST_ROWS)]
+
+        def first(rows: int) -> Tensor:
+            cache = RaggedKVCache()
+            handle = cache.open(len(PROMPTS[2]) + rows)
+            target.prefill({handle: PROMPTS[2]}, cache)
+            batch = cache.lay_out([handle], [range(rows)])
+            return target(torch.tensor(text[:rows]), batch, cache)[0]
+
+        alone = first(1)
+        behind = {rows: first(rows) for rows in range(1, MOST_ROWS + 1)}
+        equal = [rows for rows, logits in behind.items() if torch.equal(logits, alone)]
+        worst = max(float((logits.float() - alone.float()).abs().max()) for logits in behind.values())
+        yield RowsRow(self.name, named(self.dtype), ranges(equal), worst / float(alone.float().abs().max()))
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers in words.
+
+    Examples:
+        >>> ranges([1, 2, 3, 7])
+        '1-3, 7'
+    """
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+
+
+def _llama(seed: int) -> "PreTrainedModel":
+    return tiny_model(
+        seed=seed, vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_attention_heads=4,
+        num_key_value_heads=2, num_hidden_layers=3,
+    )  # fmt: skip
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "num_hidden_layers": 3, "head_dim": 32, "max_position_embeddings": 128},
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    }
+
+
+def _qwen3(seed: int) -> "PreTrainedModel":
+    from transformers import Qwen3Config
+
+    return tiny_model(Qwen3Config(**_sizes()), seed=seed)
+
+
+def _gemma2(seed: int) -> "PreTrainedModel":
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(**_sizes(), sliding_window=16, query_pre_attn_scalar=32, attn_implementation="eager")
+    return tiny_model(config, seed=seed)
+
+
+__all__ = ["DecoderRow", "RowsRow", "decoders", "ranges"]

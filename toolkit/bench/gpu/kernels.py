@@ -1,0 +1,126 @@
+"""The phases that check and time the Triton kernels, and the problems that both share with the compilation.
+
+A maker makes one problem, or several that share their inputs; it is called when its turn comes, as problems may be
+large.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from arbordraft.bench.gpu import layer_problems, problems, score_problems
+from arbordraft.bench.gpu.problem import KernelRow, Problem, check, named, timed
+from arbordraft.bench.gpu.roofline import STEPPED, Prediction, Shape, Stepped, fitting_shapes, predictions
+from arbordraft.bench.gpu.setting import Item, Setting
+from arbordraft.kernels.verify.reference import CHUNK
+
+Maker = tuple[str, Callable[[], Iterator[Problem]]]
+
+TYPES = (torch.bfloat16, torch.float32, torch.float16)  # the one that most models have comes first
+RAGGED = [2085, 0, 700, 1, 130, 64]  # committed keys of the samples of a batch
+HEADS = [(32, 4, 128), (14, 7, 80), (9, 3, 64)]  # query heads, of which so many share a key head; size of a head
+CHECKED = Stepped(4, (3, 2, 1), 2 * CHUNK + 1031, layers=3, context=24, level=2)
+WIDE = Stepped(1, (3, 1), 128256, layers=1, context=24, level=2)  # the vocabulary of Llama 3
+SHAPES = [Shape(32768, 1, 16, 4, 128), Shape(4096, 2, 64, 4, 128), Shape(700, 3, 20, 3, 64, 9)]
+TINY = Stepped(
+    2, (2, 1), CHUNK + 130, 2, 12, kv_heads=2, size=8, level=1, heads=4, hidden=40, inner=24
+)  # what the interpreter can take
+TIMED = [
+    *(Shape(4096, 1, tree, 4, 128) for tree in (16, 1, 64)),
+    *(Shape(32768, 1, tree, 4, 128) for tree in (16, 1)),
+    *(Shape(4096, 8, tree, 4, 128) for tree in (16, 1, 64)),
+    *(Shape(512, 1, tree, 4, 128) for tree in (16, 1)),
+    *(Shape(32768, 8, tree, 4, 128) for tree in (16, 64)),
+]
+
+
+def makers(device: torch.device) -> list[Maker]:
+    """All problems of every kernel in every type, the most telling first."""
+    if device.type == "cpu":
+        return list(_tiny(device))
+    found: list[Maker] = []
+    for dtype in TYPES:
+        found += [("plain, " + named(dtype), partial(_options, "plain", RAGGED, HEADS[0], dtype, device))]
+        found += _stepped(CHECKED._replace(dtype=dtype), device)
+    for heads in HEADS:
+        for dtype in TYPES:
+            for name, options in problems.OPTIONS.items():
+                past = RAGGED[:2] if "split_size" in options else RAGGED
+                if (name, heads) != ("plain", HEADS[0]):
+                    found.append((f"{name}, {named(dtype)}", partial(_options, name, past, heads, dtype, device)))
+    for shape in SHAPES:
+        found.append((str(shape), partial(_shape, shape, device)))
+    return found + _stepped(WIDE, device)
+
+
+def _tiny(device: torch.device) -> Iterator[Maker]:
+    for dtype, name in zip(TYPES, ("plain", "all options", "prompts"), strict=True):
+        yield f"{name}, {named(dtype)}", partial(_options, name, [70, 0, 37], (4, 2, 24), dtype, device)
+        for maker in _stepped(TINY._replace(dtype=dtype), device):
+            if dtype == TYPES[0] or not maker[0].startswith(("thresholds", "draws")):  # slow to interpret
+                yield maker
+
+
+def _stepped(stepped: Stepped, device: torch.device) -> list[Maker]:
+    """The kernels other than attention."""
+    parts: dict[str, Callable[[], Iterator[Problem]]] = {
+        "layers": partial(layer_problems.layers, stepped, device),
+        "append": lambda: iter([problems.kv_append(stepped, device), problems.kv_compacted(stepped, device)]),
+        "passes": partial(score_problems.passes, stepped, device),
+        "trees": partial(score_problems.verification, stepped, device),
+        "thresholds": partial(score_problems.truncation, stepped, device),
+        "children": lambda: iter([score_problems.expansion(stepped, device)]),
+        "draws": lambda: iter([score_problems.drawing(stepped, device), score_problems.noise(stepped, device)]),
+    }
+    return [(f"{name}, {named(stepped.dtype)}, V={stepped.vocabulary}", part) for name, part in parts.items()]
+
+
+def _options(
+    name: str, past: Sequence[int], heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> Iterator[Problem]:
+    yield problems.attention_options(name, past, *heads, problems.OPTIONS[name], device, dtype)
+
+
+def _shape(shape: Shape, device: torch.device) -> Iterator[Problem]:
+    yield problems.attention(shape, device)
+
+
+def checks(setting: Setting) -> list[Item]:
+    """Phase ``kernels``: every kernel in every type against float64, with poisoned outputs and guard bands."""
+
+    def solved(make: Callable[[], Iterator[Problem]]) -> Iterator[KernelRow]:
+        torch.manual_seed(setting.seed)
+        yield from map(check, make())
+
+    return [Item(name, partial(solved, make)) for name, make in makers(setting.device)]
+
+
+def bounds(setting: Setting) -> list[Item]:
+    """Phase ``roofline``: times against a copy's bandwidth and peers; least times by the data sheets of three GPUs."""
+    stepped = STEPPED
+
+    def predicted() -> Iterator[Prediction]:
+        yield from predictions(TIMED, stepped)
+
+    if setting.watch is None:
+        return [Item("bounds by data sheets", predicted)]
+    watch = setting.watch
+
+    def measured(make: Callable[[], Iterator[Problem]]) -> Iterator[KernelRow]:
+        torch.manual_seed(setting.seed)
+        for problem in make():
+            if problem.work is not None:
+                yield timed(problem, watch, setting.tell)
+        setting.free()
+
+    memory = torch.cuda.get_device_properties(setting.device).total_memory
+    shapes = [
+        (str(shape), partial(_shape, shape, setting.device)) for shape in fitting_shapes(TIMED, memory, setting.tell)
+    ]
+    parts = _stepped(stepped, setting.device)
+    ordered = [*shapes[:4], *parts, *shapes[4:]]
+    return [*(Item(name, partial(measured, make)) for name, make in ordered), Item("bounds by data sheets", predicted)]
+
+
+__all__ = ["bounds", "checks", "makers"]

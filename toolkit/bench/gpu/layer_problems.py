@@ -1,0 +1,143 @@
+"""Problems of the element-wise parts of decoder layers, each element within what its own roundings explain.
+
+Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, P pool rows.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbordraft.bench.gpu.problem import Bands, Problem, rounding, share_of, unequal
+from arbordraft.bench.gpu.roofline import Stepped
+from arbordraft.kernels.fused_layers import (
+    ACTIVATIONS,
+    add_rms_norm,
+    gated_activation,
+    gated_activation_reference,
+    rms_norm,
+    rms_norm_reference,
+    rotate_append,
+    rotate_append_reference,
+)
+
+EPSILON = 1e-3  # of norms; large, so that it shows
+SINGLE = torch.finfo(torch.float32)
+
+
+def layers(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Norms, gated activations and rotations of the rows of all trees."""
+    yield from norms(stepped, device)
+    yield from activations(stepped, device)
+    yield rotation(stepped, device)
+
+
+def norms(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Norms as Llama and Gemma have them, alone and behind a sum."""
+    x, residual = (_rows(stepped.rows, stepped.hidden, stepped.dtype, device, seed) for seed in (0, 1))
+    weight = torch.randn(stepped.hidden, generator=torch.Generator().manual_seed(2)).to(device, stepped.dtype)
+
+    def exact(rows: Tensor, offset: float) -> Tensor:
+        wide = rows.double()
+        return wide * (wide.pow(2).mean(dim=-1, keepdim=True) + EPSILON).rsqrt() * (offset + weight.double())
+
+    def share(found: Tensor, rows: Tensor, offset: float) -> float:
+        # Two results are rounded to the type; sums of squares, a root and products err by some roundings of float32.
+        truth = exact(rows, offset)
+        bound = (2 * rounding(stepped.dtype) + 16 * SINGLE.eps) * truth.abs() + 2 * _least(stepped.dtype)
+        if offset:  # the sum of offset and weight is rounded to float32
+            bound += SINGLE.eps * (truth / (offset + weight.double())).abs()
+        return share_of(found, truth, bound)
+
+    for name, options in (("", (0.0, False)), ("wide, ", (1.0, True))):
+        alone = partial(rms_norm, x, weight, EPSILON, *options)
+        behind = partial(add_rms_norm, x, residual, weight, EPSILON, *options)
+
+        def error(alone: partial[Tensor] = alone, offset: float = options[0]) -> float:
+            return share(alone(), x, offset)
+
+        def summed(behind: partial[tuple[Tensor, Tensor]] = behind, offset: float = options[0]) -> float:
+            total, found = behind()
+            truth = x.double() + residual.double()
+            bound = rounding(stepped.dtype) * truth.abs() + _least(stepped.dtype)
+            return max(share_of(total, truth, bound), share(found, total, offset))
+
+        peer = partial(rms_norm_reference, x, weight, EPSILON, *options)
+        yield stepped.problem("rms_norm", alone, error, 1.0, note=name, peer=peer)
+        yield stepped.problem("add_rms_norm", behind, summed, 1.0, note=name)
+
+
+def activations(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Each activation of gates from very small to very large, times another number."""
+    gate = _rows(stepped.rows, stepped.inner, stepped.dtype, device, 3)
+    up = torch.randn(gate.shape, generator=torch.Generator().manual_seed(4)).to(device, stepped.dtype)
+
+    def error(activation: str) -> float:
+        wide, other = gate.double(), up.double()
+        truth = ACTIVATIONS[activation](wide) * other
+        # exp(x) is computed as 2 ** (x / ln 2): rounding the exponent makes a relative error that grows with |x|.
+        bound = (2 * rounding(stepped.dtype) + (4 + wide.abs()) * SINGLE.eps) * truth.abs()
+        if activation != "silu":  # 1 + erf and 1 + tanh have lost most of their digits next to 0
+            bound = bound + 4 * SINGLE.eps * (wide * other).abs()
+        # exp overflows before the quotient is 0, and what is left may be below the smallest number of the type.
+        bound = bound + (wide * other).abs() / SINGLE.max + _least(stepped.dtype) * (1 + other.abs())
+        return share_of(gated_activation(gate, up, activation), truth, bound)
+
+    for activation in ACTIVATIONS:
+        run = partial(gated_activation, gate, up, activation)
+        peer = partial(gated_activation_reference, gate, up, activation)
+        check = partial(error, activation)
+        yield stepped.problem("gated_activation", run, check, 1.0, note=f"{activation}, ", peer=peer)
+
+
+def rotation(stepped: Stepped, device: torch.device) -> Problem:
+    """Rotated queries and keys, written with their values to a pool of which the rest stays as it is."""
+    generator, kind, rows = torch.Generator().manual_seed(5), stepped.dtype, stepped.rows
+    shapes = [(rows, heads, stepped.size) for heads in (stepped.heads, stepped.kv_heads, stepped.kv_heads)]
+    query, key, value = (torch.randn(shape, generator=generator).to(device, kind) for shape in shapes)
+    angles = torch.randn(rows, stepped.size, generator=generator).to(device)
+    tables, bands = (angles.cos().to(kind), angles.sin().to(kind)), Bands()
+    pools = [bands.empty(one, torch.Size((2 * rows, *one.shape[1:])), dtype=kind) for one in (key, value)]
+    slots = torch.randperm(2 * rows, generator=generator)[:rows].to(device)
+    run = partial(rotate_append, query, key, value, *tables, *pools, slots)
+
+    def error() -> float:
+        expected = [pool.clone() for pool in pools]
+        by_torch = rotate_append_reference(query, key, value, *tables, *expected, slots)
+        found = run()
+        if bands.broken():
+            return math.inf
+        if rounding(kind) == torch.finfo(kind).eps / 2:  # the bits are those of torch, unless the interpreter cuts off
+            return max(unequal(*pair) for pair in zip((found, *pools), (by_torch, *expected), strict=True))
+        turned = [_turned(heads, *tables) for heads in (query, key)]
+        shares = [share_of(one, *exact) for one, exact in zip((found, pools[0][slots]), turned, strict=True)]
+        return max(*shares, unequal(pools[1][slots], value))
+
+    peer = partial(rotate_append_reference, query, key, value, *tables, *pools, slots)
+    return stepped.problem("rotate_append", run, error, 1.0, peer=peer)
+
+
+def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotated heads in float64, and the bound of what three roundings make of each number."""
+    wide = heads.double()
+    first, second = wide.chunk(2, dim=-1)
+    products = wide * cosine.double()[:, None], torch.cat([-second, first], dim=-1) * sine.double()[:, None]
+    large = products[0].abs() + products[1].abs()
+    return products[0] + products[1], 2.1 * rounding(heads.dtype) * large + 3 * _least(heads.dtype)
+
+
+def _rows(count: int, size: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    """Rows of very different magnitudes."""
+    drawn = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
+    return (drawn * torch.logspace(-2, 2, count)[:, None]).to(device, dtype)
+
+
+def _least(dtype: torch.dtype) -> float:
+    """The distance of the smallest numbers of a type."""
+    kind = torch.finfo(dtype)
+    return kind.smallest_normal * kind.eps
+
+
+__all__ = ["activations", "layers", "norms", "rotation"]

@@ -1,0 +1,18 @@
+"""The phases of ``arbordraft bench gpu``, in their order; nothing is imported before a phase begins."""
+
+from arbordraft.bench.gpu.run import Planned
+
+_HERE = "arbordraft.bench.gpu"
+
+PHASES = {
+    "machine": Planned(f"{_HERE}.machine:machine", weight=1),
+    "compile": Planned(f"{_HERE}.compiling:compilation", weight=3),
+    "kernels": Planned(f"{_HERE}.kernels:checks", weight=4, checks=True),
+    "decoders": Planned(f"{_HERE}.decoders:decoders", weight=4, checks=True),
+    "roofline": Planned(f"{_HERE}.kernels:bounds", weight=3),
+    "steps": Planned(f"{_HERE}.steps:steps", weight=7),
+    "profile": Planned(f"{_HERE}.profiling:profiles", weight=2),
+    "smollm2": Planned(f"{_HERE}.smollm2:smollm2", weight=1.5),
+}
+
+__all__ = ["PHASES"]

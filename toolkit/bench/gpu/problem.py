@@ -1,0 +1,226 @@
+"""A problem for one kernel: its result against float64 within what rounding explains, its time against its peers."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbordraft.bench.gpu.timing import Stopwatch
+from arbordraft.kernels import choice
+from arbordraft.kernels.work import Work
+
+ATTENTION = "ragged_tree_attention"
+GUARD = 64  # elements in front of a buffer and behind it
+_POISON = -77  # of integers
+
+
+class Goal(NamedTuple):
+    """The bound that a kernel should reach: a share ``of copy`` at least, or microseconds (``us``) at most."""
+
+    figure: str
+    bound: float
+
+    def __str__(self) -> str:
+        return f">= {self.bound:.0%} of copy" if self.figure == "of copy" else f"< {self.bound:.0f} us"
+
+    def reached(self, us: float, of_copy: float) -> bool:
+        """Whether a measurement does."""
+        return of_copy >= self.bound if self.figure == "of copy" else us < self.bound
+
+
+@dataclass
+class Problem:
+    """A call of a kernel that is checked and timed.
+
+    Args:
+        kernel: its operator.
+        case: sizes and options.
+        run: the call.
+        error: calls it and returns its error against float64, or 0 and infinity for integers and copies.
+        allowed: the largest error that rounding explains, in the same unit.
+        dtype: of its floating-point inputs.
+        work: bytes and operations; without them it is not timed.
+        goal: the time that it should reach.
+        peers: calls of other libraries for the same result. Each is made when it is timed, as it needs memory.
+    """
+
+    kernel: str
+    case: str
+    run: Callable[[], object]
+    error: Callable[[], float]
+    allowed: float
+    dtype: torch.dtype = torch.bfloat16
+    work: Work | None = None
+    goal: Goal | None = None
+    peers: Mapping[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """Error or times of a problem.
+
+    Args:
+        error: against float64, in the unit of ``allowed``; ``None`` where only time is measured.
+        allowed: what rounding explains.
+        correct: whether the error is no larger; ``None`` where only time is measured.
+        us: median microseconds, those of peers beside it; ``None`` without a GPU.
+        of_copy: bytes that have to be moved per second, as a share of a large copy's.
+        of_roofline: least time by this device's own copy and matrix product, as a share of the time.
+        sdpa_us: PyTorch's attention with a dense mask, padded.
+        flash_us: flash-attention for packed samples, causal: it knows no trees.
+        torch_us: PyTorch's own operators, for kernels other than attention.
+        reached: ``"reached"`` or ``"missed"``; a goal of bandwidth only where memory is what bounds the kernel.
+    """
+
+    kernel: str
+    case: str
+    dtype: str
+    error: float | None = None
+    allowed: float | None = None
+    correct: bool | None = None
+    us: float | None = None
+    of_copy: float | None = None
+    of_roofline: float | None = None
+    sdpa_us: float | None = None
+    flash_us: float | None = None
+    torch_us: float | None = None
+    goal: str = ""
+    reached: str = ""
+
+    @property
+    def table(self) -> str:
+        """Title of the table that it belongs to: attention has peers of its own."""
+        return "attention" if self.kernel == ATTENTION else "other kernels"
+
+
+def check(problem: Problem) -> KernelRow:
+    """Solves a problem with poisoned outputs and compares the result with float64."""
+    with poisoned() as bands:
+        error = problem.error()
+    if bands.broken():
+        error = math.inf
+    correct = error <= problem.allowed
+    return KernelRow(problem.kernel, problem.case, named(problem.dtype), error, problem.allowed, correct)
+
+
+def timed(problem: Problem, watch: Stopwatch, tell: Callable[[str], object] = print) -> KernelRow:
+    """Times a problem and its peers."""
+    needed = problem.work
+    assert needed is not None
+    us = watch.seconds(problem.run) * 1e6
+    throughput = watch.throughput if needed.matrix else math.inf  # of other operations nothing is known
+    of_copy = needed.bytes / (us * 1e-6) / watch.bandwidth
+    times: dict[str, Any] = {
+        "us": us,
+        "of_copy": of_copy,
+        "of_roofline": needed.seconds(watch.bandwidth, throughput) / (us * 1e-6),
+    }
+    for name, make in problem.peers.items():
+        try:
+            times[f"{name}_us"] = watch.seconds(make()) * 1e6
+        except (RuntimeError, ImportError) as failure:  # it may not know the case, or want too much memory
+            tell(f"{name} has no time for {problem.case}: {str(failure).splitlines()[0]}")
+            torch.cuda.empty_cache()
+    goal = problem.goal
+    computes = needed.flops / throughput > needed.bytes / watch.bandwidth
+    if goal is not None and not (computes and goal.figure == "of copy"):
+        times |= {"goal": str(goal), "reached": "reached" if goal.reached(us, of_copy) else "missed"}
+    return KernelRow(problem.kernel, problem.case, named(problem.dtype), **times)
+
+
+def named(dtype: torch.dtype) -> str:
+    """Short name of a type."""
+    return str(dtype).removeprefix("torch.")
+
+
+def largest_error(result: Tensor, exact: Tensor) -> float:
+    """The largest difference, as a share of the largest exact value."""
+    return float((result.double() - exact).abs().max() / exact.abs().max())
+
+
+def share_of(result: Tensor, exact: Tensor, bound: Tensor) -> float:
+    """The largest difference, as a share of a bound for each element; NaN where the result is."""
+    return float(((result.double() - exact).abs() / bound).max())
+
+
+def unequal(result: Tensor, expected: Tensor) -> float:
+    """0 if all bits are the same, else infinity."""
+    return 0.0 if torch.equal(_bits(result), _bits(expected)) else math.inf
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding to a type; the interpreter cuts bfloat16 off, which errs twice as much."""
+    cut = choice.interpreted() and dtype == torch.bfloat16
+    return torch.finfo(dtype).eps * (1.0 if cut else 0.5)
+
+
+class Bands:
+    """Buffers of NaN, or of ``-77``, with guard bands on both sides that nobody may write to."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def empty(self, like: Tensor, shape: torch.Size, **kind: Any) -> Tensor:
+        """A poisoned buffer, contiguous."""
+        numel = shape.numel()
+        buffer = _NEW_EMPTY(like, numel + 2 * GUARD, **kind)
+        buffer.fill_(float("nan") if buffer.is_floating_point() else _POISON)
+        self._made.append((buffer, numel))
+        return buffer[GUARD : GUARD + numel].view(shape)
+
+    def broken(self) -> bool:
+        """Whether a band has been written to."""
+        for buffer, numel in self._made:
+            for band in (buffer[:GUARD], buffer[GUARD + numel :]):
+                kept = band.isnan() if band.is_floating_point() else band == _POISON
+                if not bool(kept.all()):
+                    return True
+        return False
+
+
+_NEW_EMPTY = torch.Tensor.new_empty
+
+
+@contextmanager
+def poisoned() -> Iterator[Bands]:
+    """Makes ``Tensor.new_empty``, of which kernels get all their buffers, return poisoned ones with guard bands."""
+    bands = Bands()
+
+    def new_empty(self: Tensor, *size: Any, dtype: Any = None, device: Any = None) -> Tensor:
+        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        return bands.empty(self, torch.Size(shape), dtype=dtype or self.dtype, device=device)
+
+    torch.Tensor.new_empty = new_empty  # type: ignore[method-assign, assignment]
+    try:
+        yield bands
+    finally:
+        torch.Tensor.new_empty = _NEW_EMPTY  # type: ignore[method-assign]
+
+
+__all__ = [
+    "ATTENTION",
+    "GUARD",
+    "Bands",
+    "Goal",
+    "KernelRow",
+    "Problem",
+    "check",
+    "largest_error",
+    "named",
+    "poisoned",
+    "rounding",
+    "share_of",
+    "timed",
+    "unequal",
+]

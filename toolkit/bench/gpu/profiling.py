@@ -1,0 +1,105 @@
+"""Phase ``profile``: launches, largest kernels, gaps and synchronisations of one recorded step."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from arbordraft.bench.gpu.setting import Item, Setting
+from arbordraft.bench.gpu.shapes import ON_GPU, Decode, ShapeModels
+
+_STEPS = 8
+_KERNELS = 8  # largest ones that are listed
+_NAME = 90  # letters of a kernel's name
+_CALLS = (
+    "cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernelEx", "cuLaunchKernel", "cudaMemcpyAsync",
+    "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaEventRecord",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """One figure of a recorded step; ``None`` without a GPU.
+
+    Args:
+        figure: what is counted, or a kernel's name.
+        per_step: times that it happens in a step, or the figure itself.
+        us: microseconds of it in a step.
+        share: of the step.
+    """
+
+    model: str
+    figure: str
+    per_step: float | None = None
+    us: float | None = None
+    share: float | None = None
+
+    @property
+    def table(self) -> str:
+        """Title of its table."""
+        return f"a recorded step of {self.model}"
+
+
+def profiles(setting: Setting) -> list[Item]:
+    """The items of the phase."""
+    models = ShapeModels(setting.device, setting.seed)
+    names = ON_GPU[:2] if setting.on_gpu else ("tiny",)
+    return [Item(name, partial(_step, models, name, setting)) for name in names]
+
+
+def _step(models: ShapeModels, name: str, setting: Setting) -> Iterator[ProfileRow]:
+    model = models.get(name)
+    decode, layers = model.by(model.plain()), model.model.config.num_hidden_layers
+    decode(3)
+    step = 1e3 * decode(_STEPS + 8).ms
+    few, many = _events(decode, 2, setting.on_gpu), _events(decode, 2 + _STEPS, setting.on_gpu)
+    counts, times = (many[kind] - few[kind] for kind in (0, 1))
+    if not setting.on_gpu:
+        yield ProfileRow(name, "operators of torch on the host", sum(counts.values()) / _STEPS)
+        for figure in ("milliseconds", "launches of kernels", "launches of kernels per layer", "gaps", *_CALLS):
+            yield ProfileRow(name, figure)
+        return
+    on_gpu = {event: count for event, count in counts.items() if event.startswith("gpu: ")}
+    launches, busy = sum(on_gpu.values()) / _STEPS, sum(times[event] for event in on_gpu) / _STEPS
+    yield ProfileRow(name, "step", 1, step, 1.0)
+    yield ProfileRow(name, "launches of kernels and copies", launches, busy, busy / step)
+    yield ProfileRow(name, "launches of kernels and copies per layer", launches / layers)
+    yield ProfileRow(name, "gaps, in which the GPU waits", None, step - busy, 1 - busy / step)
+    for call in _CALLS:
+        yield ProfileRow(name, call, counts[f"cpu: {call}"] / _STEPS, times[f"cpu: {call}"] / _STEPS)
+    for event, us in Counter({event: times[event] for event in on_gpu}).most_common(_KERNELS):
+        kernel = event.removeprefix("gpu: ")[:_NAME]
+        yield ProfileRow(name, kernel, counts[event] / _STEPS, us / _STEPS, us / _STEPS / step)
+
+
+def _events(decode: Decode, steps: int, on_gpu: bool) -> tuple["_Counts", "_Counts"]:
+    """Counts and microseconds of all events of a decode, by device and name."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        decode(steps)
+        if on_gpu:
+            torch.cuda.synchronize()
+    counts, times = _Counts(), _Counts()
+    for event in profiler.events() or ():
+        there = event.device_type == torch.autograd.DeviceType.CUDA
+        name = f"{'gpu' if there else 'cpu'}: {event.name}"
+        counts[name] += 1
+        times[name] += event.device_time_total if there else event.cpu_time_total
+    return counts, times
+
+
+class _Counts(dict[str, float]):
+    """Numbers by name, 0 for names that it lacks."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+    def __sub__(self, other: "_Counts") -> "_Counts":
+        return _Counts({name: value - other[name] for name, value in self.items() if math.isfinite(value)})
+
+
+__all__ = ["ProfileRow", "profiles"]

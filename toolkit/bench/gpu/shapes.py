@@ -1,0 +1,220 @@
+"""Models of known shapes with random weights, made on their device, and decodes whose steps are timed.
+
+Shapes: B samples, L tokens of a prompt.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from functools import cached_property
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.drafters import EagleDrafter, NoDrafter
+from arbordraft.heads.eagle import EagleHead
+from arbordraft.target.model import RaggedModel
+from arbordraft.trees.topology import TreeTopology
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+}
+ON_GPU = ("llama-3.1-8b", "smollm2-135m", "qwen3-0.6b")
+DRAFT_VOCABULARY = 32000  # most tokens of a head
+CHAIN, TREE = TreeTopology.chain(4), TreeTopology.from_k_config((4, 2, 1))
+_WARM = 3  # tokens of a first decode, which compiles and records
+
+
+class Decoded(NamedTuple):
+    """A decode with the times of its steps.
+
+    Args:
+        times: of the ends of all steps, in seconds.
+        text: tokens of the first sample, its prompt included.
+        stats: counts; ``None`` for transformers' own ``generate``.
+    """
+
+    times: list[float]
+    text: list[int]
+    stats: DecodeStats | None
+
+    @property
+    def ms(self) -> float:
+        """Median milliseconds from one step to the next, without the first ones if there are enough; 0 for one step."""
+        times = self.times[1:] if len(self.times) > 3 else self.times
+        return 1e3 * median(end - begin for begin, end in pairwise(times)) if len(times) > 1 else 0.0
+
+
+Decode = Callable[[int], Decoded]
+
+
+class ShapeModel:
+    """One model with its targets and a head of random weights; a prompt of random tokens.
+
+    Args:
+        name: a key of ``SHAPES``.
+        device: of the weights, which are bfloat16 on a GPU and float32 elsewhere.
+        seed: of weights and prompt.
+        layers: by default as many as the shape has.
+    """
+
+    def __init__(self, name: str, device: torch.device, seed: int, layers: int | None = None) -> None:
+        self.name, self.device = name, device
+        torch.manual_seed(seed)
+        self.model = _model(name, device, layers)
+        self.context = 512 if device.type == "cuda" else 8
+        self.ids = torch.randint(10, self.model.config.vocab_size, (1, self.context), device=device)
+
+    @cached_property
+    def own(self) -> RaggedModel:
+        """The target with the model's own modules."""
+        return RaggedModel(self.model, kernels="torch", self_test=False)
+
+    @cached_property
+    def target(self) -> RaggedModel:
+        """The target with Triton kernels on a GPU."""
+        return RaggedModel(self.model, kernels="triton", self_test=False) if self.device.type == "cuda" else self.own
+
+    @cached_property
+    def head(self) -> EagleHead:
+        """An EAGLE head for the first tokens of the vocabulary, with random weights."""
+        layers, tokens = self.model.config.num_hidden_layers, min(DRAFT_VOCABULARY, self.model.config.vocab_size)
+        shown = sorted({1, layers // 2, layers - 1})
+        head = EagleHead.for_target(self.model, list(range(tokens)), hidden_layers=shown)
+        head.to(self.device, self.model.dtype)
+        return head
+
+    def request(self, count: int) -> dict[str, Any]:
+        """Arguments of ``generate`` for so many greedy tokens."""
+        greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        return {"attention_mask": torch.ones_like(self.ids), "max_new_tokens": count, **greedy}
+
+    def generated(self, count: int) -> Decoded:
+        """Decodes by transformers' own ``generate``."""
+        clock, generate = _clock(), self.model.generate
+        text: Tensor = generate(  # type: ignore[operator]
+            self.ids, streamer=clock, min_new_tokens=count, **self.request(count)
+        )
+        return Decoded(clock.times[1:], text[0].tolist(), None)  # the prompt comes first
+
+    def by(self, decoder: SpeculativeDecoder) -> Decode:
+        """Decodes by a decoder."""
+
+        def decode(count: int) -> Decoded:
+            times: list[float] = []
+            decoder.on_step = lambda *_: times.append(time.perf_counter())
+            output: Any = decoder.generate(self.ids, return_dict_in_generate=True, **self.request(count))
+            return Decoded(times, output.sequences[0].tolist(), output.stats)
+
+        return decode
+
+    def plain(self, rows: int | None = 1, target: RaggedModel | None = None) -> SpeculativeDecoder:
+        """A decoder without drafts whose steps have so many rows, or are not recorded for ``None``."""
+        return SpeculativeDecoder(target or self.target, NoDrafter(), buckets=None if rows is None else (rows,))
+
+    def drafting(self, tree: TreeTopology) -> SpeculativeDecoder:
+        """A decoder with the head."""
+        return SpeculativeDecoder(self.target, EagleDrafter(self.head, self.target), tree, buckets=(tree.num_nodes,))
+
+    def warm_up(self) -> None:
+        """Compiles all that the decoders of this model need."""
+        for decoder in (*(self.plain(rows) for rows in (1, 8, 32, 128)), self.drafting(CHAIN), self.drafting(TREE)):
+            self.by(decoder)(_WARM)
+
+
+class ShapeModels:
+    """Makes models when they are asked for and keeps the last one alone; for arguments see :class:`ShapeModel`."""
+
+    def __init__(self, device: torch.device, seed: int, layers: int | None = None) -> None:
+        self.device, self.seed, self.layers = device, seed, layers
+        self._kept: ShapeModel | None = None
+
+    def get(self, name: str) -> ShapeModel:
+        """The model of a name."""
+        if self._kept is None or self._kept.name != name:
+            self._kept = None
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._kept = ShapeModel(name, self.device, self.seed, self.layers)
+        return self._kept
+
+
+def _model(name: str, device: torch.device, layers: int | None) -> "PreTrainedModel":
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    shape = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        with device:
+            if name.startswith("qwen3"):
+                model: Any = Qwen3ForCausalLM(Qwen3Config(**shape, max_position_embeddings=8192))
+            else:
+                model = LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=8192))
+    finally:
+        torch.set_default_dtype(kept)
+    model.generation_config.eos_token_id = None
+    return model.eval().requires_grad_(False)
+
+
+def _clock() -> Any:
+    """A streamer that notes when tokens come."""
+    from transformers.generation.streamers import BaseStreamer
+
+    class Clock(BaseStreamer):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, value: Tensor) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    return Clock()
+
+
+__all__ = ["CHAIN", "ON_GPU", "SHAPES", "TREE", "Decode", "Decoded", "ShapeModel", "ShapeModels"]

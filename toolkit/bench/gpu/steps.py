@@ -1,0 +1,183 @@
+"""Phase ``steps``: times of steps of models of known shapes, with random weights and drafts of known acceptance.
+
+Random weights draft nothing well. So an oracle replays the target's own greedy tokens, some of them made wrong.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from arbordraft.bench.gpu.oracle import OracleDrafter, OracleOnHead, Recorded
+from arbordraft.bench.gpu.setting import Item, Setting
+from arbordraft.bench.gpu.shapes import CHAIN, ON_GPU, TREE, Decode, ShapeModel, ShapeModels
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.drafters import Drafter
+from arbordraft.trees.topology import TreeTopology
+
+PROFILED = 8  # steps
+_REPLAYED = 96  # tokens that oracles replay
+_RECORDINGS = 3  # of a text, until replaying it changes no token
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """What a step takes.
+
+    Args:
+        steps: ``transformers``, ``eager`` or ``recorded``.
+        kernels: of the layers, ``torch`` or ``triton``; see ``RaggedModel``.
+        drafts: of every sample, ``none``, those of an EAGLE head or an oracle's.
+        rows: rows of the target's forward, padding included.
+        ms: median of a step's milliseconds, from one verdict (or token) to the next; on a CPU it says nothing.
+        launches: kernels that a step runs on the GPU.
+        busy_ms: sum of their times.
+        first_s: seconds of a first decode, in which kernels are compiled and graphs recorded.
+        acceptance: share of the oracle's drafts that are right; ``accepted`` of those that were up for acceptance.
+        tau: emitted tokens per target forward.
+        tokens_per_second: ``tau`` over ``ms``.
+    """
+
+    model: str
+    steps: str
+    kernels: str
+    drafts: str
+    rows: int
+    ms: float
+    launches: float | None = None
+    busy_ms: float | None = None
+    first_s: float | None = None
+    acceptance: float | None = None
+    accepted: float | None = None
+    tau: float | None = None
+    tokens_per_second: float | None = None
+
+    @property
+    def table(self) -> str:
+        """Title of its table."""
+        return self.model
+
+
+class _Shape:
+    """The rows of one model, made when they are asked for."""
+
+    def __init__(self, models: ShapeModels, name: str, setting: Setting) -> None:
+        self.models, self.name, self.setting = models, name, setting
+        self.steps = 24 if setting.on_gpu else 2
+
+    @property
+    def model(self) -> ShapeModel:
+        return self.models.get(self.name)
+
+    def row(self, how: str, kernels: str, drafts: str, rows: int, decode: Decode, profiled: bool = True) -> StepRow:
+        begun = time.perf_counter()
+        decode(3)
+        first = time.perf_counter() - begun
+        found = decode(self.steps + 2)
+        launches, busy = _profile(decode) if profiled and self.setting.on_gpu else (None, None)
+        return StepRow(self.name, how, kernels, drafts, rows, found.ms, launches, busy, first)
+
+    def transformers(self) -> Iterator[StepRow]:
+        yield self.row("transformers", "torch", "none", 1, self.model.generated)
+
+    def eager(self, own: bool = False) -> Iterator[StepRow]:
+        target = self.model.own if own else self.model.target
+        yield self.row("eager", target.backend, "none", 1, self.model.by(self.model.plain(None, target)))
+
+    def recorded(self, rows: int, own: bool = False) -> Iterator[StepRow]:
+        target = self.model.own if own else self.model.target
+        yield self.row("recorded", target.backend, "none", rows, self.model.by(self.model.plain(rows, target)))
+
+    def headed(self, named: str, tree: TreeTopology) -> Iterator[StepRow]:
+        decode, kernels = self.model.by(self.model.drafting(tree)), self.model.target.backend
+        yield self.row("recorded", kernels, f"{named} of a head", tree.num_nodes, decode)
+
+    def oracle(self, named: str, tree: TreeTopology, acceptance: float, head: bool) -> Iterator[StepRow]:
+        model, count = self.model, _REPLAYED if self.setting.on_gpu else 6
+
+        def decoder(text: list[int], rate: float) -> SpeculativeDecoder:
+            recorded = Recorded([text], rate, model.model.config.vocab_size, self.setting.seed)
+            drafter: Drafter = OracleDrafter(recorded)
+            if head:
+                drafter = OracleOnHead(recorded, model.head, model.target)
+            return SpeculativeDecoder(model.target, drafter, tree, buckets=(tree.num_nodes,))
+
+        # In bfloat16 a step of more rows may choose another token: record what steps of this very shape choose.
+        text = model.by(model.plain())(count).text
+        for _ in range(_RECORDINGS):
+            again = model.by(decoder(text, 1.0))(count).text
+            if again == text:
+                break
+            text = again
+        decode = model.by(decoder(text, acceptance))
+        named = f"oracle, {named}" + " with a head" * head
+        decode(3)
+        found = decode(count)
+        stats = found.stats
+        assert stats is not None
+        tried = sum(stats.tried.values())
+        yield StepRow(
+            *(self.name, "recorded", model.target.backend, named, tree.num_nodes, found.ms),
+            acceptance=acceptance,
+            accepted=sum(stats.accepted.values()) / tried if tried else None,
+            tau=stats.tau,
+            tokens_per_second=1e3 * stats.tau / found.ms if self.setting.on_gpu and found.ms else None,
+        )
+
+
+def steps(setting: Setting) -> list[Item]:
+    """The items of the phase: what tells most of each model, then the rest."""
+    models = ShapeModels(setting.device, setting.seed)
+    first: list[Item] = []
+    second: list[Item] = []
+    for name in ON_GPU if setting.on_gpu else ("tiny",):
+        shape = _Shape(models, name, setting)
+        telling: dict[str, Callable[[], Iterator[StepRow]]] = {
+            "recorded": partial(shape.recorded, 1),
+            "oracle of 0.8, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.8, True),
+            "chain of a head": partial(shape.headed, "chain of 4", CHAIN),
+            "recorded, 32 rows": partial(shape.recorded, 32 if setting.on_gpu else 2),
+            "transformers": shape.transformers,
+            "eager": shape.eager,
+        }
+        rest: dict[str, Callable[[], Iterator[StepRow]]] = {
+            "tree of a head": partial(shape.headed, "tree of 20", TREE),
+            "oracle of 0.8, chain": partial(shape.oracle, "chain of 4", CHAIN, 0.8, False),
+            "oracle of 0.6, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.6, True),
+            "oracle of 0.6, tree with a head": partial(shape.oracle, "tree of 20", TREE, 0.6, True),
+            "recorded, 8 rows": partial(shape.recorded, 8),
+            "recorded, 128 rows": partial(shape.recorded, 128),
+            "recorded, kernels=torch": partial(shape.recorded, 1, True),
+            "eager, kernels=torch": partial(shape.eager, True),
+        }
+        first += [Item(f"{name}: {part}", run) for part, run in telling.items()]
+        second += [Item(f"{name}: {part}", run) for part, run in rest.items()]
+    if not setting.on_gpu:  # others tell no more there
+        wanted = ("tree of a head", "chain", "tree with a head")
+        second = [item for item in second if item.name.endswith(wanted)]
+    return [*first, *second]
+
+
+def _profile(decode: Decode) -> tuple[float, float]:
+    """Kernels of a step and their milliseconds, without the prompt's."""
+
+    def spent(count: int) -> Counter[str]:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            decode(count)
+            torch.cuda.synchronize()
+        found: Counter[str] = Counter()
+        for event in profiler.events() or ():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                found.update(launches=1, microseconds=event.device_time_total)
+        return found
+
+    few, many = spent(2), spent(2 + PROFILED)
+    many.subtract(few)
+    return many["launches"] / PROFILED, many["microseconds"] / PROFILED / 1e3
+
+
+__all__ = ["StepRow", "steps"]
