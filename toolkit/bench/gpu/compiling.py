@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from arbordraft.bench.gpu.setting import Item, Setting
 from arbordraft.bench.gpu.shapes import ON_GPU, ShapeModels
 
 _PROCESSES = 14  # at most; each holds a context of some hundred megabytes on the GPU
-_ON_CPU = 3  # problems, as the interpreter compiles nothing
+_ON_CPU = 1  # problems, as the interpreter compiles nothing
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _share(device: str, seed: int, count: int, answers: Any, index: int) -> None
         answers.put((name, time.monotonic() - begun, error))
 
 
-def _parts(device: torch.device, seed: int) -> list[tuple[str, Callable[[], object]]]:
+def _parts(device: torch.device, seed: int) -> Sequence[tuple[str, Callable[[], None]]]:
     """The same list in every process; those that take longest come first."""
     solved = [(name, partial(_solve, make)) for name, make in makers(device)]
     if device.type == "cpu":

@@ -115,11 +115,11 @@ def bounds(setting: Setting) -> list[Item]:
         setting.free()
 
     memory = torch.cuda.get_device_properties(setting.device).total_memory
-    shapes = [
+    shapes: list[Maker] = [
         (str(shape), partial(_shape, shape, setting.device)) for shape in fitting_shapes(TIMED, memory, setting.tell)
     ]
     parts = _stepped(stepped, setting.device)
-    ordered = [*shapes[:4], *parts, *shapes[4:]]
+    ordered: list[Maker] = [*shapes[:4], *parts, *shapes[4:]]
     return [*(Item(name, partial(measured, make)) for name, make in ordered), Item("bounds by data sheets", predicted)]
 
 

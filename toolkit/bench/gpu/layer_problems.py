@@ -98,24 +98,24 @@ def rotation(stepped: Stepped, device: torch.device) -> Problem:
     shapes = [(rows, heads, stepped.size) for heads in (stepped.heads, stepped.kv_heads, stepped.kv_heads)]
     query, key, value = (torch.randn(shape, generator=generator).to(device, kind) for shape in shapes)
     angles = torch.randn(rows, stepped.size, generator=generator).to(device)
-    tables, bands = (angles.cos().to(kind), angles.sin().to(kind)), Bands()
-    pools = [bands.empty(one, torch.Size((2 * rows, *one.shape[1:])), dtype=kind) for one in (key, value)]
+    cosine, sine, bands = angles.cos().to(kind), angles.sin().to(kind), Bands()
+    keys, values = (bands.empty(one, torch.Size((2 * rows, *one.shape[1:])), dtype=kind) for one in (key, value))
     slots = torch.randperm(2 * rows, generator=generator)[:rows].to(device)
-    run = partial(rotate_append, query, key, value, *tables, *pools, slots)
+    run = partial(rotate_append, query, key, value, cosine, sine, keys, values, slots)
 
     def error() -> float:
-        expected = [pool.clone() for pool in pools]
-        by_torch = rotate_append_reference(query, key, value, *tables, *expected, slots)
+        wanted = keys.clone(), values.clone()
+        by_torch = rotate_append_reference(query, key, value, cosine, sine, wanted[0], wanted[1], slots)
         found = run()
         if bands.broken():
             return math.inf
         if rounding(kind) == torch.finfo(kind).eps / 2:  # the bits are those of torch, unless the interpreter cuts off
-            return max(unequal(*pair) for pair in zip((found, *pools), (by_torch, *expected), strict=True))
-        turned = [_turned(heads, *tables) for heads in (query, key)]
-        shares = [share_of(one, *exact) for one, exact in zip((found, pools[0][slots]), turned, strict=True)]
-        return max(*shares, unequal(pools[1][slots], value))
+            return max(unequal(*pair) for pair in zip((found, keys, values), (by_torch, *wanted), strict=True))
+        turned = [_turned(heads, cosine, sine) for heads in (query, key)]
+        shares = [share_of(one, *exact) for one, exact in zip((found, keys[slots]), turned, strict=True)]
+        return max(*shares, unequal(values[slots], value))
 
-    peer = partial(rotate_append_reference, query, key, value, *tables, *pools, slots)
+    peer = partial(rotate_append_reference, query, key, value, cosine, sine, keys, values, slots)
     return stepped.problem("rotate_append", run, error, 1.0, peer=peer)
 
 

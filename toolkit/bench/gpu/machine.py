@@ -84,9 +84,10 @@ def _driver() -> str | None:
 
 def _ceilings(setting: Setting) -> Iterator[Figure]:
     watch = setting.watch
-    yield Figure("copy of 1 GiB", watch and watch.bandwidth / 1e9, "GB/s")
-    yield Figure("bfloat16 product of 8192 x 8192", watch and watch.throughput / 1e12, "TFLOP/s")
-    yield Figure("shortest kernel", watch and watch.least * 1e6, "us")
+    found = (None,) * 3 if watch is None else (watch.bandwidth / 1e9, watch.throughput / 1e12, watch.least * 1e6)
+    names = {"copy of 1 GiB": "GB/s", "bfloat16 product of 8192 x 8192": "TFLOP/s", "shortest kernel": "us"}
+    for (name, unit), value in zip(names.items(), found, strict=True):
+        yield Figure(name, value, unit)
 
 
 def _launches(setting: Setting) -> Iterator[Figure]:
@@ -98,8 +99,9 @@ def _launches(setting: Setting) -> Iterator[Figure]:
     number = torch.zeros(1, device=setting.device)
     row, weight = (torch.ones(1, 64, device=setting.device) for _ in range(2))
     norm = partial(rms_norm, row, weight[0], 1e-6)
+    calls: tuple[Callable[[], object], ...] = (number.zero_, norm, captured(number.zero_))
     with choice.use("triton"):
-        for name, run in zip(names, (number.zero_, norm, captured(number.zero_)), strict=True):
+        for name, run in zip(names, calls, strict=True):
             yield Figure(name, _host_us(run), "us")
 
 

@@ -1,8 +1,10 @@
 """Runs the phases of ``arbordraft bench gpu`` and writes their results, atomically, as they come."""
 
 import json
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
@@ -13,6 +15,7 @@ from rich.console import Console
 from arbordraft.bench.gpu.setting import Item, Phase, Setting
 from arbordraft.bench.measure import provenance
 from arbordraft.bench.tables import print_tables
+from arbordraft.kernels import choice
 from arbordraft.utils.files import write_text
 
 FILE = "gpu.json"
@@ -52,11 +55,13 @@ class Planned:
             ``"package.module:function"``.
         weight: share of the time, relative to the phases behind it.
         checks: whether it checks correctness, so that its failure is the command's.
+        interpreted: whether on a CPU its kernels run in Triton's interpreter, and not in plain PyTorch.
     """
 
     items: str
     weight: float = 1.0
     checks: bool = False
+    interpreted: bool = False
 
 
 class GpuBench:
@@ -104,7 +109,8 @@ class GpuBench:
             now = time.monotonic()
             self.setting.deadline = now + max(0.0, end - now) * phase.weight / left
             left -= phase.weight
-            self._run(name, phase)
+            with nullcontext() if self.setting.on_gpu or phase.interpreted else _in_plain_torch():
+                self._run(name, phase)
         return self.right
 
     def _run(self, name: str, phase: Planned) -> None:
@@ -157,6 +163,18 @@ class GpuBench:
             },
         }
         write_text(self.path, json.dumps(report, indent=1) + "\n")
+
+
+@contextmanager
+def _in_plain_torch() -> Iterator[None]:
+    """Lets operators run in plain PyTorch, also those that would run in Triton's interpreter."""
+    kept = os.environ.pop(choice.INTERPRETER, None)
+    try:
+        with choice.use("reference"):
+            yield
+    finally:
+        if kept is not None:
+            os.environ[choice.INTERPRETER] = kept
 
 
 def print_phase(console: Console, name: str, result: PhaseResult) -> None:

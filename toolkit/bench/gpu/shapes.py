@@ -122,9 +122,8 @@ class ShapeModel:
         """An EAGLE head for the first tokens of the vocabulary, with random weights."""
         layers, tokens = self.model.config.num_hidden_layers, min(DRAFT_VOCABULARY, self.model.config.vocab_size)
         shown = sorted({1, layers // 2, layers - 1})
-        head = EagleHead.for_target(self.model, list(range(tokens)), hidden_layers=shown)
-        head.to(self.device, self.model.dtype)
-        return head
+        head: Any = EagleHead.for_target(self.model, list(range(tokens)), hidden_layers=shown)
+        return head.to(self.device, self.model.dtype)
 
     def request(self, count: int) -> dict[str, Any]:
         """Arguments of ``generate`` for so many greedy tokens."""

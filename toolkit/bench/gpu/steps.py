@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.autograd.profiler_util import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from arbordraft.bench.gpu.oracle import OracleDrafter, OracleOnHead, Recorded
@@ -97,7 +98,7 @@ class _Shape:
         yield self.row("recorded", kernels, f"{named} of a head", tree.num_nodes, decode)
 
     def oracle(self, named: str, tree: TreeTopology, acceptance: float, head: bool) -> Iterator[StepRow]:
-        model, count = self.model, _REPLAYED if self.setting.on_gpu else 6
+        model, count = self.model, _REPLAYED if self.setting.on_gpu else 24
 
         def decoder(text: list[int], rate: float) -> SpeculativeDecoder:
             recorded = Recorded([text], rate, model.model.config.vocab_size, self.setting.seed)
@@ -171,7 +172,7 @@ def _profile(decode: Decode) -> tuple[float, float]:
             torch.cuda.synchronize()
         found: Counter[str] = Counter()
         for event in profiler.events() or ():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
+            if event.device_type == DeviceType.CUDA:
                 found.update(launches=1, microseconds=event.device_time_total)
         return found
 
