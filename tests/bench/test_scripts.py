@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 import weights
 from support.models import tiny_checkpoint
 from typer.testing import CliRunner
@@ -134,17 +133,3 @@ def test_every_script_is_tested():
     scripts = [path.stem for path in SCRIPTS.glob("*.py") if "run_script(main)" in path.read_text()]
     assert len(scripts) > 10
     assert [name for name in scripts if f'"{name}"' not in source and f"import {name}" not in source] == []
-
-
-def test_steps_of_shapes_run_whole_without_a_gpu(tmp_path):
-    report = tmp_path / "steps.json"
-    script = importlib.import_module("gpu_steps")
-    script.main(model=["tiny"], rows="2", batch=1, context=8, steps=2, seed=0, json=report)
-    found = json.loads(report.read_text())["measurements"]
-    assert [(row["steps"], row["rows"]) for row in found] == [
-        *[("transformers", 1), ("eager", 1), ("recorded", 2)],
-        *[("recorded", 5), ("recorded", 21)],
-    ]
-    assert all(row["ms"] > 0 and row["launches"] is None for row in found)
-    with pytest.raises(typer.BadParameter, match="is none of llama"):
-        script.main(model=["gpt"], json=None)

@@ -1,6 +1,7 @@
 """Phase ``compile``: compiles the kernels side by side, so that later phases find them in Triton's cache.
 
-Each process solves its share of the problems once, and takes a few steps with one layer of each shape of a model.
+Each process solves its share of the problems once, decodes with its share of the decoders, and takes a few steps with
+three layers of each shape of a model.
 """
 
 import multiprocessing
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from arbordraft.bench.gpu.decoders import decoders
 from arbordraft.bench.gpu.kernels import makers
 from arbordraft.bench.gpu.run import described
 from arbordraft.bench.gpu.setting import Item, Setting
@@ -122,7 +124,13 @@ def _parts(device: torch.device, seed: int) -> Sequence[tuple[str, Callable[[], 
     solved = [(name, partial(_solve, make)) for name, make in makers(device)]
     if device.type == "cpu":
         return solved[:_ON_CPU]
-    return [(f"steps of {name}", partial(_step, name, device, seed)) for name in ON_GPU] + solved
+    whole = [(f"decoders, {item.name}", partial(_run, item)) for item in decoders(Setting(device, seed))]
+    return [*((f"steps of {name}", partial(_step, name, device, seed)) for name in ON_GPU), *whole, *solved]
+
+
+def _run(item: Item) -> None:
+    for _ in item.run():
+        pass
 
 
 def _solve(make: Callable[[], Iterator[Any]]) -> None:

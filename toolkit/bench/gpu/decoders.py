@@ -149,7 +149,7 @@ class _Tiny:
             yield self.row(target, name, "recorded, eager, drawn", found, eagerly, self.graphs(recorded))
 
     def decoded(self, decoder: SpeculativeDecoder, **options: Any) -> list[list[int]]:
-        prompts: dict[str, Any] = left_padded(PROMPTS)  # type: ignore[assignment]
+        prompts: dict[str, Any] = left_padded(PROMPTS)
         output: Any = decoder.generate(
             **prompts,
             max_new_tokens=self.count,

@@ -39,16 +39,14 @@ def norms(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     x, residual = (_rows(stepped.rows, stepped.hidden, stepped.dtype, device, seed) for seed in (0, 1))
     weight = torch.randn(stepped.hidden, generator=torch.Generator().manual_seed(2)).to(device, stepped.dtype)
 
-    def exact(rows: Tensor, offset: float) -> Tensor:
-        wide = rows.double()
-        return wide * (wide.pow(2).mean(dim=-1, keepdim=True) + EPSILON).rsqrt() * (offset + weight.double())
-
     def share(found: Tensor, rows: Tensor, offset: float) -> float:
         # Two results are rounded to the type; sums of squares, a root and products err by some roundings of float32.
-        truth = exact(rows, offset)
+        wide = rows.double()
+        normed = wide * (wide.pow(2).mean(dim=-1, keepdim=True) + EPSILON).rsqrt()
+        truth = normed * (offset + weight.double())
         bound = (2 * rounding(stepped.dtype) + 16 * SINGLE.eps) * truth.abs() + 2 * _least(stepped.dtype)
         if offset:  # the sum of offset and weight is rounded to float32
-            bound += SINGLE.eps * (truth / (offset + weight.double())).abs()
+            bound += SINGLE.eps * normed.abs()
         return share_of(found, truth, bound)
 
     for name, options in (("", (0.0, False)), ("wide, ", (1.0, True))):

@@ -6,7 +6,7 @@ _HERE = "arbordraft.bench.gpu"
 
 PHASES = {
     "machine": Planned(f"{_HERE}.machine:machine", weight=1),
-    "compile": Planned(f"{_HERE}.compiling:compilation", weight=3, interpreted=True),
+    "compile": Planned(f"{_HERE}.compiling:compilation", weight=4, interpreted=True),
     "kernels": Planned(f"{_HERE}.kernels:checks", weight=4, checks=True, interpreted=True),
     "decoders": Planned(f"{_HERE}.decoders:decoders", weight=4, checks=True),
     "roofline": Planned(f"{_HERE}.kernels:bounds", weight=3),

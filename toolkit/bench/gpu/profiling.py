@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.autograd.profiler_util import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from arbordraft.bench.gpu.setting import Item, Setting
@@ -86,7 +85,7 @@ def _events(decode: Decode, steps: int, on_gpu: bool) -> tuple["_Counts", "_Coun
             torch.cuda.synchronize()
     counts, times = _Counts(), _Counts()
     for event in profiler.events() or ():
-        there = event.device_type == DeviceType.CUDA
+        there = event.device_type == torch.autograd.DeviceType.CUDA
         name = f"{'gpu' if there else 'cpu'}: {event.name}"
         counts[name] += 1
         times[name] += event.device_time_total if there else event.cpu_time_total

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.autograd.profiler_util import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from arbordraft.bench.gpu.oracle import OracleDrafter, OracleOnHead, Recorded
@@ -172,7 +171,7 @@ def _profile(decode: Decode) -> tuple[float, float]:
             torch.cuda.synchronize()
         found: Counter[str] = Counter()
         for event in profiler.events() or ():
-            if event.device_type == DeviceType.CUDA:
+            if event.device_type == torch.autograd.DeviceType.CUDA:
                 found.update(launches=1, microseconds=event.device_time_total)
         return found
 

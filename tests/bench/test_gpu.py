@@ -1,25 +1,29 @@
-"""The benchmark of the Triton kernels: its bounds, its bookkeeping, and that it runs from end to end."""
+"""The benchmark of a GPU: its bounds, its bookkeeping, and that all of its phases run from end to end."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from importlib.metadata import version
 
-import gpu_kernels
-import kernel_timing
-import problems
 import pytest
-import score_problems
 import torch
-import typer
-from kernel_timing import Goal, Problem, measured
-from packed import Packed, flash, flex, sdpa
-from roofline import STEPPED, Shape, fitting_shapes, predictions, product
-from torch.testing import assert_close
+from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
+from torch.testing import assert_close
+
 from arbordraft import TreeTopology
+from arbordraft.bench.gpu import kernels, phases, problems, score_problems, timing
+from arbordraft.bench.gpu.packed import Packed, flash, sdpa
+from arbordraft.bench.gpu.problem import Goal, Problem, timed
+from arbordraft.bench.gpu.roofline import STEPPED, Shape, fitting_shapes, predictions
+from arbordraft.bench.gpu.run import FILE, GpuBench, Planned
+from arbordraft.bench.gpu.setting import Item, Setting
+from arbordraft.cli.bench import app
 from arbordraft.kernels.choice import INTERPRETER
 from arbordraft.kernels.work import Work
 
@@ -27,32 +31,122 @@ CPU, NOWHERE = torch.device("cpu"), torch.device("meta")
 SMALL = Shape(context=300, batch=2, tree=5, group=2, size=16, heads=4)
 
 
-def test_the_script_runs_whole_in_the_interpreter(tmp_path):
-    report = tmp_path / "kernels.json"
-    asked = ["--contexts", "2048,64", "--batches", "1", "--trees", "8", "--json", str(report)]
-    environment = {name: value for name, value in os.environ.items() if name != INTERPRETER}
-    found = subprocess.run(
-        [sys.executable, gpu_kernels.__file__, *asked],
-        env=environment | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"},
-        capture_output=True,
+def command(*options, **environment):
+    """``arbordraft bench gpu`` in a process that finds no GPU."""
+    kept = {name: value for name, value in os.environ.items() if name != INTERPRETER}
+    program = "from arbordraft.cli.main import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, "bench", "gpu", *options],
+        env=kept | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
     )
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    assert "There is no GPU" in found.stdout
-    assert "results agree with float64" in found.stdout
-    written = json.loads(report.read_text())
-    assert written["settings"]["device"] == "cpu"
+
+
+def test_all_phases_run_on_a_cpu(tmp_path):
+    process = command("--out", str(tmp_path), "--device", "cpu", "--minutes", "9")
+    said, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, said[-3000:]
+    assert "no time says anything" in said
+    written = json.loads((tmp_path / FILE).read_text())
     assert written["provenance"]["versions"]["torch"] == version("torch")
-    bounds = [row for row in written["measurements"] if "h100_us" in row]
-    rows = [row for row in written["measurements"] if "error" in row]
-    # Two contexts with one group and size, and as many with each of two more groups and one more size.
-    assert sum(row["kernel"] == "ragged_tree_attention" for row in bounds) == 2 * (1 + 2 + 1)
+    assert (written["right"], written["timed"]) == (True, False)
+    assert list(written["phases"]) == list(phases.PHASES)
+    assert {phase["state"] for phase in written["phases"].values()} == {"done"}
+    checked = written["phases"]["kernels"]["rows"]
     names = {"ragged_tree_attention", "kv_append", "kv_compact", "row_stats", "left_mass", "left_pick", "verify_tree"}
-    names |= {"lowest_kept", "tree_expand", "gumbel_draw"}
-    assert {row["kernel"] for row in bounds} == {row["kernel"] for row in rows} == names
-    assert all(row["correct"] for row in rows)
-    assert all(row["us"] is None for row in rows)  # the interpreter's time is nobody's
+    names |= {"row_max", "log_sum_exp", "lowest_kept", "tree_expand", "gumbel_draw", "gumbel"}
+    names |= {"rms_norm", "add_rms_norm", "gated_activation", "rotate_append"}
+    assert {row["kernel"] for row in checked} == names
+    assert {row["dtype"] for row in checked} == {"float32", "bfloat16", "float16"}
+    decoders = written["phases"]["decoders"]["rows"]
+    assert {row["drafter"] for row in decoders if "drafter" in row} >= {"none", "ngram", "eagle", "draft model"}
+    assert all(row["correct"] for row in checked + [row for row in decoders if "correct" in row])
+    # What only a GPU could say is said by nobody.
+    assert all(row["us"] is None for row in checked)
+    assert all(row["launches"] is None for row in written["phases"]["steps"]["rows"])
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path):
+    process = command("--out", str(tmp_path), "--device", "cpu", "--phases", "machine,kernels,steps")
+    file, end = tmp_path / FILE, time.monotonic() + 120
+    while not (file.exists() and json.loads(file.read_text())["phases"]["machine"]["state"] == "done"):
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    found = json.loads(file.read_text())["phases"]
+    assert found["machine"]["rows"]
+    assert found["steps"]["state"] == "waiting"
+
+
+# Phases
+
+
+@dataclass(frozen=True)
+class Row:
+    number: int
+    correct: bool | None = None
+    table = "rows"
+
+
+def bench(tmp_path, made, minutes=1.0, **phases):
+    """Phases that are functions of this module's tests."""
+    found = {}
+    planned = {name: Planned("unused:unused", **options) for name, options in phases.items()}
+    run = GpuBench(tmp_path, planned, Setting(CPU), minutes, lambda name, result: found.__setitem__(name, result))
+    run._items = lambda phase, result: next(made[name] for name, one in planned.items() if one is phase)
+    return run, found
+
+
+def test_a_phase_ends_at_its_deadline_and_says_what_it_left_out(tmp_path):
+    items = [Item(str(number), lambda number=number: (time.sleep(0.3), [Row(number)])[1]) for number in range(9)]
+    run, found = bench(tmp_path, {"slow": items, "next": [Item("one", lambda: [Row(1)])]}, 0.02, slow={}, next={})
+    assert run.run()
+    assert found["slow"].state == "out of time"
+    assert 1 <= len(found["slow"].rows) < 9
+    assert found["slow"].left_out == [str(number) for number in range(len(found["slow"].rows), 9)]
+    assert found["next"].state == "done"
+
+
+def test_what_fails_is_reported_and_the_next_item_runs(tmp_path):
+    def failing():
+        raise RuntimeError("no such driver")
+
+    items = [Item("bad", failing), Item("good", lambda: [Row(2)])]
+    for checks in (False, True):
+        run, found = bench(tmp_path, {"phase": items}, phase={"checks": checks})
+        assert run.run() != checks  # only a check's failure is that of the command
+        assert found["phase"].errors == {"bad": "RuntimeError: no such driver"}
+        assert [row.number for row in found["phase"].rows] == [2]
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_a_wrong_result_is_that_of_the_command(tmp_path, correct):
+    run, _ = bench(tmp_path, {"phase": [Item("one", lambda: [Row(1, correct)])]}, phase={"checks": True})
+    assert run.run() == correct
+    assert json.loads((tmp_path / FILE).read_text())["right"] == correct
+
+
+@pytest.mark.parametrize("error", [0.05, 0.11, float("nan"), float("inf")])
+def test_a_wrong_kernel_ends_the_command_with_status_1(monkeypatch, tmp_path, error):
+    """Negative control, through the command itself."""
+    monkeypatch.setenv(INTERPRETER, "1")
+    monkeypatch.setattr(kernels, "makers", lambda device: [("one", lambda: iter([problem(error=lambda: error)]))])
+    found = CliRunner().invoke(app, ["gpu", "--out", str(tmp_path), "--device", "cpu", "--phases", "kernels"])
+    assert found.exit_code == (error > 0.1 or error != error), found.output
+    assert ("results are wrong" in found.output) == bool(found.exit_code)
+
+
+def test_unknown_phases_are_refused(tmp_path):
+    found = CliRunner().invoke(app, ["gpu", "--out", str(tmp_path), "--phases", "kernels,stepps"])
+    assert found.exit_code == 2
+    assert "stepps" in found.output
+
+
+# Bounds
 
 
 def test_the_bound_of_llama_3_8b():
@@ -98,17 +192,6 @@ def test_comparisons_are_not_for_matrix_units():
     assert bound.a100_us == pytest.approx(20 * 512 * 128256 / 9.75e12 * 1e6)
 
 
-def test_every_size_is_there_once():
-    shapes = product([512, 2048], [1, 8], [1, 8, 32, 64], [4, 1, 8], [128, 64])
-    assert len(shapes) == len(set(shapes)) == 2 * 2 * (4 + 2 + 1)
-    assert {(shape.group, shape.size) for shape in shapes if shape.tree == 32} == {
-        (4, 128),
-        (1, 128),
-        (8, 128),
-        (4, 64),
-    }
-
-
 def test_no_split_is_empty():
     cuts = {context: Shape(context, 1, 1, 4, 128).splits(132) for context in (256, 512, 700, 4096)}
     assert cuts == {256: 1, 512: 8, 700: 8, 4096: 16}  # of tiles of 64 keys
@@ -148,9 +231,7 @@ def problem(**changes):
     ],
 )
 def test_goals(changes, reached):
-    (row,) = measured([problem(**changes)], Clock())
-    assert row.reached == reached
-    assert row.correct
+    assert timed(problem(**changes), Clock()).reached == reached
 
 
 def test_times_of_peers_and_a_peer_that_fails():
@@ -158,25 +239,11 @@ def test_times_of_peers_and_a_peer_that_fails():
         raise RuntimeError("no such kernel\nand much more")
 
     told = []
-    peers = {"sdpa": lambda: lambda: 2e-3, "flex": fails}
-    (row,) = measured([problem(peers=peers, work=Work(500, 80_000, matrix=True))], Clock(), told.append)
-    assert (row.us, row.sdpa_us, row.flex_us) == (1000, 2000, None)
+    peers = {"sdpa": lambda: lambda: 2e-3, "flash": fails}
+    row = timed(problem(peers=peers, work=Work(500, 80_000, matrix=True)), Clock(), told.append)
+    assert (row.us, row.sdpa_us, row.flash_us) == (1000, 2000, None)
     assert (row.of_copy, row.of_roofline) == (0.5, 0.8)
-    assert told == ["flex has no time for case: no such kernel"]
-
-
-@pytest.mark.parametrize("error", [0.11, float("nan"), float("inf")])
-def test_a_wrong_kernel_is_seen(monkeypatch, capsys, error):
-    """Negative control, and the script fails."""
-    (row,) = measured([problem(error=lambda: error)], None)
-    assert not row.correct
-    assert row.us is None
-    monkeypatch.setattr(gpu_kernels, "device", lambda: CPU)
-    monkeypatch.setattr(gpu_kernels, "chosen", lambda *_: [problem(error=lambda: error), problem()])
-    with pytest.raises(typer.Exit) as failed:
-        gpu_kernels.main(contexts="64", batches="1", trees="1")
-    assert failed.value.exit_code == 1
-    assert "1 of 2 results differ" in capsys.readouterr().out
+    assert told == ["flash has no time for case: no such kernel"]
 
 
 def test_a_late_interpreter_is_refused(monkeypatch):
@@ -184,24 +251,21 @@ def test_a_late_interpreter_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "triton" in sys.modules
     with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1 before Python starts"):
-        kernel_timing.device()
-    monkeypatch.setattr(kernel_timing, "find_spec", lambda name: None)
+        timing.device()
+    monkeypatch.setattr(timing, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'arbordraft\[triton\]'"):
-        kernel_timing.device()
+        timing.device()
 
 
 def test_peers_compute_the_same():
-    """The dense mask and FlexAttention's, on ragged prefixes and trees, in float32."""
+    """The dense mask, on ragged prefixes and trees, in float32."""
     trees = [TreeTopology.from_k_config((3, 2, 1)), TreeTopology.chain(0), TreeTopology.k_ary(2, 2)]
     packed = Packed.random([37, 0, 130], trees, heads=4, group=2, size=16, device=CPU)
     packed.query, packed.keys, packed.values = (x.float() for x in (packed.query, packed.keys, packed.values))
     dense = sdpa(packed)().unflatten(2, (2, -1)).flatten(1, 2)
-    with pytest.warns(UserWarning, match="flex_attention called without torch.compile"):
-        flexible = flex(packed, compiled=False)()
     for sample, tree in enumerate(trees):
         exact = packed.exact(sample).float()
-        for found in (dense, flexible):
-            assert_close(found[sample, :, : tree.num_nodes].transpose(0, 1), exact)
+        assert_close(dense[sample, :, : tree.num_nodes].transpose(0, 1), exact)
 
 
 def test_a_gpu_could_run_it(monkeypatch):
@@ -212,7 +276,7 @@ def test_a_gpu_could_run_it(monkeypatch):
     assert {name: make()().device for name, make in attention.peers.items()} == {"sdpa": NOWHERE, "flash": NOWHERE}
     options = problems.attention_options("all", [5, 0, 9], 4, 2, 16, {"window": 3, "sinks": True}, NOWHERE)
     assert options.run().shape == (16 + 1 + 71, 4, 16)
-    stepped = problems.TINY_STEPPED
+    stepped = kernels.TINY
     calls = [make(stepped, NOWHERE) for make in (problems.kv_append, problems.kv_compacted, score_problems.expansion)]
     for part in (score_problems.passes, score_problems.truncation, score_problems.verification):
         calls += part(stepped, NOWHERE)
