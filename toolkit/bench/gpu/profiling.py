@@ -85,7 +85,7 @@ def _events(decode: Decode, steps: int, on_gpu: bool) -> tuple["_Counts", "_Coun
             torch.cuda.synchronize()
     counts, times = _Counts(), _Counts()
     for event in profiler.events() or ():
-        there = event.device_type == torch.autograd.DeviceType.CUDA
+        there = event.device_type.name == "CUDA"
         name = f"{'gpu' if there else 'cpu'}: {event.name}"
         counts[name] += 1
         times[name] += event.device_time_total if there else event.cpu_time_total

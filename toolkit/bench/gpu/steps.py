@@ -171,7 +171,7 @@ def _profile(decode: Decode) -> tuple[float, float]:
             torch.cuda.synchronize()
         found: Counter[str] = Counter()
         for event in profiler.events() or ():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
+            if event.device_type.name == "CUDA":
                 found.update(launches=1, microseconds=event.device_time_total)
         return found
 
