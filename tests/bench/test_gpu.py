@@ -63,6 +63,9 @@ def test_all_phases_run_on_a_cpu(tmp_path):
     decoders = written["phases"]["decoders"]["rows"]
     assert {row["drafter"] for row in decoders if "drafter" in row} >= {"none", "ngram", "eagle", "draft model"}
     assert all(row["correct"] for row in checked + [row for row in decoders if "correct" in row])
+    oracles = [row for row in written["phases"]["steps"]["rows"] if row["drafts"].startswith("oracle")]
+    assert len(oracles) > 1
+    assert all(row["accepted"] > 0.3 and row["tau"] > 1.3 for row in oracles)
     # What only a GPU could say is said by nobody.
     assert all(row["us"] is None for row in checked)
     assert all(row["launches"] is None for row in written["phases"]["steps"]["rows"])

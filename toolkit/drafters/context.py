@@ -23,9 +23,14 @@ class OneCallDrafts(Protocol):
 
     Attributes:
         rows: most tokens that a sample's cache may lack.
+        alone: the same without the target's step behind it. Who changes what was drafted asks that one, or the step is
+            done once more, with what it was changed to.
     """
 
     rows: int
+
+    @property
+    def alone(self) -> "OneCallDrafts": ...
 
     def __call__(
         self,

@@ -1,13 +1,15 @@
 """Drafts with the target's step behind them in one run: the tokens, trees and counts of two runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.companions import drafter as trained_drafter
 from support.companions import target as trained_target
-from support.models import PAYS, PROMPTS, left_padded, new_tokens
+from support.models import PAYS, PROMPTS, VOCAB, left_padded, new_tokens
 from support.watching import watch
 
-from arbordraft import CostAware, CostTable, Coupling, Engine, Request, SpeculativeDecoder, TreeTopology
+from arbordraft import CostAware, CostTable, Coupling, EagleDrafter, Engine, Request, SpeculativeDecoder, TreeTopology
 from arbordraft.deciders import EntropyBound, NodeBudget
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.costs import StepCosts
@@ -59,7 +61,12 @@ def done(monkeypatch):
 
 def decode(decider, name="eagle", prompts=PROMPTS, buckets=(64,), **settings):
     decoder = SpeculativeDecoder(
-        trained_target(), trained_drafter(name), TREE, Coupling.shared(3), buckets=buckets, decider=decider
+        trained_target(),
+        trained_drafter(name) if isinstance(name, str) else name,
+        TREE,
+        Coupling.shared(3),
+        buckets=buckets,
+        decider=decider,
     )
     options = {"max_new_tokens": 14, "eos_token_id": None, "pad_token_id": 0, "seeds": list(range(len(prompts)))}
     output = decoder.generate(**left_padded(prompts), return_dict_in_generate=True, **{**options, **settings})
@@ -152,6 +159,31 @@ def test_rows_with_tokens_of_others_would_be_seen(monkeypatch):
     monkeypatch.setattr(WholeTrees, "sources", elsewhere)
     with pytest.raises(ValueError, match="not in list"):
         decode(CostAware(DEAR), **GREEDY)
+
+
+class Changing(EagleDrafter):
+    """Changes what was drafted: every token is the next one."""
+
+    alone = False
+
+    def propose_trees(self, state, context, samples, growth, draws):
+        static = context.static.alone if self.alone and context.static is not None else context.static
+        found = super().propose_trees(state, replace(context, static=static), samples, growth, draws)
+        return None if found is None else found._replace(tokens=[(token + 1) % VOCAB for token in found.tokens])
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["once more", "alone"])
+def test_a_drafter_that_changes_what_was_drafted_gets_what_it_changed_it_to(monkeypatch, done, alone):
+    """What the target verified and what is committed are the same tokens."""
+    monkeypatch.setattr(Changing, "alone", alone)
+    drafter = Changing(trained_drafter("eagle").head, trained_target())
+    expected, _, right = decode(None, **GREEDY)
+    done.clear()
+    found, counts, stats = decode(None, drafter, **GREEDY)
+    assert found == expected
+    assert done == []
+    assert counts["drafted"] > 0
+    assert stats.tau < right.tau
 
 
 # Which nodes are kept

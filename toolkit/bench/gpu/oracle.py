@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from arbordraft.drafters import EagleDrafter
@@ -95,6 +96,8 @@ class OracleOnHead(EagleDrafter):
     def propose_trees(
         self, state: Any, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
     ) -> Drafted | None:
+        if context.static is not None:
+            context = replace(context, static=context.static.alone)  # the step is to see what is changed below
         drafted = super().propose_trees(state, context, samples, growth, draws)
         if drafted is None:
             return None

@@ -7,7 +7,7 @@ step, F hidden states side by side.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -81,6 +81,24 @@ class WholeTrees:
         return np.where(self.tree.node > 0, place[self.tree.owner] * nodes + self.tree.node, -1)
 
 
+class _Found(NamedTuple):
+    """What a run came to.
+
+    Args:
+        whole: trees whose rows it had.
+        batch: places of these rows.
+        said: see :meth:`StaticStep.forward`.
+        hidden: likewise.
+        tokens: what was verified, by sample and node.
+    """
+
+    whole: WholeTrees
+    batch: RaggedBatch
+    said: list[list[int]]
+    hidden: Tensor
+    tokens: dict[tuple[int, int], int]
+
+
 class StepAhead:
     """Grows the trees of one step and does the step: see :class:`~arbordraft.drafters.context.OneCallDrafts`.
 
@@ -105,10 +123,8 @@ class StepAhead:
     ) -> None:
         self.static, self.state, self.whole = static, state, whole
         self.noise, self.temperatures = noise, temperatures
-        self.rows = static.drafts.rows
-        self._found: tuple[list[list[int]], Tensor] | None = None
-        self._whole: WholeTrees | None = None
-        self._batch: RaggedBatch | None = None
+        self.rows, self.alone = static.drafts.rows, static.drafts
+        self._found: _Found | None = None
 
     def __call__(
         self,
@@ -160,19 +176,29 @@ class StepAhead:
             numbers = found.cpu().numpy()
         self.state.stats.shift(time.perf_counter() - begun, "draft", "target")
         size = 2 * bucket.draft.samples * nodes
-        self._found = numbers[size:].astype(np.int64).reshape(-1, 3).tolist(), hidden
-        self._whole, self._batch = whole, batch
+        said = numbers[size:].astype(np.int64).reshape(-1, 3).tolist()
         caught_up(cache, missing)
         drafts = numbers[:size].reshape(2, -1, nodes)[:, : len(samples)]
-        return static.drafts.drafted(drafts, bucket.draft, trimmed=True)
+        drafted = static.drafts.drafted(drafts, bucket.draft, trimmed=True)
+        owners = [samples[place] for place in drafted.samples]
+        tokens = dict(zip(zip(owners, drafted.nodes, strict=True), drafted.tokens, strict=True))
+        self._found = _Found(whole, batch, said, hidden, tokens)
+        return drafted
 
     def result(self, tree: DraftTree) -> StepResult | None:
-        """What the step came to with the trees that were grown of it; ``None`` if it is still to be done."""
-        if self._found is None or self._whole is None or self._batch is None:
+        """What the step came to with the trees that were grown of it; ``None`` if it is still to be done.
+
+        So it is where nothing was drafted, or where somebody changed what was.
+        """
+        if self._found is None:
             return None
-        said, hidden = self._found
-        count(self.state, tree, self._batch)
-        whole, node = self._whole, tree.node.tolist()
+        whole, batch, said, hidden, tokens = self._found
+        node = tree.node.tolist()
+        rows = zip(tree.owner.tolist(), node, tree.token.tolist(), strict=True)
+        if {(sample, number): token for sample, number, token in rows if number} != tokens:
+            self.state.cache.drop([sample.handle for sample in self.state.active])
+            return None
+        count(self.state, tree, batch)
         failed = [sample for sample in tree.living if said[sample][2]]
         ends: dict[int, tuple[int, int]] = {}
         for sample in tree.living:

@@ -68,6 +68,11 @@ class StaticDrafts:
         self._inner = [node for level in topology.inner[1:] for node in level]
 
     @property
+    def alone(self) -> "StaticDrafts":
+        """Itself."""
+        return self
+
+    @property
     def each(self) -> int:
         """Cache rows that a sample takes besides its committed ones, at most."""
         return self.rows + len(self._inner)
