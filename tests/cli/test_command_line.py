@@ -314,6 +314,7 @@ BENCHES = {
     **dict.fromkeys(["decode", "policy", "compare"], SHARED | {"--batches", "--repeats", "--png"}),
     "equality": SHARED | {"--batches"},
     "verifiers": SHARED | {"--batches", "--png"},
+    "gpu": {"--out", "--minutes", "--phases", "--device", "--seed"},
 }
 
 
