@@ -92,7 +92,7 @@ def test_what_fits_is_drafted():
     assert not found.broken
     assert len(drafted(draft_run(states=False), states=None).chances) == 2
     assert len(drafted(**draws()).chances) == 2
-    assert drafted(**growth(levels=[0])) == ([], [], [], [], [], 0)
+    assert drafted(**growth(levels=[0])) == ([], [], [], [], [], 0, False)
     assert len(drafted(**growth(levels=[9])).chances) == 2
 
 
