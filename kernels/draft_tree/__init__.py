@@ -7,7 +7,7 @@ Shapes: N tokens to catch up with, S samples, F hidden states side by side, V vo
 size, D draft vocabulary, P pool rows, M drafted nodes, K depths told apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -75,8 +75,8 @@ class Growth(NamedTuple):
         level: tokens that a level must gain.
         row: tokens that a node must gain.
         budget: most drafts in all, -1 for any number.
-        keep: tokens that so many drafts must bring together to be verified, from none up to as many as there can be;
-            empty where all of them are, ``None`` where the host has to be asked. Kernels do not read it.
+        keep: given how many drafts there can be at most, tokens that none, one, two of them and so on must bring together
+            to be verified; says nothing where all are. ``None`` where the host has to be asked. Kernels do not read it.
     """
 
     offsets: Sequence[int]
@@ -88,7 +88,7 @@ class Growth(NamedTuple):
     level: float
     row: float
     budget: int
-    keep: Sequence[float] | None = None
+    keep: Callable[[int], Sequence[float]] | None = None
 
     def spelled(self, draws: "Draws | None") -> tuple[object, ...]:
         """The growth and the draws as operators take them."""

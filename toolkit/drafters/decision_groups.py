@@ -3,7 +3,7 @@
 Shapes: S samples of a group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -111,14 +111,18 @@ def growth_of(context: DraftContext, plan: Plan, depths: Sequence[int], going: S
         plan.level,
         plan.row,
         -1 if plan.budget is None else plan.budget,
-        None if context.static is None else _prices(plan, len(going) * (context.topology.num_nodes - 1)),
+        _prices(plan),
     )
 
 
-def _prices(plan: Plan, drafts: int) -> Sequence[float] | None:
+def _prices(plan: Plan) -> Callable[[int], Sequence[float]] | None:
     if plan.keep is Plan.keep:
-        return ()
-    return plan.keep.table(drafts) if isinstance(plan.keep, RowPrices) else None
+        return _keep_all
+    return plan.keep.table if isinstance(plan.keep, RowPrices) else None
+
+
+def _keep_all(drafts: int) -> Sequence[float]:
+    return ()
 
 
 def draws_of(context: DraftContext, samples: Sequence[int]) -> Draws | None:

@@ -151,9 +151,9 @@ class StepAhead:
         batch = own.lay_out([sample.handle for sample in active], whole.depths)
         layout = static.drafts.lay_out(network, cache, missing, growth, draws)
         nodes = static.topology.levels[layout.bucket.depth].stop
-        bucket = DraftedBucket(layout.bucket, whole.bucket, nodes, trims=growth.keep != ())
+        prices = growth.keep(layout.bucket.samples * (nodes - 1))
+        bucket = DraftedBucket(layout.bucket, whole.bucket, nodes, trims=len(prices) > 0)
         pools = [*own.layers(static.target.num_layers), *layout.pools]
-        prices = growth.keep[: layout.bucket.samples * (nodes - 1) + 1]
         begun = time.perf_counter()
         with static.recorder.turn(static.target.device):
             run = self._recording(network, bucket, own.longest, cache.longest)
@@ -162,8 +162,7 @@ class StepAhead:
                 part, into = bucket.read(table), bucket.views(table)
                 layout.fill(part["draft"], run.inputs)
                 into.source[:] = -1
-                into.prices[:] = np.inf
-                into.prices[: len(prices)] = prices
+                into.prices[:] = prices
                 if idle:
                     bucket.step.fill_idle(part["step"], static.topology, own.dummy_start)
                 else:
