@@ -75,8 +75,8 @@ class Growth(NamedTuple):
         level: tokens that a level must gain.
         row: tokens that a node must gain.
         budget: most drafts in all, -1 for any number.
-        keep: given how many drafts there can be at most, tokens that none, one, two of them and so on must bring together
-            to be verified; says nothing where all are. ``None`` where the host has to be asked. Kernels do not read it.
+        keep: given how many drafts there can be, tokens that none, one, two of them and so on must bring together to be
+            verified; says nothing where all are. ``None`` where the host has to be asked. Kernels do not read it.
     """
 
     offsets: Sequence[int]
