@@ -9,6 +9,7 @@ from torch import Tensor
 from arbordraft.kernels import choice
 from arbordraft.kernels.dispatch import Operator
 from arbordraft.kernels.kv_cache.reference import append_reference, compact_reference, move_rows_reference
+from arbordraft.kernels.transfer import upload
 
 
 def _nothing(*_: object) -> None:
@@ -58,10 +59,9 @@ def compact(pools: Sequence[Tensor], moves: Sequence[Sequence[tuple[int, int]]])
         return
     if pools[0].is_cpu and not choice.triton_chosen(pools[0]):
         return move_rows(pools, list(chain.from_iterable(flat)))
-    device = pools[0].device
-    source, destination = torch.tensor(flat, dtype=torch.int64, device=device).t().contiguous()
-    first = torch.tensor([0, *accumulate(map(len, moves))], dtype=torch.int64, device=device)
-    compact_rows(list(pools), source, destination, first)
+    source, destination = zip(*flat, strict=True)
+    parts = (torch.tensor(part) for part in (source, destination, (0, *accumulate(map(len, moves)))))
+    compact_rows(list(pools), *upload(pools[0].device, *parts))
 
 
 __all__ = ["append", "append_reference", "append_rows", "compact", "compact_reference", "compact_rows", "move_rows"]

@@ -12,6 +12,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from arbordraft.kernels.transfer import upload
+
 WORD_BITS = 64
 
 
@@ -110,23 +112,19 @@ class RaggedBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same batch with its tensors on ``device``, where they arrive in one upload."""
-        return self.upload(device, self.positions.new_empty(0))[0]
+        return self.upload(device)[0]
 
-    def upload(self, device: torch.device, beside: Tensor) -> tuple[Self, Tensor]:
+    def upload(self, device: torch.device, *beside: Tensor) -> tuple[Self, *tuple[Tensor, ...]]:
         """The same batch and some integers, such as the tokens of its rows, on ``device``: in one upload."""
         if self.positions.device == device:
-            return self, beside.to(device)
-        if beside.device == device:
-            return self.to(device), beside
-        parts = [beside, self.positions, self.slots, self.layout, self.region]
-        parts += [] if self.words is None else [self.words]
-        table = torch.cat([part.flatten() for part in parts]).to(device).split([part.numel() for part in parts])
-        beside, positions, slots, layout, region, *words = (
-            part.view(own.shape) for part, own in zip(table, parts, strict=True)
-        )
-        moved = replace(self, positions=positions, slots=slots, words=words[0] if words else None, _spans={})
+            return self, *(part.to(device) for part in beside)
+        waiting = [part for part in beside if part.device != device]
+        words = [] if self.words is None else [self.words]
+        parts = [self.positions, self.slots, self.layout, self.region, *words, *waiting]
+        positions, slots, layout, region, *others = upload(device, *parts)
+        moved = replace(self, positions=positions, slots=slots, words=others.pop(0) if words else None, _spans={})
         vars(moved).update(layout=layout, region=region)
-        return moved, beside
+        return moved, *(part if part.device == device else others.pop(0) for part in beside)
 
     def spans(
         self, window: int | None = None, copies: int = 1, dtype: torch.dtype = torch.float32, dense: bool = False

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 
 from arbordraft import IID, Fixed, TopTail, WithoutReplacement
-from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
+from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw, draw_children
 from arbordraft.testing import random_rows, row
 
 LAWS = [
@@ -182,3 +182,26 @@ def test_first_draws_agree_across_laws():
     draft = row(4, 3, 2, 1.5)
     for uniform in (0.0, 0.3, 0.6, math.nextafter(1, 0)):
         assert IID(2).draw(draft, [uniform] * 2)[0] == WithoutReplacement(2).draw(draft, [uniform] * 2)[0]
+
+
+class Backwards(DraftLaw):
+    """Draws in a way of its own: the last tokens of the row."""
+
+    def __init__(self):
+        super().__init__(0, 2, replacement=False)
+
+    def draw(self, draft, uniforms):
+        return [len(draft) - 1, len(draft) - 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_drawn_together_are_drawn_as_each_alone(dtype):
+    generator = torch.Generator().manual_seed(0)
+    laws = [*LAWS, None, DraftLaw(1, 2, replacement=True), IID(1), Backwards()] * 3
+    drafts = torch.stack([random_rows(kind, 6, 1)[1] for kind in ("random", "holes", "ties") for _ in laws[::3]])
+    drafts = drafts.to(dtype)
+    uniforms = torch.rand(len(laws), 3, generator=generator, dtype=torch.float64).tolist()
+    together = draw_children(drafts, laws, uniforms).tolist()
+    alone = [law.draw(draft, some) if law else [] for law, draft, some in zip(laws, drafts, uniforms, strict=True)]
+    assert [[token for token in tokens if token >= 0] for tokens in together] == alone
+    assert any(len(tokens) == 3 for tokens in alone)

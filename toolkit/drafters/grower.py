@@ -3,7 +3,6 @@
 Shapes: B samples, S samples of a group, N nodes of the topology, R nodes of a level, V vocabulary.
 """
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,13 +16,13 @@ from torch import Tensor
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.decisions import Draw, Origin, Plan, StepView
 from arbordraft.drafters.base import Drafter, Guesses, Predictions
+from arbordraft.drafters.children import children_of
 from arbordraft.drafters.context import DraftContext, Level
 from arbordraft.drafters.decision_groups import DecisionGroup, decision_groups, draws_of, growth_of
 from arbordraft.kernels.draft_tree import Drafted, usable
 from arbordraft.kernels.draft_tree.reference import chosen
-from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.sampling.laws import DraftLaw
-from arbordraft.sampling.noise import GumbelNoise
+from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.owned_rows import draft_scores
 from arbordraft.trees.draft_tree import NO_ROWS, DraftTree, Proposal, check_drawn
 
@@ -314,43 +313,47 @@ class TreeGrower:
         scores = draft_scores(predicted.logits, owners, level.path, untruncated=context.shared)
         if isinstance(context.noise, GumbelNoise):
             scores = context.noise.perturb(scores, [(sample, level.depth) for sample, _ in places])
-        laws = [self.law_of(sample) for sample, _ in places]
-        drawn = [not law.deterministic for law in laws]
-        likeliest, chances = tree_expand(scores, min(1 if all(drawn) else self.law.k, scores.shape[1]))
-        chances = chances.exp()
-        if not chances.is_cpu:  # in one download
-            packed = torch.stack([likeliest, chances.double().view(torch.int64)]).cpu()
-            likeliest, chances = packed[0], packed[1].view(torch.float64)
-        tops, odds = likeliest.tolist(), chances.tolist()
-        sound = [math.isfinite(values[0]) for values in odds]
+        plans = [context.topology.child_list[node] for _, node in places]
+        laws, uniforms = self._random_draws(places, plans)
+        children = children_of(scores, laws, [len(plan) for plan in plans], uniforms)
         # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
-        if not all(sound) and not predicted.logits.amax(dim=1).isfinite().all():
+        if None in children.tokens and not predicted.logits.amax(dim=1).isfinite().all():
             _warn_of_broken_rows()
         first = sum(map(len, self.draft_rows))
-        if any(drawn):
-            drafts = scores.softmax(dim=-1)
-            self.draft_rows.append(drafts)
-            drafts = drafts.cpu()  # draws ask the host many times
-        for number, row in enumerate(rows):
-            if not sound[number] or row in self.children:
+        if children.draft_rows is not None:
+            self.draft_rows.append(children.draft_rows)
+        for number, (row, law, tokens) in enumerate(zip(rows, laws, children.tokens, strict=True)):
+            if tokens is None or row in self.children:
                 continue
-            sample, node = places[number]
-            children = context.topology.child_list[node]
-            if drawn[number]:
-                draft = drafts[number]
-                uniforms = context.noise.draft[sample, list(children)].tolist()  # type: ignore[union-attr]
-                tokens = laws[number].narrow(len(children)).draw(draft, uniforms)
-                check_drawn(laws[number], node, tokens)
-                confidence = draft[tokens].tolist()
+            if law is not None:
+                check_drawn(law, self.node[row], tokens)
                 self.draft_row[row] = first + number
-            else:
-                possible = sum(chance > 0 for chance in odds[number])
-                tokens, confidence = tops[number][:possible][: len(children)], odds[number]
             origin = _NOTHING
             if self._paths:
                 hidden = None if predicted.hidden is None else predicted.hidden[number]
                 origin = Origin(partial(_probabilities, scores, number), hidden)
-            self._add_children(row, tokens, confidence, origin)
+            self._add_children(row, tokens, children.chances[number], origin)
+
+    def _random_draws(
+        self, places: Sequence[tuple[int, int]], plans: Sequence[Sequence[int]]
+    ) -> tuple[list[DraftLaw | None], list[Sequence[float]]]:
+        """By node the law that draws its children at random, if one does, and the uniforms for that."""
+        made: dict[tuple[int, int], DraftLaw] = {}  # a law is a module, which takes long to make
+        laws: list[DraftLaw | None] = []
+        uniforms: list[Sequence[float]] = []
+        for (sample, _), plan in zip(places, plans, strict=True):
+            law = self.law_of(sample)
+            if law.deterministic:
+                laws.append(None)
+                uniforms.append(())
+                continue
+            assert isinstance(self.context.noise, Noise)
+            kind = id(law), len(plan)
+            if kind not in made:
+                made[kind] = law.narrow(len(plan))
+            laws.append(made[kind])
+            uniforms.append(self.context.noise.draft[sample, list(plan)].tolist())
+        return laws, uniforms
 
     # Nodes
 

@@ -3,14 +3,18 @@
 Every law here draws some *tail* tokens at random and then adds some *top* tokens that are certain. Order
 matters: children are listed, and verified, in the order of drawing, the random ones first.
 
-Shapes: V vocabulary, k children. Draft rows hold probabilities; they may be off their sum of 1 by rounding.
+Shapes: R draft rows, V vocabulary, k children. Draft rows hold probabilities; they may be off their sum of 1 by
+rounding.
 """
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from arbordraft.sampling.noise import draw
+from arbordraft.kernels.transfer import upload
+from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.utils.checks import check_float, check_int
 
 
@@ -89,13 +93,8 @@ class DraftLaw(nn.Module):
             >>> IID(2).draw(row, [0.4, 0.9]), TopTail(1, 1).draw(row, [0.9]), Fixed(2).draw(row, [])
             ([0, 2], [2, 0], [0, 1])
         """
-        tops, row = self.split(draft)
-        tails: list[int] = []
-        for index in range(self._tails_of(row, len(tops))):
-            tails.append(draw(row, uniforms[index]))
-            if not self.replacement:
-                row[tails[-1]] = 0
-        return tails + tops
+        tokens: list[int] = draw_children(draft[None], [self], [uniforms])[0].tolist()
+        return [token for token in tokens if token >= 0]
 
     def proposals(self, draft: Tensor | None, tokens: Sequence[int]) -> Iterator[Tensor | None]:
         """The ``[V]`` law of every child given the children before it; ``None`` for one that was certain.
@@ -147,23 +146,28 @@ class DraftLaw(nn.Module):
         """Number of certain tokens for a ``[V]`` draft row, which alone may decide it."""
         return min(int((draft >= self.threshold).sum()), self.most_tops) if self.threshold else self.most_tops
 
+    @property
+    def asks(self) -> bool:
+        """Whether :meth:`tops_of` is one of its own, which is asked about each row."""
+        return type(self).tops_of is not DraftLaw.tops_of
+
+    def tops_within(self, drafts: Tensor, row: int) -> int:
+        """Greatest number of certain tokens for one of ``[R, V]`` draft rows, before :attr:`threshold` is applied."""
+        return self.tops_of(drafts[row]) if self.asks else self.most_tops
+
     def top_tokens(self, draft: Tensor) -> list[int]:
         """The certain tokens, the most probable one first."""
-        count = min(self.tops_of(draft), len(draft))
-        if count == 0:
-            return []
-        if count == 1:
-            return [int(draft.argmax())]  # the first one if there are several
-        # Not the indices of topk: among equal values these depend on the device.
-        candidates = ((draft >= draft.topk(count).values[-1]) & (draft > 0)).nonzero().flatten()
-        order = draft[candidates].argsort(descending=True, stable=True)
-        return candidates[order[:count]].tolist()
+        return self.split(draft)[0]
 
     def split(self, draft: Tensor) -> tuple[list[int], Tensor]:
         """The certain tokens of a ``[V]`` draft row, and a copy of the row without them."""
-        tops, row = self.top_tokens(draft), draft.clone()
-        row[tops] = 0
-        return tops, row
+        row = draft[None].clone()
+        most = min(self.tops_within(row, 0), len(draft))
+        if most == 0:
+            return [], row[0]
+        threshold = torch.tensor([self.threshold], dtype=torch.float64)
+        tops = take_tops(row, torch.tensor([most]), threshold, most)
+        return [token for token in tops[0].tolist() if token >= 0], row[0]
 
     def _tails_of(self, row: Tensor, tops: int) -> int:
         """How many tokens are drawn from what the tops left of a row."""
@@ -272,6 +276,54 @@ class SharedNoise(DraftLaw):
 
     def extra_repr(self) -> str:
         return f"k={self.k}"
+
+
+def draw_children(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Sequence[Sequence[float]]) -> Tensor:
+    """The children of many nodes, drawn at once where their draft rows lie.
+
+    Args:
+        drafts: ``[R, V]`` draft rows, exactly as they will be shown to the verifier.
+        laws: by row how its children are drawn; ``None`` for a row that gets none.
+        uniforms: by row, as :meth:`DraftLaw.draw` takes them.
+
+    Returns:
+        ``[R, K]`` int64 tokens in the order in which they must be verified, K the most tails and the most tops of a row
+        together; -1, at any place, is no token.
+    """
+    if own := {row: law for row, law in enumerate(laws) if law and type(law).draw is not DraftLaw.draw}:  # of a user
+        found = draw_children(drafts, [None if row in own else law for row, law in enumerate(laws)], uniforms).tolist()
+        for row, law in own.items():
+            found[row] = law.draw(drafts[row], uniforms[row])
+        most = max(map(len, found))
+        padded = [tokens + [-1] * (most - len(tokens)) for tokens in found]
+        return torch.tensor(padded, dtype=torch.int64, device=drafts.device)
+    rows = [(0, 0.0, 0, 0, True) if law is None else _numbers(law, drafts, row) for row, law in enumerate(laws)]
+    most_tops, tails = (max(row[column] for row in rows) for column in (0, 2))
+    told = np.zeros((len(rows), 5 + tails))
+    told[:, :5] = rows
+    for into, some, (*_, count, _, _) in zip(told, uniforms, rows, strict=True):
+        into[5 : 5 + count] = some[:count]
+    (table,) = upload(drafts.device, torch.from_numpy(told))
+    rest, most_of, repeats = drafts.clone(), table[:, 0].long(), table[:, 4, None] > 0
+    tops = take_tops(rest, most_of, table[:, 1], min(most_tops, drafts.shape[1]))
+    wanted = torch.minimum(table[:, 2], table[:, 3] - (tops >= 0).sum(dim=1))[:, None]
+    drawn: list[Tensor] = []
+    for index in range(tails):
+        if index == 0 or not all(row[4] for row in rows):
+            sums = rest.double().cumsum(dim=1)  # in float32 a large vocabulary loses its tail
+            total = sums[:, -1:]
+        # Below the total, at which the sum need not grow any more: a token at which it grows has probability.
+        at = torch.minimum(table[:, 5 + index, None] * total, total.nextafter(torch.zeros_like(total)))
+        token = torch.searchsorted(sums, at, right=True).clamp(max=drafts.shape[1] - 1)
+        good = (index < wanted) & (total > 0)
+        drawn.append(torch.where(good, token, -1))
+        rest.scatter_(1, token, torch.where(good & ~repeats, 0.0, rest.gather(1, token)))
+    return torch.cat([*drawn, tops], dim=1)
+
+
+def _numbers(law: DraftLaw, drafts: Tensor, row: int) -> tuple[int, float, int, int, bool]:
+    """Most tops, their least probability, tails, children, and whether tails may repeat."""
+    return law.tops_within(drafts, row), law.threshold, law.tails, law.k, law.replacement
 
 
 def given(draft: Tensor | None) -> Tensor:

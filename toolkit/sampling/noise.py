@@ -144,11 +144,8 @@ class GumbelNoise:
         """``[R]`` seeds and positions of places, each a sample that draws and a depth, as kernels take them."""
         seeds = [self.sources[sample].seed for sample, _ in places]  # type: ignore[union-attr]
         positions = [self.lengths[sample] + depth for sample, depth in places]
-        keys = np.array([seeds, positions], dtype=np.int64)
-        if torch.device(device).type == "cpu":
-            return torch.from_numpy(keys[0]), torch.from_numpy(keys[1])
-        uploaded = torch.from_numpy(keys).to(device)  # at once
-        return uploaded[0], uploaded[1]
+        keys = torch.from_numpy(np.array([seeds, positions], dtype=np.int64)).to(device)
+        return keys[0], keys[1]
 
     def _rows(self, places: Sequence[tuple[int, int]], vocabulary: int) -> list[Tensor]:
         """``[V]`` float32 noise at some places."""

@@ -264,9 +264,9 @@ class RaggedModel(nn.Module):
             UnsupportedModel: if the architecture does not show them.
         """
         device = self.device  # which transformers looks for among all parameters
-        batch, tokens = batch.upload(device, tokens)
-        tokens = tokens[None]
-        rows, positions = None if rows is None else rows.to(device), batch.positions[None]
+        batch, tokens, *wanted = batch.upload(device, tokens, *(() if rows is None else (rows,)))
+        rows = wanted[0] if wanted else None
+        tokens, positions = tokens[None], batch.positions[None]
         if not all(0 <= index <= self.num_layers for index in hidden):
             raise ValueError(f"hidden states are numbered 0..{self.num_layers}, got {tuple(hidden)}")
         prepared = self._prepared_for(cache)

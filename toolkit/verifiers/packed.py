@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arbordraft.kernels.transfer import download
+from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import Noise
@@ -84,7 +86,7 @@ class TreeTable(Table):
         children: K, at least 1.
     """
 
-    reals: ClassVar[frozenset[str]] = frozenset()
+    reals: ClassVar[frozenset[str]] = frozenset({"threshold", "accept", "final"})
 
     rows: int
     samples: int
@@ -107,12 +109,13 @@ class TreeTable(Table):
 
         By row: its token, its place in the post-order of its sample, its sample. By sample: the row of its root. By
         place for an inner node (all -1 where there is none): its row, its draft row, the place of its parent, which of
-        the parent's children it is, its children's rows.
+        the parent's children it is, its children's rows. Of random draws by row the uniforms that decide about it and
+        that draw behind it, and by draft row what makes a token a top.
         """
         return {
-            **dict.fromkeys(("tokens", "order", "sample"), (self.rows,)),
+            **dict.fromkeys(("tokens", "order", "sample", "accept", "final"), (self.rows,)),
             "roots": (self.owners,),
-            **dict.fromkeys(("inner", "draft_row", "parent", "place"), (self.nodes,)),
+            **dict.fromkeys(("inner", "draft_row", "parent", "place", "most_tops", "threshold"), (self.nodes,)),
             "children": (self.nodes, self.children),
         }
 
@@ -134,7 +137,15 @@ class TreeTable(Table):
         laws = [tree.law_of(row) for row in inner.rows[stated].tolist()]
         drawn = stated[[not law.deterministic for law in laws]]
         into.draft_row[places[drawn]] = np.arange(len(drawn))
-        return DraftRows(tree.draft_row[inner.rows[drawn]], [law for law in laws if not law.deterministic])
+        found = DraftRows(tree.draft_row[inner.rows[drawn]], [law for law in laws if not law.deterministic])
+        for place, (row, law) in enumerate(zip(found.rows.tolist(), found.laws, strict=True)):
+            into.most_tops[place], into.threshold[place] = law.tops_within(tree.draft_rows, row), law.threshold
+        return found
+
+    def write_noise(self, into: SimpleNamespace, tree: DraftTree, noise: Noise) -> None:
+        """Writes the uniforms of their rows."""
+        into.accept[: tree.rows] = noise.accept.numpy()[tree.owner, tree.node]
+        into.final[: tree.rows] = noise.final.numpy()[tree.owner, tree.node]
 
     def unpack(self, part: Mapping[str, Tensor], tops: Tensor | None, replacement: bool) -> PackedTree:
         """The trees as verification takes them.
@@ -176,15 +187,20 @@ def verify_packed(
     if part is not tree:
         rows = rows[np.isin(tree.owner, part.living)]
         scores = scores[torch.from_numpy(rows).to(scores.device)]
-    packed, draft = pack(part, scores.device)
-    places = torch.from_numpy(part.owner), torch.from_numpy(part.node)
-    accept, final = (values[places].to(scores.device) for values in (noise.accept, noise.final))
-    end, token = (found.tolist() for found in verify_tree(scores, draft, packed, accept, final, lifted=lifted))
+    packed, draft, accept, final = pack(part, noise, scores.device)
+    end, token = (
+        found.tolist() for found in download(*verify_tree(scores, draft, packed, accept, final, lifted=lifted))
+    )
     return {sample: (int(rows[end[sample]]), token[sample]) for sample in part.living}
 
 
-def pack(tree: DraftTree, device: torch.device) -> tuple[PackedTree, Tensor]:
-    """The trees on a device, and the ``[D, V]`` draft rows that they name, without their tops."""
+def pack(tree: DraftTree, noise: Noise, device: torch.device) -> tuple[PackedTree, Tensor, Tensor, Tensor]:
+    """Brings trees to a device, in one upload.
+
+    Returns:
+        The trees, the ``[D, V]`` draft rows that they name, without their tops, and the ``[T]`` uniforms that decide
+        about rows and that draw behind them.
+    """
     inner = InnerRows.of(tree)
     table = TreeTable(
         rows=tree.rows,
@@ -193,17 +209,16 @@ def pack(tree: DraftTree, device: torch.device) -> tuple[PackedTree, Tensor]:
         children=int(inner.width.max(initial=1)),
     )
     numbers = torch.empty(table.size, dtype=torch.int64)
-    drawn = table.write(table.blank(numbers), tree, inner)
-    # A top that was given up cannot be drawn either.
-    parts = [law.split(tree.draft_rows[row]) for row, law in zip(drawn.rows.tolist(), drawn.laws, strict=True)]
-    most = max((len(tops) for tops, _ in parts), default=0)
-    tops = [tops + [-1] * (most - len(tops)) for tops, _ in parts]
-    packed = table.unpack(
-        table.read(numbers.to(device)),
-        torch.tensor(tops, dtype=torch.int64, device=device) if parts else None,
-        any(law.replacement for law in drawn.laws),
-    )
-    return packed, torch.stack([row for _, row in parts]) if parts else torch.empty(0, 0, device=device)
+    into = table.blank(numbers)
+    drawn = table.write(into, tree, inner)
+    table.write_noise(into, tree, noise)
+    part, count = table.read(numbers.to(device)), len(drawn.laws)
+    tops, draft = None, torch.empty(0, 0, device=device)
+    if count:
+        draft, most = drawn.of(tree).clone(), int(into.most_tops.max())
+        # A top that was given up cannot be drawn either.
+        tops = take_tops(draft, part["most_tops"][:count], part["threshold"][:count], min(most, draft.shape[1]))
+    return table.unpack(part, tops, any(law.replacement for law in drawn.laws)), draft, part["accept"], part["final"]
 
 
 def post_order(tree: DraftTree) -> list[int]:

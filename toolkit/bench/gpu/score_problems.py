@@ -6,7 +6,6 @@ Shapes: R rows of scores, N nodes, V vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_refer
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, log_sum_exp, row_max, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
-from arbordraft.kernels.verify.tree import PackedTree, verify_tree
+from arbordraft.kernels.verify.tree import verify_tree
 from arbordraft.sampling.laws import DraftLaw, WithoutReplacement
 from arbordraft.sampling.noise import Noise
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
@@ -163,9 +162,8 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).to(stepped.dtype)
     tree = drafted_trees(topology, law, scores, generator)
     noise = Noise.draw([Noise.source(0)] * stepped.samples, topology.num_nodes)
-    tables, draft = pack(tree, torch.device("cpu"))
-    tables, draft = moved(tables, device), draft.to(device)
-    there = [x.to(device) for x in (scores, noise.accept.flatten(), noise.final.flatten())]
+    there = scores.to(device)
+    tables, draft, accept, final = pack(replace(tree, draft_rows=tree.draft_rows.to(device)), noise, device)
 
     def missed(verdicts: tuple[Tensor, Tensor], verifier: TopDown | Lifted) -> float:
         """Distance of the tokens from those that the noise picks; infinite if a path ends elsewhere."""
@@ -180,7 +178,7 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
     for name, verifier in (("top-down", TopDown), ("lifted", Lifted)):
         lifted = verifier is Lifted
-        run = partial(verify_tree, there[0], draft, tables, *there[1:], lifted=lifted)
+        run = partial(verify_tree, there, draft, tables, accept, final, lifted=lifted)
         error = partial(lambda run, verifier: missed(run(), verifier(RecursiveRejection())), run, verifier)
         yield stepped.problem("verify_tree", run, error, SUMS, note=f"{name}, ")
 
@@ -211,13 +209,6 @@ def _drawn(rows: int, columns: int, device: torch.device, seed: int = 0) -> Tens
     return drawn.to(device)
 
 
-def moved(tables: PackedTree, device: torch.device) -> PackedTree:
-    """The tables on another device."""
-    tensors: dict[str, Any]
-    tensors = {name: value.to(device) for name, value in vars(tables).items() if isinstance(value, Tensor)}
-    return replace(tables, **tensors)
-
-
 def _walked(
     verifier: TopDown | Lifted, tree: SampleTree, target: Tensor, accept: Sequence[float]
 ) -> tuple[int, Tensor]:
@@ -239,4 +230,4 @@ def _miss(weights: Tensor, level: Tensor, token: Tensor) -> float:
     return float(torch.maximum(above - weights[token] - level, level - above).clamp(min=0) / weights.sum())
 
 
-__all__ = ["drafted_trees", "drawing", "expansion", "moved", "noise", "passes", "truncation", "verification"]
+__all__ = ["drafted_trees", "drawing", "expansion", "noise", "passes", "truncation", "verification"]

@@ -38,7 +38,7 @@ class Bucket(TreeTable):
         depth: most tokens that a step can accept.
     """
 
-    reals: ClassVar[frozenset[str]] = frozenset({"threshold", "accept", "final", "temperature"})
+    reals: ClassVar[frozenset[str]] = TreeTable.reals | {"temperature"}
 
     words: int
     depth: int
@@ -67,15 +67,13 @@ class Bucket(TreeTable):
     def fields(self) -> Mapping[str, tuple[int, ...]]:
         """Those of any table of trees, and what else a step needs.
 
-        By row: its position, its pool row, the row of its parent (-1 for none), its depth, its ancestor words, the
-        uniforms that decide about it and that draw behind it. ``layout`` is that of :class:`RaggedBatch`. By sample:
-        the pool row of its root, its seed, its temperature. By draft row: what makes a token a top.
+        By row: its position, its pool row, the row of its parent (-1 for none), its depth, its ancestor words.
+        ``layout`` is that of :class:`RaggedBatch`. By sample: the pool row of its root, its seed, its temperature.
         """
         return {
             **super().fields,
-            **dict.fromkeys(("positions", "slots", "above", "depth", "accept", "final"), (self.rows,)),
+            **dict.fromkeys(("positions", "slots", "above", "depth"), (self.rows,)),
             **dict.fromkeys(("home", "seeds", "temperature"), (self.owners,)),
-            **dict.fromkeys(("most_tops", "threshold"), (self.nodes,)),
             "words": (self.rows, self.words),
             "layout": (4, self.samples + 2),
         }
@@ -122,8 +120,6 @@ class Bucket(TreeTable):
         into.layout[0], into.layout[3] = count, count
         into.layout[0, -1] = self.rows
         into.layout[0, : len(tree)] = into.layout[3, : len(tree)] = tree.offsets[:-1]
-        into.most_tops[: len(drawn.laws)] = [law.most_tops for law in drawn.laws]
-        into.threshold[: len(drawn.laws)] = [law.threshold for law in drawn.laws]
         return drawn
 
     def fill_places(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
@@ -146,8 +142,7 @@ class Bucket(TreeTable):
     ) -> None:
         """Writes uniforms, or seeds and temperatures."""
         if isinstance(noise, Noise):
-            into.accept[: tree.rows] = noise.accept.numpy()[tree.owner, tree.node]
-            into.final[: tree.rows] = noise.final.numpy()[tree.owner, tree.node]
+            self.write_noise(into, tree, noise)
         elif noise is not None:
             into.seeds[: len(tree)] = [source.seed if source else 0 for source in noise.sources]
             heats = zip(noise.sources, temperatures, strict=False)

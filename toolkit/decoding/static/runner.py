@@ -24,7 +24,6 @@ from arbordraft.drafters import Drafter
 from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.kinds import is_static
-from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
@@ -148,7 +147,7 @@ class StaticStepping:
         if not (isinstance(judge, Rule) and judge.rejects_in_turn):
             name = type(judge).__name__
             return f"{name} samples on the host, which SharedMatching and RecursiveRejection need not"
-        if any(type(law).tops_of is not DraftLaw.tops_of for law in self._laws):
+        if any(law.asks for law in self._laws):
             return "a law that chooses its tops in a way of its own does so on the host"
         if len({law.replacement for law in self._laws}) > 1:
             return "trees are drawn both with and without replacement"

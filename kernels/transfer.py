@@ -1,0 +1,38 @@
+"""Numbers that go between host and device together: every way of its own would be a wait."""
+
+import torch
+from torch import Tensor
+
+
+def upload(device: torch.device, *parts: Tensor) -> list[Tensor]:
+    """Brings int64 and float64 tensors of the host to a device, in one transfer.
+
+    Args:
+        device: where to; on the CPU the tensors themselves are returned.
+        parts: contiguous.
+    """
+    if device.type == "cpu":
+        return list(parts)
+    words = torch.cat([part.flatten().view(torch.int64) for part in parts]).to(device)
+    return _taken_apart(words, parts)
+
+
+def download(*parts: Tensor) -> list[Tensor]:
+    """Brings tensors of a device to the host, in one transfer.
+
+    Args:
+        parts: int64, or real numbers, which arrive as float64; those of the CPU are returned as they are.
+    """
+    if parts[0].is_cpu:
+        return list(parts)
+    wide = [part if part.dtype == torch.int64 else part.double() for part in parts]
+    words = torch.cat([part.flatten().view(torch.int64) for part in wide]).cpu()
+    return _taken_apart(words, wide)
+
+
+def _taken_apart(words: Tensor, like: "tuple[Tensor, ...] | list[Tensor]") -> list[Tensor]:
+    parts = words.split([part.numel() for part in like])
+    return [part.view(own.dtype).view(own.shape) for part, own in zip(parts, like, strict=True)]
+
+
+__all__ = ["download", "upload"]
