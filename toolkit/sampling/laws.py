@@ -93,7 +93,7 @@ class DraftLaw(nn.Module):
             >>> IID(2).draw(row, [0.4, 0.9]), TopTail(1, 1).draw(row, [0.9]), Fixed(2).draw(row, [])
             ([0, 2], [2, 0], [0, 1])
         """
-        tokens: list[int] = draw_children(draft[None], [self], [uniforms])[0].tolist()
+        tokens: list[int] = _draw(draft[None], [self], [uniforms])[0].tolist()
         return [token for token in tokens if token >= 0]
 
     def proposals(self, draft: Tensor | None, tokens: Sequence[int]) -> Iterator[Tensor | None]:
@@ -290,13 +290,19 @@ def draw_children(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Seq
         ``[R, K]`` int64 tokens in the order in which they must be verified, K the most tails and the most tops of a row
         together; -1, at any place, is no token.
     """
-    if own := {row: law for row, law in enumerate(laws) if law and type(law).draw is not DraftLaw.draw}:  # of a user
-        found = draw_children(drafts, [None if row in own else law for row, law in enumerate(laws)], uniforms).tolist()
-        for row, law in own.items():
-            found[row] = law.draw(drafts[row], uniforms[row])
-        most = max(map(len, found))
-        padded = [tokens + [-1] * (most - len(tokens)) for tokens in found]
-        return torch.tensor(padded, dtype=torch.int64, device=drafts.device)
+    own = {row: law for row, law in enumerate(laws) if law and type(law).draw is not DraftLaw.draw}
+    if not own:
+        return _draw(drafts, laws, uniforms)
+    found = _draw(drafts, [None if row in own else law for row, law in enumerate(laws)], uniforms).tolist()
+    for row, law in own.items():  # of a user
+        found[row] = law.draw(drafts[row], uniforms[row])
+    most = max(map(len, found))
+    padded = [tokens + [-1] * (most - len(tokens)) for tokens in found]
+    return torch.tensor(padded, dtype=torch.int64, device=drafts.device)
+
+
+def _draw(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Sequence[Sequence[float]]) -> Tensor:
+    """The same for laws that draw tails and tops."""
     rows = [(0, 0.0, 0, 0, True) if law is None else _numbers(law, drafts, row) for row, law in enumerate(laws)]
     most_tops, tails = (max(row[column] for row in rows) for column in (0, 2))
     told = np.zeros((len(rows), 5 + tails))
