@@ -105,6 +105,19 @@ def test_other_files_are_refused(tmp_path, text):
         read_rows(path)
 
 
+def test_what_a_gpu_measured_can_be_drawn():
+    panels = {panel.get_title(): panel for panel in picture(read_rows(RESULTS / "gpu.json")).axes}
+    kernels, *others = panels
+    assert kernels.startswith("kernels: least time")
+    parts = "parts of a recorded step of"
+    assert others == ["steps of llama-3.1-8b", f"{parts} llama-3.1-8b", f"{parts} smollm2-135m"]
+    names = [label.get_text() for label in panels[kernels].get_yticklabels()]
+    assert "rms_norm, 512 rows of 4096" in names
+    notes = [text.get_text() for text in panels["steps of llama-3.1-8b"].texts]
+    assert "1 rows, 7.48 ms" in notes
+    assert "step" not in [label.get_text() for label in panels[others[1]].get_yticklabels()]
+
+
 def test_nothing_to_draw_is_refused(tmp_path):
     with pytest.raises(ValueError, match="these measurements have no picture"):
         plot([], tmp_path / "a.png")

@@ -10,6 +10,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.bench.decoding import DecodeRow
+from arbordraft.bench.gpu import pictures
 from arbordraft.bench.verifiers import NodeRow, TreeRow
 from arbordraft.trees.drawing import COLOURS, GREY, new_figure, save_png
 from arbordraft.utils.files import read_text
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 MOST_LINES = 6  # of a panel: more cannot be told apart
 _PLAIN = "plain"
 _WIDTH = 28  # letters in a line of a name
-_KINDS: tuple[Any, ...] = (DecodeRow, NodeRow, TreeRow)
+_KINDS: tuple[Any, ...] = (DecodeRow, NodeRow, TreeRow, *pictures.KINDS)
 
 
 class Line(NamedTuple):
@@ -45,14 +46,15 @@ def plot(rows: Sequence[Any], path: Path) -> None:
 
 
 def read_rows(path: Path) -> list[Any]:
-    """The measurements with a picture in a file that ``arbordraft bench --json`` wrote.
+    """The measurements with a picture in a file that ``arbordraft bench --json`` or ``bench gpu`` wrote.
 
     Raises:
         ValueError: if it is another file.
     """
     try:
-        written = json.loads(read_text(path))["measurements"]
-        return [known for row in written if (known := _row(dict(row))) is not None]
+        told = json.loads(read_text(path))
+        parts = [phase["rows"] for phase in told["phases"].values()] if "phases" in told else [told["measurements"]]
+        return [known for part in parts for row in part if (known := _row(dict(row))) is not None]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no measurements of 'arbordraft bench --json'") from error
 
@@ -85,6 +87,7 @@ def picture(rows: Sequence[Any]) -> "Figure":
     panels += [panel for group in _by(decodes, _setting) if (panel := _cause(*group))]
     panels += [_tau(*group) for group in _by(trees, lambda row: (row.drafter, row.temperature, row.topology))]
     panels += [_acceptance(*group) for group in _by(nodes, lambda row: (row.drafter, row.temperature))]
+    panels += [lambda axes, _, draw=draw: draw(axes) for draw in pictures.panels(rows)]
     if not panels:
         raise ValueError("these measurements have no picture")
     return _figure(panels, decodes)

@@ -103,7 +103,7 @@ def redraw(
     results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON file of 'arbordraft bench'.")],
     png: Annotated[Path, typer.Argument(callback=output_file, help="Picture to write (needs matplotlib).")],
 ) -> None:
-    """Draw a picture of measurements that 'arbordraft bench --json' wrote."""
+    """Draw a picture of measurements that 'arbordraft bench --json' or 'arbordraft bench gpu' wrote."""
     plot(read_rows(results), png)
     console.print(f"wrote {png}", soft_wrap=True)
 

@@ -1,0 +1,62 @@
+"""Pictures of a GPU's measurements: how near kernels come to the roofline, what steps take and of what."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+from arbordraft.bench.gpu.problem import KernelRow
+from arbordraft.bench.gpu.profiling import ProfileRow
+from arbordraft.bench.gpu.steps import StepRow
+from arbordraft.trees.drawing import COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+KINDS = (KernelRow, StepRow, ProfileRow)
+_WIDTH = 52  # letters of a name
+_SUMS = ("step", "launches of kernels and copies")  # figures that are made of others
+
+
+def panels(rows: Sequence[Any]) -> Iterator[Callable[["Axes"], None]]:
+    """What draws each of the pictures that some measurements have."""
+    kernels = [row for row in rows if isinstance(row, KernelRow) and row.of_roofline is not None]
+    if kernels:
+        shares = [(f"{row.kernel}, {row.case}", row.of_roofline, f"{row.us:.0f} µs") for row in kernels]
+        yield _bars("kernels: least time of their bytes and operations, as a share of theirs", "", shares)
+    for model, steps in _by_model(row for row in rows if isinstance(row, StepRow)):
+        taken = [(f"{row.steps}, {row.kernels}, drafts: {row.drafts}", row.ms, _said(row)) for row in steps]
+        yield _bars(f"steps of {model}", "ms", taken)
+    for model, figures in _by_model(row for row in rows if isinstance(row, ProfileRow)):
+        parts = [row for row in figures if row.share is not None and row.figure not in _SUMS]
+        if parts:
+            shares = [(row.figure, row.share, f"{row.us:.0f} µs") for row in parts]
+            yield _bars(f"parts of a recorded step of {model}", "share of the step", shares)
+
+
+def _by_model(rows: Iterator[Any]) -> Iterator[tuple[str, list[Any]]]:
+    for model, group in groupby(sorted(rows, key=lambda row: row.model), lambda row: row.model):
+        yield model, list(group)
+
+
+def _said(row: StepRow) -> str:
+    speed = f", {row.tokens_per_second:.0f} tokens/s" if row.tokens_per_second else ""
+    return f"{row.rows} rows, {row.ms:.2f} ms{speed}"
+
+
+def _bars(title: str, label: str, told: Sequence[tuple[str, Any, str]]) -> Callable[["Axes"], None]:
+    """Bars with names at their left and notes behind them, in the order of the rows."""
+
+    def draw(axes: "Axes") -> None:
+        places = range(len(told))
+        bars = axes.barh(places, [value for _, value, _ in told], color=COLOURS[0], height=0.7)
+        axes.bar_label(bars, [note for *_, note in told], padding=3, fontsize=7)
+        axes.set_yticks(places, [shorten(name, _WIDTH, placeholder="…") for name, *_ in told], fontsize=7)
+        axes.invert_yaxis()
+        axes.margins(x=0.25, y=0.02)
+        axes.set(title=title, xlabel=label)
+
+    return draw
+
+
+__all__ = ["KINDS", "panels"]
