@@ -234,7 +234,7 @@ def test_a_crowd_is_answered_or_told_to_come_again(served):
 
     def ask(number):
         together.wait(PATIENCE)
-        return ask_of(client, seed=number, **LONG | {"max_tokens": 200}).choices
+        return ask_of(client, seed=number, **LONG | {"max_tokens": 400}).choices
 
     with ThreadPoolExecutor(40) as crowd:
         assert all(crowd.map(ask, range(40)))

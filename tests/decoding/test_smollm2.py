@@ -19,7 +19,7 @@ from arbordraft.training.fit import run
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
 SHIPPED = CHECKPOINTS / "smollm2-135m-instruct-eagle"
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 QUESTIONS = [
     "Hi!",
     "What is the capital of Portugal?",

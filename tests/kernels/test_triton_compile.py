@@ -18,8 +18,8 @@ REGISTERS = 65536  # of a processor
 FEW = 16  # bytes or registers that compilers of other versions may spill
 
 
-# All kernels of a target take half a minute: in every run the youngest GPUs that many have, of either vendor.
-SOAKED = ("sm_80", "sm_100")
+# All kernels of a target take half a minute: in every run the youngest GPUs that many have.
+SOAKED = ("sm_80", "sm_100", "gfx942")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ kernel gets, and what it writes comes back.
 import inspect
 import os
 import sys
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -73,8 +74,9 @@ def _listed_once():
 
 @pytest.fixture(scope="session", autouse=True)
 def _patched_once(_listed_once):
-    """The interpreter patches Triton's language again at every call of a function within a kernel, and looks for the
-    type of numbers in a table that it makes every time: a quarter of what is left."""
+    """The interpreter patches Triton's language again at every call of a function within a kernel, looks for the type
+    of numbers in a table that it makes every time, and computes integers twice to see whether they overflow, which
+    compiled kernels do not look for: half of what is left."""
     if ON_GPU:
         yield
         return
@@ -109,6 +111,8 @@ def _patched_once(_listed_once):
         patch.setattr(interpreter, "_patch_lang", patch_lang)
         patch.setattr(interpreter.GridExecutor, "__call__", launched)
         patch.setattr(interpreter, "_get_np_dtype", np_dtype)
+        builder = interpreter.interpreter_builder
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
 
 

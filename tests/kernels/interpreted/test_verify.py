@@ -153,7 +153,7 @@ def test_draws_behind_ends(guarded, vocabulary, nodes):
 @pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
 def test_verdicts(coupling, lifted):
     choice.ran.clear()
-    check_verdicts(coupling, lifted, 7, 3, "triton")
+    check_verdicts(coupling, lifted, 7, 2, "triton")
     assert all(choice.ran[f"{name}/triton"] for name in ("log_sum_exp", "rejection_laws", "draw_behind"))
     assert lifted or choice.ran["last_top_down/triton"]
 
