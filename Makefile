@@ -27,7 +27,7 @@ demo: $(VENV)/.installed-demo ## Decode with several drafts per step and show wh
 
 # Processes with one thread each: twice as fast as the other way round, and steady on a busy machine. One more than there
 # are processors, as many tests wait for processes that they have started. Teams that wait leave their processor to others.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1))
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 2))
 
 # The quick tier: the proofs of losslessness with their negative controls, and the vocabulary that all else stands on.
 QUICK := $(addprefix tests/,decoding/test_losslessness.py decoding/test_generate_law.py sampling trees verifiers \

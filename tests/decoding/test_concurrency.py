@@ -99,8 +99,15 @@ def at_once(*works, rounds=3):
         return [result for results in pool.map(run, works) for result in results]
 
 
-@pytest.mark.parametrize("partner", ["the same decoder", "another decoder", "another wrapper", "the model itself"])
-@pytest.mark.parametrize("kind", DECODERS)
+PARTNERS = ["the same decoder", "another decoder", "another wrapper", "the model itself"]
+PAIRS = [
+    pytest.param(kind, partner, marks=pytest.mark.soak if (row + column) % 2 else ())
+    for row, kind in enumerate(DECODERS)
+    for column, partner in enumerate(PARTNERS)
+]
+
+
+@pytest.mark.parametrize(("kind", "partner"), PAIRS)
 def test_two_threads_on_one_model(kind, partner):
     decoder, model = built(kind)
     expected, plain, before = answers(decoder), own(model), structure(model)

@@ -124,10 +124,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "decider", "drawn"),
-    [pytest.param(*case, id=", ".join([*case[:2], "drawn" if case[2] else "certain"])) for case in CASES],
-)
+def case(number, drafter, decider, drawn):
+    """Every other one is for the soak: as the number of deciders is odd, the rest has all drafters and all deciders."""
+    name = f"{drafter}, {decider}, {'drawn' if drawn else 'certain'}"
+    return pytest.param(drafter, decider, drawn, id=name, marks=pytest.mark.soak if number % 2 else ())
+
+
+@pytest.mark.parametrize(("drafter", "decider", "drawn"), [case(number, *parts) for number, parts in enumerate(CASES)])
 def test_a_text_depends_on_its_own_request_alone(drafter, decider, drawn):
     assert list(leaks(build(drafter, decider, drawn))) == []
 
