@@ -8,6 +8,7 @@ rounding.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -301,35 +302,45 @@ def draw_children(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Seq
     return torch.tensor(padded, dtype=torch.int64, device=drafts.device)
 
 
+class _Counts(NamedTuple):
+    """What a law draws from a row: numbers, which go to a device."""
+
+    most_tops: int = 0
+    threshold: float = 0.0
+    tails: int = 0
+    children: int = 0
+    repeats: bool = True
+
+
 def _draw(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Sequence[Sequence[float]]) -> Tensor:
     """The same for laws that draw tails and tops."""
-    rows = [(0, 0.0, 0, 0, True) if law is None else _numbers(law, drafts, row) for row, law in enumerate(laws)]
-    most_tops, tails = (max(row[column] for row in rows) for column in (0, 2))
-    told = np.zeros((len(rows), 5 + tails))
-    told[:, :5] = rows
-    for into, some, (*_, count, _, _) in zip(told, uniforms, rows, strict=True):
-        into[5 : 5 + count] = some[:count]
+    counts = [
+        _Counts(law.tops_within(drafts, row), law.threshold, law.tails, law.k, law.replacement) if law else _Counts()
+        for row, law in enumerate(laws)
+    ]
+    rounds, first = max(count.tails for count in counts), len(_Counts._fields)
+    told = np.zeros((len(counts), first + rounds))
+    told[:, :first] = counts
+    for row, (count, some) in enumerate(zip(counts, uniforms, strict=True)):
+        told[row, first : first + count.tails] = some[: count.tails]
     (table,) = upload(drafts.device, torch.from_numpy(told))
-    rest, most_of, repeats = drafts.clone(), table[:, 0].long(), table[:, 4, None] > 0
-    tops = take_tops(rest, most_of, table[:, 1], min(most_tops, drafts.shape[1]))
-    wanted = torch.minimum(table[:, 2], table[:, 3] - (tops >= 0).sum(dim=1))[:, None]
+    most_tops, threshold, tails, children, repeats, *uniform = table[:, :, None].unbind(1)
+    most, tokens = max(count.most_tops for count in counts), drafts.shape[1]
+    rest = drafts.clone()
+    tops = take_tops(rest, most_tops[:, 0].long(), threshold[:, 0], min(most, tokens))
+    wanted = torch.minimum(tails, children - (tops >= 0).sum(dim=1, keepdim=True))
     drawn: list[Tensor] = []
-    for index in range(tails):
-        if index == 0 or not all(row[4] for row in rows):
+    for index in range(rounds):
+        if index == 0 or not all(count.repeats for count in counts):
             sums = rest.double().cumsum(dim=1)  # in float32 a large vocabulary loses its tail
             total = sums[:, -1:]
         # Below the total, at which the sum need not grow any more: a token at which it grows has probability.
-        at = torch.minimum(table[:, 5 + index, None] * total, total.nextafter(torch.zeros_like(total)))
-        token = torch.searchsorted(sums, at, right=True).clamp(max=drafts.shape[1] - 1)
+        at = torch.minimum(uniform[index] * total, total.nextafter(torch.zeros_like(total)))
+        token = torch.searchsorted(sums, at, right=True).clamp(max=tokens - 1)
         good = (index < wanted) & (total > 0)
         drawn.append(torch.where(good, token, -1))
-        rest.scatter_(1, token, torch.where(good & ~repeats, 0.0, rest.gather(1, token)))
+        rest.scatter_(1, token, torch.where(good & (repeats == 0), 0.0, rest.gather(1, token)))
     return torch.cat([*drawn, tops], dim=1)
-
-
-def _numbers(law: DraftLaw, drafts: Tensor, row: int) -> tuple[int, float, int, int, bool]:
-    """Most tops, their least probability, tails, children, and whether tails may repeat."""
-    return law.tops_within(drafts, row), law.threshold, law.tails, law.k, law.replacement
 
 
 def given(draft: Tensor | None) -> Tensor:

@@ -188,9 +188,8 @@ def verify_packed(
         rows = rows[np.isin(tree.owner, part.living)]
         scores = scores[torch.from_numpy(rows).to(scores.device)]
     packed, draft, accept, final = pack(part, noise, scores.device)
-    end, token = (
-        found.tolist() for found in download(*verify_tree(scores, draft, packed, accept, final, lifted=lifted))
-    )
+    found = download(*verify_tree(scores, draft, packed, accept, final, lifted=lifted))
+    end, token = (part.tolist() for part in found)
     return {sample: (int(rows[end[sample]]), token[sample]) for sample in part.living}
 
 
