@@ -2,13 +2,16 @@
 
 import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
 from scipy.stats import chisquare
+from support.pretended_gpu import pretended_gpu
 
 from arbordraft import IID, Fixed, TopTail, WithoutReplacement
-from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw, draw_children
+from arbordraft.drafters.children import draw_children, draw_together
+from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.testing import random_rows, row
 
 LAWS = [
@@ -27,11 +30,8 @@ GRID = 40
 
 
 def frequencies(law, draft, points):
-    found = {}
-    for uniforms in points:
-        tokens = tuple(law.draw(draft, uniforms))
-        found[tokens] = found.get(tokens, 0) + 1
-    return found
+    drawn = draw_together(draft.expand(len(points), -1), [law] * len(points), points).tolist()
+    return Counter(tuple(token for token in tokens if token >= 0) for tokens in drawn)
 
 
 def p_value(law, claimed, draft, draws=4000):
@@ -194,14 +194,30 @@ class Backwards(DraftLaw):
         return super().draw(draft, uniforms)[::-1]
 
 
+class OwnTops(TopTail):
+    """Has one top in rows that begin with a likely token, else none."""
+
+    def tops_of(self, draft):
+        return int(draft[0] > 0.3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_rows_drawn_together_are_drawn_as_each_alone(dtype):
     generator = torch.Generator().manual_seed(0)
-    laws = [*LAWS, None, DraftLaw(1, 2, replacement=True), IID(1), Backwards()] * 3
-    drafts = torch.stack([random_rows(kind, 6, 1)[1] for kind in ("random", "holes", "ties") for _ in laws[::3]])
-    drafts = drafts.to(dtype)
+    laws = [*LAWS, None, DraftLaw(1, 2, replacement=True), IID(1), OwnTops(1, 2)] * 12
+    kinds = ("random", "holes", "ties", "peaked")
+    drafts = torch.stack([random_rows(kinds[i % 4], 6, i)[1] for i in range(len(laws))]).to(dtype)
     uniforms = torch.rand(len(laws), 3, generator=generator, dtype=torch.float64).tolist()
-    together = draw_children(drafts, laws, uniforms).tolist()
+    uniforms[:20] = [[0.0, 1 - 2**-53, 0.0]] * 20
+    together = draw_together(drafts, laws, uniforms).tolist()
     alone = [law.draw(draft, some) if law else [] for law, draft, some in zip(laws, drafts, uniforms, strict=True)]
     assert [[token for token in tokens if token >= 0] for tokens in together] == alone
-    assert any(len(tokens) == 3 for tokens in alone)
+    assert {len(tokens) for tokens in alone} == {0, 1, 2, 3}
+
+
+def test_laws_that_draw_in_a_way_of_their_own_are_heeded():
+    drafts, uniforms = torch.stack([row(4, 3, 2, 1)] * 3), [[0.1, 0.9]] * 3
+    laws = [Backwards(), None, WithoutReplacement(2)]
+    with pretended_gpu():
+        found = draw_children(drafts.to("cuda"), laws, uniforms).tolist()
+    assert found == [[3, 0], [-1, -1], [0, 3]] == draw_children(drafts, laws, uniforms).tolist()

@@ -164,11 +164,9 @@ def test_rows_of_models_on_two_threads(architecture):
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe"])
 @pytest.mark.parametrize("weights", [None, *WEIGHTS], ids=str)
 def test_speculative_bfloat16_equals_plain_decoding(weights, architecture):
-    for seed in range(2):
-        model = fusable(architecture, seed=seed).to(torch.bfloat16)
-        target = RaggedModel(model, kernels="native", weights=weights)
-        assert target.row_invariant
-        assert list(disagreements(target)) == []
+    target = RaggedModel(fusable(architecture).to(torch.bfloat16), kernels="native", weights=weights)
+    assert target.row_invariant
+    assert list(disagreements(target)) == []
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi"])

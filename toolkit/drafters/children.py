@@ -7,11 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from arbordraft.kernels.transfer import download
+from arbordraft.kernels.transfer import download, upload
 from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.sampling.laws import DraftLaw, draw_children
+from arbordraft.kernels.verify.tops import take_tops
+from arbordraft.sampling.laws import DraftLaw
 
 
 class Children(NamedTuple):
@@ -62,4 +65,69 @@ def children_of(
     return Children(tokens, odds, draft_rows)
 
 
-__all__ = ["Children", "children_of"]
+class _Counts(NamedTuple):
+    """What a law draws from a row: numbers, which go to a device."""
+
+    most_tops: int = 0
+    threshold: float = 0.0
+    tails: int = 0
+    children: int = 0
+    repeats: bool = True
+
+
+def draw_together(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Sequence[Sequence[float]]) -> Tensor:
+    """What :meth:`DraftLaw.draw` draws, for many rows where they lie, with one upload and no question to a device.
+
+    Args:
+        drafts: ``[R, V]`` draft rows, exactly as they will be shown to the verifier.
+        laws: by row how its children are drawn; ``None`` for a row that gets none.
+        uniforms: by row, as :meth:`DraftLaw.draw` takes them.
+
+    Returns:
+        ``[R, K]`` int64 tokens in the order in which they must be verified, K the most tails and the most tops of a row
+        together; -1, at any place, is no token.
+    """
+    counts = [
+        _Counts(law.tops_within(drafts, row), law.threshold, law.tails, law.k, law.replacement) if law else _Counts()
+        for row, law in enumerate(laws)
+    ]
+    rounds, first = max(count.tails for count in counts), len(_Counts._fields)
+    told = np.zeros((len(counts), first + rounds))
+    told[:, :first] = counts
+    for row, (count, some) in enumerate(zip(counts, uniforms, strict=True)):
+        told[row, first : first + count.tails] = some[: count.tails]
+    (table,) = upload(drafts.device, torch.from_numpy(told))
+    most_tops, threshold, tails, children, repeats, *uniform = table[:, :, None].unbind(1)
+    most, tokens = max(count.most_tops for count in counts), drafts.shape[1]
+    rest = drafts.clone()
+    tops = take_tops(rest, most_tops[:, 0].long(), threshold[:, 0], min(most, tokens))
+    wanted = torch.minimum(tails, children - (tops >= 0).sum(dim=1, keepdim=True))
+    drawn: list[Tensor] = []
+    for index in range(rounds):
+        if index == 0 or not all(count.repeats for count in counts):
+            sums = rest.double().cumsum(dim=1)  # in float32 a large vocabulary loses its tail
+            total = sums[:, -1:]
+        # Below the total, at which the sum need not grow any more: a token at which it grows has probability.
+        at = torch.minimum(uniform[index] * total, total.nextafter(torch.zeros_like(total)))
+        token = torch.searchsorted(sums, at, right=True).clamp(max=tokens - 1)
+        good = (index < wanted) & (total > 0)
+        drawn.append(torch.where(good, token, -1))
+        rest.scatter_(1, token, torch.where(good & (repeats == 0), 0.0, rest.gather(1, token)))
+    return torch.cat([*drawn, tops], dim=1)
+
+
+def draw_children(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Sequence[Sequence[float]]) -> Tensor:
+    """The same by laws of any kind, those of users that draw in a way of their own included: row by row on the host.
+
+    On a CPU that is quicker than together as well, as long as there are few rows.
+    """
+    if not drafts.is_cpu and all(type(law).draw is DraftLaw.draw for law in laws if law):
+        return draw_together(drafts, laws, uniforms)
+    told = zip(drafts.cpu(), laws, uniforms, strict=True)
+    found = [law.draw(draft, some) if law else [] for draft, law, some in told]
+    most = max(map(len, found))
+    padded = [tokens + [-1] * (most - len(tokens)) for tokens in found]
+    return torch.tensor(padded, dtype=torch.int64, device=drafts.device)
+
+
+__all__ = ["Children", "children_of", "draw_children", "draw_together"]

@@ -3,19 +3,14 @@
 Every law here draws some *tail* tokens at random and then adds some *top* tokens that are certain. Order
 matters: children are listed, and verified, in the order of drawing, the random ones first.
 
-Shapes: R draft rows, V vocabulary, k children. Draft rows hold probabilities; they may be off their sum of 1 by
-rounding.
+Shapes: V vocabulary, k children. Draft rows hold probabilities; they may be off their sum of 1 by rounding.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
-from arbordraft.kernels.transfer import upload
-from arbordraft.kernels.verify.tops import take_tops
+from arbordraft.sampling.noise import draw
 from arbordraft.utils.checks import check_float, check_int
 
 
@@ -94,8 +89,13 @@ class DraftLaw(nn.Module):
             >>> IID(2).draw(row, [0.4, 0.9]), TopTail(1, 1).draw(row, [0.9]), Fixed(2).draw(row, [])
             ([0, 2], [2, 0], [0, 1])
         """
-        tokens: list[int] = _draw(draft[None], [self], [uniforms])[0].tolist()
-        return [token for token in tokens if token >= 0]
+        tops, row = self.split(draft)
+        tails: list[int] = []
+        for index in range(self._tails_of(row, len(tops))):
+            tails.append(draw(row, uniforms[index]))
+            if not self.replacement:
+                row[tails[-1]] = 0
+        return tails + tops
 
     def proposals(self, draft: Tensor | None, tokens: Sequence[int]) -> Iterator[Tensor | None]:
         """The ``[V]`` law of every child given the children before it; ``None`` for one that was certain.
@@ -158,17 +158,21 @@ class DraftLaw(nn.Module):
 
     def top_tokens(self, draft: Tensor) -> list[int]:
         """The certain tokens, the most probable one first."""
-        return self.split(draft)[0]
+        count = min(self.tops_of(draft), len(draft))
+        if count == 0:
+            return []
+        if count == 1:
+            return [int(draft.argmax())]  # the first one if there are several
+        # Not the indices of topk: among equal values these depend on the device.
+        candidates = ((draft >= draft.topk(count).values[-1]) & (draft > 0)).nonzero().flatten()
+        order = draft[candidates].argsort(descending=True, stable=True)
+        return candidates[order[:count]].tolist()
 
     def split(self, draft: Tensor) -> tuple[list[int], Tensor]:
         """The certain tokens of a ``[V]`` draft row, and a copy of the row without them."""
-        row = draft[None].clone()
-        most = min(self.tops_within(row, 0), len(draft))
-        if most == 0:
-            return [], row[0]
-        threshold = torch.tensor([self.threshold], dtype=torch.float64)
-        tops = take_tops(row, torch.tensor([most]), threshold, most)
-        return [token for token in tops[0].tolist() if token >= 0], row[0]
+        tops, row = self.top_tokens(draft), draft.clone()
+        row[tops] = 0
+        return tops, row
 
     def _tails_of(self, row: Tensor, tops: int) -> int:
         """How many tokens are drawn from what the tops left of a row."""
@@ -277,70 +281,6 @@ class SharedNoise(DraftLaw):
 
     def extra_repr(self) -> str:
         return f"k={self.k}"
-
-
-def draw_children(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Sequence[Sequence[float]]) -> Tensor:
-    """The children of many nodes, drawn at once where their draft rows lie.
-
-    Args:
-        drafts: ``[R, V]`` draft rows, exactly as they will be shown to the verifier.
-        laws: by row how its children are drawn; ``None`` for a row that gets none.
-        uniforms: by row, as :meth:`DraftLaw.draw` takes them.
-
-    Returns:
-        ``[R, K]`` int64 tokens in the order in which they must be verified, K the most tails and the most tops of a row
-        together; -1, at any place, is no token.
-    """
-    own = {row: law for row, law in enumerate(laws) if law and type(law).draw is not DraftLaw.draw}
-    if not own:
-        return _draw(drafts, laws, uniforms)
-    found = _draw(drafts, [None if row in own else law for row, law in enumerate(laws)], uniforms).tolist()
-    for row, law in own.items():  # of a user
-        found[row] = law.draw(drafts[row], uniforms[row])
-    most = max(map(len, found))
-    padded = [tokens + [-1] * (most - len(tokens)) for tokens in found]
-    return torch.tensor(padded, dtype=torch.int64, device=drafts.device)
-
-
-class _Counts(NamedTuple):
-    """What a law draws from a row: numbers, which go to a device."""
-
-    most_tops: int = 0
-    threshold: float = 0.0
-    tails: int = 0
-    children: int = 0
-    repeats: bool = True
-
-
-def _draw(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Sequence[Sequence[float]]) -> Tensor:
-    """The same for laws that draw tails and tops."""
-    counts = [
-        _Counts(law.tops_within(drafts, row), law.threshold, law.tails, law.k, law.replacement) if law else _Counts()
-        for row, law in enumerate(laws)
-    ]
-    rounds, first = max(count.tails for count in counts), len(_Counts._fields)
-    told = np.zeros((len(counts), first + rounds))
-    told[:, :first] = counts
-    for row, (count, some) in enumerate(zip(counts, uniforms, strict=True)):
-        told[row, first : first + count.tails] = some[: count.tails]
-    (table,) = upload(drafts.device, torch.from_numpy(told))
-    most_tops, threshold, tails, children, repeats, *uniform = table[:, :, None].unbind(1)
-    most, tokens = max(count.most_tops for count in counts), drafts.shape[1]
-    rest = drafts.clone()
-    tops = take_tops(rest, most_tops[:, 0].long(), threshold[:, 0], min(most, tokens))
-    wanted = torch.minimum(tails, children - (tops >= 0).sum(dim=1, keepdim=True))
-    drawn: list[Tensor] = []
-    for index in range(rounds):
-        if index == 0 or not all(count.repeats for count in counts):
-            sums = rest.double().cumsum(dim=1)  # in float32 a large vocabulary loses its tail
-            total = sums[:, -1:]
-        # Below the total, at which the sum need not grow any more: a token at which it grows has probability.
-        at = torch.minimum(uniform[index] * total, total.nextafter(torch.zeros_like(total)))
-        token = torch.searchsorted(sums, at, right=True).clamp(max=tokens - 1)
-        good = (index < wanted) & (total > 0)
-        drawn.append(torch.where(good, token, -1))
-        rest.scatter_(1, token, torch.where(good & (repeats == 0), 0.0, rest.gather(1, token)))
-    return torch.cat([*drawn, tops], dim=1)
 
 
 def given(draft: Tensor | None) -> Tensor:
