@@ -114,17 +114,17 @@ class RaggedBatch:
         """The same batch with its tensors on ``device``, where they arrive in one upload."""
         return self.upload(device)[0]
 
-    def upload(self, device: torch.device, *beside: Tensor) -> tuple[Self, *tuple[Tensor, ...]]:
+    def upload(self, device: torch.device, *beside: Tensor) -> tuple[Self, list[Tensor]]:
         """The same batch and some integers, such as the tokens of its rows, on ``device``: in one upload."""
         if self.positions.device == device:
-            return self, *(part.to(device) for part in beside)
+            return self, [part.to(device) for part in beside]
         waiting = [part for part in beside if part.device != device]
         words = [] if self.words is None else [self.words]
         parts = [self.positions, self.slots, self.layout, self.region, *words, *waiting]
         positions, slots, layout, region, *others = upload(device, *parts)
         moved = replace(self, positions=positions, slots=slots, words=others.pop(0) if words else None, _spans={})
         vars(moved).update(layout=layout, region=region)
-        return moved, *(part if part.device == device else others.pop(0) for part in beside)
+        return moved, [part if part.device == device else others.pop(0) for part in beside]
 
     def spans(
         self, window: int | None = None, copies: int = 1, dtype: torch.dtype = torch.float32, dense: bool = False

@@ -10,7 +10,6 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.bench.decoding import DecodeRow
-from arbordraft.bench.gpu import pictures
 from arbordraft.bench.verifiers import NodeRow, TreeRow
 from arbordraft.trees.drawing import COLOURS, GREY, new_figure, save_png
 from arbordraft.utils.files import read_text
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 MOST_LINES = 6  # of a panel: more cannot be told apart
 _PLAIN = "plain"
 _WIDTH = 28  # letters in a line of a name
-_KINDS: tuple[Any, ...] = (DecodeRow, NodeRow, TreeRow, *pictures.KINDS)
+_KINDS: tuple[Any, ...] = (DecodeRow, NodeRow, TreeRow)
 
 
 class Line(NamedTuple):
@@ -61,7 +60,9 @@ def read_rows(path: Path) -> list[Any]:
 
 def _row(written: dict[str, Any]) -> Any | None:
     """A row of the kind whose figures it has; what older files lack has a default."""
-    for kind in _KINDS:
+    from arbordraft.bench.gpu.pictures import KINDS  # and with it Triton
+
+    for kind in (*_KINDS, *KINDS):
         with suppress(TypeError):
             return kind(**written)
     return None
@@ -82,12 +83,14 @@ def speed_picture(rows: Sequence[Any]) -> "Figure":
 
 def picture(rows: Sequence[Any]) -> "Figure":
     """All panels of some measurements; for arguments and errors see :func:`plot`."""
+    from arbordraft.bench.gpu import pictures
+
     decodes, trees, nodes = _of(rows, DecodeRow), _of(rows, TreeRow), _of(rows, NodeRow)
     panels = [_speed(*group) for group in _by(decodes, _setting)]
     panels += [panel for group in _by(decodes, _setting) if (panel := _cause(*group))]
     panels += [_tau(*group) for group in _by(trees, lambda row: (row.drafter, row.temperature, row.topology))]
     panels += [_acceptance(*group) for group in _by(nodes, lambda row: (row.drafter, row.temperature))]
-    panels += [lambda axes, _, draw=draw: draw(axes) for draw in pictures.panels(rows)]
+    panels += pictures.panels(rows)
     if not panels:
         raise ValueError("these measurements have no picture")
     return _figure(panels, decodes)

@@ -146,7 +146,7 @@ class HeadOnRows:
         self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` output of the layer."""
-        batch, tokens, *wanted = batch.upload(hidden.device, tokens, *(() if rows is None else (rows,)))
+        batch, (tokens, *wanted) = batch.upload(hidden.device, tokens, *(() if rows is None else (rows,)))
         ragged = Forward(batch, cache, self.target.backend == "native")
         out = self._layer(tokens, hidden, batch.positions, ragged, wanted[0] if wanted else None)
         final = self.head.norm(out)

@@ -264,7 +264,7 @@ class RaggedModel(nn.Module):
             UnsupportedModel: if the architecture does not show them.
         """
         device = self.device  # which transformers looks for among all parameters
-        batch, tokens, *wanted = batch.upload(device, tokens, *(() if rows is None else (rows,)))
+        batch, (tokens, *wanted) = batch.upload(device, tokens, *(() if rows is None else (rows,)))
         rows = wanted[0] if wanted else None
         tokens, positions = tokens[None], batch.positions[None]
         if not all(0 <= index <= self.num_layers for index in hidden):

@@ -18,7 +18,7 @@ _WIDTH = 52  # letters of a name
 _SUMS = ("step", "launches of kernels and copies")  # figures that are made of others
 
 
-def panels(rows: Sequence[Any]) -> Iterator[Callable[["Axes"], None]]:
+def panels(rows: Sequence[Any]) -> Iterator[Callable[["Axes", dict[str, str]], None]]:
     """What draws each of the pictures that some measurements have."""
     kernels = [row for row in rows if isinstance(row, KernelRow) and row.of_roofline is not None]
     if kernels:
@@ -44,10 +44,10 @@ def _said(row: StepRow) -> str:
     return f"{row.rows} rows, {row.ms:.2f} ms{speed}"
 
 
-def _bars(title: str, label: str, told: Sequence[tuple[str, Any, str]]) -> Callable[["Axes"], None]:
+def _bars(title: str, label: str, told: Sequence[tuple[str, Any, str]]) -> Callable[["Axes", dict[str, str]], None]:
     """Bars with names at their left and notes behind them, in the order of the rows."""
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: "Axes", _: dict[str, str]) -> None:
         places = range(len(told))
         bars = axes.barh(places, [value for _, value, _ in told], color=COLOURS[0], height=0.7)
         axes.bar_label(bars, [note for *_, note in told], padding=3, fontsize=7)
