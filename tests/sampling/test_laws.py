@@ -221,3 +221,13 @@ def test_laws_that_draw_in_a_way_of_their_own_are_heeded():
     with pretended_gpu():
         found = draw_children(drafts.to("cuda"), laws, uniforms).tolist()
     assert found == [[3, 0], [-1, -1], [0, 3]] == draw_children(drafts, laws, uniforms).tolist()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rows_that_are_no_numbers_give_no_children(device):
+    drafts = torch.stack(
+        [row(4, 3, 2, 1).float(), torch.full((4,), torch.nan), torch.full((4,), -torch.inf).softmax(0)]
+    )
+    with pretended_gpu():
+        found = draw_children(drafts.to(device), [TopTail(1, 1)] * 3, [[0.5]] * 3).tolist()
+    assert found == [[1, 0], [-1, -1], [-1, -1]]

@@ -119,12 +119,12 @@ def draw_together(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Seq
 def draw_children(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Sequence[Sequence[float]]) -> Tensor:
     """The same by laws of any kind, those of users that draw in a way of their own included: row by row on the host.
 
-    On a CPU that is quicker than together as well, as long as there are few rows.
+    On a CPU that is quicker than together as well, as long as there are few rows. Rows of NaN give no children.
     """
     if not drafts.is_cpu and all(type(law).draw is DraftLaw.draw for law in laws if law):
         return draw_together(drafts, laws, uniforms)
     told = zip(drafts.cpu(), laws, uniforms, strict=True)
-    found = [law.draw(draft, some) if law else [] for draft, law, some in told]
+    found = [law.draw(draft, some) if law and not draft[0].isnan() else [] for draft, law, some in told]
     most = max(map(len, found))
     padded = [tokens + [-1] * (most - len(tokens)) for tokens in found]
     return torch.tensor(padded, dtype=torch.int64, device=drafts.device)
