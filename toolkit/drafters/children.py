@@ -32,7 +32,11 @@ class Children(NamedTuple):
 
 
 def children_of(
-    scores: Tensor, laws: Sequence[DraftLaw | None], widths: Sequence[int], uniforms: Sequence[Sequence[float]]
+    scores: Tensor,
+    most: int,
+    laws: Sequence[DraftLaw | None],
+    widths: Sequence[int],
+    uniforms: Sequence[Sequence[float]],
 ) -> Children:
     """Gives the nodes of a level their children, in one download.
 
@@ -40,12 +44,13 @@ def children_of(
 
     Args:
         scores: ``[R, V]``.
+        most: how many of the most probable tokens are looked for. Which of equally probable ones come first may depend
+            on it, so that it is the same at every level.
         laws: by node what its children are drawn by, at random; ``None`` where they are the most probable tokens.
         widths: by node how many of these it gets.
         uniforms: by node, for ``laws``.
     """
-    most = max((width for law, width in zip(laws, widths, strict=True) if law is None), default=1)
-    likeliest, chances = tree_expand(scores, min(most, scores.shape[1]))
+    likeliest, chances = tree_expand(scores, min(most if None in laws else 1, scores.shape[1]))
     found, draft_rows = [likeliest, chances.exp()], None
     if any(law is not None for law in laws):
         draft_rows = scores.softmax(dim=-1)

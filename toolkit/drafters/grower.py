@@ -315,7 +315,7 @@ class TreeGrower:
             scores = context.noise.perturb(scores, [(sample, level.depth) for sample, _ in places])
         plans = [context.topology.child_list[node] for _, node in places]
         laws, uniforms = self._random_draws(places, plans)
-        children = children_of(scores, laws, [len(plan) for plan in plans], uniforms)
+        children = children_of(scores, self.law.k, laws, [len(plan) for plan in plans], uniforms)
         # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
         if None in children.tokens and not predicted.logits.amax(dim=1).isfinite().all():
             _warn_of_broken_rows()
