@@ -1,4 +1,4 @@
-"""Numbers that go between host and device together: every way of its own would be a wait."""
+"""Moves tensors between host and device together, in one transfer instead of one for each."""
 
 import torch
 from torch import Tensor

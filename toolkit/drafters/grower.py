@@ -314,7 +314,7 @@ class TreeGrower:
         if isinstance(context.noise, GumbelNoise):
             scores = context.noise.perturb(scores, [(sample, level.depth) for sample, _ in places])
         plans = [context.topology.child_list[node] for _, node in places]
-        laws, uniforms = self._random_draws(places, plans)
+        laws, uniforms = self._random_draws(rows, plans)
         children = children_of(scores, self.law.k, laws, [len(plan) for plan in plans], uniforms)
         # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
         if None in children.tokens and not predicted.logits.amax(dim=1).isfinite().all():
@@ -335,15 +335,16 @@ class TreeGrower:
             self._add_children(row, tokens, children.chances[number], origin)
 
     def _random_draws(
-        self, places: Sequence[tuple[int, int]], plans: Sequence[Sequence[int]]
+        self, rows: Sequence[int], plans: Sequence[Sequence[int]]
     ) -> tuple[list[DraftLaw | None], list[Sequence[float]]]:
         """By node the law that draws its children at random, if one does, and the uniforms for that."""
         made: dict[tuple[int, int], DraftLaw] = {}  # a law is a module, which takes long to make
         laws: list[DraftLaw | None] = []
         uniforms: list[Sequence[float]] = []
-        for (sample, _), plan in zip(places, plans, strict=True):
+        for row, plan in zip(rows, plans, strict=True):
+            sample = self.sample[row]
             law = self.law_of(sample)
-            if law.deterministic:
+            if law.deterministic or row in self.children:  # which were given to it
                 laws.append(None)
                 uniforms.append(())
                 continue
