@@ -38,7 +38,7 @@ def norm_row(
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         y = tl.div_rn(x, 1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
@@ -57,7 +57,7 @@ def gated_block(GATE, UP, OUT, size, ACTIVATION: tl.constexpr, BLOCK: tl.constex
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(GATE + e, mask=e < size, other=0.0).to(tl.float32)
     up = tl.load(UP + e, mask=e < size, other=0.0).to(tl.float32)
-    gate = _activated(gate, ACTIVATION).to(kind).to(tl.float32)
+    gate = activated(gate, ACTIVATION).to(kind).to(tl.float32)
     tl.store(OUT + e, (gate * up).to(kind), mask=e < size)
 
 

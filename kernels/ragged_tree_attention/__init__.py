@@ -8,8 +8,8 @@ from arbordraft.kernels.ragged_tree_attention.reference import attention_by_layo
 
 attend = Operator(
     "ragged_tree_attention(Tensor query, Tensor keys, Tensor values, Tensor layout, Tensor? region, Tensor positions, "
-    "Tensor? words, float scale, int window, float softcap, Tensor? sinks, int most_rows, int longest, int split_size) "
-    "-> Tensor",
+    "Tensor? words, float scale, int window, float softcap, Tensor? sinks, int most_rows, int longest, "
+    "bool row_invariant) -> Tensor",
     attention_by_layout,
     lambda query, keys, values, *_: query.new_empty(query.shape[0], query.shape[1], values.shape[2]),
     triton="arbordraft.kernels.ragged_tree_attention.triton:launch",
@@ -29,7 +29,7 @@ def ragged_tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     use_native: bool = False,
-    split_size: int = 0,
+    row_invariant: bool = False,
 ) -> Tensor:
     """Attends the packed rows of all samples, each to its own committed keys and to its ancestors.
 
@@ -44,8 +44,8 @@ def ragged_tree_attention(
         sinks: ``[Hq]`` logits of attention sinks.
         use_native: use the C++ kernel where it is built and knows dtype and head sizes. Its rows do not depend on each
             other's number, so that a tree node gets the bits that plain decoding will give its token.
-        split_size: keys of a split of the Triton kernel, a multiple of 64: a row's bits then do not depend on what
-            shares its batch. With 0 the number of splits follows the work.
+        row_invariant: let the Triton kernel, too, give a tree node the bits that plain decoding will give its token,
+            one row at a time.
 
     Returns:
         ``[T, Hq, Dv]``.
@@ -61,7 +61,7 @@ def ragged_tree_attention(
         keys,
         values,
         batch.layout,
-        batch.region if window else None,
+        batch.region if window or row_invariant else None,
         batch.positions,
         None if batch.words is None else batch.words.contiguous(),
         scale,
@@ -70,7 +70,7 @@ def ragged_tree_attention(
         sinks,
         batch.most_rows,
         batch.longest,
-        split_size,
+        row_invariant,
     )
 
 

@@ -64,7 +64,7 @@ def attention_by_layout(
     sinks: Tensor | None,
     most_rows: int,
     longest: int,
-    split_size: int,
+    row_invariant: bool,
 ) -> Tensor:
     """Ragged tree attention with a batch that is spelled out in tensors, as operators take it.
 
@@ -82,7 +82,7 @@ def attention_by_layout(
         sinks: ``[Hq]``.
         most_rows: at least the rows of any sample: a GPU's size of tiles follows from it.
         longest: about the most committed keys of any sample: a GPU's number of splits follows from it.
-        split_size: keys of a GPU's split, a multiple of 64; 0 lets their number follow the work.
+        row_invariant: whether a GPU gives every row the bits that it has alone, for which it needs ``region``.
     """
     batch = RaggedBatch.from_layout(layout, region, positions, words)
     return ragged_tree_attention_reference(

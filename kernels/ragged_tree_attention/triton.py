@@ -18,7 +18,7 @@ from arbordraft.kernels.ragged_tree_attention.tiling import choose
 
 
 @triton.jit
-def _scores(
+def scores(
     q,
     k,
     visible,
@@ -44,7 +44,7 @@ def _scores(
 
 
 @triton.jit
-def _accumulate(s, v, m, l, acc, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+def accumulate(s, v, m, l, acc, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Adds a tile of scores and values to the running softmax."""
     new = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen nothing yet
@@ -75,7 +75,6 @@ def attend(
     softcap,
     window,
     samples,
-    split_tiles,  # tiles of a split; 0 shares them out among all
     stride_qt,
     stride_qh,
     stride_kp,
@@ -144,12 +143,8 @@ def attend(
     # Whole tiles of the prefix are shared out among the splits; what is left of it belongs to the last one in use, and
     # so does the tree.
     tiles = past // BLOCK_N
-    if split_tiles > 0:
-        per = split_tiles
-        last = tl.maximum(tl.cdiv(tiles, split_tiles), 1) - 1
-    else:
-        per = tl.cdiv(tiles, SPLITS)
-        last = SPLITS - 1
+    per = tl.cdiv(tiles, SPLITS)
+    last = SPLITS - 1
     begin = tl.minimum(split * per, tiles)
     end = tl.minimum(begin + per, tiles)
     if WINDOW:
@@ -171,8 +166,8 @@ def attend(
         visible = (lanes >= 0)[:, None] & (n >= 0)[None, :]
         if WINDOW:
             visible = visible & (position[:, None] - column[None, :] < window)
-        s = _scores(q, k, visible, scale, softcap, SOFTCAP, UPCAST, PRECISION)
-        m, l, acc = _accumulate(s, v, m, l, acc, UPCAST, PRECISION)
+        s = scores(q, k, visible, scale, softcap, SOFTCAP, UPCAST, PRECISION)
+        m, l, acc = accumulate(s, v, m, l, acc, UPCAST, PRECISION)
 
     if split == last:
         rest = (past % BLOCK_N > 0).to(tl.int32)
@@ -201,8 +196,8 @@ def attend(
                 key_position = tl.load(REGION + region + column, mask=inside & in_tree, other=0).to(tl.int32)
                 key_position = tl.where(in_tree, key_position, tiles * BLOCK_N + column)
                 visible = visible & (position[:, None] - key_position[None, :] < window)
-            s = _scores(q, k, visible, scale, softcap, SOFTCAP, UPCAST, PRECISION)
-            m, l, acc = _accumulate(s, v, m, l, acc, UPCAST, PRECISION)
+            s = scores(q, k, visible, scale, softcap, SOFTCAP, UPCAST, PRECISION)
+            m, l, acc = accumulate(s, v, m, l, acc, UPCAST, PRECISION)
 
     out = acc / tl.where(l == 0, 1.0, l)[:, None]
     lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), -float("inf"))
@@ -261,6 +256,12 @@ def precision(dtype: torch.dtype, hip: bool) -> str:
     return "tf32x3" if dtype == torch.float32 and not hip else "ieee"
 
 
+def numbers(tensor: Tensor) -> dict[str, bool | str]:
+    """How a kernel multiplies matrices of a tensor's type, on its device."""
+    upcast = tensor.dtype == torch.bfloat16 and not tensor.is_cuda
+    return {"UPCAST": upcast, "PRECISION": precision(tensor.dtype, torch.version.hip is not None)}
+
+
 def launch(
     query: Tensor,
     keys: Tensor,
@@ -275,9 +276,13 @@ def launch(
     sinks: Tensor | None,
     most_rows: int,
     longest: int,
-    split_size: int,
+    row_invariant: bool,
 ) -> Tensor:
     """See :func:`arbordraft.kernels.ragged_tree_attention.reference.attention_by_layout`."""
+    if row_invariant:
+        from arbordraft.kernels.ragged_tree_attention.row import launch_rows
+
+        return launch_rows(query, keys, values, layout, region, positions, words, scale, window, softcap, sinks)
     rows, heads, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[2]
     samples = layout.shape[1] - 1
@@ -291,7 +296,7 @@ def launch(
     hip = torch.version.hip is not None
     exact, options = query.dtype == torch.float32, window > 0 or softcap > 0 or sinks is not None
     pairs = samples * kv_heads
-    how = choose(most_rows, group, pairs, longest, processors, key_bytes, split_size, exact, options, hip)
+    how = choose(most_rows, group, pairs, longest, processors, key_bytes, exact, options, hip)
     parts = how.splits if how.splits > 1 else 0
     partial = query.new_empty((rows, heads, parts, value_dim), dtype=torch.float32)
     lse = query.new_empty((rows, heads, parts), dtype=torch.float32)
@@ -317,7 +322,6 @@ def launch(
         softcap or 1.0,
         window,
         samples,
-        how.split_tiles,
         query.stride(0),
         query.stride(1),
         keys.stride(0),
@@ -337,8 +341,7 @@ def launch(
         CAUSAL=words is None,
         WINDOW=window > 0,
         SOFTCAP=softcap > 0,
-        PRECISION=precision(query.dtype, hip),
-        UPCAST=query.dtype == torch.bfloat16 and device.type == "cpu",
+        **numbers(query),
         num_warps=how.warps,
         num_stages=how.stages,
         enable_fp_fusion=True,
@@ -351,4 +354,4 @@ def launch(
     return out
 
 
-__all__ = ["attend", "combine", "launch", "precision"]
+__all__ = ["accumulate", "attend", "combine", "launch", "numbers", "precision", "scores"]

@@ -25,7 +25,9 @@ from arbordraft import (
     TreeTopology,
 )
 from arbordraft.heads.eagle import EagleHead
+from arbordraft.kernels import choice
 from arbordraft.sampling import noise
+from arbordraft.target.cache import RaggedKVCache
 
 PROMPTS = [[5, 9, 7, 5, 9, 7, 5, 9], [8, 3, 8, 3, 8, 3, 8, 3]]
 TREE, CHAIN = TreeTopology.from_k_config((2, 2, 1)), TreeTopology.chain(3)
@@ -144,6 +146,42 @@ def test_a_step_crosses_no_more_often_than_it_has_to(parts, case):
     assert sum(count for (kind, _), count in found.items() if kind != "upload") <= waits, found.most_common()
     if "recorded" in case:
         assert {kind for kind, _ in found} == {"upload", "download"}
+
+
+# Launches
+
+
+def launches_of_a_layer(architecture, row_invariant):
+    """What a layer between others runs: the difference of four layers and three."""
+    counted, network = [], tiny(architecture, num_hidden_layers=4, **LAYER_TYPES.get(architecture, {}))
+    with pytest.MonkeyPatch.context() as patch:  # modules are recognised among tensors of torch's own kinds
+        patch.setattr(choice, "interpreted", lambda: True)
+        target = RaggedModel(network, kernels="triton", row_invariant=row_invariant, self_test=False)
+    with pretended_gpu() as counts:
+        moved(network)
+        cache = RaggedKVCache()
+        samples = [cache.open(8), cache.open(8)]
+        tokens = torch.tensor([3, 4, 5, 6])
+        for layers in (3, 3, 4, 4):  # the first time of each, pools are made
+            batch = cache.lay_out(samples, [[0, 1]] * 2, torch.tensor([[1], [3]] * 2))
+            counts.clear()
+            target(tokens, batch, cache, layers=layers)
+            counted.append(Counter(counts.operators))
+            cache.commit({sample: [] for sample in samples})
+    return counted[3] - counted[1]
+
+
+LAYER_TYPES = {"gemma2": {"layer_types": ["sliding_attention", "full_attention"] * 2}}
+
+
+@pytest.mark.parametrize(("architecture", "allowed"), [("llama", 7), ("qwen2", 7), ("qwen3", 7), ("gemma2", 9)])
+def test_a_layer_takes_few_launches(architecture, allowed):
+    """Norms, products and what stands behind them, attention; Gemma has two norms more."""
+    found = launches_of_a_layer(architecture, True)
+    assert found.total() <= allowed, found
+    assert found["ragged_tree_attention"] == found["project_rotate_append"] == found["gated_linear"] == 1
+    several = launches_of_a_layer(architecture, False)
+    assert several.total() > allowed  # seven products of their own, which cuBLAS may split besides
 
 
 # The pretended GPU itself

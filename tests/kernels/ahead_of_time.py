@@ -15,10 +15,12 @@ from triton.compiler import ASTSource
 
 from arbordraft.kernels.fused_layers import ACTIVATIONS
 from arbordraft.kernels.fused_layers import triton as fused_layers
+from arbordraft.kernels.fused_linear import triton as fused_linear
 from arbordraft.kernels.gumbel import triton as gumbel
 from arbordraft.kernels.kv_cache import triton as kv_cache
+from arbordraft.kernels.ragged_tree_attention import row
 from arbordraft.kernels.ragged_tree_attention import triton as attention
-from arbordraft.kernels.ragged_tree_attention.tiling import choose
+from arbordraft.kernels.ragged_tree_attention.tiling import choose, row_tile
 from arbordraft.kernels.tree_expand import triton as tree_expand
 from arbordraft.kernels.verify import ends, rejection, truncation
 from arbordraft.kernels.verify import triton as verify
@@ -51,7 +53,8 @@ POINTERS = {
     **dict.fromkeys(("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW"), "*i64"),
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST", "SEEDS"), "*i64"),
 }
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BYTES = {name: dtype.itemsize for name, dtype in TYPES.items()}
 
 
 def compiled(kernel, target, dtype, constants, *, warps, stages=2, fusion=True):
@@ -155,6 +158,46 @@ def fused_cases(target):
         yield name, (fused_layers.rotate_append_row, target, dtype, constants), options(how | exact)
 
 
+def row_cases(target):
+    """Products and attention whose rows have the same bits in every batch: on NVIDIA's, whose instructions allow it."""
+    if target == "gfx942":
+        return
+
+    def case(name, kernel, dtype, constants, how):
+        numbers = {"UPCAST": False, "PRECISION": attention.precision(TYPES[dtype], False)}
+        constants = constants | {key: value for key, value in how.items() if key.isupper()} | numbers
+        return (
+            name,
+            (kernel, target, dtype, constants),
+            {
+                "warps": how["num_warps"],
+                "stages": how["num_stages"],
+                "fusion": False,
+            },
+        )
+
+    for rows, dtype in ((1, "bf16"), (32, "bf16"), (64, "bf16"), (64, "fp32")):
+        how = fused_linear.tile(rows, TYPES[dtype])
+        yield case(f"linear_tile {dtype}, {rows} rows", fused_linear.linear_tile, dtype, {"BIAS": True}, how)
+    constants = {"ACTIVATION": "silu", "BIAS": False}
+    yield case("gated_tile", fused_linear.gated_tile, "bf16", constants, fused_linear.tile(1, torch.bfloat16))
+    for dim, normed, rows, dtype in ((64, False, 1, "bf16"), (128, True, 64, "bf16"), (256, True, 1, "fp32")):
+        constants = {"HQ": 8, "HKV": 2, "D": dim, "BIAS": True, "NORM": normed, "OFFSET": 0.0, "WIDE": False}
+        how = fused_linear.head_tile(rows, dim, TYPES[dtype], normed)
+        name = f"rotated_tile {dtype}, {rows} rows, heads of {dim}" + ", normed" * normed
+        yield case(name, fused_linear.rotated_tile, dtype, constants, how)
+    for dim, causal, options, dtype in (
+        (64, False, False, "bf16"),
+        (128, True, False, "bf16"),
+        (128, False, True, "bf16"),
+        (256, False, False, "fp32"),
+    ):
+        constants = {"G": 4, "D": dim, "DV": dim, "W": 1, "SEARCH": 5, "CAUSAL": causal, "SINK": options}
+        constants |= {"WINDOW": options, "SOFTCAP": options}
+        name = f"attend_row {dtype} heads of {dim}" + ", causal" * causal + ", all options" * options
+        yield case(name, row.attend_row, dtype, constants, row_tile(4, dim, dim, TYPES[dtype]))
+
+
 def cases(target):
     """All kernels that are launched, in the configurations that :func:`choose` gives."""
     for size in (64, 128):
@@ -211,6 +254,7 @@ def cases(target):
     drawn = {"TRUNCATED": True, "CHUNKS": 32, "BLOCK": gumbel.DRAW_BLOCK}
     yield "gumbel_draw", (gumbel.gumbel_draw, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
     yield from fused_cases(target)
+    yield from row_cases(target)
     yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 2}
 
 

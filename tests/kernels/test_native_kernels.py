@@ -582,7 +582,7 @@ def script(*command, **variables):
 # Other processors
 
 # Each is a build and all checks, a minute of work: those close to others are for the soak.
-SOAKED = ("avx512", "avx_vnni")
+SOAKED = ("avx512", "avx_vnni", "generic")
 ISAS = [
     pytest.param(isa, marks=pytest.mark.soak if isa in SOAKED else ())
     for isa in build.NEEDED_BY

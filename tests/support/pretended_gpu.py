@@ -65,15 +65,19 @@ class OnDevice(Tensor):
 
 
 class Counts:
-    """What has crossed since :meth:`clear`: by kind and line, and how many operators the device ran."""
+    """What has crossed since :meth:`clear`: by kind and line, and what the device ran: operators that are no views."""
 
     def __init__(self) -> None:
         self.crossings: Counter[tuple[str, str]] = Counter()
-        self.launches = 0
+        self.operators: Counter[str] = Counter()
 
     def clear(self) -> None:
         self.crossings.clear()
-        self.launches = 0
+        self.operators.clear()
+
+    @property
+    def launches(self) -> int:
+        return self.operators.total()
 
     @property
     def total(self) -> int:
@@ -118,8 +122,8 @@ def _computed(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _note(operator.overloadpacket.__name__)
     elif ours and plain:
         raise RuntimeError(f"{operator}: expected all tensors to be on the same device, at {_line()}")
-    if ours and operator.namespace != "prim":
-        COUNTS.launches += 1
+    if ours and operator.namespace != "prim" and not _is_view(operator):
+        COUNTS.operators[operator.overloadpacket.__name__] += 1
     if wanted is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     args, kwargs = _on_host((args, kwargs))
@@ -135,6 +139,13 @@ def _computed(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not to_device:
         return found
     return _changed(Tensor, lambda out: out if isinstance(out, OnDevice) else OnDevice(out), found)
+
+
+def _is_view(operator: Any) -> bool:
+    """Whether an operator looks at the numbers of a tensor, or allots memory, and so launches nothing."""
+    returns = operator._schema.returns
+    aliases = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    return aliases or operator.overloadpacket.__name__ in ("empty", "new_empty", "empty_like", "_unsafe_view")
 
 
 def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
@@ -204,7 +215,7 @@ class _Names(TorchFunctionMode):
         args = tuple(torch.device("cpu") if _names_device(value) else value for value in args)
         if name in ("to", "tensor", "as_tensor"):
             _note("upload")
-        COUNTS.launches += 1
+        COUNTS.operators[name] += 1
         made = function(*_on_host(args), **kwargs)
         return made if isinstance(made, OnDevice) else OnDevice(made.clone() if made is first else made)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from arbordraft.kernels.fused_linear import project_rotate_append
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.target.cache import RaggedKVCache
 
@@ -55,6 +56,18 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None
 
 
+class Projection(NamedTuple):
+    """How a layer makes its queries, keys and values of ``[T, H]`` rows; see ``kernels.fused_linear``."""
+
+    hidden: Tensor
+    weights: list[Tensor]
+    biases: list[Tensor]
+    norms: list[Tensor]
+    epsilon: float
+    offset: float
+    wide: bool
+
+
 @dataclass(kw_only=True)
 class Attending:
     """What the layers of a model need of the forward that they are part of, and what they leave there.
@@ -85,6 +98,10 @@ class Attending:
         """
         raise NotImplementedError
 
+    def project_and_attend(self, layer: int, projection: Projection, call: AttentionCall, tables: Tables) -> Tensor:
+        """Does the same with queries, keys and values that are still to be made."""
+        raise NotImplementedError
+
 
 @dataclass
 class Forward(Attending):
@@ -94,11 +111,13 @@ class Forward(Attending):
         batch: its rows.
         cache: its keys and values.
         native: use the native attention kernel.
+        row_invariant: give every row the bits that it has alone, on a GPU, too.
     """
 
     batch: RaggedBatch
     cache: RaggedKVCache
     native: bool = False
+    row_invariant: bool = False
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
@@ -108,6 +127,15 @@ class Forward(Attending):
             keys, values = self.cache.write(layer, key, value, self.batch.slots)
         else:
             query, keys, values = self.cache.write_rotated(layer, query, key, value, tables, self.batch.slots)
+        return self._attended(query, keys, values, call)
+
+    def project_and_attend(self, layer: int, projection: Projection, call: AttentionCall, tables: Tables) -> Tensor:
+        """See :meth:`Attending.project_and_attend`."""
+        keys, values = self.cache.pools(layer, (call.kv_heads, call.dim), projection.hidden)
+        query = project_rotate_append(*projection, *tables, keys, values, self.batch.slots)
+        return self._attended(query, keys, values, call)
+
+    def _attended(self, query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
         return ragged_tree_attention(
             query,
             keys,
@@ -118,6 +146,7 @@ class Forward(Attending):
             softcap=call.softcap,
             sinks=call.sinks,
             use_native=self.native,
+            row_invariant=self.row_invariant,
         )
 
 

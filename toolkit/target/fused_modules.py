@@ -8,7 +8,6 @@ has the bits of the operators' references on noise; any other one stays as it is
 Shapes: T packed rows, H hidden size, N inner size of an MLP, D head size.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,32 +80,54 @@ class LayerForm(NamedTuple):
     fed: nn.Module | None
 
 
-def fuse(model: Any) -> Counter[str]:
-    """Gives forwards of Triton kernels to the modules of a view that are recognised, and counts them by their kind.
+@dataclass(frozen=True)
+class Recognised:
+    """The modules of a view that run in Triton, and what was found out about each.
+
+    Args:
+        norms: RMS norms.
+        calls: attentions that rotate as Llama does, and what they ask for.
+        layers: decoder layers.
+        gates: gated MLPs and their activations.
+    """
+
+    norms: dict[nn.Module, NormForm] = field(default_factory=dict)
+    calls: dict[nn.Module, AttentionCall] = field(default_factory=dict)
+    layers: dict[nn.Module, LayerForm] = field(default_factory=dict)
+    gates: dict[nn.Module, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        counts = {
+            "norms": len(self.norms),
+            "rotations": len(self.calls),
+            "gates": len(self.gates),
+            "sums": len(self.layers),
+        }
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+
+
+def fuse(model: Any) -> Recognised:
+    """Gives forwards of Triton kernels to the modules of a view that are recognised, and says which these are.
 
     Args:
         model: a view of a causal LM whose layers ask for our attention.
     """
-    found: Counter[str] = Counter()
     own = [module for module in model.modules() if "forward" not in vars(module)]  # of others somebody has replaced it
     norms = {module: form for module in own if (form := _known(_norm_form, module))}
     calls = {module: call for module in own if (call := _known(_attention_call, module, model.dtype))}
     layers = {module: form for module in own if (form := _known(_layer_form, module, norms, calls, model.dtype))}
-    for module in own:
-        run: Callable[..., Any] | None = None
-        if module in norms:
-            run, kind = partial(_run_norm, module, module.forward, norms[module]), "norms"
-        elif module in calls:
-            run, kind = partial(_run_attention, module, module.forward, calls[module]), "rotations"
-        elif module in layers:
-            following = _following(module, list(layers), norms)
-            run, kind = partial(_run_layer, module, module.forward, layers[module], following), "sums"
-        elif activation := _known(_gated_activation, module):
-            run, kind = partial(_run_mlp, module, activation), "gates"
-        if run is not None:
-            vars(module)["forward"] = run
-            found[kind] += 1
-    return found
+    others = [module for module in own if not (module in norms or module in calls or module in layers)]
+    gates = {module: activation for module in others if (activation := _known(_gated_activation, module))}
+    runs: dict[nn.Module, Callable[..., Any]] = {
+        **{norm: partial(_run_norm, norm, norm.forward, form) for norm, form in norms.items()},
+        **{attention: partial(_run_attention, attention, attention.forward, calls[attention]) for attention in calls},
+        **{mlp: partial(_run_mlp, mlp, activation) for mlp, activation in gates.items()},
+    }
+    for layer, form in layers.items():
+        runs[layer] = partial(_run_layer, layer, layer.forward, form, _following(layer, list(layers), norms))
+    for module, run in runs.items():
+        vars(module)["forward"] = run
+    return Recognised(norms, calls, layers, gates)
 
 
 def _known(recognise: Callable[..., Any], module: nn.Module, *others: Any) -> Any:
@@ -221,7 +242,7 @@ def _run_attention(
     hidden: Any = kwargs.get("hidden_states")
     tables: Any = kwargs.get("position_embeddings")
     known = not others and ragged is not None and kwargs.get("attention_mask") is None
-    if not (known and hidden is not None and _is_tables(tables, call.dim, hidden)):
+    if not (known and hidden is not None and is_tables(tables, call.dim, hidden)):
         return cast(tuple[Tensor, Tensor | None], forward(*others, ragged=ragged, **kwargs))
     assert ragged is not None
     query, key, value = (_heads(attention, name, hidden, call.dim) for name in "qkv")
@@ -231,7 +252,7 @@ def _run_attention(
     return attention.o_proj(out.reshape(1, len(out), -1)), None
 
 
-def _is_tables(tables: Any, dim: int, like: Tensor) -> bool:
+def is_tables(tables: Any, dim: int, like: Tensor) -> bool:
     """Whether these are cosines and sines ``[1, T, D]`` of rows of a type."""
     return isinstance(tables, tuple) and all(
         table.shape[-1] == dim and table.ndim == 3 and table.dtype == like.dtype for table in tables
@@ -299,4 +320,4 @@ def _run_layer(
     return out
 
 
-__all__ = ["fuse"]
+__all__ = ["Recognised", "fuse", "is_tables"]

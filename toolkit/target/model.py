@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ from arbordraft.target.attention import (
     unsupported,
 )
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.fused_modules import fuse
+from arbordraft.target.fused_linears import fuse_linears
+from arbordraft.target.fused_modules import Recognised, fuse
 from arbordraft.target.model_view import ModelView
 from arbordraft.target.observation import decoder_list, final_module, observe
 from arbordraft.target.prepacked.adapters import check_adapters, unwrapped
@@ -61,7 +62,7 @@ class _Prepared:
     prepacking: Prepacking | None
     layered: bool  # whether its layers stand in one list
     shortcut: Shortcut | None = None
-    fused: Mapping[str, int] = field(default_factory=dict)  # modules that run in Triton, by kind
+    fused: Recognised | None = None  # modules that run in Triton, if any may
 
     def current(self) -> bool:
         return self.view.current() and (self.prepacking is None or self.prepacking.current())
@@ -99,6 +100,9 @@ class RaggedModel(nn.Module):
         keep_weights: keep the originals of what was prepacked in memory. Otherwise they are left to a file in the cache
             folder, as large as they are, which is read wherever somebody asks for them: ``state_dict``, LoRA and
             ``model.generate`` give the same results, at first more slowly. Where nothing is prepacked nothing changes.
+        row_invariant: insist on equal bits for every row, whatever rows run beside it: speculative output then equals
+            plain output in 16 bits, too. Native kernels do so wherever they recognise all of a model. On an NVIDIA GPU
+            the model's linears then run in Triton as well, and attention runs row by row.
         self_test: compare packed with single logits on a few random tokens now.
 
     Examples:
@@ -114,7 +118,8 @@ class RaggedModel(nn.Module):
         ValueError: if the backend asked for cannot be used here, or ``keep_weights=False`` meets weights that are not
             this process's own.
         UnsupportedModel: if the architecture does not route all its attention through the interface, an adapter of
-            PEFT does not act within layers alone, or the self-test finds different logits.
+            PEFT does not act within layers alone, the self-test finds different logits, or ``row_invariant`` is asked
+            for and some module has no kernel that is.
     """
 
     def __init__(
@@ -125,6 +130,7 @@ class RaggedModel(nn.Module):
         kernels: str = "auto",
         weights: str | None = None,
         keep_weights: bool = True,
+        row_invariant: bool = False,
         self_test: bool = True,
     ) -> None:
         super().__init__()
@@ -133,7 +139,10 @@ class RaggedModel(nn.Module):
         check_weights(weights)
         self.weights = "file" if weights is None and holds_blocks(model) else weights
         self._choice = choose(kernels, model, weights=self.weights)
-        self.keep_weights = keep_weights
+        self.keep_weights, self._invariant = keep_weights, row_invariant
+        if row_invariant and (self.backend == "torch" or (self.backend == "triton" and torch.version.hip is not None)):
+            why = self._choice.reason or "Triton's products are row-invariant on NVIDIA's GPUs only"
+            raise ValueError(f"row_invariant=True needs kernels='native' on a CPU or 'triton' on an NVIDIA GPU: {why}")
         if not keep_weights and self.backend == "native":
             check_movable(model)
         if self.weights and self.backend != "native":
@@ -149,7 +158,7 @@ class RaggedModel(nn.Module):
         try:
             self._begin(tested)
         except UnsupportedModel as failure:
-            if kernels != "auto" or self.backend == "torch" or self.weights:
+            if kernels != "auto" or self.backend == "torch" or self.weights or row_invariant:
                 raise
             what = "prepacked weights do" if self.backend == "native" else "Triton's kernels do"
             self._choice = Choice("torch", f"{what} not fit the model: {failure}")
@@ -183,8 +192,8 @@ class RaggedModel(nn.Module):
         """The backend, what of the model it computes, and why it is no faster one, for people."""
         prepared = self._prepared
         what = "the model's own modules" if prepared.prepacking is None else str(prepared.prepacking)
-        if prepared.fused:
-            what = f"{', '.join(f'{count} {kind}' for kind, count in prepared.fused.items())} fused"
+        if prepared.fused is not None and str(prepared.fused):
+            what = f"{prepared.fused} fused" + ", all linears with them" * self._invariant
         if self.prepacking is not None and not self.keep_weights:
             what += ", originals in a file"
         return f"{self.backend}: {what}" + (f" ({self._choice.reason})" if self._choice.reason else "")
@@ -192,6 +201,8 @@ class RaggedModel(nn.Module):
     @property
     def row_invariant(self) -> bool:
         """Whether every part of a forward promises each row the same bits, whatever rows run beside it."""
+        if self.backend == "triton":
+            return self._invariant
         return self.prepacking is not None and self.prepacking.row_invariant
 
     @property
@@ -276,7 +287,15 @@ class RaggedModel(nn.Module):
                 "exit nor hidden states"
             )
         depth = self.num_layers if layers is None and behind is not None else layers
-        run = Forward(batch, cache, self.backend == "native", hidden=dict.fromkeys(hidden), depth=depth, behind=behind)
+        run = Forward(
+            batch,
+            cache,
+            self.backend == "native",
+            self._invariant,
+            hidden=dict.fromkeys(hidden),
+            depth=depth,
+            behind=behind,
+        )
         with torch.no_grad():
             if prepared.shortcut is not None and depth is None:
                 logits: Tensor = prepared.shortcut(tokens, positions, run, rows)
@@ -423,9 +442,15 @@ class RaggedModel(nn.Module):
         place = decoder_list(view.model, self.num_layers)
         prepacking, shortcut = None, None
         plain = place is not None and unheard(view.model, getattr(*place))
-        fused = fuse(view.model) if self.backend == "triton" else {}
+        fused = fuse(view.model) if self.backend == "triton" else None
+        if fused is not None and self._invariant:
+            fuse_linears(view.model, fused, getattr(*place) if place is not None else ())
         if self.backend == "native":
             prepacking = self._prepack(view)
+            if self._invariant and not prepacking.row_invariant:
+                raise UnsupportedModel(
+                    f"row_invariant=True needs native kernels for all of {type(self.model).__name__}: {prepacking}"
+                )
             if not self.keep_weights:
                 prepacking.move_originals()
             for owner, name, prepacked_module in prepacking.places:

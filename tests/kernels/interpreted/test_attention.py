@@ -32,7 +32,7 @@ def check(case, dtype=torch.float32, **options):
     with choice.use("triton"):
         found = case.run(ragged_tree_attention, **options)
     assert choice.ran["ragged_tree_attention/triton"] == before + 1
-    options.pop("split_size", None)
+    options.pop("row_invariant", None)
     assert found.dtype == dtype
     assert_close(found.double(), case.naive(**options), rtol=0, atol=TOLERANCE[dtype])
 
@@ -68,8 +68,6 @@ def test_prompts(guarded, options):
     ("options", "causal"),
     [
         *[(options, index % 2 == 1) for index, options in enumerate(OPTIONS.values())],
-        ({"split_size": 64}, True),
-        ({"split_size": 192, "sinks": True}, False),
     ],
     ids=str,
 )
@@ -79,21 +77,48 @@ def test_split_prefixes(guarded, options, causal):
     check(case, **options)
 
 
-@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 2, 2)], ids=["plain", "sinks"])
-def test_rows_do_not_depend_on_their_company_with_splits_of_a_size(sinks):
-    """Bit for bit; without it the number of splits, and so the rounding, follows the longest prefix."""
-    case = Case([(400, TREE), (100, CHAIN(2)), (1200, CHAIN(1))], dtype=torch.float32, key_heads=1)
+# Row by row
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_row_by_row(guarded, options, dtype):
+    check(Case(RAGGED, dtype=dtype, size=16), dtype, **options, row_invariant=True)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_prompts_row_by_row(guarded, options):
+    case = Case([(0, CHAIN(70)), (30, CHAIN(9)), (64, CHAIN(0))], dtype=torch.float32, causal=True, value_size=24)
+    check(case, **options, row_invariant=True)
+
+
+@pytest.mark.parametrize("last", [99, 1])
+def test_trees_of_several_words_row_by_row(guarded, last):
+    trees = [(70, TreeTopology.k_ary(3, 4)), (5, CHAIN(100)), (0, CHAIN(0))]
+    check(Case(trees, dtype=torch.float32, last=last), row_invariant=True)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("plain", "window over tiles", "all")], ids=str)
+def test_a_node_has_the_bits_of_plain_decoding(options):
+    """Wherever its ancestors stand, and on either side of a tile's end; the other kernel rounds otherwise."""
+    options = dict(options)
+    case = Case([(59, TREE), (126, TreeTopology.k_ary(2, 3)), (3, CHAIN(2))], dtype=torch.float32, size=16)
+    if options.get("sinks"):
+        options["sinks"] = torch.linspace(-2, 2, case.query.shape[1])
+    different = 0
     with choice.use("triton"):
-        together = case.run(ragged_tree_attention, split_size=128, sinks=sinks)
-        row = 0
-        for sample, rows in enumerate(case.batch.rows):
-            alone, _ = case.subset([(sample, range(rows))])
-            assert torch.equal(
-                alone.run(ragged_tree_attention, split_size=128, sinks=sinks), together[row : row + rows]
-            )
-            row += rows
-        few, _ = case.subset([(0, range(7))])
-        assert not torch.equal(few.run(ragged_tree_attention, sinks=sinks), together[:7])  # negative control
+        together, otherwise = (
+            case.run(ragged_tree_attention, row_invariant=one_by_one, **options) for one_by_one in (True, False)
+        )
+        for sample, (_, tree) in enumerate(case.samples):
+            for node in range(tree.num_nodes):
+                for chunk in (1, 3):
+                    for plain, rows in case.path(sample, node, chunk):
+                        found = plain.run(ragged_tree_attention, row_invariant=True, **options)
+                        assert torch.equal(found, together[rows])
+                        found = plain.run(ragged_tree_attention, **options)
+                        different += not torch.equal(found, otherwise[rows])
+    assert different  # negative control
 
 
 def test_no_rows():
@@ -115,11 +140,11 @@ def test_a_wrong_batch_would_be_seen(fault):
 
 
 def arguments(case, **options):
-    batch, settings = case.batch, {"window": 0, "softcap": 0.0, "sinks": None, "split_size": 0} | options
+    batch, settings = case.batch, {"window": 0, "softcap": 0.0, "sinks": None, "row_invariant": False} | options
     return (
         *(case.query, case.keys, case.values, batch.layout, batch.region, batch.positions, batch.words, 0.3),
         *(settings["window"], settings["softcap"], settings["sinks"], max(batch.rows), max(batch.past)),
-        settings["split_size"],
+        settings["row_invariant"],
     )
 
 

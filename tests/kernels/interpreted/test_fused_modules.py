@@ -37,7 +37,8 @@ def fused(model):
 
 
 def parts(target):
-    return dict(target._prepared.fused)
+    found = str(target._prepared.fused)
+    return {kind: int(count) for count, kind in (part.split() for part in found.split(", ") if part)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -12,6 +12,7 @@ from arbordraft.kernels.fused_layers import add_rms_norm, gated_activation, rms_
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
+from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
@@ -67,11 +68,13 @@ def test_attention(touched, causal, dtype):
 
 def test_attention_in_splits(touched):
     case = Case([(700, TREE)], dtype=torch.float32, key_heads=1)
-    case.run(ragged_tree_attention, split_size=192)
+    case.run(ragged_tree_attention)
     sizes = {"heads": 2, "kv_heads": 1, "size": 8, "value_size": 8, "itemsize": 4}
-    whole, split = (work.attention([7], [700], [7], **sizes, splits=splits) for splits in (1, 4))
+    splits = choose(7, 2, 1, 700, 8, key_bytes=128).splits
+    whole, split = (work.attention([7], [700], [7], **sizes, splits=parts) for parts in (1, splits))
     assert moved(touched) == split.bytes
-    assert split.bytes - whole.bytes == 2 * 7 * 2 * 4 * (8 + 1) * 4
+    assert splits > 1
+    assert split.bytes - whole.bytes == 2 * 7 * 2 * splits * (8 + 1) * 4
     assert split.flops == whole.flops
 
 

@@ -45,10 +45,9 @@ def makers(device: torch.device) -> list[Maker]:
         found += _stepped(CHECKED._replace(dtype=dtype), device)
     for heads in HEADS:
         for dtype in TYPES:
-            for name, options in problems.OPTIONS.items():
-                past = RAGGED[:2] if "split_size" in options else RAGGED
+            for name in problems.OPTIONS:
                 if (name, heads) != ("plain", HEADS[0]):
-                    found.append((f"{name}, {named(dtype)}", partial(_options, name, past, heads, dtype, device)))
+                    found.append((f"{name}, {named(dtype)}", partial(_options, name, RAGGED, heads, dtype, device)))
     for shape in SHAPES:
         found.append((str(shape), partial(_shape, shape, device)))
     return found + _stepped(WIDE, device)

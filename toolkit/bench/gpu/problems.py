@@ -21,7 +21,7 @@ from arbordraft.trees.topology import TreeTopology
 OPTIONS: dict[str, dict[str, Any]] = {
     "all options": {"window": 40, "softcap": 3.0, "sinks": True},
     "prompts": {"causal": True},
-    "splits of 64": {"split_size": 64},
+    "row by row": {"row_invariant": True},
     "plain": {},
     "window": {"window": 33},
     "soft cap": {"softcap": 1.5},
@@ -77,13 +77,13 @@ def attention_options(
 ) -> Problem:
     """Ragged prefixes and trees, with one option or another; every row is checked."""
     options = dict(options)
-    causal, split_size = options.pop("causal", False), options.pop("split_size", 0)
+    causal, row_invariant = options.pop("causal", False), options.pop("row_invariant", False)
     shapes = [TreeTopology.from_k_config((3, 2, 1)), TreeTopology.chain(0), TreeTopology.chain(70)]
     trees = [shapes[sample % len(shapes)] for sample in range(len(past))]
     packed = Packed.random(past, trees, heads=heads, group=group, size=size, device=device, causal=causal, dtype=dtype)
     if options.get("sinks"):
         options["sinks"] = torch.linspace(-2, 2, heads).to(device)
-    run = _attention(packed, split_size=split_size, **options)
+    run = _attention(packed, row_invariant=row_invariant, **options)
     case = f"{name}, {len(past)} samples of 0 to {max(past)} keys, {heads}/{heads // group} heads of {size}"
     return Problem(
         ATTENTION,

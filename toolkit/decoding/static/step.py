@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from arbordraft.decoding.static.bucket import Bucket
 from arbordraft.decoding.static.recording import Pools
 from arbordraft.kernels.fused_layers import rotate_append
+from arbordraft.kernels.fused_linear import project_rotate_append
 from arbordraft.kernels.gumbel import gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact_rows
 from arbordraft.kernels.ragged_tree_attention import attend
@@ -25,7 +26,7 @@ from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import verify_tree, walk
 from arbordraft.sampling.processors import LogitsPipeline, truncated, widened
-from arbordraft.target.attention import Attending, AttentionCall, Tables
+from arbordraft.target.attention import Attending, AttentionCall, Projection, Tables
 from arbordraft.target.model import RaggedModel
 
 
@@ -42,6 +43,7 @@ class StaticForward(Attending):
         words: ``[T, W]``; ``None`` for causal order.
         most_rows: rows of a sample, at most.
         longest: about the most committed keys of a sample.
+        row_invariant: give every row the bits that it has alone.
     """
 
     pools: Pools
@@ -52,6 +54,7 @@ class StaticForward(Attending):
     words: Tensor | None
     most_rows: int
     longest: int
+    row_invariant: bool = False
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
@@ -61,8 +64,16 @@ class StaticForward(Attending):
             append(keys, values, key, value, self.slots)
         else:
             query = rotate_append(query, key, value, *tables, keys, values, self.slots)
+        return self._attended(layer, query, call)
+
+    def project_and_attend(self, layer: int, projection: Projection, call: AttentionCall, tables: Tables) -> Tensor:
+        keys, values = self.pools[2 * layer : 2 * layer + 2]
+        return self._attended(layer, project_rotate_append(*projection, *tables, keys, values, self.slots), call)
+
+    def _attended(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
         # An operator always, as the reference reads the layout's numbers; the C++ kernel knows few sizes of heads.
         run = attend.default if query.is_cuda else attend.portable
+        keys, values = self.pools[2 * layer : 2 * layer + 2]
         return run(
             query.contiguous(),
             keys,
@@ -77,7 +88,7 @@ class StaticForward(Attending):
             call.sinks,
             self.most_rows,
             self.longest,
-            0,
+            self.row_invariant,
         )
 
 
@@ -137,6 +148,7 @@ class StaticStep(nn.Module):
         self.kind = kind
         self.pipeline = pipeline
         self.most_rows = most_rows
+        self.row_invariant = target.row_invariant
         self.hidden_layers = tuple(hidden_layers)
         self.title = f"a step of {type(target.model).__name__}"
 
@@ -172,6 +184,7 @@ class StaticStep(nn.Module):
             part["words"],
             self.most_rows,
             self.kind.longest,
+            self.row_invariant,
             hidden=dict.fromkeys(self.hidden_layers),
         )
         output = self.network(

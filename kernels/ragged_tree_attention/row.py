@@ -1,0 +1,146 @@
+"""Ragged tree attention whose rows have the bits that plain decoding gives them.
+
+One program attends one row, all query heads of one key head side by side, to that row's keys in the order of their
+positions, in tiles that begin at multiples of their size: whether a key is committed or a draft changes no number, and
+no product is contracted with a sum, which two loops might do in two ways. Keys are read anew for every row, from the
+second row on mostly from the cache of the GPU.
+
+Shapes: T packed rows, B samples, P pool rows, Hq/Hkv query/key heads, G = Hq / Hkv, D/Dv head sizes, W ancestor words.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from arbordraft.kernels.ragged_tree_attention.tiling import row_tile
+from arbordraft.kernels.ragged_tree_attention.triton import accumulate, numbers, scores
+
+
+@triton.jit
+def attend_row(
+    Q, K, V, OUT, SINKS, LAYOUT, REGION, POSITIONS, WORDS, scale, softcap, window, samples, stride_qt, stride_qh,
+    stride_kp, stride_kh, stride_vp, stride_vh, stride_ot, stride_oh, G: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    W: tl.constexpr, SEARCH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINK: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per row and key head; see ``attend`` for the arguments."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    low = 0
+    high = samples
+    for _ in range(SEARCH):  # whose row it is
+        middle = (low + high) // 2
+        mine = tl.load(LAYOUT + middle) <= row
+        low = tl.where(mine, middle, low)
+        high = tl.where(mine, high, middle)
+    columns = samples + 1
+    if row >= tl.load(LAYOUT + samples):
+        return
+    start = tl.load(LAYOUT + columns + low)
+    past = tl.load(LAYOUT + 2 * columns + low).to(tl.int32)
+    region = tl.load(LAYOUT + 3 * columns + low)
+    tree = (tl.load(LAYOUT + 3 * columns + low + 1) - region).to(tl.int32)
+    position = tl.load(POSITIONS + row).to(tl.int32)
+    if CAUSAL:  # the row's place in the region
+        position = past + tree - (tl.load(LAYOUT + low + 1) - row).to(tl.int32)
+
+    lanes = tl.arange(0, BLOCK_M)
+    q_head = head * G + lanes
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    n = tl.arange(0, BLOCK_N)
+    j = tl.arange(0, 64)
+    at = row.to(tl.int64)
+    q = tl.load(
+        Q + at * stride_qt + q_head[:, None] * stride_qh + d[None, :], mask=(lanes < G)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )  # fmt: skip
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    k_tile = K + head * stride_kh + d[:, None]
+    v_tile = V + head * stride_vh + dv[None, :]
+
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(position - window + 1, 0) // BLOCK_N
+    last = position // BLOCK_N
+    whole = tl.maximum(begin, tl.minimum(past // BLOCK_N, last + 1))
+    for tile in range(begin, whole):  # committed keys alone
+        key = tile * BLOCK_N + n
+        slot = start + key
+        k = tl.load(k_tile + slot[None, :] * stride_kp, mask=(d < D)[:, None], other=0.0)
+        v = tl.load(v_tile + slot[:, None] * stride_vp, mask=(dv < DV)[None, :], other=0.0)
+        there = key >= 0
+        if WINDOW:
+            there = key > position - window
+        s = scores(q, k, there[None, :], scale, softcap, SOFTCAP, UPCAST, PRECISION)
+        m, total, acc = accumulate(s, v, m, total, acc, UPCAST, PRECISION)
+    for tile in tl.range(whole, last + 1, num_stages=1):
+        key = tile * BLOCK_N + n
+        slot = start + key
+        there = key <= position
+        if not CAUSAL:  # which of the drafts at a position is an ancestor, or the row itself
+            found = tl.zeros([BLOCK_N], tl.int32)
+            for word in range(W):
+                column = word * 64 + j
+                seen = ((tl.load(WORDS + at * W + word) >> j.to(tl.int64)) & 1) != 0
+                seen = seen & (column < tree)
+                where = tl.load(REGION + region + column, mask=seen, other=-1).to(tl.int32)
+                same = (where[None, :] == key[:, None]) & seen[None, :]
+                slot += tl.sum(tl.where(same, (past + column)[None, :] - key[:, None], 0), 1)
+                found += tl.sum(same.to(tl.int32), 1)
+            there = there & ((key < past) | (found > 0))
+        if WINDOW:
+            there = there & (key > position - window)
+        k = tl.load(k_tile + slot[None, :] * stride_kp, mask=(d < D)[:, None] & there[None, :], other=0.0)
+        v = tl.load(v_tile + slot[:, None] * stride_vp, mask=there[:, None] & (dv < DV)[None, :], other=0.0)
+        s = scores(q, k, there[None, :], scale, softcap, SOFTCAP, UPCAST, PRECISION)
+        m, total, acc = accumulate(s, v, m, total, acc, UPCAST, PRECISION)
+
+    if SINK:
+        sink = tl.load(SINKS + q_head, mask=lanes < G, other=0.0).to(tl.float32) * 1.4426950408889634
+        new = tl.maximum(m, sink)
+        shrink = tl.exp2(m - new)
+        acc = acc * shrink[:, None]
+        total = total * shrink + tl.exp2(sink - new)
+    out = acc / tl.where(total == 0, 1.0, total)[:, None]
+    there_out = (lanes < G)[:, None] & (dv < DV)[None, :]
+    tl.store(
+        OUT + at * stride_ot + q_head[:, None] * stride_oh + dv[None, :], out.to(OUT.dtype.element_ty), mask=there_out
+    )
+
+
+def launch_rows(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: Tensor,
+    region: Tensor | None,
+    positions: Tensor,
+    words: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """See :func:`arbordraft.kernels.ragged_tree_attention.reference.attention_by_layout`."""
+    rows, heads, dim = query.shape
+    kv_heads, value_dim = keys.shape[1], values.shape[2]
+    samples, group = layout.shape[1] - 1, heads // kv_heads
+    out = query.new_empty(rows, heads, value_dim)
+    if rows == 0:
+        return out
+    attend_row[rows, kv_heads](
+        query, keys, values, out, out if sinks is None else sinks, layout, positions if region is None else region,
+        positions, positions if words is None else words, scale, softcap or 1.0, window, samples,
+        *(stride for tensor in (query, keys, values, out) for stride in tensor.stride()[:2]),
+        G=group, D=dim, DV=value_dim, **row_tile(group, dim, value_dim, query.dtype),
+        W=1 if words is None else words.shape[1], SEARCH=samples.bit_length(), CAUSAL=words is None, WINDOW=window > 0,
+        SOFTCAP=softcap > 0, SINK=sinks is not None, **numbers(query), enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+__all__ = ["attend_row", "launch_rows"]

@@ -1,0 +1,130 @@
+"""Runs the linears of a model, too, in Triton, on a GPU, so that no row's bits depend on the rows beside it.
+
+Where :mod:`arbordraft.target.fused_modules` calls a model's own linears, whose products cuBLAS adds up in an order that
+hangs on the number of rows, these forwards run :mod:`arbordraft.kernels.fused_linear`. Seven launches make a layer.
+
+Shapes: T packed rows, H hidden size.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from arbordraft.kernels.fused_linear import gated_linear, linear
+from arbordraft.target.attention import Attending, AttentionCall, Projection, UnsupportedModel
+from arbordraft.target.fused_modules import NormForm, Recognised, is_tables
+from arbordraft.target.model_view import heard
+from arbordraft.target.prepacked.probing import hooked, plain
+
+_NO_NORM = NormForm(0.0, 0.0, False)
+
+
+def fuse_linears(model: Any, found: Recognised, layers: Iterable[nn.Module]) -> None:
+    """Gives forwards of Triton products to the attentions, MLPs and the head of a view.
+
+    Args:
+        model: the view.
+        found: what :func:`~arbordraft.target.fused_modules.fuse` has recognised in it.
+        layers: its decoder layers.
+
+    Raises:
+        UnsupportedModel: if a module with weights would compute by other means; names all of them.
+    """
+    done: set[nn.Module] = set(found.norms)
+    for attention, call in found.calls.items():
+        parts: dict[str, Any] = dict(attention.named_children())
+        linears = [parts[f"{name}_proj"] for name in "qkvo"]
+        norms = [parts[name] for name in ("q_norm", "k_norm") if name in parts]
+        form = _common_form(norms, found)
+        even = call.dim == call.value_dim and call.dim % 2 == 0
+        if form is not None and even and _plain(linears[:3]) and _plain(linears[3:]):
+            vars(attention)["forward"] = partial(_run_attention, attention, call, linears, norms, form)
+            done.update(linears)
+    for mlp, activation in found.gates.items():
+        parts = dict(mlp.named_children())
+        linears = [parts[f"{name}_proj"] for name in ("gate", "up", "down")]
+        if _plain(linears[:2]) and _plain(linears[2:]):
+            vars(mlp)["forward"] = partial(_run_mlp, linears, activation)
+            done.update(linears)
+    head = model.get_output_embeddings()
+    if _plain([head]):
+        vars(head)["forward"] = partial(_run_linear, head)
+        done.add(head)
+    names = {module: name for name, module in model.named_modules()}
+    known = (nn.Embedding,)  # which looks rows up
+    left = [module for module in names if module._parameters and module not in done and not isinstance(module, known)]
+    if left := left or [layer for layer in layers if layer not in found.layers]:
+        listed = ", ".join(f"{names[module]} ({type(module).__name__})" for module in left[:5])
+        raise UnsupportedModel(
+            f"row_invariant=True needs kernels for all modules with weights, and there are none for {listed}"
+            + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        )
+
+
+def _common_form(norms: list[nn.Module], found: Recognised) -> NormForm | None:
+    """The form of the norms of both queries and keys, or of neither; ``None`` if kernels cannot take them along."""
+    if not norms:
+        return _NO_NORM
+    forms = {found.norms.get(norm) for norm in norms}
+    return forms.pop() if len(norms) == 2 and len(forms) == 1 and not any(map(_listened, norms)) else None
+
+
+def _plain(linears: list[Any]) -> bool:
+    """Whether these are torch's own linears to which nobody listens, all with a bias or none."""
+    return (
+        all(
+            type(module) is nn.Linear and not hooked(module) and all(map(plain, module.parameters()))
+            for module in linears
+        )
+        and len({module.bias is None for module in linears}) == 1
+    )
+
+
+def _listened(module: nn.Module) -> bool:
+    """Whether somebody listens to a module that has a forward of ours."""
+    return bool(heard(module._forward_hooks) or heard(module._forward_pre_hooks))
+
+
+def _weights(linears: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights and biases as they are now."""
+    biases = [module.bias for module in linears]
+    return [module.weight.contiguous() for module in linears], [] if biases[0] is None else biases
+
+
+def _run_linear(module: Any, x: Tensor) -> Tensor:
+    return linear(x, module.weight.contiguous(), module.bias)
+
+
+def _run_mlp(linears: list[Any], activation: str, x: Tensor) -> Tensor:
+    """``[..., H]``."""
+    return _run_linear(linears[2], gated_linear(x, *_weights(linears[:2]), activation))
+
+
+def _run_attention(
+    attention: Any,
+    call: AttentionCall,
+    linears: list[Any],
+    norms: list[Any],
+    form: NormForm,
+    *,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    ragged: Attending,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """``[1, T, H]``, and no weights."""
+    if attention_mask is not None or not is_tables(position_embeddings, call.dim, hidden_states):
+        raise UnsupportedModel(f"{type(attention).__name__} was called otherwise than row_invariant=True can do")
+    layer: int = attention.layer_idx
+    ragged.layers[layer] = call
+    weights, biases = _weights(linears[:3])
+    projection = Projection(hidden_states[0], weights, biases, [norm.weight for norm in norms], *form)
+    cosine, sine = position_embeddings
+    out = ragged.project_and_attend(layer, projection, call, (cosine[0], sine[0]))
+    return _run_linear(linears[3], out.reshape(1, len(out), -1)), None
+
+
+__all__ = ["fuse_linears"]
