@@ -37,7 +37,7 @@ QUICK := $(addprefix tests/,decoding/test_losslessness.py decoding/test_generate
 check: lint ## Lint, type-check and run the quick tests: a minute or two
 	$(PYTEST) $(QUICK) $(ARGS)
 
-test: ## Lint, type-check and run all tests but those that soak: half an hour on two threads, the first time
+test: ## Lint, type-check and run all tests but those that soak: 17 minutes on two cores, the first time
 	$(MAKE) --no-print-directory --jobs=2 suite lint
 
 suite: $(VENV)/.compiled

@@ -123,6 +123,25 @@ def rotate_append(
     return Work(rows * (2 * numbers * itemsize + _INDEX), 3 * rows * (heads + kv_heads) * turning)
 
 
+def linear(rows: int, inputs: int, outputs: int, itemsize: int) -> Work:
+    """A product of rows with the weights of a linear."""
+    numbers = rows * (inputs + outputs) + inputs * outputs
+    return Work(numbers * itemsize, 2 * rows * inputs * outputs, matrix=True)
+
+
+def gated_linear(rows: int, inputs: int, outputs: int, itemsize: int) -> Work:
+    """Two products with the same rows, of which one gates the other."""
+    numbers = rows * (inputs + outputs) + 2 * inputs * outputs
+    return Work(numbers * itemsize, 4 * rows * inputs * outputs, matrix=True)
+
+
+def project_rotate_append(rows: int, inputs: int, heads: int, kv_heads: int, size: int, itemsize: int) -> Work:
+    """Products that make queries, keys and values, which are rotated, but for the last, and written."""
+    outputs = (heads + 2 * kv_heads) * size
+    numbers = rows * (inputs + outputs + 2 * size) + inputs * outputs
+    return Work(numbers * itemsize + rows * _INDEX, 2 * rows * inputs * outputs, matrix=True)
+
+
 def row_stats(rows: int, vocabulary: int, itemsize: int) -> Work:
     """Highest score, its place and the mass below it, by chunk: a comparison, a difference, an exponential, a sum."""
     chunks = -(-vocabulary // CHUNK)

@@ -95,6 +95,7 @@ def load(
     device: str | torch.device | None = None,
     keep_weights: bool = True,
     weights: str | None = None,
+    row_invariant: bool = False,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     revision: str | None = None,
     topology: TreeTopology | None = None,
@@ -119,6 +120,7 @@ def load(
         keep_weights: see :class:`~arbordraft.RaggedModel`.
         weights: see :class:`~arbordraft.RaggedModel`; ``file`` for the blocks of a GGUF file, as they are, which stay
             there: the file is read as long as the model is used.
+        row_invariant: see :class:`~arbordraft.RaggedModel`.
         tokenizer: by default the one that belongs to the model, if there is one.
         revision: of a model on the hub.
         topology: the largest tree; by default what suits the drafter. Every step drafts and verifies of it what pays.
@@ -149,8 +151,14 @@ def load(
     """
     if isinstance(costs, str) and costs not in ("auto", "renew"):
         raise ValueError(f"costs must be auto, renew, a CostTable, StepCosts or None, got {costs!r}")
+    how: dict[str, Any] = {
+        "kernels": kernels,
+        "keep_weights": keep_weights,
+        "weights": weights,
+        "row_invariant": row_invariant,
+    }
     if isinstance(model, str | os.PathLike):
-        target = _target_named(os.fspath(model), dtype, kernels, device, keep_weights, tokenizer, revision, weights)
+        target = _target_named(os.fspath(model), dtype, device, tokenizer, revision, **how)
     else:
         given: dict[str, Any] = {"dtype": dtype, "device": device, "revision": revision}
         if isinstance(model, RaggedModel):
@@ -159,6 +167,7 @@ def load(
                 "tokenizer": tokenizer,
                 "keep_weights": None if keep_weights else False,
                 "weights": weights,
+                "row_invariant": row_invariant or None,
             }
         if clash := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{', '.join(clash)}: the model is in memory already; say so where it is made")
@@ -167,7 +176,7 @@ def load(
         else:
             if tokenizer is None and (home := getattr(model, "name_or_path", "")):
                 tokenizer = load_tokenizer(home, local_files_only=True)
-            target = RaggedModel(model, tokenizer, kernels=kernels, keep_weights=keep_weights, weights=weights)
+            target = RaggedModel(model, tokenizer, **how)
     proposer = (
         drafter_named(os.fspath(drafter), target) if isinstance(drafter, str | os.PathLike) else as_drafter(drafter)
     )
@@ -192,12 +201,13 @@ def load(
 def _target_named(
     name: str,
     dtype: str | torch.dtype | None,
-    kernels: str,
     device: str | torch.device | None,
-    keep_weights: bool = True,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     revision: str | None = None,
+    *,
+    kernels: str,
     weights: str | None = None,
+    **options: bool,
 ) -> RaggedModel:
     place = _device(device)
     if place.type == "cpu" and kernels in ("auto", "native"):
@@ -206,7 +216,7 @@ def _target_named(
         weights = None  # they are the model's own
     model, own = load_model(name, _dtype(dtype, place), revision, as_stored=as_stored)
     model.to(place)  # type: ignore[arg-type]
-    return RaggedModel(model, tokenizer or own, kernels=kernels, keep_weights=keep_weights, weights=weights)
+    return RaggedModel(model, tokenizer or own, kernels=kernels, weights=weights, **options)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -276,7 +286,7 @@ def load_target(
     Raises:
         ValueError: if the model is damaged, incomplete or no causal LM, or it has no tokenizer.
     """
-    target = _target_named(model, dtype, kernels, device, weights=weights)
+    target = _target_named(model, dtype, device, kernels=kernels, weights=weights)
     return target, tokenizer_of(target, model)
 
 

@@ -9,6 +9,7 @@ from triton.runtime import interpreter
 from arbordraft import TreeTopology
 from arbordraft.kernels import choice, work
 from arbordraft.kernels.fused_layers import add_rms_norm, gated_activation, rms_norm, rotate_append
+from arbordraft.kernels.fused_linear import gated_linear, linear, project_rotate_append
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
@@ -121,6 +122,29 @@ def test_rotation(touched, turning):
     pools = [torch.zeros(9, *heads.shape[1:]).half() for heads in (key, value)]
     rotate_append(query, key, value, cosine, sine, *pools, torch.tensor([4, 1, 7]))
     assert moved(touched) == work.rotate_append(3, 17, 2, 8, 5, 2, turning).bytes
+
+
+def test_products(touched):
+    x, weights = torch.randn(5, 40).half(), [torch.randn(24, 40).half() for _ in range(2)]
+    linear(x, weights[0])
+    assert moved(touched) == work.linear(5, 40, 24, 2).bytes
+    for where in ("read", "written"):
+        touched[where].clear()
+    gated_linear(x, weights)
+    assert moved(touched) == work.gated_linear(5, 40, 24, 2).bytes
+    for where in ("read", "written"):
+        touched[where].clear()
+    heads = [torch.randn(count * 8, 40).half() for count in (3, 1, 1)]
+    tables, pools = torch.randn(2, 5, 8).half(), torch.zeros(2, 9, 1, 8).half()
+    project_rotate_append(x, heads, [], [], 0.0, 0.0, False, *tables, *pools, torch.tensor([4, 1, 7, 0, 2]))
+    assert moved(touched) == work.project_rotate_append(5, 40, 3, 1, 8, 2).bytes
+
+
+def test_operations_of_products(touched):
+    """Where the tiles are full."""
+    x, weight = torch.randn(16, 128).half(), torch.randn(32, 128).half()
+    linear(x, weight)
+    assert touched["products"] == work.linear(16, 128, 32, 2).flops
 
 
 @pytest.mark.parametrize("vocabulary", [100, CHUNK + 7])

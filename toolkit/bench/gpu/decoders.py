@@ -1,11 +1,12 @@
 """Phase ``decoders``: whole decoders of tiny models against transformers, and recorded steps against eager ones.
 
 In float32 tokens must be the same. In types of 16 bits rounding may decide between two tokens that are about as likely.
-Then the distance of their logits is reported, and is wrong only where rounding cannot explain it.
+Then the distance of their logits is reported, and is wrong only where rounding cannot explain it. With row-invariant
+kernels every token must be that of plain decoding in any type, and every bit of a row the one that it has alone.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from operator import itemgetter
@@ -67,17 +68,21 @@ class DecoderRow:
 
 @dataclass(frozen=True)
 class RowsRow:
-    """How the logits of one row depend on the number of rows beside it: reported, not judged.
+    """How the logits of one row depend on the number of rows beside it.
 
     Args:
+        kernels: ``row-invariant`` ones, or the default.
         equal_rows: numbers of rows, from 1 to 64, with which they have the bits that they have alone.
         largest: difference to those alone, as a share of the largest logit.
+        correct: whether they never differ, where that is promised.
     """
 
     model: str
     dtype: str
+    kernels: str
     equal_rows: str
     largest: float
+    correct: bool | None = None
 
     @property
     def table(self) -> str:
@@ -112,16 +117,19 @@ class _Tiny:
     def parts(self) -> dict[str, Callable[[], Iterator[Any]]]:
         """What makes each drafter's rows, and the bits by rows; first those that run most kernels."""
         others = ("draft model", "none", "ngram")
+        invariant = {"row-invariant": self.invariant} if self.setting.on_gpu else {}
         return {
             "eagle": partial(self.compared, "eagle"),
             "bits": self.bits,
+            **invariant,
             **{drafter: partial(self.compared, drafter) for drafter in others},
         }
 
-    def target(self, seed: int = 0) -> RaggedModel:
+    def target(self, seed: int = 0, *, row_invariant: bool = False) -> RaggedModel:
         model: Any = self.make(seed)
         model = model.to(self.setting.device, self.dtype)
-        return RaggedModel(model, kernels="triton" if self.setting.on_gpu else "torch", self_test=False)
+        kernels = "triton" if self.setting.on_gpu else "torch"
+        return RaggedModel(model, kernels=kernels, row_invariant=row_invariant, self_test=False)
 
     def drafter(self, name: str, target: RaggedModel) -> Drafter:
         if name == "ngram":
@@ -154,6 +162,25 @@ class _Tiny:
         eagerly, found = self.decoded(eager, **drawn), self.decoded(recorded, **drawn)
         if self.exact:  # in 16 bits noise of 64 bits decides between scores that rounding moves
             yield self.row(target, name, "recorded, eager, drawn", found, eagerly, self.graphs(recorded))
+
+    def invariant(self) -> Iterator[DecoderRow | RowsRow]:
+        """Recorded lookups and ordinary drafts of a head against plain decoding, step by step; and the bits."""
+        target = self.target(row_invariant=True)
+        plain = SpeculativeDecoder(target, NoDrafter(), buckets=None)
+        eagle = self.drafter("eagle", target)
+        decoders = {
+            "ngram": SpeculativeDecoder(target, self.drafter("ngram", target), TreeTopology.chain(4), buckets=(8, 32)),
+            "eagle": SpeculativeDecoder(target, eagle, TREE, Coupling.shared(3), buckets=None),
+        }
+        greedy: dict[str, Any] = {"do_sample": False}
+        drawn: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seeds": [3, 4, 5]}
+        for check, options in (("plain, row-invariant", greedy), ("plain, row-invariant, drawn", drawn)):
+            expected = self.decoded(plain, **options)
+            for name, decoder in decoders.items():
+                found = self.decoded(decoder, **options)
+                row = self.row(target, name, check, found, expected, self.graphs(decoder))
+                yield replace(row, explained=None, correct=found == expected)
+        yield from self.bits(target)
 
     def decoded(self, decoder: SpeculativeDecoder, **options: Any) -> list[list[int]]:
         prompts: dict[str, Any] = left_padded(PROMPTS)
@@ -207,9 +234,9 @@ class _Tiny:
         return gap, ROUNDINGS * torch.finfo(self.dtype).eps / 2 * float(logits.abs().max())
 
     @torch.no_grad()
-    def bits(self) -> Iterator[RowsRow]:
+    def bits(self, target: RaggedModel | None = None) -> Iterator[RowsRow]:
         """Logits of the first row behind a prompt, with 0 to 63 rows behind it, which it does not see."""
-        target, text = self.target(), [*range(3, 3 + MOST_ROWS)]
+        target, text = target or self.target(), [*range(3, 3 + MOST_ROWS)]
 
         def first(rows: int) -> Tensor:
             cache = RaggedKVCache()
@@ -222,7 +249,9 @@ class _Tiny:
         behind = {rows: first(rows) for rows in range(1, MOST_ROWS + 1)}
         equal = [rows for rows, logits in behind.items() if torch.equal(logits, alone)]
         worst = max(float((logits.float() - alone.float()).abs().max()) for logits in behind.values())
-        yield RowsRow(self.name, named(self.dtype), ranges(equal), worst / float(alone.float().abs().max()))
+        kernels, right = ("row-invariant", len(equal) == MOST_ROWS) if target.row_invariant else ("default", None)
+        largest = worst / float(alone.float().abs().max())
+        yield RowsRow(self.name, named(self.dtype), kernels, ranges(equal), largest, right)
 
 
 def ranges(numbers: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Problems of the element-wise parts of decoder layers, each element within what its own roundings explain.
+"""Problems of the parts of decoder layers besides attention, each element within what its own roundings explain.
 
 Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, P pool rows.
 """
@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbordraft.bench.gpu.problem import Bands, Problem, rounding, share_of, unequal
-from arbordraft.bench.gpu.roofline import Stepped
+from arbordraft.bench.gpu.problem import Bands, Problem, largest_error, rounding, share_of, unequal
+from arbordraft.bench.gpu.roofline import FEW_ROWS, Stepped
 from arbordraft.kernels.fused_layers import (
     ACTIVATIONS,
     add_rms_norm,
@@ -22,16 +22,25 @@ from arbordraft.kernels.fused_layers import (
     rotate_append,
     rotate_append_reference,
 )
+from arbordraft.kernels.fused_linear import (
+    gated_linear,
+    gated_linear_reference,
+    linear,
+    linear_reference,
+    project_rotate_append,
+    project_rotate_append_reference,
+)
 
 EPSILON = 1e-3  # of norms; large, so that it shows
 SINGLE = torch.finfo(torch.float32)
 
 
 def layers(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
-    """Norms, gated activations and rotations of the rows of all trees."""
+    """Norms, gated activations and rotations of the rows of all trees; products of a few rows."""
     yield from norms(stepped, device)
     yield from activations(stepped, device)
     yield rotation(stepped, device)
+    yield from products(stepped, device)
 
 
 def norms(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
@@ -117,6 +126,76 @@ def rotation(stepped: Stepped, device: torch.device) -> Problem:
     return stepped.problem("rotate_append", run, error, 1.0, peer=peer)
 
 
+def products(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Linears, gated ones, and those that make queries, keys and values, rotated behind a norm of each head."""
+    generator, kind = torch.Generator().manual_seed(6), stepped.dtype
+    rows, size, inner = min(stepped.rows, FEW_ROWS), stepped.hidden, stepped.inner
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, kind)
+
+    x, weights = drawn(rows, size), [drawn(inner, size) * size**-0.5 for _ in range(2)]
+    wide = [(x.double() @ weight.double().T, _sums(x, weight)) for weight in weights]
+
+    def plain_error() -> float:
+        truth, bound = wide[0]
+        return share_of(linear(x, weights[0]), truth, bound + rounding(kind) * truth.abs() + _least(kind))
+
+    def gated_error() -> float:
+        (gate, by_gate), (up, by_up) = wide
+        truth = ACTIVATIONS["silu"](gate) * up
+        # SiLU is no steeper than 1.1; both products and the activation are rounded to the type, and then the result.
+        by_gate, by_up = (bound + rounding(kind) * exact.abs() for exact, bound in ((gate, by_gate), (up, by_up)))
+        bound = (1.1 * by_gate + rounding(kind) * ACTIVATIONS["silu"](gate).abs()) * (up.abs() + by_up)
+        bound += gate.abs() * by_up + (rounding(kind) + (4 + gate.abs()) * SINGLE.eps) * truth.abs() + _least(kind)
+        return share_of(gated_linear(x, weights), truth, bound)
+
+    peer = partial(linear_reference, x, weights[0], None)
+    yield stepped.problem("linear", partial(linear, x, weights[0]), plain_error, 1.0, peer=peer)
+    gated = partial(gated_linear_reference, x, weights, [], "silu")
+    yield stepped.problem("gated_linear", partial(gated_linear, x, weights), gated_error, 1.0, peer=gated)
+
+    heads = [count * stepped.size for count in (stepped.heads, stepped.kv_heads, stepped.kv_heads)]
+    projections = [drawn(count, size) * size**-0.5 for count in heads]
+    head_norms = [1 + drawn(stepped.size) / 4 for _ in range(2)]
+    angles = torch.randn(rows, stepped.size, generator=generator).to(device)
+    tables, bands = (angles.cos().to(kind), angles.sin().to(kind)), Bands()
+    shape = torch.Size((2 * rows, stepped.kv_heads, stepped.size))
+    keys, values = (bands.empty(x, shape, dtype=kind) for _ in range(2))
+    slots = torch.randperm(2 * rows, generator=generator)[:rows].to(device)
+    form = EPSILON, 0.0, False
+
+    def run() -> Tensor:
+        return project_rotate_append(x, projections, [], head_norms, *form, *tables, keys, values, slots)
+
+    def by_torch() -> Tensor:
+        return project_rotate_append_reference(x, projections, [], head_norms, *form, *tables, keys, values, slots)
+
+    def projected_error() -> float:
+        exact = keys.double(), values.double()
+        doubled: list[list[Tensor]] = [[tensor.double() for tensor in part] for part in (projections, head_norms)]
+        query = project_rotate_append_reference(
+            x.double(), doubled[0], [], doubled[1], *form, tables[0].double(), tables[1].double(), *exact, slots
+        )
+        found = run()
+        if bands.broken():
+            return math.inf
+        # Six roundings, of numbers that are no larger than the largest.
+        pairs = [
+            (found, query),
+            *((pool[slots], truth[slots]) for pool, truth in zip((keys, values), exact, strict=True)),
+        ]
+        allowed = 6 * rounding(kind) + 4 * size**0.5 * SINGLE.eps
+        return max(largest_error(*pair) for pair in pairs) / allowed
+
+    yield stepped.problem("project_rotate_append", run, projected_error, 1.0, peer=by_torch)
+
+
+def _sums(x: Tensor, weight: Tensor) -> Tensor:
+    """Bounds of what adding up in float32 errs by: four roundings of the sum of all magnitudes."""
+    return 4 * SINGLE.eps * (x.double().abs() @ weight.double().abs().T)
+
+
 def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
     """Rotated heads in float64, and the bound of what three roundings make of each number."""
     wide = heads.double()
@@ -138,4 +217,4 @@ def _least(dtype: torch.dtype) -> float:
     return kind.smallest_normal * kind.eps
 
 
-__all__ = ["activations", "layers", "norms", "rotation"]
+__all__ = ["activations", "layers", "norms", "products", "rotation"]

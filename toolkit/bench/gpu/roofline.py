@@ -15,6 +15,7 @@ from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.work import Work
 
 QUERY_HEADS = 32
+FEW_ROWS = 32  # of products with weights, about as many as a tree has
 FAST = Goal("us", 100)
 Out = TypeVar("Out")
 
@@ -163,6 +164,11 @@ class Stepped(NamedTuple):
         )
         turned = work.rotate_append(self.rows, self.heads, self.kv_heads, self.size, self.size, itemsize)
         yield "rotate_append", f"{rotated} of {self.size}", turned
+        few, wide = min(self.rows, FEW_ROWS), f"{self.hidden} to {self.inner}"
+        yield "linear", f"{few} rows, {wide}", work.linear(few, self.hidden, self.inner, itemsize)
+        yield "gated_linear", f"{few} rows, {wide}", work.gated_linear(few, self.hidden, self.inner, itemsize)
+        made = work.project_rotate_append(few, self.hidden, self.heads, self.kv_heads, self.size, itemsize)
+        yield "project_rotate_append", f"{few} rows of {self.hidden}, {self.heads}/{self.kv_heads} heads", made
 
     def problem(
         self,

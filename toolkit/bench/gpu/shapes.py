@@ -118,6 +118,11 @@ class ShapeModel:
         return RaggedModel(self.model, kernels="triton", self_test=False) if self.device.type == "cuda" else self.own
 
     @cached_property
+    def invariant(self) -> RaggedModel:
+        """The target with Triton kernels that give every row the bits that it has alone."""
+        return RaggedModel(self.model, kernels="triton", row_invariant=True, self_test=False)
+
+    @cached_property
     def head(self) -> EagleHead:
         """An EAGLE head for the first tokens of the vocabulary, with random weights."""
         layers, tokens = self.model.config.num_hidden_layers, min(DRAFT_VOCABULARY, self.model.config.vocab_size)
@@ -159,7 +164,10 @@ class ShapeModel:
 
     def warm_up(self) -> None:
         """Compiles all that the decoders of this model need."""
-        for decoder in (*(self.plain(rows) for rows in (1, 8, 32, 128)), self.drafting(CHAIN), self.drafting(TREE)):
+        plain = [self.plain(rows) for rows in (1, 8, 32, 128)]
+        if self.device.type == "cuda":
+            plain += [self.plain(rows, self.invariant) for rows in (1, 32)]
+        for decoder in (*plain, self.drafting(CHAIN), self.drafting(TREE)):
             self.by(decoder)(_WARM)
 
 

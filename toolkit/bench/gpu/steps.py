@@ -30,7 +30,7 @@ class StepRow:
 
     Args:
         steps: ``transformers``, ``eager`` or ``recorded``.
-        kernels: of the layers, ``torch`` or ``triton``; see ``RaggedModel``.
+        kernels: of the layers, ``torch``, ``triton`` or ``row-invariant``; see ``RaggedModel``.
         drafts: of every sample, ``none``, those of an EAGLE head or an oracle's.
         rows: rows of the target's forward, padding included.
         ms: median of a step's milliseconds, from one verdict (or token) to the next; on a CPU it says nothing.
@@ -92,6 +92,10 @@ class _Shape:
         target = self.model.own if own else self.model.target
         yield self.row("recorded", target.backend, "none", rows, self.model.by(self.model.plain(rows, target)))
 
+    def invariant(self, rows: int) -> Iterator[StepRow]:
+        plain = self.model.plain(rows, self.model.invariant)
+        yield self.row("recorded", "row-invariant", "none", rows, self.model.by(plain))
+
     def headed(self, named: str, tree: TreeTopology) -> Iterator[StepRow]:
         decode, kernels = self.model.by(self.model.drafting(tree)), self.model.target.backend
         yield self.row("recorded", kernels, f"{named} of a head", tree.num_nodes, decode)
@@ -141,6 +145,8 @@ def steps(setting: Setting) -> list[Item]:
             "oracle of 0.8, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.8, True),
             "chain of a head": partial(shape.headed, "chain of 4", CHAIN),
             "recorded, 32 rows": partial(shape.recorded, 32 if setting.on_gpu else 2),
+            "recorded, row-invariant": partial(shape.invariant, 1),
+            "recorded, row-invariant, 32 rows": partial(shape.invariant, 32),
             "transformers": shape.transformers,
             "eager": shape.eager,
         }
@@ -157,6 +163,7 @@ def steps(setting: Setting) -> list[Item]:
         first += [Item(f"{name}: {part}", run) for part, run in telling.items()]
         second += [Item(f"{name}: {part}", run) for part, run in rest.items()]
     if not setting.on_gpu:  # others tell no more there
+        first = [item for item in first if "row-invariant" not in item.name]
         wanted = ("tree of a head", "chain", "tree with a head")
         second = [item for item in second if item.name.endswith(wanted)]
     return [*first, *second]
