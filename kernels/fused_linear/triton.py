@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from arbordraft.kernels.fused_layers.triton import EXACT, activated
-from arbordraft.kernels.ragged_tree_attention.triton import numbers
+from arbordraft.kernels.ragged_tree_attention.softmax import numbers
 
 FEW = 16  # rows, the least that a matrix instruction takes
 MOST = 32  # rows of a tile: from 64 on Hopper's wgmma would add up in another order

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from arbordraft.kernels.ragged_tree_attention.softmax import accumulate, numbers, scores
 from arbordraft.kernels.ragged_tree_attention.tiling import row_tile
-from arbordraft.kernels.ragged_tree_attention.triton import accumulate, numbers, scores
 
 
 @triton.jit

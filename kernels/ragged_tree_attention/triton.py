@@ -14,48 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from arbordraft.kernels.ragged_tree_attention.row import launch_rows
+from arbordraft.kernels.ragged_tree_attention.softmax import accumulate, numbers, scores
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
-
-
-@triton.jit
-def scores(
-    q,
-    k,
-    visible,
-    scale,
-    softcap,
-    SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Scores in units of log2, ``-inf`` where a key is not visible."""
-    if UPCAST:  # the interpreter cannot multiply bfloat16
-        q = q.to(tl.float32)
-        k = k.to(tl.float32)
-    s = tl.dot(q, k, input_precision=PRECISION) * scale
-    if SOFTCAP:
-        x = s / softcap
-        # tanh without a library: libdevice is not there on every backend, nor in the interpreter.
-        e = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x))
-        t = (1.0 - e) / (1.0 + e)
-        s = softcap * tl.where(x < 0, -t, t)
-    s = s * 1.4426950408889634
-    return tl.where(visible, s, -float("inf"))
-
-
-@triton.jit
-def accumulate(s, v, m, l, acc, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds a tile of scores and values to the running softmax."""
-    new = tl.maximum(m, tl.max(s, 1))
-    safe = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen nothing yet
-    p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(m - safe)
-    acc = acc * shrink[:, None]
-    if UPCAST:
-        acc = tl.dot(p, v.to(tl.float32), acc, input_precision=PRECISION)
-    else:
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return new, l * shrink + tl.sum(p, 1), acc
 
 
 @triton.jit
@@ -251,17 +212,6 @@ def combine(
     tl.store(OUT + t.to(tl.int64) * stride_ot + h * stride_oh + dv, out.to(OUT.dtype.element_ty), mask=dv < DV)
 
 
-def precision(dtype: torch.dtype, hip: bool) -> str:
-    """How matrices are multiplied: float32 in three parts of the matrix units of NVIDIA, which have no other way."""
-    return "tf32x3" if dtype == torch.float32 and not hip else "ieee"
-
-
-def numbers(tensor: Tensor) -> dict[str, bool | str]:
-    """How a kernel multiplies matrices of a tensor's type, on its device."""
-    upcast = tensor.dtype == torch.bfloat16 and not tensor.is_cuda
-    return {"UPCAST": upcast, "PRECISION": precision(tensor.dtype, torch.version.hip is not None)}
-
-
 def launch(
     query: Tensor,
     keys: Tensor,
@@ -280,8 +230,6 @@ def launch(
 ) -> Tensor:
     """See :func:`arbordraft.kernels.ragged_tree_attention.reference.attention_by_layout`."""
     if row_invariant:
-        from arbordraft.kernels.ragged_tree_attention.row import launch_rows
-
         return launch_rows(query, keys, values, layout, region, positions, words, scale, window, softcap, sinks)
     rows, heads, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[2]
@@ -354,4 +302,4 @@ def launch(
     return out
 
 
-__all__ = ["accumulate", "attend", "combine", "launch", "numbers", "precision", "scores"]
+__all__ = ["attend", "combine", "launch"]

@@ -18,7 +18,7 @@ from arbordraft.kernels.fused_layers import triton as fused_layers
 from arbordraft.kernels.fused_linear import triton as fused_linear
 from arbordraft.kernels.gumbel import triton as gumbel
 from arbordraft.kernels.kv_cache import triton as kv_cache
-from arbordraft.kernels.ragged_tree_attention import row
+from arbordraft.kernels.ragged_tree_attention import row, softmax
 from arbordraft.kernels.ragged_tree_attention import triton as attention
 from arbordraft.kernels.ragged_tree_attention.tiling import choose, row_tile
 from arbordraft.kernels.tree_expand import triton as tree_expand
@@ -127,7 +127,7 @@ def attention_case(target, rows, size, dtype, group=4, causal=False, options=Fal
         **{"G": group, "D": size, "DV": size, "BLOCK_D": size, "BLOCK_DV": size, "W": 1, "SEARCH": 5},
         **{"BLOCK_Q": how.block_q, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "SPLITS": how.splits},
         **{"CAUSAL": causal, "WINDOW": options, "SOFTCAP": options, "SINK": options, "UPCAST": False},
-        "PRECISION": attention.precision(torch.float32 if exact else torch.bfloat16, hip),
+        "PRECISION": softmax.precision(torch.float32 if exact else torch.bfloat16, hip),
     }
     name = f"attend {dtype} heads of {size}, {how.block_m} rows x {how.block_n} keys, {how.splits} splits"
     name += ", causal" * causal + ", all options" * options
@@ -164,7 +164,7 @@ def row_cases(target):
         return
 
     def case(name, kernel, dtype, constants, how):
-        numbers = {"UPCAST": False, "PRECISION": attention.precision(TYPES[dtype], False)}
+        numbers = {"UPCAST": False, "PRECISION": softmax.precision(TYPES[dtype], False)}
         constants = constants | {key: value for key, value in how.items() if key.isupper()} | numbers
         return (
             name,

@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.drafters import NoDrafter
 from arbordraft.kernels import choice, native
-from arbordraft.kernels.ragged_tree_attention import row
 from arbordraft.kernels.ragged_tree_attention import triton as attention
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
@@ -107,11 +106,9 @@ def test_other_attention_would_be_seen(ordered, monkeypatch):
 
     def elsewhere(query, keys, values, layout, region, positions, words, *options):
         most, longest = int((layout[0, 1:] - layout[0, :-1]).max()), int(layout[2].max())
-        return attention.launch(
-            query, keys, values, layout, region, positions, words, *options, most, longest, row_invariant=False
-        )
+        return attention.launch(query, keys, values, layout, region, positions, words, *options, most, longest, False)
 
-    monkeypatch.setattr(row, "launch_rows", elsewhere)
+    monkeypatch.setattr(attention, "launch_rows", elsewhere)
     assert different_rows(invariant(varied("llama").to(torch.float16)))
 
 
@@ -188,8 +185,8 @@ def test_recorded_steps_attend_row_by_row():
     target = invariant(varied("llama"))
     decoder = SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(2), buckets=(8,))
     seen = []
-    launch = row.launch_rows
+    launch = attention.launch_rows
     with pytest.MonkeyPatch.context() as patch, choice.use("triton"):
-        patch.setattr(row, "launch_rows", lambda *given: seen.append(len(given[0])) or launch(*given))
+        patch.setattr(attention, "launch_rows", lambda *given: seen.append(len(given[0])) or launch(*given))
         decode(decoder, PROMPTS[:1], max_new_tokens=3)
     assert 8 in seen

@@ -1,0 +1,61 @@
+"""A softmax that runs along with the keys, for every kernel of ragged tree attention, and how these multiply."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def scores(
+    q,
+    k,
+    visible,
+    scale,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Scores in units of log2, ``-inf`` where a key is not visible."""
+    if UPCAST:  # the interpreter cannot multiply bfloat16
+        q = q.to(tl.float32)
+        k = k.to(tl.float32)
+    s = tl.dot(q, k, input_precision=PRECISION) * scale
+    if SOFTCAP:
+        x = s / softcap
+        # tanh without a library: libdevice is not there on every backend, nor in the interpreter.
+        e = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x))
+        t = (1.0 - e) / (1.0 + e)
+        s = softcap * tl.where(x < 0, -t, t)
+    s = s * 1.4426950408889634
+    return tl.where(visible, s, -float("inf"))
+
+
+@triton.jit
+def accumulate(s, v, m, total, acc, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds a tile of scores and values to the running softmax."""
+    new = tl.maximum(m, tl.max(s, 1))
+    safe = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen nothing yet
+    p = tl.exp2(s - safe[:, None])
+    shrink = tl.exp2(m - safe)
+    acc = acc * shrink[:, None]
+    if UPCAST:
+        acc = tl.dot(p, v.to(tl.float32), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return new, total * shrink + tl.sum(p, 1), acc
+
+
+def precision(dtype: torch.dtype, hip: bool) -> str:
+    """How matrices are multiplied: float32 in three parts of the matrix units of NVIDIA, which have no other way."""
+    return "tf32x3" if dtype == torch.float32 and not hip else "ieee"
+
+
+def numbers(tensor: Tensor) -> dict[str, bool | str]:
+    """How a kernel multiplies matrices of a tensor's type, on its device."""
+    upcast = tensor.dtype == torch.bfloat16 and not tensor.is_cuda
+    return {"UPCAST": upcast, "PRECISION": precision(tensor.dtype, torch.version.hip is not None)}
+
+
+__all__ = ["accumulate", "numbers", "precision", "scores"]
