@@ -15,6 +15,8 @@ from support.models import EOS, PROMPTS, VOCAB, ragged, tiny
 import arbordraft as ad
 from arbordraft.decoding.engine import Engine, EngineClosed, QueueFull
 from arbordraft.decoding.requests import Request
+from arbordraft.heads.eagle import EagleHead
+from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 
 TREE = ad.TreeTopology.from_k_config((2, 2, 1))
@@ -546,6 +548,50 @@ def test_common_beginnings_are_copied(monkeypatch, rows):
     engine.run()
     assert [[answer.tokens for answer in stream.answers] for stream in streams] == expected[1:]
     assert Counted.copied >= 5 * 50 - 5
+
+
+def recorded(kind):
+    """A decoder whose steps have fixed shapes."""
+    target = ragged(num_hidden_layers=4)
+    if kind == "lookups":
+        return ad.SpeculativeDecoder(target, ad.NGramDrafter(), ad.TreeTopology.chain(3), buckets=(8, 32))
+    if kind == "head":
+        torch.manual_seed(1)
+        head = EagleHead.for_target(target.model, list(range(40)), hidden_layers=[1, 2, 3])
+        return ad.SpeculativeDecoder(target, ad.EagleDrafter(head, target), TREE, buckets=(32,))
+    drawn = ad.Coupling(ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection()))
+    coupling = drawn if kind == "random drafts" else None
+    return ad.SpeculativeDecoder(target, ad.LanguageModelDrafter(ragged(seed=3)), TREE, coupling, buckets=(32,))
+
+
+@pytest.mark.parametrize("kind", ["lookups", "head", "draft model", "random drafts"])
+def test_recorded_steps_keep_finished_texts_and_become_no_wider(kind):
+    made, system = recorded(kind), text(50, 1)
+    asked = [Request(prompt=[*system, *text(n, n)], max_new_tokens=5, seed=n, temperature=n % 3) for n in range(3, 12)]
+    apart = Engine(recorded(kind), max_tokens=4000, reuse=False)
+    expected = [[answer.tokens for answer in apart.submit(request).result()] for request in asked]
+    engine = Engine(made, max_tokens=4000, max_samples=2, max_rows=100, reuse=True)
+    found = [[answer.tokens for answer in engine.submit(request).result()] for request in asked[:5]]
+    assert {bucket.samples for bucket in made.stepper.static.shapes} == {1}
+    assert len(engine._scheduler.state.samples) == 5
+    streams = [engine.submit(request) for request in asked[5:]]
+    engine.run()
+    found += [[answer.tokens for answer in stream.answers] for stream in streams]
+    assert found == expected
+    assert {bucket.samples for bucket in made.stepper.static.shapes} == {1, 2}
+
+
+def test_noise_of_another_place_would_be_seen(monkeypatch):
+    """Negative control: two samples beside finished texts draw with each other's noise."""
+    made = recorded("lookups")
+    asked = [Request(prompt=text(40, n), max_new_tokens=6, seed=n, temperature=1.0) for n in range(4)]
+    expected = [alone(made, request) for request in asked]
+    seated = GumbelNoise.seated
+    monkeypatch.setattr(GumbelNoise, "seated", lambda noise, seats: seated(noise, seats[::-1]))
+    engine = Engine(made, max_tokens=4000, max_samples=2, reuse=True)
+    streams = [engine.submit(request) for request in asked]
+    engine.run()
+    assert [[answer.tokens for answer in stream.answers] for stream in streams] != expected
 
 
 def test_several_answers_read_their_prompt_once(monkeypatch):

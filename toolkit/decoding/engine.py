@@ -96,8 +96,6 @@ class Engine:
             )
         self.max_rows = check_int("max_rows", max_rows, 1)
         self.max_waiting = None if max_waiting is None else check_int("max_waiting", max_waiting, 0)
-        if reuse and decoder.stepper.fixed:
-            raise ValueError("steps of fixed shapes keep no finished texts: build the decoder with buckets=None")
         if reuse is None:
             reuse = decoder.stepper.can_share
         self._samples_of = RequestSamples(decoder)

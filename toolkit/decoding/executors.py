@@ -104,7 +104,9 @@ class RecordedExecutor:
         told = (draft_temperature(sample, self.shared) is not None and not sample.path_state for sample in active)
         if len(self.kinds(active)) != 1 or isinstance(noise, Noise) or not all(told):
             return None
-        return StepAhead(self.static, state, self._whole, noise, _temperatures(state))
+        seats = state.seats()
+        seated = None if noise is None else noise.seated(seats)
+        return StepAhead(self.static, state, self._whole, seated, _temperatures(state, seats), seats)
 
     def done(self, state: DecodeState, tree: DraftTree, ahead: StepAhead) -> Judged | None:
         """What the step came to if it has been done with the draft, of which these are the trees."""
@@ -112,12 +114,13 @@ class RecordedExecutor:
             return None
         state.stats.count_padding(result.padding)
         state.give_up(result.failed)
-        hidden = result.hidden
-        return Judged(result.verdict, lambda sample, rows: hidden[sample, : len(rows)], state.cache.advance)
+        hidden, places = result.hidden, ahead.places
+        return Judged(result.verdict, lambda sample, rows: hidden[places[sample], : len(rows)], state.cache.advance)
 
     def __call__(self, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None) -> Judged:
         assert isinstance(state.cache, StaticCache)
-        temperatures = _temperatures(state)
+        seats = state.seats()
+        places, temperatures = {number: place for place, number in enumerate(seats)}, _temperatures(state, seats)
         verdicts: list[Verdict] = []
         hidden: dict[int, Tensor] = {}
         with state.stats.phase("target"):
@@ -125,21 +128,20 @@ class RecordedExecutor:
                 part = tree.take([sample.number for sample in samples])
                 batch = lay_out(state, part, self.mask, causal=False)
                 count(state, part, batch)
-                drawn = None if all(sample.greedy for sample in samples) else noise
-                result = self.static(part, batch, drawn, state.cache, samples[0].pipeline, temperatures)
+                drawn = None if noise is None or all(sample.greedy for sample in samples) else noise.seated(seats)
+                result = self.static(part.seated(seats), batch, drawn, state.cache, samples[0].pipeline, temperatures)
                 state.stats.count_padding(result.padding)
-                state.give_up(result.failed)
-                verdicts.append(_shifted(result.verdict, part, tree))
-                hidden |= dict.fromkeys(part.living, result.hidden)
+                state.give_up([seats[place] for place in result.failed])
+                verdicts.append(_shifted(result.verdict.unseated(seats, len(tree)), part, tree))
+                hidden |= {number: result.hidden[places[number]] for number in part.living}
         # Of roots and paths already, by sample.
-        return Judged(
-            Verdict.joined(verdicts), lambda sample, rows: hidden[sample][sample, : len(rows)], state.cache.advance
-        )
+        return Judged(Verdict.joined(verdicts), lambda sample, rows: hidden[sample][: len(rows)], state.cache.advance)
 
 
-def _temperatures(state: DecodeState) -> list[float]:
-    """By sample, 0 for a greedy one."""
-    return [1.0 if one is None else 0.0 if one.greedy else one.pipeline.temperature or 1.0 for one in state.samples]
+def _temperatures(state: DecodeState, seats: Sequence[int]) -> list[float]:
+    """By place, 0 for a greedy sample."""
+    seated = [state.samples[number] if number >= 0 else None for number in seats]
+    return [1.0 if one is None else 0.0 if one.greedy else one.pipeline.temperature or 1.0 for one in seated]
 
 
 def _shifted(verdict: Verdict, part: DraftTree, whole: DraftTree) -> Verdict:

@@ -229,6 +229,9 @@ class DecodeState:
         stats: what is counted, all samples together.
         samples: by their numbers; ``None`` where a number is free.
         fixed_batch: whether nobody else will join.
+
+    Attributes:
+        most: samples that had not ended at a time, at most.
     """
 
     cache: RaggedKVCache
@@ -236,6 +239,7 @@ class DecodeState:
     stats: DecodeStats
     samples: list[Sample | None] = field(default_factory=list)
     fixed_batch: bool = False
+    most: int = field(init=False, default=0)
 
     def __getitem__(self, number: int) -> Sample:
         """The sample with a number that is taken."""
@@ -257,6 +261,18 @@ class DecodeState:
         """Gives a sample the lowest free number."""
         sample.number = next((n for n, other in enumerate(self.samples) if other is None), len(self.samples))
         self.samples[sample.number : sample.number + 1] = [sample]
+        self.most = max(self.most, sum(one is not None and not one.ended for one in self.samples))
+
+    def seats(self) -> list[int]:
+        """By place in a table of fixed shapes the number of a sample, -1 for none.
+
+        Every number has a place. Beside texts that have ended and are kept, only samples that take part have one, so
+        that tables are no wider than without them.
+        """
+        if len(self.samples) <= self.most:
+            return list(range(len(self.samples)))
+        numbers = [sample.number for sample in self.active]
+        return numbers + [-1] * (self.most - len(numbers))
 
     def give_up(self, numbers: Sequence[int]) -> None:
         """Ends samples for which the target gave no numbers, and drops what this step wrote for them."""

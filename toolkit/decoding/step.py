@@ -101,7 +101,7 @@ class Stepper:
     @property
     def can_share(self) -> bool:
         """Whether beginnings that are copied from another sample have the bits of those that are read."""
-        return self.target.row_invariant and not self.fixed
+        return self.target.row_invariant
 
     def least_tokens(self, samples: int) -> int:
         """Fewest rows of a cache for some samples at a time in which one has room for a token behind another."""

@@ -60,6 +60,12 @@ class Noise:
                 uniforms[:, sample] = torch.from_numpy(own)
         return cls(*uniforms)
 
+    def seated(self, seats: Sequence[int]) -> "Noise":
+        """The same for samples with other numbers: by new number the old one, -1 for nobody."""
+        if len(seats) == len(self.accept):
+            return self
+        return Noise(*(uniforms[list(seats)] for uniforms in (self.draft, self.accept, self.final)))
+
 
 class SharedSource:
     """Where the noise comes from that target and drafter share: for one text, a function of its seed alone.
@@ -97,6 +103,13 @@ class GumbelNoise:
 
     sources: Sequence[SharedSource | None]
     lengths: Sequence[int]
+
+    def seated(self, seats: Sequence[int]) -> "GumbelNoise":
+        """The same for samples with other numbers: by new number the old one, -1 for nobody."""
+        if len(seats) == len(self.sources):
+            return self
+        sources = [self.sources[number] if number >= 0 else None for number in seats]
+        return GumbelNoise(sources, [self.lengths[number] if number >= 0 else 0 for number in seats])
 
     def perturb(self, scores: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
         """Adds to draft scores the noise with which the target will draw.

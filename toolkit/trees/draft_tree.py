@@ -5,9 +5,9 @@ rows, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -171,6 +171,18 @@ class DraftTree:
             parent=np.where(parent < 0, -1, place[parent.clip(0)]),
             draft_rows=self.draft_rows,
         )
+
+    def seated(self, seats: Sequence[int]) -> "DraftTree":
+        """The same rows of samples with other numbers.
+
+        Args:
+            seats: by new number the old one, ascending, -1 for none; those that take part are all among them.
+        """
+        if len(seats) == len(self):
+            return self
+        lengths = [self.lengths[number] if number >= 0 else 0 for number in seats]
+        proposals = [self.proposals[number] if number >= 0 else None for number in seats]
+        return replace(self, proposals=proposals, offsets=[0, *accumulate(lengths)])
 
     def __len__(self) -> int:
         """B."""

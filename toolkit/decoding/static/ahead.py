@@ -111,6 +111,7 @@ class StepAhead:
         whole: trees of all nodes down to some levels, by sample.
         noise: shared noise of the step; ``None`` if all samples are greedy.
         temperatures: see :meth:`StaticStepping.__call__`.
+        seats: see :meth:`~arbordraft.decoding.state.DecodeState.seats`; noise and temperatures are by these places.
     """
 
     def __init__(
@@ -120,8 +121,10 @@ class StepAhead:
         whole: Callable[[tuple[int | None, ...]], WholeTrees],
         noise: GumbelNoise | None,
         temperatures: Sequence[float],
+        seats: Sequence[int],
     ) -> None:
         self.static, self.state, self.whole = static, state, whole
+        self.seats, self.places = seats, {number: place for place, number in enumerate(seats)}
         self.noise, self.temperatures = noise, temperatures
         self.rows, self.alone = static.drafts.rows, static.drafts
         self._found: _Found | None = None
@@ -139,11 +142,11 @@ class StepAhead:
         static, own = self.static, self.state.cache
         assert isinstance(own, StaticCache)
         assert isinstance(cache, StaticCache)
-        levels: list[int | None] = [None] * len(self.state.samples)
+        levels: list[int | None] = [None] * len(self.seats)
         for sample in (active := self.state.active):
-            levels[sample.number] = 0
+            levels[self.places[sample.number]] = 0
         for number, level in zip(samples, growth.levels, strict=True):
-            levels[number] = level
+            levels[self.places[number]] = level
         rows = sum(static.topology.levels[level].stop for level in levels if level is not None)
         if growth.keep is None or rows > static.buckets[-1]:
             return static.drafts(network, cache, samples, missing, growth, draws)
@@ -167,7 +170,7 @@ class StepAhead:
                     bucket.step.fill_idle(part["step"], static.topology, own.dummy_start)
                 else:
                     self._fill(part["step"], whole, batch, own.dummy_start)
-                    into.source[:rows] = whole.sources(samples, nodes)
+                    into.source[:rows] = whole.sources([self.places[number] for number in samples], nodes)
 
             found, hidden = run(pools, fill, lambda table: fill(table, idle=True))
             if run.recorded:
@@ -198,10 +201,10 @@ class StepAhead:
             self.state.cache.drop([sample.handle for sample in self.state.active])
             return None
         count(self.state, tree, batch)
-        failed = [sample for sample in tree.living if said[sample][2]]
+        failed = [sample for sample in tree.living if said[self.places[sample]][2]]
         ends: dict[int, tuple[int, int]] = {}
         for sample in tree.living:
-            end, token, broken = said[sample]
+            end, token, broken = said[self.places[sample]]
             if not broken:
                 begin, after = tree.offsets[sample : sample + 2]
                 ends[sample] = node.index(int(whole.tree.node[end]), begin, after), token
@@ -211,7 +214,7 @@ class StepAhead:
         """Writes the step's own table."""
         table.copy_(whole.table)
         into, tree = whole.bucket.views(table), whole.tree
-        into.tokens[into.roots[tree.living]] = [self.state[number].tokens[-1] for number in tree.living]
+        into.tokens[into.roots[tree.living]] = [self.state[self.seats[place]].tokens[-1] for place in tree.living]
         into.tokens[tree.rows :] = into.tokens[0]
         whole.bucket.fill_places(into, tree, batch, dummy)
         whole.bucket.fill_noise(into, tree, self.noise, self.temperatures)
