@@ -44,6 +44,7 @@ def attend_row(
     position = tl.load(POSITIONS + row).to(tl.int32)
     if CAUSAL:  # the row's place in the region
         position = past + tree - (tl.load(LAYOUT + low + 1) - row).to(tl.int32)
+        past = position + 1  # all that it sees lies side by side
 
     lanes = tl.arange(0, BLOCK_M)
     q_head = head * G + lanes

@@ -85,6 +85,11 @@ def attend(
     past = tl.load(LAYOUT + 2 * columns + low).to(tl.int32)
     region = tl.load(LAYOUT + 3 * columns + low)
     tree = (tl.load(LAYOUT + 3 * columns + low + 1) - region).to(tl.int32)
+    if CAUSAL:  # what stands in front of all rows of this block is read as the prefix is: without masks, and ahead
+        before = tl.maximum(tree - rows + local * BLOCK_Q, 0)
+        past += before
+        region += before
+        tree -= before
 
     lanes = tl.arange(0, BLOCK_M)
     row = local * BLOCK_Q + lanes // G
