@@ -24,6 +24,7 @@ from arbordraft.drafters import (
     MedusaDrafter,
     NGramDrafter,
     NoDrafter,
+    SelfDrafter,
 )
 from arbordraft.loading import load
 from arbordraft.sampling.laws import IID, Fixed, TopTail, WithoutReplacement
@@ -58,6 +59,7 @@ __all__ = [
     "RaggedModel",
     "RecursiveRejection",
     "Request",
+    "SelfDrafter",
     "SpecHub",
     "SpeculativeDecoder",
     "StepLog",

@@ -27,6 +27,7 @@ from arbordraft.drafters import (
     MedusaDrafter,
     NGramDrafter,
     NoDrafter,
+    SelfDrafter,
 )
 from arbordraft.drafters.base import check_ragged
 from arbordraft.kernels import native
@@ -41,7 +42,7 @@ from arbordraft.verifiers.coupling import Coupling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DRAFTERS = ("auto", "ngram", "none", "early-exit:LAYERS", "a folder", "a hub name")
+DRAFTERS = ("auto", "ngram", "none", "self:int4", "early-exit:LAYERS", "a folder", "a hub name")
 SMALL = "smollm2"  # what SmolLM2-135M-Instruct is called wherever a model is named
 
 # By the model_type in config.json; whatever else transformers can load counts as a language model.
@@ -110,7 +111,8 @@ def load(
     Args:
         model: a hub name, a folder, a GGUF file, ``smollm2`` for SmolLM2-135M-Instruct, or a model in memory.
         drafter: ``auto`` for one that was trained for this very target, if :func:`trained_for` knows one, else lookups
-            in the text; ``ngram`` for these; ``none``; ``early-exit:LAYERS`` for the target's own first layers; the
+            in the text; ``ngram`` for these; ``none``; ``self:int4`` or ``self:int8`` for the target's own layers with
+            weights of fewer bits, on a CPU; ``early-exit:LAYERS`` for the target's own first layers; the
             folder of a trained drafter; folder or hub name of a draft model; or one in memory.
         dtype: of the weights, for models by name: ``float32``, ``bfloat16`` or ``float16``. By default bfloat16 where
             this machine multiplies it fast (CPUs with avx512_bf16 or ARM's bf16, and GPUs), as it halves what every
@@ -301,11 +303,11 @@ def tokenizer_of(target: RaggedModel, name: object) -> "PreTrainedTokenizerBase"
 
 
 def drafter_named(name: str, target: RaggedModel) -> Drafter:
-    """The drafter that is meant by ``auto``, ``ngram``, ``none``, ``early-exit:LAYERS``, a folder or a hub name.
+    """The drafter that is meant by ``auto``, ``ngram``, ``none``, ``self:int4`` and so on, a folder or a hub name.
 
     Args:
-        name: as above; ``auto`` means what :func:`trained_for` finds, else lookups, and a name on the hub is that of a
-            draft model.
+        name: see :func:`load`; ``auto`` means what :func:`trained_for` finds, else lookups, and a name on the hub is
+            that of a draft model.
         target: the model that it drafts for.
 
     Raises:
@@ -316,6 +318,8 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
         return NGramDrafter() if trained is None else load_drafter(trained, target)
     if name in ("ngram", "none"):
         return NGramDrafter() if name == "ngram" else NoDrafter()
+    if name.partition(":")[0] == "self":
+        return SelfDrafter(target, name.partition(":")[2] or "int4")
     if name.startswith("early-exit:"):
         layers = name.partition(":")[2]
         if not layers.isdecimal():
@@ -323,7 +327,7 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
         return EarlyExitDrafter(target, int(layers))
     if name and Path(name).is_dir():
         return load_drafter(name, target)
-    if close := get_close_matches(name, DRAFTERS[:3], 1, 0.75):  # before the hub is asked
+    if close := get_close_matches(name, DRAFTERS[:4], 1, 0.75):  # before the hub is asked
         raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}; did you mean {close[0]!r}?")
     try:
         return LanguageModelDrafter.from_pretrained(name, target)

@@ -10,6 +10,7 @@ from arbordraft.drafters.language_model import LanguageModelDrafter
 from arbordraft.drafters.medusa import MedusaDrafter
 from arbordraft.drafters.ngram import NGramDrafter
 from arbordraft.drafters.none import NoDrafter
+from arbordraft.drafters.self_drafter import SelfDrafter
 
 __all__ = [
     "BlockDrafter",
@@ -22,4 +23,5 @@ __all__ = [
     "MedusaDrafter",
     "NGramDrafter",
     "NoDrafter",
+    "SelfDrafter",
 ]

@@ -256,9 +256,15 @@ def _row(found: Outputs, row: int) -> Outputs:
 
 
 def feed(
-    run: DraftRun, cache: RaggedKVCache, missing: Mapping[int, Missing], growth: Growth, draws: Draws | None
+    run: DraftRun,
+    cache: RaggedKVCache,
+    missing: Mapping[int, Missing],
+    growth: Growth,
+    draws: Draws | None,
+    *,
+    commit: bool = True,
 ) -> Drafted:
-    """Runs a model on what its cache lacks, which is committed, and then on its own drafts.
+    """Runs a model on what its cache lacks, and then on its own drafts.
 
     Args:
         run: the model.
@@ -266,9 +272,10 @@ def feed(
         missing: by handle, in the order of ``growth``.
         growth: how far trees go on.
         draws: how tokens are drawn.
+        commit: whether the cache keeps what it lacked; if not, that is one token of each sample.
     """
-    if sum(len(tokens) for tokens, _ in missing.values()) <= CHUNK:
-        return _call(run, cache, missing, growth, draws)
+    if not commit or sum(len(tokens) for tokens, _ in missing.values()) <= CHUNK:
+        return _call(run, cache, missing, growth, draws, commit)
     ends = {}  # of prompts, of which all but the last token come first
     idle = growth._replace(levels=[0], trust=[1.0], next=[1.0], weights=[1.0])
     for handle, (tokens, states) in missing.items():
@@ -284,7 +291,12 @@ def _rows(states: Tensor | None, first: int, last: int) -> Tensor | None:
 
 
 def _call(
-    run: DraftRun, cache: RaggedKVCache, missing: Mapping[int, Missing], growth: Growth, draws: Draws | None
+    run: DraftRun,
+    cache: RaggedKVCache,
+    missing: Mapping[int, Missing],
+    growth: Growth,
+    draws: Draws | None,
+    commit: bool = True,
 ) -> Drafted:
     counts = [len(tokens) for tokens, _ in missing.values()]
     inner = sum(before < after for before, after in pairwise(growth.offsets))
@@ -300,7 +312,8 @@ def _call(
         growth,
         draws,
     )
-    caught_up(cache, missing)
+    if commit:
+        caught_up(cache, missing)
     return drafted
 
 

@@ -1,0 +1,198 @@
+"""A target that drafts for itself with weights of fewer bits: its own words, on its own cache."""
+
+import warnings
+
+import pytest
+import torch
+from support.models import PROMPTS, decode, fusable, tiny, varied
+from transformers import LogitsProcessorList
+
+import arbordraft as ad
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
+from arbordraft.drafters import self_drafter
+from arbordraft.loading import drafter_named
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+TREE, CHAIN = ad.TreeTopology.from_k_config((2, 2, 1)), ad.TreeTopology.chain(4)
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": [1, 2, 3]}
+each_type = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def target(dtype=torch.float32, architecture="llama", **options):
+    return ad.RaggedModel(varied(architecture, **options).to(dtype), kernels="native", self_test=False)
+
+
+def decoder(of, weights="int8", topology=CHAIN, coupling=None, **options):
+    return ad.SpeculativeDecoder(of, ad.SelfDrafter(of, weights), topology, coupling, **options)
+
+
+@each_type
+@pytest.mark.parametrize("weights", self_drafter.BITS)
+@pytest.mark.parametrize("request_", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_the_words_are_the_targets_own_bit_for_bit(request_, weights, dtype):
+    of = target(dtype)
+    expected, _ = decode(ad.builders.plain(of), **request_)
+    for topology in (CHAIN, TREE):
+        found, stats = decode(decoder(of, weights, topology), **request_)
+        assert found == expected
+        assert sum(stats.accepted.values()) > 0.4 * sum(stats.tried.values()) > 0
+
+
+def test_weights_of_more_bits_are_right_more_often():
+    of, rates = target(), []
+    for weights in ("int4", "int8"):
+        _, stats = decode(decoder(of, weights), max_new_tokens=40)
+        rates.append(sum(stats.accepted.values()) / sum(stats.tried.values()))
+    assert rates[0] < rates[1] > 0.9
+
+
+@pytest.mark.parametrize("request_", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_one_call_drafts_what_level_after_level_does(monkeypatch, request_):
+    """In bfloat16 it rounds less in between."""
+    of, drafted = target(), []
+    for whole in (True, False):
+        if not whole:
+            monkeypatch.setattr(self_drafter, "native_model", lambda model: None)
+        made, seen = decoder(of, topology=TREE), []
+        made.on_step = lambda state, tree, verdict, seen=seen: seen.append((tree.node.tolist(), tree.token.tolist()))
+        decode(made, **request_)
+        assert (made.drafter._native[1] is not None) == whole
+        drafted.append(seen)
+    assert drafted[0] == drafted[1]
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3", "gpt2", "mixtral"])
+def test_other_architectures(architecture):
+    """With windows, norms of heads, learned positions and experts, where one call may not do."""
+    of = target(architecture=architecture)
+    expected, _ = decode(ad.builders.plain(of))
+    assert decode(decoder(of))[0] == expected
+
+
+@pytest.mark.parametrize(
+    "coupling",
+    [
+        ad.Coupling(ad.IID(1), ad.TopDown(ad.RecursiveRejection())),
+        ad.Coupling(ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection())),
+        ad.Coupling(ad.TopTail(1, 1), ad.TopDown(ad.SpecHub())),
+    ],
+    ids=["chain", "block", "SpecHub"],
+)
+def test_drafts_may_be_drawn_at_random(coupling):
+    of = target()
+    topology = CHAIN if coupling.law.k == 1 else TREE
+    _, stats = decode(decoder(of, "int4", topology, coupling), **SAMPLED, max_new_tokens=20)
+    assert sum(stats.accepted.values()) > 0.4 * sum(stats.tried.values()) > 0
+
+
+def test_nothing_is_kept_but_the_weights():
+    of = target()
+    made, rows = decoder(of), []
+
+    def watch(state, tree, verdict):
+        assert state.drafts.cache is state.cache
+        assert state.cache.weights is of._prepared
+        rows.append([slab.tree_positions for slab in state.cache._slabs.values()])
+
+    made.on_step = watch
+    decode(made)
+    assert rows
+    own = {parameter.data_ptr() for parameter in of.model.parameters()}
+    assert {parameter.data_ptr() for parameter in made.drafter.parameters()} == own
+    assert made.drafter.model.prepacking.nbytes < 0.7 * of.prepacking.nbytes
+
+
+def test_a_cache_of_its_own_would_be_needed_without_overwriting(monkeypatch):
+    """Negative control: rows that the drafter leaves as committed ones are not those of the target."""
+    of = target(torch.bfloat16)
+    expected, _ = decode(ad.builders.plain(of), max_new_tokens=30)
+    feed = self_drafter.feed
+    monkeypatch.setattr(self_drafter, "feed", lambda *given, commit: feed(*given, commit=True))
+    found, _ = decode(decoder(of, "int4"), max_new_tokens=30)
+    assert found != expected
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_requests_come_and_go(reuse):
+    of = target()
+    made = decoder(of, topology=TREE)
+    system = [3 + place % 30 for place in range(40)]
+    asked = [
+        Request(prompt=[*system, *PROMPTS[n % 3]], max_new_tokens=4 + n, seed=n, temperature=n % 2) for n in range(7)
+    ]
+    expected = [[answer.tokens for answer in Engine(made, max_tokens=900).submit(one).result()] for one in asked]
+    engine = Engine(made, max_tokens=900, max_samples=3, max_rows=16, reuse=reuse)
+    streams = []
+    for request in asked:
+        streams.append(engine.submit(request))
+        engine.step()
+    engine.run()
+    assert [[answer.tokens for answer in stream.answers] for stream in streams] == expected
+
+
+def test_processors_that_look_at_the_text():
+    class Odd:
+        """Odd tokens behind even ones, and even ones behind odd ones."""
+
+        def __call__(self, input_ids, scores):
+            forbidden = torch.arange(scores.shape[1])[None] % 2 == input_ids[:, -1:] % 2
+            return scores.masked_fill(forbidden, float("-inf"))
+
+    of, processors = target(), LogitsProcessorList([Odd()])
+    expected, _ = decode(ad.builders.plain(of), logits_processor=processors)
+    found, stats = decode(decoder(of), logits_processor=processors)
+    assert found == expected
+    assert sum(stats.accepted.values()) > 0
+
+
+def test_behind_lookups():
+    of = target()
+    hybrid = ad.HybridDrafter(ad.NGramDrafter(), ad.SelfDrafter(of, "int8"))
+    expected, _ = decode(ad.builders.plain(of), max_new_tokens=30)
+    found, stats = decode(ad.SpeculativeDecoder(of, hybrid, CHAIN), max_new_tokens=30)
+    assert found == expected
+    assert sum(stats.accepted.values()) > 0
+
+
+def test_new_weights_are_packed_anew():
+    of = target()
+    made = decoder(of)
+    decode(made)
+    packed = made.drafter.model.prepacking
+    of.model.model.layers[0].mlp.up_proj.weight.data.mul_(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found, stats = decode(made)
+        expected, _ = decode(ad.builders.plain(of))
+    assert found == expected
+    assert made.drafter.model.prepacking is not packed
+    assert sum(stats.accepted.values()) > 0.8 * sum(stats.tried.values())
+
+
+def test_by_name():
+    of = target()
+    assert repr(drafter_named("self:int8", of)).startswith("SelfDrafter(\n  weights='int8'")
+    assert drafter_named("self", of).model.weights == "int4"
+    loaded = ad.load(of, "self:int4", costs=None)
+    assert loaded.topology.max_depth == loaded.topology.num_nodes - 1 == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: ad.SelfDrafter(target(), "int2"), ValueError, "int4 or int8 weights, got 'int2'"),
+        (lambda: drafter_named("self:int3", target()), ValueError, "got 'int3'"),
+        (lambda: ad.SelfDrafter(fusable()), TypeError, "wrap the model"),
+        (
+            lambda: ad.SelfDrafter(ad.RaggedModel(tiny(), kernels="torch")),
+            ValueError,
+            "native kernels, which are there on a CPU alone; this one has kernels='torch'",
+        ),
+        (lambda: ad.SpeculativeDecoder(target(), ad.SelfDrafter(target()), CHAIN), ValueError, "the target that it"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
