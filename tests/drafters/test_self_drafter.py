@@ -8,6 +8,7 @@ from support.models import PROMPTS, decode, fusable, tiny, varied
 from transformers import LogitsProcessorList
 
 import arbordraft as ad
+from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
 from arbordraft.drafters import self_drafter
@@ -35,8 +36,10 @@ def test_the_words_are_the_targets_own_bit_for_bit(request_, weights, dtype):
     of = target(dtype)
     expected, _ = decode(ad.builders.plain(of), **request_)
     for topology in (CHAIN, TREE):
-        found, stats = decode(decoder(of, weights, topology), **request_)
+        made = decoder(of, weights, topology)
+        found, stats = decode(made, **request_)
         assert found == expected
+        assert made.drafter._native[1] is not None  # in one call
         assert sum(stats.accepted.values()) > 0.4 * sum(stats.tried.values()) > 0
 
 
@@ -85,6 +88,20 @@ def test_drafts_may_be_drawn_at_random(coupling):
     topology = CHAIN if coupling.law.k == 1 else TREE
     _, stats = decode(decoder(of, "int4", topology, coupling), **SAMPLED, max_new_tokens=20)
     assert sum(stats.accepted.values()) > 0.4 * sum(stats.tried.values()) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_costs_let_drafts_go_on_whatever_their_probability(monkeypatch, temperature):
+    """Models of random weights are sure of nothing, and yet both are of one mind."""
+    of, costs = target(), StepCosts(CostTable((1, 16), (1.0, 1.2)), CostTable((1, 16), (0.3, 0.3)))
+    request = SAMPLED | {"temperature": temperature} if temperature else {}
+    taus = []
+    for sure in (self_drafter._SURE, 1.0):  # negative control: as other drafters go on
+        monkeypatch.setattr(self_drafter, "_SURE", sure)
+        made = decoder(of, topology=ad.TreeTopology.chain(6), decider=ad.CostAware(costs))
+        _, stats = decode(made, **request, max_new_tokens=40)
+        taus.append(stats.tau)
+    assert taus[0] > 3 > taus[1]
 
 
 def test_nothing_is_kept_but_the_weights():
@@ -175,8 +192,10 @@ def test_by_name():
     of = target()
     assert repr(drafter_named("self:int8", of)).startswith("SelfDrafter(\n  weights='int8'")
     assert drafter_named("self", of).model.weights == "int4"
+    fitted = ad.builders.fitted(of, ad.SelfDrafter(of), costs=CostTable((1, 8), (1.0, 1.1)))
+    assert fitted.topology.max_depth == 8
     loaded = ad.load(of, "self:int4", costs=None)
-    assert loaded.topology.max_depth == loaded.topology.num_nodes - 1 == 6
+    assert loaded.topology.max_depth == loaded.topology.num_nodes - 1 == 8
 
 
 @pytest.mark.parametrize(

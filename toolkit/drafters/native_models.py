@@ -180,7 +180,8 @@ def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
     chances = rows[len(prompt) - 1 :].softmax(dim=-1)
     stated = torch.tensor(drafted.chances)
     best = chances.max(dim=-1).values
-    near = 1e-3 if model.model.dtype == torch.float32 else 0.05
+    # Rounding moves an activation of 8 bits to the next one.
+    near = 1e-3 if model.model.dtype == torch.float32 and model.weights is None else 0.05
     return len(tokens) == levels and bool(
         torch.allclose(chances[range(levels), tokens], stated, rtol=near, atol=near)
         and torch.allclose(best, stated, rtol=near, atol=near)

@@ -22,7 +22,8 @@ from arbordraft.trees.topology import TreeTopology
 from arbordraft.trees.verdict import Verdict
 
 BITS = ("int4", "int8")
-_LEVELS = 6
+_LEVELS = 8
+_SURE = 1e9  # makes every draft certain, whatever its probability
 
 
 class SelfDrafter(ModelDrafter):
@@ -105,7 +106,12 @@ class SelfDrafter(ModelDrafter):
         if (run := self._native[1]) is None:
             return None
         missing = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
-        return feed(run, state.cache, missing, growth, draws, commit=False)
+        # Both models waver at the same places: what a draft's probability is says little about whether they agree.
+        agreed = growth._replace(trust=[_SURE] * len(growth.trust))
+        drafted = feed(run, state.cache, missing, agreed, draws, commit=False)
+        ranks = {node: rank for nodes in context.topology.child_list for rank, node in enumerate(nodes)}
+        likely = [self.acceptance[min(ranks[node], len(self.acceptance) - 1)] for node in drafted.nodes]
+        return drafted._replace(chances=likely)
 
     def proposed(self, state: ModelState) -> None:
         # Nothing stays behind in the target's cache.
