@@ -30,7 +30,7 @@ def fuse_linears(model: Any, found: Recognised, layers: Iterable[nn.Module]) -> 
         layers: its decoder layers.
 
     Raises:
-        UnsupportedModel: if a module with weights would compute by other means; names all of them.
+        UnsupportedModel: if a module with weights would compute by other means; names the first ones.
     """
     done: set[nn.Module] = set(found.norms)
     for attention, call in found.calls.items():

@@ -181,6 +181,13 @@ def test_other_backends():
             invariant(tiny(), kernels="native")  # whose heads are too small
 
 
+def test_other_gpus(monkeypatch):
+    """Which instruction multiplies hangs on the tile there."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ValueError, match="row-invariant on NVIDIA's GPUs only"):
+        invariant(varied("llama"))
+
+
 def test_recorded_steps_attend_row_by_row():
     target = invariant(varied("llama"))
     decoder = SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(2), buckets=(8,))
