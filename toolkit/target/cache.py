@@ -190,8 +190,12 @@ class RaggedKVCache(nn.Module):
             return self._pool(f"keys_{layer}", row), self._pool(f"values_{layer}", row)
 
     def layers(self, number: int) -> list[Tensor]:
-        """The pools of this many layers: keys and values of the first, of the second and so on."""
-        return [self._buffers[f"{kind}_{layer}"] for layer in range(number) for kind in ("keys", "values")]  # type: ignore[misc]
+        """The pools of this many layers: keys and values of the first, of the second and so on.
+
+        Those in their final place are whole, so that what was recorded on them stays true as they fill.
+        """
+        names = [f"{kind}_{layer}" for layer in range(number) for kind in ("keys", "values")]
+        return [self._whole[name] if name in self._whole else self._buffers[name] for name in names]  # type: ignore[misc]
 
     def settle(self) -> None:
         """Gives pools on a GPU their final place, if there is memory: once all of them are there, and no later."""
