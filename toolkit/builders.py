@@ -10,7 +10,7 @@ from arbordraft.decoding.assemble import as_drafter, wrapped
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.measuring import known_costs
 from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
-from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, NGramDrafter, NoDrafter, SelfDrafter
+from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, NGramDrafter, NoDrafter
 from arbordraft.sampling.laws import IID, TopTail, WithoutReplacement
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import MOST_DEPTH, MOST_NODES, TreeTopology
@@ -211,10 +211,7 @@ def _expanding(
 ) -> SpeculativeDecoder:
     proposer = HybridDrafter(NGramDrafter(longest=5, shortest=3), drafter) if lookup else drafter
     if topology is None:
-        if isinstance(drafter, SelfDrafter):  # siblings of its drafts are hardly ever right
-            topology = drafter.default_topology()
-        else:
-            topology = TreeTopology.sequoia(drafter.acceptance, min(4 * nodes, MOST_NODES), max_depth)
+        topology = drafter.fitted_topology(min(4 * nodes, MOST_NODES), max_depth)
         if lookup:  # what is copied may go on for as long as the budget lasts
             topology = _with_trunk(topology, nodes - 1)
     return SpeculativeDecoder(target, proposer, topology, Coupling.shared(topology.width), decider)

@@ -177,6 +177,10 @@ class Drafter(nn.Module):
         """The largest tree that decoders draft with it unless they are told otherwise: fitted to its acceptance."""
         return TreeTopology.sequoia(self.acceptance[:4], 16, 6)
 
+    def fitted_topology(self, nodes: int, max_depth: int) -> TreeTopology:
+        """The tree of so many nodes, and no deeper, that suits its acceptance best."""
+        return TreeTopology.sequoia(self.acceptance, nodes, max_depth)
+
     def default_law(self, width: int) -> DraftLaw:
         """How it draws up to ``width`` children unless decoders are told otherwise.
 

@@ -1,26 +1,23 @@
 """The target's own first layers as drafter."""
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import adopt, check_ragged, expect
-from arbordraft.drafters.model_drafter import ModelDrafter, ModelState, Outputs
+from arbordraft.drafters.model_drafter import ModelState, Outputs, TargetCacheDrafter
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.draft_tree import DraftTree
-from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.exit_adapter import ExitAdapter
 
 
-class EarlyExitDrafter(ModelDrafter):
+class EarlyExitDrafter(TargetCacheDrafter):
     """Drafts with the first layers of the target, its final norm and its head.
 
     The keys and values of these layers are the target's own, so the drafter reads the target's cache, writes its tree
@@ -37,9 +34,6 @@ class EarlyExitDrafter(ModelDrafter):
             or another number of layers.
         UnsupportedModel: if the architecture does not let its depth be shortened.
     """
-
-    keeps = False
-    catches_up = False  # the roots are its first nodes
 
     def __init__(self, model: RaggedModel, layers: int, adapter: "ExitAdapter | None" = None) -> None:
         super().__init__()
@@ -83,28 +77,10 @@ class EarlyExitDrafter(ModelDrafter):
         if target is not self.model:
             raise ValueError("EarlyExitDrafter must be built from the target that it drafts for")
 
-    def open(self, target_cache: RaggedKVCache) -> ModelState:
-        return ModelState(target_cache)
-
-    def add(self, state: ModelState, sample: int, tokens: Sequence[int], handle: int) -> None:
-        state.handles[sample] = handle
-
-    def remove(self, state: ModelState, sample: int) -> None:
-        del state.handles[sample]
-
     def run(
         self, state: ModelState, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
     ) -> Outputs:
         return Outputs(self._forward(tokens, batch, state.cache))
-
-    def proposed(self, state: ModelState) -> None:
-        # Nothing stays behind in the target's cache.
-        state.cache.drop([state.handles[sample] for sample in state.fed])
-        state.fed, state.seen = {}, {}
-
-    def commit(self, state: ModelState, tree: DraftTree, verdict: Verdict) -> None:
-        # The cache is the target's, who commits; but growing may have failed halfway.
-        state.fed, state.seen = {}, {}
 
     def _forward(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
         return self.model(tokens, batch, cache, layers=self.layers, behind=self.adapter)

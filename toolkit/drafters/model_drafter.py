@@ -255,6 +255,34 @@ def _row(found: Outputs, row: int) -> Outputs:
     return Outputs(logits[row], None if final is None else final[row], None if out is None else out[row])
 
 
+class TargetCacheDrafter(ModelDrafter):
+    """Drafts with layers of the target on the target's own cache.
+
+    It writes its tree behind the committed tokens and leaves nothing to roll back: verification overwrites it.
+    """
+
+    keeps = False
+    catches_up = False  # the roots are its first nodes
+
+    def open(self, target_cache: RaggedKVCache) -> ModelState:
+        return ModelState(target_cache)
+
+    def add(self, state: ModelState, sample: int, tokens: Sequence[int], handle: int) -> None:
+        state.handles[sample] = handle
+
+    def remove(self, state: ModelState, sample: int) -> None:
+        del state.handles[sample]
+
+    def proposed(self, state: ModelState) -> None:
+        # Nothing stays behind in the target's cache.
+        state.cache.drop([state.handles[sample] for sample in state.fed])
+        state.fed, state.seen = {}, {}
+
+    def commit(self, state: ModelState, tree: DraftTree, verdict: Verdict) -> None:
+        # The cache is the target's, who commits; but growing may have failed halfway.
+        state.fed, state.seen = {}, {}
+
+
 def feed(
     run: DraftRun,
     cache: RaggedKVCache,
@@ -356,6 +384,7 @@ __all__ = [
     "ModelDrafter",
     "ModelState",
     "Outputs",
+    "TargetCacheDrafter",
     "caught_up",
     "feed",
     "feed_static",

@@ -10,23 +10,21 @@ from torch import Tensor
 
 from arbordraft.drafters.base import check_ragged
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.model_drafter import Missing, ModelDrafter, ModelState, Outputs, feed
+from arbordraft.drafters.model_drafter import Missing, ModelState, Outputs, TargetCacheDrafter, feed
 from arbordraft.drafters.native_models import native_model
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw, SharedNoise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.trees.verdict import Verdict
 
 BITS = ("int4", "int8")
 _LEVELS = 8
 _SURE = 1e9  # makes every draft certain, whatever its probability
 
 
-class SelfDrafter(ModelDrafter):
+class SelfDrafter(TargetCacheDrafter):
     """Drafts with the target's own layers over weights of fewer bits; what is said stays the target's, bit for bit.
 
     It needs no training and no other model. It reads the keys and values that the target has computed, writes those of
@@ -44,8 +42,6 @@ class SelfDrafter(ModelDrafter):
         UnsupportedModel: if the target cannot be packed.
     """
 
-    keeps = False
-    catches_up = False  # the roots are its first nodes
     acceptance = (0.94, 0.03, 0.01)
 
     def __init__(self, target: RaggedModel, weights: str = "int4") -> None:
@@ -70,6 +66,9 @@ class SelfDrafter(ModelDrafter):
     def default_topology(self) -> TreeTopology:
         return TreeTopology.chain(_LEVELS)
 
+    def fitted_topology(self, nodes: int, max_depth: int) -> TreeTopology:
+        return self.default_topology()  # siblings of its drafts are hardly ever right
+
     def default_law(self, width: int) -> DraftLaw:
         # Laws of target and drafter are so close that drawing with the same noise gives the same token nearly as often
         # as block verification keeps one, and then texts are those of plain decoding.
@@ -81,13 +80,7 @@ class SelfDrafter(ModelDrafter):
 
     def open(self, target_cache: RaggedKVCache) -> ModelState:
         self.model.begin(RaggedKVCache())  # packs anew what has changed since
-        return ModelState(target_cache)
-
-    def add(self, state: ModelState, sample: int, tokens: Sequence[int], handle: int) -> None:
-        state.handles[sample] = handle
-
-    def remove(self, state: ModelState, sample: int) -> None:
-        del state.handles[sample]
+        return super().open(target_cache)
 
     def missing(self, state: ModelState, context: DraftContext, sample: int) -> Missing:
         return context.tokens(sample)[-1:], None
@@ -112,15 +105,6 @@ class SelfDrafter(ModelDrafter):
         ranks = {node: rank for nodes in context.topology.child_list for rank, node in enumerate(nodes)}
         likely = [self.acceptance[min(ranks[node], len(self.acceptance) - 1)] for node in drafted.nodes]
         return drafted._replace(chances=likely)
-
-    def proposed(self, state: ModelState) -> None:
-        # Nothing stays behind in the target's cache.
-        state.cache.drop([state.handles[sample] for sample in state.fed])
-        state.fed, state.seen = {}, {}
-
-    def commit(self, state: ModelState, tree: DraftTree, verdict: Verdict) -> None:
-        # The cache is the target's, who commits; but growing may have failed halfway.
-        state.fed, state.seen = {}, {}
 
     def extra_repr(self) -> str:
         return f"weights={self.model.weights!r}"
