@@ -49,7 +49,8 @@ struct Layer {
   Prepacked<W> qkv, out, gate_up, down;
   int64_t query_heads, kv_heads, dim, inner, window;
   Activation activation;
-  bool rotary, parallel, gated, joint;  // joint: the norms of queries and of keys are over all heads together
+  int64_t table;  // by which it rotates, or -1
+  bool parallel, gated, joint;  // joint: the norms of queries and of keys are over all heads together
   float epsilon, scale, softcap;
   T *keys, *values;
   const Visible* visible;
@@ -72,10 +73,11 @@ struct Workspace {
 };
 
 // beside: rows of `beside_size` floats that stand before the hidden states where a layer has a norm for them, or null.
+// cosine, sine: [rows][tables][rotary].
 template <class W, class X, class T>
 inline void run_layers(
     float* x, const float* beside, int64_t beside_size, int64_t rows, int64_t hidden,
-    const std::vector<Layer<W, X, T>>& layers, const Workspace<W, X, T>& space, const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks,
+    const std::vector<Layer<W, X, T>>& layers, const Workspace<W, X, T>& space, const float* cosine, const float* sine, int64_t rotary, int64_t tables, const int64_t* slots, int64_t most_chunks,
     const std::vector<std::pair<int64_t, T*>>& taps, int thread, int threads) {
   const Range mine = share(rows, 1, thread, threads);
   // Of a single row every thread makes the whole for itself, which takes less time than to meet the one that has made it.
@@ -153,7 +155,8 @@ inline void run_layers(
       const Norm norm = kv < 0 ? layer.query_norm : kv < layer.kv_heads ? layer.key_norm : Norm{};
       const int64_t together = !layer.joint ? 1 : kv < 0 ? layer.query_heads : layer.kv_heads;
       if (norm && (!layer.joint || head == 0 || kv == 0)) norm_row(from, norm, layer.epsilon, together * dim, from);
-      if (layer.rotary && kv < layer.kv_heads) rotate(from, cosine + r * rotary, sine + r * rotary, rotary);
+      if (const int64_t at = (r * tables + layer.table) * rotary; layer.table >= 0 && kv < layer.kv_heads)
+        rotate(from, cosine + at, sine + at, rotary);
       T* to = kv < 0                 ? space.queries + (r * layer.query_heads + head) * dim
               : kv < layer.kv_heads ? layer.keys + (slots[r] * layer.kv_heads + kv) * dim
                                      : layer.values + (slots[r] * layer.kv_heads + kv - layer.kv_heads) * dim;

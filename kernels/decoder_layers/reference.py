@@ -90,6 +90,7 @@ class LayerWeights:
             no norm, nothing beside.
         parallel: whether the MLP reads what the attention reads; then it has no norm of its own before it.
         experts: how rows choose, if there is more than one MLP.
+        table: which of several rotary tables it rotates by, where a call has more than one.
     """
 
     NORMS: ClassVar = ("pre_attention", "query_norm", "key_norm", "post_attention", "pre_mlp", "post_mlp")
@@ -118,6 +119,7 @@ class LayerWeights:
     beside_norm: Norm | None = None
     parallel: bool = False
     experts: Experts | None = None
+    table: int = 0
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -144,9 +146,10 @@ class LayerWeights:
 
     def integers(self) -> list[int]:
         """The whole numbers in the order in which the kernel takes them."""
-        code, flags, e = ACTIVATION_CODES[self.activation], [int(self.rotary), int(self.parallel)], self.experts
+        flags, e = [1 + self.table if self.rotary else 0, int(self.parallel)], self.experts
         experts = [0] * 5 if e is None else [e.routed, e.chosen, e.shared, int(e.normalised), int(e.gated)]
-        return [self.heads, self.kv_heads, self.dim, self.inner, code, self.window or 0, *flags, *experts]
+        sizes = [self.heads, self.kv_heads, self.dim, self.inner]
+        return [*sizes, ACTIVATION_CODES[self.activation], self.window or 0, *flags, *experts]
 
     def scalars(self) -> list[float]:
         """The real numbers in the order in which the kernel takes them."""

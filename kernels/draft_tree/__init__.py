@@ -4,7 +4,7 @@ or from rows that are there already.
 What it computes is what :func:`arbordraft.drafters.grower.grow` does level by level with the same model and plan.
 
 Shapes: N tokens to catch up with, S samples, F hidden states side by side, V vocabulary, E embedding size, H hidden
-size, D draft vocabulary, P pool rows, M drafted nodes, K depths told apart.
+size, D draft vocabulary, P pool rows, M drafted nodes, K depths told apart, B rotary tables, R rotated channels of a head.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,14 +40,17 @@ class DraftWeights:
         embedding: ``[V, E]``, of the dtype of keys and values.
         fuse: ``[H, F]`` makes the layers' input of the target's hidden states, beside which the embedding then stands;
             without it the layers read the embedding alone, and E is H.
-        layers: from the first to the last, without a sliding window.
+        layers: from the first to the last; ``table`` is a row of ``frequencies``.
         norm: ``[H]``, behind them.
         head: ``[D, H]``.
         outputs: D.
         vocabulary: ``[D]`` int64 ascending tokens of the head's outputs; by default 0 to D - 1.
-        frequencies: ``[R / 2]`` float32 of the rotary embedding.
-        factor: of its cosines and sines.
+        frequencies: ``[B, R / 2]`` float32 of the B rotary tables.
+        factors: of each one's cosines and sines.
         epsilon: of the last norm.
+        scale: by which embeddings are multiplied.
+        exact: ``[V, H]`` of the type of the embedding: a head that says which of the best tokens by ``head``, then one of
+            fewer bits, come first.
     """
 
     embedding: Tensor
@@ -58,8 +61,10 @@ class DraftWeights:
     outputs: int
     vocabulary: Tensor | None
     frequencies: Tensor
-    factor: float
+    factors: Sequence[float]
     epsilon: float
+    scale: float = 1.0
+    exact: Matrix | None = None
 
 
 class Growth(NamedTuple):
@@ -178,7 +183,7 @@ class DraftRun:
     def __init__(self, weights: DraftWeights) -> None:
         self.weights = weights
         norm = [weights.norm.weight, weights.norm.offset]
-        self._ends = [*_spelled(weights.fuse), *norm, *_spelled(weights.head)]
+        self._ends = [*_spelled(weights.fuse), *norm, *_spelled(weights.head), *_spelled(weights.exact)]
         self._tensors = [tensor for layer in weights.layers for tensor in layer.tensors()]
         self._integers = [number for layer in weights.layers for number in layer.integers()]
         self._scalars = [number for layer in weights.layers for number in layer.scalars()]
@@ -217,7 +222,7 @@ class DraftRun:
             weights.frequencies,
             slabs,
             *growth.spelled(draws),
-            [weights.epsilon, weights.factor, float(weights.outputs)],
+            [weights.epsilon, float(weights.outputs), weights.scale, *weights.factors],
         )
         return Drafted.of(nodes, chances, fed, broken)
 

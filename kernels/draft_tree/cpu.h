@@ -173,6 +173,14 @@ inline void noise_bounds(const int64_t* vocabulary, int64_t size, NoiseKey key, 
   for (int64_t i = 0; i < size; ++i) bounds[i] = gumbel_bound(std::bit_cast<uint32_t>(bounds[i]));
 }
 
+inline double noise_of(int64_t token, NoiseKey key) {
+  uint32_t upper[kGroup], lower[kGroup];
+  const int64_t first = token / kGroup * kGroup;
+  philox(key, first, 0, upper);
+  philox(key, first, 1, lower);
+  return gumbel_of(upper[token - first], lower[token - first]);
+}
+
 // The same of scores / temperature + noise, of which `bounds` are known. The mass of what does not come first is a float's
 // estimate: nobody's law depends on it.
 inline std::vector<std::pair<int64_t, float>> likeliest(

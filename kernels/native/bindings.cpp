@@ -119,7 +119,7 @@ std::tuple<Tensor, Tensor> layers_of(
   const int64_t extra = beside ? beside->size(-1) : 0;
   TORCH_CHECK(slots.numel() == rows && cosine.numel() == rows * rotary && sine.numel() == rows * rotary, "rows differ");
   TORCH_CHECK(!beside || beside->numel() == rows * extra, "expected something beside each of ", rows, " rows");
-  Stack<W, T> stack(given, size, extra, rotary);
+  Stack<W, T> stack(given, size, extra, rotary, 1);
   batch.check_pool(stack.pool());
   stack.check_slots(integers(slots), rows);
   std::vector<std::pair<int64_t, Visible>> views;  // by window

@@ -1,6 +1,8 @@
 // Whole drafts in one call: a small model fed with what it has missed, then with its own tokens, level by level.
 #pragma once
 
+#include <map>
+
 #include "../draft_tree/cpu.h"
 #include "stack.h"
 
@@ -50,24 +52,26 @@ struct Growing {
     std::vector<std::vector<float>> bounds;
   };
 
-  // A thread's part of drawing the children of a level, from rows of scores that it may overwrite.
+  bool noisy(int64_t s) const { return seeds && temperatures[s] > 0; }
+  NoiseKey key(int64_t s, int64_t depth) const { return noise_key(*seeds, *positions, s, depth); }
+
+  // A thread's part of drawing the children of a level, from rows of scores that it may overwrite; of each node `least` at
+  // least, if there are as many tokens.
   void draw(
       const Forest& forest, const std::vector<Place>& frontier, int64_t depth, float* scores, int64_t outputs, Level& level,
-      int thread, int threads) const {
-    const auto noisy = [&](int64_t s) { return seeds && temperatures[s] > 0; };
-    const auto key = [&](int64_t s) { return noise_key(*seeds, *positions, s, depth); };
+      int64_t least, int thread, int threads) const {
     for (size_t r = 0, number = 0; r < frontier.size(); ++r) {  // a sample's nodes stand together
       const int64_t s = frontier[r].sample;
       if (!noisy(s) || (r && frontier[r - 1].sample == s) || int(number++ % threads) != thread) continue;
       level.bounds[s].resize(outputs);
-      noise_bounds(vocabulary, outputs, key(s), level.bounds[s].data());
+      noise_bounds(vocabulary, outputs, key(s, depth), level.bounds[s].data());
     }
     meet(threads);
     for (int64_t r = thread; r < int64_t(frontier.size()); r += threads) {
-      const int64_t children = std::min(forest.children(frontier[r]), outputs);
+      const int64_t children = std::min(std::max(least, forest.children(frontier[r])), outputs);
       const int64_t s = frontier[r].sample;
       auto& drawn = level.drawn[r];
-      drawn = noisy(s) ? likeliest(scores + r * outputs, outputs, children, vocabulary, key(s), float(temperatures[s]),
+      drawn = noisy(s) ? likeliest(scores + r * outputs, outputs, children, vocabulary, key(s, depth), float(temperatures[s]),
                                    level.bounds[s].data())
                        : likeliest(scores + r * outputs, outputs, children);
       if (vocabulary)
@@ -113,6 +117,8 @@ void times(const Prepacked<W>& m, const X* x, int64_t rows, float* y, bool add, 
   });
 }
 
+constexpr int64_t kScreened = 16;  // tokens of a row that are looked at closely where there is an exact head
+
 // What stands before and behind the layers.
 template <class W, class T>
 struct Ends {
@@ -122,28 +128,39 @@ struct Ends {
   std::optional<Prepacked<W>> fuse;  // of the target's states, where the drafter reads them
   Norm norm;
   Prepacked<W> head;
+  std::optional<Prepacked<T>> exact;  // says which of the best tokens by `head` come first
   float epsilon;
-  const float* frequencies;
-  int64_t rotary;
-  float attention_factor;
+  const float* frequencies;  // [tables][rotary / 2]
+  int64_t rotary, tables;
+  const double* factors;  // of every table's cosines and sines
+  float scale;  // of embeddings
 };
 
-// Packed rows of one forward and what they see.
+// Packed rows of one forward and what they see: of a slab from `start` on keys 0..past-1, and the slots of their path.
 struct Fed {
   std::vector<int64_t> tokens, slots;
   std::vector<float> cosines, sines;
-  Visible visible;
+  std::map<int64_t, Visible> visible;  // by sliding window
+
+  Fed(const std::set<int64_t>& windows) {
+    for (int64_t window : windows) visible[window];
+  }
 
   template <class Ends>
-  void add(const Ends& ends, int64_t token, int64_t position, int64_t slot) {
+  void add(
+      const Ends& ends, int64_t token, int64_t position, int64_t slot, int64_t start, int64_t past,
+      const std::vector<int64_t>& path) {
     TORCH_CHECK(token >= 0 && token < ends.embeddings, "token ", token, " has no embedding");
     tokens.push_back(token);
     slots.push_back(slot);
-    for (int64_t i = 0; i < ends.rotary; ++i) {
-      const float angle = float(position) * ends.frequencies[i % (ends.rotary / 2)];
-      cosines.push_back(std::cos(angle) * ends.attention_factor);
-      sines.push_back(std::sin(angle) * ends.attention_factor);
-    }
+    const int64_t half = ends.rotary / 2;
+    for (int64_t t = 0; t < ends.tables; ++t)
+      for (int64_t i = 0; i < ends.rotary; ++i) {
+        const float angle = float(position) * ends.frequencies[t * half + i % half];
+        cosines.push_back(std::cos(angle) * float(ends.factors[t]));
+        sines.push_back(std::sin(angle) * float(ends.factors[t]));
+      }
+    for (auto& [window, seen] : visible) seen.add(start, past, path, window);
   }
 };
 
@@ -158,14 +175,13 @@ class Drafting {
 
   // Feeds what was committed since; `states` are the target's, or null. The last row of each sample is kept.
   void catch_up(const int64_t* tokens, const T* states, int64_t width) {
-    Fed fed;
+    Fed fed(stack_.windows());
     std::vector<int64_t> last;
     for (int64_t s = 0, row = 0; s < samples_; ++s) {
       TORCH_CHECK(missing_[s] > 0 && committed_[s] >= 0 && starts_[s] >= 0, "sample ", s, " lacks nothing");
       for (int64_t i = 0; i < missing_[s]; ++i, ++row) {
         const int64_t position = committed_[s] + i;
-        fed.add(ends_, tokens[row], position, starts_[s] + position);
-        fed.visible.add(starts_[s], position + 1, {});
+        fed.add(ends_, tokens[row], position, starts_[s] + position, starts_[s], position + 1, {});
       }
       last.push_back(row - 1);
     }
@@ -205,16 +221,15 @@ class Drafting {
       const Forest& forest, const Shape& shape, const std::vector<Place>& frontier, int64_t depth,
       const std::vector<int64_t>& parent, std::vector<std::vector<int64_t>>& paths, std::vector<int64_t>& output,
       std::vector<int64_t>& count, bool states) {
-    Fed rows;
+    Fed rows(stack_.windows());
     std::vector<float> x(frontier.size() * size_);
     for (size_t r = 0; r < frontier.size(); ++r) {
       const auto [s, n] = frontier[r];
       const int64_t here = s * shape.nodes + n, above = s * shape.nodes + parent[n], known = committed_[s] + missing_[s];
       const int64_t slot = starts_[s] + known + count[s]++;
-      rows.add(ends_, forest.tokens[here], known - 1 + depth, slot);
       paths[here] = paths[above];
       paths[here].push_back(slot);
-      rows.visible.add(starts_[s], known, paths[here]);
+      rows.add(ends_, forest.tokens[here], known - 1 + depth, slot, starts_[s], known, paths[here]);
       if (states) std::copy_n(outputs_.begin() + output[above] * size_, size_, x.begin() + r * size_);
       output[here] = int64_t(outputs_.size()) / size_ + int64_t(r);
     }
@@ -251,24 +266,55 @@ class Drafting {
       else
         times(ends_.head, normed, rows, logits, false, thread, threads);
       meet(threads);
-      growing.draw(forest, frontier, depth, logits, outputs, level, thread, threads);
+      growing.draw(forest, frontier, depth, logits, outputs, level, ends_.exact ? kScreened : 0, thread, threads);
     });
+    if (ends_.exact)
+      for (int64_t r = 0; r < rows; ++r)
+        rescore(normed + r * size_, growing, frontier[r], depth, forest.children(frontier[r]), level.drawn[r]);
     broken += forest.plant(frontier, depth, level.drawn);
+  }
+
+  // Puts the children that were drawn into their order by the exact head, and keeps the first ones.
+  void rescore(
+      const X* row, const Growing& growing, Place at, int64_t depth, int64_t children,
+      std::vector<std::pair<int64_t, float>>& drawn) {
+    Arena arena;
+    const auto* x = as_numbers<Operand<T, T>>(row, 1, size_, ends_.exact->inputs, arena);
+    double mass = 0, total = 0;
+    std::vector<std::pair<double, int64_t>> values;
+    for (const auto& [token, chance] : drawn) {
+      double value = 0;
+      const int64_t block = token / kLanes;
+      multiply(*ends_.exact, x, 1, Range{block, block + 1}, [&](int64_t, int64_t, const f32x16* acc, int) {
+        float scores[kLanes];
+        store(scores, acc[0]);
+        value = scores[token % kLanes];
+      });
+      if (growing.noisy(at.sample))
+        value = value / growing.temperatures[at.sample] + noise_of(token, growing.key(at.sample, depth));
+      values.emplace_back(value, token);
+      mass += chance;
+    }
+    std::stable_sort(values.begin(), values.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    for (const auto& [value, token] : values) total += std::exp(value - values[0].first);
+    drawn.clear();
+    for (int64_t i = 0; i < std::min<int64_t>(children, int64_t(values.size())); ++i)
+      drawn.emplace_back(values[i].second, float(mass * std::exp(values[i].first - values[0].first) / total));
   }
 
   // The layers; x holds what they read, or is filled with the tokens' embeddings, which else stand beside it.
   void run(Fed& fed, std::vector<float>& x, bool states) {
     const int64_t rows = int64_t(fed.tokens.size());
     std::vector<float> beside(states ? rows * ends_.width : 0);
-    for (int64_t r = 0; r < rows; ++r)
-      widen_rows(ends_.embedding + fed.tokens[r] * ends_.width, ends_.width,
-                 states ? beside.data() + r * ends_.width : x.data() + r * size_);
-    fed.visible.close();
+    for (int64_t r = 0; r < rows; ++r) {
+      float* to = states ? beside.data() + r * ends_.width : x.data() + r * size_;
+      widen_rows(ends_.embedding + fed.tokens[r] * ends_.width, ends_.width, to);
+      if (ends_.scale != 1.f)
+        for (int64_t i = 0; i < ends_.width; ++i) to[i] *= ends_.scale;
+    }
+    for (auto& [window, seen] : fed.visible) seen.close();
     stack_.check_slots(fed.slots.data(), rows);
-    stack_.look([&](int64_t window) -> const Visible& {
-      TORCH_CHECK(window <= 0, "drafts in one call know no sliding window");
-      return fed.visible;
-    });
+    stack_.look([&](int64_t window) -> const Visible& { return fed.visible.at(window); });
     stack_.run(x.data(), beside.data(), rows, fed.cosines.data(), fed.sines.data(), fed.slots.data());
   }
 
@@ -291,8 +337,10 @@ Grown draft_tree(
   const int64_t samples = slabs.size(1), width = embedding.size(1), rows = tokens.numel();
   const int64_t* slab = integers(slabs);
   TORCH_CHECK(slabs.dim() == 2 && slabs.size(0) == 3, "expected slabs of shape [3, S]");
-  TORCH_CHECK(ends.size() == 8 && numbers.size() == 3, "expected 8 tensors and 3 numbers");
-  const int64_t outputs = int64_t(numbers[2]);
+  TORCH_CHECK(
+      ends.size() == 11 && frequencies.dim() == 2 && int64_t(numbers.size()) == 3 + frequencies.size(0),
+      "expected 11 tensors, 3 numbers, and one for every rotary table");
+  const int64_t outputs = int64_t(numbers[1]);
   const Growing growing(
       samples, outputs, offsets, children, levels, trust, next, weights, prices, budget, vocabulary, seeds, positions,
       temperatures);
@@ -309,11 +357,15 @@ Grown draft_tree(
     TORCH_CHECK(!offset || offset->numel() == size, "the norm's offset has the wrong size");
     Ends<W, T> around{
         data<T>(embedding), embedding.size(0), width, std::nullopt, {floats(norm), floats(offset)},
-        prepacked<W>(*head, ends.get(6), ends.get(7), outputs), float(numbers[0]), data<float>(frequencies),
-        2 * frequencies.numel(), float(numbers[1])};
+        prepacked<W>(*head, ends.get(6), ends.get(7), outputs), std::nullopt, float(numbers[0]), data<float>(frequencies),
+        2 * frequencies.size(1), frequencies.size(0), numbers.data() + 3, float(numbers[2])};
+    if (const OptionalTensor exact = ends.get(8)) {
+      TORCH_CHECK(!vocabulary, "an exact head knows all tokens");
+      around.exact = prepacked<T>(*exact, ends.get(9), ends.get(10), outputs);
+    }
     if (fuse) around.fuse = prepacked<W>(*fuse, ends.get(1), ends.get(2), size);
     TORCH_CHECK(bool(fuse) == bool(states) && (states || width == size), "a drafter reads states, or its embeddings alone");
-    Stack<W, T> stack({parameters, ints, scalars, keys, values}, size, states ? width : 0, around.rotary);
+    Stack<W, T> stack({parameters, ints, scalars, keys, values}, size, states ? width : 0, around.rotary, around.tables);
     Drafting<W, T> drafting(around, stack, size, slab, samples);
     drafting.catch_up(integers(tokens), states ? data<T>(*states) : nullptr, states ? states->size(1) : 0);
     Forest forest(growing.shape, growing.limits, samples);
@@ -356,7 +408,7 @@ Grown draft_from_rows(
         meet(threads);
         correct(thread, threads);
         meet(threads);
-        growing.draw(forest, frontier, depth, own.data(), outputs, level, thread, threads);
+        growing.draw(forest, frontier, depth, own.data(), outputs, level, 0, thread, threads);
       });
     };
     if (!table) {

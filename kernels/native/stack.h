@@ -1,6 +1,8 @@
 // A stack of decoder layers, read from tensors once and run on any number of rows.
 #pragma once
 
+#include <set>
+
 #include "tensors.h"
 
 namespace arbordraft {
@@ -21,9 +23,10 @@ class Stack {
  public:
   using X = std::conditional_t<std::is_same_v<W, Grouped>, float, Operand<W, T>>;
 
-  // size: H; beside: E, 0 where nothing stands beside the hidden states; rotary: rotated channels of a head.
-  Stack(const StackTensors& given, int64_t size, int64_t beside, int64_t rotary)
-      : size_(size), beside_(beside), rotary_(rotary) {
+  // size: H; beside: E, 0 where nothing stands beside the hidden states; rotary: rotated channels of a head, by one of
+  // `tables` tables.
+  Stack(const StackTensors& given, int64_t size, int64_t beside, int64_t rotary, int64_t tables)
+      : size_(size), beside_(beside), rotary_(rotary), tables_(tables) {
     const int64_t count = int64_t(given.keys.size());
     TORCH_CHECK(size % kLanes == 0 && beside % kLanes == 0, "the hidden size must be a multiple of 16");
     TORCH_CHECK(
@@ -44,12 +47,18 @@ class Stack {
     }
   }
 
+  std::set<int64_t> windows() const {
+    std::set<int64_t> found;
+    for (const auto& layer : layers_) found.insert(layer.window);
+    return found;
+  }
+
   void check_slots(const int64_t* slots, int64_t rows) const {
     for (int64_t r = 0; r < rows; ++r) TORCH_CHECK(slots[r] >= 0 && slots[r] < pool_, "a slot lies outside its pool");
   }
   int64_t pool() const { return pool_; }
 
-  // x [rows][H] goes through all layers in place; `beside` [rows][E], tables [rows][rotary].
+  // x [rows][H] goes through all layers in place; `beside` [rows][E], cosines and sines [rows][tables][rotary].
   void run(
       float* x, const float* beside, int64_t rows, const float* cosines, const float* sines, const int64_t* slots,
       const std::vector<std::pair<int64_t, T*>>& taps = {}) const {
@@ -86,7 +95,7 @@ class Stack {
     arena.allocate();
     team(true, [&](int thread, int threads) {
       run_layers(
-          x, beside, beside_, rows, size_, layers_, space, cosines, sines, rotary_, slots, chunks_, taps, thread, threads);
+          x, beside, beside_, rows, size_, layers_, space, cosines, sines, rotary_, tables_, slots, chunks_, taps, thread, threads);
     });
   }
 
@@ -102,6 +111,7 @@ class Stack {
     const double* scalar = given.scalars.data() + n * kScalars;
     const int64_t query_heads = integer[0], kv_heads = integer[1], dim = integer[2], width = integer[3];
     TORCH_CHECK(dim % kLanes == 0 && width % kLanes == 0 && rotary_ <= dim && rotary_ % 2 == 0, "sizes must be multiples of 16");
+    TORCH_CHECK(0 <= integer[6] && integer[6] <= tables_, "a layer rotates by a table that is not there");
     TORCH_CHECK(query_heads % kv_heads == 0, "query heads must be a multiple of key heads");
     const auto matrix_of = [&]<class Weight>(Weight, int64_t i, int64_t outputs, int64_t inputs) {
       const OptionalTensor weight = tensor(i);
@@ -137,11 +147,11 @@ class Stack {
         matrix(kQkv, (query_heads + 2 * kv_heads) * dim, size_ + (beside_norm ? beside_ : 0)),
         matrix(10, size_, query_heads * dim), matrix(17, mlps * (gated ? 2 : 1) * width, size_),
         matrix(20, mlps * size_, width),
-        query_heads, kv_heads, dim, width, integer[5], Activation(integer[4]), integer[6] != 0, parallel, gated, joint,
+        query_heads, kv_heads, dim, width, integer[5], Activation(integer[4]), integer[6] - 1, parallel, gated, joint,
         float(scalar[0]), float(scalar[1]), float(scalar[2]), data<T>(given.keys[n]), data<T>(given.values[n]), nullptr, router};
   }
 
-  int64_t size_, beside_, rotary_, pool_ = -1, chunks_ = 1;
+  int64_t size_, beside_, rotary_, tables_, pool_ = -1, chunks_ = 1;
   std::vector<Layer<W, X, T>> layers_;
 };
 

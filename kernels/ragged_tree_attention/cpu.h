@@ -57,11 +57,14 @@ struct Visible {
     for (size_t r = 0; r < rows.size(); ++r) rows[r].others = pool.data() + offsets[r];
   }
 
-  // Row by row instead: one sees keys 0..past-1 of a slab from pool row `start` on, and then the pool rows of its path.
+  // Row by row instead: one sees keys 0..past-1 of a slab from pool row `start` on, and then the pool rows of its path,
+  // but for those that a sliding window, 0 for none, has left behind.
   Visible() = default;
-  void add(int64_t start, int64_t past, const std::vector<int64_t>& path) {
-    rows.push_back({0, past, past + int64_t(path.size()), start, nullptr});
-    pool.insert(pool.end(), path.begin(), path.end());
+  void add(int64_t start, int64_t past, const std::vector<int64_t>& path, int64_t window) {
+    const int64_t keys = past + int64_t(path.size()), hidden = window > 0 ? std::max<int64_t>(0, keys - window) : 0;
+    const int64_t passed = std::max<int64_t>(0, hidden - past);  // of the path
+    rows.push_back({std::min(past, hidden), past, keys - passed, start, nullptr});
+    pool.insert(pool.end(), path.begin() + passed, path.end());
   }
   void close() {  // behind the last one
     const int64_t* others = pool.data();

@@ -225,22 +225,26 @@ class CostAware(Decider):
                 0 if record.rests else max_depth for record, max_depth in zip(records, situation.max_depth, strict=True)
             ]
             return Plan(levels, trust, ones, row=rate * row, budget=budget, keep=keep, weights=weights)
-        following = [_expected(record, situation.acceptance) for record in records]
+        fall = _FALL if situation.informative else 1.0
+        following = [_expected(record, situation.acceptance, fall) for record in records]
         draft, widest = self.costs.draft, self.costs.draft.rows[-1]
         level = draft(1) + self.costs.decide
         each = 0.0 if widest == 1 else (draft(widest) - draft(1)) / (widest - 1)
         row += each
+        # Where drafts are as good as those before them, to stop early saves nothing of what was not known.
+        ahead = margin if situation.informative else 1.0
         for _ in range(_ROUNDS):
-            gains, gained, seconds = self._chains(situation, following, weights, rate, level, row, each)
-            before, rate = rate, max(rate, margin * (worth + gained) / (base + seconds))
+            lengths, gains, gained, seconds = self._chains(situation, following, weights, rate, level, row, each)
+            before, rate = rate, max(rate, ahead * (worth + gained) / (base + seconds))
             if rate == before:
                 break
         lag = situation.lag or [0] * len(gains)
         soon = [min(_SOON, left) for left in situation.left] or [_SOON] * len(gains)
         reading = [rate * each * tokens / steps for tokens, steps in zip(lag, soon, strict=True)]
         gains = [gain - cost for gain, cost in zip(gains, reading, strict=True)]
+        longest_trees = situation.max_depth if situation.informative else lengths
         return Plan(
-            [max_depth if gain > 0 else 0 for max_depth, gain in zip(situation.max_depth, gains, strict=True)],
+            [most if gain > 0 else 0 for most, gain in zip(longest_trees, gains, strict=True)],
             trust,
             following,
             level=rate * level,
@@ -260,8 +264,8 @@ class CostAware(Decider):
         extra: float,
         row: float,
         each: float,
-    ) -> tuple[list[float], float, float]:
-        """What drafting is worth to each sample, as far as chains tell, and what all of it brings and takes.
+    ) -> tuple[list[int], list[float], float, float]:
+        """The chains that bring most: their lengths, what each is worth, and what all together bring and take.
 
         Of what is drafted only the likeliest part is verified, as far as it pays. A row takes ``row`` at least,
         ``each`` of it in drafting.
@@ -288,7 +292,8 @@ class CostAware(Decider):
                     best, worth, gained, seconds = level + 1, total * alike - rate * time, total * alike, time
                     share = (start + extra * best) / (verified * alike)  # of the levels, for every row of them
         chains = [chain[:best] for chain in chains]
-        return [sum(chain) - rate * (row + share) * len(chain) for chain in chains], gained, seconds
+        worths = [sum(chain) - rate * (row + share) * len(chain) for chain in chains]
+        return list(map(len, chains)), worths, gained, seconds
 
     def _target(self, rows: int) -> float:
         """Seconds of a forward, looked up: they are asked for by the hundred in every step."""
@@ -339,9 +344,9 @@ class CostAware(Decider):
         return keep
 
 
-def _expected(record: _Record, acceptance: Sequence[float]) -> list[float]:
-    """How often some child of a node is accepted, by depth."""
-    known = [acceptance[0], *[_FALL * acceptance[0]] * (_DEPTHS - 1)]
+def _expected(record: _Record, acceptance: Sequence[float], fall: float) -> list[float]:
+    """How often some child of a node is accepted, by depth; ``fall`` times as often below the first, before it is known."""
+    known = [acceptance[0], *[fall * acceptance[0]] * (_DEPTHS - 1)]
     sums = zip(record.accepted, record.tried, record.presumed, known, strict=True)
     return [(right + weight * before) / (tried + weight) for right, tried, weight, before in sums]
 

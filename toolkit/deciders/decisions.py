@@ -116,6 +116,8 @@ class Situation:
         lag: committed tokens of every sample that the drafter would have to read first; none if empty.
         left: tokens that every sample may still get; no matter how many if empty.
         extra_rows: rows that the target's forward has besides those of these samples, whatever becomes of them.
+        informative: whether draft probabilities tell drafts that will be accepted from others. If not, how far trees go
+            has to be planned, as nothing that is drafted will say it.
     """
 
     max_depth: Sequence[int]
@@ -127,6 +129,7 @@ class Situation:
     lag: Sequence[int] = ()
     left: Sequence[int] = ()
     extra_rows: int = 0
+    informative: bool = True
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class Drafter(nn.Module):
     acceptance: tuple[float, ...] = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)
     hidden_layers: tuple[int, ...] = ()  # the target's hidden states that it wants, as transformers numbers them
     takes_candidates = False  # whether it goes on from first tokens that it did not choose itself
+    informative = True  # whether its probabilities tell drafts that will be accepted from others; else their ranks do
     free = False  # whether a level takes next to no time beside the target's forward
 
     # Proposing

@@ -69,6 +69,7 @@ class DecisionGroup:
                     [lag[sample] for sample in self.samples] if lag else (),
                     [depth + 1 for depth in self.depths] if context.fixed_batch else (),
                     context.extra_rows + self.beside if self.pathwise else 0,
+                    drafter.informative,
                 )
             )
 

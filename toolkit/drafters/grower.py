@@ -28,6 +28,7 @@ from arbordraft.trees.draft_tree import NO_ROWS, DraftTree, Proposal, check_draw
 
 _NOTHING = Origin()  # children that were drawn from no row
 _ONES = (1.0,)
+_SURE = 1e9  # times any probability is at least 1
 
 
 def grow(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) -> DraftTree:
@@ -210,6 +211,8 @@ class TreeGrower:
             return False
         samples = [group.samples[place] for place in going]
         growth = growth_of(context, plan, group.depths, going)
+        if not self.drafter.informative:
+            growth = growth._replace(trust=[_SURE] * len(growth.trust))  # as many levels as are planned
         drafted = self.drafter.propose_trees(self.state, context, samples, growth, draws_of(context, samples))
         if drafted is None:
             return False
@@ -227,8 +230,11 @@ class TreeGrower:
         self.sample += [samples[place] for place in drafted.samples]
         self.node += drafted.nodes
         self.token += drafted.tokens
-        self.chance += drafted.chances
-        told = zip(drafted.samples, drafted.nodes, drafted.chances, strict=True)
+        chances = drafted.chances
+        if not self.drafter.informative:
+            chances = [self._by_rank(node) for node in drafted.nodes]
+        self.chance += chances
+        told = zip(drafted.samples, drafted.nodes, chances, strict=True)
         for row, (place, node, chance) in enumerate(told, first):
             rows = row_of[place]
             parent = rows[parents[node]]
@@ -378,6 +384,8 @@ class TreeGrower:
                 tokens, confidence = [token for token, _ in kept], [chance for _, chance in kept]
                 forced = allowed.only is not None
         first = len(self.token)
+        if not self.drafter.informative:
+            confidence = [self._by_rank(child) for child in children]
         for child, token, chance in zip(children, tokens, confidence, strict=False):
             self.sample.append(sample)
             self.node.append(child)
@@ -395,6 +403,12 @@ class TreeGrower:
             self.reach[first] = self.reach[row]
         if (path := self._paths.get(row)) is not None:
             self._paths |= {child: (*path, Draw(self.chance[child], origin)) for child in added}
+
+    def _by_rank(self, node: int) -> float:
+        """The chance of a draft by its rank among its siblings alone."""
+        topology, acceptance = self.context.topology, self.drafter.acceptance
+        rank = topology.child_list[topology.parent_list[node]].index(node)
+        return acceptance[min(rank, len(acceptance) - 1)]
 
     def _below(self, row: int, chance: float) -> float:
         """The reach of a child, whose draft is trusted as often as drafts have been right."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from arbordraft.drafters.model_drafter import CHUNK, feed
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm
 from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Growth
-from arbordraft.kernels.prepacked_linear import interleave, prepack
+from arbordraft.kernels.prepacked_linear import interleave, pack, prepack
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, version_of
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import UnsupportedModel
@@ -100,8 +100,8 @@ class NativeEagle:
                 head=matrix_of(head.lm_head),
                 outputs=config.draft_vocab_size,
                 vocabulary=head.tokens.contiguous() if trimmed else None,
-                frequencies=(config.rope_theta**-half).float(),
-                factor=1.0,
+                frequencies=(config.rope_theta**-half).float()[None],
+                factors=[1.0],
                 epsilon=config.rms_norm_eps,
             )
         )
@@ -130,18 +130,24 @@ class NativeEagle:
         return self._layer(hidden[None], pools, (cosine[None], sine[None]), batch, (), embeddings)[0][0]
 
 
-def native_model(model: RaggedModel) -> DraftRun | None:
-    """A causal LM as one call runs it; ``None`` unless all of it is recognised, and drafts as the model itself does."""
+def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None:
+    """A causal LM as one call runs it; ``None`` unless all of it is recognised, and drafts as the model itself does.
+
+    Args:
+        model: the model.
+        screen: have a copy of its head of 4 bits choose some tokens, of which the head itself then finds the best; not of
+            a head that has few bits itself.
+    """
     prepacking = model.prepacking
-    stack = None if prepacking is None else prepacking.stack
+    found = None if prepacking is None else prepacking.layers()
     ends: Any = model.network()
     embedding, head = ends.get_input_embeddings(), ends.get_output_embeddings()
-    rotary: list[Any] = [part for part in model.model.modules() if isinstance(getattr(part, "inv_freq", None), Tensor)]
-    if stack is None or len(rotary) != 1 or any(layer.window for layer in stack):
+    if found is None or not isinstance(head, PrepackedLinear) or head.bias is not None:
         return None
-    if type(embedding) is not nn.Embedding or not plain(embedding.weight):
-        return None
-    if not isinstance(head, PrepackedLinear) or head.bias is not None:
+    layers, tables = found
+    screen = screen and head.weights is None and not head.transposed and plain(head.weight)
+    rotary = [made for table in tables if (made := table.made_by(model.model))]
+    if len(rotary) < len(tables) or (scale := _scale_of(embedding)) is None:
         return None
     try:
         norm, epsilon = WeightCollector().norm(nn.ModuleDict({"norm": model.final_norm}), "norm")
@@ -150,17 +156,30 @@ def native_model(model: RaggedModel) -> DraftRun | None:
     weights = DraftWeights(
         embedding=in_memory(embedding.weight),
         fuse=None,
-        layers=stack,
+        layers=layers,
         norm=norm,
-        head=Matrix(*head.prepacked),
+        head=Matrix(*pack(head.weight.detach(), "int4")) if screen else Matrix(*head.prepacked),
         outputs=model.vocab_size,
         vocabulary=None,
-        frequencies=rotary[0].inv_freq.detach().float().contiguous(),
-        factor=float(getattr(rotary[0], "attention_scaling", 1.0)),
+        frequencies=torch.stack([frequencies for frequencies, _ in rotary]),
+        factors=[factor for _, factor in rotary],
         epsilon=epsilon,
+        scale=scale,
+        exact=Matrix(*head.prepacked) if screen else None,
     )
     run = DraftRun(weights)
     return run if _drafts_alike(model, run) else None
+
+
+def _scale_of(embedding: nn.Module) -> float | None:
+    """By which a table of embeddings multiplies its rows; ``None`` if it is no such table."""
+    if not isinstance(embedding, nn.Embedding) or not plain(embedding.weight):
+        return None
+    tokens = torch.arange(min(16, embedding.num_embeddings))
+    rows, given = in_memory(embedding.weight)[tokens].float(), embedding(tokens).detach().float()
+    scale = float((rows * given).sum() / rows.square().sum().clamp_min(1e-30))
+    near = 2 * torch.finfo(embedding.weight.dtype).eps
+    return scale if torch.allclose(scale * rows, given, rtol=near, atol=0) else None
 
 
 def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
@@ -180,12 +199,13 @@ def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
     chances = rows[len(prompt) - 1 :].softmax(dim=-1)
     stated = torch.tensor(drafted.chances)
     best = chances.max(dim=-1).values
-    # Rounding moves an activation of 8 bits to the next one.
-    near = 1e-3 if model.model.dtype == torch.float32 and model.weights is None else 0.05
-    return len(tokens) == levels and bool(
-        torch.allclose(chances[range(levels), tokens], stated, rtol=near, atol=near)
-        and torch.allclose(best, stated, rtol=near, atol=near)
-    )
+    if len(tokens) < levels:
+        return False
+    drawn = chances[range(levels), tokens]
+    if model.weights is not None:  # a rounding that goes the other way shows itself in all that follows
+        return bool(torch.cat([drawn / best, drawn / stated, stated / drawn]).min() > 0.25)
+    near = 1e-3 if model.model.dtype == torch.float32 else 0.05
+    return all(torch.allclose(theirs, stated, rtol=near, atol=near) for theirs in (drawn, best))
 
 
 def matrix_of(linear: "PrepackedLinear | nn.Linear") -> Matrix:

@@ -20,8 +20,7 @@ from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
 
 BITS = ("int4", "int8")
-_LEVELS = 8
-_SURE = 1e9  # makes every draft certain, whatever its probability
+_LEVELS = 12
 
 
 class SelfDrafter(TargetCacheDrafter):
@@ -43,6 +42,7 @@ class SelfDrafter(TargetCacheDrafter):
     """
 
     acceptance = (0.94, 0.03, 0.01)
+    informative = False  # both waver at the same places: of SmolLM2's drafts of a probability below 0.2, 84 % are right
 
     def __init__(self, target: RaggedModel, weights: str = "int4") -> None:
         super().__init__()
@@ -55,13 +55,22 @@ class SelfDrafter(TargetCacheDrafter):
                 f"kernels={target.backend!r}: load it with kernels='native', or choose another drafter"
             )
         self.target = target
-        self.model = RaggedModel(target.model, kernels="native", weights=weights, self_test=False)
+        # A head of its own precision costs no memory here, and is asked about few tokens.
+        own = target if target.weights is None else None
+        self.model = RaggedModel(target.model, kernels="native", weights=weights, head_of=own, self_test=False)
         self._native: tuple[object, DraftRun | None] = None, None  # with what it was prepacked from
 
     def effort(self, target: RaggedModel) -> float:
-        assert self.model.prepacking is not None
         assert target.prepacking is not None
-        return self.model.prepacking.nbytes / max(1, target.prepacking.nbytes)
+        return self.nbytes / max(1, target.prepacking.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes besides the target's."""
+        assert self.model.prepacking is not None
+        screen = None if (run := self._run()) is None or run.weights.exact is None else run.weights.head
+        parts = [] if screen is None else [screen.weight, screen.scale]
+        return self.model.prepacking.nbytes + sum(part.nbytes for part in parts if part is not None)
 
     def default_topology(self) -> TreeTopology:
         return TreeTopology.chain(_LEVELS)
@@ -94,17 +103,16 @@ class SelfDrafter(TargetCacheDrafter):
     def propose_trees(
         self, state: ModelState, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
     ) -> Drafted | None:
-        if self._native[0] is not self.model.prepacking:
-            self._native = self.model.prepacking, native_model(self.model)
-        if (run := self._native[1]) is None:
+        if (run := self._run()) is None:
             return None
         missing = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
-        # Both models waver at the same places: of SmolLM2's drafts of a probability below 0.2, 84 % are right.
-        agreed = growth._replace(trust=[_SURE] * len(growth.trust))
-        drafted = feed(run, state.cache, missing, agreed, draws, commit=False)
-        ranks = {node: rank for nodes in context.topology.child_list for rank, node in enumerate(nodes)}
-        likely = [self.acceptance[min(ranks[node], len(self.acceptance) - 1)] for node in drafted.nodes]
-        return drafted._replace(chances=likely)
+        return feed(run, state.cache, missing, growth, draws, commit=False)
+
+    def _run(self) -> DraftRun | None:
+        source = self.model.prepacking, self.target.prepacking
+        if self._native[0] != source:
+            self._native = source, native_model(self.model, screen=True)
+        return self._native[1]
 
     def extra_repr(self) -> str:
         return f"weights={self.model.weights!r}"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear import check_weights
+from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import (
     ATTENTION_NAME,
@@ -103,6 +104,7 @@ class RaggedModel(nn.Module):
         row_invariant: insist on equal bits for every row, whatever rows run beside it: speculative output then equals
             plain output in 16 bits, too. Native kernels do so wherever they recognise all of a model. On an NVIDIA GPU
             the model's linears then run in Triton as well, and attention runs row by row.
+        head_of: another RaggedModel around the same model, whose prepacked head serves this one, too, in its precision.
         self_test: compare packed with single logits on a few random tokens now.
 
     Examples:
@@ -131,6 +133,7 @@ class RaggedModel(nn.Module):
         weights: str | None = None,
         keep_weights: bool = True,
         row_invariant: bool = False,
+        head_of: "RaggedModel | None" = None,
         self_test: bool = True,
     ) -> None:
         super().__init__()
@@ -139,7 +142,7 @@ class RaggedModel(nn.Module):
         check_weights(weights)
         self.weights = "file" if weights is None and holds_blocks(model) else weights
         self._choice = choose(kernels, model, weights=self.weights)
-        self.keep_weights, self._invariant = keep_weights, row_invariant
+        self.keep_weights, self._invariant, self._head_of = keep_weights, row_invariant, head_of
         if row_invariant and (self.backend == "torch" or (self.backend == "triton" and torch.version.hip is not None)):
             why = self._choice.reason or "Triton's products are row-invariant on NVIDIA's GPUs only"
             raise ValueError(f"row_invariant=True needs kernels='native' on a CPU or 'triton' on an NVIDIA GPU: {why}")
@@ -464,6 +467,10 @@ class RaggedModel(nn.Module):
             shortcut = Shortcut.of(view.model, place[0])
         return _Prepared(self, view, prepacking, place is not None, shortcut, fused)
 
+    def _shared_head(self) -> PrepackedLinear | None:
+        head = None if self._head_of is None else self._head_of.network().get_output_embeddings()
+        return head if isinstance(head, PrepackedLinear) else None
+
     def _prepack(self, view: ModelView) -> Prepacking:
         """Observes a forward and packs what it saw."""
         try:
@@ -472,7 +479,7 @@ class RaggedModel(nn.Module):
             raise
         except Exception as failure:  # modules of users may fail in any way
             raise unsupported(self.model, failure) from failure
-        prepacking = Prepacking(view.model, seen, weights=self.weights)
+        prepacking = Prepacking(view.model, seen, weights=self.weights, head=self._shared_head())
         if prepacking.left:
             warnings.warn(f"not prepacked, as they are not plain linears: {'; '.join(prepacking.left)}", stacklevel=5)
         return prepacking

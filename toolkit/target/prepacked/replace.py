@@ -8,6 +8,7 @@ its own modules.
 import itertools
 import operator
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from arbordraft.target.prepacked.mlps import single
 from arbordraft.target.prepacked.prepacked_modules import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
 from arbordraft.target.prepacked.probing import Unrecognised, is_linear
 from arbordraft.target.prepacked.recognition import layer_of, same_layer, same_mlp, settings
-from arbordraft.target.prepacked.rotation import rotations, side_by_side
+from arbordraft.target.prepacked.rotation import RotaryTables, rotary_tables, rotations, side_by_side
 from arbordraft.target.prepacked.weight_collector import WeightCollector
 
 # Besides prepacked modules, the kinds that treat every row by itself.
@@ -46,6 +47,7 @@ class Prepacking:
         model: a view of the model whose layers ask for our attention.
         seen: what one of its forwards showed.
         weights: bits of the copies, see :class:`~arbordraft.RaggedModel`; ``"file"`` for a file's own blocks.
+        head: what is prepacked of the model's head already, and serves here, too.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Prepacking:
         seen: Observation,
         *,
         weights: str | None = None,
+        head: PrepackedLinear | None = None,
     ) -> None:
         self.weights = weights
+        self._shared = head
         self.left: list[str] = []  # linears that stay as they are, with the reason
         self._collector = WeightCollector(weights)
         self._called = seen.called
@@ -74,6 +78,7 @@ class Prepacking:
         alike = [table if layer else -1 - n for n, (table, layer) in given]
         self._runs = [list(run) for _, run in itertools.groupby(range(len(alike)), alike.__getitem__)]
         self._together = self.fused > 0 and len(self._runs) == 1
+        self._positions = seen.batch.positions
         self._prepacked_modules: dict[nn.Module, nn.Module | None] = {
             call.layer: None for call, layer in zip(seen.layers, self._layers, strict=True) if layer
         }
@@ -115,9 +120,24 @@ class Prepacking:
         layers = [layer for layer in self._layers if layer is not None]
         return layers if self._together else None
 
+    def layers(self) -> tuple[list[LayerWeights], list[RotaryTables]] | None:
+        """All of the model's layers and the tables by which they rotate, if all are fused."""
+        places: dict[int, int] = {}
+        for table in self._tables:
+            places.setdefault(id(table), len(places))
+        layers = [
+            replace(layer, table=places[id(table)])
+            for layer, table in zip(self._layers, self._tables, strict=True)
+            if layer is not None
+        ]
+        if len(layers) < len(self._layers) or None in self._tables:
+            return None
+        tables = {places[id(table)]: rotary_tables(self._positions, table) for table in self._tables}
+        return layers, list(tables.values())
+
     @property
     def nbytes(self) -> int:
-        """Bytes of the prepacked matrices."""
+        """Bytes of the prepacked matrices, without a head that others hold."""
         return sum(tensor.nbytes for m in self._matrices() for tensor in (m.weight, m.scale) if tensor is not None)
 
     def move_originals(self) -> None:
@@ -148,6 +168,8 @@ class Prepacking:
         for layer in self._layers:
             yield from layer.matrices if layer else ()
         for prepacked_module in self._prepacked_modules.values():
+            if prepacked_module is self._shared:
+                continue
             if isinstance(prepacked_module, PrepackedLinear):
                 yield Matrix(*prepacked_module.prepacked)
             elif isinstance(prepacked_module, PrepackedGatedMLP):
@@ -206,6 +228,8 @@ class Prepacking:
     def _prepacked_module(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
         if module not in self._called:
             return None
+        if module is self._head and self._shared is not None:
+            return self._shared
         collector = WeightCollector(self.weights)
         prepacked_module: nn.Module | None = None
         try:

@@ -8,7 +8,7 @@ Shapes: T packed rows, R rotated channels of a head.
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Rotation(NamedTuple):
@@ -54,4 +54,38 @@ def apart(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return cosine, sine
 
 
-__all__ = ["Rotation", "apart", "rotations", "side_by_side"]
+class RotaryTables(NamedTuple):
+    """Cosines and sines as a model made them, put as the kernels take them.
+
+    Args:
+        positions: ``[T]``.
+        cosine: ``[T, R]``.
+        sine: ``[T, R]``.
+    """
+
+    positions: Tensor
+    cosine: Tensor
+    sine: Tensor
+
+    def made_by(self, model: nn.Module) -> tuple[Tensor, float] | None:
+        """The ``[R / 2]`` frequencies among the model's buffers, and their factor, that give these; ``None`` if none do."""
+        for module in model.modules():
+            for name, frequencies in module.named_buffers(recurse=False):
+                if not name.endswith("inv_freq") or 2 * frequencies.numel() != self.cosine.shape[-1]:
+                    continue
+                factor = float(getattr(module, name.replace("inv_freq", "attention_scaling"), 1.0))
+                angles = (self.positions[:, None] * frequencies.float()).repeat(1, 2)
+                made = factor * torch.stack([angles.cos(), angles.sin()])
+                near = 2 * factor * torch.finfo(self.cosine.dtype).eps
+                if torch.allclose(made, torch.stack([self.cosine, self.sine]).float(), rtol=0, atol=near):
+                    return frequencies.float().contiguous(), factor
+        return None
+
+
+def rotary_tables(positions: Tensor, tables: tuple[Tensor, Tensor]) -> RotaryTables:
+    """A layer's ``[1, T, R]`` cosines and sines of ``[T]`` positions."""
+    cosine, sine = apart(tables) if side_by_side(tables) else tables
+    return RotaryTables(positions, cosine[0], sine[0])
+
+
+__all__ = ["RotaryTables", "Rotation", "apart", "rotary_tables", "rotations", "side_by_side"]
