@@ -129,48 +129,79 @@ class Highest {
   int64_t count_;
 };
 
-// The `count` highest scores of a row with their probabilities; none if the row holds something that is no number.
-inline std::vector<std::pair<int64_t, float>> likeliest(const float* scores, int64_t size, int64_t count) {
-  Highest best(count);
+// What a part of a row of scores holds: its best, the greatest of them, and the mass of all, e to the greatest being 1.
+struct Part {
+  std::vector<std::pair<double, int64_t>> best;
+  double mass = 0;
   bool sound = true;
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const int64_t some = std::min<int64_t>(kLanes, size - i);
+};
+
+// Parts of a row, the same ones whatever the number of threads.
+constexpr int64_t kParts = 8;
+inline Range part_of(int64_t size, int64_t part) {
+  const int64_t each = (size + kParts * kGroup - 1) / (kParts * kGroup) * kGroup;
+  return {std::min(size, part * each), std::min(size, (part + 1) * each)};
+}
+
+// The `count` highest scores of a part.
+inline Part highest(const float* scores, Range range, int64_t count) {
+  Highest best(count);
+  Part part;
+  for (int64_t i = range.begin; i < range.end; i += kLanes) {
+    const int64_t some = std::min<int64_t>(kLanes, range.end - i);
     if (some == kLanes) {
       const f32x16 x = load(scores + i);
-      sound &= !any_nan(x);
+      part.sound &= !any_nan(x);
       if (!(largest(x) > best.bar())) continue;
     }
     for (int64_t j = i; j < i + some; ++j) {
-      sound &= scores[j] == scores[j];
+      part.sound &= scores[j] == scores[j];
       best.offer(scores[j], j);
     }
   }
+  part.best = std::move(best.found);
+  if (part.best.empty() || !std::isfinite(part.best[0].first)) return part;
+  const float top = float(part.best[0].first);
+  f32x16 total = splat(0.f);
+  int64_t i = range.begin;
+  for (; i + kLanes <= range.end; i += kLanes) total += exp(load(scores + i) - splat(top));
+  part.mass = sum(total);
+  for (; i < range.end; ++i) part.mass += std::exp(scores[i] - top);
+  return part;
+}
+
+// The `count` highest of a row's parts with their probabilities; none if the row holds something that is no number.
+inline std::vector<std::pair<int64_t, float>> likeliest(const Part* parts, int64_t count) {
+  Highest best(count);
+  bool sound = true;
+  for (int64_t p = 0; p < kParts; ++p) {
+    sound &= parts[p].sound;
+    for (const auto& [score, place] : parts[p].best) best.offer(score, place);
+  }
   std::vector<std::pair<int64_t, float>> drawn;
   if (!sound || best.found.empty() || !std::isfinite(best.found[0].first)) return drawn;
-  const float top = float(best.found[0].first);
-  f32x16 total = splat(0.f);
-  float rest = 0.f;
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) total += exp(load(scores + i) - splat(top));
-  for (; i < size; ++i) rest += std::exp(scores[i] - top);
-  const float mass = sum(total) + rest;
+  const double top = best.found[0].first;
+  double mass = 0;
+  for (int64_t p = 0; p < kParts; ++p)
+    if (!parts[p].best.empty()) mass += parts[p].mass * std::exp(parts[p].best[0].first - top);
   for (const auto& [score, place] : best.found)
-    if (const float chance = std::exp(float(score) - top) / mass; chance > 0) drawn.emplace_back(place, chance);
+    if (const double chance = std::exp(score - top) / mass; chance > 0)
+      drawn.emplace_back(place, float(std::min(1., chance)));
   return drawn;
 }
 
 constexpr float kBoundExcess = 0.015f;  // by which the bound of the noise exceeds it on average
 
-// Bounds of the noise of the scores' tokens: `vocabulary` names them, ascending, or is null for 0..size-1.
-inline void noise_bounds(const int64_t* vocabulary, int64_t size, NoiseKey key, float* bounds) {
+// Bounds of the noise of a part's tokens: `vocabulary` names them, ascending, or is null for 0..size-1.
+inline void noise_bounds(const int64_t* vocabulary, Range range, NoiseKey key, float* bounds) {
   const auto token = [&](int64_t i) { return vocabulary ? vocabulary[i] : i; };
   uint32_t words[kGroup];
-  for (int64_t i = 0; i < size;) {
+  for (int64_t i = range.begin; i < range.end;) {
     const int64_t first = token(i) / kGroup * kGroup;
     philox(key, first, 0, words);
-    for (; i < size && token(i) < first + kGroup; ++i) bounds[i] = std::bit_cast<float>(words[token(i) - first]);
+    for (; i < range.end && token(i) < first + kGroup; ++i) bounds[i] = std::bit_cast<float>(words[token(i) - first]);
   }
-  for (int64_t i = 0; i < size; ++i) bounds[i] = gumbel_bound(std::bit_cast<uint32_t>(bounds[i]));
+  for (int64_t i = range.begin; i < range.end; ++i) bounds[i] = gumbel_bound(std::bit_cast<uint32_t>(bounds[i]));
 }
 
 inline double noise_of(int64_t token, NoiseKey key) {
@@ -181,26 +212,24 @@ inline double noise_of(int64_t token, NoiseKey key) {
   return gumbel_of(upper[token - first], lower[token - first]);
 }
 
-// The same of scores / temperature + noise, of which `bounds` are known. The mass of what does not come first is a float's
-// estimate: nobody's law depends on it.
-inline std::vector<std::pair<int64_t, float>> likeliest(
-    float* scores, int64_t size, int64_t count, const int64_t* vocabulary, NoiseKey key, float temperature,
+// The highest of scores / temperature + noise, of which `bounds` are known. The mass of what does not come first is a
+// float's estimate: nobody's law depends on it.
+inline Part highest(
+    float* scores, Range range, int64_t count, const int64_t* vocabulary, NoiseKey key, float temperature,
     const float* bounds) {
   const auto token = [&](int64_t i) { return vocabulary ? vocabulary[i] : i; };
-  std::vector<float> noise(size);
+  std::vector<float> noise(range.end - range.begin);
   uint32_t words[kGroup], lower[kGroup];
   Highest best(count);
-  bool sound = true;
-  double mass = 0;
-  float top = -std::numeric_limits<float>::infinity();
-  for (int64_t i = 0; i < size; ++i) {
+  Part part;
+  for (int64_t i = range.begin; i < range.end; ++i) {
     scores[i] /= temperature;
-    sound &= scores[i] == scores[i];
-    noise[i] = scores[i] + bounds[i] + std::abs(scores[i]) * 1e-6f + 1e-3f;
+    part.sound &= scores[i] == scores[i];
+    noise[i - range.begin] = scores[i] + bounds[i] + std::abs(scores[i]) * 1e-6f + 1e-3f;
   }
   int64_t group = -1;
-  for (int64_t i = 0; i < size; ++i) {
-    if (!(noise[i] > best.bar())) continue;
+  for (int64_t i = range.begin; i < range.end; ++i) {
+    if (!(noise[i - range.begin] > best.bar())) continue;
     const int64_t first = token(i) / kGroup * kGroup;
     if (first != group) {
       philox(key, first, 0, words);
@@ -210,19 +239,16 @@ inline std::vector<std::pair<int64_t, float>> likeliest(
     const int64_t at = token(i) - first;
     best.offer(scores[i] + gumbel_of(words[at], lower[at]), i);
   }
-  std::vector<std::pair<int64_t, float>> drawn;
-  if (!sound || best.found.empty() || !std::isfinite(best.found[0].first)) return drawn;
-  top = float(best.found[0].first);
+  part.best = std::move(best.found);
+  if (part.best.empty() || !std::isfinite(part.best[0].first)) return part;
   f32x16 total = splat(0.f);
+  const float above = float(part.best[0].first) + kBoundExcess;
   int64_t i = 0;
-  const float above = top + kBoundExcess;
-  for (; i + kLanes <= size; i += kLanes) total += exp(min(splat(0.f), load(noise.data() + i) - splat(above)));
-  mass = sum(total);
-  for (; i < size; ++i) mass += std::exp(std::min(0.f, noise[i] - above));
-  for (const auto& [score, place] : best.found)
-    if (const double chance = std::exp(score - best.found[0].first) / mass; chance > 0)
-      drawn.emplace_back(place, float(std::min(1., chance)));
-  return drawn;
+  for (; i + kLanes <= int64_t(noise.size()); i += kLanes)
+    total += exp(min(splat(0.f), load(noise.data() + i) - splat(above)));
+  part.mass = sum(total);
+  for (; i < int64_t(noise.size()); ++i) part.mass += std::exp(std::min(0.f, noise[i] - above));
+  return part;
 }
 
 }  // namespace arbordraft

@@ -45,10 +45,16 @@ struct Growing {
     limits = {levels.data(), trust.data(), next.data(), weights.data(), known, budget, prices[0], prices[1]};
   }
 
-  // What a level draws: of every node its children, and of every sample the bounds of the noise, which its nodes share.
+  // What a level draws: of every node its children, from the best of every part of its row, and of every sample the bounds
+  // of the noise, which its nodes share.
   struct Level {
-    Level(int64_t nodes, int64_t samples) : drawn(nodes), bounds(samples) {}
+    Level(const Growing& growing, const std::vector<Place>& frontier, int64_t outputs)
+        : drawn(frontier.size()), parts(frontier.size() * kParts), bounds(growing.samples) {
+      for (const Place& at : frontier)
+        if (growing.noisy(at.sample)) bounds[at.sample].resize(outputs);
+    }
     std::vector<std::vector<std::pair<int64_t, float>>> drawn;
+    std::vector<Part> parts;
     std::vector<std::vector<float>> bounds;
   };
 
@@ -60,22 +66,30 @@ struct Growing {
   void draw(
       const Forest& forest, const std::vector<Place>& frontier, int64_t depth, float* scores, int64_t outputs, Level& level,
       int64_t least, int thread, int threads) const {
-    for (size_t r = 0, number = 0; r < frontier.size(); ++r) {  // a sample's nodes stand together
+    const int64_t rows = int64_t(frontier.size());
+    const auto count = [&](int64_t r) { return std::min(std::max(least, forest.children(frontier[r])), outputs); };
+    int64_t item = 0;
+    for (int64_t r = 0; r < rows; ++r) {  // a sample's nodes stand together
       const int64_t s = frontier[r].sample;
-      if (!noisy(s) || (r && frontier[r - 1].sample == s) || int(number++ % threads) != thread) continue;
-      level.bounds[s].resize(outputs);
-      noise_bounds(vocabulary, outputs, key(s, depth), level.bounds[s].data());
+      if (!noisy(s) || (r && frontier[r - 1].sample == s)) continue;
+      for (int64_t p = 0; p < kParts; ++p)
+        if (item++ % threads == thread)
+          noise_bounds(vocabulary, part_of(outputs, p), key(s, depth), level.bounds[s].data());
     }
     meet(threads);
-    for (int64_t r = thread; r < int64_t(frontier.size()); r += threads) {
-      const int64_t children = std::min(std::max(least, forest.children(frontier[r])), outputs);
-      const int64_t s = frontier[r].sample;
-      auto& drawn = level.drawn[r];
-      drawn = noisy(s) ? likeliest(scores + r * outputs, outputs, children, vocabulary, key(s, depth), float(temperatures[s]),
-                                   level.bounds[s].data())
-                       : likeliest(scores + r * outputs, outputs, children);
+    for (int64_t i = thread; i < rows * kParts; i += threads) {
+      const int64_t r = i / kParts, s = frontier[r].sample;
+      const Range range = part_of(outputs, i % kParts);
+      float* row = scores + r * outputs;
+      level.parts[i] = noisy(s) ? highest(row, range, count(r), vocabulary, key(s, depth), float(temperatures[s]),
+                                          level.bounds[s].data())
+                                : highest(row, range, count(r));
+    }
+    meet(threads);
+    for (int64_t r = thread; r < rows; r += threads) {
+      level.drawn[r] = likeliest(level.parts.data() + r * kParts, count(r));
       if (vocabulary)
-        for (auto& [token, chance] : drawn) token = vocabulary[token];
+        for (auto& [token, chance] : level.drawn[r]) token = vocabulary[token];
     }
   }
 };
@@ -251,7 +265,7 @@ class Drafting {
     arena.reserve(eighths, grouped ? rows * groups : 0);
     arena.reserve(logits, rows * outputs);
     arena.allocate();
-    Growing::Level level(rows, growing.samples);
+    Growing::Level level(growing, frontier, outputs);
     team(true, [&](int thread, int threads) {
       const Range mine = share(rows, 1, thread, threads);
       for (int64_t r = mine.begin; r < mine.end; ++r) {
@@ -397,7 +411,7 @@ Grown draft_from_rows(
     if (frontier.empty()) return grown(forest, growing, {}, broken);
     const int64_t rows = int64_t(frontier.size());
     std::vector<float> own(rows * outputs);
-    Growing::Level level(rows, growing.samples);
+    Growing::Level level(growing, frontier, outputs);
     const auto token_of = [&](const Place& at) {
       return at.node ? forest.tokens[at.sample * growing.shape.nodes + at.node] : root[at.sample];
     };

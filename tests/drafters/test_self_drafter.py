@@ -57,7 +57,7 @@ def test_one_call_drafts_what_level_after_level_does(monkeypatch, request_):
     of, drafted = target(), []
     for whole in (True, False):
         if not whole:
-            monkeypatch.setattr(self_drafter, "native_model", lambda model: None)
+            monkeypatch.setattr(self_drafter, "native_model", lambda *_, **__: None)
         made, seen = decoder(of, topology=TREE), []
         made.on_step = lambda state, tree, verdict, seen=seen: seen.append((tree.node.tolist(), tree.token.tolist()))
         decode(made, **request_)
@@ -96,8 +96,8 @@ def test_costs_let_drafts_go_on_whatever_their_probability(monkeypatch, temperat
     of, costs = target(), StepCosts(CostTable((1, 16), (1.0, 1.2)), CostTable((1, 16), (0.3, 0.3)))
     request = SAMPLED | {"temperature": temperature} if temperature else {}
     taus = []
-    for sure in (self_drafter._SURE, 1.0):  # negative control: as other drafters go on
-        monkeypatch.setattr(self_drafter, "_SURE", sure)
+    for informative in (False, True):  # negative control: as other drafters go on
+        monkeypatch.setattr(ad.SelfDrafter, "informative", informative)
         made = decoder(of, topology=ad.TreeTopology.chain(6), decider=ad.CostAware(costs))
         _, stats = decode(made, **request, max_new_tokens=40)
         taus.append(stats.tau)
@@ -193,9 +193,9 @@ def test_by_name():
     assert repr(drafter_named("self:int8", of)).startswith("SelfDrafter(\n  weights='int8'")
     assert drafter_named("self", of).model.weights == "int4"
     fitted = ad.builders.fitted(of, ad.SelfDrafter(of), costs=CostTable((1, 8), (1.0, 1.1)))
-    assert fitted.topology.max_depth == 8
+    assert fitted.topology.max_depth == 12
     loaded = ad.load(of, "self:int4", costs=None)
-    assert loaded.topology.max_depth == loaded.topology.num_nodes - 1 == 8
+    assert loaded.topology.max_depth == loaded.topology.num_nodes - 1 == 12
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,13 @@ def draft_run(states=True, **changes):
         dim=16,
         inner=48,
         activation="silu",
-        window=changes.pop("window", None),
+        window=None,
         rotary=True,
         epsilon=1e-5,
         scale=0.25,
         softcap=None,
         beside_norm=Norm(torch.ones(HIDDEN)) if states else None,
+        table=changes.pop("table", 0),
     )
     fields = {
         "embedding": torch.randn(VOCAB, HIDDEN),
@@ -54,8 +55,8 @@ def draft_run(states=True, **changes):
         "head": matrix(VOCAB, HIDDEN),
         "outputs": VOCAB,
         "vocabulary": None,
-        "frequencies": 100.0 ** -(torch.arange(8) / 8),
-        "factor": 1.0,
+        "frequencies": 100.0 ** -(torch.arange(8) / 8)[None],
+        "factors": [1.0],
         "epsilon": 1e-5,
     }
     return DraftRun(DraftWeights(**fields | changes))
@@ -146,7 +147,10 @@ def test_what_does_not_fit_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ({"window": 4}, "no sliding window"),
+        ({"table": 1}, "a table that is not there"),
+        ({"factors": [1.0, 1.0]}, "one for every rotary table"),
+        ({"exact": matrix(50, HIDDEN)}, f"not prepacked for {VOCAB} outputs"),
+        ({"exact": matrix(VOCAB, HIDDEN), "vocabulary": torch.arange(VOCAB)}, "an exact head knows all tokens"),
         ({"vocabulary": torch.arange(5)}, f"a token for each of {VOCAB} outputs"),
         ({"fuse": None}, "a drafter reads states"),
         ({"outputs": 50}, "not prepacked for 50 outputs"),

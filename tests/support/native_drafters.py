@@ -40,6 +40,10 @@ def weights(kind):
     target = tiny(head_dim=16, max_position_embeddings=2048)
     if kind == "model":
         return target, tiny(seed=3, head_dim=16, num_hidden_layers=1, max_position_embeddings=2048)
+    if kind == "model, windows":  # with two rotary tables and scaled embeddings, too
+        layers = ["sliding_attention", "full_attention", "sliding_attention"]
+        sizes = {"head_dim": 16, "num_hidden_layers": 3, "layer_types": layers, "max_position_embeddings": 2048}
+        return target, tiny("gemma3_text", seed=3, **sizes)
     name, _, trimmed = kind.partition(", ")
     head = new_head(name, trimmed=40 if trimmed else None)
     with torch.no_grad():
@@ -54,6 +58,7 @@ def weights(kind):
 
 
 KINDS = ["eagle", "eagle, trimmed", "block", "block, trimmed", "masked block", "medusa", "medusa, trimmed", "model"]
+KINDS.append("model, windows")
 DRAFTERS = {"eagle": EagleDrafter, "block": BlockDrafter, "masked block": BlockDrafter, "medusa": MedusaDrafter}
 
 
@@ -63,6 +68,6 @@ def built(kind, kernels="native", dtype=torch.float32, change=None, bits=None):
     if change is not None:
         change(network)
     target = RaggedModel(model.eval(), kernels=kernels)
-    if kind == "model":
+    if kind.startswith("model"):
         return target, LanguageModelDrafter(RaggedModel(network.eval(), kernels=kernels, weights=bits))
     return target, DRAFTERS[kind.partition(",")[0]](network, target)
