@@ -7,9 +7,9 @@ import arbordraft as ad
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.deciders import Decider, LearnedDecider
 from arbordraft.decoding.prompts import chat_batch
+from arbordraft.drafter_names import load_drafter
 from arbordraft.drafters import Drafter
 from arbordraft.exports.onnx import export
-from arbordraft.loading import load_drafter
 from arbordraft.onnx.decider import OnnxDecider
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"

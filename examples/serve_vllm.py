@@ -24,8 +24,8 @@ from arbordraft.bench.decoding import answers
 from arbordraft.bench.measure import save
 from arbordraft.checkpoints.smollm2 import fetch_smollm2, load_smollm2
 from arbordraft.decoding.prompts import MIXED, REPEATING, VARIED, chat_batch
+from arbordraft.drafter_names import load_drafter
 from arbordraft.exports.engines import export_vllm
-from arbordraft.loading import load_drafter
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "compare"))

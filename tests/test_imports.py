@@ -19,7 +19,8 @@ checkpoints sampling trees
 target
 deciders verifiers heads onnx grammars drafters
 testing decoding
-builders loading
+builders drafter_names
+loading
 bench training exports serving
 cli
 """

@@ -24,11 +24,11 @@ from arbordraft.deciders import FixedDepth, Heuristic, cost_aware
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding import measuring
 from arbordraft.decoding.measuring import cost_file, known_costs, known_rows
+from arbordraft.drafter_names import drafter_named, trained_for
 from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.kernels import native
-from arbordraft.loading import drafter_named, trained_for
 from arbordraft.target.prepacked import backend as backends
 from arbordraft.target.prepacked import memory
 
@@ -203,7 +203,7 @@ def test_every_way_to_name_a_drafter(folder, tmp_path, drafter, kind, costs):
         (
             "ngrm",
             ValueError,
-            "'ngrm' is none of auto, ngram, none, self:int4, early-exit:LAYERS, a folder, a hub name; did you mean",
+            "'ngrm' is none of auto, ngram, none, self, early-exit:LAYERS, a folder, a hub name; did you mean",
         ),
         ("early-exit:", ValueError, "write early-exit:LAYERS"),
         ("early-exit:all", ValueError, "write early-exit:LAYERS"),

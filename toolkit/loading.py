@@ -1,9 +1,7 @@
 """Loading by name: a model, a trained drafter of whatever kind a folder holds, and a decoder of both."""
 
-import json
 import logging
 import os
-from difflib import get_close_matches
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,29 +9,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer, read_config
+from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.deciders import CostAware, Decider
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.decoding.assemble import as_drafter
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.measuring import cost_aware, known_costs
-from arbordraft.drafters import (
-    BlockDrafter,
-    Drafter,
-    EagleDrafter,
-    EarlyExitDrafter,
-    LanguageModelDrafter,
-    MedusaDrafter,
-    NGramDrafter,
-    NoDrafter,
-    SelfDrafter,
-)
-from arbordraft.drafters.base import check_ragged
+from arbordraft.drafter_names import choose_drafter, drafter_named
+from arbordraft.drafters import Drafter, NGramDrafter, NoDrafter
 from arbordraft.kernels import native
-from arbordraft.kernels.native.build import cache_folder
-from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, Graph
-from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf import load_blocks
 from arbordraft.trees.topology import TreeTopology
@@ -42,16 +27,7 @@ from arbordraft.verifiers.coupling import Coupling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DRAFTERS = ("auto", "ngram", "none", "self:int4", "early-exit:LAYERS", "a folder", "a hub name")
 SMALL = "smollm2"  # what SmolLM2-135M-Instruct is called wherever a model is named
-
-# By the model_type in config.json; whatever else transformers can load counts as a language model.
-_KINDS: dict[str, Any] = {
-    "arbordraft_block": BlockDrafter,
-    "arbordraft_eagle": EagleDrafter,
-    "arbordraft_exit_adapter": EarlyExitDrafter,
-    "arbordraft_medusa": MedusaDrafter,
-}
 
 
 class Dtype(StrEnum):
@@ -110,9 +86,10 @@ def load(
 
     Args:
         model: a hub name, a folder, a GGUF file, ``smollm2`` for SmolLM2-135M-Instruct, or a model in memory.
-        drafter: ``auto`` for one that was trained for this very target, if :func:`trained_for` knows one, else lookups
-            in the text; ``ngram`` for these; ``none``; ``self:int4`` or ``self:int8`` for the target's own layers with
-            weights of fewer bits, on a CPU; ``early-exit:LAYERS`` for the target's own first layers; the
+        drafter: ``auto`` for what :func:`~arbordraft.drafter_names.choose_drafter` chooses: one that was trained for
+            this very target, else the target itself with fewer bits behind lookups, where that pays, else lookups;
+            ``ngram`` for these; ``none``; ``self`` for the target's own layers with weights of fewer bits, on a CPU,
+            ``self:int4`` or ``self:int8`` for these bits; ``early-exit:LAYERS`` for the target's own first layers; the
             folder of a trained drafter; folder or hub name of a draft model; or one in memory.
         dtype: of the weights, for models by name: ``float32``, ``bfloat16`` or ``float16``. By default bfloat16 where
             this machine multiplies it fast (CPUs with avx512_bf16 or ARM's bf16, and GPUs), as it halves what every
@@ -179,12 +156,14 @@ def load(
             if tokenizer is None and (home := getattr(model, "name_or_path", "")):
                 tokenizer = load_tokenizer(home, local_files_only=True)
             target = RaggedModel(model, tokenizer, **how)
-    proposer = (
-        drafter_named(os.fspath(drafter), target) if isinstance(drafter, str | os.PathLike) else as_drafter(drafter)
-    )
-    lookups = isinstance(proposer, NGramDrafter)
-    why = ", as no drafter trained for this model is known" if lookups else ", trained for this model"
-    logging.getLogger("arbordraft").info("drafter: %s%s", type(proposer).__name__, why if drafter == "auto" else "")
+    why = "asked for"
+    if drafter == "auto":
+        proposer, why = choose_drafter(target, weighed=decider is not None or costs is not None)
+    elif isinstance(drafter, str | os.PathLike):
+        proposer = drafter_named(os.fspath(drafter), target)
+    else:
+        proposer = as_drafter(drafter)
+    logging.getLogger("arbordraft").info("drafter: %s (%s)", type(proposer).__name__, why)
     measured: CostAware | None = None
     if decider is None and costs is not None and not isinstance(proposer, NoDrafter):
         if isinstance(drafter, str) and isinstance(proposer, NGramDrafter):
@@ -209,7 +188,7 @@ def _target_named(
     *,
     kernels: str,
     weights: str | None = None,
-    **options: bool,
+    **options: Any,
 ) -> RaggedModel:
     place = _device(device)
     if place.type == "cpu" and kernels in ("auto", "native"):
@@ -300,99 +279,3 @@ def tokenizer_of(target: RaggedModel, name: object) -> "PreTrainedTokenizerBase"
             "tokenizer.save_pretrained(folder)"
         )
     return target.tokenizer
-
-
-def drafter_named(name: str, target: RaggedModel) -> Drafter:
-    """The drafter that is meant by ``auto``, ``ngram``, ``none``, ``self:int4`` and so on, a folder or a hub name.
-
-    Args:
-        name: see :func:`load`; ``auto`` means what :func:`trained_for` finds, else lookups, and a name on the hub is
-            that of a draft model.
-        target: the model that it drafts for.
-
-    Raises:
-        ValueError: if it means nothing, or what it means is damaged.
-    """
-    if name == "auto":
-        trained = trained_for(target)
-        return NGramDrafter() if trained is None else load_drafter(trained, target)
-    if name in ("ngram", "none"):
-        return NGramDrafter() if name == "ngram" else NoDrafter()
-    if name.partition(":")[0] == "self":
-        return SelfDrafter(target, name.partition(":")[2] or "int4")
-    if name.startswith("early-exit:"):
-        layers = name.partition(":")[2]
-        if not layers.isdecimal():
-            raise ValueError(f"drafter {name!r}: write early-exit:LAYERS, such as early-exit:4")
-        return EarlyExitDrafter(target, int(layers))
-    if name and Path(name).is_dir():
-        return load_drafter(name, target)
-    if close := get_close_matches(name, DRAFTERS[:4], 1, 0.75):  # before the hub is asked
-        raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}; did you mean {close[0]!r}?")
-    try:
-        return LanguageModelDrafter.from_pretrained(name, target)
-    except ValueError as error:
-        raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}, and as a model: {error}") from error
-
-
-def trained_for(target: RaggedModel) -> Path | None:
-    """The folder of the best drafter that was trained for this very target, by its fingerprint, if one is known.
-
-    Known are the folders in the target's own one, those beside it, and those in ``drafters`` in the cache folder.
-    """
-    from arbordraft.heads.base import fingerprint
-
-    places = [cache_folder() / "drafters"]
-    home = getattr(target.model, "name_or_path", "")
-    if home and Path(home).is_dir():
-        places += [Path(home), Path(home).resolve().parent]
-    known: list[tuple[float, str]] = []
-    wanted = ""
-    for config in sorted({file for place in places for file in place.glob("*/config.json")}):
-        try:
-            about = json.loads(config.read_text())
-            trained = about["target_fingerprint"] if about["model_type"] in _KINDS else None
-            rate = float((about.get("acceptance") or [0.0])[0])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # that of something else
-            continue
-        wanted = wanted or fingerprint(target.model)
-        if trained == wanted:
-            known.append((rate, str(config.parent)))
-    return Path(max(known)[1]) if known else None
-
-
-def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
-    """The drafter that a training saved in a folder, one that was exported as graphs, or a small language model.
-
-    Args:
-        path: the folder.
-        target: the model that it drafts for.
-
-    Raises:
-        ImportError: if it was exported and onnxruntime is not installed.
-        ValueError: if there is no trained drafter, a damaged one, or one for another target or tokenizer.
-    """
-    if (Path(path) / MODEL).exists():
-        return _exported(Path(path), target)
-    config = read_config(path)
-    if "model_type" not in config:
-        raise ValueError(f"{path} holds no trained drafter but a {config['class']}: name the folder of a drafter")
-    drafter: Drafter = _KINDS.get(config["model_type"], LanguageModelDrafter).from_pretrained(path, target)
-    return drafter
-
-
-def _exported(folder: Path, target: RaggedModel) -> Drafter:
-    """The drafter of a folder of graphs: its kind of torch, around the network that runs them."""
-    check_ragged(target)
-    graph = Graph(folder / MODEL)
-    match graph.kind:
-        case "causal-lm" | "early-exit":
-            return LanguageModelDrafter(OnnxModel(graph, target))
-        case "block":
-            markov = Graph(folder / MARKOV) if graph.about["markov_rank"] else None
-            return BlockDrafter(OnnxBlock(graph, Graph(folder / FUSE), markov, target), target)
-        case "eagle":
-            return EagleDrafter(OnnxEagle(graph, Graph(folder / FUSE), target), target)
-        case "medusa":
-            return MedusaDrafter(OnnxMedusa(graph, target), target)
-    raise ValueError(f"{folder} holds a graph of the kind {graph.kind!r}, which is no drafter")

@@ -10,7 +10,8 @@ from arbordraft.bench.decoding import DecodeRow, in_turns
 from arbordraft.bench.suites import drafter_gain
 from arbordraft.bench.tables import print_rows
 from arbordraft.bench.workload import Workload
-from arbordraft.loading import load_drafter, load_model
+from arbordraft.drafter_names import load_drafter
+from arbordraft.loading import load_model
 from arbordraft.training.decider_module import DeciderModule
 from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.fit import run

@@ -40,8 +40,9 @@ from arbordraft.deciders import (
 )
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
-from arbordraft.loading import Dtype, drafter_named, load_target
+from arbordraft.loading import Dtype, load_target
 from arbordraft.target.model import RaggedModel
 
 

@@ -22,8 +22,9 @@ from arbordraft.cli.options import (
 )
 from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
-from arbordraft.loading import Dtype, drafter_named, load_target
+from arbordraft.loading import Dtype, load_target
 from arbordraft.target.model import RaggedModel
 
 

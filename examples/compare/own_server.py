@@ -6,7 +6,7 @@ from pathlib import Path
 import arbordraft
 from arbordraft import Engine, builders
 from arbordraft.decoding.measuring import rows_within
-from arbordraft.loading import load_drafter
+from arbordraft.drafter_names import load_drafter
 from arbordraft.serving.app import build_app
 from arbordraft.serving.server import Server, bound
 from arbordraft.serving.service import Service

@@ -30,7 +30,7 @@ from arbordraft import SpeculativeDecoder, builders
 from arbordraft.bench.measure import save
 from arbordraft.checkpoints.smollm2 import NAME, fetch_smollm2, load_smollm2
 from arbordraft.decoding.prompts import MIXED, VARIED, read_prompts
-from arbordraft.loading import load_drafter
+from arbordraft.drafter_names import load_drafter
 
 QUIET = 0.05  # share of the cores that others may take before the figures come with a warning
 console = Console(highlight=False)

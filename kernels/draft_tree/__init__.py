@@ -4,7 +4,7 @@ or from rows that are there already.
 What it computes is what :func:`arbordraft.drafters.grower.grow` does level by level with the same model and plan.
 
 Shapes: N tokens to catch up with, S samples, F hidden states side by side, V vocabulary, E embedding size, H hidden
-size, D draft vocabulary, P pool rows, M drafted nodes, K depths told apart, B rotary tables, R rotated channels of a head.
+size, D draft vocabulary, P pool rows, M drafted nodes, K depths told apart, B rotary tables, R rotated channels.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,8 +49,8 @@ class DraftWeights:
         factors: of each one's cosines and sines.
         epsilon: of the last norm.
         scale: by which embeddings are multiplied.
-        exact: ``[V, H]`` of the type of the embedding: a head that says which of the best tokens by ``head``, then one of
-            fewer bits, come first.
+        exact: ``[V, H]`` of the type of the embedding: the head that says which of the best tokens by ``head`` come
+            first; ``head`` is then one of fewer bits.
     """
 
     embedding: Tensor

@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import arbordraft as ad
 from arbordraft.deciders import LearnedDecider
+from arbordraft.drafter_names import drafter_named, load_drafter
 from arbordraft.exports.decoder_config import TargetReference
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx.sources import origin
-from arbordraft.loading import Dtype, drafter_named, load_drafter, load_model, load_target
+from arbordraft.loading import Dtype, load_model, load_target
 from arbordraft.onnx.decider import OnnxDecider
 from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.fit import run

@@ -25,12 +25,12 @@ import arbordraft as ad
 from arbordraft import builders
 from arbordraft.checkpoints.vocabulary import tokenizer_hashes
 from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
+from arbordraft.drafter_names import drafter_named, load_drafter
 from arbordraft.exports.decoder_config import describe
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx import plans
 from arbordraft.exports.onnx.sources import of
 from arbordraft.exports.onnx.writing import write
-from arbordraft.loading import drafter_named, load_drafter
 from arbordraft.training.students import LanguageModelStudent
 
 PAIRS = [("a", "b"), ("b", "c"), ("ab", "c")]

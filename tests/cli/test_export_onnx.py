@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from arbordraft import UnsupportedModel
 from arbordraft.cli import main as cli
+from arbordraft.drafter_names import load_drafter
 from arbordraft.exports.onnx import export, export_ort_genai
-from arbordraft.loading import load_drafter
 from arbordraft.onnx.decider import OnnxDecider
 from arbordraft.onnx.graph import Graph
 

@@ -15,7 +15,7 @@ from arbordraft.bench.suites import drafter_gain
 from arbordraft.bench.workload import Workload
 from arbordraft.cli.main import app
 from arbordraft.deciders import NodeBudget
-from arbordraft.loading import load_drafter
+from arbordraft.drafter_names import load_drafter
 
 
 @pytest.fixture(scope="module")

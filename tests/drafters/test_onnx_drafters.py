@@ -9,7 +9,7 @@ from support.onnx_graphs import decider
 
 import arbordraft as ad
 from arbordraft.bench.workload import Workload
-from arbordraft.loading import drafter_named, load_drafter
+from arbordraft.drafter_names import drafter_named, load_drafter
 from arbordraft.onnx.decider import OnnxDecider
 from arbordraft.onnx.graph import Graph
 from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel, OnnxNetwork

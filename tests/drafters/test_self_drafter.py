@@ -1,18 +1,25 @@
 """A target that drafts for itself with weights of fewer bits: its own words, on its own cache."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+from support.constrained import decoded
 from support.models import PROMPTS, decode, fusable, tiny, varied
+from support.spellers import SPEAKER_VOCAB, speller_tokenizer
 from transformers import LogitsProcessorList
 
 import arbordraft as ad
+from arbordraft import drafter_names
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
+from arbordraft.drafter_names import choose_drafter, drafter_named
 from arbordraft.drafters import self_drafter
-from arbordraft.loading import drafter_named
+from arbordraft.kernels.decoder_layers import Matrix
+from arbordraft.kernels.draft_tree import DraftRun
+from arbordraft.kernels.prepacked_linear import pack
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -188,10 +195,82 @@ def test_new_weights_are_packed_anew():
     assert sum(stats.accepted.values()) > 0.8 * sum(stats.tried.values())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_grammars(temperature):
+    model = fusable(sharpness=3.0, vocab_size=SPEAKER_VOCAB, max_position_embeddings=512)
+    of = ad.RaggedModel(model, speller_tokenizer(), kernels="native", self_test=False)
+    expected, _ = decoded(ad.builders.plain(of), temperature)
+    found, stats = decoded(decoder(of), temperature)
+    assert found == expected
+    assert sum(stats.accepted.values()) > 0.5 * sum(stats.tried.values()) > 0
+
+
+@each_type
+def test_the_head_has_the_last_word(dtype):
+    """Even if the copy that screens tokens is a bad one: the head itself puts those that it lets pass into order."""
+    of = target(dtype)
+    drafter = ad.SelfDrafter(of, "int8")
+    exact = drafter._run()
+    assert exact.weights.exact.weight.data_ptr() == of.network().get_output_embeddings().prepacked[0].data_ptr()
+    noise = torch.randn(of.vocab_size, 64, generator=torch.Generator().manual_seed(0)) * 0.02
+    screen = Matrix(*pack(of.model.lm_head.weight.detach().float() + noise, "int4"))
+    rates = []
+    for weights in (replace(exact.weights, head=screen), replace(exact.weights, head=screen, exact=None)):
+        made = ad.SpeculativeDecoder(of, drafter, CHAIN)
+        drafter._native = drafter._native[0], DraftRun(weights)
+        _, stats = decode(made, max_new_tokens=40)
+        rates.append(sum(stats.accepted.values()) / sum(stats.tried.values()))
+    assert rates[0] > rates[1] + 0.02
+
+
+def test_the_text_in_which_both_are_compared():
+    """Weights of 8 bits agree more often; which ones are taken hangs on what each gains."""
+    of, found = target(), {}
+    for weights in self_drafter.BITS:
+        drafter = ad.SelfDrafter(of, weights)._compared()
+        found[weights] = drafter.acceptance[0], drafter.gain()
+        assert drafter.acceptance[1:] == ad.SelfDrafter.acceptance[1:]
+    assert found["int4"][0] < found["int8"][0] <= 1
+    best = max(found, key=lambda weights: found[weights][1])
+    taken = ad.SelfDrafter.fitted(of)
+    assert (taken.weights, taken.acceptance[0]) == (best, found[best][0])
+
+
+def test_what_it_should_gain(monkeypatch):
+    drafter = ad.SelfDrafter(target())
+    gains = []
+    for agreed, effort in ((1.0, 0.25), (0.9, 0.25), (0.9, 0.5), (0.3, 0.9)):
+        drafter.acceptance = (agreed, 0.0)
+        monkeypatch.setattr(drafter, "effort", lambda target, effort=effort: effort)
+        gains.append(drafter.gain())
+    assert gains[0] == pytest.approx(13 / (1.1 + 12 * 0.25))
+    assert gains == sorted(gains, reverse=True)
+    assert gains[-1] < 1
+
+
+def test_auto_takes_it_where_it_pays(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="arbordraft")
+    of = target()
+    assert isinstance(ad.load(of, costs=None).drafter, ad.NGramDrafter)
+    assert "too small" in caplog.text
+    monkeypatch.setattr(drafter_names, "_LARGE", 0)
+    pays = ad.load(of, costs=None).drafter
+    assert isinstance(pays, ad.HybridDrafter)
+    assert (repr(pays.first), type(pays.otherwise)) == ("NGramDrafter(longest=4, shortest=2)", ad.SelfDrafter)
+    assert "x by that" in caplog.text
+    assert ad.load(of).drafter.first.shortest == 1  # what does not pay is dropped
+    monkeypatch.setattr(drafter_names, "_PAYS", 99)
+    assert isinstance(ad.load(of, costs=None).drafter, ad.NGramDrafter)
+    assert "in vain" in caplog.text
+    monkeypatch.setattr(drafter_names, "available_memory", lambda: 0)
+    assert choose_drafter(of)[1].endswith("needs memory, and 0.0 GiB are free")
+    assert "no weights of fewer bits" in choose_drafter(ad.RaggedModel(tiny(), kernels="torch"))[1]
+
+
 def test_by_name():
     of = target()
     assert repr(drafter_named("self:int8", of)).startswith("SelfDrafter(\n  weights='int8'")
-    assert drafter_named("self", of).model.weights == "int4"
+    assert drafter_named("self", of).weights in self_drafter.BITS
     fitted = ad.builders.fitted(of, ad.SelfDrafter(of), costs=CostTable((1, 8), (1.0, 1.1)))
     assert fitted.topology.max_depth == 12
     loaded = ad.load(of, "self:int4", costs=None)
@@ -203,6 +282,7 @@ def test_by_name():
     [
         (lambda: ad.SelfDrafter(target(), "int2"), ValueError, "int4 or int8 weights, got 'int2'"),
         (lambda: drafter_named("self:int3", target()), ValueError, "got 'int3'"),
+        (lambda: drafter_named("self:", target()), ValueError, "int4 or int8 weights, got ''"),
         (lambda: ad.SelfDrafter(fusable()), TypeError, "wrap the model"),
         (
             lambda: ad.SelfDrafter(ad.RaggedModel(tiny(), kernels="torch")),

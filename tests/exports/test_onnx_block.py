@@ -8,11 +8,11 @@ from support.models import VOCAB, generated
 from support.onnx_graphs import origin
 
 from arbordraft import BlockDrafter, Coupling, SpeculativeDecoder, TreeTopology
+from arbordraft.drafter_names import load_drafter
 from arbordraft.exports.onnx import plans
 from arbordraft.exports.onnx.sources import of
 from arbordraft.exports.onnx.writing import write
 from arbordraft.heads.block import BlockHead
-from arbordraft.loading import load_drafter
 from arbordraft.onnx.graph import Graph
 
 PROMPTS = [[5, 9, 7, 5, 9], [8, 3, 8, 3, 8]]

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import arbordraft as ad
+from arbordraft.drafter_names import load_drafter
 from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.block import BlockHead
@@ -16,7 +17,6 @@ from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels import native
-from arbordraft.loading import load_drafter
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
 
 TOKENS = [1, 3, 4, 50, 60]

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from arbordraft import IID, BlockDrafter, Coupling, SpeculativeDecoder, TreeTopology
 from arbordraft.decoding.prompts import left_padded
-from arbordraft.loading import load_drafter
+from arbordraft.drafter_names import load_drafter
 from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import FreshFeatures, TeacherHead

@@ -98,7 +98,7 @@ class Tuned:
     """The choices of tuning, and the costs that they rest on.
 
     Args:
-        drafter: name of the drafter, as for :func:`~arbordraft.loading.drafter_named`.
+        drafter: name of the drafter, as for :func:`~arbordraft.drafter_names.drafter_named`.
         temperature: 0 for greedy.
         choices: by batch size, ascending.
 
@@ -132,7 +132,7 @@ class Tuned:
             batch: prompts at a time.
             drafter: by default loaded by its name.
         """
-        from arbordraft.loading import drafter_named
+        from arbordraft.drafter_names import drafter_named
 
         drafter = drafter or drafter_named(self.drafter, target)
         setting = self.choice(batch).setting

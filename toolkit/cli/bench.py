@@ -38,8 +38,9 @@ from arbordraft.cli.options import (
     workloads,
 )
 from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
-from arbordraft.loading import Dtype, drafter_named, load_target
+from arbordraft.loading import Dtype, load_target
 from arbordraft.target.model import RaggedModel
 from arbordraft.utils.files import check_writable
 from arbordraft.utils.terminal import terminal

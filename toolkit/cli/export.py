@@ -15,9 +15,10 @@ from arbordraft.cli.display import progress
 from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
 from arbordraft.deciders import LearnedDecider
 from arbordraft.decoding.prompts import read_prompts
+from arbordraft.drafter_names import drafter_named
 from arbordraft.exports.evaluation import HELD_OUT
 from arbordraft.exports.folder import Export, Quantization
-from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
+from arbordraft.loading import Dtype, Kernels, load_target
 from arbordraft.utils.mlflow_server import explained
 from arbordraft.utils.terminal import terminal
 

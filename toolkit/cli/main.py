@@ -31,7 +31,8 @@ from arbordraft.cli.program import run
 from arbordraft.cli.serve import serve
 from arbordraft.cli.trace import trace
 from arbordraft.cli.train import app as train
-from arbordraft.loading import Dtype, drafter_named, load_target
+from arbordraft.drafter_names import drafter_named
+from arbordraft.loading import Dtype, load_target
 from arbordraft.trees.drawing import draw_png
 from arbordraft.utils.terminal import terminal
 

@@ -345,7 +345,7 @@ class CostAware(Decider):
 
 
 def _expected(record: _Record, acceptance: Sequence[float], fall: float) -> list[float]:
-    """How often some child of a node is accepted, by depth; ``fall`` times as often below the first, before it is known."""
+    """How often some child of a node is accepted, by depth: unless it is known, ``fall`` times as often deeper down."""
     known = [acceptance[0], *[fall * acceptance[0]] * (_DEPTHS - 1)]
     sums = zip(record.accepted, record.tried, record.presumed, known, strict=True)
     return [(right + weight * before) / (tried + weight) for right, tried, weight, before in sums]

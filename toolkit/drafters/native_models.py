@@ -135,8 +135,8 @@ def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None
 
     Args:
         model: the model.
-        screen: have a copy of its head of 4 bits choose some tokens, of which the head itself then finds the best; not of
-            a head that has few bits itself.
+        screen: have a copy of its head of 4 bits choose some tokens, of which the head itself then finds the best,
+            unless it has few bits itself.
     """
     prepacking = model.prepacking
     found = None if prepacking is None else prepacking.layers()

@@ -142,7 +142,8 @@ class RaggedModel(nn.Module):
         check_weights(weights)
         self.weights = "file" if weights is None and holds_blocks(model) else weights
         self._choice = choose(kernels, model, weights=self.weights)
-        self.keep_weights, self._invariant, self._head_of = keep_weights, row_invariant, head_of
+        self.keep_weights, self._invariant = keep_weights, row_invariant
+        vars(self)["_head_of"] = head_of  # no part of this module
         if row_invariant and (self.backend == "torch" or (self.backend == "triton" and torch.version.hip is not None)):
             why = self._choice.reason or "Triton's products are row-invariant on NVIDIA's GPUs only"
             raise ValueError(f"row_invariant=True needs kernels='native' on a CPU or 'triton' on an NVIDIA GPU: {why}")
@@ -468,7 +469,8 @@ class RaggedModel(nn.Module):
         return _Prepared(self, view, prepacking, place is not None, shortcut, fused)
 
     def _shared_head(self) -> PrepackedLinear | None:
-        head = None if self._head_of is None else self._head_of.network().get_output_embeddings()
+        other: RaggedModel | None = vars(self)["_head_of"]
+        head: Any = None if other is None else other.network().get_output_embeddings()  # type: ignore[operator]
         return head if isinstance(head, PrepackedLinear) else None
 
     def _prepack(self, view: ModelView) -> Prepacking:

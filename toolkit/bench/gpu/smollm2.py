@@ -10,9 +10,10 @@ from arbordraft.bench.gpu.setting import Item, Setting
 from arbordraft.bench.workload import Workload, quiet, read_texts
 from arbordraft.checkpoints.smollm2 import MANIFEST, NAME
 from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.drafter_names import load_drafter, trained_for
 from arbordraft.drafters import NGramDrafter, NoDrafter
 from arbordraft.kernels.native.build import cache_folder
-from arbordraft.loading import SMALL, Dtype, Kernels, load_drafter, load_target, trained_for
+from arbordraft.loading import SMALL, Dtype, Kernels, load_target
 
 
 def smollm2(setting: Setting) -> list[Item]:

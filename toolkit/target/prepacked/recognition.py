@@ -100,6 +100,7 @@ def layer_of(
         out=collector.matrix([out]),
         gate_up=mlp.gate_up,
         down=mlp.down,
+        table=0,
         **norms,
         sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
         heads=call.heads,

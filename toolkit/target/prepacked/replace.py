@@ -130,10 +130,10 @@ class Prepacking:
             for layer, table in zip(self._layers, self._tables, strict=True)
             if layer is not None
         ]
-        if len(layers) < len(self._layers) or None in self._tables:
+        given = {id(table): table for table in self._tables if table is not None}
+        if len(layers) < len(self._layers) or len(given) < len(places):
             return None
-        tables = {places[id(table)]: rotary_tables(self._positions, table) for table in self._tables}
-        return layers, list(tables.values())
+        return layers, [rotary_tables(self._positions, table) for table in given.values()]
 
     @property
     def nbytes(self) -> int:

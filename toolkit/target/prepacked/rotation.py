@@ -68,7 +68,7 @@ class RotaryTables(NamedTuple):
     sine: Tensor
 
     def made_by(self, model: nn.Module) -> tuple[Tensor, float] | None:
-        """The ``[R / 2]`` frequencies among the model's buffers, and their factor, that give these; ``None`` if none do."""
+        """The ``[R / 2]`` frequencies among a model's buffers that give these, and their factor, if any do."""
         for module in model.modules():
             for name, frequencies in module.named_buffers(recurse=False):
                 if not name.endswith("inv_freq") or 2 * frequencies.numel() != self.cosine.shape[-1]:

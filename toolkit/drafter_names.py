@@ -1,0 +1,176 @@
+"""Drafters by name: a word, a trained drafter of whatever kind a folder holds, or a draft model."""
+
+import json
+import os
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from arbordraft.checkpoints.reader import read_config
+from arbordraft.drafters import (
+    BlockDrafter,
+    Drafter,
+    EagleDrafter,
+    EarlyExitDrafter,
+    HybridDrafter,
+    LanguageModelDrafter,
+    MedusaDrafter,
+    NGramDrafter,
+    NoDrafter,
+    SelfDrafter,
+)
+from arbordraft.drafters.base import check_ragged
+from arbordraft.kernels.native.build import cache_folder
+from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, Graph
+from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
+from arbordraft.target.model import RaggedModel
+from arbordraft.target.prepacked.memory import available_memory, copy_bytes
+
+DRAFTERS = ("auto", "ngram", "none", "self", "early-exit:LAYERS", "a folder", "a hub name")
+_LARGE = 1 << 26  # bytes of a model that take longer to read than all that is done around it
+_PAYS = 1.15  # times plain decoding that is to be expected of self-drafting
+
+# By the model_type in config.json; whatever else transformers can load counts as a language model.
+_KINDS: dict[str, Any] = {
+    "arbordraft_block": BlockDrafter,
+    "arbordraft_eagle": EagleDrafter,
+    "arbordraft_exit_adapter": EarlyExitDrafter,
+    "arbordraft_medusa": MedusaDrafter,
+}
+
+
+def drafter_named(name: str, target: RaggedModel) -> Drafter:
+    """The drafter that is meant by ``auto``, ``ngram``, ``none``, ``self``, ``self:int4`` and so on, a folder or a hub
+    name.
+
+    Args:
+        name: see :func:`~arbordraft.load`; ``auto`` means what :func:`choose_drafter` chooses, and a name on the hub is
+            that of a draft model.
+        target: the model that it drafts for.
+
+    Raises:
+        ValueError: if it means nothing, or what it means is damaged.
+    """
+    if name == "auto":
+        return choose_drafter(target)[0]
+    if name in ("ngram", "none"):
+        return NGramDrafter() if name == "ngram" else NoDrafter()
+    if name == "self":
+        return SelfDrafter.fitted(target)
+    if name.startswith("self:"):
+        return SelfDrafter(target, name.partition(":")[2])
+    if name.startswith("early-exit:"):
+        layers = name.partition(":")[2]
+        if not layers.isdecimal():
+            raise ValueError(f"drafter {name!r}: write early-exit:LAYERS, such as early-exit:4")
+        return EarlyExitDrafter(target, int(layers))
+    if name and Path(name).is_dir():
+        return load_drafter(name, target)
+    if close := get_close_matches(name, DRAFTERS[:4], 1, 0.75):  # before the hub is asked
+        raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}; did you mean {close[0]!r}?")
+    try:
+        return LanguageModelDrafter.from_pretrained(name, target)
+    except ValueError as error:
+        raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}, and as a model: {error}") from error
+
+
+def choose_drafter(target: RaggedModel, *, weighed: bool = True) -> tuple[Drafter, str]:
+    """The drafter that suits a target best, and why.
+
+    What was trained for it, if :func:`trained_for` knows something; else the target itself with weights of fewer bits
+    (:meth:`~arbordraft.SelfDrafter.fitted`), where these bring 1.15 x plain decoding or more by how often they agree
+    with it and how much of it they read, behind lookups; else lookups in the text.
+
+    Args:
+        target: the model that it drafts for.
+        weighed: whether a decider weighs drafts against their costs. If so, lookups offer whatever they find.
+    """
+    if (trained := trained_for(target)) is not None:
+        return load_drafter(trained, target), f"trained for this model: {trained}"
+    lookups = NGramDrafter(longest=8, shortest=1) if weighed else NGramDrafter()
+    if (problem := _not_itself(target)) is not None:
+        return lookups, f"nothing was trained for this model, and it does not draft for itself: {problem}"
+    own = SelfDrafter.fitted(target)
+    about = f"with {own.weights} weights it agrees in {own.acceptance[0]:.0%} and reads {own.effort(target):.0%}"
+    if (gain := own.gain()) < _PAYS:
+        return lookups, f"nothing was trained for this model, and it would draft for itself in vain: {about}"
+    return HybridDrafter(lookups, own), f"lookups, and the model itself: {about}; {gain:.1f} x by that"
+
+
+def _not_itself(target: RaggedModel) -> str | None:
+    """Why a target is not even tried as its own drafter."""
+    if target.backend != "native" or target.prepacking is None:
+        return f"kernels={target.backend!r} have no weights of fewer bits"
+    if not target.prepacking.fused:
+        return "its layers are not recognised"
+    if target.prepacking.nbytes < _LARGE:
+        return "it is too small"
+    if (room := available_memory()) is not None and room < 2 * copy_bytes(target.model, "int8"):
+        return f"a copy of fewer bits needs memory, and {room / 2**30:.1f} GiB are free"
+    return None
+
+
+def trained_for(target: RaggedModel) -> Path | None:
+    """The folder of the best drafter that was trained for this very target, by its fingerprint, if one is known.
+
+    Known are the folders in the target's own one, those beside it, and those in ``drafters`` in the cache folder.
+    """
+    from arbordraft.heads.base import fingerprint
+
+    places = [cache_folder() / "drafters"]
+    home = getattr(target.model, "name_or_path", "")
+    if home and Path(home).is_dir():
+        places += [Path(home), Path(home).resolve().parent]
+    known: list[tuple[float, str]] = []
+    wanted = ""
+    for config in sorted({file for place in places for file in place.glob("*/config.json")}):
+        try:
+            about = json.loads(config.read_text())
+            trained = about["target_fingerprint"] if about["model_type"] in _KINDS else None
+            rate = float((about.get("acceptance") or [0.0])[0])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # that of something else
+            continue
+        wanted = wanted or fingerprint(target.model)
+        if trained == wanted:
+            known.append((rate, str(config.parent)))
+    return Path(max(known)[1]) if known else None
+
+
+def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
+    """The drafter that a training saved in a folder, one that was exported as graphs, or a small language model.
+
+    Args:
+        path: the folder.
+        target: the model that it drafts for.
+
+    Raises:
+        ImportError: if it was exported and onnxruntime is not installed.
+        ValueError: if there is no trained drafter, a damaged one, or one for another target or tokenizer.
+    """
+    if (Path(path) / MODEL).exists():
+        return _exported(Path(path), target)
+    config = read_config(path)
+    if "model_type" not in config:
+        raise ValueError(f"{path} holds no trained drafter but a {config['class']}: name the folder of a drafter")
+    drafter: Drafter = _KINDS.get(config["model_type"], LanguageModelDrafter).from_pretrained(path, target)
+    return drafter
+
+
+def _exported(folder: Path, target: RaggedModel) -> Drafter:
+    """The drafter of a folder of graphs: its kind of torch, around the network that runs them."""
+    check_ragged(target)
+    graph = Graph(folder / MODEL)
+    match graph.kind:
+        case "causal-lm" | "early-exit":
+            return LanguageModelDrafter(OnnxModel(graph, target))
+        case "block":
+            markov = Graph(folder / MARKOV) if graph.about["markov_rank"] else None
+            return BlockDrafter(OnnxBlock(graph, Graph(folder / FUSE), markov, target), target)
+        case "eagle":
+            return EagleDrafter(OnnxEagle(graph, Graph(folder / FUSE), target), target)
+        case "medusa":
+            return MedusaDrafter(OnnxMedusa(graph, target), target)
+    raise ValueError(f"{folder} holds a graph of the kind {graph.kind!r}, which is no drafter")
+
+
+__all__ = ["DRAFTERS", "choose_drafter", "drafter_named", "load_drafter", "trained_for"]
