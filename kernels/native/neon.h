@@ -102,6 +102,7 @@ struct u8x64 {
   uint8x16_t v[4];
 };
 inline i32x16 splat_integer(int32_t x) { ARBORDRAFT_QUARTERS(i32x16, vdupq_n_s32(x)); }
+template <int Bits>
 inline f32x16 to_float(i32x16 x) { ARBORDRAFT_QUARTERS(f32x16, vcvtq_f32_s32(x.v[i])); }
 inline u8x64 load_bytes(const uint8_t* p) { ARBORDRAFT_QUARTERS(u8x64, vld1q_u8(p + 16 * i)); }
 inline void load_nibbles(const uint8_t* p, u8x64& low, u8x64& high) {

@@ -236,6 +236,31 @@ inline f32x16 sums(const f32x16* x) { ARBORDRAFT_LANES(sum(x[i])); }
 
 #endif
 
+// Calls what(n) with the constants n = 0..N-1. Unlike a loop this is unrolled before compilers decide what stays in
+// registers: sums of products in an array would be stored with every change of theirs.
+template <class What, int... Numbers>
+[[gnu::always_inline]] inline void each(const What& what, std::integer_sequence<int, Numbers...>) {
+  (what(std::integral_constant<int, Numbers>()), ...);
+}
+template <int N, class What>
+[[gnu::always_inline]] inline void each(const What& what) {
+  each(what, std::make_integer_sequence<int, N>());
+}
+
+// N vectors, in registers if nobody holds their address: also those that are two of the processor's.
+template <int N, class V = f32x16>
+struct Registers {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  decltype(V::a) a[N], b[N];
+  [[gnu::always_inline]] void set(int n, V x) { a[n] = x.a, b[n] = x.b; }
+  [[gnu::always_inline]] V operator[](int n) const { return {a[n], b[n]}; }
+#else
+  V v[N];
+  [[gnu::always_inline]] void set(int n, V x) { v[n] = x; }
+  [[gnu::always_inline]] V operator[](int n) const { return v[n]; }
+#endif
+};
+
 inline bf16 narrow(float x) {  // to nearest, ties to even; NaN stays NaN
   uint32_t bits;
   std::memcpy(&bits, &x, 4);

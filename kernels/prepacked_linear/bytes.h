@@ -6,9 +6,11 @@
 
 namespace arbordraft {
 
-// dot<Bits>(sums, codes, x): lane i gains the sum over k of (codes[4 i + k] - kOffset<Bits>) * x[k]. Multiplying bytes
-// pairwise into 16 bits saturates above 32767: codes of 4 bits stay far below, those of 8 bits are centred first, which
-// leaves 2 * 128 * 127. The units that sum into 32 bits at once need no centring, and leave it to the caller.
+// dot<Bits>(sums, codes, x): lane i gains the sum over k of (codes[4 i + k] - kOffset<Bits>) * x[k], and to_float<Bits>
+// gives the sums of at most eight of these, all of a group. Multiplying bytes pairwise into 16 bits saturates above 32767:
+// those of 8 bits are centred first, which leaves 2 * 128 * 127; of codes of 4 bits even all pairs of a group add up to no
+// more than 8 * 2 * 15 * 127 = 30480, and are widened at its end alone. The units that sum into 32 bits at once need no
+// centring, and leave it to the caller.
 #if defined(__AVX512BW__)
 
 struct i32x16 {
@@ -18,7 +20,6 @@ struct u8x64 {
   __m512i v;
 };
 inline i32x16 splat_integer(int32_t x) { return {_mm512_set1_epi32(x)}; }
-inline f32x16 to_float(i32x16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
 inline u8x64 load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void load_nibbles(const uint8_t* p, u8x64& low, u8x64& high) {
   const __m512i both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
@@ -32,6 +33,10 @@ template <int Bits>
 inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
   return {_mm512_dpbusd_epi32(sums.v, codes.v, _mm512_set1_epi32(x))};
 }
+template <int Bits>
+inline f32x16 to_float(i32x16 sums) {
+  return {_mm512_cvtepi32_ps(sums.v)};
+}
 #else
 template <int Bits>
 constexpr int kOffset = Bits == 8 ? 128 : 0;
@@ -44,7 +49,12 @@ inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
     y = _mm512_mask_sub_epi8(y, _mm512_movepi8_mask(centred), _mm512_setzero_si512(), y);
   }
   const __m512i pairs = _mm512_maddubs_epi16(w, y);
+  if constexpr (Bits == 4) return {_mm512_add_epi16(sums.v, pairs)};
   return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+}
+template <int Bits>
+inline f32x16 to_float(i32x16 sums) {
+  return {_mm512_cvtepi32_ps(Bits == 4 ? _mm512_madd_epi16(sums.v, _mm512_set1_epi16(1)) : sums.v)};
 }
 #endif
 
@@ -57,7 +67,6 @@ struct u8x64 {
   __m256i a, b;
 };
 inline i32x16 splat_integer(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-inline f32x16 to_float(i32x16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline u8x64 load_bytes(const uint8_t* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
 }
@@ -74,6 +83,10 @@ template <int Bits>
 inline __m256i dot8(__m256i sums, __m256i w, __m256i y) {
   return _mm256_dpbusd_avx_epi32(sums, w, y);
 }
+template <int Bits>
+inline __m256 to_float8(__m256i sums) {
+  return _mm256_cvtepi32_ps(sums);
+}
 #else
 template <int Bits>
 constexpr int kOffset = Bits == 8 ? 128 : 0;
@@ -84,13 +97,23 @@ inline __m256i dot8(__m256i sums, __m256i w, __m256i y) {
     w = _mm256_abs_epi8(centred);
     y = _mm256_sign_epi8(y, centred);
   }
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(w, y), _mm256_set1_epi16(1)));
+  const __m256i pairs = _mm256_maddubs_epi16(w, y);
+  if constexpr (Bits == 4) return _mm256_add_epi16(sums, pairs);
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+template <int Bits>
+inline __m256 to_float8(__m256i sums) {
+  return _mm256_cvtepi32_ps(Bits == 4 ? _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) : sums);
 }
 #endif
 template <int Bits>
 inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
   const __m256i y = _mm256_set1_epi32(x);
   return {dot8<Bits>(sums.a, codes.a, y), dot8<Bits>(sums.b, codes.b, y)};
+}
+template <int Bits>
+inline f32x16 to_float(i32x16 sums) {
+  return {to_float8<Bits>(sums.a), to_float8<Bits>(sums.b)};
 }
 
 #elif !defined(ARBORDRAFT_NEON)  // which neon.h has all of
@@ -106,6 +129,7 @@ inline i32x16 splat_integer(int32_t x) {
   for (int32_t& lane : r.v) lane = x;
   return r;
 }
+template <int Bits>
 inline f32x16 to_float(i32x16 x) {
   f32x16 r;
   for (int i = 0; i < 16; ++i) r.v[i] = float(x.v[i]);

@@ -13,9 +13,9 @@ namespace arbordraft {
 #if defined(__AVX512F__)
 constexpr int kTileRows = 8;
 constexpr int kTileBlocks(int rows) { return rows <= 4 ? 4 : 2; }
-#else
-constexpr int kTileRows = 2;
-constexpr int kTileBlocks(int) { return 2; }
+#else  // half as many registers of half the size
+constexpr int kTileRows = 6;
+constexpr int kTileBlocks(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
 
 // Weights come into the caches while the ones before them are multiplied. Alone, a tile fetches all that the next one
@@ -28,46 +28,44 @@ inline void tile(const W* w, const X* x, int64_t inputs, const W* ahead, f32x16*
   const auto fetch = [&](int64_t i) {
     for (int b = 0; b < (Alone ? NB : 1); ++b) __builtin_prefetch(ahead + (b * inputs + i) * kLanes, 0, 2);
   };
-  f32x16 acc[R][NB];  // nobody else holds its address, so it stays in registers
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < NB; ++b) acc[r][b] = splat(0.f);
+  Registers<R * NB> acc;
+  each<R * NB>([&](auto n) { acc.set(n, splat(0.f)); });
   if constexpr (std::is_same_v<W, float>) {
     for (int64_t i = 0; i < inputs; ++i) {
       fetch(i);
-      f32x16 wb[NB];
-      for (int b = 0; b < NB; ++b) wb[b] = load(w + (b * inputs + i) * kLanes);
-      for (int r = 0; r < R; ++r) {
+      Registers<NB> wb;
+      each<NB>([&](auto b) { wb.set(b, load(w + (b * inputs + i) * kLanes)); });
+      each<R>([&](auto r) {
         const f32x16 xr = splat(x[r * inputs + i]);
-        for (int b = 0; b < NB; ++b) acc[r][b] = fma(wb[b], xr, acc[r][b]);
-      }
+        each<NB>([&](auto b) { acc.set(r * NB + b, fma(wb[b], xr, acc[r * NB + b])); });
+      });
     }
   } else if constexpr (std::is_same_v<X, float>) {
     for (int64_t i = 0; i < inputs; i += 2) {
       fetch(i);
-      for (int b = 0; b < NB; ++b) {
+      each<NB>([&](auto b) {
         f32x16 even, odd;
         load_pairs(w + (b * inputs + i) * kLanes, even, odd);
-        for (int r = 0; r < R; ++r) {
-          acc[r][b] = fma(even, splat(x[r * inputs + i]), acc[r][b]);
-          acc[r][b] = fma(odd, splat(x[r * inputs + i + 1]), acc[r][b]);
-        }
-      }
+        each<R>([&](auto r) {
+          const f32x16 sum = fma(even, splat(x[r * inputs + i]), acc[r * NB + b]);
+          acc.set(r * NB + b, fma(odd, splat(x[r * inputs + i + 1]), sum));
+        });
+      });
     }
   } else {
 #if defined(ARBORDRAFT_DOT_BF16)
     for (int64_t i = 0; i < inputs; i += 2) {
       fetch(i);
       bf16x32 wb[NB];
-      for (int b = 0; b < NB; ++b) wb[b] = load_dot(w + (b * inputs + i) * kLanes);
-      for (int r = 0; r < R; ++r) {
+      each<NB>([&](auto b) { wb[b] = load_dot(w + (b * inputs + i) * kLanes); });
+      each<R>([&](auto r) {
         const bf16x32 xr = splat_pair(x + r * inputs + i);
-        for (int b = 0; b < NB; ++b) acc[r][b] = dot(wb[b], xr, acc[r][b]);
-      }
+        each<NB>([&](auto b) { acc.set(r * NB + b, dot(wb[b], xr, acc[r * NB + b])); });
+      });
     }
 #endif
   }
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < NB; ++b) found[r * NB + b] = acc[r][b];
+  each<R * NB>([&](auto n) { found[n] = acc[n]; });
 }
 
 // One prepacked matrix, which multiplies rows of as many inputs. `scale` is 8-bit weights' factor per output, `bias` may be
@@ -99,17 +97,20 @@ template <class W, class X>
       if (blocks == 2) return tile<R, 2, true>(w, x, inputs, ahead, found);
       return tile<R, kTileBlocks(R), true>(w, x, inputs, ahead, found);
     }
-    if constexpr (R >= kTileRows / 2)  // passes are about as long
-      return blocks == 2 ? tile<R, 2, false>(w, x, inputs, ahead, found) : tile<R, 1, false>(w, x, inputs, ahead, found);
+    if constexpr (R >= kTileRows / 2) {  // passes are about as long
+      if constexpr (kTileBlocks(R) > 1)
+        if (blocks == 2) return tile<R, 2, false>(w, x, inputs, ahead, found);
+      return tile<R, 1, false>(w, x, inputs, ahead, found);
+    }
   };
   switch (rows) {
     case 1: return of(std::integral_constant<int, 1>());
     case 2: return of(std::integral_constant<int, 2>());
-#if defined(__AVX512F__)
     case 3: return of(std::integral_constant<int, 3>());
     case 4: return of(std::integral_constant<int, 4>());
     case 5: return of(std::integral_constant<int, 5>());
     case 6: return of(std::integral_constant<int, 6>());
+#if defined(__AVX512F__)
     case 7: return of(std::integral_constant<int, 7>());
     case 8: return of(std::integral_constant<int, 8>());
 #endif
@@ -123,7 +124,7 @@ inline void multiply(const Prepacked<W>& m, const X* x, int64_t rows, Range bloc
   // Two blocks at a time stay in the inner caches while all rows pass over them, in passes of about as many rows: one of
   // few would wait for its own sums.
   const int64_t half = m.inputs * kLanes, passes = (rows + kTileRows - 1) / kTileRows;
-  const int64_t wide = passes > 1 ? 2 : kTileBlocks(int(rows));
+  const int64_t wide = passes > 1 ? 2 : std::max(2, kTileBlocks(int(rows)));
   for (int64_t block = blocks.begin, n; block < blocks.end; block += n) {
     n = std::min(wide, blocks.end - block);
     if (n == 3) n = 2;
@@ -131,9 +132,19 @@ inline void multiply(const Prepacked<W>& m, const X* x, int64_t rows, Range bloc
     for (int64_t pass = 0; pass < passes; ++pass) {
       const int64_t row = rows * pass / passes, count = rows * (pass + 1) / passes - row;
       f32x16 acc[kTileRows * 2];
-      some_tile(
-          int(count), int(n), passes == 1, m.weight + block * half, x + row * m.inputs, m.inputs,
-          next + (pass == 0 ? 0 : half), acc);
+      const auto some = [&](int64_t b, int64_t of, f32x16* found) {
+        some_tile(
+            int(count), int(of), passes == 1, m.weight + (block + b) * half, x + row * m.inputs, m.inputs,
+            next + (passes == 1 ? b * half : pass == 0 ? 0 : half), found);
+      };
+      if (n <= kTileBlocks(int(count))) {
+        some(0, n, acc);
+      } else {  // two blocks, one after the other
+        f32x16 apart[2][kTileRows];
+        for (int64_t b = 0; b < 2; ++b) some(b, 1, apart[b]);
+        for (int64_t r = 0; r < count; ++r)
+          for (int64_t b = 0; b < 2; ++b) acc[2 * r + b] = apart[b][r];
+      }
       for (int64_t r = 0; r < count; ++r) {
         for (int64_t b = 0; b < n; ++b) acc[r * n + b] = m.finish(acc[r * n + b], (block + b) * kLanes);
         emit(row + r, block, acc + r * n, int(n));

@@ -70,8 +70,8 @@ constexpr int kGroupedRows = Bits == 8 ? 6 : 4;  // unpacking takes registers, t
 constexpr int kGroupedBlocks(int rows) { return rows == 1 ? 4 : 2; }
 #else
 template <int Bits>
-constexpr int kGroupedRows = 2;
-constexpr int kGroupedBlocks(int) { return 2; }
+constexpr int kGroupedRows = 4;
+constexpr int kGroupedBlocks(int rows) { return rows == 1 ? 2 : 1; }
 #endif
 
 // Scales are halves, or bytes that have a factor.
@@ -90,53 +90,53 @@ inline void tile_groups(
   const uint8_t* codes = m.weight + block * groups * kBytes;
   const S* scales = static_cast<const S*>(m.scale) + block * stride;
   const int64_t next = (ahead - block) * groups;
-  f32x16 factors[NB][2];
-  for (int b = 0; b < NB; ++b)
-    for (int i = 0; i < 2; ++i)
-      factors[b][i] = kFactors<S> ? load(reinterpret_cast<const float*>(scales + b * stride) + i * kLanes) : splat(0.f);
+  Registers<2 * NB> factors;
+  each<2 * NB>([&](auto n) {
+    const float* p = reinterpret_cast<const float*>(scales + n / 2 * stride) + n % 2 * kLanes;
+    factors.set(n, kFactors<S> ? load(p) : splat(0.f));
+  });
   scales += kFactors<S>;
-  f32x16 acc[R][NB];
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < NB; ++b) acc[r][b] = splat(0.f);
+  Registers<R * NB> acc;
+  each<R * NB>([&](auto n) { acc.set(n, splat(0.f)); });
   for (int64_t g = 0; g < groups; ++g, x += 1) {
-    i32x16 sums[R][NB];
-    for (int r = 0; r < R; ++r)
-      for (int b = 0; b < NB; ++b)
-        sums[r][b] = splat_integer(Bits == 8 ? x[r * groups].begin : 0);
-    const auto add = [&](const u8x64(&w)[NB], int quad) {
-      for (int r = 0; r < R; ++r) {
-        int32_t four;
-        std::memcpy(&four, x[r * groups].codes + 4 * quad, 4);
-        for (int b = 0; b < NB; ++b) sums[r][b] = dot<Bits>(sums[r][b], w[b], four);
-      }
-    };
-    for (int64_t line = 0; line < kBytes / 64; ++line) {
-      u8x64 low[NB], high[NB];
-      for (int b = 0; b < NB; ++b) {
+    Registers<R * NB, i32x16> sums;
+    each<R * NB>([&](auto n) { sums.set(n, splat_integer(Bits == 8 ? x[n / NB * groups].begin : 0)); });
+    each<kBytes / 64>([&](auto line) {
+      each<NB>([&](auto b) {
         const uint8_t* p = codes + (b * groups + g) * kBytes + line * 64;
         if (b < fetched) __builtin_prefetch(p + next * kBytes, 0, 2);
-        if constexpr (Bits == 8)
-          low[b] = load_bytes(p);
-        else
-          load_nibbles(p, low[b], high[b]);
-      }
-      add(low, int(line));
-      if constexpr (Bits == 4) add(high, int(line) + 4);
-    }
-    for (int b = 0; b < NB; ++b) {
+        const auto add = [&](u8x64 w, int quad) {
+          each<R>([&](auto r) {
+            int32_t four;
+            std::memcpy(&four, x[r * groups].codes + 4 * quad, 4);
+            sums.set(r * NB + b, dot<Bits>(sums[r * NB + b], w, four));
+          });
+        };
+        if constexpr (Bits == 8) {
+          add(load_bytes(p), line);
+        } else {
+          u8x64 low, high;
+          load_nibbles(p, low, high);
+          add(low, line);
+          add(high, line + 4);
+        }
+      });
+    });
+    each<NB>([&](auto b) {
       const S* s = scales + b * stride + g * kScales;
       if (b < fetched) __builtin_prefetch(s + (ahead - block) * stride, 0, 2);
-      const f32x16 scale = load_scales(s, factors[b][0]);
-      for (int r = 0; r < R; ++r)
-        acc[r][b] = acc[r][b] + to_float(sums[r][b]) * (scale * splat(x[r * groups].scale));
+      const f32x16 scale = load_scales(s, factors[2 * b]);
+      each<R>([&](auto r) {
+        const int n = r * NB + b;
+        acc.set(n, acc[n] + to_float<Bits>(sums[n]) * (scale * splat(x[r * groups].scale)));
+      });
       if constexpr (Bits == 4) {
-        const f32x16 minimum = load_scales(s + kLanes, factors[b][1]);
-        for (int r = 0; r < R; ++r) acc[r][b] = acc[r][b] + minimum * splat(x[r * groups].total);
+        const f32x16 minimum = load_scales(s + kLanes, factors[2 * b + 1]);
+        each<R>([&](auto r) { acc.set(r * NB + b, acc[r * NB + b] + minimum * splat(x[r * groups].total)); });
       }
-    }
+    });
   }
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < NB; ++b) found[r * NB + b] = acc[r][b];
+  each<R * NB>([&](auto n) { found[n] = acc[n]; });
 }
 
 template <int Bits, class S>
@@ -146,16 +146,15 @@ template <int Bits, class S>
   const auto of = [&](auto known) {
     constexpr int R = decltype(known)::value;
     if (blocks == 1) return tile_groups<R, 1, Bits, S>(m, x, block, ahead, fetched, found);
-    if (blocks == 2) return tile_groups<R, 2, Bits, S>(m, x, block, ahead, fetched, found);
+    if constexpr (kGroupedBlocks(R) > 2)
+      if (blocks == 2) return tile_groups<R, 2, Bits, S>(m, x, block, ahead, fetched, found);
     return tile_groups<R, kGroupedBlocks(R), Bits, S>(m, x, block, ahead, fetched, found);
   };
   switch (rows) {
     case 1: return of(std::integral_constant<int, 1>());
     case 2: return of(std::integral_constant<int, 2>());
-#if defined(__AVX512F__)
     case 3: return of(std::integral_constant<int, 3>());
     case 4: return of(std::integral_constant<int, 4>());
-#endif
   }
 #if defined(__AVX512F__)
   if constexpr (Bits == 8) return rows == 5 ? of(std::integral_constant<int, 5>()) : of(std::integral_constant<int, 6>());
@@ -168,7 +167,7 @@ inline void multiply(const Prepacked<Grouped>& m, const Eighth* x, int64_t rows,
   const auto tile = !m.four ? some_tile<8, uint16_t> : m.bytes ? some_tile<4, uint8_t> : some_tile<4, uint16_t>;
   const int64_t most = m.four ? kGroupedRows<4> : kGroupedRows<8>, groups = m.groups();
   const bool alone = rows <= most;
-  const int64_t wide = alone ? kGroupedBlocks(int(rows)) : 2;
+  const int64_t wide = alone ? std::max(2, kGroupedBlocks(int(rows))) : 2;
   // Two blocks at a time stay in the inner caches while all rows pass over them, and the first two tiles fetch the next
   // two blocks. Alone, a tile fetches what the next one reads.
   for (int64_t block = blocks.begin, n; block < blocks.end; block += n) {
@@ -178,7 +177,14 @@ inline void multiply(const Prepacked<Grouped>& m, const Eighth* x, int64_t rows,
       f32x16 found[kGroupedRows<8> * 4];
       const int64_t count = std::min(most, rows - row), ahead = alone ? block + n : block + 2 + (row > 0);
       const int64_t fetched = std::min<int64_t>(alone ? n : row <= most, blocks.end - ahead);
-      tile(int(count), int(n), m, x + row * groups, block, ahead, int(fetched), found);
+      const Eighth* from = x + row * groups;
+      if (n <= kGroupedBlocks(int(count))) {
+        tile(int(count), int(n), m, from, block, ahead, int(fetched), found);
+      } else {  // two blocks, one after the other
+        f32x16 apart[2][kGroupedRows<8>];
+        for (int b = 0; b < 2; ++b) tile(int(count), 1, m, from, block + b, ahead + b, b < fetched, apart[b]);
+        for (int n = 0; n < 2 * count; ++n) found[n] = apart[n % 2][n / 2];
+      }
       for (int r = 0; r < count; ++r) {
         if (m.bias)
           for (int b = 0; b < n; ++b)
