@@ -77,36 +77,40 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
 def choose_drafter(target: RaggedModel, *, weighed: bool = True) -> tuple[Drafter, str]:
     """The drafter that suits a target best, and why.
 
-    What was trained for it, if :func:`trained_for` knows something; else the target itself with weights of fewer bits
-    (:meth:`~arbordraft.SelfDrafter.fitted`), where these bring 1.15 x plain decoding or more by how often they agree
-    with it and how much of it they read, behind lookups; else lookups in the text.
+    What was trained for it, if :func:`trained_for` knows something; or the target itself with weights of fewer bits
+    (:meth:`~arbordraft.SelfDrafter.fitted`) behind lookups, where these bring 1.15 x plain decoding or more, and 1.15 x
+    what was trained, by how often they agree with it and how much of it they read; else lookups in the text.
 
     Args:
         target: the model that it drafts for.
         weighed: whether a decider weighs drafts against their costs. If so, lookups offer whatever they find.
     """
-    if (trained := trained_for(target)) is not None:
-        return load_drafter(trained, target), f"trained for this model: {trained}"
+    trained, why, least = None, "nothing was trained for this model", _PAYS
+    if (folder := trained_for(target)) is not None:
+        trained, why = load_drafter(folder, target), f"trained for this model: {folder}"
+        least *= max(1.0, trained.gain(target))
     lookups = NGramDrafter(longest=8, shortest=1) if weighed else NGramDrafter()
     if (problem := _not_itself(target)) is not None:
-        return lookups, f"nothing was trained for this model, and it does not draft for itself: {problem}"
+        return trained or lookups, f"{why}; it does not draft for itself, as {problem}"
     own = SelfDrafter.fitted(target)
-    about = f"with {own.weights} weights it agrees in {own.acceptance[0]:.0%} and reads {own.effort(target):.0%}"
-    if (gain := own.gain()) < _PAYS:
-        return lookups, f"nothing was trained for this model, and it would draft for itself in vain: {about}"
-    return HybridDrafter(lookups, own), f"lookups, and the model itself: {about}; {gain:.1f} x by that"
+    gain = own.gain(target)
+    about = f"with {own.weights} weights it agrees in {own.acceptance[0]:.0%}, reads {own.effort(target):.0%}"
+    about = f"{about} and should bring {gain:.1f} x"
+    if gain < least:
+        return trained or lookups, f"{why}; the model itself would bring less: {about}"
+    return HybridDrafter(lookups, own), f"lookups, and the model itself: {about}"
 
 
 def _not_itself(target: RaggedModel) -> str | None:
     """Why a target is not even tried as its own drafter."""
     if target.backend != "native" or target.prepacking is None:
-        return f"kernels={target.backend!r} have no weights of fewer bits"
+        return f"kernels={target.backend!r} know no weights of fewer bits"
     if not target.prepacking.fused:
         return "its layers are not recognised"
     if target.prepacking.nbytes < _LARGE:
         return "it is too small"
     if (room := available_memory()) is not None and room < 2 * copy_bytes(target.model, "int8"):
-        return f"a copy of fewer bits needs memory, and {room / 2**30:.1f} GiB are free"
+        return f"a copy of fewer bits needs memory, of which {room / 2**30:.1f} GiB are free"
     return None
 
 

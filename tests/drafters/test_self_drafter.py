@@ -17,6 +17,7 @@ from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
 from arbordraft.drafter_names import choose_drafter, drafter_named
 from arbordraft.drafters import self_drafter
+from arbordraft.heads.eagle import EagleHead
 from arbordraft.kernels.decoder_layers import Matrix
 from arbordraft.kernels.draft_tree import DraftRun
 from arbordraft.kernels.prepacked_linear import pack
@@ -228,7 +229,7 @@ def test_the_text_in_which_both_are_compared():
     of, found = target(), {}
     for weights in self_drafter.BITS:
         drafter = ad.SelfDrafter(of, weights)._compared()
-        found[weights] = drafter.acceptance[0], drafter.gain()
+        found[weights] = drafter.acceptance[0], drafter.gain(of)
         assert drafter.acceptance[1:] == ad.SelfDrafter.acceptance[1:]
     assert found["int4"][0] < found["int8"][0] <= 1
     best = max(found, key=lambda weights: found[weights][1])
@@ -242,7 +243,7 @@ def test_what_it_should_gain(monkeypatch):
     for agreed, effort in ((1.0, 0.25), (0.9, 0.25), (0.9, 0.5), (0.3, 0.9)):
         drafter.acceptance = (agreed, 0.0)
         monkeypatch.setattr(drafter, "effort", lambda target, effort=effort: effort)
-        gains.append(drafter.gain())
+        gains.append(drafter.gain(drafter.target))
     assert gains[0] == pytest.approx(13 / (1.1 + 12 * 0.25))
     assert gains == sorted(gains, reverse=True)
     assert gains[-1] < 1
@@ -257,19 +258,32 @@ def test_auto_takes_it_where_it_pays(monkeypatch, caplog):
     pays = ad.load(of, costs=None).drafter
     assert isinstance(pays, ad.HybridDrafter)
     assert (repr(pays.first), type(pays.otherwise)) == ("NGramDrafter(longest=4, shortest=2)", ad.SelfDrafter)
-    assert "x by that" in caplog.text
+    assert "the model itself: with" in caplog.text
     assert ad.load(of).drafter.first.shortest == 1  # what does not pay is dropped
     monkeypatch.setattr(drafter_names, "_PAYS", 99)
     assert isinstance(ad.load(of, costs=None).drafter, ad.NGramDrafter)
-    assert "in vain" in caplog.text
+    assert "would bring less" in caplog.text
     monkeypatch.setattr(drafter_names, "available_memory", lambda: 0)
-    assert choose_drafter(of)[1].endswith("needs memory, and 0.0 GiB are free")
-    assert "no weights of fewer bits" in choose_drafter(ad.RaggedModel(tiny(), kernels="torch"))[1]
+    assert choose_drafter(of)[1].endswith("needs memory, of which 0.0 GiB are free")
+    assert "know no weights of fewer bits" in choose_drafter(ad.RaggedModel(tiny(), kernels="torch"))[1]
+
+
+@pytest.mark.parametrize(("acceptance", "taken"), [(0.99, ad.EagleDrafter), (0.2, ad.HybridDrafter)])
+def test_auto_takes_what_was_trained_unless_it_brings_less(monkeypatch, tmp_path, acceptance, taken):
+    of = target()
+    head = EagleHead.for_target(of.model, range(of.vocab_size), hidden_layers=[0, 1, 2])
+    head.config.acceptance = [acceptance, 0.01]
+    head.save_pretrained(tmp_path / "head")
+    monkeypatch.setattr(drafter_names, "trained_for", lambda target: tmp_path / "head")
+    monkeypatch.setattr(ad.EagleDrafter, "effort", lambda *_: 0.05)  # as beside a target of common sizes
+    assert isinstance(choose_drafter(of)[0], ad.EagleDrafter)  # too small a target to try anything else
+    monkeypatch.setattr(drafter_names, "_LARGE", 0)
+    assert isinstance(choose_drafter(of)[0], taken)
 
 
 def test_by_name():
     of = target()
-    assert repr(drafter_named("self:int8", of)).startswith("SelfDrafter(\n  weights='int8'")
+    assert repr(drafter_named("self:int8", of)) == "SelfDrafter(weights='int8')"
     assert drafter_named("self", of).weights in self_drafter.BITS
     fitted = ad.builders.fitted(of, ad.SelfDrafter(of), costs=CostTable((1, 8), (1.0, 1.1)))
     assert fitted.topology.max_depth == 12

@@ -52,7 +52,7 @@ def _temperatures(text: str) -> str:
 
 DRAFTERS = (
     "'auto' (a head trained for the model if one is known, else lookups), 'ngram' (lookups), 'none', "
-    "'self:int4' (the model itself with fewer bits, on a CPU), 'early-exit:LAYERS', folder of a trained drafter, or a "
+    "'self' (the model itself with fewer bits, on a CPU), 'early-exit:LAYERS', folder of a trained drafter, or a "
     "draft model's hub name."
 )
 

@@ -4,6 +4,7 @@ Shapes: B samples, R nodes of a level, S samples of them, F hidden states side b
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Network = TypeVar("Network", bound="Companion")
 
 _EFFORT = 0.1  # of a level where the drafter's weights are not torch's
+_VERIFIED, _LONGEST = 1.1, 12  # a forward that verifies a chain, in forwards of one row, and drafts of the longest one
 
 
 class Predictions(NamedTuple):
@@ -173,6 +175,12 @@ class Drafter(nn.Module):
         theirs = {id(parameter) for parameter in target.parameters()}
         own = sum(parameter.numel() for parameter in self.parameters() if id(parameter) not in theirs)
         return own / sum(parameter.numel() for parameter in target.parameters()) or _EFFORT
+
+    def gain(self, target: RaggedModel) -> float:
+        """About how many times plain decoding of one text its chains bring, by ``acceptance`` and :meth:`effort`."""
+        likely, level = self.acceptance[0], self.effort(target)
+        chains = accumulate((likely**depth for depth in range(1, _LONGEST + 1)), initial=1.0)
+        return max(tokens / (_VERIFIED + depth * level) for depth, tokens in enumerate(chains))
 
     def default_topology(self) -> TreeTopology:
         """The largest tree that decoders draft with it unless they are told otherwise: fitted to its acceptance."""

@@ -5,7 +5,6 @@ Shapes: T packed rows, R rows whose logits are wanted, V vocabulary.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ BITS = ("int4", "int8")
 _LEVELS = 12
 _AGREED = 0.93  # of a text's tokens: with fewer than these, weights of 4 bits are not taken before 8 were tried
 _ROWS = 128  # of the text in which both are compared
-_VERIFIED = 1.1  # a forward that verifies drafts, in forwards of one row
 _TEXT = """The river had risen in the night, and by morning the lower road was gone. Three people stood on the bridge \
 and talked about what to do: one wanted to wait, one wanted to walk round by the mill, and the third said nothing.
 
@@ -86,13 +84,7 @@ class SelfDrafter(TargetCacheDrafter):
         four = cls(target, "int4")._compared()
         if four.acceptance[0] >= _AGREED:
             return four
-        return max(four, cls(target, "int8")._compared(), key=cls.gain)
-
-    def gain(self) -> float:
-        """Times plain decoding of a single text, by ``acceptance`` and the weights that have to be read."""
-        likely, level = self.acceptance[0], self.effort(self.target)
-        chains = accumulate((likely**depth for depth in range(1, _LEVELS + 1)), initial=1.0)
-        return max(tokens / (_VERIFIED + depth * level) for depth, tokens in enumerate(chains))
+        return max(four, cls(target, "int8")._compared(), key=lambda drafter: drafter.gain(target))
 
     def _compared(self) -> "SelfDrafter":
         target = self.target
@@ -170,8 +162,8 @@ class SelfDrafter(TargetCacheDrafter):
             self._native = source, native_model(self.model, screen=True)
         return self._native[1]
 
-    def extra_repr(self) -> str:
-        return f"weights={self.weights!r}"
+    def __repr__(self) -> str:
+        return f"SelfDrafter(weights={self.weights!r})"
 
 
 @contextmanager
