@@ -25,6 +25,7 @@ from arbordraft.drafters import (
     NGramDrafter,
     NoDrafter,
     SelfDrafter,
+    TextPool,
 )
 from arbordraft.loading import load
 from arbordraft.sampling.laws import IID, Fixed, TopTail, WithoutReplacement
@@ -63,6 +64,7 @@ __all__ = [
     "SpecHub",
     "SpeculativeDecoder",
     "StepLog",
+    "TextPool",
     "TopDown",
     "TopTail",
     "TreeTopology",

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from arbordraft.checkpoints.reader import read_config
+from arbordraft.checkpoints.reader import CONFIG, INDEX, read_config, weight_files
 from arbordraft.drafters import (
     BlockDrafter,
     Drafter,
@@ -71,6 +71,8 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
     try:
         return LanguageModelDrafter.from_pretrained(name, target)
     except ValueError as error:
+        if (folder := fetched(name)) is not None:
+            return load_drafter(folder, target)
         raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}, and as a model: {error}") from error
 
 
@@ -114,6 +116,32 @@ def _not_itself(target: RaggedModel) -> str | None:
     return None
 
 
+def fetched(name: str) -> Path | None:
+    """The folder with a published head of this name on the hub; ``None`` if it is none.
+
+    Args:
+        name: of a repository whose ``config.json`` is in the hub's cache: to try it as a model leaves it there.
+
+    Raises:
+        ValueError: if it is one without safetensors.
+    """
+    from huggingface_hub import snapshot_download
+
+    from arbordraft.heads.published import is_published
+
+    if Path(name).exists():
+        return None
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=[CONFIG], local_files_only=True))
+        if not is_published(folder):
+            return None
+        folder = Path(snapshot_download(name, allow_patterns=[CONFIG, "*.safetensors", INDEX]))
+    except (OSError, ValueError):  # no such repository, or no network
+        return None
+    weight_files(folder)
+    return folder
+
+
 def trained_for(target: RaggedModel) -> Path | None:
     """The folder of the best drafter that was trained for this very target, by its fingerprint, if one is known.
 
@@ -141,7 +169,8 @@ def trained_for(target: RaggedModel) -> Path | None:
 
 
 def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
-    """The drafter that a training saved in a folder, one that was exported as graphs, or a small language model.
+    """The drafter that a training saved in a folder, an EAGLE-3 head in a layout of others
+    (:mod:`arbordraft.heads.published`), one that was exported as graphs, or a small language model.
 
     Args:
         path: the folder.
@@ -153,6 +182,11 @@ def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
     """
     if (Path(path) / MODEL).exists():
         return _exported(Path(path), target)
+    from arbordraft.heads.published import is_published, published_head
+
+    if is_published(path):
+        check_ragged(target)
+        return EagleDrafter(published_head(path, target.model), target)
     config = read_config(path)
     if "model_type" not in config:
         raise ValueError(f"{path} holds no trained drafter but a {config['class']}: name the folder of a drafter")

@@ -17,7 +17,7 @@ from arbordraft.decoding.assemble import as_drafter
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.measuring import cost_aware, known_costs
 from arbordraft.drafter_names import choose_drafter, drafter_named
-from arbordraft.drafters import Drafter, NGramDrafter, NoDrafter
+from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, NoDrafter, TextPool
 from arbordraft.kernels import native
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf import load_blocks
@@ -81,6 +81,7 @@ def load(
     costs: str | StepCosts | CostTable | None = "auto",
     max_cache_tokens: int | None = None,
     generation_config: str = "model",
+    pool: TextPool | None = None,
 ) -> SpeculativeDecoder:
     """A decoder that is ready to write, of a model and a drafter that are named.
 
@@ -111,6 +112,7 @@ def load(
             trees whatever they cost.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
         generation_config: see :class:`~arbordraft.SpeculativeDecoder`.
+        pool: texts of others, in which lookups look, too; they come before any other drafter then.
 
     Returns:
         The decoder, in eval mode; ``decoder.target`` holds the model and its tokenizer.
@@ -163,11 +165,13 @@ def load(
         proposer = drafter_named(os.fspath(drafter), target)
     else:
         proposer = as_drafter(drafter)
+    if pool is not None:
+        proposer = _with_pool(proposer, pool)
     logging.getLogger("arbordraft").info("drafter: %s (%s)", type(proposer).__name__, why)
     measured: CostAware | None = None
     if decider is None and costs is not None and not isinstance(proposer, NoDrafter):
         if isinstance(drafter, str) and isinstance(proposer, NGramDrafter):
-            proposer = NGramDrafter(longest=8, shortest=1)  # what does not pay is dropped
+            proposer = NGramDrafter(longest=8, shortest=1, pool=pool)  # what does not pay is dropped
         if costs == "auto":
             decider = measured = cost_aware(target, proposer)
         else:
@@ -177,6 +181,16 @@ def load(
     if measured is not None and not decoder.coupling.verifier.shared:
         measured.settle()  # the text of a seed is not to change when costs are measured later
     return decoder
+
+
+def _with_pool(drafter: Drafter, pool: TextPool) -> Drafter:
+    """A drafter whose lookups know a pool."""
+    lookups = drafter.first if isinstance(drafter, HybridDrafter) else drafter
+    if isinstance(lookups, NGramDrafter):
+        lookups.pool = pool
+        return drafter
+    lookups = NGramDrafter(longest=8, shortest=1, pool=pool)
+    return lookups if isinstance(drafter, NoDrafter) else HybridDrafter(lookups, drafter)
 
 
 def _target_named(

@@ -229,6 +229,7 @@ def _load(folder: str) -> Student:
             f"{folder} holds a model of type {kind!r}, not an EAGLE head; hand another drafter over itself"
         )
     network = EagleHead.from_pretrained(folder).float()
+    network.config.check_plain("the training of deciders")
     student = EagleStudent(layers=network.config.hidden_layers)
     student.network = network
     return student

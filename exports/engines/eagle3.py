@@ -117,6 +117,7 @@ def eagle3_shapes(config: dict[str, Any], layer: str) -> Shapes:
 def _tensors(head: EagleHead, target: Target, engine: str, layer: str) -> tuple[list[int], dict[str, Tensor]]:
     """The hidden states that are read, ascending, and the weights under an engine's names."""
     config: EagleConfig = head.config
+    config.check_plain("the export")
     check_fit(config, target)
     if config.hidden_size != config.target_hidden_size:
         raise ValueError(

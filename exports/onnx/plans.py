@@ -177,8 +177,9 @@ def eagle(head: EagleHead, origin: Origin) -> list[GraphSpec]:
     """An EAGLE head: the graph that makes its input from the target's hidden states, and the one that drafts.
 
     Raises:
-        ValueError: if it belongs to another target.
+        ValueError: if it belongs to another target, or is no plain head of one layer.
     """
+    head.config.check_plain("the export to ONNX")
     head.check_target(origin.target.model)
     config, layers = head.config, tuple(head.config.hidden_layers or ())
     width = len(layers) * config.target_hidden_size

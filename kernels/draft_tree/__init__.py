@@ -49,6 +49,8 @@ class DraftWeights:
         factors: of each one's cosines and sines.
         epsilon: of the last norm.
         scale: by which embeddings are multiplied.
+        input_norm: ``[H]`` of what the layers read, residual included: fused states, or the output in their place.
+        norm_output: whether the output that stands for states is that behind ``norm``.
         exact: ``[V, H]`` of the type of the embedding: the head that says which of the best tokens by ``head`` come
             first; ``head`` is then one of fewer bits.
     """
@@ -65,6 +67,8 @@ class DraftWeights:
     epsilon: float
     scale: float = 1.0
     exact: Matrix | None = None
+    input_norm: Norm | None = None
+    norm_output: bool = False
 
 
 class Growth(NamedTuple):
@@ -183,7 +187,8 @@ class DraftRun:
     def __init__(self, weights: DraftWeights) -> None:
         self.weights = weights
         norm = [weights.norm.weight, weights.norm.offset]
-        self._ends = [*_spelled(weights.fuse), *norm, *_spelled(weights.head), *_spelled(weights.exact)]
+        before = None if weights.input_norm is None else weights.input_norm.weight
+        self._ends = [*_spelled(weights.fuse), *norm, *_spelled(weights.head), *_spelled(weights.exact), before]
         self._tensors = [tensor for layer in weights.layers for tensor in layer.tensors()]
         self._integers = [number for layer in weights.layers for number in layer.integers()]
         self._scalars = [number for layer in weights.layers for number in layer.scalars()]
@@ -222,7 +227,7 @@ class DraftRun:
             weights.frequencies,
             slabs,
             *growth.spelled(draws),
-            [weights.epsilon, float(weights.outputs), weights.scale, *weights.factors],
+            [weights.epsilon, float(weights.outputs), weights.scale, float(weights.norm_output), *weights.factors],
         )
         return Drafted.of(nodes, chances, fed, broken)
 

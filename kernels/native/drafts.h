@@ -148,6 +148,8 @@ struct Ends {
   int64_t rotary, tables;
   const double* factors;  // of every table's cosines and sines
   float scale;  // of embeddings
+  Norm input;        // of what the layers read where that is no embedding, or none
+  bool norm_output;  // whether the output is kept behind the last norm
 };
 
 // Packed rows of one forward and what they see: of a slab from `start` on keys 0..past-1, and the slots of their path.
@@ -271,7 +273,10 @@ class Drafting {
       for (int64_t r = mine.begin; r < mine.end; ++r) {
         const auto [s, n] = frontier[r];
         const float* from = outputs_.data() + output[s * growing.shape.nodes + n] * size_;
-        norm_row(from, ends_.norm, ends_.epsilon, size_, normed + r * size_);
+        if (ends_.norm_output)
+          for (int64_t i = 0; i < size_; i += kLanes) store(normed + r * size_ + i, load(from + i));
+        else
+          norm_row(from, ends_.norm, ends_.epsilon, size_, normed + r * size_);
         if constexpr (grouped) to_eighths(normed + r * size_, size_, eighths + r * groups);
       }
       meet(threads);
@@ -329,7 +334,13 @@ class Drafting {
     for (auto& [window, seen] : fed.visible) seen.close();
     stack_.check_slots(fed.slots.data(), rows);
     stack_.look([&](int64_t window) -> const Visible& { return fed.visible.at(window); });
+    const auto norm_all = [&](const Norm& norm) {
+      for (int64_t r = 0; r < rows; ++r)
+        norm_row(x.data() + r * size_, norm, ends_.epsilon, size_, x.data() + r * size_);
+    };
+    if (states && ends_.input) norm_all(ends_.input);
     stack_.run(x.data(), beside.data(), rows, fed.cosines.data(), fed.sines.data(), fed.slots.data());
+    if (ends_.norm_output) norm_all(ends_.norm);
   }
 
   const Ends<W, T>& ends_;
@@ -352,8 +363,8 @@ Grown draft_tree(
   const int64_t* slab = integers(slabs);
   TORCH_CHECK(slabs.dim() == 2 && slabs.size(0) == 3, "expected slabs of shape [3, S]");
   TORCH_CHECK(
-      ends.size() == 11 && frequencies.dim() == 2 && int64_t(numbers.size()) == 3 + frequencies.size(0),
-      "expected 11 tensors, 3 numbers, and one for every rotary table");
+      ends.size() == 12 && frequencies.dim() == 2 && int64_t(numbers.size()) == 4 + frequencies.size(0),
+      "expected 12 tensors, 4 numbers, and one for every rotary table");
   const int64_t outputs = int64_t(numbers[1]);
   const Growing growing(
       samples, outputs, offsets, children, levels, trust, next, weights, prices, budget, vocabulary, seeds, positions,
@@ -372,7 +383,9 @@ Grown draft_tree(
     Ends<W, T> around{
         data<T>(embedding), embedding.size(0), width, std::nullopt, {floats(norm), floats(offset)},
         prepacked<W>(*head, ends.get(6), ends.get(7), outputs), std::nullopt, float(numbers[0]), data<float>(frequencies),
-        2 * frequencies.size(1), frequencies.size(0), numbers.data() + 3, float(numbers[2])};
+        2 * frequencies.size(1), frequencies.size(0), numbers.data() + 4, float(numbers[2]),
+        {floats(ends.get(11)), nullptr}, numbers[3] != 0};
+    TORCH_CHECK(!around.input || ends.get(11)->numel() == size, "the norm of what is read has the wrong size");
     if (const OptionalTensor exact = ends.get(8)) {
       TORCH_CHECK(!vocabulary, "an exact head knows all tokens");
       around.exact = prepacked<T>(*exact, ends.get(9), ends.get(10), outputs);

@@ -1,4 +1,4 @@
-"""The command line: chat, serve, trace, generate, tune, tree, plot, doctor, bench, train, export."""
+"""The command line: chat, serve, trace, generate, tune, tree, plot, doctor, import, bench, train, export."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +14,7 @@ from arbordraft.cli.display import progress, tree_text
 from arbordraft.cli.doctor import doctor
 from arbordraft.cli.export import app as export
 from arbordraft.cli.generate import generate
+from arbordraft.cli.importing import import_drafter
 from arbordraft.cli.options import (
     SHAPES,
     DeviceOption,
@@ -47,6 +48,7 @@ app.command()(serve)
 app.command()(trace)
 app.command()(generate)
 app.command()(doctor)
+app.command("import")(import_drafter)
 app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
 app.add_typer(export, name="export")

@@ -11,6 +11,7 @@ from arbordraft.drafters.medusa import MedusaDrafter
 from arbordraft.drafters.ngram import NGramDrafter
 from arbordraft.drafters.none import NoDrafter
 from arbordraft.drafters.self_drafter import SelfDrafter
+from arbordraft.drafters.text_pool import TextPool
 
 __all__ = [
     "BlockDrafter",
@@ -24,4 +25,5 @@ __all__ = [
     "NGramDrafter",
     "NoDrafter",
     "SelfDrafter",
+    "TextPool",
 ]

@@ -241,7 +241,7 @@ class _NativeHead(_HeadOnRows):
 
     @torch.no_grad()
     def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
-        self._native_eagle.layer(self._embed(tokens), hidden, batch, cache)
+        self._native_eagle.layers(self._embed(tokens), hidden, batch, cache)
 
     @torch.no_grad()
     def __call__(
@@ -253,7 +253,7 @@ class _NativeHead(_HeadOnRows):
         cache: RaggedKVCache,
         rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out = self._native_eagle.layer(*self.head.ask(self._embed(tokens), hidden, depths), batch, cache)
+        out = self._native_eagle.layers(*self.head.ask(self._embed(tokens), hidden, depths), batch, cache)
         final = self.head.norm(out[rows])
         return self.head.lm_head(final), final, self.head.gates(final)
 

@@ -4,6 +4,7 @@ Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side
 """
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EagleDrafter(SlotDrafter, ModelDrafter):
-    """Drafts with an EAGLE-3 head, whose one layer reads the target's hidden states and then its own.
+    """Drafts with an EAGLE-3 head, whose layers read the target's hidden states and then their own.
 
     Where the target has been, slots are filled from its states; the slots of draft trees are given up after every
     step, since better states are there by then.
@@ -80,6 +81,11 @@ class EagleDrafter(SlotDrafter, ModelDrafter):
     ) -> Outputs:
         return Outputs(*self._network(tokens, hidden, batch, state.cache, rows))
 
+    def take_hidden(self, state: SlotState, hidden: Mapping[int, Tensor]) -> None:
+        if isinstance(self._network, NativeEagle | HeadOnRows):  # graphs norm what they fuse
+            hidden = {sample: self._network.normed(states) for sample, states in hidden.items()}
+        super().take_hidden(state, hidden)
+
     def fuse(self, states: Tensor) -> Tensor:
         fused: Tensor = self._network.fuse(states)
         return fused
@@ -96,7 +102,8 @@ def on_rows(head: "EagleHead", target: RaggedModel) -> "NativeEagle | HeadOnRows
     if runs_natively(head, target):
         return NativeEagle(head, target)
     if target.backend == "native":
-        prepack_linears(head.midlayer)
+        for layer in head.layers:
+            prepack_linears(layer)
     return HeadOnRows(head, target)
 
 
@@ -132,25 +139,33 @@ class HeadOnRows:
         return None if len(self.head.d2t) == self.vocab_size else self.head.tokens
 
     def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
-        """Keys and values of the head's layer."""
-        shape = self._attention.kv_heads, self._attention.dim
-        return list(cache.pools(0, shape, torch.empty(0, dtype=self.dtype, device=self.device)))
+        """Keys and values of the head's layers."""
+        shape, like = (
+            (self._attention.kv_heads, self._attention.dim),
+            torch.empty(0, dtype=self.dtype, device=self.device),
+        )
+        return [pool for layer in range(len(self.head.layers)) for pool in cache.pools(layer, shape, like)]
+
+    @torch.no_grad()
+    def normed(self, states: Tensor) -> Tensor:
+        """``[T, F]`` of the target as :meth:`fuse` takes them."""
+        return self.head.normed(states)
 
     @torch.no_grad()
     def fuse(self, states: Tensor) -> Tensor:
-        """``[T, F]`` of the target to ``[T, H]``."""
-        return self.head.fuse(states.to(self.head.dtype))
+        """``[T, F]`` normed states of the target to ``[T, H]``."""
+        return self.head.fc(states.to(self.head.dtype))
 
     @torch.no_grad()
     def __call__(
         self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` output of the layer."""
+        """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` that the next step reads."""
         batch, (tokens, *wanted) = batch.upload(hidden.device, tokens, *(() if rows is None else (rows,)))
         ragged = Forward(batch, cache, self.target.backend == "native")
         out = self._layer(tokens, hidden, batch.positions, ragged, wanted[0] if wanted else None)
-        final = self.head.norm(out)
-        return self.head.widen(self.head.lm_head(final)), final, out
+        logits, final, following = self.head.predict(out)
+        return self.head.widen(logits), final, following
 
     @torch.no_grad()
     def run(
@@ -159,14 +174,16 @@ class HeadOnRows:
         """See :class:`~arbordraft.drafters.model_drafter.DraftNetwork`."""
         assert hidden is not None
         out = self._layer(tokens, hidden, positions, ragged, rows)
-        return self.head.lm_head(self.head.norm(out)), out
+        logits, _, following = self.head.predict(out)
+        return logits, following
 
     def _layer(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, ragged: Attending, rows: Tensor | None
     ) -> Tensor:
-        embeddings = self.target.model.get_input_embeddings()(tokens).to(hidden.dtype)
-        rotary = self.head.rotary(positions, hidden.dtype)
-        query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary)
-        attended = ragged.attend(0, query, key, value, self._attention)
-        out = self.head.finish(hidden, attended.flatten(1))
-        return out if rows is None else out[rows]
+        embed = self.head.embed_tokens or self.target.model.get_input_embeddings()
+        embeddings, rotary = embed(tokens).to(hidden.dtype), self.head.rotary(positions, hidden.dtype)
+        for layer in range(len(self.head.layers)):
+            query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary, layer)
+            attended = ragged.attend(layer, query, key, value, self._attention)
+            hidden = self.head.finish(hidden, attended.flatten(1), layer)
+        return hidden if rows is None else hidden[rows]

@@ -28,18 +28,22 @@ if TYPE_CHECKING:
 
 
 def runs_natively(head: "EagleHead", target: RaggedModel) -> bool:
-    """Whether there are kernels for the head's layer: they know its sizes, and the target's embeddings are a table."""
+    """Whether there are kernels for the head's layers: they know their sizes, and embeddings are a table."""
     config = head.config
-    sizes = (config.head_dim, config.hidden_size, config.target_hidden_size, config.intermediate_size)
-    table = type(target.model.get_input_embeddings()) is nn.Embedding
+    sizes = (config.head_dim, config.hidden_size, config.embedding_size, config.intermediate_size)
+    table = type(_embeddings(head, target)) is nn.Embedding
     return target.backend == "native" and table and not any(size % 16 for size in sizes)
 
 
+def _embeddings(head: "EagleHead", target: RaggedModel) -> Any:
+    return target.model.get_input_embeddings() if head.embed_tokens is None else head.embed_tokens
+
+
 class NativeEagle:
-    """An EAGLE head on a CPU, its layer fused: row by row for whoever asks, or whole trees at once.
+    """An EAGLE head on a CPU, its layers fused: row by row for whoever asks, or whole trees at once.
 
     Args:
-        head: in the target's dtype; its layer's weights are read from a prepacked copy.
+        head: in the target's dtype; its layers' weights are read from a prepacked copy.
         target: gives embeddings.
     """
 
@@ -60,17 +64,44 @@ class NativeEagle:
 
     def _prepack(self) -> None:
         head, config = self.head, self.head.config
-        layer, attention, mlp = head.midlayer, head.midlayer.self_attn, head.midlayer.mlp
-        qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-        embeddings: Any = self.target.model.get_input_embeddings()
         self._versions = self._current()
-        fused = LayerWeights(
-            pre_attention=_norm(layer.hidden_norm),
-            qkv=Matrix(prepack(qkv)),
-            query_norm=None,
-            key_norm=None,
+        layers = [self._fused(number) for number in range(len(head.layers))]
+        self._layers = LayerRun(layers)
+        frequencies, factor = head.frequencies()
+        trimmed = config.draft_vocab_size != config.vocab_size
+        self.run = DraftRun(
+            DraftWeights(
+                embedding=in_memory(_embeddings(head, self.target).weight),
+                fuse=matrix_of(head.fc),
+                layers=layers,
+                norm=_norm(head.norm),
+                head=matrix_of(head.lm_head),
+                outputs=config.draft_vocab_size,
+                vocabulary=head.tokens.contiguous() if trimmed else None,
+                frequencies=frequencies[None].contiguous(),
+                factors=[factor],
+                epsilon=config.rms_norm_eps,
+                input_norm=_norm(head.midlayer.hidden_norm) if config.norm_before_residual else None,
+                norm_output=config.norm_output,
+            )
+        )
+
+    def _fused(self, number: int) -> LayerWeights:
+        """A layer's weights."""
+        config, layer = self.head.config, self.head.layers[number]
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = attention.q_proj, attention.k_proj, attention.v_proj
+        bias = torch.cat([part.bias for part in parts]).detach().float() if config.attention_bias else None
+        before: Norm | None = _norm(layer.input_layernorm)
+        if number == 0:  # of embeddings, which stand before the states
+            before = None if config.norm_before_residual else _norm(layer.hidden_norm)
+        return LayerWeights(
+            pre_attention=before,
+            qkv=Matrix(prepack(torch.cat([part.weight for part in parts])), bias=bias),
+            query_norm=_norm(attention.q_norm) if config.qk_norm else None,
+            key_norm=_norm(attention.k_norm) if config.qk_norm else None,
             sinks=None,
-            out=Matrix(prepack(attention.o_proj.weight)),
+            out=Matrix(prepack(attention.o_proj.weight), bias=_wide(attention.o_proj.bias)),
             post_attention=None,
             pre_mlp=_norm(layer.post_attention_layernorm),
             gate_up=Matrix(prepack(interleave(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))),
@@ -86,48 +117,37 @@ class NativeEagle:
             epsilon=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             softcap=None,
-            beside_norm=_norm(layer.input_layernorm),
-        )
-        self._layer = LayerRun([fused])
-        half = torch.arange(0, config.head_dim, 2) / config.head_dim
-        trimmed = config.draft_vocab_size != config.vocab_size
-        self.run = DraftRun(
-            DraftWeights(
-                embedding=in_memory(embeddings.weight),
-                fuse=matrix_of(head.fc),
-                layers=[fused],
-                norm=_norm(head.norm),
-                head=matrix_of(head.lm_head),
-                outputs=config.draft_vocab_size,
-                vocabulary=head.tokens.contiguous() if trimmed else None,
-                frequencies=(config.rope_theta**-half).float()[None],
-                factors=[1.0],
-                epsilon=config.rms_norm_eps,
-            )
+            beside_norm=None if number else _norm(layer.input_layernorm),
         )
 
     @torch.no_grad()
+    def normed(self, states: Tensor) -> Tensor:
+        """``[T, F]`` of the target as they are fused."""
+        return self.head.normed(states)
+
+    @torch.no_grad()
     def fuse(self, states: Tensor) -> Tensor:
-        """``[T, F]`` of the target to ``[T, H]``."""
-        return self.head.fuse(states.to(self.head.dtype))
+        """``[T, F]`` normed states of the target to ``[T, H]``."""
+        return self.head.fc(states.to(self.head.dtype))
 
     @torch.no_grad()
     def __call__(
         self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` output of the layer."""
-        embeddings = self.target.model.get_input_embeddings()(tokens).to(hidden.dtype)
-        out = self.layer(embeddings, hidden, batch, cache)
-        out = out if rows is None else out[rows]
-        final = self.head.norm(out)
-        return self.head.widen(self.head.lm_head(final)), final, out
+        """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` that the next step reads."""
+        embeddings = _embeddings(self.head, self.target)(tokens).to(hidden.dtype)
+        out = self.layers(embeddings, hidden, batch, cache)
+        logits, final, following = self.head.predict(out if rows is None else out[rows])
+        return self.head.widen(logits), final, following
 
-    def layer(self, embeddings: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
-        """``[T, H]`` the layer's output for ``[T, E]`` embeddings beside ``[T, H]`` states."""
+    def layers(self, embeddings: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
+        """``[T, H]`` the last layer's output for ``[T, E]`` embeddings beside ``[T, H]`` states."""
         cosine, sine = (table[:, 0] for table in self.head.rotary(batch.positions, torch.float32))
-        weights = self._layer.layers[0]
-        pools = [cache.pools(0, (weights.kv_heads, weights.dim), hidden)]
-        return self._layer(hidden[None], pools, (cosine[None], sine[None]), batch, (), embeddings)[0][0]
+        if self.head.config.norm_before_residual:
+            hidden = self.head.midlayer.hidden_norm(hidden)
+        shapes = [(layer.kv_heads, layer.dim) for layer in self._layers.layers]
+        pools = [cache.pools(number, shape, hidden) for number, shape in enumerate(shapes)]
+        return self._layers(hidden[None], pools, (cosine[None], sine[None]), batch, (), embeddings)[0][0]
 
 
 def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None:
@@ -211,6 +231,10 @@ def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
 def matrix_of(linear: "PrepackedLinear | nn.Linear") -> Matrix:
     """A linear's weights as native kernels read them, without its bias."""
     return Matrix(*linear.prepacked) if isinstance(linear, PrepackedLinear) else Matrix(prepack(linear.weight))
+
+
+def _wide(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach().float()
 
 
 def _norm(module: nn.RMSNorm | PrepackedNorm) -> Norm:

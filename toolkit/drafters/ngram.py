@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.context import Level
+from arbordraft.drafters.text_pool import TextPool
 from arbordraft.sampling.stateful import Allowed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.trees.verdict import Verdict
-from arbordraft.utils.checks import check_int
+from arbordraft.utils.checks import check_instance, check_int
 
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little
 _MOST_PLACES = 4096  # and nor do older places where no more than its end stands
@@ -71,12 +72,14 @@ class Guess(NamedTuple):
         size: length of the suffix that speaks for it; 0 if it is the only token that is allowed.
         votes: how often it came next there: 1, or 2 for more than once; 0 if another token did, too.
         rank: its place among the continuations of its node.
+        text: of a pool in which it was found, 0 for the sample's own.
     """
 
     token: int
     size: int
     votes: int
     rank: int
+    text: int = 0
 
 
 class _Odds:
@@ -97,10 +100,10 @@ class _Odds:
         if not guess.size:
             return
         before, tried = self._of(guess)
-        self._counts[guess[1:]] = before + right, tried + 1
+        self._counts[guess[1:4]] = before + right, tried + 1
 
     def _of(self, guess: Guess) -> tuple[float, float]:
-        if (known := self._counts.get(guess[1:])) is not None:
+        if (known := self._counts.get(guess[1:4])) is not None:
             return known
         share, power = _CURVES[guess.votes]
         expected = 1 - share * guess.size**-power if guess.rank == 0 else 0.1
@@ -115,11 +118,15 @@ class _Text:
         index: of its committed tokens.
         odds: of its lookups.
         guesses: what was just looked up below a node, each with its child.
+        tokens: committed ones, for a pool.
+        grew: whether the pool lacks some of them.
     """
 
     index: _Index
     odds: _Odds = field(default_factory=_Odds)
     guesses: dict[int, list[tuple[int, Guess]]] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    grew: bool = False
 
 
 @dataclass
@@ -140,9 +147,11 @@ class NGramDrafter(Drafter):
     Args:
         longest: longest suffix to look up, in tokens; 1 to 64.
         shortest: shortest suffix worth following; 1 to ``longest``.
+        pool: texts of others, in which it looks, too, wherever the text does not depend on drafts; what it decodes is
+            added to them.
 
     Raises:
-        TypeError: if an argument is no whole number.
+        TypeError: if an argument is no whole number, or ``pool`` is no pool.
         ValueError: if an argument is out of range.
 
     Source: LLMA (Yang et al., 2023) and prompt lookup decoding (Saxena, 2023), from one continuation to a tree.
@@ -151,8 +160,11 @@ class NGramDrafter(Drafter):
     certain = True
     free = True
 
-    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+    def __init__(self, longest: int = 4, shortest: int = 2, pool: TextPool | None = None) -> None:
         super().__init__()
+        if pool is not None:
+            check_instance("pool", pool, TextPool)
+        self.pool = pool
         self.longest = check_int("longest", longest, 1, _LONGEST)
         self.shortest = check_int("shortest", shortest, 1, self.longest)
 
@@ -163,11 +175,11 @@ class NGramDrafter(Drafter):
         return _State()
 
     def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
-        state.texts[sample] = _Text(_Index(self.shortest))
+        state.texts[sample] = _Text(_Index(self.shortest), tokens=list(tokens))
         state.texts[sample].index.extend(tokens)
 
     def remove(self, state: _State, sample: int) -> None:
-        del state.texts[sample]
+        self._keep(state.texts.pop(sample))
 
     def propose(self, state: _State, level: Level) -> list[tuple[list[int], list[float]]]:
         context, longest = level.context, self.longest
@@ -182,7 +194,8 @@ class NGramDrafter(Drafter):
                 suffix = tuple(tokens[-longest:])
             suffixes.append(suffix)
             children = child_list[node]
-            found = self._lookup(text.index, tokens, suffix, len(children), level.allowed(row))
+            pool = self.pool if self.pool is not None and context.pathwise(sample) else None
+            found = self._lookup(text.index, tokens, suffix, len(children), level.allowed(row), pool)
             if found:
                 text.guesses[node] = list(zip(children, found, strict=False))
             proposed.append(([guess.token for guess in found], [text.odds(guess) for guess in found]))
@@ -191,36 +204,57 @@ class NGramDrafter(Drafter):
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         for sample, text in state.texts.items():
-            if text.guesses and verdict.paths[sample]:
-                self._learn(text, verdict.emitted(tree, sample))
+            emitted = verdict.emitted(tree, sample) if verdict.paths[sample] else []
+            if text.guesses and emitted:
+                self._learn(text, emitted)
             text.guesses = {}
+            if emitted and self.pool is not None:
+                text.tokens += emitted
+                text.grew = True
+            elif not emitted:  # it has ended, and may be kept for those that begin like it
+                self._keep(text)
 
-    @staticmethod
-    def _learn(text: _Text, tokens: Sequence[int]) -> None:
+    def _keep(self, text: _Text) -> None:
+        if self.pool is not None and text.grew:
+            self.pool.add(text.tokens)
+            text.grew = False
+
+    def _learn(self, text: _Text, tokens: Sequence[int]) -> None:
         """Compares what was looked up with what came, whoever drafted and whatever was verified."""
         node = 0
         for token in tokens:
             for child, guess in text.guesses.get(node, ()):
                 text.odds.learn(guess, guess.token == token)
                 if guess.token == token:
+                    if guess.text and self.pool is not None:
+                        self.pool.praise(guess.text)
                     node = child
                     break
             else:
                 return
 
     def _lookup(
-        self, index: _Index, tokens: Sequence[int], suffix: tuple[int, ...], wanted: int, allowed: Allowed | None
+        self,
+        index: _Index,
+        tokens: Sequence[int],
+        suffix: tuple[int, ...],
+        wanted: int,
+        allowed: Allowed | None,
+        pool: TextPool | None = None,
     ) -> list[Guess]:
         """Up to ``wanted`` different continuations that are allowed, those of the longest suffix first."""
         if allowed is not None and allowed.only is not None:
             return [Guess(allowed.only, 0, 0, 0)]
-        matches = index.matches(tokens, suffix)
+        matches: list[tuple[int, int, int]] = [(size, token, 0) for size, token in index.matches(tokens, suffix)]
+        if pool is not None and not any(size == len(suffix) for size, *_ in matches):  # the text's own words first
+            matches += pool.matches(suffix)
         if len(matches) == 1 and allowed is None:  # as it is nearly always if there are any
-            size, token = matches[0]
-            return [Guess(token, size, 1, 0)]
+            size, token, text = matches[0]
+            return [Guess(token, size, 1, 0, text)]
+        places = {(size, token): text for size, token, text in reversed(matches)}
         guesses: dict[int, Guess] = {}
-        for size in sorted({size for size, _ in matches}, reverse=True):
-            after = [token for reach, token in matches if reach >= size]
+        for size in sorted({size for size, *_ in matches}, reverse=True):
+            after = [token for reach, token, _ in matches if reach >= size]
             votes, after = min(2, len(after)), after[:_MOST_MATCHES]
             if len(after) > 1:
                 after = [token for token, _ in Counter(after).most_common()]  # the latest one first among equals
@@ -228,8 +262,10 @@ class NGramDrafter(Drafter):
                 if len(guesses) == wanted:
                     return list(guesses.values())
                 if token not in guesses and (allowed is None or token in allowed):
-                    guesses[token] = Guess(token, size, votes if len(after) == 1 else 0, len(guesses))
+                    text = places.get((size, token), 0)
+                    guesses[token] = Guess(token, size, votes if len(after) == 1 else 0, len(guesses), text)
         return list(guesses.values())
 
     def extra_repr(self) -> str:
-        return f"longest={self.longest}, shortest={self.shortest}"
+        pool = "" if self.pool is None else ", pool=..."
+        return f"longest={self.longest}, shortest={self.shortest}{pool}"

@@ -65,6 +65,7 @@ class BlockHead(EagleHead):
             check_int("block_size", config.block_size, 1, 32),
             check_int("markov_rank", config.markov_rank, 0),
         )
+        config.check_plain("a block head")
         super().__init__(config)
         width = config.target_hidden_size
         if config.mask_token_id is None:

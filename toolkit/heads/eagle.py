@@ -1,4 +1,4 @@
-"""One decoder layer that drafts from the target's hidden states: EAGLE-3 (Li et al., 2025).
+"""One decoder layer, or several, that draft from the target's hidden states: EAGLE-3 (Li et al., 2025).
 
 Slot j holds the target's hidden states of token j together with token j + 1 and predicts token j + 2. Where the target
 has not been yet, the layer's own output stands for the hidden states.
@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import rotate_half
 
 from arbordraft.heads.base import DraftHead, GatedMLP, HeadConfig, mlp_settings
@@ -34,7 +35,16 @@ class EagleConfig(HeadConfig):
         head_dim: C.
         rms_norm_eps: of the norms.
         rope_theta: base of the rotary embedding.
+        rope_parameters: of a rotary embedding of another kind, as transformers has them; ``rope_theta`` by default.
         max_position_embeddings: longest text.
+        num_hidden_layers: layers; those behind the first one read hidden states alone.
+        own_embeddings: whether tokens have embeddings of its own, not the target's.
+        qk_norm: whether every head's query and key is normed, as in Qwen3.
+        attention_bias: whether queries, keys and values have a bias.
+        fc_norm: whether each of the target's states is normed before they are fused (EAGLE-3.1).
+        norm_before_fc: whether all of them together are.
+        norm_before_residual: whether the layer adds to the normed states, not to the states themselves.
+        norm_output: whether the next step reads the output behind the last norm (EAGLE-3.1).
     """
 
     model_type = "arbordraft_eagle"
@@ -46,35 +56,66 @@ class EagleConfig(HeadConfig):
     head_dim: int = 128
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    rope_parameters: dict[str, Any] | None = None
     max_position_embeddings: int = 2048
+    num_hidden_layers: int = 1
+    own_embeddings: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    def check_plain(self, what: str) -> None:
+        """Raises ValueError unless this is a head as we train them, which alone ``what`` knows."""
+        if peculiar := self._peculiar():
+            settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in peculiar)
+            raise ValueError(f"{what} knows EAGLE-3 heads of one plain layer, this one has {settings}")
+
+    def _peculiar(self) -> list[str]:
+        plain = EagleConfig()
+        names = ["num_hidden_layers", "own_embeddings", "qk_norm", "attention_bias", "fc_norm", "norm_before_fc"]
+        names += ["norm_before_residual", "norm_output", "rope_parameters"]
+        return [name for name in names if getattr(self, name) != getattr(plain, name)]
+
+    @property
+    def embedding_size(self) -> int:
+        """E."""
+        return self.hidden_size if self.own_embeddings else self.target_hidden_size
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: EagleConfig, inputs: int) -> None:
         super().__init__()
-        inputs = config.target_hidden_size + config.hidden_size
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.q_proj = nn.Linear(inputs, heads * dim, bias=False)
-        self.k_proj = nn.Linear(inputs, kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(inputs, kv_heads * dim, bias=False)
-        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=False)
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(inputs, heads * dim, bias=bias)
+        self.k_proj = nn.Linear(inputs, kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(inputs, kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=bias)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: EagleConfig, first: bool = True) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.target_hidden_size, config.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = _Attention(config)
+        width = config.embedding_size if first else config.hidden_size
+        self.input_layernorm = nn.RMSNorm(width, config.rms_norm_eps)
+        if first:
+            self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = _Attention(config, config.hidden_size + first * config.embedding_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
 
 class EagleHead(DraftHead):
-    """The layer with what stands before and behind it, under the tensor names of EAGLE-3 checkpoints.
+    """The layers with what stands before and behind them, under the tensor names of EAGLE-3 checkpoints.
 
-    It has no attention of its own: callers hand :meth:`queries_keys_values` to the attention that suits them and its
-    output to :meth:`finish`. Token embeddings are the target's.
+    It has no attention of its own: callers hand :meth:`queries_keys_values` of a layer to the attention that suits them
+    and its output to :meth:`finish`. Token embeddings are the target's, unless it has some.
     """
 
     config: EagleConfig
@@ -83,12 +124,18 @@ class EagleHead(DraftHead):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        fused = len(config.hidden_layers or ()) * config.target_hidden_size
-        self.fc = nn.Linear(fused, config.hidden_size, bias=False)
+        count, size = len(config.hidden_layers or ()), config.target_hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embeddings else None
+        self.input_norm = nn.RMSNorm(count * size, config.rms_norm_eps) if config.norm_before_fc else None
+        norms = [nn.RMSNorm(size, config.rms_norm_eps) for _ in range(count if config.fc_norm else 0)]
+        self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(count * size, config.hidden_size, bias=False)
         self.midlayer = _Layer(config)
+        self.deeper = nn.ModuleList(_Layer(config, first=False) for _ in range(config.num_hidden_layers - 1))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self._frequencies: Tensor | None = None  # of the rotary embedding, as soon as they are needed
+        self._factor = 1.0
         self.post_init()
 
     @classmethod
@@ -136,41 +183,81 @@ class EagleHead(DraftHead):
 
     def fuse(self, states: Tensor) -> Tensor:
         """``[..., F]`` of the target to ``[..., H]``."""
-        return self.fc(states)
+        return self.fc(self.normed(states))
+
+    def normed(self, states: Tensor) -> Tensor:
+        """``[..., F]`` of the target as :attr:`fc` takes them, in their own dtype unless there is a norm."""
+        if self.input_norm is None and not self.fc_norm:
+            return states
+        states = states.to(self.dtype)
+        if self.input_norm is not None:
+            return self.input_norm(states)
+        parts = states.chunk(len(self.fc_norm), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+
+    @property
+    def layers(self) -> "list[_Layer]":
+        """From the first to the last."""
+        return [self.midlayer, *self.deeper]
 
     def queries_keys_values(
-        self, embeddings: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]
+        self, embeddings: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], layer: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the attention needs.
+        """What the attention of a layer needs.
 
         Args:
-            embeddings: ``[..., E]`` of each slot's token.
-            hidden: ``[..., H]`` fused states, or the layer's own output.
+            embeddings: ``[..., E]`` of each slot's token, which the first layer reads.
+            hidden: ``[..., H]`` fused states, or the last layer's output; for deeper layers that of the one before.
             rotary: what :meth:`rotary` gives for the slots' positions.
+            layer: its number.
 
         Returns:
             ``[..., Hq, C]``, ``[..., Hkv, C]`` and ``[..., Hkv, C]``.
         """
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        x = torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(hidden)], dim=-1)
+        block, attention = self.layers[layer], self.layers[layer].self_attn
+        if layer:
+            x = block.input_layernorm(hidden)
+        else:
+            x = torch.cat([block.input_layernorm(embeddings), block.hidden_norm(hidden)], dim=-1)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         query, key, value = (project(x).unflatten(-1, (-1, self.config.head_dim)) for project in projections)
+        if self.config.qk_norm:
+            query, key = attention.q_norm(query), attention.k_norm(key)
         both, (cosine, sine) = torch.cat([query, key], dim=-2), rotary
         turned = both * cosine + rotate_half(both) * sine
         return *turned.split([query.shape[-2], key.shape[-2]], dim=-2), value
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """``[..., H]`` the layer's output, from its input and what its heads attended to, ``[..., Hq * C]``."""
-        hidden = hidden + self.midlayer.self_attn.o_proj(attended)
-        return hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
+    def finish(self, hidden: Tensor, attended: Tensor, layer: int = 0) -> Tensor:
+        """``[..., H]`` a layer's output, from its input and what its heads attended to, ``[..., Hq * C]``."""
+        block = self.layers[layer]
+        if layer == 0 and self.config.norm_before_residual:
+            hidden = block.hidden_norm(hidden)
+        hidden = hidden + block.self_attn.o_proj(attended)
+        return hidden + block.mlp(block.post_attention_layernorm(hidden))
+
+    def predict(self, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the last layer's output ``[..., D]`` logits, the ``[..., H]`` before them, what the next step reads."""
+        final = self.norm(out)
+        return self.lm_head(final), final, final if self.config.norm_output else out
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[..., 1, C]`` of positions ``[...]``."""
         if self._frequencies is None or self._frequencies.device != positions.device:
-            half = torch.arange(0, self.config.head_dim, 2, device=positions.device) / self.config.head_dim
-            self._frequencies = (self.config.rope_theta**-half).repeat(2)
+            frequencies, self._factor = self.frequencies(positions.device)
+            self._frequencies = frequencies.repeat(2)
         angles = positions[..., None, None].float() * self._frequencies
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (self._factor * angles.cos()).to(dtype), (self._factor * angles.sin()).to(dtype)
+
+    def frequencies(self, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
+        """``[C / 2]`` float32 of the rotary embedding, and the factor of its cosines and sines."""
+        config = self.config
+        kind = (config.rope_parameters or {}).get("rope_type", "default")
+        if kind == "default":
+            theta = (config.rope_parameters or {}).get("rope_theta", config.rope_theta)
+            half = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
+            return (theta**-half).float(), 1.0
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device(device))
+        return frequencies.float(), float(factor)
 
     @torch.no_grad()
     def _begin(self, model: PreTrainedModel) -> None:

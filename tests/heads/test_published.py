@@ -1,0 +1,248 @@
+"""Heads that others have published draft what their own libraries draft, position by position.
+
+The checkpoints and their drafts were made by ``speculators``: see make_published.py.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import decode, tiny
+from typer.testing import CliRunner
+
+import arbordraft as ad
+from arbordraft.cli.main import app
+from arbordraft.drafter_names import drafter_named, load_drafter
+from arbordraft.exports.onnx import plans
+from arbordraft.heads.block import BlockConfig, BlockHead
+from arbordraft.heads.published import is_published, published_head
+from arbordraft.target.cache import RaggedKVCache
+
+FOLDER = Path(__file__).parents[1] / "golden" / "published"
+KINDS = sorted(folder.name for folder in FOLDER.iterdir())
+HIDDEN, VOCAB = 16, 64
+BACKENDS = ["torch", "native"]
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def target(kernels="torch", **options):
+    sizes = {"hidden_size": HIDDEN, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny(vocab_size=VOCAB, num_hidden_layers=3, **sizes, **options)
+    return ad.RaggedModel(model, kernels=kernels, self_test=False)
+
+
+def drafts(drafter, states, ids, steps):
+    """``[steps, slots, D]`` logits of a chain behind every slot, fed with the tokens of the text."""
+    network, head, slots = drafter._network, drafter.head, len(ids)
+    found = []
+    for last in range(slots - steps):
+        cache = RaggedKVCache()
+        sample = cache.open(slots + steps)
+        batch = cache.lay_out([sample], [range(last + 1)])
+        hidden = network.fuse(network.normed(states[: last + 1]))
+        logits, _, following = network(ids[: last + 1], hidden, batch, cache, torch.tensor([last]))
+        cache.commit({sample: range(last + 1)})
+        rows = [logits[0]]
+        for step in range(1, steps):
+            batch = cache.lay_out([sample], [[0]])
+            logits, _, following = network(ids[last + step, None], following, batch, cache)
+            cache.commit({sample: [0]})
+            rows.append(logits[0])
+        found.append(torch.stack(rows)[:, head.tokens])
+    return torch.stack(found, dim=1)
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_the_library(kind, kernels):
+    expected = load_file(FOLDER / kind / "drafts.safetensors")
+    drafter = load_drafter(FOLDER / kind, target(kernels))
+    assert (type(drafter._network).__name__ == "NativeEagle") == (kernels == "native")
+    steps = len(expected["logits"])
+    found = drafts(drafter, expected["states"], expected["ids"], steps)
+    torch.testing.assert_close(found, expected["logits"][:, : found.shape[1]], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "value"),
+    [
+        ("eagle31-qwen3", "norm_output", False),
+        ("eagle31-qwen3", "fc_norm", False),
+        ("eagle3-bias", "norm_before_residual", False),
+        ("eagle3-bias", "norm_before_fc", False),
+        ("eagle3-two-layers", "rope_parameters", None),
+    ],
+)
+def test_every_setting_counts(kind, setting, value):
+    """Negative control: with another value the drafts are others."""
+    expected = load_file(FOLDER / kind / "drafts.safetensors")
+    drafter = load_drafter(FOLDER / kind, target())
+    if setting == "fc_norm":
+        drafter.head.fc_norm = torch.nn.ModuleList()
+    elif setting == "norm_before_fc":
+        drafter.head.input_norm = None
+    else:
+        setattr(drafter.head.config, setting, value)
+    found = drafts(drafter, expected["states"], expected["ids"], len(expected["logits"]))
+    assert not torch.allclose(found, expected["logits"][:, : found.shape[1]], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoders_of_them(kind, kernels):
+    of = target(kernels)
+    plain, _ = decode(ad.builders.plain(of))
+    for topology in (ad.TreeTopology.chain(3), ad.TreeTopology.from_k_config((2, 2))):
+        for request in ({}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": [1, 2, 3]}):
+            expected = plain if not request else decode(ad.builders.plain(of), **request)[0]
+            found, stats = decode(
+                ad.SpeculativeDecoder(of, load_drafter(FOLDER / kind, of), topology, ad.Coupling.shared(2)), **request
+            )
+            assert found == expected
+            assert sum(stats.tried.values()) > 0
+
+
+def test_one_call_grows_what_level_after_level_does(monkeypatch):
+    """Norms of what is read and of what is kept, embeddings of its own and several layers, in the kernels."""
+    of = target("native")
+    for kind in KINDS:
+        seen = []
+        for whole in (True, False):
+            drafter = load_drafter(FOLDER / kind, of)
+            if not whole:
+                monkeypatch.setattr(drafter, "whole", lambda context: None)
+            made, trees = ad.SpeculativeDecoder(of, drafter, ad.TreeTopology.from_k_config((2, 2, 1))), []
+            made.on_step = lambda state, tree, verdict, trees=trees: trees.append(tree.token.tolist())
+            decode(made)
+            seen.append(trees)
+        assert seen[0] == seen[1]
+
+
+def copied(tmp_path, kind="eagle3", tensors=None, **config):
+    folder = tmp_path / "head"
+    shutil.copytree(FOLDER / kind, folder)
+    (folder / "drafts.safetensors").unlink()
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(known | config))
+    if tensors is not None:
+        save_file(tensors(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    return folder
+
+
+def specforge(tmp_path, **config):
+    """The same head in the layout of SpecForge, which names the layers that states come out of."""
+    layer = json.loads((FOLDER / "eagle3" / "config.json").read_text())["transformer_layer_config"]
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": 40,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
+    }
+    folder = copied(
+        tmp_path,
+        tensors=lambda held: {name.replace("layers.0.", "midlayer."): tensor for name, tensor in held.items()},
+    )
+    (folder / "config.json").write_text(json.dumps(layer | own | config))
+    return folder
+
+
+def test_the_layout_of_specforge(tmp_path):
+    model = target().model
+    theirs, ours = published_head(specforge(tmp_path), model), published_head(FOLDER / "eagle3", model)
+    assert theirs.config.hidden_layers == ours.config.hidden_layers == [1, 2, 3]
+    assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True))
+
+
+def test_embeddings_of_the_target_are_not_kept_twice(tmp_path):
+    model = target().model
+
+    def shared(held):
+        return held | {"embed_tokens.weight": model.get_input_embeddings().weight.detach().clone()}
+
+    assert published_head(FOLDER / "eagle3", model).embed_tokens is not None
+    assert published_head(copied(tmp_path, tensors=shared), model).embed_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"tensors": lambda held: held | {"more": torch.zeros(1)}}, "left over: more"),
+        ({"tensors": lambda held: {n: t for n, t in held.items() if n != "fc.weight"}}, "missing: fc.weight"),
+        ({"tensors": lambda held: held | {"norm.weight": torch.ones(9)}}, r"norm.weight is \[9\] instead of \[16\]"),
+        ({"tensors": lambda held: {n: t for n, t in held.items() if n != "d2t"}}, "lacks d2t"),
+        ({"tensors": lambda held: held | {"d2t": held["d2t"] + 90}}, "draft vocabulary is damaged"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"reads hidden states \[9\]"),
+        ({"transformer_layer_config": {"model_type": "mamba"}}, "layer is of type 'mamba'"),
+        ({"transformer_layer_config": {"model_type": "llama"}}, "has no 'hidden_size'"),
+        ({"transformer_layer_config": {"model_type": "llama", "hidden_act": "gelu"}}, "hidden_act='gelu'"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused(tmp_path, change, match):
+    with pytest.raises(ValueError, match=match):
+        load_drafter(copied(tmp_path, **change), target())
+
+
+def test_a_setting_with_two_meanings_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="one thing to SpecForge and another to vLLM"):
+        published_head(specforge(tmp_path, norm_output=True), target().model)
+
+
+def test_other_targets_are_refused():
+    with pytest.raises(ValueError, match="hidden states of size 16, the target's have 32"):
+        load_drafter(FOLDER / "eagle3", ad.RaggedModel(tiny(vocab_size=VOCAB, num_hidden_layers=3), kernels="torch"))
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    folder = copied(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pickled"):
+        load_drafter(folder, target())
+
+
+def test_by_a_name_on_the_hub(monkeypatch):
+    asked = []
+
+    def download(name, allow_patterns, local_files_only=False):
+        asked.append((name, len(allow_patterns), local_files_only))
+        if name != "somebody/eagle3":
+            raise OSError("no such repository")
+        return str(FOLDER / "eagle3")
+
+    def no_model(name, target):
+        raise ValueError(f"{name} is no model")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(ad.LanguageModelDrafter, "from_pretrained", no_model)
+    assert isinstance(drafter_named("somebody/eagle3", target()), ad.EagleDrafter)
+    assert asked == [("somebody/eagle3", 1, True), ("somebody/eagle3", 3, False)]
+    with pytest.raises(ValueError, match="is none of auto"):
+        drafter_named("somebody/else", target())
+
+
+def test_import_keeps_it_as_one_of_ours(tmp_path):
+    of = target()
+    of.model.save_pretrained(tmp_path / "model")
+    from support.models import LETTERS, tiny_tokenizer
+
+    tiny_tokenizer(LETTERS).save_pretrained(tmp_path / "model")
+    out = tmp_path / "model" / "head"
+    given = ["import", str(FOLDER / "eagle31-qwen3"), str(out), "--model", str(tmp_path / "model")]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    kept, read = load_drafter(out, of), load_drafter(FOLDER / "eagle31-qwen3", of)
+    assert all(torch.equal(a, b) for a, b in zip(kept.head.parameters(), read.head.parameters(), strict=True))
+    assert kept.head.config.norm_output
+    assert ad.load(tmp_path / "model", kernels="torch", costs=None).drafter.head.config.fc_norm
+    assert not is_published(out)
+
+
+def test_where_only_plain_heads_are_known_others_are_refused():
+    head = published_head(FOLDER / "eagle31-qwen3", target().model)
+    with pytest.raises(ValueError, match=r"ONNX knows EAGLE-3 heads of one plain layer, .*norm_output=True"):
+        plans.eagle(head, None)
+    with pytest.raises(ValueError, match="a block head knows"):
+        BlockHead(BlockConfig(norm_output=True))

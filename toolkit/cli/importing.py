@@ -1,0 +1,46 @@
+"""``arbordraft import``: drafters that others have published, as ours."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from huggingface_hub import snapshot_download
+
+from arbordraft.cli.display import progress
+from arbordraft.cli.export import ForceOption, OutArgument
+from arbordraft.cli.options import ModelOption
+from arbordraft.drafter_names import fetched
+from arbordraft.heads.base import fingerprint
+from arbordraft.heads.published import published_head
+from arbordraft.loading import Dtype, load_target
+from arbordraft.utils.files import new_folder
+from arbordraft.utils.terminal import terminal
+
+console = terminal()
+
+
+def _folder(source: str) -> str | os.PathLike[str]:
+    """A folder as it is, or what a name on the hub stands for."""
+    if Path(source).exists():
+        return source
+    snapshot_download(source, allow_patterns=["config.json"])
+    return fetched(source) or source
+
+
+def import_drafter(
+    source: Annotated[str, typer.Argument(help="Folder or hub name of an EAGLE-3 head of speculators or SpecForge.")],
+    out: OutArgument,
+    model: ModelOption = "smollm2",
+    force: ForceOption = False,
+) -> None:
+    """Keep a drafter that others have published as one that was trained for a model, which 'auto' then finds."""
+    with progress(console) as tell:
+        tell("loading the model")
+        target, _ = load_target(model, Dtype.float32)
+        tell("reading the drafter")
+        head = published_head(_folder(source), target.model)
+    head.config.target_fingerprint, head.config.target_name = fingerprint(target.model), model
+    with new_folder(out, force=force) as staging:
+        head.save_pretrained(staging)
+    console.print(f"wrote {out}", soft_wrap=True)
