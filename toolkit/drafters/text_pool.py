@@ -39,7 +39,7 @@ class TextPool:
         >>> pool = TextPool()
         >>> pool.add([5, 6, 7, 8, 9])
         >>> pool.matches((1, 5, 6, 7))
-        [(3, 8, 0)]
+        [(3, 8, 1)]
     """
 
     def __init__(self, max_bytes: int = 1 << 26, shortest: int = 3) -> None:

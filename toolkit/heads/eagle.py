@@ -76,8 +76,9 @@ class EagleConfig(HeadConfig):
     def _peculiar(self) -> list[str]:
         plain = EagleConfig()
         names = ["num_hidden_layers", "own_embeddings", "qk_norm", "attention_bias", "fc_norm", "norm_before_fc"]
-        names += ["norm_before_residual", "norm_output", "rope_parameters"]
-        return [name for name in names if getattr(self, name) != getattr(plain, name)]
+        names += ["norm_before_residual", "norm_output"]
+        turned = (self.rope_parameters or {}).get("rope_type", "default") != "default"
+        return [name for name in names if getattr(self, name) != getattr(plain, name)] + ["rope_parameters"] * turned
 
     @property
     def embedding_size(self) -> int:
