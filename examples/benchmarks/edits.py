@@ -18,6 +18,7 @@ import arbordraft
 from arbordraft.cli.options import DtypeOption, LimitOption, ModelOption, NewTokensOption, numbers
 from arbordraft.cli.program import run_script
 from arbordraft.decoding.measuring import cost_aware
+from arbordraft.decoding.prompts import chat_batches
 from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, NoDrafter, SelfDrafter, TextPool
 from arbordraft.loading import Dtype, load_target
 from arbordraft.target.model import RaggedModel
@@ -85,11 +86,7 @@ def main(
             if decider is not None:
                 decider.settle()
             seconds, tokens, forwards, answers = 0.0, 0, 0, list[Any]()
-            for first in range(0, len(texts), batch):
-                chats = [[{"role": "user", "content": text}] for text in texts[first : first + batch]]
-                inputs: Any = tokenizer.apply_chat_template(
-                    chats, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
-                )
+            for inputs in chat_batches(tokenizer, texts, batch):
                 begun = time.perf_counter()
                 output: Any = decoder.generate(**inputs, max_new_tokens=new_tokens, return_dict_in_generate=True)
                 seconds += time.perf_counter() - begun

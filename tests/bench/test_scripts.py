@@ -6,6 +6,7 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
+import edits
 import pytest
 import torch
 import weights
@@ -126,6 +127,18 @@ def test_draft_steps_of_graphs(measured, tmp_path, tiny):
     assert [(row["drafter"], row["batch"]) for row in rows] == [
         (name, batch) for batch in (1, 2) for name in ("torch, own modules", "torch, native kernels", "graphs")
     ]
+
+
+def test_edits_of_the_same_functions(tiny, tmp_path, capsys):
+    body = "".join(f"    total += {number}\n" for number in range(6))
+    (tmp_path / "some.py").write_text(f"def some(total):\n{body}    return total\n\ndef short():\n    return 1\n")
+    assert len(edits.functions(tmp_path, 20)) == 1
+    asked = edits.requests(["a", "b"], 12)
+    assert len(set(asked)) == 10
+    edits.main(model=str(tiny), dtype=Dtype.float32, limit=6, new_tokens=4, batches="1,2", folder=tmp_path)
+    shown = capsys.readouterr().out
+    assert shown.count("lookups with a pool") >= 2
+    assert "1.00 x" in shown
 
 
 def test_every_script_is_tested():

@@ -74,7 +74,7 @@ def test_the_trim_keeps_trees_and_the_best_nodes():
     """Chances 0.9, 0.9 * 0.9 on the first branch and 0.1 on the second: two rows pay, the third does not."""
 
     class Certain(ad.NGramDrafter):
-        def _lookup(self, index, tokens, suffix, wanted, allowed):
+        def _lookup(self, index, tokens, suffix, wanted, allowed, pool):
             return [Guess(7, size=4, votes=1, rank=0), Guess(8, size=1, votes=1, rank=1)][:wanted]
 
     topology = ad.TreeTopology.from_k_config((2, 1))

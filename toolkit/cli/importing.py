@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from huggingface_hub import snapshot_download
 
 from arbordraft.cli.display import progress
 from arbordraft.cli.export import ForceOption, OutArgument
 from arbordraft.cli.options import ModelOption
 from arbordraft.drafter_names import fetched
-from arbordraft.heads.base import fingerprint
-from arbordraft.heads.published import published_head
 from arbordraft.loading import Dtype, load_target
 from arbordraft.utils.files import new_folder
 from arbordraft.utils.terminal import terminal
@@ -24,6 +21,8 @@ def _folder(source: str) -> str | os.PathLike[str]:
     """A folder as it is, or what a name on the hub stands for."""
     if Path(source).exists():
         return source
+    from huggingface_hub import snapshot_download
+
     snapshot_download(source, allow_patterns=["config.json"])
     return fetched(source) or source
 
@@ -35,6 +34,9 @@ def import_drafter(
     force: ForceOption = False,
 ) -> None:
     """Keep a drafter that others have published as one that was trained for a model, which 'auto' then finds."""
+    from arbordraft.heads.base import fingerprint  # with transformers' models, which other commands must not import yet
+    from arbordraft.heads.published import published_head
+
     with progress(console) as tell:
         tell("loading the model")
         target, _ = load_target(model, Dtype.float32)
