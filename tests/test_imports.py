@@ -26,8 +26,17 @@ cli
 """
 ORDER = LAYERS.split()
 ALONE = {"drafters"}  # packages whose modules import none of each other but what they share
-SHARED = {"base", "children", "context", "decision_groups", "grower", "model_drafter", "native_models", "slots"}
-SHARED |= {"text_pool"}
+SHARED = {
+    "base",
+    "children",
+    "context",
+    "decision_groups",
+    "grower",
+    "model_drafter",
+    "native_models",
+    "slots",
+    "text_pool",
+}
 PLACES = {"toolkit": (), "kernels": ("kernels",), "training": ("training",), "exports": ("exports",)}
 KERNEL_LIBRARIES = {"torch", "triton", "numpy"}
 

@@ -51,7 +51,8 @@ def _temperatures(text: str) -> str:
 
 
 DRAFTERS = (
-    "'auto' (a head trained for the model if one is known, else lookups), 'ngram' (lookups), 'none', "
+    "'auto' (what was trained for the model, the model itself behind lookups, or lookups: what should bring most), "
+    "'ngram' (lookups), 'none', "
     "'self' (the model itself with fewer bits, on a CPU), 'early-exit:LAYERS', folder of a trained drafter, or a "
     "draft model's hub name."
 )

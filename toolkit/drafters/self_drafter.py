@@ -41,8 +41,9 @@ class SelfDrafter(TargetCacheDrafter):
     """Drafts with the target's own layers over weights of fewer bits; what is said stays the target's, bit for bit.
 
     It needs no training and no other model. It reads the keys and values that the target has computed, writes those of
-    its drafts where verification will overwrite them, and shares the target's embeddings and norms: all it adds is a
-    packed copy of the matrices, the head's among them.
+    its drafts where verification will overwrite them, and shares the target's embeddings, norms and head. All it adds
+    is a packed copy of the layers' matrices, and one of the head in 4 bits, which finds the tokens that the head itself
+    is asked about.
 
     Args:
         target: the model it drafts for, which native kernels run.

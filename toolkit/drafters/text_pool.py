@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from arbordraft.utils.checks import check_int
@@ -123,8 +123,6 @@ class TextPool:
         Raises:
             ValueError: if it is something else.
         """
-        from safetensors import safe_open
-
         try:
             with safe_open(path, "pt") as file:
                 shortest = int((file.metadata() or {})["shortest"])
