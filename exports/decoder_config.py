@@ -35,7 +35,7 @@ _KINDS = {
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, _PARTS + _TABLES)
 }
-_TRAINED = (ad.BlockDrafter, ad.EagleDrafter, ad.MedusaDrafter, ad.LanguageModelDrafter)
+_TRAINED = (ad.BlockDrafter, ad.DFlashDrafter, ad.EagleDrafter, ad.MedusaDrafter, ad.LanguageModelDrafter)
 
 Description = Any  # of a part: {"class": name, "arguments": {...}}; of anything else itself
 

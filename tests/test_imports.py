@@ -28,6 +28,7 @@ ORDER = LAYERS.split()
 ALONE = {"drafters"}  # packages whose modules import none of each other but what they share
 SHARED = {
     "base",
+    "block",
     "children",
     "context",
     "decision_groups",

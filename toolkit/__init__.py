@@ -17,6 +17,7 @@ from arbordraft.decoding.requests import Request
 from arbordraft.decoding.step_log import StepLog
 from arbordraft.drafters import (
     BlockDrafter,
+    DFlashDrafter,
     EagleDrafter,
     EarlyExitDrafter,
     HybridDrafter,
@@ -44,6 +45,7 @@ __all__ = [
     "CostAware",
     "CostTable",
     "Coupling",
+    "DFlashDrafter",
     "DecodeStats",
     "DecodingError",
     "EagleDrafter",

@@ -9,6 +9,7 @@ from typing import Any
 from arbordraft.checkpoints.reader import CONFIG, INDEX, read_config, weight_files
 from arbordraft.drafters import (
     BlockDrafter,
+    DFlashDrafter,
     Drafter,
     EagleDrafter,
     EarlyExitDrafter,
@@ -33,6 +34,7 @@ _PAYS = 1.15  # times plain decoding that is to be expected of self-drafting
 # By the model_type in config.json; whatever else transformers can load counts as a language model.
 _KINDS: dict[str, Any] = {
     "arbordraft_block": BlockDrafter,
+    "arbordraft_dflash": DFlashDrafter,
     "arbordraft_eagle": EagleDrafter,
     "arbordraft_exit_adapter": EarlyExitDrafter,
     "arbordraft_medusa": MedusaDrafter,
@@ -186,7 +188,9 @@ def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
 
     if is_published(path):
         check_ragged(target)
-        return EagleDrafter(published_head(path, target.model), target)
+        head = published_head(path, target.model)
+        found: Drafter = _KINDS[head.config.model_type](head, target)
+        return found
     config = read_config(path)
     if "model_type" not in config:
         raise ValueError(f"{path} holds no trained drafter but a {config['class']}: name the folder of a drafter")

@@ -21,7 +21,9 @@ from torch import Tensor
 from arbordraft.exports.engines.layout import Layout, Shapes, dtype_name
 from arbordraft.exports.engines.target import Target, check_fit
 from arbordraft.heads.block import BlockHead
+from arbordraft.heads.dflash import DFlashHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead
+from arbordraft.heads.layers import LayeredHead
 
 SPECULATORS_VERSION = "0.9.0"  # of the library whose format this is
 SGLANG_STATES = 3  # hidden states that its fusing layer takes
@@ -73,18 +75,22 @@ def speculators(head: EagleHead, target: Target, speculative_tokens: int, card: 
         "tie_word_embeddings": False,
         "dtype": dtype_name(head.dtype),
         "transformer_layer_config": _llama(head, target) | {"num_aux_hidden_states": len(ids)},
-        "speculators_config": {
-            "algorithm": algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": speculative_tokens, "verifier_accept_k": 1}
-            ],
-            "verifier": {"name_or_path": target.name, "architectures": target.architectures},
-        },
+        "speculators_config": proposal(algorithm, target, speculative_tokens),
     }
     if isinstance(head, BlockHead):
         config["mask_token_id"] = head.config.mask_token_id
     return Layout(config, tensors, eagle3_shapes(config, "layers.0."), card)
+
+
+def proposal(algorithm: str, target: Target, speculative_tokens: int) -> dict[str, Any]:
+    """What the ``speculators`` library notes of a drafter's use."""
+    method = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens, "verifier_accept_k": 1}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method],
+        "verifier": {"name_or_path": target.name, "architectures": target.architectures},
+    }
 
 
 def eagle3_shapes(config: dict[str, Any], layer: str) -> Shapes:
@@ -124,8 +130,8 @@ def _tensors(head: EagleHead, target: Target, engine: str, layer: str) -> tuple[
             f"engines norm embeddings and states of one size, the head has {config.target_hidden_size} and "
             f"{config.hidden_size}"
         )
-    states, fc, mask = _ascending(head)
-    _check_states(states, target, engine)
+    states, fc, mask = ascending(head)
+    check_states(states, target, engine)
     tensors = {name.replace("midlayer.", layer): tensor for name, tensor in head.state_dict().items()}
     tensors["fc.weight"] = fc
     if mask is not None:
@@ -135,7 +141,7 @@ def _tensors(head: EagleHead, target: Target, engine: str, layer: str) -> tuple[
     return states, tensors
 
 
-def _ascending(head: EagleHead) -> tuple[list[int], Tensor, Tensor | None]:
+def ascending(head: EagleHead | DFlashHead) -> tuple[list[int], Tensor, Tensor | None]:
     """Puts the states into the order in which engines collect them, each once.
 
     Returns:
@@ -157,7 +163,8 @@ def _ascending(head: EagleHead) -> tuple[list[int], Tensor, Tensor | None]:
     return order, torch.cat(columns, dim=1).to(weight.dtype), mask
 
 
-def _check_states(states: list[int], target: Target, engine: str) -> None:
+def check_states(states: list[int], target: Target, engine: str) -> None:
+    """Raises ValueError if an engine cannot give a head the target's hidden states of these numbers."""
     if not states:
         raise ValueError("the head reads no hidden states of the target, and engines give it nothing else")
     first = 1 if engine == "sglang" else 0  # SGLang cannot give the embeddings themselves
@@ -172,13 +179,18 @@ def _check_states(states: list[int], target: Target, engine: str) -> None:
 
 
 def _llama(head: EagleHead, target: Target) -> dict[str, Any]:
-    """The layer as a Llama of its own, its rotary embedding in both dialects."""
+    """The layer as a Llama of its own."""
+    return layer_config(head, target, "llama") | {"num_hidden_layers": 1, "mlp_bias": False}
+
+
+def layer_config(head: LayeredHead, target: Target, kind: str) -> dict[str, Any]:
+    """A head's layers as a model of a kind of its own, their rotary embedding in both dialects."""
     config, name = head.config, dtype_name(head.dtype)
     return {
-        "model_type": "llama",
+        "model_type": kind,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -188,8 +200,7 @@ def _llama(head: EagleHead, target: Target) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "attention_bias": False,
-        "mlp_bias": False,
+        "attention_bias": config.attention_bias,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": False,
         "bos_token_id": target.config.bos_token_id,

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from arbordraft.checkpoints.reader import read_config
+from arbordraft.exports.engines.dflash import dflash
 from arbordraft.exports.engines.draft_model import write_draft_model
 from arbordraft.exports.engines.eagle3 import eagle3, speculators
 from arbordraft.exports.engines.medusa import medusa
 from arbordraft.exports.engines.target import describe_target
 from arbordraft.exports.folder import Export, contents
 from arbordraft.heads.block import BlockConfig, BlockHead
+from arbordraft.heads.dflash import DFlashConfig, DFlashHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapterConfig
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
@@ -21,7 +23,7 @@ from arbordraft.loading import Dtype
 from arbordraft.utils.files import new_folder
 
 LAYOUTS = ("eagle3", "speculators")
-BLOCK = BlockConfig.model_type
+BLOCK, DFLASH = BlockConfig.model_type, DFlashConfig.model_type
 EAGLE, MEDUSA, EXIT_ADAPTER = EagleConfig.model_type, MedusaConfig.model_type, ExitAdapterConfig.model_type
 # Wherever one of these stands in the path, vLLM takes the drafter for what it says, whatever it is told.
 _MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
@@ -41,11 +43,13 @@ def export_engine(
 ) -> Export:
     """Writes a trained drafter for an engine: vLLM drafts chains with it, SGLang chains or trees.
 
-    SGLang serves no Medusa and block heads, and reads EAGLE heads in the layout ``eagle3`` only.
+    SGLang serves no Medusa and block heads, and reads EAGLE heads in the layout ``eagle3`` only. DFlash and DSpark
+    heads are written in the layout ``speculators``.
 
     Args:
         engine: ``vllm`` or ``sglang``.
-        drafter: folder of an EAGLE head, of a block head of P-EAGLE's form, of Medusa heads, or of a small causal LM.
+        drafter: folder of an EAGLE head, of a block head of P-EAGLE's form, of a DFlash or DSpark head, of Medusa
+            heads, or of a small causal LM.
         folder: where it goes.
         layout: of EAGLE and block heads: ``eagle3``, or ``speculators``, which names its target, so that
             ``vllm serve FOLDER`` is enough.
@@ -79,9 +83,14 @@ def export_engine(
         options = {"dtype": dtype or "auto"}
         if kind == MEDUSA:
             medusa(MedusaHead.from_pretrained(drafter, **options), described, card).write(staging)
+        elif kind == DFLASH:
+            spark = DFlashHead.from_pretrained(drafter, **options)
+            _check_length(spark.config.depths, speculative_tokens)
+            dflash(spark, described, speculative_tokens, card).write(staging)
         elif kind in (EAGLE, BLOCK):
             head = (BlockHead if kind == BLOCK else EagleHead).from_pretrained(drafter, **options)
-            _check_length(head, speculative_tokens)
+            if isinstance(head, BlockHead):
+                _check_length(head.config.block_size, speculative_tokens)
             if layout == "speculators":
                 speculators(head, described, speculative_tokens, card).write(staging)
             else:
@@ -96,10 +105,10 @@ export_vllm = partial(export_engine, "vllm")
 export_sglang = partial(export_engine, "sglang")
 
 
-def _check_length(head: EagleHead, speculative_tokens: int) -> None:
-    if isinstance(head, BlockHead) and speculative_tokens > head.config.block_size:
+def _check_length(depths: int, speculative_tokens: int) -> None:
+    if speculative_tokens > depths:
         raise ValueError(
-            f"the head looks {head.config.block_size} tokens ahead, and chains of {speculative_tokens} are wanted: "
+            f"the head looks {depths} tokens ahead, and chains of {speculative_tokens} are wanted: "
             "name fewer with --speculative-tokens"
         )
 
@@ -114,8 +123,14 @@ def _check_request(
         raise ValueError(f"there is no layout {layout!r}; known are {', '.join(LAYOUTS)}")
     if engine == "sglang" and layout != "eagle3":
         raise ValueError("SGLang reads EAGLE heads in the layout 'eagle3' only")
-    if layout == "speculators" and kind not in (EAGLE, BLOCK):
-        raise ValueError(f"the layout 'speculators' is for EAGLE and block heads, the drafter is of type {kind!r}")
+    if layout == "speculators" and kind not in (EAGLE, BLOCK, DFLASH):
+        raise ValueError(
+            f"the layout 'speculators' is for EAGLE, block, DFlash and DSpark heads, the drafter is of type {kind!r}"
+        )
+    if kind == DFLASH and engine == "sglang":
+        raise ValueError("DFlash and DSpark heads are written for vLLM: arbordraft export vllm --layout speculators")
+    if kind == DFLASH and layout != "speculators":
+        raise ValueError("DFlash and DSpark heads are written with --layout speculators, which vLLM reads")
     if kind == BLOCK and engine == "sglang":
         raise ValueError("SGLang serves no block heads; vLLM does (arbordraft export vllm), or train an EAGLE head")
     if kind == BLOCK and config.get("mask_token_id") is None:
@@ -134,13 +149,13 @@ def _check_request(
         raise ValueError(f"chains have at least one token, got {speculative_tokens}")
     if dtype is not None and dtype not in list(Dtype):
         raise ValueError(f"weights in {dtype} are not served; name one of {', '.join(Dtype)}")
-    if dtype is not None and kind not in (EAGLE, BLOCK, MEDUSA):
+    if dtype is not None and kind not in (EAGLE, BLOCK, DFLASH, MEDUSA):
         raise ValueError("a draft model keeps its dtype: engines cast it to the target's")
 
 
 def _check_path(engine: str, kind: str, folder: str | os.PathLike[str]) -> None:
     misleading = [word for word in _MISLEADING if word in os.fspath(folder).lower()]
-    if engine == "vllm" and kind not in (EAGLE, BLOCK) and misleading:
+    if engine == "vllm" and kind not in (EAGLE, BLOCK, DFLASH) and misleading:
         raise ValueError(
             f"vLLM would take a drafter in {folder} for one of another kind, because of {misleading[0]!r} in its path: "
             "name another folder"
@@ -166,6 +181,6 @@ def _card(engine: str, kind: str, layout: str, target: str, speculative_tokens: 
             settings["parallel_drafting"] = True
         command = f"vllm serve {target} --speculative-config '{json.dumps(settings)}'"
     text = f"# Drafter for {target}\n\nWritten by arbordraft for {engine}:\n\n```\n{command}\n```\n"
-    if engine == "vllm" and kind not in (EAGLE, BLOCK):
+    if engine == "vllm" and kind not in (EAGLE, BLOCK, DFLASH):
         text += f"\nvLLM guesses what a drafter is: keep {', '.join(map(repr, _MISLEADING))} out of its path.\n"
     return text

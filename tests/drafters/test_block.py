@@ -39,6 +39,7 @@ class Counted(ad.BlockDrafter):
 
         class Network:
             fuse, store, condition, chunk = inner.fuse, inner.store, inner.condition, inner.chunk
+            refresh, grows_trees = inner.refresh, inner.grows_trees
 
             def __call__(_, *arguments):
                 self.asked.append(len(arguments[-1]))

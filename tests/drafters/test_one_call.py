@@ -148,7 +148,7 @@ def test_bfloat16(calls, kind, heat):
     expected = trees(Rounds(wide[1], wide[0], TEXTS), BINARY, at_most(MANY), **TEMPERATURES[heat])[1]
     same = [ours[0][1] == theirs[0][1] for ours, theirs in zip(found, expected, strict=True) if len(ours[1])]
     assert calls[0]
-    assert sum(same) >= 3 or kind == "eagle"
+    assert sum(same) >= 2 or kind == "eagle"
     assert all(0 < chance <= 1 for _, chances in found for chance in chances)
     assert all(0 <= token < VOCAB for tokens, _ in found for token in tokens.values())
 

@@ -27,6 +27,7 @@ from arbordraft.decoding import drafting
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.block import BlockHead
+from arbordraft.heads.dflash import DFlashHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
@@ -64,6 +65,18 @@ def untrained(name, of, tokens=range(30), hidden_layers=(0, 1, 2)):
             return ad.BlockDrafter(head, of)
         if name == "peagle":
             return ad.BlockDrafter(BlockHead.for_target(model, tokens, markov_rank=0, mask_token_id=2, **options), of)
+        if name in ("dflash", "dspark", "gated"):
+            kind = (
+                {"markov": "gated"}
+                if name == "gated"
+                else {"markov_rank": 0, "from_anchor": False}
+                if name == "dflash"
+                else {}
+            )
+            head = DFlashHead.for_target(model, tokens, mask_token_id=2, num_hidden_layers=1, **kind, **options)
+            if head.markov_head is not None:
+                torch.nn.init.normal_(head.markov_head.markov_w2.weight, std=3.0)
+            return ad.DFlashDrafter(head, of)
         if name == "eagle":
             return ad.EagleDrafter(EagleHead.for_target(model, tokens, **options), of)
         if name == "medusa":

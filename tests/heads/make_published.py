@@ -1,6 +1,7 @@
 """Makes the checkpoints of tests/golden/published with the library whose layout they have, and what it drafts.
 
-Run it in an environment of its own: ``pip install speculators``, then ``python tests/heads/make_published.py``.
+Run it in an environment of its own: ``pip install speculators``, then ``python tests/heads/make_published.py``, with
+the names of those that are to be made anew.
 """
 
 import sys
@@ -9,12 +10,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses import resolve_loss_config
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
+from speculators.models.peagle import core as peagle
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, Qwen3Config
 
 FOLDER = Path(__file__).parents[1] / "golden" / "published"
-HIDDEN, VOCAB, DRAFTED, LENGTH, STEPS = 16, 64, 40, 7, 3
+HIDDEN, VOCAB, DRAFTED, LENGTH, STEPS, MASK = 16, 64, 40, 7, 3, 63
 SIZES = {
     "hidden_size": HIDDEN,
     "intermediate_size": 48,
@@ -33,53 +39,141 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-KINDS = {
-    "eagle3": (LlamaConfig, {"num_hidden_layers": 1}, {}),
-    "eagle3-two-layers": (LlamaConfig, {"num_hidden_layers": 2, "rope_parameters": LLAMA3}, {}),
+LOSS = resolve_loss_config("kl_div", "eager")  # computed on the way
+EAGLE = (Eagle3DraftModel, Eagle3SpeculatorConfig)
+DSPARK = (DSparkDraftModel, DSparkSpeculatorConfig)
+KINDS = {  # models and configs, kinds of layers, settings of layers, settings of heads
+    "eagle3": (EAGLE, LlamaConfig, {"num_hidden_layers": 1}, {}),
+    "eagle3-two-layers": (EAGLE, LlamaConfig, {"num_hidden_layers": 2, "rope_parameters": LLAMA3}, {}),
     "eagle3-bias": (
+        EAGLE,
         LlamaConfig,
         {"num_hidden_layers": 1, "attention_bias": True},
         {"norm_before_fc": True, "norm_before_residual": True},
     ),
-    "eagle31-qwen3": (Qwen3Config, {"num_hidden_layers": 1}, {"fc_norm": True, "norm_output": True}),
+    "eagle31-qwen3": (EAGLE, Qwen3Config, {"num_hidden_layers": 1}, {"fc_norm": True, "norm_output": True}),
+    "peagle": (
+        (PEagleDraftModel, PEagleSpeculatorConfig),
+        LlamaConfig,
+        {"num_hidden_layers": 2},
+        {"mask_token_id": MASK, "norm_before_residual": True},
+    ),
+    "dflash": (
+        (DFlashDraftModel, DFlashSpeculatorConfig),
+        Qwen3Config,
+        {"num_hidden_layers": 2},
+        {"mask_token_id": MASK, "block_size": STEPS + 1, "draft_vocab_size": VOCAB},
+    ),
+    "dspark": (
+        DSPARK,
+        Qwen3Config,
+        {"num_hidden_layers": 2},
+        {"mask_token_id": MASK, "block_size": STEPS, "markov_rank": 8},
+    ),
+    "dspark-gated": (
+        DSPARK,
+        Qwen3Config,
+        {"num_hidden_layers": 1, "attention_bias": True},
+        {
+            "mask_token_id": MASK,
+            "block_size": STEPS + 1,
+            "markov_rank": 8,
+            "markov_head_type": "gated",
+            "sample_from_anchor": False,
+        },
+    ),
+    "dspark-rnn": (
+        DSPARK,
+        Qwen3Config,
+        {"num_hidden_layers": 1},
+        {"mask_token_id": MASK, "block_size": STEPS, "markov_rank": 8, "markov_head_type": "rnn"},
+    ),
 }
 
 
 def make(name: str) -> None:
     """Writes a checkpoint, and beside it the inputs and the logits of every step and position."""
-    kind, layer, own = KINDS[name]
+    (kind, settings), layers, layer, own = KINDS[name]
     torch.manual_seed(sorted(KINDS).index(name))
-    config = Eagle3SpeculatorConfig(
-        transformer_layer_config=kind(**SIZES, **layer, attn_implementation="eager"),
-        draft_vocab_size=DRAFTED,
-        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+    states_of = (
+        "eagle_aux_hidden_state_layer_ids" if issubclass(kind, Eagle3DraftModel) else "aux_hidden_state_layer_ids"
+    )
+    config = settings(
+        transformer_layer_config=layers(**SIZES, **layer, attn_implementation="eager"),
         speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
+            algorithm=settings.model_fields["speculators_model_type"].default,
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=STEPS)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
         ),
-        **own,
+        **{"draft_vocab_size": DRAFTED, states_of: [1, 2, 3]} | own,
     )
-    model = Eagle3DraftModel(config).float().eval()
+    model = kind(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
-        tokens = torch.randperm(VOCAB)[:DRAFTED].sort().values
-        model.d2t.copy_(tokens - torch.arange(DRAFTED))
-        model.t2d.zero_()[tokens] = True
+        if config.draft_vocab_size < VOCAB:
+            tokens = torch.randperm(VOCAB)[:DRAFTED].sort().values
+            model.d2t.copy_(tokens - torch.arange(DRAFTED))
+            model.t2d.zero_()[tokens] = True
     model.save_pretrained(FOLDER / name)
     (FOLDER / name / "config.py").unlink(missing_ok=True)  # a copy of the library's own source
     states, ids = torch.randn(1, LENGTH, 3 * HIDDEN), torch.randint(VOCAB, (1, LENGTH))
-    found: list[torch.Tensor] = []
-    hook = model.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits.detach()[0]))
+    known = {"states": states[0], "ids": ids[0]}
+    draft = chains if kind is Eagle3DraftModel else masked if kind is PEagleDraftModel else blocks
     with torch.no_grad():
-        model(states, ids, torch.zeros_like(ids), ttt_steps=STEPS)
-    hook.remove()
-    save_file({"states": states[0], "ids": ids[0], "logits": torch.stack(found)}, FOLDER / name / "drafts.safetensors")
+        known |= draft(model, states, ids)
+    save_file(known, FOLDER / name / "drafts.safetensors")
     print(name, sorted(load_file(FOLDER / name / "model.safetensors")), file=sys.stderr)
 
 
+def chains(model, states, ids):
+    """EAGLE-3's unrolled steps: ``[STEPS, LENGTH, D]`` logits."""
+    found = []
+    hook = model.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits[0].clone()))
+    model(states, ids, torch.zeros_like(ids), ttt_steps=STEPS)
+    hook.remove()
+    return {"logits": torch.stack(found)}
+
+
+def masked(model, states, ids):
+    """P-EAGLE's places with their depths, all of them: ``[n]``, ``[n]`` and ``[n, D]`` logits."""
+    found, places, sample = [], [], peagle.generate_cod_sample_indices
+    hook = model.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits[0].clone()))
+    peagle.generate_cod_sample_indices = lambda **given: places.append(sample(**given)) or places[0]
+    every = {"num_depths": STEPS, "down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0, "loss_config": LOSS}
+    final = torch.randn(1, LENGTH, HIDDEN)
+    model(states, ids, torch.zeros_like(ids), verifier_last_hidden_states=final, **every)
+    hook.remove()
+    return {"places": places[0][0], "depths": places[0][1], "logits": found[0]}
+
+
+def blocks(model, states, ids):
+    """Blocks behind every place: ``[n]``, and ``[n, block_size, D]`` logits. The target's matrices are not saved."""
+    size, found = model.block_size, []
+    hook = model.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits[0].clone()))
+    if term := getattr(model, "markov_head", None):
+        bias = term.block_bias
+
+        def noted(**given):
+            found.append(bias(**given))
+            return found[-1]
+
+        term.block_bias = noted
+    every = {"max_anchors": LENGTH - size, "loss_config": LOSS}
+    if isinstance(model, DSparkDraftModel):
+        every["tv_loss_fn"] = resolve_loss_config("tv", "eager")["tv"][0]
+    model(states, ids, torch.ones_like(ids), torch.randn(1, LENGTH, HIDDEN), torch.zeros_like(ids), **every)
+    hook.remove()
+    matrices = {"embeddings": model.embed_tokens.weight.clone()}
+    if model.lm_head.out_features == VOCAB:
+        matrices["head"] = model.lm_head.weight.clone()
+    return {
+        "places": torch.arange(LENGTH - size),
+        "logits": sum(rows.reshape(-1, size, rows.shape[-1]) for rows in found),
+    } | matrices
+
+
 if __name__ == "__main__":
-    for name in KINDS:
+    for name in sys.argv[1:] or KINDS:
         make(name)

@@ -24,6 +24,8 @@ from arbordraft.target.cache import RaggedKVCache
 
 FOLDER = Path(__file__).parents[1] / "golden" / "published"
 KINDS = sorted(folder.name for folder in FOLDER.iterdir())
+EAGLES = [kind for kind in KINDS if kind.startswith("eagle")]
+BLOCKS = [kind for kind in KINDS if kind.startswith("d")]
 HIDDEN, VOCAB = 16, 64
 BACKENDS = ["torch", "native"]
 
@@ -57,8 +59,95 @@ def drafts(drafter, states, ids, steps):
     return torch.stack(found, dim=1)
 
 
+def beside(kind, kernels="torch"):
+    """A target with the embeddings and the output matrix that the library had, where these are not in the files."""
+    of, known = target("torch"), load_file(FOLDER / kind / "drafts.safetensors")
+    with torch.no_grad():
+        if "embeddings" in known:
+            of.model.get_input_embeddings().weight.copy_(known["embeddings"])
+        if "head" in known:
+            of.model.get_output_embeddings().weight.copy_(known["head"])
+    return ad.RaggedModel(of.model, kernels=kernels, self_test=False), known
+
+
+@torch.no_grad()
+def block_drafts(drafter, states, ids, place):
+    """``[depths, D]`` logits of a block behind a place of the text, each depth behind the text's own token."""
+    network, head, cache = drafter._network, drafter.head, RaggedKVCache()
+    config, sample = head.config, cache.open(64)
+    for part, _, batch in cache.portions({sample: range(place)}, 2):
+        network.store(network.context(states[list(part[sample])]), batch, cache)
+    size = config.block_size
+    batch = cache.lay_out([sample], [range(size)], torch.full((size, 1), (1 << size) - 1))
+    rows = torch.tensor([ids[place], *[config.mask_token_id] * (size - 1)])
+    logits, final = (part[size - config.depths :] for part in network.block(rows, batch, cache))
+    found, memory = [], None
+    for depth in range(config.depths):
+        row, memory = network.condition(logits[depth, None], final[depth, None], ids[None, place + depth], memory)
+        found.append(row[0])
+    return torch.stack(found)
+
+
 @pytest.mark.parametrize("kernels", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_those_of_the_library(kind, kernels):
+    """Behind every place with states before it."""
+    of, expected = beside(kind, kernels)
+    drafter = load_drafter(FOLDER / kind, of)
+    assert (type(drafter._network).__name__ == "_NativeRows") == (kernels == "native")
+    skipped = drafter.head.config.block_size - drafter.head.config.depths
+    compared = 0
+    for place, logits in zip(expected["places"].tolist(), expected["logits"], strict=True):
+        if place:
+            found = block_drafts(drafter, expected["states"], expected["ids"], place)
+            torch.testing.assert_close(found, logits[skipped:], rtol=1e-4, atol=1e-4)
+            compared += 1
+    assert compared >= 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("dflash", {"mask_token_id": 7}),
+        ("dspark", {"rms_norm_eps": 1.0}),
+        ("dspark-gated", {"block_size": 3}),
+        ("dspark-rnn", {"block_size": 2}),
+    ],
+)  # fmt: skip
+def test_every_setting_of_blocks_counts(kind, change):
+    """Negative control: a block of another length, or with other masks, is another one."""
+    of, expected = beside(kind)
+    drafter = load_drafter(FOLDER / kind, of)
+    for name, value in change.items():
+        setattr(drafter.head.config, name, value)
+        if name == "rms_norm_eps":
+            drafter.head.hidden_norm.eps = value
+    skipped = drafter.head.config.block_size - drafter.head.config.depths
+    found = block_drafts(drafter, expected["states"], expected["ids"], 2)
+    assert not torch.allclose(found, expected["logits"][2, skipped:][: len(found)], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+def test_masks_are_those_of_the_library(kernels):
+    """P-EAGLE: behind every slot, all depths, as the library computes them in one pass."""
+    of, expected = beside("peagle", kernels)
+    drafter = load_drafter(FOLDER / "peagle", of)
+    network, head, depths = drafter._network, drafter.head, 3
+    assert (type(network).__name__ == "_NativeHead") == (kernels == "native")
+    for last in range(1, len(expected["ids"]) - depths):
+        cache = RaggedKVCache()
+        sample = cache.open(32)
+        slots = network.fuse(expected["states"][: last + 1])
+        # Slot j of theirs holds states and token of place j; ours takes the token beside the states as it is given.
+        (rows,) = drafter._ask(cache, {sample: expected["ids"][: last + 1].tolist()}, {sample: slots}, depths)
+        for depth in range(depths):
+            at = (expected["places"] == last) & (expected["depths"] == depth)
+            torch.testing.assert_close(rows[0][depth], expected["logits"][at][0], rtol=1e-4, atol=1e-4)
+    assert head.config.own_embeddings
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+@pytest.mark.parametrize("kind", EAGLES)
 def test_drafts_are_those_of_the_library(kind, kernels):
     expected = load_file(FOLDER / kind / "drafts.safetensors")
     drafter = load_drafter(FOLDER / kind, target(kernels))
@@ -95,7 +184,7 @@ def test_every_setting_counts(kind, setting, value):
 @pytest.mark.parametrize("kernels", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoders_of_them(kind, kernels):
-    of = target(kernels)
+    of, _ = beside(kind, kernels)
     plain, _ = decode(ad.builders.plain(of))
     for topology in (ad.TreeTopology.chain(3), ad.TreeTopology.from_k_config((2, 2))):
         for request in ({}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": [1, 2, 3]}):
@@ -110,7 +199,7 @@ def test_decoders_of_them(kind, kernels):
 def test_one_call_grows_what_level_after_level_does(monkeypatch):
     """Norms of what is read and of what is kept, embeddings of its own and several layers, in the kernels."""
     of = target("native")
-    for kind in KINDS:
+    for kind in EAGLES:
         seen = []
         for whole in (True, False):
             drafter = load_drafter(FOLDER / kind, of)
@@ -125,6 +214,7 @@ def test_one_call_grows_what_level_after_level_does(monkeypatch):
 
 def copied(tmp_path, kind="eagle3", tensors=None, **config):
     folder = tmp_path / "head"
+    folder.parent.mkdir(exist_ok=True)
     shutil.copytree(FOLDER / kind, folder)
     (folder / "drafts.safetensors").unlink()
     known = json.loads((folder / "config.json").read_text())
@@ -157,6 +247,63 @@ def test_the_layout_of_specforge(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True))
 
 
+def dense(tmp_path, kind, **changes):
+    """A DFlash or DSpark head with the flat settings of SpecForge (``dflash_config``) or DeepSpec."""
+    layer = json.loads((FOLDER / kind / "config.json").read_text())
+    own = {
+        name: layer[name]
+        for name in ("block_size", "mask_token_id", "markov_rank", "markov_head_type")
+        if name in layer
+    }
+    settings = layer["transformer_layer_config"] | {"target_layer_ids": [0, 1, 2]}
+    folder = copied(tmp_path, kind)
+    (folder / "config.json").write_text(json.dumps(settings | own | changes))
+    return folder
+
+
+def test_the_layouts_of_specforge_and_deepspec(tmp_path):
+    """Layers are numbered from the one that a state comes out of; masks alone predict in SpecForge's."""
+    of, _ = beside("dflash")
+    own = {"target_layer_ids": [0, 1, 2], "mask_token_id": 63}
+    folder = dense(
+        tmp_path / "dflash", "dflash", architectures=["DFlashDraftModel"], dflash_config=own, mask_token_id=None
+    )
+    theirs, ours = published_head(folder, of.model), published_head(FOLDER / "dflash", of.model)
+    assert theirs.config.to_diff_dict() == ours.config.to_diff_dict()
+    of, _ = beside("dspark")
+    full = copied(tmp_path / "full", "dspark")
+    trimmed = dense(tmp_path / "dspark", "dspark", architectures=["Qwen3DSparkModel"], draft_vocab_size=40)
+    theirs, ours = published_head(trimmed, of.model), published_head(full, of.model)
+    assert theirs.config.to_diff_dict() == ours.config.to_diff_dict()
+    assert ours.config.from_anchor
+    assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"architectures": ["DominoDraftModel"]}, "one of Domino; read are EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "one of EAGLE-1 or EAGLE-2"),
+        ({"dflash_config": {"shift_label": True}}, "shift_label=True"),
+        ({"block_size": 99}, "block_size must be"),
+        ({"markov_head_type": "lstm"}, "markov must be vanilla, gated or rnn"),
+        ({"draft_vocab_size": 39}, "instead of"),
+        ({"tensors": lambda held: held | {"embed_tokens.weight": torch.ones(64, 16)}}, "others than the target's"),
+        ({"tensors": lambda held: {n: t for n, t in held.items() if n != "lm_head.weight"}}, "has no output matrix"),
+    ],
+)  # fmt: skip
+def test_blocks_that_are_not_understood_are_refused(tmp_path, change, match):
+    with pytest.raises(ValueError, match=match):
+        load_drafter(copied(tmp_path, "dspark", **change), beside("dspark")[0])
+
+
+def test_windows_are_refused(tmp_path):
+    layer = json.loads((FOLDER / "dspark" / "config.json").read_text())["transformer_layer_config"]
+    windows = layer | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    with pytest.raises(ValueError, match="layer_types with sliding_attention"):
+        load_drafter(copied(tmp_path, "dspark", transformer_layer_config=windows), beside("dspark")[0])
+
+
 def test_embeddings_of_the_target_are_not_kept_twice(tmp_path):
     model = target().model
 
@@ -173,7 +320,7 @@ def test_embeddings_of_the_target_are_not_kept_twice(tmp_path):
         ({"tensors": lambda held: held | {"more": torch.zeros(1)}}, "left over: more"),
         ({"tensors": lambda held: {n: t for n, t in held.items() if n != "fc.weight"}}, "missing: fc.weight"),
         ({"tensors": lambda held: held | {"norm.weight": torch.ones(9)}}, r"norm.weight is \[9\] instead of \[16\]"),
-        ({"tensors": lambda held: {n: t for n, t in held.items() if n != "d2t"}}, "lacks d2t"),
+        ({"tensors": lambda held: {n: t for n, t in held.items() if n != "d2t"}}, "no head .* it lacks d2t"),
         ({"tensors": lambda held: held | {"d2t": held["d2t"] + 90}}, "draft vocabulary is damaged"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"reads hidden states \[9\]"),
         ({"transformer_layer_config": {"model_type": "mamba"}}, "layer is of type 'mamba'"),
@@ -244,5 +391,5 @@ def test_where_only_plain_heads_are_known_others_are_refused():
     head = published_head(FOLDER / "eagle31-qwen3", target().model)
     with pytest.raises(ValueError, match=r"ONNX knows EAGLE-3 heads of one plain layer, .*norm_output=True"):
         plans.eagle(head, None)
-    with pytest.raises(ValueError, match="a block head knows"):
+    with pytest.raises(ValueError, match="a block head without mask_token_id knows"):
         BlockHead(BlockConfig(norm_output=True))

@@ -22,6 +22,7 @@ from arbordraft.training.features import FreshFeatures
 from arbordraft.training.shards import ANSWER, GIVEN
 from arbordraft.training.students import (
     BlockStudent,
+    DFlashStudent,
     EagleStudent,
     EarlyExitStudent,
     LanguageModelStudent,
@@ -37,6 +38,9 @@ LAYERS, EXIT = 4, 2
 STUDENTS: dict[str, Callable[[], Student]] = {
     "block": lambda: BlockStudent(markov_rank=8, vocabulary=40, layers=(1, 2, 3), keep=1.0),
     "peagle": lambda: BlockStudent(markov_rank=0, mask_token_id=60, vocabulary=40, layers=(1, 2, 3), keep=1.0),
+    "dflash": lambda: DFlashStudent(3, markov_rank=0, mask_token_id=60, vocabulary=40, layers=(1, 2, 3), begins=1.0),
+    "dspark": lambda: DFlashStudent(4, 3, 8, mask_token_id=60, vocabulary=40, layers=(1, 2, 3), begins=1.0),
+    "gated": lambda: DFlashStudent(4, 1, 8, "gated", 60, vocabulary=None, layers=(1, 2, 3), begins=1.0),
     "eagle": lambda: EagleStudent(vocabulary=40, layers=(1, 2, 3)),
     "medusa": lambda: MedusaStudent(num_heads=3, vocabulary=40),
     "exit": lambda: EarlyExitStudent(EXIT),
@@ -180,6 +184,44 @@ def block_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[in
 
 
 @torch.no_grad()
+def dflash_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
+    """The last token and its masks, row after row: each sees the target's states before it, and the whole block."""
+    config, depth = head.config, len(drafted)
+    embed = model.get_input_embeddings().weight
+    fused = functional.linear(states(model, prefix[:-1], *config.hidden_layers), head.fc.weight)
+    known = head.hidden_norm(fused)
+    rows = torch.stack([embed[prefix[-1]], *[embed[config.mask_token_id]] * (config.block_size - 1)])
+    at = torch.arange(len(known) + len(rows))
+    cosine, sine = head.rotary(at, rows.dtype)
+    for layer in head.layers:
+        attention, normed = layer.self_attn, layer.input_layernorm(rows)
+        both = torch.cat([known, normed])
+        query = attention.q_norm(attention.q_proj(normed).unflatten(-1, (-1, config.head_dim)))
+        key = attention.k_norm(attention.k_proj(both).unflatten(-1, (-1, config.head_dim)))
+        value = attention.v_proj(both).unflatten(-1, (-1, config.head_dim))
+        query, key = (
+            part * cosine[-len(part) :]
+            + torch.cat([-part[..., config.head_dim // 2 :], part[..., : config.head_dim // 2]], dim=-1)
+            * sine[-len(part) :]
+            for part in (query, key)
+        )
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
+        shares = (torch.einsum("rhc,shc->hrs", query, key) * config.head_dim**-0.5).softmax(-1)
+        rows = rows + attention.o_proj(torch.einsum("hrs,shc->rhc", shares, value).flatten(1))
+        rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
+    first = config.block_size - config.depths
+    logits = functional.linear(
+        final := head.norm(rows)[first:], model.lm_head.weight if head.lm_head is None else head.lm_head.weight
+    )[depth]
+    if (term := head.markov_head) is not None:
+        memory = None
+        for level, token in enumerate([prefix[-1], *drafted]):  # of which a recurrent term remembers all
+            follow, memory = term.follow(final[level], torch.tensor(token), memory)
+        logits = logits + functional.linear(follow, term.markov_w2.weight)
+    return head.widen(logits)
+
+
+@torch.no_grad()
 def medusa_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
     """From the token before the root, whatever was drafted."""
     final = states(model, prefix[:-1], model.config.num_hidden_layers)[-1]
@@ -201,6 +243,9 @@ def model_row(small: PreTrainedModel, model: PreTrainedModel, prefix: Sequence[i
 ROWS = {
     "block": block_row,
     "peagle": block_row,
+    "dflash": dflash_row,
+    "dspark": dflash_row,
+    "gated": dflash_row,
     "eagle": eagle_row,
     "medusa": medusa_row,
     "exit": exit_row,

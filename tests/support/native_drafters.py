@@ -5,8 +5,9 @@ from functools import cache
 
 import torch
 
-from arbordraft import BlockDrafter, EagleDrafter, LanguageModelDrafter, MedusaDrafter, RaggedModel
+from arbordraft import BlockDrafter, DFlashDrafter, EagleDrafter, LanguageModelDrafter, MedusaDrafter, RaggedModel
 from arbordraft.heads.block import BlockConfig, BlockHead
+from arbordraft.heads.dflash import DFlashConfig, DFlashHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from support.models import VOCAB, tiny
@@ -16,7 +17,8 @@ def new_head(kind, vocab_size=VOCAB, trimmed=None, target_hidden_size=32):
     """An untrained head over three hidden states (Medusa's: the last) of a target of two layers.
 
     Args:
-        kind: ``eagle``, ``block``, ``masked block`` (P-EAGLE's form) or ``medusa``.
+        kind: ``eagle``, ``block``, ``masked block`` (P-EAGLE's form), ``dflash`` (no Markov term, and the target's own
+            output matrix), ``dspark`` with a term, ``gated dspark``, ``recurrent dspark``, or ``medusa``.
         vocab_size: the target's.
         trimmed: size of the draft vocabulary, if that is smaller.
         target_hidden_size: the target's.
@@ -29,6 +31,14 @@ def new_head(kind, vocab_size=VOCAB, trimmed=None, target_hidden_size=32):
     known |= {"head_dim": 16, "hidden_layers": [0, 1, 2]}
     if kind == "eagle":
         return EagleHead(EagleConfig(**known))
+    if "dspark" in kind or kind == "dflash":
+        known |= {"hidden_size": target_hidden_size, "num_hidden_layers": 2, "mask_token_id": vocab_size - 1}
+        if kind == "dflash":
+            form = {"block_size": 4, "from_anchor": False, "markov_rank": 0, "own_head": trimmed is not None}
+        else:
+            term = {"dspark": "vanilla", "gated dspark": "gated", "recurrent dspark": "rnn"}[kind]
+            form = {"block_size": 3, "markov_rank": 24, "markov": term}
+        return DFlashHead(DFlashConfig(**known, **form))
     form = {"markov_rank": 24} if kind == "block" else {"markov_rank": 0, "mask_token_id": vocab_size - 1}
     return BlockHead(BlockConfig(**known, **form, block_size=3))
 
@@ -58,8 +68,9 @@ def weights(kind):
 
 
 KINDS = ["eagle", "eagle, trimmed", "block", "block, trimmed", "masked block", "medusa", "medusa, trimmed", "model"]
-KINDS.append("model, windows")
+KINDS += ["model, windows", "dflash", "dspark", "dspark, trimmed"]
 DRAFTERS = {"eagle": EagleDrafter, "block": BlockDrafter, "masked block": BlockDrafter, "medusa": MedusaDrafter}
+DRAFTERS |= dict.fromkeys(("dflash", "dspark", "gated dspark", "recurrent dspark"), DFlashDrafter)
 
 
 def built(kind, kernels="native", dtype=torch.float32, change=None, bits=None):

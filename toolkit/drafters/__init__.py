@@ -2,6 +2,7 @@
 
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.block import BlockDrafter
+from arbordraft.drafters.dflash import DFlashDrafter
 from arbordraft.drafters.eagle import EagleDrafter
 from arbordraft.drafters.early_exit import EarlyExitDrafter
 from arbordraft.drafters.grammar import GrammarDrafter
@@ -15,6 +16,7 @@ from arbordraft.drafters.text_pool import TextPool
 
 __all__ = [
     "BlockDrafter",
+    "DFlashDrafter",
     "Drafter",
     "EagleDrafter",
     "EarlyExitDrafter",

@@ -34,8 +34,16 @@ _TOGETHER = 32  # new slots of a sample that share the pass with its masks; both
 
 
 @dataclass
-class _State(SlotState):
-    block: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # of this step, ``[k, ...]``, see `_HeadOnRows`
+class BlockState(SlotState):
+    """Of a batch; see also :class:`~arbordraft.drafters.slots.SlotState`.
+
+    Args:
+        block: of this step, by sample: ``[k, ...]`` each, what the drafter's network gives of a depth.
+        memory: ``[R, r]`` what a recurrent Markov term remembers of the nodes of the level before, if there is one.
+    """
+
+    block: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    memory: Tensor | None = None
 
 
 class BlockDrafter(SlotDrafter):
@@ -55,15 +63,30 @@ class BlockDrafter(SlotDrafter):
     Source: see :class:`~arbordraft.heads.block.BlockHead`.
     """
 
-    state_class = _State
+    state_class = BlockState
 
     def __init__(self, head: "BlockHead | OnnxBlock", target: RaggedModel) -> None:
-        from arbordraft.heads.block import BlockHead
-
-        super().__init__(head if isinstance(head, OnnxBlock) else expect(BlockHead, head), target)
+        super().__init__(self._expected(head), target)
         self.max_levels = head.config.block_size
         self.takes_candidates = head.config.markov_rank > 0  # without the term, what it goes on from means nothing
-        self._network: Any = head if isinstance(head, OnnxBlock) else _on_rows(self.head, target)
+        self._network = self._on_rows()
+
+    def _expected(self, head: Any) -> Any:
+        """The head; raises TypeError unless it is of the drafter's kind."""
+        from arbordraft.heads.block import BlockHead
+
+        return head if isinstance(head, OnnxBlock) else expect(BlockHead, head)
+
+    def _on_rows(self) -> Any:
+        """What runs the head fastest."""
+        if isinstance(self.head, OnnxBlock):
+            return self.head
+        if runs_natively(self.head, self.target):
+            return _NativeHead(self.head, self.target)
+        if self.target.backend == "native":
+            for layer in self.head.layers:
+                prepack_linears(layer)
+        return _HeadOnRows(self.head, self.target)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "BlockDrafter":
@@ -82,13 +105,12 @@ class BlockDrafter(SlotDrafter):
         check_ragged(target)
         return cls(BlockHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
-    def open(self, target_cache: RaggedKVCache) -> _State:
-        if isinstance(self._network, _NativeHead):
-            self._network.refresh()
-        state: _State = super().open(target_cache)
+    def open(self, target_cache: RaggedKVCache) -> BlockState:
+        self._network.refresh()
+        state: BlockState = super().open(target_cache)
         return state
 
-    def propose(self, state: _State, level: Level) -> Predictions:
+    def propose(self, state: BlockState, level: Level) -> Predictions:
         if level.depth == 0:
             self._look_ahead(state, level.context, list(level.nodes))
         rows = zip(*(state.block[sample] for sample, _ in level.places), strict=True)
@@ -97,18 +119,18 @@ class BlockDrafter(SlotDrafter):
         return Predictions(self.head.widen(logits), final)
 
     def propose_trees(
-        self, state: _State, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
+        self, state: BlockState, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
     ) -> Drafted | None:
-        if not isinstance(self._network, _NativeHead):
+        if not self._network.grows_trees:
             return None
         self._look_ahead(state, context, samples)
         roots = torch.tensor([context.tokens(sample)[-1] for sample in samples])
         return self._network.drafted([state.block[sample] for sample in samples], roots, growth, draws)
 
-    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+    def commit(self, state: BlockState, tree: DraftTree, verdict: Verdict) -> None:
         state.block = {}
 
-    def _look_ahead(self, state: _State, context: DraftContext, samples: Sequence[int]) -> None:
+    def _look_ahead(self, state: BlockState, context: DraftContext, samples: Sequence[int]) -> None:
         """Fills the slots of committed tokens, and in the same pass predicts all depths behind the last ones."""
         cache, handles = state.cache, [state.handles[sample] for sample in samples]
         lacking = [self.missing(state, context, sample) for sample in samples]
@@ -152,23 +174,18 @@ class BlockDrafter(SlotDrafter):
         return zip(*(part.unflatten(0, (-1, levels)) for part in found), strict=True)
 
 
-def _on_rows(head: "BlockHead", target: RaggedModel) -> "_HeadOnRows":
-    """What runs a head fastest."""
-    if runs_natively(head, target):
-        return _NativeHead(head, target)
-    if target.backend == "native":
-        prepack_linears(head.midlayer)
-    return _HeadOnRows(head, target)
-
-
 class _HeadOnRows:
     """A block head on the packed rows of a ragged batch, with the embeddings and the attention that it borrows."""
 
     chunk = 2048  # rows of a run, which bounds its memory
+    grows_trees = False  # whether it draws whole trees in one call
 
     def __init__(self, head: "BlockHead", target: RaggedModel) -> None:
         self.head, self.target = head, target
         self._native = target.backend == "native"
+
+    def refresh(self) -> None:
+        """Reads weights anew that were written to since."""
 
     @torch.no_grad()
     def fuse(self, states: Tensor) -> Tensor:
@@ -178,10 +195,7 @@ class _HeadOnRows:
     @torch.no_grad()
     def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
         """Writes the keys and values of slots, which nothing is asked of."""
-        batch = batch.to(hidden.device)
-        rotary = self.head.rotary(batch.positions, hidden.dtype)
-        _, key, value = self.head.queries_keys_values(self._embed(tokens), hidden, rotary)
-        cache.write(0, key, value, batch.slots)
+        self._layers(self._embed(tokens), hidden, batch, cache)
 
     @torch.no_grad()
     def __call__(
@@ -194,16 +208,21 @@ class _HeadOnRows:
         rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``[R, D]`` logits without the Markov term, ``[R, H]`` what they were made from, ``[R, r]`` its gates."""
-        batch = batch.to(hidden.device)
-        embeddings, hidden = self.head.ask(self._embed(tokens), hidden, depths.to(hidden.device))
-        rotary = self.head.rotary(batch.positions, hidden.dtype)
-        query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary)
-        keys, values = cache.write(0, key, value, batch.slots)
-        scale = self.head.config.head_dim**-0.5
-        attended = ragged_tree_attention(query, keys, values, batch, scale=scale, use_native=self._native)
-        rows = rows.to(hidden.device)
-        final = self.head.norm(self.head.finish(hidden[rows], attended.flatten(1)[rows]))
+        out = self._layers(*self.head.ask(self._embed(tokens), hidden, depths.to(hidden.device)), batch, cache)
+        final = self.head.norm(out[rows.to(hidden.device)])
         return self.head.lm_head(final), final, self.head.gates(final)
+
+    def _layers(self, embeddings: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
+        """``[T, H]`` behind the last layer."""
+        batch = batch.to(hidden.device)
+        rotary = self.head.rotary(batch.positions, hidden.dtype)
+        scale = self.head.config.head_dim**-0.5
+        for layer in range(len(self.head.layers)):
+            query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary, layer)
+            keys, values = cache.write(layer, key, value, batch.slots)
+            attended = ragged_tree_attention(query, keys, values, batch, scale=scale, use_native=self._native)
+            hidden = self.head.finish(hidden, attended.flatten(1), layer)
+        return hidden
 
     @torch.no_grad()
     def condition(self, logits: Tensor, gates: Tensor, tokens: Tensor) -> Tensor:
@@ -213,11 +232,14 @@ class _HeadOnRows:
         return logits + self.head.lm_head_markov(gates * self.head.follow(self._embed(tokens)))
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        return self.target.model.get_input_embeddings()(tokens.to(self.target.device)).to(self.head.dtype)
+        embed = self.head.embed_tokens or self.target.model.get_input_embeddings()
+        return embed(tokens.to(self.target.device)).to(self.head.dtype)
 
 
 class _NativeHead(_HeadOnRows):
     """The same with a fused layer, and trees in one call behind the pass that makes their rows."""
+
+    grows_trees = True
 
     def __init__(self, head: "BlockHead", target: RaggedModel) -> None:
         super().__init__(head, target)
@@ -225,7 +247,6 @@ class _NativeHead(_HeadOnRows):
         self._read()
 
     def refresh(self) -> None:
-        """Reads weights anew that were written to since."""
         if self._native_eagle.refresh():
             self._read()
 
@@ -239,23 +260,8 @@ class _NativeHead(_HeadOnRows):
         trimmed = head.config.draft_vocab_size != head.config.vocab_size
         self._vocabulary = head.tokens.contiguous() if trimmed else None
 
-    @torch.no_grad()
-    def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
-        self._native_eagle.layers(self._embed(tokens), hidden, batch, cache)
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        depths: Tensor,
-        batch: RaggedBatch,
-        cache: RaggedKVCache,
-        rows: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        out = self._native_eagle.layers(*self.head.ask(self._embed(tokens), hidden, depths), batch, cache)
-        final = self.head.norm(out[rows])
-        return self.head.lm_head(final), final, self.head.gates(final)
+    def _layers(self, embeddings: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
+        return self._native_eagle.layers(embeddings, hidden, batch, cache)
 
     def drafted(
         self, block: Sequence[tuple[Tensor, ...]], roots: Tensor, growth: Growth, draws: Draws | None
@@ -272,3 +278,6 @@ class _NativeHead(_HeadOnRows):
             gates=None if self._table is None else gates.contiguous(),
             roots=roots,
         )
+
+
+__all__ = ["BlockDrafter", "BlockState"]

@@ -25,18 +25,60 @@ from arbordraft.trees.topology import TreeTopology
 
 if TYPE_CHECKING:
     from arbordraft.heads.eagle import EagleHead
+    from arbordraft.heads.layers import Layer, LayeredHead, LayersConfig
 
 
-def runs_natively(head: "EagleHead", target: RaggedModel) -> bool:
+def runs_natively(head: "LayeredHead", target: RaggedModel) -> bool:
     """Whether there are kernels for the head's layers: they know their sizes, and embeddings are a table."""
-    config = head.config
-    sizes = (config.head_dim, config.hidden_size, config.embedding_size, config.intermediate_size)
-    table = type(_embeddings(head, target)) is nn.Embedding
-    return target.backend == "native" and table and not any(size % 16 for size in sizes)
+    config, embeddings = head.config, _embeddings(head, target)
+    if target.backend != "native" or type(embeddings) is not nn.Embedding:
+        return False
+    sizes = (config.head_dim, config.hidden_size, embeddings.embedding_dim, config.intermediate_size)
+    return not any(size % 16 for size in sizes)
 
 
-def _embeddings(head: "EagleHead", target: RaggedModel) -> Any:
-    return target.model.get_input_embeddings() if head.embed_tokens is None else head.embed_tokens
+def _embeddings(head: "LayeredHead", target: RaggedModel) -> Any:
+    return getattr(head, "embed_tokens", None) or target.model.get_input_embeddings()
+
+
+def layer_weights(
+    config: "LayersConfig", layer: "Layer", before: Norm | None = None, beside: Norm | None = None
+) -> LayerWeights:
+    """A head's layer as native kernels read it.
+
+    Args:
+        config: of the head.
+        layer: the layer.
+        before: ``[H]`` norm of its input.
+        beside: ``[E]`` norm of embeddings, where it reads these beside its input.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    parts = attention.q_proj, attention.k_proj, attention.v_proj
+    bias = torch.cat([part.bias for part in parts]).detach().float() if config.attention_bias else None
+    return LayerWeights(
+        pre_attention=before,
+        qkv=Matrix(prepack(torch.cat([part.weight for part in parts])), bias=bias),
+        query_norm=norm_of(attention.q_norm) if config.qk_norm else None,
+        key_norm=norm_of(attention.k_norm) if config.qk_norm else None,
+        sinks=None,
+        out=Matrix(prepack(attention.o_proj.weight), bias=_wide(attention.o_proj.bias)),
+        post_attention=None,
+        pre_mlp=norm_of(layer.post_attention_layernorm),
+        gate_up=Matrix(prepack(interleave(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))),
+        down=Matrix(prepack(mlp.down_proj.weight)),
+        post_mlp=None,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        dim=config.head_dim,
+        inner=config.intermediate_size,
+        activation="silu",
+        window=None,
+        rotary=True,
+        epsilon=config.rms_norm_eps,
+        scale=config.head_dim**-0.5,
+        softcap=None,
+        beside_norm=beside,
+    )
 
 
 class NativeEagle:
@@ -74,14 +116,14 @@ class NativeEagle:
                 embedding=in_memory(_embeddings(head, self.target).weight),
                 fuse=matrix_of(head.fc),
                 layers=layers,
-                norm=_norm(head.norm),
+                norm=norm_of(head.norm),
                 head=matrix_of(head.lm_head),
                 outputs=config.draft_vocab_size,
                 vocabulary=head.tokens.contiguous() if trimmed else None,
                 frequencies=frequencies[None].contiguous(),
                 factors=[factor],
                 epsilon=config.rms_norm_eps,
-                input_norm=_norm(head.midlayer.hidden_norm) if config.norm_before_residual else None,
+                input_norm=norm_of(head.midlayer.hidden_norm) if config.norm_before_residual else None,
                 norm_output=config.norm_output,
             )
         )
@@ -89,36 +131,12 @@ class NativeEagle:
     def _fused(self, number: int) -> LayerWeights:
         """A layer's weights."""
         config, layer = self.head.config, self.head.layers[number]
-        attention, mlp = layer.self_attn, layer.mlp
-        parts = attention.q_proj, attention.k_proj, attention.v_proj
-        bias = torch.cat([part.bias for part in parts]).detach().float() if config.attention_bias else None
-        before: Norm | None = _norm(layer.input_layernorm)
-        if number == 0:  # of embeddings, which stand before the states
-            before = None if config.norm_before_residual else _norm(layer.hidden_norm)
-        return LayerWeights(
-            pre_attention=before,
-            qkv=Matrix(prepack(torch.cat([part.weight for part in parts])), bias=bias),
-            query_norm=_norm(attention.q_norm) if config.qk_norm else None,
-            key_norm=_norm(attention.k_norm) if config.qk_norm else None,
-            sinks=None,
-            out=Matrix(prepack(attention.o_proj.weight), bias=_wide(attention.o_proj.bias)),
-            post_attention=None,
-            pre_mlp=_norm(layer.post_attention_layernorm),
-            gate_up=Matrix(prepack(interleave(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))),
-            down=Matrix(prepack(mlp.down_proj.weight)),
-            post_mlp=None,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            dim=config.head_dim,
-            inner=config.intermediate_size,
-            activation="silu",
-            window=None,
-            rotary=True,
-            epsilon=config.rms_norm_eps,
-            scale=config.head_dim**-0.5,
-            softcap=None,
-            beside_norm=None if number else _norm(layer.input_layernorm),
-        )
+        before = norm_of(layer.input_layernorm)
+        if number:
+            return layer_weights(config, layer, before)
+        # Embeddings stand before the states.
+        states = None if config.norm_before_residual else norm_of(self.head.midlayer.hidden_norm)
+        return layer_weights(config, layer, states, before)
 
     @torch.no_grad()
     def normed(self, states: Tensor) -> Tensor:
@@ -237,8 +255,9 @@ def _wide(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.detach().float()
 
 
-def _norm(module: nn.RMSNorm | PrepackedNorm) -> Norm:
+def norm_of(module: nn.RMSNorm | PrepackedNorm) -> Norm:
+    """A norm as native kernels read it."""
     return module.norm if isinstance(module, PrepackedNorm) else Norm(module.weight.detach().float().contiguous())
 
 
-__all__ = ["NativeEagle", "matrix_of", "native_model", "runs_natively"]
+__all__ = ["NativeEagle", "layer_weights", "matrix_of", "native_model", "norm_of", "runs_natively"]

@@ -45,10 +45,11 @@ class SlotDrafter(HeadDrafter):
     """
 
     max_positions: int
+    layers = "midlayer"  # the part of the head that holds its layers
     state_class: type[SlotState] = SlotState
 
     def __init__(self, head: Any, target: RaggedModel) -> None:
-        super().__init__(head, target, leave="midlayer")  # its layer, which is prepacked as a whole if it can be
+        super().__init__(head, target, leave=self.layers)  # which are prepacked as a whole if they can be
         self.hidden_layers = tuple(head.config.hidden_layers or ())
         self.max_positions = head.config.max_position_embeddings
 

@@ -7,7 +7,7 @@ in a single layer, masks could hand on nothing that they read. So those of the s
 made of another.
 
 With ``mask_token_id`` the head has the form of P-EAGLE instead, which engines serve: one mask for all depths, and each
-sees itself and the masks before it. There is no Markov term then.
+sees itself and the masks before it. There is no Markov term then, and there may be several layers.
 
 What the pass predicts of a depth d is the same for all nodes there. The Markov term adds what follows from a node's
 own token y, of low rank and as far as the depth wants it: ``logits(d, y) = W h_d + C (g_d * M e_y)`` with the token's
@@ -65,7 +65,8 @@ class BlockHead(EagleHead):
             check_int("block_size", config.block_size, 1, 32),
             check_int("markov_rank", config.markov_rank, 0),
         )
-        config.check_plain("a block head")
+        if config.mask_token_id is None:
+            config.check_plain("a block head without mask_token_id")
         super().__init__(config)
         width = config.target_hidden_size
         if config.mask_token_id is None:

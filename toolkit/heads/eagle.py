@@ -13,10 +13,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import rotate_half
 
-from arbordraft.heads.base import DraftHead, GatedMLP, HeadConfig, mlp_settings
+from arbordraft.heads.layers import (
+    Attention,
+    Layer,
+    LayeredHead,
+    LayersConfig,
+    layer_settings,
+    take_over,
+    take_over_norm,
+)
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
@@ -24,23 +30,11 @@ def default_layers(count: int) -> tuple[int, int, int]:
     return min(2, count), count // 2, max(count - 3, 0)
 
 
-class EagleConfig(HeadConfig):
-    """Settings of an :class:`EagleHead`; see also :class:`~arbordraft.heads.base.HeadConfig`.
+class EagleConfig(LayersConfig):
+    """Settings of an :class:`EagleHead`; see also :class:`~arbordraft.heads.layers.LayersConfig`.
 
     Args:
-        hidden_size: H.
-        intermediate_size: of the MLP.
-        num_attention_heads: Hq.
-        num_key_value_heads: Hkv.
-        head_dim: C.
-        rms_norm_eps: of the norms.
-        rope_theta: base of the rotary embedding.
-        rope_parameters: of a rotary embedding of another kind, as transformers has them; ``rope_theta`` by default.
-        max_position_embeddings: longest text.
-        num_hidden_layers: layers; those behind the first one read hidden states alone.
         own_embeddings: whether tokens have embeddings of its own, not the target's.
-        qk_norm: whether every head's query and key is normed, as in Qwen3.
-        attention_bias: whether queries, keys and values have a bias.
         fc_norm: whether each of the target's states is normed before they are fused (EAGLE-3.1).
         norm_before_fc: whether all of them together are.
         norm_before_residual: whether the layer adds to the normed states, not to the states themselves.
@@ -49,19 +43,7 @@ class EagleConfig(HeadConfig):
 
     model_type = "arbordraft_eagle"
 
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 8
-    head_dim: int = 128
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_parameters: dict[str, Any] | None = None
-    max_position_embeddings: int = 2048
-    num_hidden_layers: int = 1
     own_embeddings: bool = False
-    qk_norm: bool = False
-    attention_bias: bool = False
     fc_norm: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
@@ -86,33 +68,7 @@ class EagleConfig(HeadConfig):
         return self.hidden_size if self.own_embeddings else self.target_hidden_size
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: EagleConfig, inputs: int) -> None:
-        super().__init__()
-        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(inputs, heads * dim, bias=bias)
-        self.k_proj = nn.Linear(inputs, kv_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(inputs, kv_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=bias)
-        if config.qk_norm:
-            self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: EagleConfig, first: bool = True) -> None:
-        super().__init__()
-        width = config.embedding_size if first else config.hidden_size
-        self.input_layernorm = nn.RMSNorm(width, config.rms_norm_eps)
-        if first:
-            self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = _Attention(config, config.hidden_size + first * config.embedding_size)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-
-
-class EagleHead(DraftHead):
+class EagleHead(LayeredHead):
     """The layers with what stands before and behind them, under the tensor names of EAGLE-3 checkpoints.
 
     It has no attention of its own: callers hand :meth:`queries_keys_values` of a layer to the attention that suits them
@@ -131,12 +87,10 @@ class EagleHead(DraftHead):
         norms = [nn.RMSNorm(size, config.rms_norm_eps) for _ in range(count if config.fc_norm else 0)]
         self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(count * size, config.hidden_size, bias=False)
-        self.midlayer = _Layer(config)
-        self.deeper = nn.ModuleList(_Layer(config, first=False) for _ in range(config.num_hidden_layers - 1))
+        self.midlayer = Layer(config, config.embedding_size)
+        self.deeper = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers - 1))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self._frequencies: Tensor | None = None  # of the rotary embedding, as soon as they are needed
-        self._factor = 1.0
         self.post_init()
 
     @classmethod
@@ -161,20 +115,12 @@ class EagleHead(DraftHead):
             **own: settings that a further kind of head has besides.
         """
         config = model.config.get_text_config()
-        heads = config.num_attention_heads
-        rope = getattr(config, "rope_parameters", None) or {}
         settings = cls.config_class.for_target(
             model,
             name,
             draft_vocab_size=len(set(tokens)),
             hidden_layers=list(hidden_layers or default_layers(config.num_hidden_layers)),
-            hidden_size=config.hidden_size,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            rope_theta=rope.get("rope_theta", 10000.0),
-            max_position_embeddings=config.max_position_embeddings,
-            **mlp_settings(config, intermediate_size),
+            **layer_settings(config, intermediate_size),
             **own,
         )
         head = cls(settings)
@@ -197,7 +143,7 @@ class EagleHead(DraftHead):
         return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
 
     @property
-    def layers(self) -> "list[_Layer]":
+    def layers(self) -> list[Layer]:
         """From the first to the last."""
         return [self.midlayer, *self.deeper]
 
@@ -215,50 +161,23 @@ class EagleHead(DraftHead):
         Returns:
             ``[..., Hq, C]``, ``[..., Hkv, C]`` and ``[..., Hkv, C]``.
         """
-        block, attention = self.layers[layer], self.layers[layer].self_attn
+        block = self.layers[layer]
         if layer:
             x = block.input_layernorm(hidden)
         else:
-            x = torch.cat([block.input_layernorm(embeddings), block.hidden_norm(hidden)], dim=-1)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = (project(x).unflatten(-1, (-1, self.config.head_dim)) for project in projections)
-        if self.config.qk_norm:
-            query, key = attention.q_norm(query), attention.k_norm(key)
-        both, (cosine, sine) = torch.cat([query, key], dim=-2), rotary
-        turned = both * cosine + rotate_half(both) * sine
-        return *turned.split([query.shape[-2], key.shape[-2]], dim=-2), value
+            x = torch.cat([block.input_layernorm(embeddings), self.midlayer.hidden_norm(hidden)], dim=-1)
+        return self.project(block.self_attn, x, rotary)
 
     def finish(self, hidden: Tensor, attended: Tensor, layer: int = 0) -> Tensor:
         """``[..., H]`` a layer's output, from its input and what its heads attended to, ``[..., Hq * C]``."""
-        block = self.layers[layer]
         if layer == 0 and self.config.norm_before_residual:
-            hidden = block.hidden_norm(hidden)
-        hidden = hidden + block.self_attn.o_proj(attended)
-        return hidden + block.mlp(block.post_attention_layernorm(hidden))
+            hidden = self.midlayer.hidden_norm(hidden)
+        return self.layers[layer].finish(hidden, attended)
 
     def predict(self, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of the last layer's output ``[..., D]`` logits, the ``[..., H]`` before them, what the next step reads."""
         final = self.norm(out)
         return self.lm_head(final), final, final if self.config.norm_output else out
-
-    def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[..., 1, C]`` of positions ``[...]``."""
-        if self._frequencies is None or self._frequencies.device != positions.device:
-            frequencies, self._factor = self.frequencies(positions.device)
-            self._frequencies = frequencies.repeat(2)
-        angles = positions[..., None, None].float() * self._frequencies
-        return (self._factor * angles.cos()).to(dtype), (self._factor * angles.sin()).to(dtype)
-
-    def frequencies(self, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
-        """``[C / 2]`` float32 of the rotary embedding, and the factor of its cosines and sines."""
-        config = self.config
-        kind = (config.rope_parameters or {}).get("rope_type", "default")
-        if kind == "default":
-            theta = (config.rope_parameters or {}).get("rope_theta", config.rope_theta)
-            half = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
-            return (theta**-half).float(), 1.0
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device(device))
-        return frequencies.float(), float(factor)
 
     @torch.no_grad()
     def _begin(self, model: PreTrainedModel) -> None:
@@ -269,17 +188,9 @@ class EagleHead(DraftHead):
             # The highest states stand for all, so that training starts from something close to the last layer.
             self.fc.weight.normal_(0.0, 0.01)
             self.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
-        source = dict(model.named_parameters())
-        last = f".layers.{model.config.get_text_config().num_hidden_layers - 1}."
-        given = {name.split(last)[1]: tensor for name, tensor in source.items() if last in name}
-        for name, parameter in self.midlayer.named_parameters():
-            weight = given.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
-            if name == "input_layernorm.weight" or weight is None:
-                continue
-            if weight.shape == parameter.shape:
-                parameter.copy_(weight)
-            elif parameter.dim() == 2 and weight.shape[1] * 2 == parameter.shape[1]:
-                parameter.copy_(torch.cat([weight / 2, weight], dim=1))  # embeddings, hidden states
-        norms = [t for n, t in source.items() if n.endswith("norm.weight") and ".layers." not in n and t.dim() == 1]
-        if norms and norms[-1].shape == self.norm.weight.shape:
-            self.norm.weight.copy_(norms[-1])
+        last = model.config.get_text_config().num_hidden_layers - 1
+        # Embeddings and states are normed by what norms the layer's input in the target; the former begin with ones.
+        take_over(
+            self.midlayer, model, last, {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": ""}
+        )
+        take_over_norm(self.norm, model)

@@ -1,8 +1,8 @@
-"""EAGLE-3 heads that others have published, in the layouts of speculators, SpecForge and SafeAILab, as our heads.
+"""Heads that others have published, in the layouts of speculators, SpecForge, SafeAILab and vLLM, as our heads.
 
-Layouts name the same tensors alike but for the layers, ``midlayer`` or ``layers.0``; their settings differ. Hidden
-states of the target have other numbers, too: those of speculators and vLLM are ours, a state that i layers have made is
-number i; SpecForge and SGLang name the layer that it comes out of, i - 1 (``eagle_config``).
+Layouts name the same tensors alike but for the layers of EAGLE-3, ``midlayer`` or ``layers.0``; their settings differ.
+Hidden states of the target have other numbers, too: those of speculators and vLLM are ours, a state that i layers have
+made is number i; SpecForge, SGLang and z-lab name the layer that it comes out of, i - 1.
 
 Shapes: D draft vocabulary, V vocabulary.
 """
@@ -18,85 +18,214 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from arbordraft.checkpoints.reader import CONFIG, few, read_tensors
+from arbordraft.heads.base import DraftHead
+from arbordraft.heads.block import BlockConfig, BlockHead
+from arbordraft.heads.dflash import DFlashConfig, DFlashHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead, default_layers
+from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.target.prepacked.probing import vocabulary
 
-_ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
+_KINDS = {  # architectures of other programs
+    "LlamaForCausalLMEagle3": "EAGLE-3",
+    "Eagle3LlamaForCausalLM": "EAGLE-3",
+    "Eagle3Speculator": "EAGLE-3",
+    "Eagle3DraftModel": "EAGLE-3",
+    "PEagleSpeculator": "P-EAGLE",
+    "PEagleDraftModel": "P-EAGLE",
+    "DFlashSpeculator": "DFlash",
+    "DFlashDraftModel": "DFlash",
+    "DSparkSpeculator": "DSpark",
+    "DSparkDraftModel": "DSpark",
+    "Qwen3DSparkModel": "DSpark",
+    "MedusaModel": "Medusa",
+}
+_UNREAD = {  # that are known, but not read
+    "EagleLlamaForCausalLM": "EAGLE-1 or EAGLE-2",
+    "EagleSpeculator": "EAGLE-1 or EAGLE-2",
+    "EAGLEModel": "EAGLE-1 or EAGLE-2",
+    "DFlash2Speculator": "DFlash 2",
+    "DFlash2DraftModel": "DFlash 2",
+    "DominoDraftModel": "Domino",
+    "XPressSpeculator": "XPress",
+    "MTPSpeculator": "speculators' MTP layer",
+    "MTPDraftModel": "speculators' MTP layer",
+}
 _LAYERS = {"llama": False, "qwen3": True}  # kinds of layers, and whether they norm queries and keys
-# Settings that would change what a head computes, and the only value that is understood.
+# Settings that would change what a head computes, and the only values that are understood.
 _FIXED = {"hidden_act": ("silu",), "mlp_bias": (False, None), "sliding_window": (None,), "pretraining_tp": (1, None)}
+_FIXED_DFLASH = {"shift_label": (False, None), "pure_draft_prefix_len": (0, None)}
+_UNUSED = ("verifier_", "confidence_head.", "logit_head.confidence_head.")  # tensors that do not change what is drafted
+_DEPTHS = 5  # that P-EAGLE heads draft where nothing says how many
 
 
 def is_published(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds an EAGLE-3 head in a layout of others."""
+    """Whether a folder holds a head in a layout of others, read or not."""
     try:
         config = json.loads((Path(folder) / CONFIG).read_text())
-        named = config.get("speculators_model_type") == "eagle3"
-        return named or bool(_ARCHITECTURES.intersection(config.get("architectures") or ()))
+        return bool((_KINDS | _UNREAD).keys() & set(config.get("architectures") or ()))
     except (OSError, ValueError, AttributeError, TypeError):
         return False
 
 
-def published_head(folder: str | os.PathLike[str], model: PreTrainedModel) -> EagleHead:
-    """An EAGLE-3 or EAGLE-3.1 head of a folder, in eval mode and the dtype of its files.
+def published_head(folder: str | os.PathLike[str], model: PreTrainedModel) -> DraftHead:
+    """A head of a folder, in eval mode and the dtype of its files.
 
-    Embeddings are kept only where they are others than the target's.
+    Embeddings and output matrices are kept only where they are others than the target's.
 
     Args:
         folder: with ``config.json`` and safetensors.
         model: the target, which says what the settings leave open.
 
+    Returns:
+        An :class:`~arbordraft.heads.eagle.EagleHead` of EAGLE-3 or EAGLE-3.1, a
+        :class:`~arbordraft.heads.block.BlockHead` of P-EAGLE, a :class:`~arbordraft.heads.dflash.DFlashHead` of DFlash
+        or DSpark, or a :class:`~arbordraft.heads.medusa.MedusaHead`.
+
     Raises:
-        ValueError: if settings are not understood, tensors are missing, left over or of another shape, files are
-            pickled or damaged, or the head was made for a target of other sizes.
+        ValueError: if the kind of head is not read, settings are not understood, tensors are missing, left over or of
+            another shape, files are pickled or damaged, or the head was made for a target of other sizes.
     """
     try:
         given = json.loads((Path(folder) / CONFIG).read_text())
-        settings = _settings(given, model)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        name = next(name for name in given["architectures"] if name in _KINDS | _UNREAD)
+        if (unread := _UNREAD.get(name)) is not None:
+            known = ", ".join(dict.fromkeys(_KINDS.values()))
+            raise ValueError(f"it is one of {unread}; read are {known}")
+        kind = "P-EAGLE" if "pard_token" in given else _KINDS[name]
+        tensors = {name: tensor for name, tensor in read_tensors(folder).items() if not name.startswith(_UNUSED)}
+        make = {"EAGLE-3": _eagle, "P-EAGLE": _peagle, "Medusa": _medusa}.get(kind, _dflash)
+        head = make(given, model, tensors)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{folder} holds no EAGLE-3 head that can be read: {reason}") from error
-    tensors = {_name(name): tensor for name, tensor in read_tensors(folder).items()}
-    own = tensors.get("embed_tokens.weight")
-    theirs: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    settings["own_embeddings"] = own is not None and not _same(own, theirs)
-    if not settings["own_embeddings"]:
-        tensors.pop("embed_tokens.weight", None)
-    settings["num_hidden_layers"] = 1 + len({name.split(".")[1] for name in tensors if name.startswith("deeper.")})
-    drafted = settings["draft_vocab_size"]
-    if "d2t" not in tensors:
-        if drafted != settings["vocab_size"]:
-            raise ValueError(f"{folder} lacks d2t, which says what its {drafted} draft tokens are")
-        tensors["d2t"] = torch.zeros(drafted, dtype=torch.int64)
-    tensors["d2t"] = tensors["d2t"].long()
-    tensors["t2d"] = torch.zeros(settings["vocab_size"], dtype=torch.bool)
-    tokens = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    tensors["t2d"][tokens.clamp(0, settings["vocab_size"] - 1)] = True
-    head = EagleHead(EagleConfig(**settings))
-    if (fuse := tensors.get("fc.weight")) is not None:
-        nn.Module.to(head, fuse.dtype)
+        raise ValueError(f"{folder} holds no head that can be read: {reason}") from error
     _fill(head, tensors, folder)
     head.check()
     head.check_target(model)
     return head.eval()
 
 
-def _settings(given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
-    """What ``config.json`` means in our words."""
+def _eagle(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> EagleHead:
+    return EagleHead(EagleConfig(**_eagle_settings(given, model, tensors)))
+
+
+def _peagle(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> BlockHead:
+    settings = _eagle_settings(given, model, tensors)
+    mask = given["mask_token_id"] if "mask_token_id" in given else given["pard_token"]
+    tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
+    form = {"mask_token_id": mask, "markov_rank": 0, "block_size": _proposed(given) or _DEPTHS}
+    return BlockHead(BlockConfig(**settings, **form))
+
+
+def _medusa(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> MedusaHead:
+    size = vocabulary(model)
+    drafted = len(tensors["lm_heads.0.weight"])
+    _add_vocabulary(tensors, drafted, size)
+    return MedusaHead(
+        MedusaConfig(
+            vocab_size=size,
+            draft_vocab_size=drafted,
+            target_hidden_size=given["hidden_size"],
+            hidden_layers=[model.config.get_text_config().num_hidden_layers],
+            num_heads=given["num_heads"],
+            num_hidden_layers=given.get("num_hidden_layers", 1),
+        )
+    )
+
+
+def _dflash(given: dict[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> DFlashHead:
+    layer = _layer(given)
+    own: dict[str, Any] = given.get("dflash_config") or {}
+    if strange := _strange(own, _FIXED_DFLASH):
+        raise ValueError(f"its settings are not understood: {strange}")
+    for name in [name for name in tensors if name.startswith("logit_head.")]:  # early DSpark checkpoints
+        tensors[name.removeprefix("logit_head.")] = tensors.pop(name)
+    embedded = tensors.pop("embed_tokens.weight", None)
+    if embedded is not None and not _same(embedded, model.get_input_embeddings().weight):
+        raise ValueError("its embeddings are others than the target's")
+    size = vocabulary(model)
+    drafted = given.get("draft_vocab_size") or layer["vocab_size"]
+    if "lm_head.weight" not in tensors and drafted != size:
+        raise ValueError(f"it has no output matrix, and the target's is of {size} tokens, not {drafted}")
+    head: Any = model.get_output_embeddings()
+    if "lm_head.weight" in tensors and drafted == size and _same(tensors["lm_head.weight"], head.weight):
+        del tensors["lm_head.weight"]
+    _add_vocabulary(tensors, drafted, size)
+    ids = given.get("aux_hidden_state_layer_ids")
+    if ids is None:
+        ids = [number + 1 for number in (given | own)["target_layer_ids"]]
+    anchored = "Qwen3DSparkModel" in given["architectures"] and not given.get("dspark_bonus_anchor")
+    mask = given.get("mask_token_id")
+    markov = given if "markov_rank" in given else own
+    rank = markov.get("markov_rank") or 0 if "markov_head.markov_w1.weight" in tensors else 0
+    return DFlashHead(
+        DFlashConfig(
+            **_sizes(given, layer, model),
+            draft_vocab_size=drafted,
+            hidden_layers=list(ids),
+            num_hidden_layers=layer["num_hidden_layers"],
+            block_size=given["block_size"],
+            from_anchor=bool(given.get("sample_from_anchor", anchored)),
+            mask_token_id=own["mask_token_id"] if mask is None else mask,
+            own_head="lm_head.weight" in tensors,
+            markov_rank=rank,
+            markov=markov.get("markov_head_type", "vanilla"),
+        )
+    )
+
+
+def _eagle_settings(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What EAGLE-3's ``config.json`` means in our words."""
+    layer = _layer(given)
+    if "speculators_model_type" not in given and "norm_output" in given:
+        raise ValueError(
+            f"its settings are not understood: norm_output={given['norm_output']!r}, which means one thing to "
+            "SpecForge and another to vLLM"
+        )
+    _rename_layers(tensors)
+    eagle = given.get("eagle_config") or {}
+    own = tensors.get("embed_tokens.weight")
+    own_embeddings = own is not None and not _same(own, model.get_input_embeddings().weight)
+    if not own_embeddings:
+        tensors.pop("embed_tokens.weight", None)
+    drafted = given.get("draft_vocab_size") or layer["vocab_size"]
+    _add_vocabulary(tensors, drafted, vocabulary(model))
+    switches = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+    return {
+        **_sizes(given, layer, model),
+        "draft_vocab_size": drafted,
+        "hidden_layers": _states(given, eagle, model.config.get_text_config().num_hidden_layers),
+        "num_hidden_layers": 1 + len({name.split(".")[1] for name in tensors if name.startswith("deeper.")}),
+        "own_embeddings": own_embeddings,
+        **{name: bool(given.get(name) or eagle.get(name)) for name in switches},
+    }
+
+
+def _layer(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings of the layers; raises ValueError if they are not understood."""
     layer: Mapping[str, Any] = given.get("transformer_layer_config") or given
     kind = layer.get("model_type", "llama")
     if kind not in _LAYERS:
         raise ValueError(f"its layer is of type {kind!r}, known are {', '.join(_LAYERS)}")
-    fixed = {name: known for name, known in _FIXED.items() if name in layer}
-    if layer.get("use_sliding_window") is False:
-        fixed.pop("sliding_window", None)
-    strange = [f"{name}={layer[name]!r}" for name, known in fixed.items() if layer[name] not in known]
-    if "speculators_model_type" not in given and "norm_output" in given:
-        strange.append(f"norm_output={given['norm_output']!r}, which means one thing to SpecForge and another to vLLM")
-    if strange:
-        raise ValueError(f"its settings are not understood: {'; '.join(strange)}")
-    eagle = given.get("eagle_config") or {}
-    count = model.config.get_text_config().num_hidden_layers
+    fixed = dict(_FIXED)
+    windowed = "sliding_attention" in (layer.get("layer_types") or ())
+    if layer.get("use_sliding_window") is False or ("layer_types" in layer and not windowed):
+        fixed.pop("sliding_window")
+    if strange := _strange(layer, fixed):
+        raise ValueError(f"its settings are not understood: {strange}")
+    if windowed:
+        raise ValueError("its settings are not understood: layer_types with sliding_attention")
+    return layer
+
+
+def _strange(given: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> str:
+    """Settings that have other values than the ones that are understood."""
+    return "; ".join(
+        f"{name}={given[name]!r}" for name, known in fixed.items() if given.get(name, known[0]) not in known
+    )
+
+
+def _sizes(given: Mapping[str, Any], layer: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+    """Of the layers, in our words."""
     hidden, heads = layer["hidden_size"], layer["num_attention_heads"]
     rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
     theta = rope.get("rope_theta") or layer.get("rope_theta") or 10000.0
@@ -104,9 +233,7 @@ def _settings(given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any
         rope["rope_type"] = rope.pop("type")
     return {
         "vocab_size": vocabulary(model),
-        "draft_vocab_size": given.get("draft_vocab_size") or layer["vocab_size"],
         "target_hidden_size": given.get("target_hidden_size") or hidden,
-        "hidden_layers": _states(given, eagle, count),
         "hidden_size": hidden,
         "intermediate_size": layer["intermediate_size"],
         "num_attention_heads": heads,
@@ -116,17 +243,13 @@ def _settings(given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any
         "rope_theta": theta,
         "rope_parameters": rope | {"rope_theta": theta} if rope.get("rope_type", "default") != "default" else None,
         "max_position_embeddings": layer.get("max_position_embeddings", 2048),
-        "qk_norm": _LAYERS[kind],
+        "qk_norm": _LAYERS[layer.get("model_type", "llama")],
         "attention_bias": bool(layer.get("attention_bias")),
-        "fc_norm": bool(given.get("fc_norm") or eagle.get("fc_norm")),
-        "norm_before_fc": bool(given.get("norm_before_fc") or eagle.get("norm_before_fc")),
-        "norm_before_residual": bool(given.get("norm_before_residual") or eagle.get("norm_before_residual")),
-        "norm_output": bool(given.get("norm_output") or eagle.get("norm_output")),
     }
 
 
 def _states(given: Mapping[str, Any], eagle: Mapping[str, Any], count: int) -> list[int]:
-    """The target's hidden states that it reads, by our numbers."""
+    """The target's hidden states that EAGLE-3 reads, by our numbers."""
     if (ids := given.get("eagle_aux_hidden_state_layer_ids")) is not None:
         return list(ids)
     if (ids := eagle.get("eagle_aux_hidden_state_layer_ids")) is not None:
@@ -134,20 +257,41 @@ def _states(given: Mapping[str, Any], eagle: Mapping[str, Any], count: int) -> l
     return list(default_layers(count))
 
 
-def _name(name: str) -> str:
-    """Of a tensor in our head."""
-    if name.startswith("layers."):
-        number, rest = name.removeprefix("layers.").split(".", 1)
-        return f"midlayer.{rest}" if number == "0" else f"deeper.{int(number) - 1}.{rest}"
-    return name
+def _proposed(given: Mapping[str, Any]) -> int | None:
+    """How many tokens speculators has a head propose."""
+    methods = (given.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    tokens: int | None = methods[0].get("speculative_tokens")
+    return tokens
 
 
-def _same(own: Tensor, theirs: Tensor) -> bool:
+def _add_vocabulary(tensors: dict[str, Tensor], drafted: int, size: int) -> None:
+    """Adds what the draft vocabulary is where the files do not say it."""
+    if "d2t" not in tensors:
+        if drafted != size:
+            raise ValueError(f"it lacks d2t, which says what its {drafted} draft tokens are")
+        tensors["d2t"] = torch.zeros(drafted, dtype=torch.int64)
+    tensors["d2t"] = tensors["d2t"].long()
+    tensors["t2d"] = torch.zeros(size, dtype=torch.bool)
+    tokens = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    tensors["t2d"][tokens.clamp(0, size - 1)] = True
+
+
+def _rename_layers(tensors: dict[str, Tensor]) -> None:
+    """Gives the layers of EAGLE-3 the names that they have in our heads."""
+    for name in [name for name in tensors if name.startswith("layers.")]:
+        _, number, rest = name.split(".", 2)
+        tensors[f"midlayer.{rest}" if number == "0" else f"deeper.{int(number) - 1}.{rest}"] = tensors.pop(name)
+
+
+def _same(own: Tensor, theirs: Any) -> bool:
     return own.shape == theirs.shape and torch.equal(own.to(theirs.dtype), theirs.detach().to(own.device))
 
 
-def _fill(head: EagleHead, tensors: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> None:
-    """Takes all tensors over; raises ValueError unless they are exactly those that the head has."""
+def _fill(head: DraftHead, tensors: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> None:
+    """Takes all tensors over, in their dtype; raises ValueError unless they are exactly those that the head has."""
+    floating = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), None)
+    if floating is not None:
+        nn.Module.to(head, floating)
     known = head.state_dict()
     problems = [
         f"{what}: {few(sorted(names))}"

@@ -184,10 +184,15 @@ class OnnxBlock(_OnnxHead):
     ``markov`` is the Markov term of tokens, ``None`` if the head has none.
     """
 
+    grows_trees = False
+
     def __init__(self, graph: Graph, fuse: Graph, markov: Graph | None, target: RaggedModel) -> None:
         names = ("block_size", "markov_rank", "mask_token_id")
         super().__init__(graph, fuse, target, **{name: graph.about[name] for name in names})
         self._markov = markov
+
+    def refresh(self) -> None:
+        """Does nothing: a graph's weights are never written to."""
 
     def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
         """Writes the keys and values of slots."""

@@ -87,7 +87,7 @@ class BlockStudent(EagleStudent):
                 seen = torch.cat([seen, (at > begins[:, None]) & (at <= places[:, None])], dim=1)
             inputs = head.ask(last, hidden[:, begins], torch.full_like(begins, step))
             query, _, _ = head.queries_keys_values(*inputs, head.rotary(places, head.dtype))
-            final = head.norm(head.finish(inputs[1], _attend(query, keys, values, seen).flatten(2)))
+            final = head.norm(head.finish(inputs[1], attend(query, keys, values, seen).flatten(2)))
             found = torch.cat([final, head.gates(final) * follow[:, places]], dim=-1)
             rows = found.new_zeros(len(found), slots, found.shape[-1]).index_copy(1, places, found)
             trained = torch.zeros(slots, dtype=torch.bool, device=device).index_fill(0, places, True)
@@ -99,7 +99,7 @@ class BlockStudent(EagleStudent):
         return torch.randperm(count, device=device)[:kept].sort().values
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
     """``[B, n, Hq, C]`` of queries that attend to those keys ``[B, K, Hkv, C]`` that are ``seen``, ``[n, K]``."""
     query, keys, values = (part.transpose(1, 2) for part in (query, keys, values))
     found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)

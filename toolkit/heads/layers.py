@@ -1,0 +1,194 @@
+"""Decoder layers of Llama's and Qwen3's kind, of which heads are made that read the target's hidden states.
+
+Shapes: ... any leading sizes, X input size, H hidden size, Hq/Hkv heads, C head size.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import rotate_half
+
+from arbordraft.heads.base import DraftHead, GatedMLP, HeadConfig, mlp_settings
+
+
+class LayersConfig(HeadConfig):
+    """Settings of a head's layers; see also :class:`~arbordraft.heads.base.HeadConfig`.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: of the MLP.
+        num_attention_heads: Hq.
+        num_key_value_heads: Hkv.
+        head_dim: C.
+        rms_norm_eps: of the norms.
+        rope_theta: base of the rotary embedding.
+        rope_parameters: of a rotary embedding of another kind, as transformers has them; ``rope_theta`` by default.
+        max_position_embeddings: longest text.
+        num_hidden_layers: layers.
+        qk_norm: whether every head's query and key is normed, as in Qwen3.
+        attention_bias: whether queries, keys and values have a bias.
+    """
+
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_parameters: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    num_hidden_layers: int = 1
+    qk_norm: bool = False
+    attention_bias: bool = False
+
+
+def layer_settings(config: Any, intermediate_size: int | None) -> dict[str, Any]:
+    """Settings of layers like those of a target with this configuration, the MLP perhaps of another size."""
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "max_position_embeddings": config.max_position_embeddings,
+        **mlp_settings(config, intermediate_size),
+    }
+
+
+class Attention(nn.Module):
+    """Projections of attention, which callers compute.
+
+    Args:
+        config: sizes.
+        inputs: X.
+    """
+
+    def __init__(self, config: LayersConfig, inputs: int) -> None:
+        super().__init__()
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(inputs, heads * dim, bias=bias)
+        self.k_proj = nn.Linear(inputs, kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(inputs, kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=bias)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
+
+
+class Layer(nn.Module):
+    """A layer that reads hidden states, or embeddings beside them.
+
+    Args:
+        config: sizes.
+        embeddings: size of the embeddings, which ``input_layernorm`` norms then, and ``hidden_norm`` the states.
+    """
+
+    hidden_norm: nn.RMSNorm
+
+    def __init__(self, config: LayersConfig, embeddings: int = 0) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(embeddings or config.hidden_size, config.rms_norm_eps)
+        if embeddings:
+            self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, embeddings + config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """``[..., H]`` its output, from its input and what its heads attended to, ``[..., Hq * C]``."""
+        hidden = hidden + self.self_attn.o_proj(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class LayeredHead(DraftHead):
+    """A head of layers without an attention of their own: callers hand its inputs to the attention that suits them."""
+
+    config: LayersConfig
+    config_class = LayersConfig
+
+    def __init__(self, config: LayersConfig) -> None:
+        super().__init__(config)
+        self._frequencies: Tensor | None = None  # of the rotary embedding, as soon as they are needed
+        self._factor = 1.0
+
+    def project(self, attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """``[..., Hq, C]`` queries, ``[..., Hkv, C]`` keys and values of normed inputs ``[..., X]``.
+
+        Args:
+            attention: of the layer.
+            x: the inputs.
+            rotary: what :meth:`rotary` gives for their positions.
+        """
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = (project(x).unflatten(-1, (-1, self.config.head_dim)) for project in projections)
+        if self.config.qk_norm:
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        turned = turn(torch.cat([query, key], dim=-2), rotary)
+        return *turned.split([query.shape[-2], key.shape[-2]], dim=-2), value
+
+    def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[..., 1, C]`` of positions ``[...]``."""
+        if self._frequencies is None or self._frequencies.device != positions.device:
+            frequencies, self._factor = self.frequencies(positions.device)
+            self._frequencies = frequencies.repeat(2)
+        angles = positions[..., None, None].float() * self._frequencies
+        return (self._factor * angles.cos()).to(dtype), (self._factor * angles.sin()).to(dtype)
+
+    def frequencies(self, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
+        """``[C / 2]`` float32 of the rotary embedding, and the factor of its cosines and sines."""
+        config = self.config
+        kind = (config.rope_parameters or {}).get("rope_type", "default")
+        if kind == "default":
+            theta = (config.rope_parameters or {}).get("rope_theta", config.rope_theta)
+            half = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
+            return (theta**-half).float(), 1.0
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device(device))
+        return frequencies.float(), float(factor)
+
+
+@torch.no_grad()
+def take_over(
+    layer: nn.Module, model: PreTrainedModel, number: int, like: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Copies those weights of one of a model's layers that have the same name and shape.
+
+    Args:
+        layer: the layer that is begun with them.
+        model: a decoder of Llama's kind; of another one nothing may fit.
+        number: of its layer.
+        like: parameters that take the weight of another name, or that of none if it is empty.
+    """
+    place = f".layers.{number}."
+    given = {name.split(place)[1]: tensor for name, tensor in model.named_parameters() if place in name}
+    for name, parameter in layer.named_parameters():
+        weight = given.get(like.get(name, name))
+        if weight is None:
+            continue
+        if weight.shape == parameter.shape:
+            parameter.copy_(weight)
+        elif parameter.dim() == 2 and weight.shape[1] * 2 == parameter.shape[1]:
+            parameter.copy_(torch.cat([weight / 2, weight], dim=1))  # embeddings, hidden states
+
+
+@torch.no_grad()
+def take_over_norm(norm: nn.RMSNorm, model: PreTrainedModel) -> None:
+    """Copies the weight of a model's last norm, if it fits."""
+    named = model.named_parameters()
+    norms = [t for n, t in named if n.endswith("norm.weight") and ".layers." not in n and t.dim() == 1]
+    if norms and norms[-1].shape == norm.weight.shape:
+        norm.weight.copy_(norms[-1])
+
+
+def turn(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """``[..., heads, C]`` turned by cosines and sines."""
+    cosine, sine = rotary
+    return x * cosine + rotate_half(x) * sine

@@ -1,0 +1,138 @@
+"""Training of a DFlash or DSpark head.
+
+Shapes: B sequences, L tokens, S slots, n drafts that begin in each, b rows of a block, k depths, H hidden size, r rank,
+D draft vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbordraft import DFlashDrafter, RaggedModel
+from arbordraft.heads.dflash import DFlashHead
+from arbordraft.heads.eagle import default_layers
+from arbordraft.training.batches import Batch
+from arbordraft.training.students.base import Prediction, Student
+from arbordraft.training.students.block import attend
+from arbordraft.utils.checks import check_float
+
+
+class DFlashStudent(Student):
+    """Layers that predict a block of tokens in one pass, and a Markov term that reads the token before.
+
+    All depths learn from the first step on, from drafts that begin at a share of the slots, drawn anew for every batch.
+    Tokens are the text's own. A phase of fewer drafting steps trains as many depths, in blocks of full length.
+
+    Args:
+        depths: k, tokens to look ahead: rows of a block.
+        num_layers: layers.
+        markov_rank: r, 0 for no term.
+        markov: its kind, see :class:`~arbordraft.heads.dflash.DFlashConfig`; ``rnn`` is not trained.
+        mask_token_id: the token whose embedding is that of masks, best one that texts do not hold.
+        vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
+        layers: the target's hidden states to read; by default a low, a middle and a high one.
+        intermediate_size: of the MLP, by default the target's.
+        begins: share of the slots, above 0, at which a draft begins.
+
+    Raises:
+        TypeError: if ``begins`` is no number.
+        ValueError: if it is out of range, or the term is recurrent.
+
+    Source: blocks behind sampled places as in DFlash (arXiv:2602.06036) and DSpark (Cheng et al., 2026).
+    """
+
+    network: DFlashHead
+    drafter_class = DFlashDrafter
+
+    def __init__(
+        self,
+        depths: int = 4,
+        num_layers: int = 2,
+        markov_rank: int = 64,
+        markov: str = "vanilla",
+        mask_token_id: int = 0,
+        vocabulary: int | None = 8192,
+        layers: Sequence[int] | None = None,
+        intermediate_size: int | None = None,
+        begins: float = 0.5,
+    ) -> None:
+        super().__init__()
+        if markov == "rnn":
+            raise ValueError("a recurrent Markov term is read, not trained: set markov to vanilla or gated")
+        self.vocabulary, self.layers, self.intermediate_size = vocabulary, layers, intermediate_size
+        self.begins = check_float("begins", begins, 1e-3, 1)
+        self.settings: dict[str, Any] = {
+            "block_size": depths,
+            "num_hidden_layers": num_layers,
+            "markov_rank": markov_rank,
+            "markov": markov,
+            "mask_token_id": mask_token_id,
+        }
+
+    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
+        return tuple(self.layers or default_layers(target.num_layers))
+
+    def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
+        self.network = DFlashHead.for_target(
+            target.model,
+            frequent(self.vocabulary or target.vocab_size),
+            hidden_layers=self.hidden_layers(target),
+            intermediate_size=self.intermediate_size,
+            name=name,
+            **self.settings,
+        ).float()
+
+    def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
+        head, device = self.network, batch.tokens.device
+        slots = batch.tokens.shape[1] - 2  # the last slot that predicts something holds the last token but one
+        # Slot j: the draft behind token j + 1 reads the target's states of tokens 0 to j.
+        begins = self._begins(slots, device)
+        final = self._blocks(batch, target, begins)
+        weight = self._head(target)
+        for step in range(min(steps, head.config.depths)):
+            places = begins + step
+            fits = places < slots
+            rows = final[:, fits, step]
+            places = places[fits]
+            if (term := head.markov_head) is not None:
+                follow, _ = term.follow(rows, batch.tokens[:, places + 1])
+                rows = torch.cat([rows, follow], dim=-1)
+            found = rows.new_zeros(len(rows), slots, rows.shape[-1]).index_copy(1, places, rows)
+            trained = torch.zeros(slots, dtype=torch.bool, device=device).index_fill(0, places, True)
+            yield Prediction(found, weight, None, ahead=2, first=step, slots=trained)
+
+    def _blocks(self, batch: Batch, target: RaggedModel, begins: Tensor) -> Tensor:
+        """``[B, n, k, H]`` what drafts that begin at slots ``[n]`` predict from."""
+        head, config, device = self.network, self.network.config, batch.tokens.device
+        slots, size, count = batch.tokens.shape[1] - 2, config.block_size, len(begins)
+        at = torch.arange(slots, device=device)
+        context = head.context(batch.inputs[:, :slots].to(head.dtype))
+        tokens = batch.tokens.new_full((len(context), count, size), config.mask_token_id)
+        tokens[:, :, 0] = batch.tokens[:, begins + 1]
+        hidden = target.model.get_input_embeddings()(tokens).to(head.dtype).flatten(1, 2)
+        places = (begins[:, None] + 1 + torch.arange(size, device=device)).flatten()
+        block = torch.arange(count, device=device).repeat_interleave(size)
+        seen = torch.cat([at <= begins.repeat_interleave(size)[:, None], block == block[:, None]], dim=1)
+        known, own = head.rotary(at, head.dtype), head.rotary(places, head.dtype)
+        for number, layer in enumerate(head.layers):
+            query, *rows = head.queries_keys_values(hidden, own, number)
+            given = head.keys_values(context, known, number)
+            keys, values = (torch.cat(parts, dim=1) for parts in zip(given, rows, strict=True))
+            hidden = layer.finish(hidden, attend(query, keys, values, seen).flatten(2))
+        return head.norm(hidden).unflatten(1, (count, size))[:, :, size - config.depths :]
+
+    def _head(self, target: RaggedModel) -> Tensor:
+        """``[D, H + r]`` of the whole head."""
+        head = self.network
+        own = target.model.get_output_embeddings().weight if head.lm_head is None else head.lm_head.weight
+        return own if head.markov_head is None else torch.cat([own, head.markov_head.markov_w2.weight], dim=1)
+
+    def _begins(self, slots: int, device: torch.device) -> Tensor:
+        """``[n]`` slots, ascending."""
+        kept = max(1, round(slots * self.begins)) if self.training else slots
+        return torch.randperm(slots, device=device)[:kept].sort().values
+
+
+__all__ = ["DFlashStudent"]
