@@ -36,6 +36,12 @@ _KINDS = {
     if isinstance(kind, type) and issubclass(kind, _PARTS + _TABLES)
 }
 _TRAINED = (ad.BlockDrafter, ad.DFlashDrafter, ad.EagleDrafter, ad.MedusaDrafter, ad.LanguageModelDrafter)
+# Drafters around the target itself: what it is called among their arguments, and the others.
+_AROUND: dict[type, tuple[str, tuple[str, ...]]] = {
+    ad.EarlyExitDrafter: ("model", ("layers",)),
+    ad.MtpDrafter: ("target", ()),
+    ad.SelfDrafter: ("target", ("weights",)),
+}
 
 Description = Any  # of a part: {"class": name, "arguments": {...}}; of anything else itself
 
@@ -195,8 +201,8 @@ def describe(part: Any) -> Description:
     if _is_trained(part):
         trusted = {"arguments": {"same_tokenizer": True}} if getattr(part, "same_tokenizer", False) else {}
         return {"class": name, "trained": True, **trusted}
-    if isinstance(part, ad.EarlyExitDrafter):
-        return {"class": name, "arguments": {"layers": part.layers}}
+    if type(part) in _AROUND:
+        return {"class": name, "arguments": {other: getattr(part, other) for other in _AROUND[type(part)][1]}}
     if dataclasses.is_dataclass(part):
         given = [field.name for field in dataclasses.fields(part)]
     else:
@@ -230,8 +236,8 @@ def _drafter(description: Description, target: ad.RaggedModel, trained: "str | P
             raise ValueError(f"the weights of the {kind.__name__} are not there")
         drafter: Drafter = kind.from_pretrained(trained, target, **arguments)
         return drafter
-    if kind is ad.EarlyExitDrafter:
-        return _make(kind, {"model": target, **arguments})
+    if kind in _AROUND:
+        return _make(kind, {_AROUND[kind][0]: target, **arguments})
     if kind is ad.HybridDrafter:
         return _make(kind, {name: _drafter(part, target, trained) for name, part in arguments.items()})
     return _make(kind, arguments)

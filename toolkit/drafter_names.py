@@ -16,18 +16,20 @@ from arbordraft.drafters import (
     HybridDrafter,
     LanguageModelDrafter,
     MedusaDrafter,
+    MtpDrafter,
     NGramDrafter,
     NoDrafter,
     SelfDrafter,
 )
 from arbordraft.drafters.base import check_ragged
+from arbordraft.drafters.mtp import has_mtp
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.memory import available_memory, copy_bytes
 
-DRAFTERS = ("auto", "ngram", "none", "self", "early-exit:LAYERS", "a folder", "a hub name")
+DRAFTERS = ("auto", "ngram", "none", "self", "mtp", "early-exit:LAYERS", "a folder", "a hub name")
 _LARGE = 1 << 26  # bytes of a model that take longer to read than all that is done around it
 _PAYS = 1.15  # times plain decoding that is to be expected of self-drafting
 
@@ -42,8 +44,7 @@ _KINDS: dict[str, Any] = {
 
 
 def drafter_named(name: str, target: RaggedModel) -> Drafter:
-    """The drafter that is meant by ``auto``, ``ngram``, ``none``, ``self``, ``self:int4`` and so on, a folder or a hub
-    name.
+    """The drafter that is meant by ``auto``, ``ngram``, ``none``, ``self``, ``mtp`` and so on, a folder or a hub name.
 
     Args:
         name: see :func:`~arbordraft.load`; ``auto`` means what :func:`choose_drafter` chooses, and a name on the hub is
@@ -57,6 +58,8 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
         return choose_drafter(target)[0]
     if name in ("ngram", "none"):
         return NGramDrafter() if name == "ngram" else NoDrafter()
+    if name == "mtp":
+        return MtpDrafter(target)
     if name == "self":
         return SelfDrafter.fitted(target)
     if name.startswith("self:"):
@@ -68,7 +71,7 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
         return EarlyExitDrafter(target, int(layers))
     if name and Path(name).is_dir():
         return load_drafter(name, target)
-    if close := get_close_matches(name, DRAFTERS[:4], 1, 0.75):  # before the hub is asked
+    if close := get_close_matches(name, DRAFTERS[:5], 1, 0.75):  # before the hub is asked
         raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}; did you mean {close[0]!r}?")
     try:
         return LanguageModelDrafter.from_pretrained(name, target)
@@ -81,17 +84,24 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
 def choose_drafter(target: RaggedModel, *, weighed: bool = True) -> tuple[Drafter, str]:
     """The drafter that suits a target best, and why.
 
-    What was trained for it, if :func:`trained_for` knows something; or the target itself with weights of fewer bits
-    (:meth:`~arbordraft.SelfDrafter.fitted`) behind lookups, where these bring 1.15 x plain decoding or more, and 1.15 x
-    what was trained, by how often they agree with it and how much of it they read; else lookups in the text.
+    What was trained for it, if :func:`trained_for` knows something, or with it; or the target itself with weights of
+    fewer bits (:meth:`~arbordraft.SelfDrafter.fitted`) behind lookups, where these bring 1.15 x plain decoding or more,
+    and 1.15 x what was trained, by how often they agree with it and how much of it they read; else lookups in the text.
 
     Args:
         target: the model that it drafts for.
         weighed: whether a decider weighs drafts against their costs. If so, lookups offer whatever they find.
     """
-    trained, why, least = None, "nothing was trained for this model", _PAYS
+    trained: Drafter | None = None
+    why, least = "nothing was trained for this model", _PAYS
     if (folder := trained_for(target)) is not None:
         trained, why = load_drafter(folder, target), f"trained for this model: {folder}"
+    elif has_mtp(target):
+        try:
+            trained, why = MtpDrafter(target), "trained with this model: its layer for multi-token prediction"
+        except ValueError as error:
+            why = f"{why}; {error}"
+    if trained is not None:
         least *= max(1.0, trained.gain(target))
     lookups = NGramDrafter(longest=8, shortest=1) if weighed else NGramDrafter()
     if (problem := _not_itself(target)) is not None:

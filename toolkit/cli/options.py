@@ -52,9 +52,9 @@ def _temperatures(text: str) -> str:
 
 DRAFTERS = (
     "'auto' (what was trained for the model, the model itself behind lookups, or lookups: what should bring most), "
-    "'ngram' (lookups), 'none', "
-    "'self' (the model itself with fewer bits, on a CPU), 'early-exit:LAYERS', folder of a trained drafter, or a "
-    "draft model's hub name."
+    "'ngram' (lookups), 'none', 'self' (the model itself with fewer bits, on a CPU), 'mtp' (the layer for multi-token "
+    "prediction that it brings along), 'early-exit:LAYERS', folder of a trained drafter, or hub name of a draft model "
+    "or a published head."
 )
 
 ModelOption = Annotated[

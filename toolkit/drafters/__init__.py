@@ -9,6 +9,7 @@ from arbordraft.drafters.grammar import GrammarDrafter
 from arbordraft.drafters.hybrid import HybridDrafter
 from arbordraft.drafters.language_model import LanguageModelDrafter
 from arbordraft.drafters.medusa import MedusaDrafter
+from arbordraft.drafters.mtp import MtpDrafter
 from arbordraft.drafters.ngram import NGramDrafter
 from arbordraft.drafters.none import NoDrafter
 from arbordraft.drafters.self_drafter import SelfDrafter
@@ -24,6 +25,7 @@ __all__ = [
     "HybridDrafter",
     "LanguageModelDrafter",
     "MedusaDrafter",
+    "MtpDrafter",
     "NGramDrafter",
     "NoDrafter",
     "SelfDrafter",

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from arbordraft.heads.layers import (
-    Attention,
     Layer,
     LayeredHead,
     LayersConfig,

@@ -1,0 +1,160 @@
+"""A drafter that some models bring along: the layer that was trained with them to predict one token more.
+
+Shapes: T packed rows, R rows whose predictions are wanted, H hidden size, V vocabulary.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.drafters.base import Drafter, check_ragged
+from arbordraft.drafters.model_drafter import ModelDrafter, Outputs
+from arbordraft.drafters.slots import SlotDrafter, SlotState
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.attention import ATTENTION_NAME, Forward, UnsupportedModel, unsupported
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.target.prepacked.prepacked_modules import prepack_linears
+
+if TYPE_CHECKING:
+    from transformers.modeling_layers import MtpModel
+
+
+class MtpDrafter(SlotDrafter, ModelDrafter):
+    """Drafts with the target's own layer for multi-token prediction, as DeepSeek-V3, GLM-4-MoE and others have one.
+
+    Slot j holds the target's last hidden state of token j together with token j + 1, as in EAGLE. The layer was trained
+    to predict one token; deeper drafts read its own output in place of the target's state. Of several such layers the
+    first one drafts.
+
+    Args:
+        target: a model whose configuration has ``num_mtp_layers``.
+        layers: what holds the layer, as transformers builds it; by default it is read from where the target was
+            loaded from.
+
+    Raises:
+        ValueError: if the target has no such layer, its files lack the weights, or transformers is older than 5.24.
+        UnsupportedModel: if the layer cannot run on packed rows.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2; the layer is that of transformers' ``MtpModel``.
+    """
+
+    keeps = False
+
+    def __init__(self, target: RaggedModel, layers: "MtpModel | None" = None) -> None:
+        Drafter.__init__(self)  # a head of ours is what the other base would take over
+        check_ragged(target)
+        self.target = target
+        self.mtp: Any = _read(target) if layers is None else layers
+        config = self.mtp.config
+        vars(config)["_attn_implementation_internal"] = ATTENTION_NAME
+        if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "attention"}:
+            raise UnsupportedModel(f"its layer for multi-token prediction is one of {', '.join(sorted(kinds))}")
+        self.mtp.eval().requires_grad_(False)
+        if target.backend == "native":
+            prepack_linears(self.mtp.layers)
+        self.hidden_layers = (target.num_layers,)
+        self.max_positions = target.max_positions or 1 << 30
+        self._head: Any = None
+        self._check_rows()
+
+    def open(self, target_cache: RaggedKVCache) -> SlotState:
+        network: Any = self.target.network()
+        self._head = network.get_output_embeddings()  # prepacked, where the target's is
+        state: SlotState = super().open(target_cache)
+        return state
+
+    def fuse(self, states: Tensor) -> Tensor:
+        return states
+
+    @torch.no_grad()
+    def run(
+        self, state: SlotState, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
+    ) -> Outputs:
+        assert hidden is not None
+        batch, (tokens, *wanted) = batch.upload(hidden.device, tokens, *(() if rows is None else (rows,)))
+        ragged = Forward(batch, state.cache, self.target.backend == "native")
+        mtp, positions = self.mtp, batch.positions[None]
+        embeddings = mtp.embed_tokens(tokens[None])
+        options = {"layer_type": mtp.config.layer_types[0]} if mtp.has_per_layer_rope else {}
+        rotary = None if mtp.rotary_emb is None else mtp.rotary_emb(embeddings, position_ids=positions, **options)
+        out = mtp.layers[0](
+            embeddings,
+            hidden[None].to(embeddings.dtype),
+            position_embeddings=rotary,
+            attention_mask=None,
+            position_ids=positions,
+            cache=None,
+            ragged=ragged,
+        )
+        if mtp.use_shared_post_norm:
+            out = mtp.shared_post_norm(out)
+        out = out[0] if rows is None else out[0, wanted[0]]
+        return Outputs(self._logits(out), out, out)
+
+    def _logits(self, out: Tensor) -> Tensor:
+        """``[R, V]``, by the head of the target and what some models do around it."""
+        config = self.mtp.config
+        if (multiplier := getattr(config, "logits_mup_width_multiplier", None)) is not None:
+            out = out / multiplier
+        logits: Tensor = self._head(out)
+        return logits[..., : self.target.vocab_size]
+
+    def _check_rows(self) -> None:
+        """Raises UnsupportedModel unless the layer runs on packed rows, each of which sees those before it."""
+        cache = RaggedKVCache()
+        state = self.open(cache)
+        tokens = torch.arange(4) % self.target.vocab_size
+        hidden = torch.linspace(-1, 1, 4 * self._size).reshape(4, -1).to(self.target.device, self.target.model.dtype)
+        try:
+            found = []
+            for lengths in ([4], [2, 2]):
+                sample, rows = state.cache.open(4), []
+                for length, start in zip(lengths, (0, lengths[0]), strict=False):
+                    batch = state.cache.lay_out([sample], [range(length)])
+                    part = slice(start, start + length)
+                    rows.append(self.run(state, tokens[part], hidden[part], batch).logits)
+                    state.cache.commit({sample: range(length)})
+                found.append(torch.cat(rows).float())
+        except UnsupportedModel:
+            raise
+        except Exception as failure:  # modules of others may fail in any way
+            raise unsupported(self.mtp.layers[0].mtp_block, failure) from failure
+        near = 1e-3 if self.target.model.dtype == torch.float32 else 0.1
+        if not torch.allclose(*found, rtol=near, atol=near * float(found[0].abs().max())):
+            raise UnsupportedModel("its layer for multi-token prediction keeps more than keys and values of its rows")
+
+    @property
+    def _size(self) -> int:
+        """H."""
+        size: int = self.mtp.config.hidden_size
+        return size
+
+
+def has_mtp(target: RaggedModel) -> bool:
+    """Whether a model's configuration speaks of layers for multi-token prediction."""
+    return bool(getattr(target.model.config.get_text_config(), "num_mtp_layers", None))
+
+
+def _read(target: RaggedModel) -> "MtpModel":
+    """Reads the layers from where the target came from."""
+    name = type(target.model).__name__
+    if not has_mtp(target):
+        raise ValueError(
+            f"{name} has no layer for multi-token prediction (num_mtp_layers in its configuration): draft with another "
+            "drafter, such as 'self' or 'ngram'"
+        )
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError as error:
+        raise ValueError("drafter 'mtp' needs transformers 5.24 or newer: pip install -U transformers") from error
+    place = target.model.config.name_or_path
+    try:
+        found = MtpModel.from_pretrained(target.model)
+    except (OSError, ValueError, RuntimeError, AttributeError) as error:
+        raise ValueError(f"{place!r} does not hold the layers for multi-token prediction of {name}: {error}") from error
+    return found
+
+
+__all__ = ["MtpDrafter", "has_mtp"]
