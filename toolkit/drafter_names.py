@@ -1,12 +1,14 @@
 """Drafters by name: a word, a trained drafter of whatever kind a folder holds, or a draft model."""
 
 import json
+import logging
 import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from arbordraft.checkpoints.reader import CONFIG, INDEX, read_config, weight_files
+from arbordraft.checkpoints.vocabulary import TokenizerMismatch
 from arbordraft.drafters import (
     BlockDrafter,
     DFlashDrafter,
@@ -14,11 +16,13 @@ from arbordraft.drafters import (
     EagleDrafter,
     EarlyExitDrafter,
     HybridDrafter,
+    IntersectionDrafter,
     LanguageModelDrafter,
     MedusaDrafter,
     MtpDrafter,
     NGramDrafter,
     NoDrafter,
+    RetokenizedDrafter,
     SelfDrafter,
 )
 from arbordraft.drafters.base import check_ragged
@@ -29,7 +33,7 @@ from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.memory import available_memory, copy_bytes
 
-DRAFTERS = ("auto", "ngram", "none", "self", "mtp", "early-exit:LAYERS", "a folder", "a hub name")
+DRAFTERS = ("auto", "ngram", "none", "self", "mtp", "early-exit:LAYERS", "retokenized:NAME", "a folder", "a hub name")
 _LARGE = 1 << 26  # bytes of a model that take longer to read than all that is done around it
 _PAYS = 1.15  # times plain decoding that is to be expected of self-drafting
 
@@ -48,7 +52,7 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
 
     Args:
         name: see :func:`~arbordraft.load`; ``auto`` means what :func:`choose_drafter` chooses, and a name on the hub is
-            that of a draft model.
+            that of a draft model or a published head.
         target: the model that it drafts for.
 
     Raises:
@@ -69,12 +73,15 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
         if not layers.isdecimal():
             raise ValueError(f"drafter {name!r}: write early-exit:LAYERS, such as early-exit:4")
         return EarlyExitDrafter(target, int(layers))
+    if name.startswith("retokenized:"):
+        found: Drafter = RetokenizedDrafter.from_pretrained(name.partition(":")[2], target)
+        return found
     if name and Path(name).is_dir():
         return load_drafter(name, target)
     if close := get_close_matches(name, DRAFTERS[:5], 1, 0.75):  # before the hub is asked
         raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}; did you mean {close[0]!r}?")
     try:
-        return LanguageModelDrafter.from_pretrained(name, target)
+        return _language_model(name, target)
     except ValueError as error:
         if (folder := fetched(name)) is not None:
             return load_drafter(folder, target)
@@ -204,8 +211,21 @@ def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
     config = read_config(path)
     if "model_type" not in config:
         raise ValueError(f"{path} holds no trained drafter but a {config['class']}: name the folder of a drafter")
-    drafter: Drafter = _KINDS.get(config["model_type"], LanguageModelDrafter).from_pretrained(path, target)
+    if (kind := _KINDS.get(config["model_type"])) is None:
+        return _language_model(path, target)
+    drafter: Drafter = kind.from_pretrained(path, target)
     return drafter
+
+
+def _language_model(name: str | os.PathLike[str], target: RaggedModel) -> Drafter:
+    """A causal LM as drafter, of the tokens that both have if its tokenizer is another one than the target's."""
+    try:
+        return LanguageModelDrafter.from_pretrained(name, target)
+    except TokenizerMismatch:
+        drafter = IntersectionDrafter.from_pretrained(name, target)
+        about = "%s has another tokenizer: %d of %d tokens can be drafted; retokenized:%s drafts all"
+        logging.getLogger("arbordraft").info(about, name, drafter.shared, target.vocab_size, name)
+        return drafter
 
 
 def _exported(folder: Path, target: RaggedModel) -> Drafter:

@@ -92,7 +92,8 @@ def load(
             ``ngram`` for these; ``none``; ``self`` for the target's own layers with weights of fewer bits, on a CPU,
             ``self:int4`` or ``self:int8`` for these bits; ``mtp`` for the layer for multi-token prediction that
             DeepSeek-V3, GLM-4-MoE and others bring along; ``early-exit:LAYERS`` for the target's own first layers; the
-            folder of a trained drafter; folder or hub name of a draft model or a published head; or one in memory.
+            folder of a trained drafter; folder or hub name of a published head or of a draft model, whose tokenizer may
+            be another one; ``retokenized:NAME`` for such a model whose text is tokenised anew; or one in memory.
         dtype: of the weights, for models by name: ``float32``, ``bfloat16`` or ``float16``. By default bfloat16 where
             this machine multiplies it fast (CPUs with avx512_bf16 or ARM's bf16, and GPUs), as it halves what every
             step must read, else float32. Decoding preserves the law of the model in this precision.

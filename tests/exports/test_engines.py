@@ -369,7 +369,7 @@ def test_an_index_may_not_lead_elsewhere(folders, tmp_path):
         (export_sglang, "exit", {}, "early exits cannot be served"),
         (export_sglang, "medusa", {}, "SGLang serves no Medusa heads"),
         (export_sglang, "eagle", {"layout": "speculators"}, "'eagle3' only"),
-        (export_vllm, "medusa", {"layout": "speculators"}, "is for EAGLE and block heads"),
+        (export_vllm, "medusa", {"layout": "speculators"}, "is for EAGLE, block, DFlash and DSpark heads"),
         (export_vllm, "eagle", {"layout": "eagle2"}, "no layout 'eagle2'"),
         (export_vllm, "eagle", {"dtype": "int8"}, "float32, bfloat16, float16"),
         (export_vllm, "eagle", {"speculative_tokens": 0}, "at least one token"),

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+class TokenizerMismatch(ValueError):
+    """Two models mean different things by the same token ids."""
+
+
 def tokenizer_hashes(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
     """SHA-256 of what decides about a tokenizer's ids: its tokens, added ones included, and, if it has any, its merges.
 
@@ -28,7 +32,7 @@ def tokenizer_hashes(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
 
 
 def check_tokenizers(drafter: "PreTrainedTokenizerBase", target: "PreTrainedTokenizerBase") -> None:
-    """Raises ValueError, with the names of both and an example, if two tokenizers are not the same."""
+    """Raises TokenizerMismatch, with the names of both and an example, if two tokenizers are not the same."""
     if drafter is target:
         return
     ours, theirs = tokenizer_hashes(drafter), tokenizer_hashes(target)
@@ -39,10 +43,11 @@ def check_tokenizers(drafter: "PreTrainedTokenizerBase", target: "PreTrainedToke
     if "tokenizer_sha256" in differ:
         token, before, after = _difference(drafter.get_vocab(), target.get_vocab())
         example = f"{token!r} is {before} there and {after} here"
-    raise ValueError(
+    raise TokenizerMismatch(
         f"the drafter's tokenizer gives other ids to some tokens than the target's: {_name(drafter)} and "
         f"{_name(target)} differ ({example}). Its drafts would rarely be right: use a drafter with the target's "
-        "tokenizer, or pass same_tokenizer=True to LanguageModelDrafter if the ids agree where it matters"
+        "tokenizer, an IntersectionDrafter or a RetokenizedDrafter, which go between two, or pass same_tokenizer=True "
+        "to LanguageModelDrafter if the ids agree where it matters"
     )
 
 
@@ -82,4 +87,4 @@ def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-__all__ = ["check_tokenizers", "fit_logits", "fit_tokens", "tokenizer_hashes"]
+__all__ = ["TokenizerMismatch", "check_tokenizers", "fit_logits", "fit_tokens", "tokenizer_hashes"]

@@ -12,6 +12,7 @@ from arbordraft.drafters.medusa import MedusaDrafter
 from arbordraft.drafters.mtp import MtpDrafter
 from arbordraft.drafters.ngram import NGramDrafter
 from arbordraft.drafters.none import NoDrafter
+from arbordraft.drafters.other_tokenizer import IntersectionDrafter, RetokenizedDrafter
 from arbordraft.drafters.self_drafter import SelfDrafter
 from arbordraft.drafters.text_pool import TextPool
 
@@ -23,11 +24,13 @@ __all__ = [
     "EarlyExitDrafter",
     "GrammarDrafter",
     "HybridDrafter",
+    "IntersectionDrafter",
     "LanguageModelDrafter",
     "MedusaDrafter",
     "MtpDrafter",
     "NGramDrafter",
     "NoDrafter",
+    "RetokenizedDrafter",
     "SelfDrafter",
     "TextPool",
 ]

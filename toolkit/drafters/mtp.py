@@ -122,7 +122,8 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
         except Exception as failure:  # modules of others may fail in any way
             raise unsupported(self.mtp.layers[0].mtp_block, failure) from failure
         near = 1e-3 if self.target.model.dtype == torch.float32 else 0.1
-        if not torch.allclose(*found, rtol=near, atol=near * float(found[0].abs().max())):
+        whole, halves = found
+        if not torch.allclose(whole, halves, rtol=near, atol=near * float(whole.abs().max())):
             raise UnsupportedModel("its layer for multi-token prediction keeps more than keys and values of its rows")
 
     @property

@@ -1,0 +1,115 @@
+"""Between two tokenizers: which of their tokens spell the same, and a text in the tokens of the other one.
+
+Shapes: I tokens that both have.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BLOCK = 64  # tokens of a text that are translated together
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+# Byte-level tokenizers write each byte as one letter: visible ones as themselves, the others as those from U+0100 on.
+LETTERS = {chr(byte): byte for byte in _VISIBLE} | {
+    chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(0x100)} - {*_VISIBLE}))
+}
+_ANCHOR = "a"  # a text to encode others behind, as tokenizers treat what begins a text in ways of their own
+
+
+def spelt_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[bytes, int]:
+    """What the tokens of a tokenizer spell, special ones aside; of those that spell the same, the lowest."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_ids)
+    blank = vocabulary.get("Ġ")
+    byte_level = blank is not None and decoded(tokenizer, [blank], special=True) == " "  # not the letter itself
+    found: dict[bytes, int] = {}
+    for name, token in sorted(vocabulary.items(), key=lambda entry: entry[1]):
+        if token in special or not name:
+            continue
+        if byte_level:
+            if not all(letter in LETTERS for letter in name):
+                continue  # an added token, which is spelt otherwise
+            data = bytes(LETTERS[letter] for letter in name)
+        elif (byte := _BYTE_TOKEN.fullmatch(name)) is not None:
+            data = bytes([int(byte[1], 16)])
+        else:
+            data = name.replace("▁", " ").encode()
+        found.setdefault(data, token)
+    return found
+
+
+def shared_tokens(
+    ours: "PreTrainedTokenizerBase", theirs: "PreTrainedTokenizerBase", sizes: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """``[I]`` and ``[I]`` ids of the tokens that both have, the first ascending; the ends of texts among them.
+
+    Args:
+        ours: a tokenizer.
+        theirs: another one.
+        sizes: ids that the models of both have.
+    """
+    mine, other = spelt_tokens(ours), spelt_tokens(theirs)
+    pairs = {token: other[data] for data, token in mine.items() if data in other}
+    if ours.eos_token_id is not None and theirs.eos_token_id is not None:
+        pairs[ours.eos_token_id] = theirs.eos_token_id
+    kept = sorted((a, b) for a, b in pairs.items() if a < sizes[0] and b < sizes[1])
+    ids = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2)
+    return ids[:, 0].contiguous(), ids[:, 1].contiguous()
+
+
+class Translation:
+    """A text that grows token by token, in the tokens of another tokenizer.
+
+    Blocks of tokens are translated each by itself, so that the result depends on the tokens alone, not on how many came
+    at a time; a character that a block's end cuts is lost.
+
+    Args:
+        source: tokenizer of the text.
+        target: the other one, whose first token begins the result if it has one for beginnings.
+    """
+
+    def __init__(self, source: "PreTrainedTokenizerBase", target: "PreTrainedTokenizerBase") -> None:
+        self.source, self.target = source, target
+        self._done: list[int] = []  # of whole blocks
+        self._blocks = 0
+        self._last: tuple[int, list[int]] = (0, [])
+
+    def __call__(self, tokens: Sequence[int]) -> list[int]:
+        """The whole text, which begins as it did before."""
+        if self._last[0] != len(tokens):
+            while (end := (self._blocks + 1) * _BLOCK) < len(tokens):
+                self._done += self._encoded(tokens[end - _BLOCK : end], first=self._blocks == 0)
+                self._blocks += 1
+            rest = tokens[self._blocks * _BLOCK :]
+            self._last = len(tokens), self._done + self._encoded(rest, first=self._blocks == 0)
+        return self._last[1]
+
+    def _encoded(self, tokens: Sequence[int], *, first: bool) -> list[int]:
+        text = decoded(self.source, tokens, special=False)
+        return list(self.target(text)["input_ids"]) if first else encoded(self.target, text)
+
+
+def decoded(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], *, special: bool) -> str:
+    """The text of tokens, with special ones or without them; blanks before punctuation stay."""
+    text: Any = tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    return text if isinstance(text, str) else "".join(text)
+
+
+def encoded(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Tokens of a text that goes on from another one."""
+
+    def ids(part: str) -> list[int]:
+        return list(tokenizer(part, add_special_tokens=False)["input_ids"])
+
+    before, both = ids(_ANCHOR), ids(_ANCHOR + text)
+    return both[len(before) :] if both[: len(before)] == before else ids(text)
+
+
+__all__ = ["Translation", "decoded", "encoded", "shared_tokens", "spelt_tokens"]

@@ -1,0 +1,289 @@
+"""Drafters whose tokenizer is not the target's.
+
+Shapes: T packed rows, R nodes of a level, D ids of the drafter, V ids of the target, I that both have.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
+from arbordraft.checkpoints.translation import Translation, decoded, encoded, shared_tokens
+from arbordraft.drafters.base import Guesses, Predictions, check_ragged
+from arbordraft.drafters.context import DraftContext, Level
+from arbordraft.drafters.model_drafter import Missing, ModelDrafter, ModelState, Outputs, feed
+from arbordraft.drafters.native_models import native_model
+from arbordraft.kernels.draft_tree import DraftRun, Growth
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.sampling.laws import DraftLaw
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Verdict
+
+_PRIOR, _TRIED = 0.6, 4.0  # how often a retokenised token is right before any was, and how many tries that counts for
+
+
+@dataclass
+class _Text:
+    """Of a sample.
+
+    Args:
+        translation: of its committed tokens.
+        read: ids that the cache holds.
+        chain: the target's tokens that are proposed, one below the other.
+        right: proposed tokens that came true.
+        tried: proposed tokens that the target looked at.
+    """
+
+    translation: Translation
+    read: list[int] = field(default_factory=list)
+    chain: list[int] = field(default_factory=list)
+    right: float = _PRIOR * _TRIED
+    tried: float = _TRIED
+
+
+@dataclass
+class _State(ModelState):
+    texts: dict[int, _Text] = field(default_factory=dict)
+
+
+class _Foreign(ModelDrafter):
+    """What reads the text in tokens of its own.
+
+    Args:
+        model: the draft model, with its tokenizer.
+        target: the model it drafts for, with its own.
+    """
+
+    per_token = 1.0  # of its tokens, how many one of the target's is likely to need
+
+    def __init__(self, model: RaggedModel, target: RaggedModel) -> None:
+        super().__init__()
+        check_ragged(target)
+        check_ragged(model)
+        if model.tokenizer is None or target.tokenizer is None:
+            raise ValueError(
+                "drafts between two tokenizers need both: wrap the models with theirs, RaggedModel(model, tokenizer)"
+            )
+        self.model, self.target = model, target
+        self._ours, self._theirs = model.tokenizer, target.tokenizer
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> Self:
+        """Loads a causal LM and its tokenizer, from a folder or a hub.
+
+        Args:
+            path: where it is.
+            target: the model it drafts for; gives device, dtype and how weights are read.
+            **kwargs: passed on to ``AutoModelForCausalLM.from_pretrained``.
+
+        Raises:
+            ValueError: if the checkpoint is damaged or incomplete, or one of the models has no tokenizer.
+        """
+        check_ragged(target)
+        model = load_causal_lm(path, target.model.dtype, **kwargs).to(target.device)  # type: ignore[arg-type]
+        return cls(RaggedModel(model, load_tokenizer(path), kernels=target.backend), target)
+
+    def check(self, target: RaggedModel, law: DraftLaw) -> None:
+        super().check(target, law)
+        if target is not self.target:
+            raise ValueError(f"{type(self).__name__} must be built for the target that it drafts for")
+
+    def open(self, target_cache: RaggedKVCache) -> _State:
+        return _State(target_cache.beside(self))
+
+    def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
+        state.texts[sample] = _Text(Translation(self._theirs, self._ours))
+        state.handles[sample] = state.cache.open()
+
+    def remove(self, state: _State, sample: int) -> None:
+        del state.texts[sample]
+        state.cache.close(state.handles.pop(sample))
+
+    def depths(self, state: _State, context: DraftContext) -> list[int]:
+        found = super().depths(state, context)
+        if (most := self.model.max_positions) is not None:
+            for sample in context.alive:
+                room = most - len(state.texts[sample].translation(context.tokens(sample))) - 1
+                found[sample] = min(found[sample], max(0, int(room / self.per_token)))
+        return found
+
+    def lag(self, state: _State, context: DraftContext) -> Sequence[int]:
+        lacking = [0] * len(context.samples)
+        for sample, handle in state.handles.items():
+            if sample in context.alive:
+                lacking[sample] = max(0, len(context.tokens(sample)) - 1 - state.cache.length(handle))
+        return lacking
+
+    def missing(self, state: _State, context: DraftContext, sample: int) -> Missing:
+        handle, text = state.handles[sample], state.texts[sample]
+        tokens = text.translation(context.tokens(sample))
+        known = 0
+        for ours, theirs in zip(text.read, tokens[:-1], strict=False):
+            if ours != theirs:
+                break
+            known += 1
+        state.cache.shorten(handle, known)
+        text.read = tokens
+        return tokens[known:], None
+
+    def run(
+        self, state: _State, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
+    ) -> Outputs:
+        return Outputs(self.model(tokens, batch, state.cache, rows=rows))
+
+
+class IntersectionDrafter(_Foreign):
+    """Drafts with a causal LM of another tokenizer, of the tokens that both have: token-level intersection (TLI).
+
+    Committed text is tokenised anew for the drafter; what it drafts is drawn from its law over the shared tokens, so
+    any coupling is lossless, and trees may branch. Tokens that it lacks are never drafted.
+
+    Args:
+        model: the draft model, wrapped with its tokenizer.
+        target: the model it drafts for, wrapped with its own.
+
+    Raises:
+        TypeError: if one of them is no RaggedModel.
+        ValueError: if one has no tokenizer, or they have no token in common.
+
+    Source: Timor et al., 2025 (arXiv:2502.05202), algorithm 4.
+    """
+
+    def __init__(self, model: RaggedModel, target: RaggedModel) -> None:
+        super().__init__(model, target)
+        sizes = target.vocab_size, model.vocab_size
+        theirs, ours = shared_tokens(self._theirs, self._ours, sizes)
+        if len(theirs) < 2:
+            raise ValueError("the two tokenizers have no tokens in common: draft with RetokenizedDrafter")
+        self._ids = dict(zip(theirs.tolist(), ours.tolist(), strict=True))
+        self.shared = len(theirs)
+        self.register_buffer("theirs", theirs.to(target.device), persistent=False)
+        self.register_buffer("ours", ours.to(target.device), persistent=False)
+
+    def propose(self, state: _State, level: Level) -> Predictions:
+        logits, _ = super().propose(state, level)
+        wide = logits.new_full((len(logits), self.target.vocab_size), -torch.inf)
+        return Predictions(wide.index_copy_(1, self.theirs, logits.index_select(1, self.ours)))  # type: ignore[arg-type]
+
+    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        super().commit(state, tree, verdict)
+        for sample, handle in state.handles.items():
+            text = state.texts[sample]
+            if kept := state.cache.length(handle) - len(text.read):
+                path = [int(tree.token[row]) for row in verdict.paths[sample][1 : 1 + kept]]
+                text.read = text.read + [self._id_of(token) for token in path]
+
+    def _lay_out(self, state: Any, level: Level) -> tuple[Tensor, RaggedBatch]:
+        tokens, batch = super()._lay_out(state, level)
+        return torch.tensor([self._id_of(token) for token in tokens.tolist()]), batch
+
+    def _id_of(self, token: int) -> int:
+        """Its id of a token; of one that it lacks, which others have drafted, that of how its text begins."""
+        if (known := self._ids.get(token)) is None:
+            known = self._ids[token] = (encoded(self._ours, decoded(self._theirs, [token], special=True)) or [0])[0]
+        return known
+
+    def extra_repr(self) -> str:
+        return f"shared={self.shared}"
+
+
+class RetokenizedDrafter(_Foreign):
+    """Drafts with a causal LM of any tokenizer: what it writes is tokenised for the target (SLEM).
+
+    It writes its most probable continuation, which becomes a chain of tokens that are proposed as they are, whatever
+    was drafted of them: no token is out of reach. Like lookups they are certain, not drawn.
+
+    Args:
+        model: the draft model, wrapped with its tokenizer.
+        target: the model it drafts for, wrapped with its own.
+
+    Raises:
+        TypeError: if one of them is no RaggedModel.
+        ValueError: if one has no tokenizer.
+
+    Source: string-level exact match, Timor et al., 2025 (arXiv:2502.05202), algorithm 2; here no whole string has to
+    match, as verification goes token by token.
+    """
+
+    certain = True
+    keeps = False
+    takes_candidates = False
+
+    def __init__(self, model: RaggedModel, target: RaggedModel) -> None:
+        super().__init__(model, target)
+        self._native: tuple[object, DraftRun | None] = None, None  # with what it was prepacked from
+        text = decoded(self._theirs, range(min(2000, target.vocab_size)), special=False)
+        self.per_token = max(0.5, min(3.0, len(encoded(self._ours, text)) / max(1, len(encoded(self._theirs, text)))))
+
+    def default_topology(self) -> TreeTopology:
+        return TreeTopology.chain(5)
+
+    def propose(self, state: _State, level: Level) -> Guesses:  # type: ignore[override]  # it is certain
+        if level.depth == 0:
+            self._write(state, level.context, list(level.nodes))
+        found: list[tuple[Sequence[int], Sequence[float]]] = []
+        for row, (sample, _) in enumerate(level.places):
+            text, path = state.texts[sample], level.path(row)
+            if text.chain[: len(path)] != path or len(text.chain) == len(path):
+                found.append(((), ()))
+            else:
+                found.append(((text.chain[len(path)],), (text.right / text.tried,)))
+        return found
+
+    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        state.cache.commit(dict.fromkeys(state.handles.values(), ()))
+        for sample, text in state.texts.items():
+            emitted = verdict.emitted(tree, sample) if verdict.paths[sample] else []
+            for ours, token in zip(text.chain, emitted, strict=False):
+                text.tried += 1
+                if ours != token:
+                    break
+                text.right += 1
+            text.chain = []
+        state.fed, state.seen, state.out = {}, {}, None
+
+    def _write(self, state: _State, context: DraftContext, samples: Sequence[int]) -> None:
+        """Has the model go on, and takes what it writes as the target's tokens."""
+        depths = self.depths(state, context)
+        wanted = min(context.topology.max_depth, max(depths[sample] for sample in samples))
+        missing = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
+        written = self._continued(state, missing, ceil(wanted * self.per_token))
+        for sample, tokens in zip(samples, written, strict=True):
+            chain = encoded(self._theirs, decoded(self._ours, tokens, special=False))
+            if (end := self._ours.eos_token_id) in tokens and self._theirs.eos_token_id is not None:
+                before = tokens[: tokens.index(end)]
+                chain = [*encoded(self._theirs, decoded(self._ours, before, special=False)), self._theirs.eos_token_id]
+            state.texts[sample].chain = [token for token in chain if token < self.target.vocab_size][:wanted]
+
+    def _continued(self, state: _State, missing: Mapping[int, Missing], steps: int) -> list[list[int]]:
+        """The model's most probable next tokens behind each text."""
+        if self.model.backend == "native" and (run := self._natively()) is not None:
+            chain, count = TreeTopology.chain(steps), len(missing)
+            sure = [1.0] * count
+            growth = Growth(chain.child_offsets, chain.child_order, [steps] * count, sure, sure, sure, 0.0, 0.0, -1)
+            tokens = feed(run, state.cache, missing, growth, None).tokens
+            return [list(tokens[first : first + steps]) for first in range(0, len(tokens), steps)]
+        logits, handles = self.catch_up(state, missing).logits, list(missing)
+        found = [logits.argmax(dim=-1)]
+        for step in range(steps - 1):
+            words = torch.full((len(handles), 1), (1 << step + 1) - 1)
+            batch = state.cache.lay_out(handles, [[step]] * len(handles), words)
+            found.append(self.run(state, found[-1], None, batch).logits.argmax(dim=-1))
+        state.cache.drop(handles)
+        return torch.stack(found, dim=1).tolist()
+
+    def _natively(self) -> DraftRun | None:
+        if self._native[0] is not self.model.prepacking:
+            self._native = self.model.prepacking, native_model(self.model)
+        return self._native[1]
+
+
+__all__ = ["IntersectionDrafter", "RetokenizedDrafter"]
