@@ -17,6 +17,7 @@ from arbordraft.cli.display import step_tree
 from arbordraft.cli.failures import Terminated, complain
 from arbordraft.cli.options import (
     AutoDtypeOption,
+    CorpusOption,
     DeviceOption,
     DrafterOption,
     KernelsOption,
@@ -48,6 +49,7 @@ HELP = """\
 def chat(
     model: ModelOption = "smollm2",
     drafter: DrafterOption = "auto",
+    corpus: CorpusOption = None,
     system: Annotated[str | None, typer.Option(help="System prompt that stands before the conversation.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     temperature: TemperatureOption = 0.0,
@@ -68,6 +70,7 @@ def chat(
         decoder = load_decoder(
             model,
             drafter,
+            corpus=corpus,
             dtype=dtype,
             device=device,
             kernels=kernels,

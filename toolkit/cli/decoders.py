@@ -1,8 +1,12 @@
 """Builds decoders from the options of the command line."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import arbordraft as ad
+from arbordraft.cli.corpus import fill
+from arbordraft.drafters.text_pool import TextPool
 from arbordraft.loading import tokenizer_of
 from arbordraft.sampling.laws import SharedNoise
 
@@ -16,6 +20,7 @@ def load_decoder(
     *,
     law: Law | None = None,
     verifier: Verifier | None = None,
+    corpus: Sequence[Path] | None = None,
     **options: Any,
 ) -> ad.SpeculativeDecoder:
     """Loads a decoder that has a tokenizer, with the draft law and the verifier of the options.
@@ -25,13 +30,17 @@ def load_decoder(
         drafter: name of the drafter.
         law: how children are drawn; by default as the drafter prefers.
         verifier: how recursive rejection is applied; by default the verifier that suits the law.
+        corpus: files and folders in whose texts lookups look, too.
         **options: those of ``load``.
 
     Raises:
         ValueError: if there is no tokenizer, or something is wrong with the names or their combination.
     """
-    decoder = ad.load(model, drafter, **options)
-    tokenizer_of(decoder.target, model)
+    pool = TextPool() if corpus else None
+    decoder = ad.load(model, drafter, pool=pool, **options)
+    tokenizer = tokenizer_of(decoder.target, model)
+    if corpus and pool is not None:
+        fill(pool, corpus, tokenizer)
     if law is None and verifier is None:
         return decoder
     width = decoder.topology.width

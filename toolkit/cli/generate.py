@@ -12,6 +12,7 @@ from arbordraft.cli.display import AnswerStreamer, show_answers, show_stats, ver
 from arbordraft.cli.options import (
     SHAPES,
     AutoDtypeOption,
+    CorpusOption,
     DeviceOption,
     DrafterOption,
     KernelsOption,
@@ -42,6 +43,7 @@ def generate(
     ] = None,
     model: ModelOption = "smollm2",
     drafter: DrafterOption = "auto",
+    corpus: CorpusOption = None,
     tree: Annotated[
         str | None, typer.Option(help=f"Shape of the draft tree, by default what pays here: {SHAPES}.")
     ] = None,
@@ -85,6 +87,7 @@ def generate(
     decoder = load_decoder(
         model,
         drafter,
+        corpus=corpus,
         law=law,
         verifier=verifier,
         topology=topology,

@@ -63,6 +63,15 @@ ModelOption = Annotated[
 ]
 DrafterOption = Annotated[str, typer.Option(help=DRAFTERS)]
 DraftersOption = Annotated[list[str], typer.Option("--drafter", help=f"{DRAFTERS} May be repeated.")]
+CorpusOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--corpus",
+        exists=True,
+        help="Files, or folders of them, in which lookups find what may come next: texts, or a pool that was saved. "
+        "Makes answers faster and changes none. May be repeated.",
+    ),
+]
 DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
 DtypesOption = Annotated[list[Dtype], typer.Option("--dtype", help="Precision of the weights. May be repeated.")]
 BOTH = [Dtype.bfloat16, Dtype.float32]

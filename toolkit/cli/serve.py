@@ -10,6 +10,7 @@ import typer
 from arbordraft.cli.decoders import load_decoder
 from arbordraft.cli.options import (
     AutoDtypeOption,
+    CorpusOption,
     DeviceOption,
     DrafterOption,
     KernelsOption,
@@ -27,6 +28,7 @@ _LIBRARIES = ("fastapi", "openai", "prometheus_client", "uvicorn")
 def serve(
     model: Annotated[str, typer.Argument(help="Hub name, folder or GGUF file of a causal LM.")] = "smollm2",
     drafter: DrafterOption = "auto",
+    corpus: CorpusOption = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is open to the network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8000,
     api_key: Annotated[
@@ -83,6 +85,7 @@ def serve(
             decoder = load_decoder(
                 model,
                 drafter,
+                corpus=corpus,
                 dtype=dtype,
                 device=device,
                 kernels=kernels,

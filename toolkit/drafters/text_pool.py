@@ -104,11 +104,14 @@ class TextPool:
                 self._clock += 1
                 self._used[text] = self._clock
 
+    def texts(self) -> list[list[int]]:
+        """Their tokens, those that were useful last at the end."""
+        with self._lock:
+            return [self._text(number) for number in sorted(self._used, key=self._used.__getitem__)]
+
     def save(self, path: str | Path) -> None:
         """Writes safetensors; the file appears only when it is complete."""
-        with self._lock:
-            ages = sorted(self._used, key=self._used.__getitem__)
-            held = [self._text(number) for number in ages]
+        held = self.texts()
         tensors = {
             "tokens": torch.tensor([token for text in held for token in text], dtype=torch.int64),
             "lengths": torch.tensor([len(text) for text in held], dtype=torch.int64),
