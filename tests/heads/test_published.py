@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 import arbordraft as ad
 from arbordraft.cli.main import app
 from arbordraft.drafter_names import drafter_named, load_drafter
+from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx import plans
 from arbordraft.heads.block import BlockConfig, BlockHead
+from arbordraft.heads.medusa import MedusaHead
 from arbordraft.heads.published import is_published, published_head
 from arbordraft.target.cache import RaggedKVCache
 
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 def target(kernels="torch", **options):
     sizes = {"hidden_size": HIDDEN, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = tiny(vocab_size=VOCAB, num_hidden_layers=3, **sizes, **options)
+    model = tiny(vocab_size=VOCAB, num_hidden_layers=4, **sizes, **options)
     return ad.RaggedModel(model, kernels=kernels, self_test=False)
 
 
@@ -297,6 +299,23 @@ def test_blocks_that_are_not_understood_are_refused(tmp_path, change, match):
         load_drafter(copied(tmp_path, "dspark", **change), beside("dspark")[0])
 
 
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_medusa_heads_of_vllm(tmp_path, trimmed):
+    """What is written for it is read back; heads with trimmed vocabularies have rows for all tokens there."""
+    of = target()
+    of.model.save_pretrained(tmp_path / "target")
+    head = MedusaHead.for_target(of.model, range(40) if trimmed else range(VOCAB), num_heads=3)
+    torch.nn.init.normal_(head.blocks[0].layers[0].weight)
+    head.save_pretrained(tmp_path / "head")
+    export_vllm(tmp_path / "head", tmp_path / "out", target=str(tmp_path / "target"))
+    read = load_drafter(tmp_path / "out", of)
+    assert isinstance(read, ad.MedusaDrafter)
+    state = torch.randn(5, HIDDEN)
+    for depth in range(3):
+        found, known = (part.widen(part.logits(state, depth)) for part in (read.head, head.eval()))
+        torch.testing.assert_close(found[:, :40], known[:, :40])
+
+
 def test_windows_are_refused(tmp_path):
     layer = json.loads((FOLDER / "dspark" / "config.json").read_text())["transformer_layer_config"]
     windows = layer | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
@@ -323,6 +342,7 @@ def test_embeddings_of_the_target_are_not_kept_twice(tmp_path):
         ({"tensors": lambda held: {n: t for n, t in held.items() if n != "d2t"}}, "no head .* it lacks d2t"),
         ({"tensors": lambda held: held | {"d2t": held["d2t"] + 90}}, "draft vocabulary is damaged"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"reads hidden states \[9\]"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "what layer 4 gives in front of the final norm"),
         ({"transformer_layer_config": {"model_type": "mamba"}}, "layer is of type 'mamba'"),
         ({"transformer_layer_config": {"model_type": "llama"}}, "has no 'hidden_size'"),
         ({"transformer_layer_config": {"model_type": "llama", "hidden_act": "gelu"}}, "hidden_act='gelu'"),
@@ -340,7 +360,7 @@ def test_a_setting_with_two_meanings_is_refused(tmp_path):
 
 def test_other_targets_are_refused():
     with pytest.raises(ValueError, match="hidden states of size 16, the target's have 32"):
-        load_drafter(FOLDER / "eagle3", ad.RaggedModel(tiny(vocab_size=VOCAB, num_hidden_layers=3), kernels="torch"))
+        load_drafter(FOLDER / "eagle3", ad.RaggedModel(tiny(vocab_size=VOCAB, num_hidden_layers=4), kernels="torch"))
 
 
 def test_pickled_weights_are_refused(tmp_path):

@@ -28,7 +28,9 @@ def _folder(source: str) -> str | os.PathLike[str]:
 
 
 def import_drafter(
-    source: Annotated[str, typer.Argument(help="Folder or hub name of an EAGLE-3 head of speculators or SpecForge.")],
+    source: Annotated[
+        str, typer.Argument(help="Folder or hub name of a head: EAGLE-3, P-EAGLE, DFlash, DSpark or Medusa.")
+    ],
     out: OutArgument,
     model: ModelOption = "smollm2",
     force: ForceOption = False,

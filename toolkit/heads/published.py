@@ -98,6 +98,9 @@ def published_head(folder: str | os.PathLike[str], model: PreTrainedModel) -> Dr
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{folder} holds no head that can be read: {reason}") from error
+    last = model.config.get_text_config().num_hidden_layers
+    if kind != "Medusa" and last in (head.config.hidden_layers or ()):
+        raise ValueError(f"{folder} reads what layer {last} gives in front of the final norm, which is not to be had")
     _fill(head, tensors, folder)
     head.check()
     head.check_target(model)
