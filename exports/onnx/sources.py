@@ -15,6 +15,7 @@ from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx import decisions, noise, plans
 from arbordraft.exports.onnx.writing import WriteOptions, write
 from arbordraft.heads.block import BlockConfig, BlockHead
+from arbordraft.heads.dflash import DFlashConfig
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter, ExitAdapterConfig
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
@@ -93,6 +94,11 @@ def of(
         case MedusaConfig.model_type:
             heads = MedusaHead.from_pretrained(source, dtype=torch.float32)
             return [plans.medusa(heads, _origin_for(source, target))]
+        case DFlashConfig.model_type:
+            raise ValueError(
+                f"{source} holds a DFlash or DSpark head, of which there are no graphs: it decodes here, and vLLM reads "
+                "it (arbordraft export vllm --layout speculators)"
+            )
         case ExitAdapterConfig.model_type:
             adapter = ExitAdapter.from_pretrained(source, dtype=torch.float32)
             return [plans.early_exit(_origin_for(source, target), adapter.layers, adapter, causal=causal)]

@@ -255,6 +255,25 @@ def test_it_rests_where_its_positions_end(name):
     assert found == expected
 
 
+@every_drafter
+def test_it_rests_where_its_memory_ends(name):
+    """A text of pairs takes twice the rows in letters, which a bounded cache does not have: nobody is refused."""
+    wide = merging(LETTERS[: VOCAB - 4], PAIRS)
+    of = ad.RaggedModel(tiny(vocab_size=len(wide)), wide, kernels="torch")
+    letters = ad.RaggedModel(tiny(seed=3, num_hidden_layers=1), tiny_tokenizer(), kernels="torch")
+    pair = wide.get_vocab()["ab"]
+    prompts = [[pair] * 20, [pair] * 9]
+    expected, _ = decode(ad.builders.plain(of), prompts, max_new_tokens=8)
+    topology, drafted = ad.TreeTopology.chain(3), []
+    for bound in (80, None):
+        made = DRAFTERS[name](letters, of)
+        decoder = ad.SpeculativeDecoder(of, made, topology, max_cache_tokens=bound)
+        found, stats = decode(decoder, prompts, max_new_tokens=8)
+        assert found == expected
+        drafted.append(stats.drafted)
+    assert drafted[0] < drafted[1]
+
+
 def test_by_name(tmp_path):
     model = small()
     model.model.save_pretrained(tmp_path / "small")

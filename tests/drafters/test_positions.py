@@ -39,6 +39,7 @@ def pair(kind):
 
 
 KINDS = ["model, table", "model, native", "eagle, native", "block, native", "eagle, torch", "block, torch"]
+KINDS += ["dflash, native", "dspark, torch"]
 
 
 def decode(decoder, *, sampled, texts=TEXTS):

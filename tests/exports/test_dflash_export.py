@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import arbordraft as ad
 from arbordraft.drafter_names import load_drafter
 from arbordraft.exports.engines import export_sglang, export_vllm
+from arbordraft.exports.onnx import sources
 from arbordraft.heads.dflash import DFlashHead
 from arbordraft.heads.published import published_head
 
@@ -116,3 +117,9 @@ def test_sglang_gets_none(exported, tmp_path):
     exported("dspark")
     with pytest.raises(ValueError, match="are written for vLLM"):
         export_sglang(tmp_path / "head", tmp_path / "other", target=str(tmp_path / "target"))
+
+
+def test_there_are_no_graphs_of_them(exported, tmp_path):
+    exported("dspark")
+    with pytest.raises(ValueError, match="holds a DFlash or DSpark head, of which there are no graphs"):
+        sources.of(str(tmp_path / "head"), str(tmp_path / "target"))

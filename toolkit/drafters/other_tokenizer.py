@@ -51,6 +51,7 @@ class _Text:
 
 @dataclass
 class _State(ModelState):
+    target: RaggedKVCache = field(kw_only=True)
     texts: dict[int, _Text] = field(default_factory=dict)
 
 
@@ -97,22 +98,25 @@ class _Foreign(ModelDrafter):
             raise ValueError(f"{type(self).__name__} must be built for the target that it drafts for")
 
     def open(self, target_cache: RaggedKVCache) -> _State:
-        return _State(target_cache.beside(self))
+        return _State(target_cache.beside(self), target=target_cache)
 
     def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
         state.texts[sample] = _Text(Translation(self._theirs, self._ours))
-        state.handles[sample] = state.cache.open()
+        # Under a bound, as much as the target has: a text that takes more here is drafted for no further.
+        state.handles[sample] = state.cache.open(state.target.capacity(handle))
 
     def remove(self, state: _State, sample: int) -> None:
         del state.texts[sample]
         state.cache.close(state.handles.pop(sample))
 
     def depths(self, state: _State, context: DraftContext) -> list[int]:
-        found = super().depths(state, context)
-        if (most := self.model.max_positions) is not None:
-            for sample in context.alive:
-                room = most - len(state.texts[sample].translation(context.tokens(sample))) - 1
-                found[sample] = min(found[sample], max(0, int(room / self.per_token)))
+        found, bounded = super().depths(state, context), state.cache.max_tokens is not None
+        for sample in context.alive if bounded or self.model.max_positions is not None else ():
+            rows = state.cache.capacity(state.handles[sample]) if bounded else None
+            most = min(limit for limit in (rows, self.model.max_positions) if limit is not None)
+            room = most - len(state.texts[sample].translation(context.tokens(sample))) - 1
+            nodes = context.topology.num_nodes if bounded else 0  # what a tree takes besides its deepest path
+            found[sample] = min(found[sample], max(0, int((room - nodes) / self.per_token)))
         return found
 
     def lag(self, state: _State, context: DraftContext) -> Sequence[int]:
