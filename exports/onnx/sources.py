@@ -96,7 +96,7 @@ def of(
             return [plans.medusa(heads, _origin_for(source, target))]
         case DFlashConfig.model_type:
             raise ValueError(
-                f"{source} holds a DFlash or DSpark head, of which there are no graphs: it decodes here, and vLLM reads "
+                f"{source} holds a DFlash or DSpark head, of which there are no graphs: it decodes here, vLLM reads "
                 "it (arbordraft export vllm --layout speculators)"
             )
         case ExitAdapterConfig.model_type:

@@ -17,7 +17,7 @@ from arbordraft.training.features import FreshFeatures, TeacherHead
 from arbordraft.training.fit import run
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.shards import ANSWER
-from arbordraft.training.students import BlockStudent
+from arbordraft.training.students import BlockStudent, DFlashStudent
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")
 
@@ -205,3 +205,26 @@ def test_fit_save_load_decode(world, tmp_path, rank):
         assert output.sequences[:, -16:].tolist() == expected
         taus.append(output.stats.tau)
     assert taus[0] > taus[1] + 0.3
+
+
+def test_a_recurrent_term_is_not_trained():
+    with pytest.raises(ValueError, match="is read, not trained: set markov to vanilla or gated"):
+        DFlashStudent(markov="rnn")
+    with pytest.raises(ValueError, match="begins must"):
+        DFlashStudent(begins=0)
+
+
+def test_drafts_begin_at_a_share_of_the_slots():
+    """Anew for every batch; while nothing is trained, at all of them."""
+    student = STUDENTS["dspark"]()
+    student.begins = 0.25
+    student.build(target(), frequent)
+    counts = []
+    for training in (True, False):
+        student.train(training)
+        found = list(student.unroll(batch_for(student), target(), 4))
+        counts.append([int(prediction.slots.sum()) for prediction in found])
+    slots = max(map(len, texts())) - 2
+    assert counts[1] == [slots - step for step in range(4)]
+    assert counts[0][0] == round(slots * 0.25)
+    assert all(few < many for few, many in zip(*counts, strict=True))

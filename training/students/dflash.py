@@ -4,22 +4,21 @@ Shapes: B sequences, L tokens, S slots, n drafts that begin in each, b rows of a
 D draft vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from arbordraft import DFlashDrafter, RaggedModel
 from arbordraft.heads.dflash import DFlashHead
-from arbordraft.heads.eagle import default_layers
 from arbordraft.training.batches import Batch
-from arbordraft.training.students.base import Prediction, Student
+from arbordraft.training.students.base import Prediction
 from arbordraft.training.students.block import attend
+from arbordraft.training.students.eagle import LayersStudent
 from arbordraft.utils.checks import check_float
 
 
-class DFlashStudent(Student):
+class DFlashStudent(LayersStudent):
     """Layers that predict a block of tokens in one pass, and a Markov term that reads the token before.
 
     All depths learn from the first step on, from drafts that begin at a share of the slots, drawn anew for every batch.
@@ -44,6 +43,7 @@ class DFlashStudent(Student):
     """
 
     network: DFlashHead
+    head_class = DFlashHead
     drafter_class = DFlashDrafter
 
     def __init__(
@@ -58,31 +58,19 @@ class DFlashStudent(Student):
         intermediate_size: int | None = None,
         begins: float = 0.5,
     ) -> None:
-        super().__init__()
         if markov == "rnn":
             raise ValueError("a recurrent Markov term is read, not trained: set markov to vanilla or gated")
-        self.vocabulary, self.layers, self.intermediate_size = vocabulary, layers, intermediate_size
+        super().__init__(
+            vocabulary,
+            layers,
+            intermediate_size,
+            block_size=depths,
+            num_hidden_layers=num_layers,
+            mask_token_id=mask_token_id,
+            markov_rank=markov_rank,
+            markov=markov,
+        )
         self.begins = check_float("begins", begins, 1e-3, 1)
-        self.settings: dict[str, Any] = {
-            "block_size": depths,
-            "num_hidden_layers": num_layers,
-            "markov_rank": markov_rank,
-            "markov": markov,
-            "mask_token_id": mask_token_id,
-        }
-
-    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
-        return tuple(self.layers or default_layers(target.num_layers))
-
-    def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
-        self.network = DFlashHead.for_target(
-            target.model,
-            frequent(self.vocabulary or target.vocab_size),
-            hidden_layers=self.hidden_layers(target),
-            intermediate_size=self.intermediate_size,
-            name=name,
-            **self.settings,
-        ).float()
 
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
         head, device = self.network, batch.tokens.device

@@ -16,7 +16,40 @@ from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import Prediction, Student, shift
 
 
-class EagleStudent(Student):
+class LayersStudent(Student):
+    """A head of layers that read the target's hidden states.
+
+    Args:
+        vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
+        layers: the target's hidden states to read; by default a low, a middle and a high one.
+        intermediate_size: of the MLP, by default the target's.
+        **settings: further ones that the kind of head has.
+    """
+
+    head_class: type[Any]
+
+    def __init__(
+        self, vocabulary: int | None, layers: Sequence[int] | None, intermediate_size: int | None, **settings: Any
+    ) -> None:
+        super().__init__()
+        self.vocabulary, self.layers, self.intermediate_size = vocabulary, layers, intermediate_size
+        self.settings = settings
+
+    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
+        return tuple(self.layers or default_layers(target.num_layers))
+
+    def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
+        self.network = self.head_class.for_target(
+            target.model,
+            frequent(self.vocabulary or target.vocab_size),
+            hidden_layers=self.hidden_layers(target),
+            intermediate_size=self.intermediate_size,
+            name=name,
+            **self.settings,
+        ).float()
+
+
+class EagleStudent(LayersStudent):
     """One EAGLE-3 layer, unrolled as it will be used: its own output stands for what the target has not seen yet.
 
     Tokens are the text's own at all steps ("training-time test" of EAGLE-3).
@@ -39,23 +72,8 @@ class EagleStudent(Student):
         intermediate_size: int | None = None,
         noise: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.vocabulary, self.layers = vocabulary, layers
-        self.intermediate_size, self.noise = intermediate_size, noise
-        self.settings: dict[str, Any] = {}  # that the head has besides
-
-    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
-        return tuple(self.layers or default_layers(target.num_layers))
-
-    def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
-        self.network = self.head_class.for_target(
-            target.model,
-            frequent(self.vocabulary or target.vocab_size),
-            hidden_layers=self.hidden_layers(target),
-            intermediate_size=self.intermediate_size,
-            name=name,
-            **self.settings,
-        ).float()
+        super().__init__(vocabulary, layers, intermediate_size)
+        self.noise = noise
 
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
         head = self.network
