@@ -93,7 +93,7 @@ class DFlashDrafter(BlockDrafter):
             states[state.handles[sample]] = network.context(rows)
         places = {handle: range(len(rows)) for handle, rows in states.items()}
         for part, _, batch in cache.portions(places, network.chunk):
-            network.store(torch.cat([states[h][list(rows)] for h, rows in part.items()]), batch, cache)
+            network.store(torch.cat([states[h][rows[0] : rows[-1] + 1] for h, rows in part.items()]), batch, cache)
         config, handles = self.head.config, [state.handles[sample] for sample in samples]
         size = config.block_size
         tokens = [[context.tokens(sample)[-1], *[config.mask_token_id] * (size - 1)] for sample in samples]

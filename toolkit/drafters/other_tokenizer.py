@@ -129,11 +129,9 @@ class _Foreign(ModelDrafter):
     def missing(self, state: _State, context: DraftContext, sample: int) -> Missing:
         handle, text = state.handles[sample], state.texts[sample]
         tokens = text.translation(context.tokens(sample))
-        known = 0
-        for ours, theirs in zip(text.read, tokens[:-1], strict=False):
-            if ours != theirs:
-                break
-            known += 1
+        held = text.read[: state.cache.length(handle)]  # less where a step was broken off
+        pairs = enumerate(zip(held, tokens[:-1], strict=False))
+        known = next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(held), len(tokens) - 1))
         state.cache.shorten(handle, known)
         text.read = tokens
         return tokens[known:], None
@@ -181,7 +179,7 @@ class IntersectionDrafter(_Foreign):
         super().commit(state, tree, verdict)
         for sample, handle in state.handles.items():
             text = state.texts[sample]
-            if kept := state.cache.length(handle) - len(text.read):
+            if (kept := state.cache.length(handle) - len(text.read)) > 0:
                 path = [int(tree.token[row]) for row in verdict.paths[sample][1 : 1 + kept]]
                 text.read = text.read + [self._id_of(token) for token in path]
 
