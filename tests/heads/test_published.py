@@ -284,8 +284,8 @@ def test_the_layouts_of_specforge_and_deepspec(tmp_path):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"architectures": ["DominoDraftModel"]}, "one of Domino; read are EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa"),
-        ({"architectures": ["EagleLlamaForCausalLM"]}, "one of EAGLE-1 or EAGLE-2"),
+        ({"architectures": ["DominoDraftModel"]}, "one of Domino; read are EAGLE-1"),
+        ({"architectures": ["EagleSpeculator"]}, "one of EAGLE-1 in speculators"),
         ({"dflash_config": {"shift_label": True}}, "shift_label=True"),
         ({"block_size": 99}, "block_size must be"),
         ({"markov_head_type": "lstm"}, "markov must be vanilla, gated or rnn"),

@@ -154,7 +154,8 @@ class HeadOnRows:
     @torch.no_grad()
     def fuse(self, states: Tensor) -> Tensor:
         """``[T, F]`` normed states of the target to ``[T, H]``."""
-        return self.head.fc(states.to(self.head.dtype))
+        states = states.to(self.head.dtype)
+        return states if self.head.config.first_generation else self.head.fc(states)
 
     @torch.no_grad()
     def __call__(
@@ -164,7 +165,7 @@ class HeadOnRows:
         batch, (tokens, *wanted) = batch.upload(hidden.device, tokens, *(() if rows is None else (rows,)))
         ragged = Forward(batch, cache, self.target.backend == "native")
         out = self._layer(tokens, hidden, batch.positions, ragged, wanted[0] if wanted else None)
-        logits, final, following = self.head.predict(out)
+        logits, final, following = self.head.predict(out, self.target.model.get_output_embeddings())
         return self.head.widen(logits), final, following
 
     @torch.no_grad()
@@ -174,7 +175,7 @@ class HeadOnRows:
         """See :class:`~arbordraft.drafters.model_drafter.DraftNetwork`."""
         assert hidden is not None
         out = self._layer(tokens, hidden, positions, ragged, rows)
-        logits, _, following = self.head.predict(out)
+        logits, _, following = self.head.predict(out, self.target.model.get_output_embeddings())
         return logits, following
 
     def _layer(
@@ -182,6 +183,7 @@ class HeadOnRows:
     ) -> Tensor:
         embed = self.head.embed_tokens or self.target.model.get_input_embeddings()
         embeddings, rotary = embed(tokens).to(hidden.dtype), self.head.rotary(positions, hidden.dtype)
+        hidden = self.head.enter(embeddings, hidden)
         for layer in range(len(self.head.layers)):
             query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary, layer)
             attended = ragged.attend(layer, query, key, value, self._attention)

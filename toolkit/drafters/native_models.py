@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 def runs_natively(head: "LayeredHead", target: RaggedModel) -> bool:
     """Whether there are kernels for the head's layers: they know their sizes, and embeddings are a table."""
     config, embeddings = head.config, _embeddings(head, target)
+    if getattr(config, "first_generation", False):
+        return False
     if target.backend != "native" or type(embeddings) is not nn.Embedding:
         return False
     sizes = (config.head_dim, config.hidden_size, embeddings.embedding_dim, config.intermediate_size)

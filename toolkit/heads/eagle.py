@@ -3,6 +3,9 @@
 Slot j holds the target's hidden states of token j together with token j + 1 and predicts token j + 2. Where the target
 has not been yet, the layer's own output stands for the hidden states.
 
+EAGLE-1 and EAGLE-2 (Li et al., 2024) have the same slots. They read the target's last hidden state alone, fuse it with
+the embedding in front of a layer without a first norm, have no norm behind it, and use the target's output matrix.
+
 Shapes: ... any leading sizes, F hidden states side by side, E embedding size, H hidden size, Hq/Hkv heads, C head size,
 D draft vocabulary.
 """
@@ -34,6 +37,8 @@ class EagleConfig(LayersConfig):
 
     Args:
         own_embeddings: whether tokens have embeddings of its own, not the target's.
+        first_generation: whether it is one of EAGLE-1 or EAGLE-2.
+        fc_bias: whether what fuses has a bias (HASS); of the first generation alone.
         fc_norm: whether each of the target's states is normed before they are fused (EAGLE-3.1).
         norm_before_fc: whether all of them together are.
         norm_before_residual: whether the layer adds to the normed states, not to the states themselves.
@@ -43,6 +48,8 @@ class EagleConfig(LayersConfig):
     model_type = "arbordraft_eagle"
 
     own_embeddings: bool = False
+    first_generation: bool = False
+    fc_bias: bool = False
     fc_norm: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
@@ -57,7 +64,7 @@ class EagleConfig(LayersConfig):
     def _peculiar(self) -> list[str]:
         plain = EagleConfig()
         names = ["num_hidden_layers", "own_embeddings", "qk_norm", "attention_bias", "fc_norm", "norm_before_fc"]
-        names += ["norm_before_residual", "norm_output"]
+        names += ["norm_before_residual", "norm_output", "first_generation"]
         turned = (self.rope_parameters or {}).get("rope_type", "default") != "default"
         return [name for name in names if getattr(self, name) != getattr(plain, name)] + ["rope_parameters"] * turned
 
@@ -85,11 +92,17 @@ class EagleHead(LayeredHead):
         self.input_norm = nn.RMSNorm(count * size, config.rms_norm_eps) if config.norm_before_fc else None
         norms = [nn.RMSNorm(size, config.rms_norm_eps) for _ in range(count if config.fc_norm else 0)]
         self.fc_norm = nn.ModuleList(norms)
-        self.fc = nn.Linear(count * size, config.hidden_size, bias=False)
-        self.midlayer = Layer(config, config.embedding_size)
+        first = config.first_generation
+        fused = count * size + first * config.embedding_size
+        self.fc = nn.Linear(fused, config.hidden_size, bias=config.fc_bias)
+        self.midlayer = Layer(config, 0 if first else config.embedding_size)
         self.deeper = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers - 1))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.norm: Any = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head: Any = None
+        if first:
+            self.midlayer.input_layernorm = self.norm = nn.Identity()
+        else:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.post_init()
 
     @classmethod
@@ -128,8 +141,12 @@ class EagleHead(LayeredHead):
         return head
 
     def fuse(self, states: Tensor) -> Tensor:
-        """``[..., F]`` of the target to ``[..., H]``."""
-        return self.fc(self.normed(states))
+        """``[..., F]`` of the target to ``[..., H]``; the first generation fuses later, see :meth:`enter`."""
+        return states if self.config.first_generation else self.fc(self.normed(states))
+
+    def enter(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """``[..., H]`` what the first layer reads, of embeddings ``[..., E]`` and :meth:`fuse` or its own output."""
+        return self.fc(torch.cat([embeddings, hidden], dim=-1)) if self.config.first_generation else hidden
 
     def normed(self, states: Tensor) -> Tensor:
         """``[..., F]`` of the target as :attr:`fc` takes them, in their own dtype unless there is a norm."""
@@ -153,7 +170,7 @@ class EagleHead(LayeredHead):
 
         Args:
             embeddings: ``[..., E]`` of each slot's token, which the first layer reads.
-            hidden: ``[..., H]`` fused states, or the last layer's output; for deeper layers that of the one before.
+            hidden: ``[..., H]`` what :meth:`enter` gives; for deeper layers the output of the one before.
             rotary: what :meth:`rotary` gives for the slots' positions.
             layer: its number.
 
@@ -161,7 +178,7 @@ class EagleHead(LayeredHead):
             ``[..., Hq, C]``, ``[..., Hkv, C]`` and ``[..., Hkv, C]``.
         """
         block = self.layers[layer]
-        if layer:
+        if layer or self.config.first_generation:
             x = block.input_layernorm(hidden)
         else:
             x = torch.cat([block.input_layernorm(embeddings), self.midlayer.hidden_norm(hidden)], dim=-1)
@@ -173,10 +190,16 @@ class EagleHead(LayeredHead):
             hidden = self.midlayer.hidden_norm(hidden)
         return self.layers[layer].finish(hidden, attended)
 
-    def predict(self, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the last layer's output ``[..., D]`` logits, the ``[..., H]`` before them, what the next step reads."""
+    def predict(self, out: Tensor, head: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the last layer's output ``[..., D]`` logits, the ``[..., H]`` before them, what the next step reads.
+
+        Args:
+            out: ``[..., H]``.
+            head: the target's output matrix, for heads that have none.
+        """
         final = self.norm(out)
-        return self.lm_head(final), final, final if self.config.norm_output else out
+        output: Any = self.lm_head or head
+        return output(final), final, final if self.config.norm_output else out
 
     @torch.no_grad()
     def _begin(self, model: PreTrainedModel) -> None:

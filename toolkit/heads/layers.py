@@ -93,6 +93,7 @@ class Layer(nn.Module):
     """
 
     hidden_norm: nn.RMSNorm
+    input_layernorm: Any
 
     def __init__(self, config: LayersConfig, embeddings: int = 0) -> None:
         super().__init__()

@@ -26,6 +26,7 @@ from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.target.prepacked.probing import vocabulary
 
 _KINDS = {  # architectures of other programs
+    "EagleLlamaForCausalLM": "EAGLE-1 and EAGLE-2",
     "LlamaForCausalLMEagle3": "EAGLE-3",
     "Eagle3LlamaForCausalLM": "EAGLE-3",
     "Eagle3Speculator": "EAGLE-3",
@@ -40,9 +41,7 @@ _KINDS = {  # architectures of other programs
     "MedusaModel": "Medusa",
 }
 _UNREAD = {  # that are known, but not read
-    "EagleLlamaForCausalLM": "EAGLE-1 or EAGLE-2",
-    "EagleSpeculator": "EAGLE-1 or EAGLE-2",
-    "EAGLEModel": "EAGLE-1 or EAGLE-2",
+    "EagleSpeculator": "EAGLE-1 in speculators' layout",
     "DFlash2Speculator": "DFlash 2",
     "DFlash2DraftModel": "DFlash 2",
     "DominoDraftModel": "Domino",
@@ -77,7 +76,7 @@ def published_head(folder: str | os.PathLike[str], model: PreTrainedModel) -> Dr
         model: the target, which says what the settings leave open.
 
     Returns:
-        An :class:`~arbordraft.heads.eagle.EagleHead` of EAGLE-3 or EAGLE-3.1, a
+        An :class:`~arbordraft.heads.eagle.EagleHead` of EAGLE-1, 2, 3 or 3.1, a
         :class:`~arbordraft.heads.block.BlockHead` of P-EAGLE, a :class:`~arbordraft.heads.dflash.DFlashHead` of DFlash
         or DSpark, or a :class:`~arbordraft.heads.medusa.MedusaHead`.
 
@@ -93,13 +92,15 @@ def published_head(folder: str | os.PathLike[str], model: PreTrainedModel) -> Dr
             raise ValueError(f"it is one of {unread}; read are {known}")
         kind = "P-EAGLE" if "pard_token" in given else _KINDS[name]
         tensors = {name: tensor for name, tensor in read_tensors(folder).items() if not name.startswith(_UNUSED)}
-        make = {"EAGLE-3": _eagle, "P-EAGLE": _peagle, "Medusa": _medusa}.get(kind, _dflash)
+        make = {"EAGLE-1 and EAGLE-2": _eagle1, "EAGLE-3": _eagle, "P-EAGLE": _peagle, "Medusa": _medusa}.get(
+            kind, _dflash
+        )
         head = make(given, model, tensors)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{folder} holds no head that can be read: {reason}") from error
     last = model.config.get_text_config().num_hidden_layers
-    if kind != "Medusa" and last in (head.config.hidden_layers or ()):
+    if kind not in ("Medusa", "EAGLE-1 and EAGLE-2") and last in (head.config.hidden_layers or ()):
         raise ValueError(f"{folder} reads what layer {last} gives in front of the final norm, which is not to be had")
     _fill(head, tensors, folder)
     head.check()
@@ -109,6 +110,14 @@ def published_head(folder: str | os.PathLike[str], model: PreTrainedModel) -> Dr
 
 def _eagle(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> EagleHead:
     return EagleHead(EagleConfig(**_eagle_settings(given, model, tensors)))
+
+
+def _eagle1(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> EagleHead:
+    settings = _eagle_settings(given, model, tensors)
+    tensors.pop("lm_head.weight", None)  # a copy of the target's, which has it
+    own = {"first_generation": True, "fc_bias": "fc.bias" in tensors}
+    last = model.config.get_text_config().num_hidden_layers
+    return EagleHead(EagleConfig(**settings | own | {"hidden_layers": [last]}))
 
 
 def _peagle(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> BlockHead:
@@ -205,7 +214,7 @@ def _eagle_settings(given: Mapping[str, Any], model: PreTrainedModel, tensors: d
 
 def _layer(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings of the layers; raises ValueError if they are not understood."""
-    layer: Mapping[str, Any] = given.get("transformer_layer_config") or given
+    layer: Mapping[str, Any] = given.get("transformer_layer_config") or given.get("model") or given
     kind = layer.get("model_type", "llama")
     if kind not in _LAYERS:
         raise ValueError(f"its layer is of type {kind!r}, known are {', '.join(_LAYERS)}")
