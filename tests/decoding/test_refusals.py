@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import arbordraft as ad
+from arbordraft.checkpoints.vocabulary import TokenizerMismatch
 from arbordraft.decoding.engine import Engine
 from arbordraft.target.cache import CacheOverflow
 from arbordraft.target.hf_cache import cache_argument
@@ -105,7 +106,7 @@ PARTS = [
     ),
     (
         lambda: build(target=with_tokenizer(), drafter=ad.LanguageModelDrafter(with_tokenizer("another"))),
-        ValueError,
+        TokenizerMismatch,
         "other ids",
     ),
     (lambda: build(drafter=ad.EarlyExitDrafter(ragged(seed=1), 1)), ValueError, "built from the target"),

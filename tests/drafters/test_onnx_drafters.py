@@ -27,18 +27,21 @@ KINDS = [
 DRAWN = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
 
 
+EXPORTED = [name for name in ROWS if name not in ("dflash", "dspark")]  # of which there are no graphs
+
+
 def decode(proposer, *, coupling=GREEDY, decider=None, prompts=PROMPTS, **options):
     decoder = ad.SpeculativeDecoder(target(), proposer, TREE, coupling, decider)
     return decoded(decoder, prompts, **{"max_new_tokens": 20, **options})
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", EXPORTED)
 def test_every_row_is_the_networks_own(graphs, name):
     """Over rounds that accept different paths of uneven trees, in a batch whose samples end at different times."""
     assert walk(load_drafter(graphs(name).folder, target()), name)[1] > 35
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", EXPORTED)
 def test_the_same_tokens_from_the_same_steps(graphs, name):
     """At temperature 0 in float32, alone and in a ragged batch: not the answers only, the drafts as well."""
     exported, original = load_drafter(graphs(name).folder, target()), drafter(name)

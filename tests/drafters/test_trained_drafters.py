@@ -65,14 +65,8 @@ def untrained(name, of, tokens=range(30), hidden_layers=(0, 1, 2)):
             return ad.BlockDrafter(head, of)
         if name == "peagle":
             return ad.BlockDrafter(BlockHead.for_target(model, tokens, markov_rank=0, mask_token_id=2, **options), of)
-        if name in ("dflash", "dspark", "gated"):
-            kind = (
-                {"markov": "gated"}
-                if name == "gated"
-                else {"markov_rank": 0, "from_anchor": False}
-                if name == "dflash"
-                else {}
-            )
+        if name in ("dflash", "dspark"):
+            kind = {"markov_rank": 0, "from_anchor": False} if name == "dflash" else {}
             head = DFlashHead.for_target(model, tokens, mask_token_id=2, num_hidden_layers=1, **kind, **options)
             if head.markov_head is not None:
                 torch.nn.init.normal_(head.markov_head.markov_w2.weight, std=3.0)
