@@ -188,7 +188,7 @@ def trained_for(target: RaggedModel) -> Path | None:
 
 
 def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
-    """The drafter that a training saved in a folder, an EAGLE-3 head in a layout of others
+    """The drafter that a training saved in a folder, a head in a layout of others
     (:mod:`arbordraft.heads.published`), one that was exported as graphs, or a small language model.
 
     Args:

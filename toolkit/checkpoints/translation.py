@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BLOCK = 64  # tokens of a text that are translated together
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 # Byte-level tokenizers write each byte as one letter: visible ones as themselves, the others as those from U+0100 on.
 LETTERS = {chr(byte): byte for byte in _VISIBLE} | {
@@ -37,7 +37,7 @@ def spelt_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[bytes, int]:
             if not all(letter in LETTERS for letter in name):
                 continue  # an added token, which is spelt otherwise
             data = bytes(LETTERS[letter] for letter in name)
-        elif (byte := _BYTE_TOKEN.fullmatch(name)) is not None:
+        elif (byte := BYTE_TOKEN.fullmatch(name)) is not None:
             data = bytes([int(byte[1], 16)])
         else:
             data = name.replace("▁", " ").encode()

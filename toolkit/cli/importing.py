@@ -29,7 +29,7 @@ def _folder(source: str) -> str | os.PathLike[str]:
 
 def import_drafter(
     source: Annotated[
-        str, typer.Argument(help="Folder or hub name of a head: EAGLE-3, P-EAGLE, DFlash, DSpark or Medusa.")
+        str, typer.Argument(help="Folder or hub name of a head: EAGLE, P-EAGLE, DFlash, DSpark or Medusa.")
     ],
     out: OutArgument,
     model: ModelOption = "smollm2",

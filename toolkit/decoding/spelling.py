@@ -3,7 +3,6 @@
 A token may be a part of a character: bytes of byte-level tokenizers, or byte tokens ``<0xE6>`` of SentencePiece.
 """
 
-import re
 from codecs import getincrementaldecoder, utf_8_decode
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -12,18 +11,13 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from arbordraft.checkpoints.translation import BYTE_TOKEN, LETTERS
 from arbordraft.decoding.stops import Stops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _UNREADABLE = "\ufffd"  # stands in a text for bytes that are no character
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-# Byte-level tokenizers write each byte as one letter: visible ones as themselves, the others as those from U+0100 on.
-_BYTES = {chr(byte): byte for byte in _VISIBLE} | {
-    chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(0x100)} - {*_VISIBLE}))
-}
 _MOST_KNOWN = 2**14  # tokens that are remembered
 _CONTEXT = 4  # tokens before a new one that may decide how it is spelt: a character has at most four bytes
 
@@ -87,7 +81,7 @@ class Spelling:
 
 
 def _byte(name: str | bytes) -> bytes | None:
-    match = _BYTE_TOKEN.fullmatch(name) if isinstance(name, str) else None
+    match = BYTE_TOKEN.fullmatch(name) if isinstance(name, str) else None
     return bytes([int(match[1], 16)]) if match else None
 
 
@@ -95,7 +89,7 @@ def _data(name: str | bytes, text: str, first: str) -> bytes | None:
     """The bytes of a token by its name, if the texts do not tell them."""
     if _UNREADABLE not in first:
         return text.encode()
-    data = name if isinstance(name, bytes) else bytes(_BYTES[letter] for letter in name if letter in _BYTES)
+    data = name if isinstance(name, bytes) else bytes(LETTERS[letter] for letter in name if letter in LETTERS)
     if len(data) == len(name) and data.decode(errors="replace") == first:
         return data
     return text.encode() if isinstance(name, str) and _UNREADABLE in name else None

@@ -87,15 +87,14 @@ class DFlashDrafter(BlockDrafter):
     def _look_ahead(self, state: BlockState, context: DraftContext, samples: Sequence[int]) -> None:
         """Fills the context's slots, and predicts all depths of a block behind each sample's."""
         cache, network = state.cache, self._network
-        states = {}
-        for sample in samples:
-            _, rows = self.missing(state, context, sample)
-            states[state.handles[sample]] = network.context(rows)
+        handles = [state.handles[sample] for sample in samples]
+        lacking = [self.missing(state, context, sample)[1] for sample in samples]
+        known = network.context(torch.cat(lacking)).split([len(rows) for rows in lacking])
+        states = dict(zip(handles, known, strict=True))
         places = {handle: range(len(rows)) for handle, rows in states.items()}
         for part, _, batch in cache.portions(places, network.chunk):
             network.store(torch.cat([states[h][rows[0] : rows[-1] + 1] for h, rows in part.items()]), batch, cache)
-        config, handles = self.head.config, [state.handles[sample] for sample in samples]
-        size = config.block_size
+        config, size = self.head.config, self.head.config.block_size
         tokens = [[context.tokens(sample)[-1], *[config.mask_token_id] * (size - 1)] for sample in samples]
         words = torch.full((size * len(samples), 1), (1 << size) - 1)  # a row sees the whole block
         batch = cache.lay_out(handles, [range(size)] * len(handles), words)
