@@ -115,9 +115,13 @@ class _Rows:
         self._native = target.backend == "native"
         if self._native:
             prepack_linears(head.layers)
+        self.refresh()
 
     def refresh(self) -> None:
         """Reads weights anew that were written to since."""
+        network: Any = self.target.network()
+        # The target's is prepacked where its layers are.
+        self._output: Any = self.head.lm_head or network.get_output_embeddings()
 
     @torch.no_grad()
     def context(self, states: Tensor) -> Tensor:
@@ -136,9 +140,7 @@ class _Rows:
     def block(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> tuple[Tensor, Tensor]:
         """``[R, D]`` logits without the Markov term of rows with these tokens, and ``[R, H]`` they were made from."""
         final = self.head.norm(self._layers(self._embed(tokens), batch, cache))
-        if self.head.lm_head is not None:
-            return self.head.lm_head(final), final
-        return self.target.model.get_output_embeddings()(final), final
+        return self._output(final), final
 
     def _layers(self, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
         batch = batch.to(hidden.device)
@@ -176,8 +178,10 @@ class _NativeRows(_Rows):
             for name in ("k_proj", "v_proj"):  # of the context
                 setattr(attention, name, PrepackedLinear(getattr(attention, name)))
         self._read()
+        self.refresh()
 
     def refresh(self) -> None:
+        super().refresh()
         if self._versions != self._current():
             self._read()
 
