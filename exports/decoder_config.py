@@ -16,10 +16,11 @@ from arbordraft.deciders import Decider, LearnedDecider, costs
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.drafters import Drafter
 from arbordraft.heads.base import fingerprint
-from arbordraft.loading import Dtype, Kernels, load_target
+from arbordraft.loading import load_target
 from arbordraft.onnx.networks import OnnxNetwork
 from arbordraft.sampling import laws
 from arbordraft.sampling.laws import DraftLaw
+from arbordraft.utils.choices import Dtype, Kernels
 from arbordraft.verifiers import Rule, TreeVerifier
 
 if TYPE_CHECKING:

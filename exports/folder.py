@@ -1,18 +1,9 @@
-"""Lists the files of an export with their digests, and names the quantizations of graphs."""
+"""Lists the files of an export with their digests."""
 
 import hashlib
 import os
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-
-
-class Quantization(StrEnum):
-    """Precision of a graph's matrices."""
-
-    none = "none"
-    int8 = "int8"  # weights and, when it runs, inputs in 8 bits
-    int4 = "int4"  # blocks of weights in 4 bits, those of the head in 8
 
 
 @dataclass(frozen=True)

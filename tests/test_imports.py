@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import arbordraft
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up; a folder may be imported by itself and by every folder to its right or below.
@@ -166,7 +168,7 @@ def test_allowed_imports_pass(tmp_path):
 
 
 def test_import_stays_light():
-    """Whoever only decodes pays for torch, not for training, tracking, export or command-line libraries.
+    """Decoding imports torch, not libraries of training, tracking, export or the command line.
 
     It runs in the checkout, whose `kernels/` transformers must not take for the package that it probes for.
     """
@@ -174,6 +176,7 @@ def test_import_stays_light():
 import sys, torch
 before = set(sys.modules)
 import arbordraft
+[getattr(arbordraft, name) for name in arbordraft.__all__]
 print(*sorted(set(sys.modules) - before))
 import transformers, arbordraft.kernels.ragged_tree_attention
 import arbordraft.training, arbordraft.exports, arbordraft.cli.export
@@ -190,3 +193,43 @@ print(*sys.modules)
     assert [
         name for name in added if name.startswith(("scipy.optimize", "arbordraft.heads", "transformers.modeling_utils"))
     ] == []
+
+
+def test_public_names_are_those_that_type_checkers_see():
+    tree = ast.parse((ROOT / "toolkit" / "__init__.py").read_text())
+    seen = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen - {None} == set(arbordraft.__all__)
+    assert set(arbordraft.__all__) <= set(dir(arbordraft))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        arbordraft.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--help"], 0),
+        (["generate", "--help"], 0),
+        (["bench", "--help"], 0),
+        (["export", "vllm", "--help"], 0),
+        (["generate", "a", "--no-such-option"], 2),
+        (["bench", "policy", "--repeats", "0"], 2),
+        (["doctor", "--quick"], 0),
+        (["bench", "equality", "--help"], 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_answers_about_commands_import_no_model_library(arguments, status):
+    """Help, usage errors and a quick look take fractions of a second, as torch and transformers are not imported."""
+    script = """
+import sys
+from arbordraft.cli.main import main
+try:
+    main()
+finally:
+    print("IMPORTED", *sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == status, run.stderr
+    imported = run.stdout.rpartition("IMPORTED")[2].split()
+    assert "arbordraft.cli.main" in imported
+    assert not {"torch", "transformers", "scipy", "numpy", "lightning", "mlflow", "onnx"} & set(imported)

@@ -28,9 +28,8 @@ from arbordraft.drafter_names import drafter_named, trained_for
 from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
-from arbordraft.kernels import native
+from arbordraft.kernels import machine, native
 from arbordraft.target.prepacked import backend as backends
-from arbordraft.target.prepacked import memory
 
 FREE = {"costs": None, "kernels": "torch"}
 
@@ -599,17 +598,17 @@ def test_what_chosen_says(kernels, options, said):
 def test_memory_is_known_on_linux():
     if not Path("/proc/meminfo").exists():
         pytest.skip("needs /proc")
-    assert 2**20 < memory.available_memory() < 2**60
+    assert 2**20 < machine.available_memory() < 2**60
 
 
 def test_a_container_bounds_memory(tmp_path, monkeypatch):
     limits = [tmp_path / name for name in ("max", "current", "stat")]
     for file, text in zip(limits, ("5000", "4000", "anon 1\ninactive_file 500\n"), strict=True):
         file.write_text(text)
-    monkeypatch.setattr(memory, "_GROUPS", [tuple(map(str, limits))])
-    assert memory.available_memory() == 1500
+    monkeypatch.setattr(machine, "_GROUPS", [tuple(map(str, limits))])
+    assert machine.available_memory() == 1500
     limits[0].write_text("max")
-    assert memory.available_memory() > 5000
+    assert machine.available_memory() > 5000
 
 
 # Weights that are not kept

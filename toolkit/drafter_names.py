@@ -27,11 +27,11 @@ from arbordraft.drafters import (
 )
 from arbordraft.drafters.base import check_ragged
 from arbordraft.drafters.mtp import has_mtp
-from arbordraft.kernels.native.build import cache_folder
+from arbordraft.kernels.machine import available_memory, cache_folder
 from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.prepacked.memory import available_memory, copy_bytes
+from arbordraft.target.prepacked.memory import copy_bytes
 
 DRAFTERS = ("auto", "ngram", "none", "self", "mtp", "early-exit:LAYERS", "retokenized:NAME", "a folder", "a hub name")
 _LARGE = 1 << 26  # bytes of a model that take longer to read than all that is done around it

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,45 +21,11 @@ from arbordraft.kernels import native
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf import load_blocks
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.utils.choices import SMALL, Dtype, Kernels
 from arbordraft.verifiers.coupling import Coupling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-SMALL = "smollm2"  # what SmolLM2-135M-Instruct is called wherever a model is named
-
-
-class Dtype(StrEnum):
-    """Precision of the weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Weights(StrEnum):
-    """Bits of the weights that native kernels read; see ``RaggedModel``."""
-
-    int4 = "int4"
-    int8 = "int8"
-    int8_weight_only = "int8-weight-only"
-    file = "file"
-
-
-class Settings(StrEnum):
-    """Where settings come from that a request leaves open; see ``SpeculativeDecoder``."""
-
-    model = "model"
-    none = "none"
-
-
-class Kernels(StrEnum):
-    """How a model's layers are run; see ``RaggedModel``."""
-
-    auto = "auto"
-    native = "native"
-    torch = "torch"
-    triton = "triton"
 
 
 def load(

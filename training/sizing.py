@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from arbordraft.target.prepacked.memory import available_memory
+from arbordraft.kernels.machine import available_memory
 from arbordraft.training.distillation import Recipe
 
 if TYPE_CHECKING:

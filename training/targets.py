@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from arbordraft import RaggedModel
-from arbordraft.loading import SMALL, load_model
+from arbordraft.loading import load_model
+from arbordraft.utils.choices import SMALL
 from arbordraft.utils.files import read_text
 
 

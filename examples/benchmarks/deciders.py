@@ -42,8 +42,9 @@ from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
-from arbordraft.loading import Dtype, load_target
+from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
+from arbordraft.utils.choices import Dtype
 
 
 def deciders(depth: int, costs: StepCosts | None = None, learned: LearnedDecider | None = None) -> dict[str, Decider]:

@@ -20,8 +20,9 @@ from arbordraft.cli.program import run_script
 from arbordraft.decoding.measuring import cost_aware
 from arbordraft.decoding.prompts import chat_batches
 from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, NoDrafter, SelfDrafter, TextPool
-from arbordraft.loading import Dtype, load_target
+from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
+from arbordraft.utils.choices import Dtype
 from arbordraft.utils.terminal import terminal
 
 TASKS = (

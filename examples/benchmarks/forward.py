@@ -10,10 +10,11 @@ from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.cli.options import BOTH, DtypesOption, JsonOption, ModelOption, RepeatsOption, SeedOption
 from arbordraft.cli.program import run_script
 from arbordraft.decoding.prompts import left_padded
-from arbordraft.loading import Kernels, load_target
+from arbordraft.loading import load_target
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hf_cache import cache_argument
 from arbordraft.target.model import RaggedModel
+from arbordraft.utils.choices import Kernels
 
 
 def forward_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:

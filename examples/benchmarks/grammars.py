@@ -32,8 +32,9 @@ from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.grammars import Grammar, GrammarCompiler
-from arbordraft.loading import Dtype, load_target
+from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
+from arbordraft.utils.choices import Dtype
 
 if TYPE_CHECKING:
     from arbordraft.grammars.compiler import GrammarState

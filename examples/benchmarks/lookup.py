@@ -25,9 +25,10 @@ from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.measuring import known_costs
 from arbordraft.decoding.prompts import REPEATING, VARIED
 from arbordraft.drafters import NGramDrafter
-from arbordraft.loading import Kernels, load_target
+from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.utils.choices import Kernels
 from arbordraft.verifiers.coupling import Coupling
 
 # Prompts whose answers repeat them and prompts whose answers do not, each with the speed-up to reach.

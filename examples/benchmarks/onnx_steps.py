@@ -28,9 +28,10 @@ from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
-from arbordraft.loading import Dtype, Kernels, load_target
+from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.utils.choices import Dtype, Kernels
 from arbordraft.verifiers.coupling import Coupling
 
 

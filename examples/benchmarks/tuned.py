@@ -24,8 +24,9 @@ from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
-from arbordraft.loading import Dtype, load_target
+from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
+from arbordraft.utils.choices import Dtype
 
 
 def against_grid(target: RaggedModel, drafter: Drafter, tuned: Tuned, batch: int) -> dict[str, SpeculativeDecoder]:

@@ -18,12 +18,13 @@ from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.cli.options import BOTH, DtypesOption, JsonOption, ModelOption, RepeatsOption, SeedOption
 from arbordraft.cli.program import run_script
-from arbordraft.loading import Kernels, load_target
+from arbordraft.loading import load_target
 from arbordraft.sampling.laws import DraftLaw, TopTail, WithoutReplacement
 from arbordraft.sampling.noise import Noise
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.utils.choices import Kernels
 from arbordraft.verifiers import (
     Lifted,
     OptimalTransport,

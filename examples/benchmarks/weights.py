@@ -32,9 +32,10 @@ from arbordraft.cli.options import (
 from arbordraft.cli.program import run_script
 from arbordraft.decoding.text import encode, user_turn
 from arbordraft.kernels.prepacked_linear import WEIGHTS
-from arbordraft.loading import Dtype, load_target
+from arbordraft.loading import load_target
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
+from arbordraft.utils.choices import Dtype
 from arbordraft.utils.files import read_text
 
 _CHUNK = 256  # tokens that are read at a time

@@ -19,7 +19,7 @@ from arbordraft.heads.dflash import DFlashConfig, DFlashHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapterConfig
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
-from arbordraft.loading import Dtype
+from arbordraft.utils.choices import Dtype
 from arbordraft.utils.files import new_folder
 
 LAYOUTS = ("eagle3", "speculators")

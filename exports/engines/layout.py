@@ -16,7 +16,7 @@ from torch import Tensor
 
 from arbordraft.checkpoints.reader import CONFIG, WEIGHTS, few
 from arbordraft.heads.base import vocabulary_problems
-from arbordraft.loading import Dtype
+from arbordraft.utils.choices import Dtype
 
 VOCABULARY = {"d2t": torch.int64, "t2d": torch.bool}  # all other tensors are weights
 

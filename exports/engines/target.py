@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from arbordraft.checkpoints.smollm2 import HUB_REPO, fetch_smollm2
 from arbordraft.heads.base import CompanionConfig
-from arbordraft.loading import SMALL
+from arbordraft.utils.choices import SMALL
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from arbordraft.exports.folder import Quantization
+from arbordraft.utils.choices import Quantization
 
 _QUANTISED = ("MatMulInteger", "MatMulNBits")
 _BLOCK = 32  # weights that share a scale when they have four bits

@@ -13,12 +13,13 @@ from typing import Any, TypedDict
 
 import torch
 
-from arbordraft.exports.folder import Export, Quantization, contents
+from arbordraft.exports.folder import Export, contents
 from arbordraft.exports.onnx.cases import SHAPES, Shape
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE, check_exact, check_quantized
 from arbordraft.exports.onnx.plans import GraphSpec
 from arbordraft.exports.onnx.quantization import quantize, quiet, save
 from arbordraft.onnx.graph import FORMAT, PREFIX
+from arbordraft.utils.choices import Quantization
 from arbordraft.utils.files import new_folder
 
 OPSETS = (20, 23)  # 23 has attention, norms and rotary embeddings as operators

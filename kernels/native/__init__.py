@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from arbordraft.kernels.native.build import ISA_VARIABLE, KERNELS, SOURCE, Build, Unavailable, chosen_isa, cpu_features
+from arbordraft.kernels.machine import ISA_VARIABLE, chosen_isa, cpu_features
+from arbordraft.kernels.native.build import KERNELS, SOURCE, Build, Unavailable
 from arbordraft.kernels.native.threads import TooManyThreads, too_many_threads
 
 

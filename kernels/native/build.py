@@ -9,7 +9,6 @@ module is not even asked for torch's folders: it imports setuptools, which alter
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -27,13 +26,13 @@ from pathlib import Path
 
 import torch
 
+from arbordraft.kernels.machine import ISA_VARIABLE, NEEDED_BY, cache_folder, cpu, cpu_features
 from arbordraft.kernels.native.progress import progress_line
 
 KERNELS = Path(__file__).resolve().parents[1]
 SOURCE = Path(__file__).resolve().with_name("bindings.cpp")  # the one translation unit; it includes all others
 TORCH = Path(torch.__file__).parent
 LIBRARY = "arbordraft_native.so"
-ISA_VARIABLE = "ARBORDRAFT_ISA"
 
 SCRATCH = ".build-"
 SCRATCH_LIFE = 3600.0  # seconds after which a scratch folder belongs to a build that was killed
@@ -41,23 +40,6 @@ PATIENCE = 1.0  # seconds of compiling after which a line on stderr says so
 COMPILER_LIMIT = 1200.0  # seconds; far above what a loaded machine needs, and below SCRATCH_LIFE
 SEAL = hashlib.sha256().digest_size
 
-_V3 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}  # names of /proc/cpuinfo
-_VNNI = _V3 | {"avx_vnni"}
-_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
-_NEON = {"asimd"}
-_DOT = _NEON | {"asimddp"}
-_BF16 = _DOT | {"bf16", "i8mm"}
-NEEDED_BY: dict[str, set[str]] = {
-    "avx512": _V4,
-    "avx_vnni": _VNNI,
-    "avx2": _V3,
-    "neon_bf16": _BF16,
-    "neon_dot": _DOT,
-    "neon": _NEON,
-    "native": set(),
-    "generic": set(),
-    "off": set(),
-}
 # Without contraction: whether a product and a sum are fused must not depend on the code around them.
 # Nobody reads floating point exceptions, which forbid to compute both sides of a choice in vectors.
 FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"]
@@ -78,21 +60,6 @@ _NOTICE = "building CPU kernels, once per machine (about 30 s)"
 
 class Unavailable(Exception):
     """There is no native library for this process; the message says why and what to do about it."""
-
-
-def chosen_isa() -> str:
-    """The instruction set that `$ARBORDRAFT_ISA` asks for: all that this machine has, unless it says otherwise."""
-    isa = os.environ.get(ISA_VARIABLE) or "native"
-    if isa not in NEEDED_BY:
-        raise ValueError(f"{ISA_VARIABLE} must be one of {', '.join(NEEDED_BY)}, not {isa!r}")
-    return isa
-
-
-def cache_folder() -> Path:
-    """Where arbordraft keeps what is costly to make: `$ARBORDRAFT_CACHE`, else below `$XDG_CACHE_HOME` or ~/.cache."""
-    if chosen := os.environ.get("ARBORDRAFT_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "arbordraft"
 
 
 class Build:
@@ -247,24 +214,3 @@ def _compiler() -> tuple[list[str], str]:
             return command, version.decode(errors="replace").splitlines()[0]
     fault = f"CXX={chosen!r} does not run" if chosen else f"there is no C++ compiler ({', '.join(names)}) on the PATH"
     raise Unavailable(f"{fault}; install g++ (Debian, Ubuntu: apt install g++) or name a compiler in CXX")
-
-
-def cpu_features() -> set[str]:
-    """What the first core can do, in the words of /proc/cpuinfo; empty where there is no such file."""
-    return {word for name in ("flags", "Features") for word in cpu().get(name, "").split()}
-
-
-@functools.cache
-def cpu() -> dict[str, str]:
-    """What the operating system says about the first core, without what changes from moment to moment."""
-    lasting = {"vendor_id", "cpu family", "model", "model name", "flags", "Features"}
-    lasting |= {"CPU implementer", "CPU part", "CPU variant"}
-    fields = {"processor": platform.processor()}
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name.strip() in lasting:
-                fields[name.strip()] = value.strip()
-            elif not line.strip():
-                break
-    return fields

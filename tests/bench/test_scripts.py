@@ -18,7 +18,7 @@ from arbordraft.bench.report import Report
 from arbordraft.bench.tuning import Choice, Setting, Tuned, grid
 from arbordraft.cli.main import app
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.loading import Dtype
+from arbordraft.utils.choices import Dtype
 
 SCRIPTS = Path(weights.__file__).parent
 FLOAT, HALF = [Dtype.float32], [Dtype.bfloat16]

@@ -23,12 +23,13 @@ from arbordraft.drafter_names import drafter_named, load_drafter
 from arbordraft.exports.decoder_config import TargetReference
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx.sources import origin
-from arbordraft.loading import Dtype, load_model, load_target
+from arbordraft.loading import load_model, load_target
 from arbordraft.onnx.decider import OnnxDecider
 from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.fit import run
 from arbordraft.training.resuming import check_fit, check_resumable
 from arbordraft.training.targets import Target
+from arbordraft.utils.choices import Dtype
 
 Harm = Callable[[Path], Any]
 

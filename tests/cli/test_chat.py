@@ -9,11 +9,10 @@ from support.models import fusable, tiny, tiny_checkpoint, tiny_tokenizer
 from typer.testing import CliRunner
 
 from arbordraft import Fixed, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
-from arbordraft.cli import chat as chat_module
-from arbordraft.cli.chat import Session, converse
 from arbordraft.cli.display import step_tree
 from arbordraft.cli.failures import Terminated
 from arbordraft.cli.main import app
+from arbordraft.cli.session import Session, converse, typed_lines
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.verdict import SampleVerdict
@@ -176,7 +175,7 @@ def test_typed_lines_go_through_prompt_toolkit(session, tmp_path, monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_CACHE", str(tmp_path))
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
         keys.send_text("abc\rdef\x03ghi\r\x04")  # Ctrl-C drops a line, Ctrl-D ends
-        assert list(chat_module._typed(session)) == ["abc", "ghi"]
+        assert list(typed_lines(session)) == ["abc", "ghi"]
     history = tmp_path / "chat-history"
     assert "+abc" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0

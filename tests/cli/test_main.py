@@ -11,8 +11,8 @@ import torch
 from support.models import tiny_checkpoint, tiny_tokenizer
 from typer.testing import CliRunner
 
+from arbordraft.bench.report import Report
 from arbordraft.cli import main as cli
-from arbordraft.cli.bench import Report
 from arbordraft.decoding.prompts import read_prompts
 from arbordraft.decoding.spelling import Pieces
 

@@ -14,8 +14,10 @@ from support.chats import chat_tokenizer
 from support.models import tiny_checkpoint
 from typer.testing import CliRunner
 
+from arbordraft.cli import decoders
 from arbordraft.cli import serve as module
 from arbordraft.cli.main import app, main
+from arbordraft.decoding import measuring
 from arbordraft.serving import server
 from arbordraft.serving.server import bound
 
@@ -71,7 +73,7 @@ def test_a_server_answers_until_it_is_told_to_end(folder, capsys, monkeypatch):
 
 
 def test_a_taken_port_is_told_before_the_model_is_read(monkeypatch):
-    monkeypatch.setattr(module, "load_decoder", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(decoders, "load_decoder", lambda *_, **__: pytest.fail("read"))
     with bound("127.0.0.1", 0) as listener:
         listener.listen()
         result = CliRunner().invoke(app, ["serve", "nothing", "--port", str(listener.getsockname()[1])])
@@ -85,7 +87,7 @@ def made(monkeypatch, folder):
 
     def make(*options):
         apps = []
-        monkeypatch.setattr(module, "rows_within", lambda target: 123)
+        monkeypatch.setattr(measuring, "rows_within", lambda target: 123)
         monkeypatch.setattr(server, "Server", lambda made, **_: apps.append(made) or sys.exit("made"))
         command = ["serve", folder, "--port", "0", "--drafter", "none", "--kernels", "torch", *options]
         CliRunner().invoke(app, command)

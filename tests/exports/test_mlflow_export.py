@@ -33,9 +33,10 @@ from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.exports.decoder_config import DecoderConfig, describe, rebuild
 from arbordraft.exports.evaluation import Evaluation, evaluate
 from arbordraft.exports.mlflow import TRAINING, fetch_drafter, judge, load_decoder, log_decoder, promote_decoder
-from arbordraft.loading import Dtype, load_target
+from arbordraft.loading import load_target
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.training.tracking import MLflowTracker
+from arbordraft.utils.choices import Dtype
 from arbordraft.verifiers import LongestBranch, OptimalTransport, TypicalAcceptance
 
 GREEDY = ad.Coupling.matching()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from arbordraft.kernels import native
+from arbordraft.kernels import machine, native
 from arbordraft.kernels.native import Extension, NativeKernelsNotCached, NativeKernelsUnavailable, build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,7 +157,7 @@ def test_unknown_isa(cache, toy, monkeypatch):
 
 def test_unsupported_isa(cache, toy, monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_ISA", "avx512")
-    monkeypatch.setattr(build, "cpu", lambda: {"flags": " ".join(build.NEEDED_BY["avx2"])})
+    monkeypatch.setattr(machine, "cpu", lambda: {"flags": " ".join(machine.NEEDED_BY["avx2"])})
     assert "lacks avx512bw, avx512cd, avx512dq, avx512f, avx512vl" in unavailable(toy)
     assert not cache.exists()  # nothing was built, let alone run
 
@@ -167,13 +167,13 @@ def test_unsupported_isa(cache, toy, monkeypatch):
 
 def test_what_an_arm_processor_says(cache, toy, monkeypatch):
     """Under another name than x86's, and only one that has it all multiplies bfloat16 fast."""
-    monkeypatch.setattr(build, "cpu", lambda: {"Features": "fp asimd asimddp"})
+    monkeypatch.setattr(machine, "cpu", lambda: {"Features": "fp asimd asimddp"})
     assert build.Build("neon_dot", toy.source, toy.root)
     with pytest.raises(build.Unavailable, match="this CPU lacks bf16, i8mm, which ARBORDRAFT_ISA=neon_bf16 asks for"):
         build.Build("neon_bf16", toy.source, toy.root)
     assert not native.fast_bfloat16()
 
-    monkeypatch.setattr(build, "cpu", lambda: {"Features": "fp asimd asimddp i8mm bf16"})
+    monkeypatch.setattr(machine, "cpu", lambda: {"Features": "fp asimd asimddp i8mm bf16"})
     assert build.Build("neon_bf16", toy.source, toy.root)
     assert native.fast_bfloat16()
 
@@ -181,7 +181,7 @@ def test_what_an_arm_processor_says(cache, toy, monkeypatch):
 @pytest.mark.skipif(not build._X86, reason="names instruction sets of x86")
 @pytest.mark.parametrize("isa", ["avx512", "avx_vnni", "avx2", "generic"])
 def test_isa_reaches_the_compiler(cache, tmp_path, monkeypatch, isa):
-    if not build.NEEDED_BY[isa] <= set(build.cpu()["flags"].split()):
+    if not machine.NEEDED_BY[isa] <= set(machine.cpu()["flags"].split()):
         pytest.skip("this CPU lacks it")
     monkeypatch.setenv("ARBORDRAFT_ISA", isa)
     toy = write_toy(tmp_path / "toy", source=MACROS)
@@ -427,6 +427,7 @@ def test_one_openmp_runtime(cache, toy):
     library = cache / key(toy) / build.LIBRARY
     program = f"""
 import ctypes, re, torch
+from arbordraft.kernels import machine
 from arbordraft.kernels.native import Extension
 from pathlib import Path
 toy = Extension(Path({str(toy.source)!r}), Path({str(toy.root)!r}), lambda forked: None)

@@ -41,8 +41,8 @@ from torch import library
 from torch.testing import assert_close
 
 from arbordraft import TreeTopology
+from arbordraft.kernels import machine
 from arbordraft.kernels.decoder_layers import LayerRun, Matrix, Norm
-from arbordraft.kernels.native import build
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
     Groups,
@@ -585,7 +585,7 @@ def script(*command, **variables):
 SOAKED = ("avx512", "avx_vnni", "generic")
 ISAS = [
     pytest.param(isa, marks=pytest.mark.soak if isa in SOAKED else ())
-    for isa in build.NEEDED_BY
+    for isa in machine.NEEDED_BY
     if isa not in ("native", "off")
 ]
 
@@ -593,7 +593,7 @@ ISAS = [
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa):
     """One after the other: where there are more threads than processors, teams wait for each other."""
-    if not build.NEEDED_BY[isa] <= build.cpu_features():
+    if not machine.NEEDED_BY[isa] <= machine.cpu_features():
         pytest.skip("this CPU lacks it; test_emulated.py has some of those")
     here = Path(__file__).parents[1] / "support" / "native_checks.py"
     environment = os.environ | {"ARBORDRAFT_ISA": isa, "OMP_WAIT_POLICY": "passive"}

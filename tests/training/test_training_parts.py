@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import native
-from arbordraft.loading import Kernels
 from arbordraft.training.batches import Batch, BatchLoader, Place
 from arbordraft.training.features import Features
 from arbordraft.training.optimizers import MuonAdamW
@@ -28,6 +27,7 @@ from arbordraft.training.schedule import progress, relative_rate
 from arbordraft.training.shards import ANSWER, GIVEN, Conversation, Shard, pack
 from arbordraft.training.targets import Target
 from arbordraft.training.validation import chain_accepted, expectations, tree_accepted, walked_tau
+from arbordraft.utils.choices import Kernels
 
 BUDGET = 100
 

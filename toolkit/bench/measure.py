@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from arbordraft.bench.workload import Tell, Workload, quiet
-from arbordraft.kernels.native.build import cpu
+from arbordraft.kernels.machine import cpu
 from arbordraft.utils.files import write_text
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ def drafter_gain(
     return decoders
 
 
-def policy(target: RaggedModel, drafters: Mapping[str, Drafter]) -> dict[str, SpeculativeDecoder]:
+def policy(target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload) -> dict[str, SpeculativeDecoder]:
     """Plain decoding, and decoders that draft only as far as it pays: none should be slower than plain decoding."""
     decoders = {"plain": builders.plain(target), "lookup": builders.lookup(target)}
     for name, drafter in drafters.items():
@@ -58,5 +58,5 @@ def against_transformers(
     for name, drafter in drafters.items():
         if isinstance(drafter, LanguageModelDrafter) and isinstance(drafter.model, RaggedModel):
             decoders[f"transformers assisted by {name}"] = theirs(model, assistant_model=drafter.model.model)
-    ours = policy(target, drafters)
+    ours = policy(target, drafters, workload)
     return decoders | {f"arbordraft, {name}": decoder for name, decoder in ours.items()}

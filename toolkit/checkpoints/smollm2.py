@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from arbordraft.checkpoints.reader import load_network
-from arbordraft.kernels.native.build import cache_folder
+from arbordraft.kernels.machine import cache_folder
 from arbordraft.utils.errors import UserError
 from arbordraft.utils.files import new_folder
 

@@ -2,20 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arbordraft.bench import suites
-from arbordraft.bench.decoding import Decode
-from arbordraft.bench.equality import equal_tokens
-from arbordraft.bench.gpu.phases import PHASES
-from arbordraft.bench.gpu.run import FILE, GpuBench, print_phase
-from arbordraft.bench.gpu.setting import Setting
-from arbordraft.bench.gpu.timing import device as find_device
-from arbordraft.bench.report import Report
-from arbordraft.bench.verifiers import node_acceptance, tree_tau
-from arbordraft.bench.workload import Workload
 from arbordraft.cli.options import (
     BOTH,
     BatchesOption,
@@ -37,13 +27,16 @@ from arbordraft.cli.options import (
     whole_numbers,
     workloads,
 )
-from arbordraft.decoding.decoder import SpeculativeDecoder
-from arbordraft.drafter_names import drafter_named
-from arbordraft.drafters import Drafter
-from arbordraft.loading import Dtype, load_target
-from arbordraft.target.model import RaggedModel
+from arbordraft.utils.choices import Dtype
 from arbordraft.utils.files import check_writable
 from arbordraft.utils.terminal import terminal
+
+if TYPE_CHECKING:
+    from arbordraft.bench.decoding import Decode
+    from arbordraft.bench.workload import Workload
+    from arbordraft.decoding.decoder import SpeculativeDecoder
+    from arbordraft.drafters import Drafter
+    from arbordraft.target.model import RaggedModel
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,20 +44,32 @@ app = typer.Typer(
 )
 
 
-def drafters_of(names: Sequence[str], target: RaggedModel) -> dict[str, Drafter]:
-    """Drafters by the names that tables give them."""
+Suite = Callable[["RaggedModel", Mapping[str, "Drafter"], "Workload"], Mapping[str, "SpeculativeDecoder | Decode"]]
+
+
+def drafters_of(names: Sequence[str], target: "RaggedModel") -> "dict[str, Drafter]":
+    """Makes drafters, by the names that tables give them."""
+    from arbordraft.drafter_names import drafter_named
+
     return {Path(name).name if Path(name).is_dir() else name: drafter_named(name, target) for name in names}
 
 
 def _in_turns(
-    suite: Callable[[RaggedModel, Mapping[str, Drafter], Workload], Mapping[str, SpeculativeDecoder | Decode]],
+    suite: Callable[[Any], Suite],
     usual_batches: str,
     usual_temperatures: str,
     usual_repeats: int,
     usual_drafters: Any = ...,
-    fit: Callable[[Workload], Workload] = lambda workload: workload,
+    *,
+    whole: bool = False,
 ) -> Callable[..., None]:
-    """Makes the command that decodes workloads with the decoders of a suite, in turns; ``...`` is no default."""
+    """Makes the command that decodes workloads with the decoders of a suite, in turns.
+
+    Args:
+        suite: picks it from the module ``suites``, which is imported when the command runs.
+        usual_batches: the default of the option, as are the others; ``...`` for none.
+        whole: repeat prompts until they fill the last batch.
+    """
 
     def command(
         drafter: DraftersOption = usual_drafters,
@@ -81,12 +86,17 @@ def _in_turns(
         json: JsonOption = None,
         png: PngOption = None,
     ) -> None:
+        from arbordraft.bench import suites
+        from arbordraft.bench.report import Report
+        from arbordraft.loading import load_target
+
+        decoders = suite(suites)
         sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
         with Report(json, png, model=model, dtype=dtype, drafter=drafter) as report:
             target, _ = load_target(model, dtype, device=device)
             drafters = drafters_of(drafter, target)
-            for workload in map(fit, sizes):
-                report.decode(target, suite(target, drafters, workload), workload)
+            for workload in map(suites.whole_batches, sizes) if whole else sizes:
+                report.decode(target, decoders(target, drafters, workload), workload)
 
     return command
 
@@ -94,19 +104,15 @@ def _in_turns(
 app.command(
     "decode",
     help="Measure what drafters gain over plain decoding: lookups, chains, trees, and lookups with trees behind them.",
-)(_in_turns(suites.drafter_gain, "8", "0,1", 1))
+)(_in_turns(lambda suites: suites.drafter_gain, "8", "0,1", 1))
 app.command(
     "policy",
     help="Measure drafting as far as it pays, the default, against plain decoding: none of it should be slower.",
-)(
-    _in_turns(
-        lambda target, drafters, _: suites.policy(target, drafters), "1,2,4,8,16", "0,1", 5, fit=suites.whole_batches
-    )
-)
+)(_in_turns(lambda suites: suites.policy, "1,2,4,8,16", "0,1", 5, whole=True))
 app.command(
     "compare",
     help="Measure arbordraft against transformers: ``generate``, prompt lookup and, with a draft model, assistance.",
-)(_in_turns(suites.against_transformers, "1", "0", 3, []))
+)(_in_turns(lambda suites: suites.against_transformers, "1", "0", 3, []))
 
 
 @app.command()
@@ -123,6 +129,10 @@ def equality(
     json: JsonOption = None,
 ) -> None:
     """Compare speculative with plain tokens of the same seeds on the native CPU kernels."""
+    from arbordraft.bench.equality import equal_tokens
+    from arbordraft.bench.report import Report
+    from arbordraft.loading import load_target
+
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed)
     with Report(json, model=model, dtype=dtype, drafter=drafter) as report:
         for each in dtype:
@@ -161,6 +171,10 @@ def verifiers(
     png: PngOption = None,
 ) -> None:
     """Measure what draft laws and verifiers accept on the model's own rows: expectations with standard errors."""
+    from arbordraft.bench.report import Report
+    from arbordraft.bench.verifiers import node_acceptance, tree_tau
+    from arbordraft.loading import load_target
+
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed)
     counts, levels, most = (numbers(text, int) for text in (children, depths, nodes))
     options = {"children": children, "depths": depths, "nodes": nodes, "trees": trees, "optima": optima}
@@ -180,7 +194,7 @@ def gpu(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for gpu.json, written as results come.")],
     minutes: Annotated[float, typer.Option(min=0.05, callback=finite, help="Time for all phases together.")] = 9,
     phases: Annotated[
-        str | None, typer.Option(help=f"Only these, as in kernels,steps; by default all: {', '.join(PHASES)}.")
+        str | None, typer.Option(help="Only these, as in kernels,steps; by default all, which a wrong name lists.")
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cuda, cuda:1 or cpu, for tiny problems in Triton's interpreter.")
@@ -188,6 +202,11 @@ def gpu(
     seed: SeedOption = 0,
 ) -> None:
     """Check and time on a GPU all that is meant for one, within so many minutes; status 1 if a result is wrong."""
+    from arbordraft.bench.gpu.phases import PHASES
+    from arbordraft.bench.gpu.run import FILE, GpuBench, print_phase
+    from arbordraft.bench.gpu.setting import Setting
+    from arbordraft.bench.gpu.timing import device as find_device
+
     names = list(PHASES) if phases is None else [name.strip() for name in phases.split(",")]
     if unknown := [name for name in names if name not in PHASES]:
         raise typer.BadParameter(f"phase {unknown[0]!r} is none of {', '.join(PHASES)}")

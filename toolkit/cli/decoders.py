@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import arbordraft as ad
 from arbordraft.cli.corpus import fill
 from arbordraft.drafters.text_pool import TextPool
 from arbordraft.loading import tokenizer_of
 from arbordraft.sampling.laws import SharedNoise
-
-Law = Literal["iid", "without-replacement", "top-tail", "fixed", "shared"]
-Verifier = Literal["top-down", "lifted"]  # how tree verifiers apply their rule
+from arbordraft.utils.choices import Law, Verifier
 
 
 def load_decoder(

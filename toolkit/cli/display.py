@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -10,14 +11,17 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
-from torch import Tensor
 
-from arbordraft.decoding.metrics import DecodeStats
-from arbordraft.decoding.spelling import Pieces
-from arbordraft.trees.draft_tree import SampleTree
-from arbordraft.trees.topology import TreeTopology
-from arbordraft.trees.verdict import SampleVerdict
 from arbordraft.utils.terminal import bars
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from arbordraft.decoding.metrics import DecodeStats
+    from arbordraft.decoding.spelling import Pieces
+    from arbordraft.trees.draft_tree import SampleTree
+    from arbordraft.trees.topology import TreeTopology
+    from arbordraft.trees.verdict import SampleVerdict
 
 _NOTICED = 0.1  # seconds
 
@@ -39,11 +43,11 @@ class AnswerStreamer:
         show: called with every new piece.
     """
 
-    def __init__(self, pieces: Pieces, show: Callable[[str], object] = lambda piece: None) -> None:
+    def __init__(self, pieces: "Pieces", show: Callable[[str], object] = lambda piece: None) -> None:
         self.text, self.show = "", show
         self._pieces, self._begun = pieces, False
 
-    def put(self, tokens: Tensor) -> None:
+    def put(self, tokens: "Tensor") -> None:
         """Takes committed tokens; the first call brings those of the prompt."""
         if self._begun:
             self._add(self._pieces.add(tokens.flatten().tolist()))
@@ -93,7 +97,7 @@ def show_answers(
         print(file=console.file)
 
 
-def show_stats(console: Console, stats: DecodeStats, seconds: float, kernels: str) -> None:
+def show_stats(console: Console, stats: "DecodeStats", seconds: float, kernels: str) -> None:
     """Prints the figures of a decoding run and its kernels: a table, or in a pipe plain lines."""
     figures = {
         "output law": stats.exactness,
@@ -118,7 +122,7 @@ def show_stats(console: Console, stats: DecodeStats, seconds: float, kernels: st
         console.print(said, soft_wrap=True)
 
 
-def verdict(stats: DecodeStats) -> str | None:
+def verdict(stats: "DecodeStats") -> str | None:
     """Says in a sentence that drafting cost more than it brought, if that is certain.
 
     Plain decoding needs a forward for every token of the longest answer, none of which takes longer than one with
@@ -136,12 +140,12 @@ def verdict(stats: DecodeStats) -> str | None:
     )
 
 
-def tree_text(topology: TreeTopology) -> Tree:
+def tree_text(topology: "TreeTopology") -> Tree:
     """A topology as an indented tree."""
     return _indented(dict(enumerate(topology.parent_list)), lambda node: Text(str(node or "0 (last committed token)")))
 
 
-def step_tree(tree: SampleTree, verdict: SampleVerdict, spell: Callable[[int], str]) -> Group:
+def step_tree(tree: "SampleTree", verdict: "SampleVerdict", spell: Callable[[int], str]) -> Group:
     """Draws the drafts of one sample's step: accepted nodes are marked, and the target's own token follows below.
 
     Args:

@@ -4,23 +4,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.table import Column, Table
 
-from arbordraft.bench.tuning import Tuned
-from arbordraft.cli.decoders import Law, load_decoder
-from arbordraft.cli.display import progress
 from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
-from arbordraft.deciders import LearnedDecider
-from arbordraft.decoding.prompts import read_prompts
-from arbordraft.drafter_names import drafter_named
-from arbordraft.exports.evaluation import HELD_OUT
-from arbordraft.exports.folder import Export, Quantization
-from arbordraft.loading import Dtype, Kernels, load_target
-from arbordraft.utils.mlflow_server import explained
+from arbordraft.utils.choices import Dtype, Kernels, Law, Quantization
 from arbordraft.utils.terminal import terminal
+
+if TYPE_CHECKING:
+    from arbordraft.exports.folder import Export
 
 app = typer.Typer(no_args_is_help=True, help="Export drafters, deciders and targets for deployment.")
 console = terminal()
@@ -160,7 +153,14 @@ def mlflow(
     kernels: Annotated[Kernels, typer.Option(help="How weights are read on a CPU.")] = Kernels.auto,
 ) -> None:
     """A whole decoder as an MLflow model, registered as a candidate; 'mlflow models serve' answers requests with it."""
+    from arbordraft.bench.tuning import Tuned
+    from arbordraft.cli.decoders import load_decoder
+    from arbordraft.cli.display import progress
+    from arbordraft.deciders import LearnedDecider
+    from arbordraft.drafter_names import drafter_named
     from arbordraft.exports.mlflow import fetch_drafter, log_decoder
+    from arbordraft.loading import load_target
+    from arbordraft.utils.mlflow_server import explained
 
     topology = parse_topology(tree)
     with (
@@ -211,7 +211,9 @@ def promote(
     uri: UriOption = None,
 ) -> None:
     """Make the candidate champion if it loses nothing and gains something; exits with 1 if it does not."""
+    from arbordraft.cli.display import progress
     from arbordraft.exports.mlflow import promote_decoder
+    from arbordraft.utils.mlflow_server import explained
 
     with explained(uri), progress(console, transient=True) as tell:
         verdict = promote_decoder(
@@ -228,8 +230,12 @@ def promote(
         raise typer.Exit(1)
 
 
-def _write(export: Callable[..., Export], source: str | Path, out: Path, **options: Any) -> None:
+def _write(export: "Callable[..., Export]", source: str | Path, out: Path, **options: Any) -> None:
     """Exports, and prints what was written and how near it is to the original."""
+    from rich.table import Column, Table
+
+    from arbordraft.cli.display import progress
+
     with progress(console, transient=True) as tell:
         written = export(source, out, tell=tell, **options)
     table = Table("file", Column("size", justify="right"), "sha256", title=str(written.folder))
@@ -242,4 +248,7 @@ def _write(export: Callable[..., Export], source: str | Path, out: Path, **optio
 
 def _held_out(path: Path | None) -> Sequence[str]:
     """Prompts of a file; by default those of the package."""
+    from arbordraft.decoding.prompts import read_prompts
+    from arbordraft.exports.evaluation import HELD_OUT
+
     return HELD_OUT if path is None else read_prompts(path)

@@ -119,8 +119,7 @@ def _interruptible() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[logging.LogRecord]]:
     """Keeps the load bars, logs and warnings of other packages off the screen; ours are shown, one line each."""
-    from huggingface_hub.utils.tqdm import enable_progress_bars
-    from transformers.utils import logging as theirs
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     noise = BufferingHandler(_RECORDS)
 
@@ -133,7 +132,6 @@ def _quiet() -> Iterator[list[logging.LogRecord]]:
         else:
             logging.getLogger().warning(warnings.formatwarning(message, category, filename, lineno).rstrip())
 
-    theirs.get_logger()  # which gives it the handler that is taken away here
     os.environ.setdefault("MLFLOW_CONFIGURE_LOGGING", "false")  # its import would bring a handler of its own
     handlers: dict[str, Any] = {name: [noise] for name in ("", "transformers", "huggingface_hub", "mlflow")}
     handlers["arbordraft"] = [logging.lastResort]
@@ -141,10 +139,16 @@ def _quiet() -> Iterator[list[logging.LogRecord]]:
         for logger, chosen in ((logging.getLogger(name), chosen) for name, chosen in handlers.items()):
             restored.callback(setattr, logger, "handlers", logger.handlers)
             logger.handlers = chosen
+        # transformers adds a handler of its own when it is imported, which is after this.
+        theirs: Any = logging.getLogger("transformers")
+        theirs.addHandler = lambda handler: None
+        restored.callback(delattr, theirs, "addHandler")
         restored.callback(setattr, warnings, "showwarning", warnings.showwarning)
         warnings.showwarning = warned
-        if theirs.is_progress_bar_enabled():
-            restored.callback(theirs.enable_progress_bar)
-        theirs.disable_progress_bar()
-        enable_progress_bars()  # of downloads, which take longer than anything else
+        restored.callback(enable_progress_bars)
+        disable_progress_bars()  # transformers asks for this once, when it is imported: loading shows no bars
+        if (imported := sys.modules.get("transformers.utils.logging")) and imported.is_progress_bar_enabled():
+            imported.disable_progress_bar()
+            restored.callback(imported.enable_progress_bar)
+        enable_progress_bars("huggingface_hub")  # downloads do, which take longer than anything else
         yield noise.buffer

@@ -3,12 +3,10 @@
 import json as json_format
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arbordraft.cli.decoders import Law, Verifier, load_decoder
-from arbordraft.cli.display import AnswerStreamer, show_answers, show_stats, verdict
 from arbordraft.cli.options import (
     SHAPES,
     AutoDtypeOption,
@@ -24,15 +22,13 @@ from arbordraft.cli.options import (
     finite,
     parse_topology,
 )
-from arbordraft.deciders import ConfidenceThreshold
-from arbordraft.decoding.metrics import DecodeStats
-from arbordraft.decoding.prompts import left_padded
-from arbordraft.decoding.spelling import Pieces
-from arbordraft.decoding.text import encode, ending, settings_of, stops, user_turn
-from arbordraft.grammars import Grammar
-from arbordraft.loading import Kernels, Settings
+from arbordraft.utils.choices import Kernels, Law, Settings, Verifier
 from arbordraft.utils.files import read_text
 from arbordraft.utils.terminal import terminal
+
+if TYPE_CHECKING:
+    from arbordraft.decoding.metrics import DecodeStats
+    from arbordraft.grammars import Grammar
 
 
 def generate(
@@ -83,6 +79,13 @@ def generate(
         raise typer.BadParameter("give at least one prompt, or --file")
     if raw and system is not None:
         raise typer.BadParameter("--system is for the chat template, which --raw leaves out: write it into the prompt")
+    from arbordraft.cli.decoders import load_decoder
+    from arbordraft.cli.display import AnswerStreamer, show_answers, show_stats
+    from arbordraft.deciders import ConfidenceThreshold
+    from arbordraft.decoding.prompts import left_padded
+    from arbordraft.decoding.spelling import Pieces
+    from arbordraft.decoding.text import encode, ending, settings_of, stops, user_turn
+
     topology, ends, grammar = None if tree is None else parse_topology(tree), stops(stop), _grammar(json_schema, regex)
     decoder = load_decoder(
         model,
@@ -121,8 +124,12 @@ def generate(
         show_stats(console, output.stats, seconds, decoder.target.chosen)
 
 
-def _figures(prompts: list[str], texts: list[str], stats: DecodeStats, seconds: float, kernels: str) -> dict[str, Any]:
+def _figures(
+    prompts: list[str], texts: list[str], stats: "DecodeStats", seconds: float, kernels: str
+) -> dict[str, Any]:
     """Collects the answers and figures that ``--json`` prints."""
+    from arbordraft.cli.display import verdict
+
     answers = [
         {"prompt": prompt, "text": text, "tokens": tokens, "tau": tokens / max(1, forwards)}
         for prompt, text, tokens, forwards in zip(prompts, texts, stats.emitted, stats.forwards, strict=True)
@@ -140,10 +147,12 @@ def _figures(prompts: list[str], texts: list[str], stats: DecodeStats, seconds: 
     }
 
 
-def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+def _grammar(json_schema: Path | None, regex: str | None) -> "Grammar | None":
     """Compiles the grammar of --json-schema or --regex."""
     if json_schema is not None and regex is not None:
         raise typer.BadParameter("an answer has one form: give --json-schema or --regex")
+    from arbordraft.grammars import Grammar
+
     if json_schema is not None:
         return Grammar.json_schema(read_text(json_schema))
     return None if regex is None else Grammar.regex(regex)

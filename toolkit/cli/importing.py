@@ -6,11 +6,9 @@ from typing import Annotated
 
 import typer
 
-from arbordraft.cli.display import progress
 from arbordraft.cli.export import ForceOption, OutArgument
 from arbordraft.cli.options import ModelOption
-from arbordraft.drafter_names import fetched
-from arbordraft.loading import Dtype, load_target
+from arbordraft.utils.choices import Dtype
 from arbordraft.utils.files import new_folder
 from arbordraft.utils.terminal import terminal
 
@@ -22,6 +20,8 @@ def _folder(source: str) -> str | os.PathLike[str]:
     if Path(source).exists():
         return source
     from huggingface_hub import snapshot_download
+
+    from arbordraft.drafter_names import fetched
 
     snapshot_download(source, allow_patterns=["config.json"])
     return fetched(source) or source
@@ -36,8 +36,10 @@ def import_drafter(
     force: ForceOption = False,
 ) -> None:
     """Keep a drafter that others have published as one that was trained for a model, which 'auto' then finds."""
-    from arbordraft.heads.base import fingerprint  # with transformers' models, which other commands must not import yet
+    from arbordraft.cli.display import progress
+    from arbordraft.heads.base import fingerprint
     from arbordraft.heads.published import published_head
+    from arbordraft.loading import load_target
 
     with progress(console) as tell:
         tell("loading the model")

@@ -1,16 +1,16 @@
-"""The command line: chat, serve, trace, generate, tune, tree, plot, doctor, import, bench, train, export."""
+"""The command line: chat, serve, trace, generate, tune, tree, plot, doctor, import, bench, train, export.
+
+Modules of this package import torch and whatever needs it inside the commands that run it: help and usage errors must
+not wait for seconds.
+"""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from arbordraft.bench import tuning
-from arbordraft.bench.plots import plot, read_rows
-from arbordraft.bench.workload import read_texts
 from arbordraft.cli.bench import app as bench
 from arbordraft.cli.chat import chat
-from arbordraft.cli.display import progress, tree_text
 from arbordraft.cli.doctor import doctor
 from arbordraft.cli.export import app as export
 from arbordraft.cli.generate import generate
@@ -32,9 +32,7 @@ from arbordraft.cli.program import run
 from arbordraft.cli.serve import serve
 from arbordraft.cli.trace import trace
 from arbordraft.cli.train import app as train
-from arbordraft.drafter_names import drafter_named
-from arbordraft.loading import Dtype, load_target
-from arbordraft.trees.drawing import draw_png
+from arbordraft.utils.choices import Dtype
 from arbordraft.utils.terminal import terminal
 
 app = typer.Typer(
@@ -74,11 +72,17 @@ def tune(
     ] = None,
 ) -> None:
     """Find the fastest way to speculate on this machine, for a drafter and your own prompts, by batch size."""
+    from arbordraft.bench.tuning import tune as find_fastest
+    from arbordraft.bench.workload import read_texts
+    from arbordraft.cli.display import progress
+    from arbordraft.drafter_names import drafter_named
+    from arbordraft.loading import load_target
+
     sizes = numbers(batches, int)
     with progress(console) as tell:
         tell("loading the model")
         target, tokenizer = load_target(model, dtype, device=device)
-        tuned = tuning.tune(
+        tuned = find_fastest(
             target,
             tokenizer,
             drafter,
@@ -107,6 +111,8 @@ def redraw(
     png: Annotated[Path, typer.Argument(callback=output_file, help="Picture to write (needs matplotlib).")],
 ) -> None:
     """Draw a picture of measurements that 'arbordraft bench --json' or 'arbordraft bench gpu' wrote."""
+    from arbordraft.bench.plots import plot, read_rows
+
     plot(read_rows(results), png)
     console.print(f"wrote {png}", soft_wrap=True)
 
@@ -119,10 +125,14 @@ def draw_tree(
     ] = None,
 ) -> None:
     """Draw a draft tree and its causal mask."""
+    from arbordraft.cli.display import tree_text
+
     topology = parse_topology(shape)
     console.print(tree_text(topology))
     console.print(f"{topology.num_nodes} nodes with the root, {topology.max_depth} levels of drafts")
     if png is not None:
+        from arbordraft.trees.drawing import draw_png
+
         draw_png(topology, png)
         console.print(f"wrote {png}", soft_wrap=True)
 

@@ -2,14 +2,16 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arbordraft.bench.workload import Workload, read_texts
-from arbordraft.loading import Dtype, Kernels, Settings, Weights
-from arbordraft.trees.topology import TreeTopology
+from arbordraft.utils.choices import Dtype, Kernels, Settings, Weights
 from arbordraft.utils.files import check_writable
+
+if TYPE_CHECKING:
+    from arbordraft.bench.workload import Workload
+    from arbordraft.trees.topology import TreeTopology
 
 SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
 
@@ -131,8 +133,10 @@ PngOption = Annotated[
 
 def workloads(
     prompts: Path | None, limit: int | None, batches: str, temperatures: str = "0", **counts: int
-) -> list[Workload]:
-    """A workload for every temperature and batch size; ``counts`` are further ones of its arguments."""
+) -> "list[Workload]":
+    """Makes a workload for every temperature and batch size; ``counts`` are further ones of its arguments."""
+    from arbordraft.bench.workload import Workload, read_texts
+
     texts = tuple(read_texts(prompts, limit))
     return [
         Workload(texts, batch=batch, temperature=temperature, **counts)
@@ -141,8 +145,10 @@ def workloads(
     ]
 
 
-def parse_topology(text: str) -> TreeTopology:
-    """A topology from a description like those of ``SHAPES``; any other is a ``typer.BadParameter``."""
+def parse_topology(text: str) -> "TreeTopology":
+    """Makes a topology from a description like those of ``SHAPES``; raises ``typer.BadParameter`` for any other."""
+    from arbordraft.trees.topology import TreeTopology
+
     kind, _, values = text.partition(":")
     try:
         match kind:

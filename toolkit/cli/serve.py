@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from arbordraft.cli.decoders import load_decoder
 from arbordraft.cli.options import (
     AutoDtypeOption,
     CorpusOption,
@@ -17,9 +16,7 @@ from arbordraft.cli.options import (
     SettingsOption,
     WeightsOption,
 )
-from arbordraft.decoding.engine import Engine
-from arbordraft.decoding.measuring import rows_within
-from arbordraft.loading import Kernels, Settings
+from arbordraft.utils.choices import Kernels, Settings
 from arbordraft.utils.terminal import terminal
 
 _LIBRARIES = ("fastapi", "openai", "prometheus_client", "uvicorn")
@@ -73,6 +70,9 @@ def serve(
     """
     if missing := [library for library in _LIBRARIES if find_spec(library) is None]:
         raise ImportError(f"serving needs {', '.join(missing)}; run: pip install 'arbordraft[serve]'")
+    from arbordraft.cli.decoders import load_decoder
+    from arbordraft.decoding.engine import Engine
+    from arbordraft.decoding.measuring import rows_within
     from arbordraft.serving.app import build_app
     from arbordraft.serving.middleware import cors_options
     from arbordraft.serving.server import Server, bound, url_of

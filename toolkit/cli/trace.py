@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from arbordraft.cli.decoders import load_decoder
 from arbordraft.cli.options import (
     AutoDtypeOption,
     DrafterOption,
@@ -17,10 +16,7 @@ from arbordraft.cli.options import (
     WeightsOption,
     output_file,
 )
-from arbordraft.decoding.engine import Engine
-from arbordraft.decoding.requests import Request
-from arbordraft.decoding.text import encode, user_turn
-from arbordraft.loading import Kernels, Settings
+from arbordraft.utils.choices import Kernels, Settings
 from arbordraft.utils.files import write_text
 from arbordraft.utils.terminal import terminal
 
@@ -42,6 +38,10 @@ def trace(
     generation_config: SettingsOption = Settings.model,
 ) -> None:
     """Answer a prompt and write a page that shows every step: what was drafted, and what became of it."""
+    from arbordraft.cli.decoders import load_decoder
+    from arbordraft.decoding.engine import Engine
+    from arbordraft.decoding.requests import Request
+    from arbordraft.decoding.text import encode, user_turn
     from arbordraft.serving.page import page
     from arbordraft.serving.pieces import Piece, Speller
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from arbordraft.cli.options import DtypeOption, ModelOption, finite
-from arbordraft.loading import SMALL, Dtype
-from arbordraft.training.fit import data_of, known_configs, run
+from arbordraft.utils.choices import SMALL, Dtype
 from arbordraft.utils.terminal import terminal
 
 app = typer.Typer(no_args_is_help=True, help="Train drafters and deciders for a target.")
@@ -20,6 +19,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 def drafter(context: typer.Context) -> None:
     """Train a drafter: fit | validate [--config NAME_OR_FILE] [--print_config] [--key.key VALUE ...]."""
     from arbordraft.training.drafter_module import DrafterModule
+    from arbordraft.training.fit import run
 
     trained = run(DrafterModule, _soberly(context.args))
     _show_best(trained, "decode --drafter {best}")
@@ -29,6 +29,7 @@ def drafter(context: typer.Context) -> None:
 def decider(context: typer.Context) -> None:
     """Train a decider for a trained drafter: fit | validate, with the same options as 'drafter'."""
     from arbordraft.training.decider_module import DeciderModule
+    from arbordraft.training.fit import run
 
     trained = run(DeciderModule, _soberly(context.args))
     _show_best(trained, "deciders --drafter {drafter} --learned {best}")
@@ -41,12 +42,16 @@ def generate(
     of: Annotated[int, typer.Option(min=1, help="Number of shares: start one process for each.")] = 1,
 ) -> None:
     """Only generate the data that a drafter's configuration asks for; options are those of 'drafter fit'."""
+    from arbordraft.training.fit import data_of
+
     data_of(context.args).generate(part, of)
 
 
 @app.command("configs")
 def configs() -> None:
     """List the configurations that come with the package."""
+    from arbordraft.training.fit import known_configs
+
     for name in known_configs():
         typer.echo(name)
 

@@ -20,7 +20,8 @@ from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.decoding.prompts import chat_batches, check_texts
 from arbordraft.decoding.timing import measure_rows, measure_steps, rough_costs
 from arbordraft.drafters import Drafter
-from arbordraft.kernels.native.build import PATIENCE, cache_folder, cpu
+from arbordraft.kernels.machine import cache_folder, cpu
+from arbordraft.kernels.native.build import PATIENCE
 from arbordraft.kernels.native.progress import progress_line
 from arbordraft.target.model import RaggedModel
 

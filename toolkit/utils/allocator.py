@@ -4,9 +4,11 @@ import ctypes
 import math
 import mmap
 import sys
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGE = 1 << 30  # bytes; mallopt takes a C int
@@ -33,12 +35,14 @@ def keep_freed_memory() -> bool:
     return bool(mapped and mallopt(_TRIM_THRESHOLD, 2 * _LARGE - 1))
 
 
-def untouched_zeros(*shape: int, dtype: torch.dtype) -> Tensor | None:
+def untouched_zeros(*shape: int, dtype: "torch.dtype") -> "Tensor | None":
     """Zeros on the CPU that take memory only where they are written to.
 
     Returns:
         ``None`` where the system has no such memory, or not as much.
     """
+    import torch  # not needed by command lines that only ask for help
+
     size = math.prod(shape) * dtype.itemsize
     if size == 0 or sys.platform == "win32":
         return None

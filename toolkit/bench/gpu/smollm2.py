@@ -12,8 +12,9 @@ from arbordraft.checkpoints.smollm2 import MANIFEST, NAME
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafter_names import load_drafter, trained_for
 from arbordraft.drafters import NGramDrafter, NoDrafter
-from arbordraft.kernels.native.build import cache_folder
-from arbordraft.loading import SMALL, Dtype, Kernels, load_target
+from arbordraft.kernels.machine import cache_folder
+from arbordraft.loading import load_target
+from arbordraft.utils.choices import SMALL, Dtype, Kernels
 
 
 def smollm2(setting: Setting) -> list[Item]:

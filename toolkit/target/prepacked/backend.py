@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from arbordraft.kernels import choice, native
 from arbordraft.kernels.dispatch import SINGLE
-from arbordraft.target.prepacked.memory import available_memory, copy_bytes
+from arbordraft.kernels.machine import available_memory
+from arbordraft.target.prepacked.memory import copy_bytes
 
 KERNELS = ("auto", "native", "torch", "triton")
 

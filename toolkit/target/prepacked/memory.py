@@ -1,16 +1,15 @@
-"""How much memory there is, memory in large pages, and weights that wait in a file until somebody reads them."""
+"""Moves weights to large pages, or to a memory-mapped file."""
 
 import contextlib
 import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from arbordraft.kernels.native.build import cache_folder
+from arbordraft.kernels.machine import cache_folder
 from arbordraft.target.prepacked.gguf_blocks import FileBlocks
 from arbordraft.target.prepacked.mlps import stacked
 from arbordraft.target.prepacked.probing import is_linear, plain
@@ -18,27 +17,6 @@ from arbordraft.utils.files import new_file
 
 _ALIGNED = 64  # bytes, so that a tensor of any dtype may begin there
 _LARGE_PAGE = 1 << 21  # bytes
-# What a container may take, what it has taken, and where its statistics name the cached files among that.
-_GROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-    ),
-)
-
-
-def available_memory() -> int | None:
-    """Bytes that this process may still take, by the machine and by its container; ``None`` where nobody says."""
-    room = []
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        room.append(1024 * _field(Path("/proc/meminfo"), "MemAvailable:"))
-    for limit, used, statistics in _GROUPS:
-        with contextlib.suppress(OSError, ValueError, StopIteration):  # "max" is no number
-            taken = int(Path(used).read_text()) - _field(Path(statistics), "inactive_file")
-            room.append(int(Path(limit).read_text()) - taken)
-    return max(0, min(room)) if room else None
 
 
 def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
@@ -120,9 +98,4 @@ def move_together(tensors: Sequence[Tensor]) -> None:
         tensor.data = place.copy_(tensor.detach())
 
 
-def _field(path: Path, name: str) -> int:
-    """A number from lines of names and numbers."""
-    return int(next(line.split()[1] for line in path.read_text().splitlines() if line.split()[0] == name))
-
-
-__all__ = ["available_memory", "check_movable", "copy_bytes", "move_to_file", "move_together"]
+__all__ = ["check_movable", "copy_bytes", "move_to_file", "move_together"]

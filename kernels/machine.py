@@ -1,0 +1,112 @@
+"""Reads facts about this machine from the operating system and the environment, with the standard library alone."""
+
+import contextlib
+import functools
+import os
+import platform
+from pathlib import Path
+
+ISA_VARIABLE = "ARBORDRAFT_ISA"
+
+_V3 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}  # names of /proc/cpuinfo
+_VNNI = _V3 | {"avx_vnni"}
+_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+_NEON = {"asimd"}
+_DOT = _NEON | {"asimddp"}
+_BF16 = _DOT | {"bf16", "i8mm"}
+NEEDED_BY: dict[str, set[str]] = {
+    "avx512": _V4,
+    "avx_vnni": _VNNI,
+    "avx2": _V3,
+    "neon_bf16": _BF16,
+    "neon_dot": _DOT,
+    "neon": _NEON,
+    "native": set(),
+    "generic": set(),
+    "off": set(),
+}
+# What a container may take, what it has taken, and where its statistics name the cached files among that.
+_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+    ),
+)
+
+
+def chosen_isa() -> str:
+    """The instruction set that `$ARBORDRAFT_ISA` asks for: all that this machine has, unless it says otherwise."""
+    isa = os.environ.get(ISA_VARIABLE) or "native"
+    if isa not in NEEDED_BY:
+        raise ValueError(f"{ISA_VARIABLE} must be one of {', '.join(NEEDED_BY)}, not {isa!r}")
+    return isa
+
+
+def cache_folder() -> Path:
+    """Where arbordraft keeps what is costly to make: `$ARBORDRAFT_CACHE`, else below `$XDG_CACHE_HOME` or ~/.cache."""
+    if chosen := os.environ.get("ARBORDRAFT_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "arbordraft"
+
+
+def cpu_features() -> set[str]:
+    """What the first core can do, in the words of /proc/cpuinfo; empty where there is no such file."""
+    return {word for name in ("flags", "Features") for word in cpu().get(name, "").split()}
+
+
+def best_isa() -> str:
+    """Returns the name in ``NEEDED_BY`` of the widest instructions that this processor has."""
+    return next((isa for isa, needed in NEEDED_BY.items() if needed and needed <= cpu_features()), "generic")
+
+
+@functools.cache
+def cpu() -> dict[str, str]:
+    """What the operating system says about the first core, without what changes from moment to moment."""
+    lasting = {"vendor_id", "cpu family", "model", "model name", "flags", "Features"}
+    lasting |= {"CPU implementer", "CPU part", "CPU variant"}
+    fields = {"processor": platform.processor()}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() in lasting:
+                fields[name.strip()] = value.strip()
+            elif not line.strip():
+                break
+    return fields
+
+
+def cores() -> int | None:
+    """Returns the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take, by the machine and by its container; ``None`` where nobody says."""
+    room = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        room.append(1024 * _field(Path("/proc/meminfo"), "MemAvailable:"))
+    for limit, used, statistics in _GROUPS:
+        with contextlib.suppress(OSError, ValueError, StopIteration):  # "max" is no number
+            taken = int(Path(used).read_text()) - _field(Path(statistics), "inactive_file")
+            room.append(int(Path(limit).read_text()) - taken)
+    return max(0, min(room)) if room else None
+
+
+def _field(path: Path, name: str) -> int:
+    """A number from lines of names and numbers."""
+    return int(next(line.split()[1] for line in path.read_text().splitlines() if line.split()[0] == name))
+
+
+__all__ = [
+    "ISA_VARIABLE",
+    "NEEDED_BY",
+    "available_memory",
+    "best_isa",
+    "cache_folder",
+    "chosen_isa",
+    "cores",
+    "cpu",
+    "cpu_features",
+]

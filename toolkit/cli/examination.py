@@ -1,0 +1,176 @@
+"""Examines this machine and this installation for ``arbordraft doctor``."""
+
+import os
+import platform
+import re
+import timeit
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from arbordraft.kernels.machine import available_memory, best_isa, cache_folder, chosen_isa, cores, cpu
+
+_DEVELOPERS = {"dev", "docs"}  # extras that users of the package do not miss
+_MOST_BYTES = 2**28  # read to measure the memory: several times the last cache of most machines
+
+
+def measured(model: str, drafter: str, **options: Any) -> dict[str, Any]:
+    """Measures the parts of a step in milliseconds, without a limit of time; ValueError if nothing is drafted."""
+    from arbordraft.deciders import CostAware
+    from arbordraft.loading import load
+
+    decoder = load(model, drafter, costs="renew", **options)
+    if not isinstance(decoder.decider, CostAware):
+        raise ValueError(f"drafter {drafter!r} drafts nothing whose costs could be weighed: name another one")
+    costs = decoder.decider.costs
+    return {
+        "model": model,
+        "drafter": type(decoder.drafter).__name__,
+        "forward": {rows: 1e3 * seconds for rows, seconds in zip(costs.target.rows, costs.target.seconds, strict=True)},
+        "level": {rows: 1e3 * seconds for rows, seconds in zip(costs.draft.rows, costs.draft.seconds, strict=True)},
+        "besides": 1e3 * costs.rest,
+    }
+
+
+def examine(*, quick: bool = False) -> dict[str, Any]:
+    """Collects findings by section, ready for JSON; ``broken`` lists what keeps the package from working.
+
+    Args:
+        quick: leave out all that needs torch: its threads and GPUs, the kernels, the bandwidth of the memory.
+    """
+    requirements = _requirements()
+    missing = [
+        f"{name} is {problem}: pip install '{name}'" for name, problem in requirements.pop("").items() if problem
+    ]
+    cache, obstacles = _cache()
+    processor, broken = cpu(), [*missing, *obstacles]
+    try:
+        chosen_isa()
+    except ValueError as error:  # a wrong environment variable
+        broken.append(str(error))
+    report: dict[str, Any] = {
+        "versions": {"python": platform.python_version(), **_versions("arbordraft", "torch", "transformers", "scipy")},
+        "machine": {
+            "cpu": processor.get("model name", processor["processor"]) or platform.machine(),
+            "cores": cores(),
+            "instruction set": best_isa(),
+        },
+        "memory": _memory(),
+        "cache": cache,
+        "extras": {
+            extra: {
+                "missing": [name if why == "missing" else f"{name} ({why})" for name, why in parts.items() if why],
+                "install": f"pip install 'arbordraft[{extra}]'",
+            }
+            for extra, parts in requirements.items()
+        },
+    }
+    if not quick and not broken:
+        import torch
+
+        report["machine"] |= {
+            "threads": torch.get_num_threads(),
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        }
+        report["memory"] |= _bandwidth()
+        report["kernels"], broken = _kernels()
+    return report | {"broken": broken}
+
+
+def _versions(*names: str) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):  # which the requirements tell
+            found[name] = version(name)
+    return found
+
+
+def _memory() -> dict[str, float]:
+    """Returns GiB in all and available to this process, where the system tells."""
+    total, available = None, available_memory()
+    with suppress(AttributeError, ValueError, OSError):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sizes = {"total": total, "available": available}
+    return {name: size / 2**30 for name, size in sizes.items() if size is not None}
+
+
+def _bandwidth() -> dict[str, float]:
+    """Measures GB/s of reading, which sums a tensor, and of copying, for which read and written bytes count.
+
+    The best of a few rounds with torch's threads is the most that a forward, which reads all weights once, can reach.
+    """
+    import torch
+
+    source = torch.ones(min(_MOST_BYTES, (available_memory() or _MOST_BYTES * 8) // 8) // 4)
+    copy = torch.empty_like(source)
+    read, copied = (min(timeit.repeat(run, number=1, repeat=6)) for run in (source.sum, lambda: copy.copy_(source)))
+    return {"read": source.nbytes / read / 1e9, "copy": 2 * source.nbytes / copied / 1e9}
+
+
+def _kernels() -> tuple[dict[str, Any], list[str]]:
+    """Wraps a small model in each precision: the kernels it gets and why, and the faults of its self-test."""
+    import torch
+
+    from arbordraft.kernels import native
+    from arbordraft.target.model import RaggedModel
+    from arbordraft.testing import tiny_model
+
+    found: dict[str, Any] = {"instruction set": native.isa(), "problem": native.problem(), "chosen": {}}
+    broken = []
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
+        model: Any = tiny_model()
+        try:
+            found["chosen"][name] = RaggedModel(model.to(dtype)).chosen
+        except (ValueError, RuntimeError) as error:
+            broken.append(f"the kernels fail in {name}: {error}")
+    return found, broken
+
+
+def _cache() -> tuple[dict[str, Any], list[str]]:
+    """The cache folder and what lies in it, hidden files left out; and why it cannot be used, if so."""
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:
+        return {"folder": None, "entries": []}, [f"no cache folder: {error}; set ARBORDRAFT_CACHE to one"]
+    broken = [] if os.access(folder, os.W_OK) else [f"{folder} cannot be written; set ARBORDRAFT_CACHE to another"]
+    entries = []
+    for place in sorted(folder.glob("[!.]*")):
+        sizes = [file.stat().st_size for file in (place, *place.rglob("*")) if file.is_file()]
+        entries.append({"name": place.name, "files": len(sizes), "bytes": sum(sizes)})
+    return {"folder": str(folder), "entries": entries}, broken
+
+
+def _requirements() -> dict[str, dict[str, str | None]]:
+    """By extra, "" for the package itself: required distributions, and what is wrong with each, if anything."""
+    lines = [Requirement(line) for line in requires("arbordraft") or ()]
+    extras = {extra for line in lines for extra in re.findall(r'extra == "([^"]+)"', str(line.marker))}
+
+    def asked(line: Requirement, extra: str) -> bool:
+        return line.marker is None or line.marker.evaluate({"extra": extra})
+
+    def parts(extra: str) -> Iterator[tuple[str, str | None]]:
+        for line in lines:
+            if not asked(line, extra) or (extra and asked(line, "")):  # elsewhere, or the package's own
+                continue
+            if line.name == "arbordraft":
+                for other in line.extras:
+                    yield from parts(other)
+            else:
+                yield line.name, _problem(line)
+
+    return {extra: dict(parts(extra)) for extra in ("", *sorted(extras - _DEVELOPERS))}
+
+
+def _problem(line: Requirement) -> str | None:
+    try:
+        there = version(line.name)
+    except PackageNotFoundError:
+        return "missing"
+    return None if line.specifier.contains(there, prereleases=True) else f"{there}, not {line.specifier}"
+
+
+__all__ = ["examine", "measured"]
