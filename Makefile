@@ -23,7 +23,7 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo ## Decode with several drafts per step and show what was gained
-	$(BIN)/python examples/demo.py $(ARGS)
+	@$(BIN)/python examples/demo.py $(ARGS)
 
 # Processes with one thread each: twice as fast as the other way round, and steady on a busy machine. One more than there
 # are processors, as many tests wait for processes that they have started. Teams that wait leave their processor to others.
@@ -79,7 +79,7 @@ $(VENV)/.created:
 	  echo "arbordraft needs Python 3.11 or newer; name one with: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 	  echo "This Python cannot create virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
 # Once by one process, or all that run tests would compile the same modules side by side.
@@ -88,5 +88,6 @@ $(VENV)/.compiled: $(VENV)/.installed-dev
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.created
-	$(BIN)/python -m pip install --no-compile --editable '.[$*]'
+	@echo "Installing arbordraft[$*] into $(VENV): a minute or two, longer where torch brings CUDA along"
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --editable '.[$*]'
 	@touch $@

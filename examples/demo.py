@@ -1,17 +1,16 @@
-"""The main job: a real model answers a ragged batch of real prompts, faster and with unchanged output.
+"""The main job: a real model answers prompts faster, and every token is checked.
 
-First a few steps of one answer as trees, what the target accepted marked. Then the same prompts in bfloat16 by several
-decoders, each warm: transformers' generate, its prompt lookup (one prompt at a time, all it supports), and ours without
-drafts, with lookups, with an EAGLE-3 head that arbordraft trained, and with lookups else the head. Where rows are
-computed alike whatever runs beside them, every answer is compared with our plain decoding; a short run in float32 is
-compared with generate.
+First, a few steps of one answer as trees, what the target accepted marked. Then one prompt at a time, where drafts pay:
+a text that repeats itself and one that does not, by transformers and by several decoders. Then eight prompts at once,
+where kernels and unpadded batches carry the speed. Every speculative answer is compared with plain decoding, and a
+short run in float32 with transformers' ``generate``.
 """
 
 import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,70 +18,71 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from arbordraft import EagleDrafter, RaggedModel, SpeculativeDecoder, builders
+import arbordraft as ad
 from arbordraft.bench.decoding import answers
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.cli.display import step_tree
-from arbordraft.decoding.prompts import MIXED, chat_batch
+from arbordraft.decoding.prompts import MIXED, REPEATING, VARIED, chat_batch
 
 Inputs = dict[str, Tensor]
-Decoded = tuple[list[list[int]], float | None]  # new tokens of every prompt, up to its end, and tau of ours
+Decode = Callable[[Inputs, int], tuple[list[list[int]], float | None]]  # new tokens by prompt; tau, if any was drafted
 TRAINED = Path(__file__).parent / "checkpoints" / "smollm2-135m-instruct-eagle"
-SHOWN, WARM, ROUNDS = 3, 4, 3  # steps to draw; tokens to decode before the clock starts; timings of ours
-CHECKED, CHECKED_TOKENS = 2, 24  # prompts and tokens of the run in float32
+TEXTS = {"repeating text": REPEATING[0], "other text": VARIED[0]}
+DRAFTERS = {
+    "arbordraft, plain": "none",
+    "arbordraft, lookups": "ngram",
+    "arbordraft, trained head": str(TRAINED),
+    "arbordraft, itself in 4 bits": "self",
+    "arbordraft, load()'s choice": "auto",
+}
+PLAIN, CHOSEN = "arbordraft, plain", "arbordraft, load()'s choice"
+GENERATE, LOOKUP = "transformers, generate", "transformers, lookups"
+SHOWN, WARM, ROUNDS = 3, 4, 2  # steps to draw; tokens to decode before the clock starts; timings of ours
+SLOW = 24  # tokens of transformers: a speed needs no more
 
 
 @dataclass
 class Run:
-    """What one decoder made of the batch: new tokens per prompt, cut at their end."""
+    """What one decoder made of some prompts: new tokens by prompt, tau if anything was drafted, and its speed."""
 
-    name: str
     answers: list[list[int]]
     tau: float | None
-    seconds: float
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return sum(map(len, self.answers)) / self.seconds
+    tokens_per_second: float
 
 
-def theirs(model: PreTrainedModel, inputs: Inputs, new_tokens: int, **options: Any) -> Decoded:
-    """transformers' generate on the padded batch, or with options, such as those of prompt lookup, on every prompt."""
-    end, texts = model.generation_config.eos_token_id, []
-    rows = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
-    alone = [{"input_ids": ids[mask == 1][None], "attention_mask": mask[mask == 1][None]} for ids, mask in rows]
-    for part in alone if options else [inputs]:
-        ids = model.generate(**part, max_new_tokens=new_tokens, do_sample=False, **options)
-        texts += ids[:, part["input_ids"].shape[1] :].tolist()
+def ours(decoder: ad.SpeculativeDecoder, inputs: Inputs, new_tokens: int) -> tuple[list[list[int]], float | None]:
+    """Answers of one of our decoders to a ragged batch."""
+    output: Any = decoder.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
+    return answers(output, inputs), output.stats.tau if output.stats.drafted else None
+
+
+def theirs(model: PreTrainedModel, inputs: Inputs, new_tokens: int, **options: Any) -> tuple[list[list[int]], None]:
+    """transformers' answers to a padded batch, cut at their end."""
+    ids: Any = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **options)
+    end, texts = model.generation_config.eos_token_id, ids[:, inputs["input_ids"].shape[1] :].tolist()
     return [text[: text.index(end) + 1] if end in text else text for text in texts], None
 
 
-def ours(decoder: SpeculativeDecoder, inputs: Inputs, new_tokens: int) -> Decoded:
-    """Answers of one of our decoders to the ragged batch."""
-    output: Any = decoder.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
-    return answers(output, inputs), output.stats.tau
-
-
-def timed(decoders: dict[str, Callable[[int], Decoded]], new_tokens: int, rounds: int = 1) -> list[Run]:
-    """Decodes in short, and then on the clock, in turns: a slow spell of the machine hits all. Medians count."""
-    seconds: dict[str, list[float]] = {name: [] for name in decoders}
-    results = {name: decode(WARM) for name, decode in decoders.items()}
+def timed(decoders: Mapping[str, Decode], inputs: Inputs, new_tokens: int, rounds: int = 1) -> dict[str, Run]:
+    """Decodes in turns, so that a slow spell of the machine hits all; a short call warms each up before."""
+    speeds: dict[str, list[float]] = {name: [] for name in decoders}
+    results = {name: decode(inputs, WARM) for name, decode in decoders.items()}
     for _ in range(rounds):
         for name, decode in decoders.items():
             start = time.perf_counter()
-            results[name] = decode(new_tokens)
-            seconds[name].append(time.perf_counter() - start)
-    return [Run(name, *result, statistics.median(seconds[name])) for name, result in results.items()]
+            results[name] = decode(inputs, new_tokens)
+            speeds[name].append(sum(map(len, results[name][0])) / (time.perf_counter() - start))
+    return {name: Run(*results[name], statistics.mean(speeds[name])) for name in decoders}
 
 
-def draw_steps(console: Console, target: RaggedModel, tokenizer: Any, question: str) -> None:
+def draw_steps(console: Console, decoder: ad.SpeculativeDecoder, question: str) -> None:
     """Draws the first steps of an answer."""
+    tokenizer: Any = decoder.target.tokenizer
     drawn = 0
 
     def show(state: Any, tree: Any, verdict: Any) -> None:
@@ -92,93 +92,105 @@ def draw_steps(console: Console, target: RaggedModel, tokenizer: Any, question: 
             console.print(f"\n[bold]step {drawn}[/bold]")
             console.print(step_tree(tree[0], verdict[0], lambda token: tokenizer.decode([token])))
 
-    decoder = builders.expanding(target, EagleDrafter.from_pretrained(TRAINED, target), nodes=8)
     decoder.on_step = show
     console.rule(f"one forward, several tokens: {question}")
     decoder.generate(**chat_batch(tokenizer, [question]), max_new_tokens=3 * SHOWN, do_sample=False)
 
 
-def compare(model: PreTrainedModel, target: RaggedModel, inputs: Inputs, new_tokens: int) -> list[Run]:
-    """All decoders in turn; our plain decoding comes third."""
-    head = EagleDrafter.from_pretrained(TRAINED, target)
-    decoders = {
-        "arbordraft, plain": builders.plain(target),
-        "arbordraft, lookups": builders.lookup(target),
-        "arbordraft, trained head": builders.eagle(target, head),
-        "arbordraft, lookups else head": builders.eagle(target, head, lookup=True),
-    }
-    references = {
-        "transformers, generate": partial(theirs, model, inputs),
-        "transformers, prompt lookup, batch 1": partial(theirs, model, inputs, prompt_lookup_num_tokens=4),
-    }
-    turns = {name: partial(ours, decoder, inputs) for name, decoder in decoders.items()}
-    return timed(references, new_tokens) + timed(turns, new_tokens, ROUNDS)
+def table_of(runs: Mapping[str, Mapping[str, Run]]) -> Table:
+    """Speeds of decoders on several texts; the factor is that over ``generate``, the fastest is bold."""
+    columns = [Column(heading, justify="right") for text in runs for heading in (text, "x", "tau")]
+    table = Table(Column("tokens/s", no_wrap=True), *columns)
+    best = {text: max(run.tokens_per_second for run in found.values()) for text, found in runs.items()}
+    for name in next(iter(runs.values())):
+        cells = []
+        for text, found in runs.items():
+            run = found[name]
+            speed = f"{run.tokens_per_second:.0f}"
+            cells.append(f"[bold]{speed}[/bold]" if run.tokens_per_second == best[text] else speed)
+            cells.append(f"{run.tokens_per_second / found[GENERATE].tokens_per_second:.1f}")
+            cells.append("" if run.tau is None else f"{run.tau:.1f}")
+        table.add_row(name, *cells)
+    return table
 
 
-def show_table(console: Console, runs: list[Run]) -> None:
-    """The fastest decoder first, the others as they were run."""
-    base, plain = runs[0], runs[2]
-    best = max(runs, key=lambda run: run.speed)
-    table = Table("decoder", "tokens/s", "× generate", "× our plain", "tau", "same as our plain")
-    for run in [best, *(run for run in runs if run is not best)]:
-        same = sum(answer == expected for answer, expected in zip(run.answers, plain.answers, strict=True))
-        table.add_row(
-            run.name,
-            f"{run.speed:.1f}",
-            f"{run.speed / base.speed:.2f}",
-            f"{run.speed / plain.speed:.2f}",
-            "-" if run.tau is None else f"{run.tau:.2f}",
-            f"{same} of {len(run.answers)} answers",
-            style="bold" if run is best else None,
-        )
-    console.print(table)
-
-
-def same_in_float32(prompts: list[str], new_tokens: int) -> bool:
-    """Whether the trained head, drafting trees, gives generate's own tokens in float32."""
-    model, tokenizer = load_smollm2(torch.float32)
-    inputs = chat_batch(tokenizer, prompts[:CHECKED])
-    tokens = min(CHECKED_TOKENS, new_tokens)
-    target = RaggedModel(model, tokenizer, kernels="torch")
-    decoder = builders.expanding(target, EagleDrafter.from_pretrained(TRAINED, target), lookup=True)
-    return ours(decoder, inputs, tokens)[0] == theirs(model, inputs, tokens)[0]
+def changed(runs: Mapping[str, Mapping[str, Run]]) -> list[str]:
+    """Names the decoders whose answers are not those of plain decoding."""
+    return [
+        f"{name} on {text}"
+        for text, found in runs.items()
+        for name, run in found.items()
+        if name in DRAFTERS and run.answers != found[PLAIN].answers
+    ]
 
 
 def main() -> int:
     """Runs the comparison; the exit status is 1 if a token differs where equality is promised."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--max-new-tokens", type=int, default=96)
-    options.add_argument("--prompts", type=int, default=len(MIXED), help="use only this many prompts, from the first")
+    options.add_argument("--max-new-tokens", type=int, default=64)
+    options.add_argument("--prompts", type=int, default=len(MIXED), help="of the batch, use only the first so many")
     arguments = options.parse_args()
-    prompts, new_tokens = list(MIXED[: arguments.prompts]), arguments.max_new_tokens
+    new_tokens, batch = arguments.max_new_tokens, list(MIXED[: arguments.prompts])
 
     console = Console(highlight=False)
     disable_progress_bar()
     with console.status("loading the model and its kernels"):
-        model, tokenizer = load_smollm2(torch.bfloat16)
-        target = RaggedModel(model, tokenizer)
-    draw_steps(console, target, tokenizer, "What is the capital of France?")
+        target = ad.load("smollm2", "none").target
+        tokenizer: Any = target.tokenizer
+        head = ad.builders.expanding(target, ad.EagleDrafter.from_pretrained(TRAINED, target), nodes=8)
+    draw_steps(console, head, "What is the capital of France?")
 
-    console.rule(f"{len(prompts)} prompts of different lengths, up to {new_tokens} tokens each, bfloat16")
-    console.print(f"kernels: {target.chosen}")
-    with console.status("decoding them in six ways"):
-        runs = compare(model, target, chat_batch(tokenizer, prompts), new_tokens)
-    show_table(console, runs)
+    console.rule("one prompt at a time")
+    with console.status("loading drafters"):
+        decoders: dict[str, Decode] = {name: partial(ours, ad.load(target, each)) for name, each in DRAFTERS.items()}
+    # In the same precision: where load() takes float32, bfloat16 is emulated and slows generate down, too.
+    references: dict[str, Decode] = {
+        GENERATE: partial(theirs, target.model),
+        LOOKUP: partial(theirs, target.model, prompt_lookup_num_tokens=10),
+    }
+    single = {}
+    for text, prompt in TEXTS.items():
+        inputs = chat_batch(tokenizer, [prompt])
+        with console.status(f"decoding {text}, in {len(references) + len(decoders)} ways"):
+            single[text] = timed(references, inputs, min(SLOW, new_tokens)) | timed(
+                decoders, inputs, new_tokens, ROUNDS
+            )
+    console.print(table_of(single))
+    console.print(
+        f"All in {str(target.model.dtype).removeprefix('torch.')}; our kernels: {target.chosen}. A forward reads all "
+        "weights, so several rows take little longer than one, and drafts pay."
+    )
 
-    changed = [run.name for run in runs[3:] if run.answers != runs[2].answers]
+    console.rule(f"{len(batch)} prompts at once")
+    inputs = chat_batch(tokenizer, batch)
+    with console.status("decoding a batch, in 3 ways"):
+        two = {name: decoders[name] for name in (PLAIN, CHOSEN)}
+        together = timed({GENERATE: references[GENERATE]}, inputs, min(SLOW, new_tokens))
+        together |= timed(two, inputs, new_tokens, ROUNDS)
+    console.print(table_of({"eight prompts": together}))
+    console.print(
+        "Eight samples share the reading, so a processor has little room for drafted rows, and the policy drafts few. "
+        "Kernels and batches without padding carry the speed."
+    )
+
+    console.rule("every token checked")
+    wrong = changed(single | {"eight prompts": together})
     if not target.row_invariant:
-        console.print("bfloat16: these kernels round by the shape of a batch, so equal tokens are not promised")
-        changed = []
-    elif not changed:
-        console.print("bfloat16: all speculative answers are token for token those of our plain decoding")
+        console.print("These kernels round by the shape of a batch, so equal tokens are not promised.")
+        wrong = []
+    elif not wrong:
+        console.print("All speculative answers are token for token those of plain decoding.")
     with console.status("checking a short run in float32"):
-        if same_in_float32(prompts, new_tokens):
-            console.print("float32: a short run gave token for token what transformers' generate gives")
+        float32, _ = load_smollm2(torch.float32)
+        exact = ad.load(ad.RaggedModel(float32, tokenizer, kernels="torch"), TRAINED)
+        short, tokens = chat_batch(tokenizer, batch[:2]), min(SLOW, new_tokens)
+        if ours(exact, short, tokens)[0] == theirs(float32, short, tokens)[0]:
+            console.print("float32: a short run gave token for token what transformers' generate gives.")
         else:
-            changed.append("float32 against generate")
-    if changed:
-        console.print(f"[red]the output changed: {', '.join(changed)}")
-    return int(bool(changed))
+            wrong.append("float32 against generate")
+    if wrong:
+        console.print(f"[red]the output changed: {', '.join(wrong)}")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ MACHINE_FLAGS = {
     "generic": ["-DARBORDRAFT_GENERIC"],
 }
 _MAC = sys.platform == "darwin"
-_NOTICE = "building CPU kernels, once per machine (about 30 s)"
+_NOTICE = "building CPU kernels, once per machine (30 to 60 s)"
 
 
 class Unavailable(Exception):

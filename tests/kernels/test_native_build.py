@@ -349,7 +349,7 @@ def test_forked_child_can_load(cache, toy):
 def test_announced_on_a_log_that_listens(cache, toy, caplog, capsys):
     with caplog.at_level("INFO", logger="arbordraft"):
         assert toy.load()
-    assert [record.getMessage() for record in caplog.records] == ["building CPU kernels, once per machine (about 30 s)"]
+    assert [record.getMessage() for record in caplog.records] == ["building CPU kernels, once per machine (30 to 60 s)"]
     assert capsys.readouterr() == ("", "")
 
 
@@ -359,7 +359,7 @@ def test_announced_where_no_log_listens(cache, toy, capsys, monkeypatch, termina
     monkeypatch.setattr(build, "PATIENCE", 0.01)
     assert toy.load()
     shown, said = capsys.readouterr()
-    line = "arbordraft: building CPU kernels, once per machine (about 30 s)"
+    line = "arbordraft: building CPU kernels, once per machine (30 to 60 s)"
     assert shown == ""
     if terminal:
         assert said.startswith(f"\r{line}: 0 s")

