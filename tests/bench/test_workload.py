@@ -13,6 +13,8 @@ WRONG = {
     "half a token": ({"new_tokens": 0.5}, TypeError, "new_tokens must be a whole number"),
     "no round": ({"repeats": 0}, ValueError, "repeats must be a whole number of at least 1"),
     "below zero": ({"temperature": -1.0}, ValueError, "temperature"),
+    "a nucleus of more than all": ({"top_p": 2}, ValueError, "top_p"),
+    "no penalty": ({"repetition_penalty": 0}, ValueError, "repetition_penalty must be above 0"),
     "a negative seed": ({"seed": -1}, ValueError, "seed"),
 }
 
@@ -21,6 +23,15 @@ WRONG = {
 def test_what_cannot_be_measured(options, kind, match):
     with pytest.raises(kind, match=match):
         Workload(**options)
+
+
+def test_settings_reach_the_request():
+    workload = Workload(temperature=0.1, top_p=0.1, repetition_penalty=1.05)
+    request = workload.request()
+    assert {name: request[name] for name in ("temperature", "top_p", "repetition_penalty", "do_sample")} == {
+        "temperature": 0.1, "top_p": 0.1, "repetition_penalty": 1.05, "do_sample": True
+    }  # fmt: skip
+    assert "repetition_penalty" not in Workload().request()
 
 
 def test_prompts_need_a_tokenizer():

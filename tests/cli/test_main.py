@@ -11,10 +11,13 @@ import torch
 from support.models import tiny_checkpoint, tiny_tokenizer
 from typer.testing import CliRunner
 
+from arbordraft.bench import equality
 from arbordraft.bench.report import Report
 from arbordraft.cli import main as cli
+from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.prompts import read_prompts
 from arbordraft.decoding.spelling import Pieces
+from arbordraft.target.equality import EqualityReport
 
 runner = CliRunner()
 
@@ -92,9 +95,27 @@ def test_bench_compares_tokens(tmp_path, asked):
     model, (prompts, path, *_) = asked
     settings = [*model, prompts, path, "--dtype", "bfloat16", "--new-tokens", "4", "--temperature", "0,1"]
     found = bench(tmp_path, "equality", *settings)
-    assert len(found["measurements"]) == 12
-    assert all(m["ratio"] == 1 for m in found["measurements"] if "pathwise" in m["detail"])
+    assert len(found["measurements"]) == 24
+    assert {m["reach"] for m in found["measurements"]} == {""}, "this model's rows depend on their company"
     assert found["provenance"]["versions"]["torch"] == version("torch")
+
+
+def test_bench_equality_fails_where_a_promise_is_broken(asked, monkeypatch):
+    """Decoders that promise equal tokens, one of which drops the last token of a batch."""
+    model, prompts = asked
+    promise = EqualityReport(equality.Equality.pathwise, "", 1, 1)
+    monkeypatch.setattr(SpeculativeDecoder, "equality_report", lambda self: promise)
+    honest = equality._tokens
+
+    def broken(target, decoder, workload, tell, what):
+        tokens = honest(target, decoder, workload, tell, what)
+        return tokens if workload.batch == 1 else [tokens[0], tokens[1][:-1]]
+
+    command = ["bench", "equality", *model, *prompts, "--dtype", "float32", "--batches"]
+    assert CliRunner().invoke(cli.app, [*command, "2"]).exit_code == 0
+    monkeypatch.setattr(equality, "_tokens", broken)
+    assert CliRunner().invoke(cli.app, [*command, "1"]).exit_code == 0
+    assert CliRunner().invoke(cli.app, [*command, "2"]).exit_code == 1
 
 
 @pytest.mark.parametrize(

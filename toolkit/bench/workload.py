@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.decoding.prompts import MIXED, VARIED, chat_batches, plain_request, read_prompts
-from arbordraft.utils.checks import check_int, check_temperature
+from arbordraft.decoding.prompts import MIXED, VARIED, chat_batches, read_prompts
+from arbordraft.decoding.text import settings_of
+from arbordraft.utils.checks import check_float, check_int, check_positive, check_temperature
 
 if TYPE_CHECKING:
     from arbordraft.target.model import RaggedModel
@@ -41,6 +42,8 @@ class Workload:
         batch: prompts at a time, 1 or more.
         new_tokens: longest answer, 1 or more.
         temperature: 0 for greedy decoding.
+        top_p: of nucleus sampling, 1 for the whole vocabulary.
+        repetition_penalty: above 0; 1 for none.
         repeats: rounds of every timing, 1 or more; medians are reported.
         seed: of sampled tokens and of random inputs.
 
@@ -58,6 +61,8 @@ class Workload:
     batch: int = 8
     new_tokens: int = 128
     temperature: float = 0.0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
     repeats: int = 3
     seed: int = 0
 
@@ -66,6 +71,8 @@ class Workload:
         for name in ("batch", "new_tokens", "repeats"):
             check_int(name, getattr(self, name), 1)
         object.__setattr__(self, "temperature", check_temperature("temperature", self.temperature))
+        object.__setattr__(self, "top_p", check_float("top_p", self.top_p, 0, 1))
+        object.__setattr__(self, "repetition_penalty", check_positive("repetition_penalty", self.repetition_penalty))
         check_int("seed", self.seed, 0)
 
     @property
@@ -87,8 +94,9 @@ class Workload:
         ]
 
     def request(self) -> dict[str, Any]:
-        """Arguments of ``generate``: sampling from the whole vocabulary, or greedy decoding."""
-        return plain_request(self.temperature, self.new_tokens)
+        """Arguments of ``generate``, in which no setting of the model's own counts."""
+        penalty = {} if self.repetition_penalty == 1 else {"repetition_penalty": self.repetition_penalty}
+        return settings_of(self.new_tokens, self.temperature, self.top_p, 0, None, 1) | penalty
 
     def seeds(self, samples: int, first: int = 0) -> list[int]:
         """Seeds of the prompts from number ``first`` on, the same for every decoder."""

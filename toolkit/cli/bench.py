@@ -22,6 +22,7 @@ from arbordraft.cli.options import (
     RepeatsOption,
     SeedOption,
     TemperaturesOption,
+    TopPOption,
     finite,
     numbers,
     whole_numbers,
@@ -123,24 +124,31 @@ def equality(
     prompts: PromptsOption = None,
     limit: LimitOption = None,
     new_tokens: NewTokensOption = 128,
-    batches: BatchesOption = "1,8",
+    batches: BatchesOption = "1,4,8",
     temperatures: TemperaturesOption = "0",
+    top_p: TopPOption = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(min=0, max=10, callback=finite, help="Divides scores of tokens that are there, 1 for none.")
+    ] = 1.0,
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
-    """Compare speculative with plain tokens of the same seeds on the native CPU kernels."""
+    """Compare speculative answers in batches with plain ones alone; status 1 if tokens differ where none may."""
     from arbordraft.bench.equality import equal_tokens
     from arbordraft.bench.report import Report
     from arbordraft.loading import load_target
 
-    sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed)
-    with Report(json, model=model, dtype=dtype, drafter=drafter) as report:
+    settings: dict[str, Any] = {"top_p": top_p, "repetition_penalty": repetition_penalty}
+    sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed, **settings)
+    with Report(json, model=model, dtype=dtype, drafter=drafter, **settings) as report:
         for each in dtype:
             target, _ = load_target(model, each)
             drafters = drafters_of(drafter, target)
             for temperature in dict.fromkeys(workload.temperature for workload in sizes):
                 alike = [workload for workload in sizes if workload.temperature == temperature]
                 report.take(equal_tokens(target, drafters, alike, report.tell), alike[0])
+    if any(row.reached is False for row in report.rows):
+        raise typer.Exit(1)
 
 
 @app.command()

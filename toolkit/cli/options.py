@@ -132,14 +132,14 @@ PngOption = Annotated[
 
 
 def workloads(
-    prompts: Path | None, limit: int | None, batches: str, temperatures: str = "0", **counts: int
+    prompts: Path | None, limit: int | None, batches: str, temperatures: str = "0", **settings: Any
 ) -> "list[Workload]":
-    """Makes a workload for every temperature and batch size; ``counts`` are further ones of its arguments."""
+    """Makes a workload for every temperature and batch size; ``settings`` are further ones of its arguments."""
     from arbordraft.bench.workload import Workload, read_texts
 
     texts = tuple(read_texts(prompts, limit))
     return [
-        Workload(texts, batch=batch, temperature=temperature, **counts)
+        Workload(texts, batch=batch, temperature=temperature, **settings)
         for temperature in numbers(temperatures, float, 0)
         for batch in numbers(batches, int)
     ]
