@@ -89,5 +89,5 @@ $(VENV)/.compiled: $(VENV)/.installed-dev
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.created
 	@echo "Installing arbordraft[$*] into $(VENV): a minute or two, longer where torch brings CUDA along"
-	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --editable '.[$*]'
+	@$(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile --editable '.[$*]'
 	@touch $@

@@ -1,5 +1,7 @@
 """Examples run as users run them; the README shows the same code."""
 
+import argparse
+import importlib
 import os
 import re
 import runpy
@@ -202,6 +204,49 @@ def test_comparison_freezes_a_peer_between_requests(tmp_path, monkeypatch):
     tmp_path.joinpath("vllm.py").write_text("raise RuntimeError('broken')")
     with pytest.raises(PeerError, match="broken"):
         Peer("vLLM", "vllm_cpu", Path(sys.executable), config("plain", tmp_path), tmp_path / "log")
+
+
+def ways(module, tmp_path, *arguments):
+    """Names of the ways to run a peer, by groups of which the fastest is compared."""
+    peer = importlib.import_module(module)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--threads", default=2)
+    parser.add_argument("--batches", default=[1, 8])
+    peer.options(parser)
+    groups = peer.configs(parser.parse_args(arguments), tmp_path, tmp_path)
+    return [[config.name.split(", ", 1) for config in group] for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "drafts"),
+    [
+        ("vllm_cpu", ["--reserved", "0"], [["plain"], ["n-gram 4:3:5", "n-gram 5:4:4", "n-gram 2:2:4"]]),
+        (
+            "vllm_cpu",
+            ["--reserved", "0", "--ngrams", "--suffix", "--eagle", "head"],
+            [["plain"], ["suffix"], ["EAGLE-3 2", "EAGLE-3 4"]],
+        ),
+    ],
+    ids=["lookups", "others"],
+)
+def test_a_peer_is_run_in_every_way_that_it_has(monkeypatch, tmp_path, module, arguments, drafts):
+    monkeypatch.syspath_prepend(COMPARE)
+    assert [[name for name, _ in group] for group in ways(module, tmp_path, *arguments)] == drafts
+
+
+def test_openvino_and_llama_draft_with_every_kind_they_have(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(COMPARE)
+    openvino = ways("openvino_cpu", tmp_path, "--batched", "256", "--eagle", "head", "--lengths", "4")
+    assert [[way for _, way in group] for group in openvino] == [
+        ["plain, 256 batched"],
+        [f"lookup {ngram}, 256 batched" for ngram in ("4:3", "8:3", "3:2")],
+        ["itself in int4 4, 256 batched"],
+        ["EAGLE-3 4, 256 batched", "EAGLE-3 16:4:5, 256 batched"],
+    ]
+    llama = ways(
+        "llama_cpp", tmp_path, "--gguf", "m.gguf", "--draft-model", "d.gguf", "--drafts", "simple:4:8", "mod:6:8"
+    )
+    assert llama == [[["m", "plain"]], [["m", "simple:4:8"], ["m", "mod:6:8"]], [["m", "model:4"], ["m", "model:8"]]]
 
 
 def test_prompts_under_load_have_the_lengths_that_are_asked_for(monkeypatch):

@@ -1,7 +1,7 @@
 """Greedy decoding on a CPU, measured in one run: arbordraft, transformers' generate and llama.cpp.
 
-llama.cpp's server decodes plainly and with its own lookup in the text, called in its process by xllamacpp; see
-README.md and program.py.
+llama.cpp's server decodes plainly, with each of its lookups and with a draft model, called in its process by xllamacpp;
+see README.md and program.py.
 """
 
 import argparse
@@ -12,7 +12,8 @@ from typing import Any
 
 from peers import Config, Generate, Tokens
 
-NGRAMS = ["4:8", "3:4", "12:48"]  # as long as what pays here; short drafts; its default
+# Kind, tokens looked up, most tokens drafted: about as long as what pays here, and its own defaults.
+DRAFTS = ["simple:4:8", "simple:3:4", "simple:12:48", "map-k:4:8", "map-k:12:48", "mod:6:8", "mod:16:32"]
 
 
 def load(settings: dict[str, Any]) -> Generate:
@@ -25,10 +26,21 @@ def load(settings: dict[str, Any]) -> Generate:
         setattr(parameters, name, value)
     for threads in (parameters.cpuparams, parameters.cpuparams_batch):
         threads.n_threads = settings["threads"]
-    if settings["ngram"]:
-        parameters.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-        lookup = parameters.speculative.ngram_simple
-        lookup.size_n, lookup.size_m = settings["ngram"]
+    if settings["draft"]:
+        kind, *sizes = settings["draft"]
+        name = {"model": "DRAFT_SIMPLE"}.get(kind, f"NGRAM_{kind.replace('-', '_').upper()}")
+        speculative = parameters.speculative
+        speculative.types = [getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{name}")]
+        if kind == "model":
+            speculative.draft.mparams.path, speculative.draft.n_max = settings["draft_model"], *sizes
+            for threads in (speculative.draft.cpuparams, speculative.draft.cpuparams_batch):
+                threads.n_threads = settings["threads"]
+        elif kind == "mod":
+            speculative.ngram_mod.n_match, speculative.ngram_mod.n_max = sizes
+            speculative.ngram_mod.n_min = 1
+        else:
+            lookup = getattr(speculative, name.lower())
+            lookup.size_n, lookup.size_m = sizes
     server = xllamacpp.Server(parameters)
 
     def generate(prompts: Tokens, new_tokens: int) -> tuple[Tokens, dict[str, Any]]:
@@ -68,7 +80,7 @@ def quantised(source: Path, target: Path, kind: str) -> Path:
 
 
 def configs(arguments: argparse.Namespace, _model: Path, scratch: Path) -> list[list[Config]]:
-    """Plain and with lookup; of the lookups the fastest is compared."""
+    """Plain, with lookups and with a draft model; of each kind the fastest is compared."""
     file = arguments.gguf
     if arguments.weights is not None:
         file = quantised(file, scratch / f"{arguments.weights}.gguf", arguments.weights)
@@ -82,20 +94,28 @@ def configs(arguments: argparse.Namespace, _model: Path, scratch: Path) -> list[
         "n_threads_http": slots,
     }
 
-    def config(ngram: str | None) -> Config:
-        name = f"{file.stem}, {f'n-gram {ngram}' if ngram else 'plain'}"
-        drafts = list(map(int, ngram.split(":"))) if ngram else None
-        settings = {"model": str(file), "parameters": parameters, "threads": arguments.threads, "ngram": drafts}
-        return Config(name, settings)
+    def config(draft: str | None) -> Config:
+        kind, *sizes = draft.split(":") if draft else [""]
+        settings = {
+            "model": str(file),
+            "draft_model": str(arguments.draft_model),
+            "parameters": parameters,
+            "threads": arguments.threads,
+            "draft": [kind, *map(int, sizes)] if draft else None,
+        }
+        return Config(f"{file.stem}, {draft or 'plain'}", settings)
 
-    return [[config(None)], [config(ngram) for ngram in arguments.ngrams]]
+    models = [f"model:{length}" for length in arguments.lengths] if arguments.draft_model else []
+    return [[config(draft) for draft in group] for group in ([None], arguments.drafts, models) if group]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Those of llama.cpp alone."""
     parser.add_argument("--gguf", type=Path, required=True, help="file of the model")
     parser.add_argument("--weights", choices=["Q8_0", "Q4_0", "Q4_1", "BF16"], help="another format than the file's")
-    parser.add_argument("--ngrams", nargs="+", default=NGRAMS, metavar="LOOKED-UP:DRAFTED", help="of llama.cpp")
+    parser.add_argument("--drafts", nargs="*", default=DRAFTS, metavar="KIND:LOOKED-UP:DRAFTED", help="its lookups")
+    parser.add_argument("--draft-model", type=Path, help="GGUF file that drafts, such as the model in fewer bits")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8], help="tokens that the draft model drafts")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Greedy decoding on a CPU, measured in one run: arbordraft, transformers' generate and OpenVINO GenAI.
 
-OpenVINO decodes plainly and with its prompt lookup by its continuous batching pipeline; see README.md and program.py.
+OpenVINO decodes plainly, with its prompt lookup, with a draft model (the model itself in four bits) and with an EAGLE-3
+head, by its continuous batching pipeline; see README.md and program.py.
 """
 
 import argparse
@@ -18,23 +19,26 @@ FORMATS = {
     "int4": ["--weight-format", "int4", "--group-size", "64", "--ratio", "1.0", "--sym"],
 }
 NGRAMS = ["4:3", "8:3", "3:2"]
+TREES = ["4", "16:4:5"]  # drafted tokens of a chain; of a tree, with children of a node and depth
 
 
 def load(settings: dict[str, Any]) -> Generate:
-    """Converts the model if nobody has, and starts the pipeline."""
+    """Converts what is not converted yet, and starts the pipeline."""
     import numpy
     import openvino
-    from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
+    from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig, draft_model
 
     folder = Path(settings["converted"])
-    if not folder.exists():
-        command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", settings["model"]]
-        command += ["--task", "text-generation-with-past", *settings["format"], folder]
-        subprocess.run(command, check=True)
+    for source, weights, place in (settings["target"], *filter(None, [settings["draft"]])):
+        if not Path(place).exists():
+            (_convert_head if weights == "head" else _convert)(source, weights, place)
+    properties = dict(settings["properties"])
+    if settings["draft"]:
+        properties["draft_model"] = draft_model(settings["draft"][-1], "CPU", **settings["properties"])
     scheduler = SchedulerConfig()
     for name, value in settings["scheduler"].items():
         setattr(scheduler, name, value)
-    pipeline = ContinuousBatchingPipeline(str(folder), scheduler, "CPU", settings["properties"])
+    pipeline = ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
 
     def generate(prompts: Tokens, new_tokens: int) -> tuple[Tokens, dict[str, Any]]:
         sampling = GenerationConfig(str(folder / "generation_config.json"))
@@ -48,16 +52,33 @@ def load(settings: dict[str, Any]) -> Generate:
     return generate
 
 
-def configs(arguments: argparse.Namespace, model: Path, scratch: Path) -> list[list[Config]]:
-    """Plain and with prompt lookup; of each the fastest is compared."""
+def _convert(source: str, weights: str, place: str) -> None:
+    command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", source]
+    subprocess.run([*command, "--task", "text-generation-with-past", *FORMATS[weights], place], check=True)
 
-    def config(batched: int, ngram: str | None) -> Config:
-        name = f"{arguments.weights}, {f'lookup {ngram}' if ngram else 'plain'}, {batched} batched"
-        drafted, longest = map(int, ngram.split(":")) if ngram else (0, 0)
+
+def _convert_head(source: str, _: str, place: str) -> None:
+    """Converts an EAGLE-3 head; the file of its class in optimum asks for libraries that heads do not use."""
+    from optimum.exporters.openvino import main_export
+    from transformers import dynamic_module_utils
+
+    dynamic_module_utils.check_imports = dynamic_module_utils.get_relative_imports
+    main_export(source, place, task="text-generation-with-past", trust_remote_code=True, local_files_only=True)
+
+
+def configs(arguments: argparse.Namespace, model: Path, scratch: Path) -> list[list[Config]]:
+    """Plain, with prompt lookup, with a draft model and with a head; of each the fastest is compared."""
+    target = scratch / arguments.weights
+    itself = (str(model), "int4", str(scratch / "int4"))
+    head = (str(arguments.eagle), "head", str(scratch / "head"))
+
+    def config(batched: int, way: str, sampling: dict[str, int], draft: tuple[str, str, str] | None = None) -> Config:
+        numbers = ":".join(map(str, sampling.values()))
+        name = " ".join(filter(None, [f"{arguments.weights},", way, numbers])) + f", {batched} batched"
         settings = {
-            "model": str(model),
-            "converted": str(scratch / arguments.weights),
-            "format": FORMATS[arguments.weights],
+            "converted": str(target),
+            "target": (str(model), arguments.weights, str(target)),
+            "draft": draft,
             "scheduler": {
                 "cache_size": 2,  # gigabytes
                 "enable_prefix_caching": False,  # the other engines read every prompt anew
@@ -67,21 +88,35 @@ def configs(arguments: argparse.Namespace, model: Path, scratch: Path) -> list[l
             "properties": {
                 "INFERENCE_NUM_THREADS": arguments.threads,
                 "INFERENCE_PRECISION_HINT": "bf16",
-                **({"prompt_lookup": True} if ngram else {}),
+                **({"prompt_lookup": True} if way == "lookup" else {}),
             },
-            "sampling": {"num_assistant_tokens": drafted, "max_ngram_size": longest} if ngram else {},
+            "sampling": sampling,
         }
         return Config(name, settings)
 
-    lookups = [config(batched, ngram) for batched in arguments.batched for ngram in arguments.ngrams]
-    return [[config(batched, None) for batched in arguments.batched], lookups]
+    ways: list[list[tuple[Any, ...]]] = [
+        [("plain", {})],
+        [("lookup", _numbers(ngram, "num_assistant_tokens", "max_ngram_size")) for ngram in arguments.ngrams],
+        [("itself in int4", {"num_assistant_tokens": length}, itself) for length in arguments.lengths],
+    ]
+    if arguments.eagle is not None:
+        names = ("num_assistant_tokens", "branching_factor", "tree_depth")
+        ways.append([("EAGLE-3", _numbers(tree, *names), head) for tree in arguments.trees])
+    return [[config(batched, *way) for batched in arguments.batched for way in group] for group in ways if group]
+
+
+def _numbers(text: str, *names: str) -> dict[str, int]:
+    return dict(zip(names, map(int, text.split(":")), strict=False))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Those of OpenVINO alone."""
     parser.add_argument("--weights", choices=FORMATS, default="bfloat16", help="of OpenVINO")
     parser.add_argument("--batched", type=int, nargs="+", default=[256, 2048], help="max_num_batched_tokens")
-    parser.add_argument("--ngrams", nargs="+", default=NGRAMS, metavar="DRAFTED:LONGEST", help="of OpenVINO")
+    parser.add_argument("--ngrams", nargs="*", default=NGRAMS, metavar="DRAFTED:LONGEST", help="its lookups")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[4, 8], help="tokens that the model in int4 drafts")
+    parser.add_argument("--eagle", type=Path, help="folder that 'arbordraft export sglang' wrote, for EAGLE-3")
+    parser.add_argument("--trees", nargs="+", default=TREES, metavar="DRAFTED[:CHILDREN:DEPTH]", help="of EAGLE-3")
 
 
 if __name__ == "__main__":

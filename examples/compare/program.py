@@ -23,14 +23,14 @@ from peers import Config, Peer, PeerError, find
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from rounds import GENERATE, Batch, Case, Engine, Task
+from rounds import GENERATE, LOOKUP, Batch, Case, Engine, Task
 
 import arbordraft
 from arbordraft import SpeculativeDecoder, builders
 from arbordraft.bench.measure import save
 from arbordraft.checkpoints.smollm2 import NAME, fetch_smollm2, load_smollm2
 from arbordraft.decoding.prompts import MIXED, VARIED, read_prompts
-from arbordraft.drafter_names import load_drafter
+from arbordraft.drafter_names import drafter_named
 
 QUIET = 0.05  # share of the cores that others may take before the figures come with a warning
 console = Console(highlight=False)
@@ -56,17 +56,17 @@ class PeerKind:
     configs: Callable[[argparse.Namespace, Path, Path], list[list[Config]]]
 
 
-def decoders(load: dict[str, Any], drafter: Path | None) -> dict[str, SpeculativeDecoder]:
+def decoders(load: dict[str, Any], drafters: Sequence[str]) -> dict[str, SpeculativeDecoder]:
     """The decoders of arbordraft that are compared.
 
     Args:
         load: arguments of ``arbordraft.load``.
-        drafter: folder of a trained one, which is then compared, too, with lookups.
+        drafters: names and folders of those that stand behind lookups, one decoder for each.
     """
     target = arbordraft.load(drafter="none", costs=None, **{"dtype": "bfloat16"} | load).target
     ours = {"plain": builders.plain(target), "n-gram": builders.lookup(target)}
-    if drafter is not None:
-        ours["drafter and n-gram"] = builders.fitted(target, load_drafter(drafter, target), lookup=True)
+    for name in drafters:
+        ours[f"n-gram, else {Path(name).name}"] = builders.fitted(target, drafter_named(name, target), lookup=True)
     return ours
 
 
@@ -194,7 +194,13 @@ def _parse(kind: PeerKind, description: str | None) -> argparse.Namespace:
         metavar="NAME=VALUE",
         help="of arbordraft.load",
     )
-    parser.add_argument("--drafter", type=Path, help="folder of a trained drafter, to compare too")
+    parser.add_argument(
+        "--drafters",
+        nargs="*",
+        default=["self"],
+        metavar="NAME",
+        help="behind lookups, as arbordraft.load names them: 'self', or the folder of a trained one",
+    )
     parser.add_argument("--without-generate", action="store_true", help="leave transformers out")
     parser.add_argument("--prompts", type=Path, help="file in MT-Bench's format; by default built-in prompts")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
@@ -228,10 +234,11 @@ def run(kind: PeerKind, description: str | None) -> int:
     load = dict(arguments.load)
     with console.status("") as status, tempfile.TemporaryDirectory() as scratch:
         task = Task(batches, arguments.max_new_tokens, {end} if isinstance(end, int) else set(end), status.update)
-        ours = decoders(load, arguments.drafter)
+        ours = decoders(load, arguments.drafters)
         engines = {f"arbordraft {name}": task.in_process(decoder.generate) for name, decoder in ours.items()}
         if not arguments.without_generate:
             engines[GENERATE] = task.in_process(model.generate)
+            engines[LOOKUP] = task.in_process(model.generate, prompt_lookup_num_tokens=10)
         if version is None:
             findings = Findings(task.cases(engines, arguments.repeats, None))
         else:

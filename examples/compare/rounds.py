@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from operator import eq
+from typing import Any
 
 from peers import Config, Peer, Tokens
 from processes import machine_seconds
@@ -18,6 +19,7 @@ from arbordraft.bench.measure import Measurement
 from arbordraft.decoding.prompts import chat_batch
 
 GENERATE = "generate"  # of transformers
+LOOKUP = "generate, prompt lookup"  # which it has for one prompt at a time
 TRIALS = 2  # calls per batch to find the fastest of several ways to run a peer
 
 
@@ -120,12 +122,12 @@ class Task:
     ends: set[int]
     tell: Callable[[str], None]
 
-    def in_process(self, generate: Callable[..., Tensor]) -> Engine:
+    def in_process(self, generate: Callable[..., Tensor], **options: Any) -> Engine:
         """An engine of this process, which has the interface of transformers."""
 
         def run(batch: Batch) -> tuple[float, Tokens]:
             start = time.perf_counter()
-            ids = generate(**batch.inputs, max_new_tokens=self.new_tokens, do_sample=False)
+            ids = generate(**batch.inputs, max_new_tokens=self.new_tokens, do_sample=False, **options)
             seconds = time.perf_counter() - start
             return seconds, [self._cut(answer) for answer in ids[:, batch.inputs["input_ids"].shape[1] :].tolist()]
 
@@ -139,8 +141,9 @@ class Task:
             engines = {**engines, name: lambda batch: _asked(peer, batch, self.new_tokens)}
         cases = []
         for batch in self.batches:
-            self.tell(f"{beside}, batch {len(batch.prompts)}: measuring {', '.join(engines)}")
-            runs = _take_turns(engines, batch, repeats, peer)
+            here = {name: engine for name, engine in engines.items() if name != LOOKUP or len(batch.prompts) == 1}
+            self.tell(f"{beside}, batch {len(batch.prompts)}: measuring {', '.join(here)}")
+            runs = _take_turns(here, batch, repeats, peer)
             self._check(runs)
             cases.append(Case(beside, name, len(batch.prompts), runs))
         return cases

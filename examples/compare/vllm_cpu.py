@@ -1,6 +1,7 @@
 """Greedy decoding on a CPU, measured in one run: arbordraft, transformers' generate and vLLM's CPU build.
 
-vLLM decodes plainly and with its own lookup, in the settings that are fastest; see README.md and program.py.
+vLLM decodes plainly, with its lookup, with suffix decoding and with an EAGLE-3 head, in the settings that are fastest;
+see README.md and program.py.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from typing import Any
 from peers import Config, Generate, Tokens
 
 NGRAMS = ["4:3:5", "5:4:4", "2:2:4"]  # looking up as our tree does; as in vLLM's documentation; short drafts
+LENGTHS = [2, 4]  # tokens that a head drafts
 
 
 def load(settings: dict[str, Any]) -> Generate:
@@ -80,7 +82,7 @@ def environment(reserved: int = 0, preload: str = "") -> dict[str, str]:
 
 
 def configs(arguments: argparse.Namespace, model: Path, _scratch: Path) -> list[list[Config]]:
-    """Plain and with lookup, with and without reserved cores; of the lookups the fastest is compared."""
+    """Plain and with drafts of each kind, with and without reserved cores; of each kind the fastest is compared."""
     groups = []
     for reserved in arguments.reserved:
         options: dict[str, Any] = {"reserved": reserved, "preload": arguments.preload}
@@ -91,7 +93,19 @@ def configs(arguments: argparse.Namespace, model: Path, _scratch: Path) -> list[
                 for ngram in arguments.ngrams
             ]
         )
-    return groups
+        if arguments.suffix:
+            suffix = {"method": "suffix", "num_speculative_tokens": 8}
+            groups.append([config(f"suffix, {reserved} reserved", model, speculative=suffix, **options)])
+        if arguments.eagle is not None:
+            head = {"method": "eagle3", "model": str(arguments.eagle)}
+            lengths = {f"EAGLE-3 {length}": {"num_speculative_tokens": length} for length in arguments.lengths}
+            groups.append(
+                [
+                    config(f"{name}, {reserved} reserved", model, speculative=head | length, **options)
+                    for name, length in lengths.items()
+                ]
+            )
+    return [group for group in groups if group]
 
 
 def lookup(ngram: str) -> dict[str, Any]:
@@ -104,7 +118,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Those of vLLM alone."""
     parser.add_argument("--preload", default="", metavar="LIBRARIES", help="LD_PRELOAD for vLLM")
     parser.add_argument("--reserved", type=int, nargs="+", default=[0, 1], help="VLLM_CPU_NUM_OF_RESERVED_CPU")
-    parser.add_argument("--ngrams", nargs="+", default=NGRAMS, metavar="DRAFTED:SHORTEST:LONGEST", help="of vLLM")
+    parser.add_argument("--ngrams", nargs="*", default=NGRAMS, metavar="DRAFTED:SHORTEST:LONGEST", help="its lookups")
+    parser.add_argument("--suffix", action="store_true", help="suffix decoding, for which vLLM needs arctic-inference")
+    parser.add_argument("--eagle", type=Path, help="folder that 'arbordraft export vllm' wrote")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens that the head drafts")
 
 
 if __name__ == "__main__":
