@@ -6,11 +6,12 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
+import bounds
 import edits
 import pytest
 import torch
 import weights
-from support.models import tiny_checkpoint
+from support.models import ragged, tiny_checkpoint
 from typer.testing import CliRunner
 
 from arbordraft import CostTable, NoDrafter
@@ -88,6 +89,15 @@ def test_decoders_take_turns_and_are_drawn(measured, tmp_path, name, options, ro
         found = measured(name, png=picture, **options)
     assert len(found["measurements"]) == rows
     assert picture.stat().st_size > 1000
+
+
+def test_bounds_follow_from_bytes_and_products(measured):
+    found = measured("bounds", dtype=FLOAT, weights="own,int8", rows="1,4")["measurements"]
+    assert [(row["weights"], row["rows"]) for row in found] == [("own", 1), ("own", 4), ("int8", 1), ("int8", 4)]
+    for row in found:
+        assert row["ratio"] == pytest.approx(row["milliseconds"] / max(row["reading"], row["multiplying"]))
+    with pytest.raises(ValueError, match="bounds are those of native kernels"):
+        next(bounds.against_bounds(ragged(), [1], 1))
 
 
 def test_weights(measured, tmp_path):
