@@ -73,6 +73,7 @@ LAZY = """
 import sys
 import torch
 import arbordraft
+[getattr(arbordraft, name) for name in arbordraft.__all__]
 from arbordraft.kernels.verify import row_stats
 assert "triton" not in sys.modules
 assert not torch._C._dispatch_has_kernel_for_dispatch_key("arbordraft::gumbel", "CPU"), "loaded without need"
