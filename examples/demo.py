@@ -32,7 +32,7 @@ from arbordraft.decoding.prompts import MIXED, REPEATING, VARIED, chat_batch
 Inputs = dict[str, Tensor]
 Decode = Callable[[Inputs, int], tuple[list[list[int]], float | None]]  # new tokens by prompt; tau, if any was drafted
 TRAINED = Path(__file__).parent / "checkpoints" / "smollm2-135m-instruct-eagle"
-TEXTS = {"repeating text": REPEATING[0], "other text": VARIED[0]}
+TEXTS = {"copying": REPEATING[0], "writing": VARIED[0]}  # an answer that repeats its prompt, and new text
 DRAFTERS = {
     "arbordraft, plain": "none",
     "arbordraft, lookups": "ngram",
@@ -151,12 +151,13 @@ def main() -> int:
     single = {}
     for text, prompt in TEXTS.items():
         inputs = chat_batch(tokenizer, [prompt])
-        with console.status(f"decoding {text}, in {len(references) + len(decoders)} ways"):
+        with console.status(f"{text}, in {len(references) + len(decoders)} ways"):
             single[text] = timed(references, inputs, min(SLOW, new_tokens)) | timed(
                 decoders, inputs, new_tokens, ROUNDS
             )
     console.print(table_of(single))
     console.print(
+        "Copying repeats the prompt, writing does not. "
         f"All in {str(target.model.dtype).removeprefix('torch.')}; our kernels: {target.chosen}. A forward reads all "
         "weights, so several rows take little longer than one, and drafts pay."
     )

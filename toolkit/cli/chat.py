@@ -36,7 +36,7 @@ def chat(
     weights: WeightsOption = None,
     generation_config: SettingsOption = Settings.model,
 ) -> None:
-    """Talk to a model: answers stream, /tree shows how the last tokens were drafted, /help lists the rest.
+    """Talk to a model. Answers stream, /tree shows how the last tokens were drafted, /help lists the rest.
 
     Without a terminal every line of the input is a message, and the exit status is 1 if one could not be answered.
     """

@@ -28,7 +28,7 @@ def doctor(
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
 ) -> None:
-    """Show the machine, the kernels chosen and why, what is cached, and what to install; exits with 1 if broken."""
+    """Show what this machine has and what is missing. Says which kernels run and why; exits with 1 if broken."""
     from arbordraft.cli.examination import examine, measured
 
     options = {"dtype": dtype, "kernels": kernels, "weights": weights}

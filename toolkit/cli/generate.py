@@ -73,7 +73,7 @@ def generate(
     weights: WeightsOption = None,
     generation_config: SettingsOption = Settings.model,
 ) -> None:
-    """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
+    """Answer one or many prompts as a ragged batch. Answers stream, and figures say what speculation gained."""
     questions = [*(prompts or []), *_lines(file)]
     if not questions:
         raise typer.BadParameter("give at least one prompt, or --file")

@@ -35,7 +35,7 @@ def import_drafter(
     model: ModelOption = "smollm2",
     force: ForceOption = False,
 ) -> None:
-    """Keep a drafter that others have published as one that was trained for a model, which 'auto' then finds."""
+    """Keep a published drafter as one of this model. 'auto' then finds it."""
     from arbordraft.cli.display import progress
     from arbordraft.heads.base import fingerprint
     from arbordraft.heads.published import published_head

@@ -39,6 +39,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # which would import for longer than it takes to print help
     help="Multi-draft speculative decoding: several tokens per forward pass, the same output law.",
 )
 app.command()(chat)
@@ -71,7 +72,7 @@ def tune(
         Path | None, typer.Option(callback=output_file, help="Write the step costs to this file, too.")
     ] = None,
 ) -> None:
-    """Find the fastest way to speculate on this machine, for a drafter and your own prompts, by batch size."""
+    """Find the fastest way to speculate here. Measures a drafter on your own prompts, by batch size."""
     from arbordraft.bench.tuning import tune as find_fastest
     from arbordraft.bench.workload import read_texts
     from arbordraft.cli.display import progress
@@ -110,7 +111,7 @@ def redraw(
     results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON file of 'arbordraft bench'.")],
     png: Annotated[Path, typer.Argument(callback=output_file, help="Picture to write (needs matplotlib).")],
 ) -> None:
-    """Draw a picture of measurements that 'arbordraft bench --json' or 'arbordraft bench gpu' wrote."""
+    """Draw a picture of measurements. 'arbordraft bench --json' and 'arbordraft bench gpu' write them."""
     from arbordraft.bench.plots import plot, read_rows
 
     plot(read_rows(results), png)

@@ -64,7 +64,7 @@ def serve(
     weights: WeightsOption = None,
     generation_config: SettingsOption = Settings.model,
 ) -> None:
-    """Serve a model to OpenAI's clients, and a page that chats and draws every step.
+    """Serve a model to OpenAI's clients. A page chats and draws every step.
 
     Ctrl-C or SIGTERM ends it once the running answers have ended; a second Ctrl-C at once.
     """

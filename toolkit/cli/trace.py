@@ -37,7 +37,7 @@ def trace(
     weights: WeightsOption = None,
     generation_config: SettingsOption = Settings.model,
 ) -> None:
-    """Answer a prompt and write a page that shows every step: what was drafted, and what became of it."""
+    """Write a page with every step of an answer. It shows what was drafted, and what became of it."""
     from arbordraft.cli.decoders import load_decoder
     from arbordraft.decoding.engine import Engine
     from arbordraft.decoding.requests import Request
