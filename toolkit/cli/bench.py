@@ -104,15 +104,15 @@ def _in_turns(
 
 app.command(
     "decode",
-    help="Measure what drafters gain over plain decoding: lookups, chains, trees, and lookups with trees behind them.",
+    help="Measure what drafters gain over plain decoding. As lookups, chains, trees, and lookups with trees behind them.",
 )(_in_turns(lambda suites: suites.drafter_gain, "8", "0,1", 1))
 app.command(
     "policy",
-    help="Measure drafting as far as it pays, the default, against plain decoding: none of it should be slower.",
+    help="Measure the default, drafting as far as it pays. None of it should be slower than plain decoding.",
 )(_in_turns(lambda suites: suites.policy, "1,2,4,8,16", "0,1", 5, whole=True))
 app.command(
     "compare",
-    help="Measure arbordraft against transformers: ``generate``, prompt lookup and, with a draft model, assistance.",
+    help="Measure arbordraft against transformers. ``generate``, prompt lookup and, with a draft model, assistance.",
 )(_in_turns(lambda suites: suites.against_transformers, "1", "0", 3, []))
 
 
@@ -133,7 +133,7 @@ def equality(
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
-    """Compare speculative answers in batches with plain ones alone; status 1 if tokens differ where none may."""
+    """Compare speculative answers with plain ones. In batches, against one at a time; status 1 if a promise is broken."""
     from arbordraft.bench.equality import equal_tokens
     from arbordraft.bench.report import Report
     from arbordraft.loading import load_target
@@ -178,7 +178,7 @@ def verifiers(
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Measure what draft laws and verifiers accept on the model's own rows: expectations with standard errors."""
+    """Measure what draft laws and verifiers accept. Expectations on the model's own rows, with standard errors."""
     from arbordraft.bench.report import Report
     from arbordraft.bench.verifiers import node_acceptance, tree_tau
     from arbordraft.loading import load_target
@@ -209,7 +209,7 @@ def gpu(
     ] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Check and time on a GPU all that is meant for one, within so many minutes; status 1 if a result is wrong."""
+    """Check and time kernels and decoders on a GPU. Takes so many minutes; status 1 if a result is wrong."""
     from arbordraft.bench.gpu.phases import PHASES
     from arbordraft.bench.gpu.run import FILE, GpuBench, print_phase
     from arbordraft.bench.gpu.setting import Setting

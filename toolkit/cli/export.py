@@ -60,7 +60,7 @@ def onnx_graphs(
     opset: OpsetOption = 20,
     force: ForceOption = False,
 ) -> None:
-    """Graphs for onnxruntime, of drafters, deciders, targets that verify trees, verification, and draws."""
+    """Write graphs for onnxruntime. Of drafters, deciders, targets that verify trees, verification, and draws."""
     from arbordraft.exports.onnx import export
 
     try:
@@ -86,7 +86,7 @@ def ort_genai(
     opset: OpsetOption = 20,
     force: ForceOption = False,
 ) -> None:
-    """A folder for onnxruntime-genai, which decodes chains at batch 1: target, draft model and tokenizer."""
+    """Write a folder for onnxruntime-genai. It decodes chains at batch 1: target, draft model and tokenizer."""
     from arbordraft.exports.onnx import export_ort_genai
 
     options = {"opset": opset, "quantization": quantize, "tolerance": tolerance, "least_acceptance": least_acceptance}
@@ -152,7 +152,7 @@ def mlflow(
     dtype: DtypeOption = Dtype.float32,
     kernels: Annotated[Kernels, typer.Option(help="How weights are read on a CPU.")] = Kernels.auto,
 ) -> None:
-    """A whole decoder as an MLflow model, registered as a candidate; 'mlflow models serve' answers requests with it."""
+    """Log a whole decoder as an MLflow model. It is registered as a candidate; 'mlflow models serve' serves it."""
     from arbordraft.bench.tuning import Tuned
     from arbordraft.cli.decoders import load_decoder
     from arbordraft.cli.display import progress
@@ -210,7 +210,7 @@ def promote(
     new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
     uri: UriOption = None,
 ) -> None:
-    """Make the candidate champion if it loses nothing and gains something; exits with 1 if it does not."""
+    """Make the candidate champion if it gains. It must lose nothing; exits with 1 if it does not gain."""
     from arbordraft.cli.display import progress
     from arbordraft.exports.mlflow import promote_decoder
     from arbordraft.utils.mlflow_server import explained

@@ -17,7 +17,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 @app.command("drafter", context_settings=_PASS_ON)
 def drafter(context: typer.Context) -> None:
-    """Train a drafter: fit | validate [--config NAME_OR_FILE] [--print_config] [--key.key VALUE ...]."""
+    """Train a drafter. Arguments: fit | validate [--config NAME_OR_FILE] [--print_config] [--key.key VALUE ...]."""
     from arbordraft.training.drafter_module import DrafterModule
     from arbordraft.training.fit import run
 
@@ -27,7 +27,7 @@ def drafter(context: typer.Context) -> None:
 
 @app.command("decider", context_settings=_PASS_ON)
 def decider(context: typer.Context) -> None:
-    """Train a decider for a trained drafter: fit | validate, with the same options as 'drafter'."""
+    """Train a decider for a trained drafter. Arguments are those of 'drafter'."""
     from arbordraft.training.decider_module import DeciderModule
     from arbordraft.training.fit import run
 
@@ -41,7 +41,7 @@ def generate(
     part: Annotated[int, typer.Option(min=0, help="Which share of the shards this process writes.")] = 0,
     of: Annotated[int, typer.Option(min=1, help="Number of shares: start one process for each.")] = 1,
 ) -> None:
-    """Only generate the data that a drafter's configuration asks for; options are those of 'drafter fit'."""
+    """Only generate the data of a training. Options are those of 'drafter fit'."""
     from arbordraft.training.fit import data_of
 
     data_of(context.args).generate(part, of)
@@ -76,7 +76,7 @@ def demo(
     ] = None,
     dtype: DtypeOption = Dtype.bfloat16,
 ) -> None:
-    """Train a drafter and a decider for any causal LM that chats, from nothing, in the time and memory there is."""
+    """Train a drafter and a decider from nothing. For any causal LM that chats, in the time and memory there is."""
     from arbordraft.training.demo import gain, train_demo
     from arbordraft.training.targets import Target
 
