@@ -104,7 +104,7 @@ def _in_turns(
 
 app.command(
     "decode",
-    help="Measure what drafters gain over plain decoding. As lookups, chains, trees, and lookups with trees behind them.",
+    help="Measure what drafters gain over plain decoding. Lookups, chains, trees, and trees behind lookups.",
 )(_in_turns(lambda suites: suites.drafter_gain, "8", "0,1", 1))
 app.command(
     "policy",
@@ -133,7 +133,7 @@ def equality(
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
-    """Compare speculative answers with plain ones. In batches, against one at a time; status 1 if a promise is broken."""
+    """Compare speculative answers with plain ones. In batches, with one at a time; status 1 if a promise is broken."""
     from arbordraft.bench.equality import equal_tokens
     from arbordraft.bench.report import Report
     from arbordraft.loading import load_target
