@@ -103,7 +103,7 @@ def compare(
         logs = Path(folder)
         for configs in groups:
             try:
-                alone, cases = task.beside(configs, start, engines, repeats)
+                alone, cases = task.beside(configs, start, engines, repeats, findings.errors.append)
             except PeerError as error:
                 findings.errors.append(str(error))
             else:
@@ -162,7 +162,8 @@ def store(path: Path, findings: Findings, **settings: Any) -> None:
     ]
     measurements = [case.measurement(*pair) for case in findings.cases for pair in case.pairs()]
     sys.argv[1:] = [_without_folders(argument) for argument in sys.argv[1:]]  # they become part of the provenance
-    save(path, measurements, **settings, peers=findings.peers, alone=trials, errors=findings.errors, rounds=rounds)
+    errors = [_without_folders(error) for error in findings.errors]  # they hold tracebacks
+    save(path, measurements, **settings, peers=findings.peers, alone=trials, errors=errors, rounds=rounds)
 
 
 def _without_folders(text: str) -> str:

@@ -10,7 +10,7 @@ from itertools import chain
 from operator import eq
 from typing import Any
 
-from peers import Config, Peer, Tokens
+from peers import Config, Peer, PeerError, Tokens
 from processes import machine_seconds
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -154,25 +154,31 @@ class Task:
         start: Callable[[Config], Peer],
         engines: dict[str, Engine],
         repeats: int,
+        give_up: Callable[[str], object],
     ) -> tuple[list[Case], list[Case]]:
-        """Cases of a peer alone in every way, and of all engines beside the way that was fastest over all batches."""
+        """Cases of a peer alone in every way, and of all engines beside the way that was fastest over all batches.
+
+        A way in which the peer gives up is told to ``give_up`` and left out.
+        """
         alone: list[Case] = []
         with ExitStack() as stack:
             fastest, highest = None, 0.0
             for config in configs:
-                peer = stack.enter_context(closing(start(config)))
-                if len(configs) > 1:
-                    cases = self.cases({}, TRIALS, peer)
-                    alone += cases
-                    speed = statistics.geometric_mean(case.speed(peer.name) for case in cases)
-                else:
-                    speed = math.inf
+                try:
+                    peer = stack.enter_context(closing(start(config)))
+                    cases = self.cases({}, TRIALS, peer) if len(configs) > 1 else []
+                except PeerError as error:
+                    give_up(str(error))
+                    continue
+                alone += cases
+                speeds = [case.speed(peer.name) for case in cases]
+                speed = statistics.geometric_mean(speeds) if speeds else math.inf
                 loser = peer
                 if speed > highest:
                     loser, fastest, highest = fastest, peer, speed
                 if loser is not None:
                     loser.close()
-            return alone, self.cases(engines, repeats, fastest)
+            return alone, self.cases(engines, repeats, fastest) if fastest is not None else []
 
     def _cut(self, answer: list[int]) -> list[int]:
         """The answer without the padding behind its end."""
