@@ -168,14 +168,14 @@ def main() -> int:
         two = {name: decoders[name] for name in (PLAIN, CHOSEN)}
         together = timed({GENERATE: references[GENERATE]}, inputs, min(SLOW, new_tokens))
         together |= timed(two, inputs, new_tokens, ROUNDS)
-    console.print(table_of({"eight prompts": together}))
+    console.print(table_of({"all at once": together}))
     console.print(
-        "Eight samples share the reading, so a processor has little room for drafted rows, and the policy drafts few. "
+        "Samples of a batch share the reading, so a processor has little room for drafted rows: the policy drafts few. "
         "Kernels and batches without padding carry the speed."
     )
 
     console.rule("every token checked")
-    wrong = changed(single | {"eight prompts": together})
+    wrong = changed(single | {"all at once": together})
     if not target.row_invariant:
         console.print("These kernels round by the shape of a batch, so equal tokens are not promised.")
         wrong = []
