@@ -11,10 +11,14 @@ ISA_VARIABLE = "ARBORDRAFT_ISA"
 _V3 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}  # names of /proc/cpuinfo
 _VNNI = _V3 | {"avx_vnni"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+_V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
+_AMX = _V4_BF16 | {"amx_bf16", "amx_tile"}
 _NEON = {"asimd"}
 _DOT = _NEON | {"asimddp"}
 _BF16 = _DOT | {"bf16", "i8mm"}
 NEEDED_BY: dict[str, set[str]] = {
+    "amx_bf16": _AMX,
+    "avx512_bf16": _V4_BF16,
     "avx512": _V4,
     "avx_vnni": _VNNI,
     "avx2": _V3,

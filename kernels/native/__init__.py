@@ -91,6 +91,8 @@ class Extension:
 
 
 def _loaded(forked: bool) -> Warning | None:
+    if chosen_isa() == "amx_bf16" != torch.ops.arbordraft.isa():
+        raise Unavailable(f"Linux grants this process no tiles, which {ISA_VARIABLE}=amx_bf16 asks for; unset it")
     if forked:  # torch's threads, which the kernels borrow, may have stayed in the parent
         torch.ops.arbordraft.work_alone()
         return None
@@ -114,7 +116,8 @@ def load_in_background() -> None:
 
 def fast_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 faster than float32; asks for no kernels."""
-    return chosen_isa() in ("native", "neon_bf16", "off") and not cpu_features().isdisjoint({"avx512_bf16", "bf16"})
+    chosen = ("native", "amx_bf16", "avx512_bf16", "neon_bf16", "off")
+    return chosen_isa() in chosen and not cpu_features().isdisjoint({"avx512_bf16", "bf16"})
 
 
 def problem() -> str | None:
@@ -123,7 +126,7 @@ def problem() -> str | None:
 
 
 def isa() -> str | None:
-    """Which instructions the loaded kernels use: avx512_bf16, neon_bf16, avx2, ... or generic; None without kernels."""
+    """Returns which instructions the loaded kernels use: amx_bf16, avx2, ... or generic; None without kernels."""
     return torch.ops.arbordraft.isa() if load() else None
 
 

@@ -245,7 +245,7 @@ void move_rows(at::TensorList pools, at::IntArrayRef moves) {
   }
 }
 
-std::string isa() { return kIsa; }
+std::string instructions() { return isa(); }
 
 // For a process that was forked before it loaded this library.
 void work_alone() { forked() = true; }
@@ -255,7 +255,7 @@ void work_alone() { forked() = true; }
 // Python defines the operators that have arguments: kernels/dispatch.py.
 TORCH_LIBRARY_FRAGMENT(arbordraft, m) {
   forked();  // notices forks from now on
-  m.def("isa() -> str", &isa);
+  m.def("isa() -> str", &instructions);
   m.def("work_alone() -> ()", &work_alone);
 }
 

@@ -45,6 +45,8 @@ SEAL = hashlib.sha256().digest_size
 FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"]
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 MACHINE_FLAGS = {
+    "amx_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
+    "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"],
     "avx512": ["-march=x86-64-v4"],
     "avx_vnni": ["-march=x86-64-v3", "-mavxvnni"],
     "avx2": ["-march=x86-64-v3"],

@@ -6,7 +6,7 @@
 //   bf16, int8:   [O/16][I/2][16][2], pairs of inputs side by side as the dot-product instructions want them
 #pragma once
 
-#include "../native/simd.h"
+#include "tiles.h"
 
 namespace arbordraft {
 
@@ -121,6 +121,14 @@ template <class W, class X>
 // is even wherever the range is: a gated activation finds its two halves, prepacked as neighbours, in one call.
 template <class W, class X, class Emit>
 inline void multiply(const Prepacked<W>& m, const X* x, int64_t rows, Range blocks, const Emit& emit) {
+#if defined(ARBORDRAFT_AMX)
+  if constexpr (std::is_same_v<W, bf16> && std::is_same_v<X, bf16>)
+    if (has_tiles())
+      return multiply_by_tiles(m.weight, m.inputs, x, rows, blocks, [&](int64_t row, int64_t block, f32x16* acc, int n) {
+        for (int b = 0; b < n; ++b) acc[b] = m.finish(acc[b], (block + b) * kLanes);
+        emit(row, block, acc, n);
+      });
+#endif
   // Two blocks at a time stay in the inner caches while all rows pass over them, in passes of about as many rows: one of
   // few would wait for its own sums.
   const int64_t half = m.inputs * kLanes, passes = (rows + kTileRows - 1) / kTileRows;

@@ -36,6 +36,7 @@ extern "C" int threads() {
 MACROS = """
 #define STRING(x) #x
 #define REPORT(name, macro) extern "C" int name() { return STRING(macro)[0] == '1'; }
+REPORT(amx_bf16, __AMX_BF16__)
 REPORT(avx512_bf16, __AVX512BF16__)
 REPORT(avx512, __AVX512F__)
 REPORT(avx2, __AVX2__)
@@ -151,7 +152,7 @@ def test_library_that_does_not_load_is_not_kept(cache, tmp_path):
 
 def test_unknown_isa(cache, toy, monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_ISA", "avx1024")
-    with pytest.raises(ValueError, match=r"one of avx512, .*, neon, native, generic, off, not 'avx1024'"):
+    with pytest.raises(ValueError, match=r"one of amx_bf16, .*, neon, native, generic, off, not 'avx1024'"):
         toy.load()
 
 
@@ -179,7 +180,7 @@ def test_what_an_arm_processor_says(cache, toy, monkeypatch):
 
 
 @pytest.mark.skipif(not build._X86, reason="names instruction sets of x86")
-@pytest.mark.parametrize("isa", ["avx512", "avx_vnni", "avx2", "generic"])
+@pytest.mark.parametrize("isa", ["amx_bf16", "avx512_bf16", "avx512", "avx_vnni", "avx2", "generic"])
 def test_isa_reaches_the_compiler(cache, tmp_path, monkeypatch, isa):
     if not machine.NEEDED_BY[isa] <= set(machine.cpu()["flags"].split()):
         pytest.skip("this CPU lacks it")
@@ -187,11 +188,14 @@ def test_isa_reaches_the_compiler(cache, tmp_path, monkeypatch, isa):
     toy = write_toy(tmp_path / "toy", source=MACROS)
     assert toy.load()
     library = ctypes.CDLL(str(cache / key(toy, isa) / build.LIBRARY))
-    assert (library.avx512_bf16(), library.avx512(), library.avx2(), library.fast_math()) == {
-        "avx512": (0, 1, 1, 0),
-        "avx_vnni": (0, 0, 1, 0),
-        "avx2": (0, 0, 1, 0),
-        "generic": (0, 0, 0, 0),
+    macros = (library.amx_bf16, library.avx512_bf16, library.avx512, library.avx2, library.fast_math)
+    assert tuple(macro() for macro in macros) == {
+        "amx_bf16": (1, 1, 1, 1, 0),
+        "avx512_bf16": (0, 1, 1, 1, 0),
+        "avx512": (0, 0, 1, 1, 0),
+        "avx_vnni": (0, 0, 0, 1, 0),
+        "avx2": (0, 0, 0, 1, 0),
+        "generic": (0, 0, 0, 0, 0),
     }[isa]
 
 

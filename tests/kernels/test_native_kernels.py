@@ -581,8 +581,9 @@ def script(*command, **variables):
 
 # Other processors
 
-# Each is a build and all checks, a minute of work: those close to others are for the soak.
-SOAKED = ("avx512", "avx_vnni", "generic")
+# Each is a build and all checks, a minute of work: those close to others are for the soak. Where there are tiles, all
+# other tests have them.
+SOAKED = ("amx_bf16", "avx512", "avx_vnni", "generic")
 ISAS = [
     pytest.param(isa, marks=pytest.mark.soak if isa in SOAKED else ())
     for isa in machine.NEEDED_BY
@@ -601,3 +602,21 @@ def test_every_instruction_set(isa):
     done = subprocess.run([sys.executable, str(here)], capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [isa, bits_of_groups()]
+
+
+REFUSED = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = [("memory", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(4096)
+assert not ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None)
+from arbordraft.kernels import native
+print(native.isa(), native.problem())
+"""
+
+
+@pytest.mark.skipif(machine.best_isa() != "amx_bf16", reason="this CPU has no tiles")
+def test_refused_tiles():
+    """Linux grants none to a process with a stack for signals that they would not fit on, as here."""
+    assert script("-c", REFUSED) == "avx512_bf16 None"
+    assert "grants this process no tiles" in script("-c", REFUSED, ARBORDRAFT_ISA="amx_bf16")
