@@ -87,7 +87,7 @@ def configs(arguments: argparse.Namespace, model: Path, scratch: Path) -> list[l
             },
             "properties": {
                 "INFERENCE_NUM_THREADS": arguments.threads,
-                "INFERENCE_PRECISION_HINT": "bf16",
+                "INFERENCE_PRECISION_HINT": arguments.precision,
                 **({"prompt_lookup": True} if way == "lookup" else {}),
             },
             "sampling": sampling,
@@ -112,6 +112,7 @@ def _numbers(text: str, *names: str) -> dict[str, int]:
 def options(parser: argparse.ArgumentParser) -> None:
     """Those of OpenVINO alone."""
     parser.add_argument("--weights", choices=FORMATS, default="bfloat16", help="of OpenVINO")
+    parser.add_argument("--precision", choices=["bf16", "f32"], default="bf16", help="it computes in")
     parser.add_argument("--batched", type=int, nargs="+", default=[256, 2048], help="max_num_batched_tokens")
     parser.add_argument("--ngrams", nargs="*", default=NGRAMS, metavar="DRAFTED:LONGEST", help="its lookups")
     parser.add_argument("--lengths", type=int, nargs="*", default=[4, 8], help="tokens that the model in int4 drafts")

@@ -76,6 +76,9 @@ class Peer:
             self.close()
             raise
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.config.name}"
+
     def generate(self, prompts: Tokens, new_tokens: int) -> Answer:
         """Decodes greedily until answers end by themselves or have ``new_tokens`` tokens."""
         return Answer(**self._ask({"prompts": prompts, "max_tokens": new_tokens}))
@@ -97,7 +100,7 @@ class Peer:
             print(json.dumps(request), file=process.stdin, flush=True)
         answer = process.stdout.readline()
         if not answer:
-            raise PeerError(f"{self.name} ({self.config.name}) gave up; the last it said:\n{self.program.last_lines()}")
+            raise PeerError(f"{self} gave up; the last it said:\n{self.program.last_lines()}")
         self.program.freeze()
         return json.loads(answer)
 

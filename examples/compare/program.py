@@ -1,8 +1,9 @@
 """The program around a peer: greedy decoding on a CPU, measured in one run by arbordraft, transformers and the peer.
 
 All engines decode the same chats of SmolLM2-135M-Instruct on the same cores, up to the same end of an answer. They take
-turns, so that a slow moment of the machine meets all of them; whole calls are timed, prompts included. A peer lives in
-an environment of its own; without it the others are measured alone. Linux only.
+turns, so that a slow moment of the machine meets all of them; whole calls are timed, prompts included. A peer takes
+part once for each kind of drafts that it has, in the way that was fastest when it was tried alone. It lives in an
+environment of its own; without it the others are measured alone. Linux only.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,7 +25,7 @@ from peers import Config, Peer, PeerError, find
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from rounds import GENERATE, LOOKUP, Batch, Case, Engine, Task
+from rounds import GENERATE, LOOKUP, OURS, Case, Engine, Task, Workload
 
 import arbordraft
 from arbordraft import SpeculativeDecoder, builders
@@ -83,64 +85,63 @@ class Findings:
 def compare(
     kind: PeerKind, python: Path, groups: list[list[Config]], task: Task, engines: dict[str, Engine], repeats: int
 ) -> Findings:
-    """Measures our engines beside every group of ways to run the peer."""
+    """Measures our engines beside the fastest way of every group of ways to run the peer."""
     findings = Findings()
+    with tempfile.TemporaryDirectory() as logs, ExitStack() as running:
 
-    def start(config: Config) -> Peer:
-        task.tell(f"{kind.name} {config.name}: starting, which may take minutes")
-        peer = Peer(kind.name, Path(kind.file).stem, python, config, logs / f"{len(findings.peers)}.log")
-        console.print(f"{kind.name} {config.name}: up after {peer.start_seconds:.0f} s")
-        set_by_all = {
-            name: value for name, value in os.environ.items() if re.match("VLLM_|OMP_|KMP_|GOMP_|LD_PRE", name)
-        }
-        environment = {name: _without_folders(value) for name, value in (set_by_all | config.environment).items()}
-        settings = json.loads(_without_folders(json.dumps(config.settings)))
-        about = {"name": config.name, "environment": environment, "settings": settings}
-        findings.peers.append(about | {"start_seconds": peer.start_seconds})
-        return peer
+        def start(config: Config) -> Peer:
+            task.tell(f"{kind.name} {config.name}: starting, which may take minutes")
+            log = Path(logs, f"{len(findings.peers)}.log")
+            peer = running.enter_context(closing(Peer(kind.name, Path(kind.file).stem, python, config, log)))
+            console.print(f"{peer}: up after {peer.start_seconds:.0f} s")
+            set_by_all = {
+                name: value for name, value in os.environ.items() if re.match("VLLM_|OMP_|KMP_|GOMP_|LD_PRE", name)
+            }
+            environment = {name: _without_folders(value) for name, value in (set_by_all | config.environment).items()}
+            settings = json.loads(_without_folders(json.dumps(config.settings)))
+            about = {"name": config.name, "environment": environment, "settings": settings}
+            findings.peers.append(about | {"start_seconds": peer.start_seconds})
+            return peer
 
-    with tempfile.TemporaryDirectory() as folder:
-        logs = Path(folder)
+        peers = []
         for configs in groups:
-            try:
-                alone, cases = task.beside(configs, start, engines, repeats, findings.errors.append)
-            except PeerError as error:
-                findings.errors.append(str(error))
-            else:
-                findings.alone += alone
-                findings.cases += cases
+            fastest, alone = task.fastest(configs, start, findings.errors.append)
+            findings.alone += alone
+            if fastest is not None:
+                peers.append(fastest)
+        try:
+            findings.cases = task.cases(engines, repeats, peers)
+        except PeerError as error:
+            findings.errors.append(str(error))
     return findings
 
 
 def show(findings: Findings) -> None:
-    """Prints what was found: speeds, their ratios, and how many answers are those of the first engine."""
+    """Prints what was found: speeds, the ratios of our best, and how many answers are those of the first engine."""
     for error in findings.errors:
         console.print(Text(error, style="red"))
-    for beside in dict.fromkeys(case.beside for case in findings.cases):
-        cases = [case for case in findings.cases if case.beside == beside]
-        references = cases[0].references
-        first = next(iter(cases[0].runs))
-        table = Table("batch", "engine", "tokens/s", *(f"/ {name}" for name in references), f"as {first}", title=beside)
+    if findings.cases:
+        first = next(iter(findings.cases[0].runs))
+        table = Table("batch", "engine", "tokens/s", "best of ours", f"answers as {first}")
         for column in table.columns[2:]:
             column.justify = "right"
-        for case in cases:
+        for case in findings.cases:
+            best = case.best
             for name in case.runs:
-                ratios = [f"{case.ratio(name, reference):.2f} x" for reference in references]
-                same = f"{case.same_answers(name, first)} of {case.batch}"
-                table.add_row(str(case.batch), name, f"{case.speed(name):.1f}", *ratios, same)
+                same = f"{case.same_answers(name, first)} of {case.prompts}"
+                table.add_row(str(case.batch), name, f"{case.speed(name):.1f}", f"{case.ratio(best, name):.2f} x", same)
             table.add_section()
         console.print(table)
-    if findings.cases:
         show_disturbance(findings.cases)
 
 
 def show_disturbance(cases: Sequence[Case]) -> None:
     """Prints what else kept the machine busy while an engine was timed."""
-    timed = [(name == case.peer, run) for case in cases for name, runs in case.runs.items() for run in runs]
+    timed = [(name in case.peers, run) for case in cases for name, runs in case.runs.items() for run in runs]
     peer = max((run.peer_cores for is_peer, run in timed if not is_peer), default=0.0)
     own = max((run.own_cores for is_peer, run in timed if is_peer), default=0.0)
     others = [run.other_cores for _, run in timed]
-    console.print(f"cores kept busy while the other was timed: at most {peer:.2f} by the peer, {own:.2f} here")
+    console.print(f"cores kept busy while the other was timed: at most {peer:.2f} by peers, {own:.2f} here")
     usual, worst = statistics.median(others), max(others)
     console.print(f"cores that other programs or a hypervisor took: {usual:.2f} in the median, {worst:.2f} at most")
     if usual > QUIET * (os.cpu_count() or 1):
@@ -150,15 +151,16 @@ def show_disturbance(cases: Sequence[Case]) -> None:
 def store(path: Path, findings: Findings, **settings: Any) -> None:
     """Writes the medians as measurements, and the rest as their settings."""
     rounds = [
-        {"case": case.beside, "batch": case.batch, "engine": name, "tokens": sum(map(len, run.answers))}
+        {"batch": case.batch, "engine": name, "tokens": sum(map(len, run.answers))}
         | {key: round(value, 4) for key, value in vars(run).items() if key != "answers"}
         for case in findings.cases
         for name, runs in case.runs.items()
         for run in runs
     ]
     trials = [
-        {"case": case.beside, "batch": case.batch, "tokens_per_second": case.speed(case.peer)}
+        {"engine": peer, "batch": case.batch, "tokens_per_second": case.speed(peer)}
         for case in findings.alone
+        for peer in case.peers
     ]
     measurements = [case.measurement(*pair) for case in findings.cases for pair in case.pairs()]
     sys.argv[1:] = [_without_folders(argument) for argument in sys.argv[1:]]  # they become part of the provenance
@@ -204,6 +206,7 @@ def _parse(kind: PeerKind, description: str | None) -> argparse.Namespace:
     )
     parser.add_argument("--without-generate", action="store_true", help="leave transformers out")
     parser.add_argument("--prompts", type=Path, help="file in MT-Bench's format; by default built-in prompts")
+    parser.add_argument("--limit", type=int, help="prompts of all batches; by default as many as the largest takes")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5, help="rounds per batch; medians are reported")
@@ -223,6 +226,7 @@ def run(kind: PeerKind, description: str | None) -> int:
     texts = list(chain.from_iterable(zip(VARIED, MIXED, strict=True)))
     if arguments.prompts is not None:
         texts = read_prompts(arguments.prompts)
+    texts = texts[: arguments.limit or max(arguments.batches)]
     if len(texts) < max(arguments.batches):
         sys.exit(f"a batch of {max(arguments.batches)} needs as many prompts, and there are {len(texts)}")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])  # the peer inherits it
@@ -230,18 +234,18 @@ def run(kind: PeerKind, description: str | None) -> int:
 
     folder = fetch_smollm2()
     model, tokenizer = load_smollm2(torch.bfloat16)
-    batches = [Batch.of(tokenizer, texts[:size]) for size in sorted(arguments.batches)]
+    workloads = [Workload.of(tokenizer, texts, batch) for batch in sorted(arguments.batches)]
     end = model.generation_config.eos_token_id
     load = dict(arguments.load)
     with console.status("") as status, tempfile.TemporaryDirectory() as scratch:
-        task = Task(batches, arguments.max_new_tokens, {end} if isinstance(end, int) else set(end), status.update)
+        task = Task(workloads, arguments.max_new_tokens, {end} if isinstance(end, int) else set(end), status.update)
         ours = decoders(load, arguments.drafters)
-        engines = {f"arbordraft {name}": task.in_process(decoder.generate) for name, decoder in ours.items()}
+        engines = {f"{OURS} {name}": task.in_process(decoder.generate) for name, decoder in ours.items()}
         if not arguments.without_generate:
             engines[GENERATE] = task.in_process(model.generate)
             engines[LOOKUP] = task.in_process(model.generate, prompt_lookup_num_tokens=10)
         if version is None:
-            findings = Findings(task.cases(engines, arguments.repeats, None))
+            findings = Findings(task.cases(engines, arguments.repeats))
         else:
             groups = kind.configs(arguments, folder, Path(scratch))
             findings = compare(kind, arguments.python, groups, task, engines, arguments.repeats)
@@ -249,7 +253,7 @@ def run(kind: PeerKind, description: str | None) -> int:
     if arguments.json is not None:
         loaded = json.loads(_without_folders(json.dumps(load)))
         settings = {"model": NAME, "load": loaded, "max_new_tokens": arguments.max_new_tokens}
-        settings |= {"prompts": arguments.prompts.name if arguments.prompts else "built in"}
+        settings |= {"prompts": arguments.prompts.name if arguments.prompts else "built in", "limit": len(texts)}
         store(arguments.json, findings, **settings, repeats=arguments.repeats, peer=kind.name, peer_version=version)
         console.print(f"wrote {arguments.json}")
     return len(findings.errors) > 0

@@ -1,10 +1,8 @@
-"""Engines that decode the same batches take turns: those of this process, and at most one peer beside them."""
+"""Engines that decode the same prompts take turns: those of this process and peers in processes of their own."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from operator import eq
@@ -18,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from arbordraft.bench.measure import Measurement
 from arbordraft.decoding.prompts import chat_batch
 
+OURS = "arbordraft"  # begins the names of our engines
 GENERATE = "generate"  # of transformers
 LOOKUP = "generate, prompt lookup"  # which it has for one prompt at a time
-TRIALS = 2  # calls per batch to find the fastest of several ways to run a peer
+TRIALS = 2  # rounds to find the fastest of several ways to run a peer
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,22 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Workload:
+    """The same prompts in batches of one size, which an engine decodes one after the other."""
+
+    batch: int
+    batches: list[Batch]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], batch: int) -> "Workload":
+        """Whole batches of all texts; what is left over is left out."""
+        starts = range(0, len(texts) - batch + 1, batch)
+        return cls(batch, [Batch.of(tokenizer, texts[start : start + batch]) for start in starts])
+
+
+@dataclass(frozen=True)
 class Run:
-    """One timed call; and how many cores this process, the peer's and all others kept busy meanwhile."""
+    """One timed pass over a workload; and how many cores this process, peers and all others kept busy meanwhile."""
 
     seconds: float
     answers: Tokens
@@ -56,19 +69,22 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """All rounds of one batch.
+    """All rounds of one workload.
 
     Args:
-        beside: the peer and how it was run.
-        peer: its name among the engines; empty without one.
-        batch: number of prompts.
+        batch: prompts at a time.
+        peers: names of those engines that are peers.
         runs: by engine.
     """
 
-    beside: str
-    peer: str
     batch: int
+    peers: list[str]
     runs: dict[str, list[Run]]
+
+    @property
+    def prompts(self) -> int:
+        """All that were answered in a round."""
+        return len(next(iter(self.runs.values()))[0].answers)
 
     def speed(self, engine: str) -> float:
         """Median of the rounds."""
@@ -80,13 +96,18 @@ class Case:
         return statistics.median(run.speed / other.speed for run, other in rounds)
 
     def pairs(self) -> list[tuple[str, str]]:
-        """What is compared: every engine with its references."""
-        return [(name, reference) for reference in self.references for name in self.runs if name != reference]
+        """What is compared: every engine of this process with its references."""
+        return [(name, other) for other in self.references for name in self.runs if name not in (*self.peers, other)]
+
+    @property
+    def best(self) -> str:
+        """Our fastest engine."""
+        return max((name for name in self.runs if name.startswith(OURS)), key=self.speed)
 
     @property
     def references(self) -> list[str]:
-        """Transformers and the peer, as far as they are there."""
-        return [name for name in (GENERATE, self.peer) if name in self.runs]
+        """Transformers and the peers, as far as they are there."""
+        return [name for name in (GENERATE, *self.peers) if name in self.runs]
 
     def same_answers(self, engine: str, reference: str) -> int:
         """How many answers of the first round are equal."""
@@ -95,10 +116,10 @@ class Case:
     def measurement(self, engine: str, reference: str) -> Measurement:
         """One pair as it is stored."""
         ours, other = (statistics.median(run.seconds for run in self.runs[name]) * 1e3 for name in (engine, reference))
-        case = f"{self.beside}, batch {self.batch}, {engine} against {reference}"
+        case = f"batch {self.batch}, {engine} against {reference}"
         detail = (
             f"{self.speed(engine):.1f} against {self.speed(reference):.1f} tokens/s, "
-            f"{self.same_answers(engine, reference)} of {self.batch} answers equal"
+            f"{self.same_answers(engine, reference)} of {self.prompts} answers equal"
         )
         return Measurement("compare", case, ours, other, self.ratio(engine, reference), detail=detail)
 
@@ -111,13 +132,13 @@ class Task:
     """What every engine has to do.
 
     Args:
-        batches: answer these,
+        workloads: answer these,
         new_tokens: tokens of an answer at most,
         ends: and stop behind the first of these.
         tell: called with what is being measured.
     """
 
-    batches: list[Batch]
+    workloads: list[Workload]
     new_tokens: int
     ends: set[int]
     tell: Callable[[str], None]
@@ -133,52 +154,49 @@ class Task:
 
         return run
 
-    def cases(self, engines: dict[str, Engine], repeats: int, peer: Peer | None) -> list[Case]:
-        """Measures every batch."""
-        beside, name = "no peer", ""
-        if peer is not None:
-            beside, name = f"{peer.name} {peer.config.name}", peer.name
-            engines = {**engines, name: lambda batch: _asked(peer, batch, self.new_tokens)}
+    def cases(self, engines: dict[str, Engine], repeats: int, peers: Sequence[Peer] = ()) -> list[Case]:
+        """Measures every workload."""
+        names = [str(peer) for peer in peers]
+        engines = engines | {name: self._asking(peer) for name, peer in zip(names, peers, strict=True)}
         cases = []
-        for batch in self.batches:
-            here = {name: engine for name, engine in engines.items() if name != LOOKUP or len(batch.prompts) == 1}
-            self.tell(f"{beside}, batch {len(batch.prompts)}: measuring {', '.join(here)}")
-            runs = _take_turns(here, batch, repeats, peer)
+        for workload in self.workloads:
+            here = {name: engine for name, engine in engines.items() if name != LOOKUP or workload.batch == 1}
+            self.tell(f"batch {workload.batch}: measuring {', '.join(here)}")
+            runs = _take_turns(here, workload, repeats, peers)
             self._check(runs)
-            cases.append(Case(beside, name, len(batch.prompts), runs))
+            cases.append(Case(workload.batch, names, runs))
         return cases
 
-    def beside(
-        self,
-        configs: Sequence[Config],
-        start: Callable[[Config], Peer],
-        engines: dict[str, Engine],
-        repeats: int,
-        give_up: Callable[[str], object],
-    ) -> tuple[list[Case], list[Case]]:
-        """Cases of a peer alone in every way, and of all engines beside the way that was fastest over all batches.
+    def fastest(
+        self, configs: Sequence[Config], start: Callable[[Config], Peer], give_up: Callable[[str], object]
+    ) -> tuple[Peer | None, list[Case]]:
+        """The fastest of several ways to run a peer, over all workloads, still running; and the cases of each.
 
         A way in which the peer gives up is told to ``give_up`` and left out.
         """
-        alone: list[Case] = []
-        with ExitStack() as stack:
-            fastest, highest = None, 0.0
-            for config in configs:
-                try:
-                    peer = stack.enter_context(closing(start(config)))
-                    cases = self.cases({}, TRIALS, peer) if len(configs) > 1 else []
-                except PeerError as error:
-                    give_up(str(error))
-                    continue
-                alone += cases
-                speeds = [case.speed(peer.name) for case in cases]
-                speed = statistics.geometric_mean(speeds) if speeds else math.inf
-                loser = peer
-                if speed > highest:
-                    loser, fastest, highest = fastest, peer, speed
-                if loser is not None:
-                    loser.close()
-            return alone, self.cases(engines, repeats, fastest) if fastest is not None else []
+        fastest: Peer | None = None
+        highest, found = 0.0, []
+        for config in configs:
+            try:
+                loser = peer = start(config)
+                cases = self.cases({}, TRIALS, [peer])
+            except PeerError as error:
+                give_up(str(error))
+                continue
+            found += cases
+            speed = statistics.geometric_mean(case.speed(str(peer)) for case in cases)
+            if speed > highest:
+                loser, fastest, highest = fastest, peer, speed
+            if loser is not None:
+                loser.close()
+        return fastest, found
+
+    def _asking(self, peer: Peer) -> Engine:
+        def run(batch: Batch) -> tuple[float, Tokens]:
+            answer = peer.generate(batch.prompts, self.new_tokens)
+            return answer.seconds, answer.tokens
+
+        return run
 
     def _cut(self, answer: list[int]) -> list[int]:
         """The answer without the padding behind its end."""
@@ -193,31 +211,32 @@ class Task:
                     raise RuntimeError(f"{name} gave {len(answer)} tokens that end with {answer[-1:]}")
 
 
-def _asked(peer: Peer, batch: Batch, new_tokens: int) -> tuple[float, Tokens]:
-    answer = peer.generate(batch.prompts, new_tokens)
-    return answer.seconds, answer.tokens
-
-
-def _take_turns(engines: dict[str, Engine], batch: Batch, repeats: int, peer: Peer | None) -> dict[str, list[Run]]:
-    """Every engine once unmeasured, then rounds in which each begins in turn."""
+def _take_turns(
+    engines: dict[str, Engine], workload: Workload, repeats: int, peers: Sequence[Peer]
+) -> dict[str, list[Run]]:
+    """Every engine one batch unmeasured, then rounds in which each begins in turn."""
     for engine in engines.values():
-        engine(batch)
+        engine(workload.batches[0])
     names = list(engines)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for turn in range(repeats):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            runs[name].append(_timed(engines[name], batch, peer))
+            runs[name].append(_timed(engines[name], workload, peers))
     return runs
 
 
-def _timed(engine: Engine, batch: Batch, peer: Peer | None) -> Run:
-    """One call, and who kept the machine busy during it."""
+def _timed(engine: Engine, workload: Workload, peers: Sequence[Peer]) -> Run:
+    """All batches once, and who kept the machine busy meanwhile."""
 
     def used() -> tuple[float, float, float, float]:
-        return time.perf_counter(), time.process_time(), peer.cpu_seconds() if peer else 0.0, machine_seconds()
+        return time.perf_counter(), time.process_time(), sum(peer.cpu_seconds() for peer in peers), machine_seconds()
 
     before = used()
-    seconds, answers = engine(batch)
+    seconds, answers = 0.0, []
+    for batch in workload.batches:
+        took, answered = engine(batch)
+        seconds += took
+        answers += answered
     wall, own, theirs, machine = (after - start for after, start in zip(used(), before, strict=True))
     return Run(seconds, answers, own / wall, theirs / wall, max(0.0, machine - own - theirs) / wall)

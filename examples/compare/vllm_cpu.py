@@ -94,7 +94,8 @@ def configs(arguments: argparse.Namespace, model: Path, _scratch: Path) -> list[
             ]
         )
         if arguments.suffix:
-            suffix = {"method": "suffix", "num_speculative_tokens": 8}
+            # Without its memory of past answers: rounds of the same prompts would find those of the round before.
+            suffix = {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_cached_requests": 0}
             groups.append([config(f"suffix, {reserved} reserved", model, speculative=suffix, **options)])
         if arguments.eagle is not None:
             head = {"method": "eagle3", "model": str(arguments.eagle)}

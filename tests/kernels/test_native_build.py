@@ -189,14 +189,15 @@ def test_isa_reaches_the_compiler(cache, tmp_path, monkeypatch, isa):
     assert toy.load()
     library = ctypes.CDLL(str(cache / key(toy, isa) / build.LIBRARY))
     macros = (library.amx_bf16, library.avx512_bf16, library.avx512, library.avx2, library.fast_math)
-    assert tuple(macro() for macro in macros) == {
+    expected = {
         "amx_bf16": (1, 1, 1, 1, 0),
         "avx512_bf16": (0, 1, 1, 1, 0),
         "avx512": (0, 0, 1, 1, 0),
         "avx_vnni": (0, 0, 0, 1, 0),
         "avx2": (0, 0, 0, 1, 0),
         "generic": (0, 0, 0, 0, 0),
-    }[isa]
+    }
+    assert tuple(macro() for macro in macros) == expected[isa]
 
 
 def test_off_is_no_reason_to_warn_and_can_be_taken_back(cache, toy, monkeypatch):

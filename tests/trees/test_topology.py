@@ -131,3 +131,64 @@ def test_sequoia_is_the_best_of_all_trees(acceptance, max_depth):
 def test_sequoia_grows_to_hundreds_of_nodes():
     assert TreeTopology.sequoia((0.7, 0.15, 0.05), 512).num_nodes == 512
     assert TreeTopology.sequoia((0.9,), 300).max_depth == 299
+
+
+# Delayed trees.
+
+
+def expected_of_delayed(topology, chain, fork):
+    """Accepted tokens by the definition of the arguments, node by node."""
+    chance = {0: 1.0}
+    for depth, level in enumerate(topology.levels[1:]):
+        lone = chain[min(depth, len(chain) - 1)]
+        for node in level:
+            parent = topology.parent_list[node]
+            width = len(topology.child_list[parent])
+            missed = (1 - fork[width - 1]) / (1 - fork[0])
+            chance[node] = chance[parent] * (1 - (1 - lone) * missed) / width
+    return sum(chance.values()) - 1
+
+
+@pytest.mark.parametrize(
+    ("chain", "fork"),
+    [([0.9, 0.9, 0.4], [0.8, 0.9, 0.95]), ([0.3], [0.3, 0.5, 0.6, 0.65]), ([0.5, 0.8, 0.9], [0.5, 0.52])],
+    ids=str,
+)
+def test_a_delayed_tree_is_the_best_of_its_kind(chain, fork):
+    for nodes in (1, 2, 3, 5, 9, 14):
+        found = TreeTopology.delayed(chain, fork, nodes)
+        assert found.num_nodes <= nodes
+        shapes = [
+            [1] * trunk + [width] + [1] * (length - 1)
+            for trunk in range(nodes)
+            for width in range(1, len(fork) + 1)
+            for length in range(1, nodes)
+            if trunk + width * length < nodes
+        ]
+        best = max(
+            (expected_of_delayed(TreeTopology.from_k_config(shape), chain, fork) for shape in shapes), default=0.0
+        )
+        assert expected_of_delayed(found, chain, fork) == pytest.approx(best, abs=1e-12)
+
+
+def test_delayed_trees_fork_where_drafts_begin_to_fail():
+    levels = [len(level) for level in TreeTopology.delayed([0.95, 0.95, 0.5], [0.95, 0.97], 9).levels]
+    assert levels == [1, 1, 1, 2, 2, 2]
+    assert TreeTopology.delayed([1.0], [1.0], 6).parent_list == TreeTopology.chain(5).parent_list
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], [0.5], 4), "chain and fork"),
+        (([0.5], [], 4), "chain and fork"),
+        (([1.5], [0.5], 4), "chain"),
+        (([0.5], [-0.1], 4), "fork"),
+        (([0.5], [0.5], 0), "nodes"),
+        (([0.5], [0.5] * 300, 4), "fork"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_delayed_trees(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TreeTopology.delayed(*arguments)

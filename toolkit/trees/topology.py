@@ -144,6 +144,54 @@ class TreeTopology(nn.Module):
             raise ValueError(f"acceptance must sum to at most 1, got {sum(rates)}")
         return cls(_sequoia_parents(rates, nodes, min(deepest, nodes - 1)))
 
+    @classmethod
+    def delayed(cls, chain: Sequence[float], fork: Sequence[float], nodes: int) -> Self:
+        """A trunk that forks late into chains of one length: the best of these with at most ``nodes`` nodes.
+
+        Args:
+            chain: ``chain[d]``: probability that a lone child at depth ``d + 1`` is accepted below an accepted node,
+                measured for the draft law in use; behind its end the last one stands for all. 1 to 512 of them.
+            fork: ``fork[k - 1]``: probability that one of ``k`` children of the root is accepted, measured in the same
+                way. Its length bounds the number of chains; at most 256. Deeper, ``k`` children all miss as much more
+                often as a lone one does.
+            nodes: greatest size of the tree, root included, 1 to 2,048.
+
+        Raises:
+            TypeError: if an argument is no number, or no list of them.
+            ValueError: if one is out of range, or a list is empty.
+
+        Source: delayed tree expansion (Thomas et al., 2026, arXiv 2602.16994), whose selector is a network.
+
+        Examples:
+            >>> TreeTopology.delayed([0.9, 0.9, 0.5], [0.9, 0.95, 0.96], 9)
+            TreeTopology(nodes=9, levels=[1, 1, 1, 2, 2, 2])
+        """
+        nodes = check_int("nodes", nodes, 1, MOST_NODES)
+        rate = partial(check_float, least=0, most=1)
+        lone, any_of = (
+            check_sequence("chain", chain, rate, MOST_DEPTH),
+            check_sequence("fork", fork, rate, MOST_SIBLINGS),
+        )
+        if not lone or not any_of:
+            raise ValueError("chain and fork need one probability at least")
+        best, shape = -1.0, (0, 1, 0)
+        depth = min(nodes - 1, MOST_DEPTH)
+        rates = np.array([lone[min(d, len(lone) - 1)] for d in range(depth + 1)])
+        survival = np.append(1.0, rates.cumprod())
+        for trunk in range(depth + 1):
+            for width, one_of in enumerate(any_of, start=1):
+                length = min((nodes - 1 - trunk) // width, depth - trunk)
+                if width > 1 and not length:
+                    break
+                missed = (1 - one_of) / (1 - any_of[0]) if any_of[0] < 1 else 1.0
+                entered = survival[trunk] * (1 - (1 - rates[trunk]) * missed)
+                below = np.append(1.0, rates[trunk + 1 : trunk + length].cumprod())[:length]
+                expected = float(survival[1 : trunk + 1].sum() + entered * below.sum())
+                if expected > best + 1e-12:
+                    best, shape = expected, (trunk, width, length)
+        trunk, width, length = shape
+        return cls.from_k_config([1] * trunk + ([width] + [1] * (length - 1) if length else []))
+
     @property
     def num_nodes(self) -> int:
         """Number of nodes, root included."""

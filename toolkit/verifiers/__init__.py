@@ -2,6 +2,8 @@
 
 from arbordraft.verifiers.k_seq import KSeq
 from arbordraft.verifiers.longest_branch import LongestBranch
+from arbordraft.verifiers.paths import GreedyMultiPath
+from arbordraft.verifiers.resolution import GlobalResolution
 from arbordraft.verifiers.rules import Matching, NodeLaw, RecursiveRejection, Remembered, Rule, TopTailRule
 from arbordraft.verifiers.spechub import SpecHub
 from arbordraft.verifiers.transport import OptimalTransport, optimal_acceptance
@@ -16,6 +18,8 @@ from arbordraft.verifiers.trees import (
 )
 
 __all__ = [
+    "GlobalResolution",
+    "GreedyMultiPath",
     "KSeq",
     "Lifted",
     "LongestBranch",

@@ -110,10 +110,11 @@ class Coupling(nn.Module):
         return self.verifier.exactness
 
     def check(self, topology: TreeTopology) -> None:
-        """Raises ValueError if the topology plans more children than the law draws."""
+        """Raises ValueError if the topology plans more children than the law draws, or the verifier cannot judge it."""
         widest = max(len(children) for children in topology.child_list)
         if widest > self.law.k:
             raise ValueError(f"the topology has nodes with {widest} children, but {self.law} draws only {self.law.k}")
+        self.verifier.check(topology)
 
     def forward(
         self,

@@ -61,7 +61,7 @@ class OptimalTransport(Rule):
         drawable = {token for drawn in outcomes for token in drawn}
         support = sorted(drawable | set(target.nonzero().flatten().tolist()))
         position = {token: index for index, token in enumerate(support)}
-        p = _as_array(target)[support]
+        p = as_array(target)[support]
         p = np.append(p * (weight / p.sum()), 1 - weight)  # the null token comes last
         self._check_size(len(outcomes) * (len(p) if self.formulation == "full" else law.k))
         plan = (_full_plan if self.formulation == "full" else _compact_plan)(
@@ -116,7 +116,7 @@ def optimal_acceptance(law: DraftLaw, target: Tensor, draft: Tensor) -> float:
         >>> [round(optimal_acceptance(law, target, draft), 4) for law in (IID(1), IID(2), WithoutReplacement(2))]
         [0.6, 0.79, 0.8345]
     """
-    p, q = _as_array(target), _as_array(draft)
+    p, q = as_array(target), as_array(draft)
     p = p / p.sum()
     tops = law.top_tokens(draft)
     tail = q.copy()
@@ -244,5 +244,6 @@ def _at_most_one(limit: Array, used: Array) -> Array:
     return np.divide(limit, used, out=np.ones_like(limit), where=used > limit)
 
 
-def _as_array(row: Tensor) -> Array:
+def as_array(row: Tensor) -> Array:
+    """A row in float64 on the host."""
     return row.detach().double().cpu().numpy()

@@ -18,6 +18,7 @@ from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise, draw
 from arbordraft.sampling.rows import Rows, SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.trees.verdict import Exactness, Verdict
 from arbordraft.utils.checks import check_float, check_instance, check_positive
 from arbordraft.verifiers.packed import verify_packed
@@ -37,6 +38,9 @@ class TreeVerifier(nn.Module):
     def supports(self, law: DraftLaw) -> bool:
         """Whether the verifier is valid for trees whose children were drawn by ``law``."""
         raise NotImplementedError
+
+    def check(self, topology: TreeTopology) -> None:
+        """Raises ValueError if trees of this shape cannot be judged; most verifiers judge all."""
 
     def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
         """The decision process for one sample; ``target[row]`` is the ``[V]`` target row of a node."""

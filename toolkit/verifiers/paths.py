@@ -1,0 +1,101 @@
+"""Verification of several independent paths by one joint decision.
+
+Shapes: V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.sampling.laws import IID, DraftLaw, given
+from arbordraft.sampling.rows import Rows
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers.rules import RecursiveRejection
+from arbordraft.verifiers.trees import Decision, Lifted, TreeVerifier
+
+BLOCK_VERIFICATION = Lifted(RecursiveRejection())  # on a chain
+
+
+class GreedyMultiPath(TreeVerifier):
+    """Picks the best of K independent paths, then judges it as block verification judges a single one.
+
+    The best path is the one whose tokens have the greatest ratios of target to draft probability, compared at the first
+    token, then at the second where the first is the same, and so on. The law of that path is known: it is the draft law
+    skewed towards great ratios. Block verification of the best path with the skewed rows as its draft rows is lossless.
+
+    It judges trees that are a trunk of any length, also none, which ends in K chains of one length, such as
+    ``TreeTopology.fork(K, depth)``, whose children are :class:`~arbordraft.sampling.laws.IID`. Those of the paper have
+    no trunk. Equal tokens in different paths stay separate rows.
+
+    Source: greedy multi-path block verification (Thomas and Pal, 2026, arXiv 2602.16961).
+
+    Examples:
+        >>> from arbordraft.verifiers.coupling import Coupling
+        >>> coupling = Coupling(IID(3), GreedyMultiPath())
+        >>> coupling.check(TreeTopology.fork(3, 4))
+        >>> coupling.check(TreeTopology.k_ary(2, 2))
+        Traceback (most recent call last):
+            ...
+        ValueError: GreedyMultiPath() needs a trunk that ends in chains of one length, got levels of [1, 2, 4] nodes
+    """
+
+    def supports(self, law: DraftLaw) -> bool:
+        return law.replacement and law.tops == 0
+
+    def check(self, topology: TreeTopology) -> None:
+        """Raises ValueError if the paths are no trunk that ends in chains of one length."""
+        sizes = [len(level) for level in topology.levels]
+        widths = [len(children) for children in topology.child_list]
+        forks = sum(width > 1 for width in widths)
+        if forks > 1 or widths.count(0) != sizes[-1]:
+            raise ValueError(f"{self} needs a trunk that ends in chains of one length, got levels of {sizes} nodes")
+
+    def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
+        path, skewed = self.pick(tree, target)
+        tokens = {node: tree.token(row) for node, row in enumerate(path)}
+        chain = DraftTree.of(TreeTopology.chain(len(path) - 1), IID(1), [tokens], [dict(enumerate(skewed))])[0]
+        decision = BLOCK_VERIFICATION.decide(chain, [target[row].double() for row in path])
+        try:
+            node, probability = next(decision)
+            while True:
+                node, probability = decision.send((yield path[node], probability))
+        except StopIteration as stopped:
+            node, weights = stopped.value
+            return path[node], weights
+
+    def pick(self, tree: SampleTree, target: Rows[Tensor]) -> tuple[list[int], list[Tensor]]:
+        """The rows of the best path, its leaf included, and the ``[V]`` law of each of its tokens but the root's.
+
+        Raises:
+            ValueError: if a node has no draft row.
+        """
+        path, skewed = [tree.root], []
+        alike = [tree.root]  # rows with the tokens of the path so far, one for each draw that gave them
+        draws = 1
+        below, here = 0.0, 1.0  # shares of paths that come before those with these tokens, and of those
+        while children := [child for row in alike for child in tree.children(row)]:
+            if draws == 1:  # a trunk, or its end
+                draws = len(children)
+            q = given(tree.drawn_from(path[-1])).double()
+            q = q / q.sum()
+            order = torch.where(q > 0, target[path[-1]].double() / q, -1.0).argsort(stable=True)
+            place = order.argsort()
+            lower = below + here * (q[order].cumsum(0) - q[order])[place]
+            own = here * q
+            # The chance of every token is (lower + own)**draws - lower**draws by (below + here)**draws - below**draws.
+            law = q * _sum_of_powers(draws, lower, lower + own) / _sum_of_powers(draws, below, below + here)
+            skewed.append(law / law.sum())
+            token = max((tree.token(child) for child in children), key=lambda token: int(place[token]))
+            alike = [child for child in children if tree.token(child) == token]
+            path.append(alike[0])
+            if draws > 1:  # what a trunk has drawn, all paths have
+                below, here = lower[token].item(), own[token].item()
+                below, here = below / (below + here), here / (below + here)
+        return path, skewed
+
+
+def _sum_of_powers(draws: int, least: Any, most: Any) -> Any:
+    """``(most**draws - least**draws) / (most - least)``, which does not subtract what may be nearly equal."""
+    return sum(most**power * least ** (draws - 1 - power) for power in range(draws))

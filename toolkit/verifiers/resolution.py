@@ -1,0 +1,170 @@
+"""The optimal coupling of independent drafts, at real vocabularies.
+
+Shapes: V vocabulary, n drafts, G groups of tokens with one weight, S points in time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from arbordraft.sampling.laws import DraftLaw, given
+from arbordraft.utils.checks import check_int, check_positive
+from arbordraft.verifiers.rules import NodeLaw, Rule, scaled
+from arbordraft.verifiers.transport import Array, as_array
+
+STEP = 0.25  # of the logarithm of time; the trapezoid rule is then off by less than a float64 can tell
+LARGEST = 30.0  # logarithm of the ratio of two weights
+
+
+class GlobalResolution(Rule):
+    """Picks one of the drafts by a race, then accepts it as a single one; the weights of the race reach the optimum.
+
+    Every draft is given an exponential clock whose rate is the weight of its token, and the first to ring is picked.
+    The law r of the picked token is an integral over time, so that the rest is the coupling of a single draft of law r:
+    it is accepted with probability min(1, p / r), else replaced by the residual of p and r. Any weights are lossless.
+
+    The best ones solve two convex problems in at most V variables, on both sides of the set H of tokens that attains
+    the optimum of the draft law: tokens outside H are picked before those inside, and no more often than the target
+    wants them; those inside no less often. Tokens with about the same ratio of p and q have one weight. Weights are
+    improved until the chance of acceptance is within ``tolerance`` of the optimum, or ``rounds`` times.
+
+    Args:
+        tolerance: of the chance of acceptance, above 0.
+        groups: of tokens with one weight, about as many in each half, at least 1.
+        rounds: of improving the weights, at least 1.
+
+    Raises:
+        TypeError: if an argument is no number.
+        ValueError: if it is out of range.
+
+    Source: Thomas and Pal (ICLR 2026, arXiv 2511.15898) for the convex problem and its two halves, Khisti et al.
+    (2024, arXiv 2410.18234) for picking one draft and verifying it alone. The race is ours: it replaces their sums over
+    all tuples of drafts.
+    """
+
+    def __init__(self, tolerance: float = 1e-4, groups: int = 1024, rounds: int = 100) -> None:
+        super().__init__()
+        self.tolerance = check_positive("tolerance", tolerance)
+        self.groups = check_int("groups", groups, 1)
+        self.rounds = check_int("rounds", rounds, 1)
+
+    def supports(self, law: DraftLaw) -> bool:
+        return law.replacement and law.tops == 0
+
+    def node_law(
+        self, target: Tensor, weight: float, draft: Tensor | None, tokens: Sequence[int], law: DraftLaw
+    ) -> NodeLaw:
+        p, q = as_array(target), as_array(given(draft))
+        p, q = p * (weight / p.sum()), q / q.sum()
+        race = Race.best(p, q, len(tokens), tolerance=self.tolerance, groups=self.groups, rounds=self.rounds)
+        r = race.law
+        taken = np.minimum(p, r)
+        accept = [
+            float(share * taken[token] / r[token]) for share, token in zip(race.shares(tokens), tokens, strict=True)
+        ]
+        left, null = torch.as_tensor(p - taken, device=target.device), 1 - weight
+        return NodeLaw(accept, *scaled(left, null, max(0.0, 1 - sum(accept))))
+
+    def extra_repr(self) -> str:
+        return f"tolerance={self.tolerance:g}, groups={self.groups}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Weights with which one of some independent drafts is picked, and what follows from them.
+
+    Args:
+        outside: ``[V]`` whether a token is picked before all that are not.
+        weights: ``[V]`` logarithms.
+        law: ``[V]`` probability that a token is the one picked.
+    """
+
+    outside: NDArray[np.bool_]
+    weights: Array
+    law: Array
+
+    @classmethod
+    def best(cls, p: Array, q: Array, draws: int, *, tolerance: float, groups: int, rounds: int) -> Self:
+        """Weights for ``[V]`` rows of the target, which may sum to less than 1, and of the draft."""
+        (drawable,) = q.nonzero()
+        order = drawable[np.argsort(p[drawable] / q[drawable], kind="stable")]
+        # The set H is a prefix of that order: the one with the least p(H) - q(H)**n (Hu et al., ICLR 2025).
+        size = int(np.append(0.0, p[order].cumsum() - q[order].cumsum() ** draws).argmin())
+        race = cls(np.zeros(len(q), dtype=bool), np.zeros(len(q)), np.zeros(len(q)))
+        race.outside[order[size:]] = True
+        for half, unheard in ((order[:size], 0.0), (order[size:], float(q[order[:size]].sum()))):
+            if len(half):
+                clocks = _Clocks.of(p[half], q[half], unheard, draws, groups)
+                least, most = (0.0, LARGEST) if unheard == 0 and size else (-LARGEST, 0.0)
+                race.weights[half], race.law[half] = clocks.improved(least, most, tolerance / 2, rounds)
+        return race
+
+    def shares(self, tokens: Sequence[int]) -> Array:
+        """The chance of each of the drawn tokens to be picked; equal tokens share theirs."""
+        drawn = np.array(tokens)
+        heard = self.outside[drawn] if self.outside[drawn].any() else np.ones(len(drawn), dtype=bool)
+        weights = np.where(heard, self.weights[drawn], -np.inf)
+        rates = np.exp(weights - weights.max())
+        shares: Array = rates / rates.sum()
+        return shares
+
+
+@dataclass(frozen=True)
+class _Clocks:
+    """One half of the tokens, in groups with one weight each.
+
+    Args:
+        p: ``[T]`` target probabilities of the tokens, by ascending ``p / q``.
+        q: ``[T]`` their draft probabilities.
+        group: ``[T]`` the group of each.
+        unheard: probability of drafting a token of the other half, which has no clock here.
+        draws: number of drafts.
+    """
+
+    p: Array
+    q: Array
+    group: NDArray[np.int64]
+    unheard: float
+    draws: int
+
+    @classmethod
+    def of(cls, p: Array, q: Array, unheard: float, draws: int, groups: int) -> Self:
+        """Groups of about the same mass: what a weight should be follows from the ratio of p and q alone."""
+        mass = (p + q).cumsum()
+        _, group = np.unique((mass * (groups / mass[-1])).astype(np.int64), return_inverse=True)
+        return cls(p, q, group, unheard, draws)
+
+    def improved(self, least: float, most: float, tolerance: float, rounds: int) -> tuple[Array, Array]:
+        """``[T]`` weights within bounds, and the law of the token picked.
+
+        Each round scales a weight by how much too seldom its group is picked, as iterative proportional fitting does.
+        """
+        wanted, drafted = (np.bincount(self.group, row).astype(np.float64) for row in (self.p, self.q))
+        weights = np.zeros(len(wanted))
+        while True:
+            chances = self._chances(weights, drafted)
+            law = self.q * chances[self.group]
+            surplus = law - self.p if least < 0 else self.p - law
+            rounds -= 1
+            if rounds <= 0 or np.maximum(surplus, 0).sum() <= tolerance:
+                return weights[self.group], law
+            with np.errstate(divide="ignore"):
+                weights = np.clip(weights + np.log(wanted / (drafted * chances)), least, most)
+
+    def _chances(self, weights: Array, drafted: Array) -> Array:
+        """The probability, by group, that a token is the first to ring, over its draft probability.
+
+        For weight w it is n w times the integral over s of exp(-s w) F(s)**(n - 1), where F(s) is the chance that a
+        draft has not rung by time s.
+        """
+        times = np.exp(np.arange(-weights.max() - 38, 7 - weights.min(), STEP))
+        rates = np.exp(weights)
+        silent = np.exp(-rates[:, None] * times)
+        waiting = (self.unheard + drafted @ silent) ** (self.draws - 1)
+        chances: Array = self.draws * STEP * rates * (silent @ (times * waiting))
+        return chances
