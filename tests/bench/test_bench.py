@@ -11,7 +11,7 @@ from support.models import PROMPTS, VOCAB, decode, greedy_reference, ragged, tin
 
 import arbordraft as ad
 from arbordraft.bench.decoding import emitted
-from arbordraft.bench.verifiers import clustered, expected_accepted, laws_of, node_acceptance, tree_tau, watch
+from arbordraft.bench.verifiers import clustered, laws_of, node_acceptance, shared_acceptance, tree_tau, watch
 from arbordraft.bench.workload import Workload
 from arbordraft.drafters import Drafter
 from arbordraft.testing import acceptance, random_rows
@@ -138,14 +138,18 @@ def test_tree_rows_are_what_decoding_would_show():
     """The mean over positions of the exact expectation, against counting verdicts there."""
     target = told()
     drafter, law, topology = ad.EarlyExitDrafter(target, 1), ad.WithoutReplacement(2), ad.TreeTopology.k_ary(2, 2)
-    rows = list(tree_tau(target, {"half": drafter}, SAMPLED, depths=(2,)))
-    (found,) = (row for row in rows if row.law == "WithoutReplacement(2)" and row.verifier.startswith("TopDown"))
+    rows = list(tree_tau(target, {"half": drafter}, SAMPLED, nodes=(7,)))
+    (found,) = (
+        row
+        for row in rows
+        if (row.topology, row.law, row.verifier) == ("complete", "WithoutReplacement(2)", "TopDown(RRS)")
+    )
     expected, counted = [], []
     verifier = ad.TopDown(ad.RecursiveRejection())
 
     def look(prompt, tree, target_rows, _):
-        expected.append(expected_accepted(verifier, tree, target_rows))
         law_of = verifier.law(tree, target_rows)
+        expected.append(sum(chance * (len(path) - 1) for chance, path, _ in law_of))
         assert sum(chance for chance, _, _ in law_of) == pytest.approx(1, abs=1e-5)
         counted.append(max(law_of, key=lambda end: end[0])[1])
 
@@ -153,6 +157,31 @@ def test_tree_rows_are_what_decoding_would_show():
     assert len(expected) == found.positions
     assert found.tau == pytest.approx(1 + sum(expected) / len(expected), abs=1e-6)
     assert any(counted)
+
+
+def test_every_shape_is_judged_at_about_the_same_size():
+    target = told()
+    drafters = {"half": ad.EarlyExitDrafter(target, 1)}
+    ranks = {("half", name): [0.5, 0.3] for name in laws_of(2)}
+    rows = list(tree_tau(target, drafters, SAMPLED, nodes=(8,), ranks=ranks))
+    assert {row.topology for row in rows} == {"chain", "complete", "paths", "sequoia", "delayed"}
+    assert all(7 <= row.nodes <= 8 for row in rows)
+    multi = {(row.law, row.topology) for row in rows if row.verifier == "multi-path"}
+    assert multi >= {("IID(1)", "chain"), ("IID(2)", "paths"), ("IID(2)", "delayed")}
+    assert {law for law, _ in multi} == {"IID(1)", "IID(2)"}
+    chain = {row.verifier: row.tau for row in rows if (row.topology, row.law) == ("chain", "IID(1)")}
+    assert chain["multi-path"] == pytest.approx(chain["Lifted(RRS)"])  # one path: both are block verification
+
+
+def test_lists_of_gumbel_noise():
+    """The target's token keeps its law under the highest of several lists; it is another one than under the first."""
+    target, draft = random_rows("random", 4, 3)
+    ranks, changed = zip(*(shared_acceptance(target, draft, 3, seed, lists=True) for seed in range(60)), strict=True)
+    ours, same = zip(*(shared_acceptance(target, draft, 3, seed, lists=False) for seed in range(60)), strict=True)
+    assert sum(same) == 0
+    assert 0.2 < sum(changed) / 60 < 0.8
+    assert sum(map(sum, ranks)) / 60 < optimal_acceptance(ad.IID(3), target, draft)
+    assert sum(map(sum, ours)) > sum(map(sum, ranks))
 
 
 def test_clusters_are_the_units_of_the_error():

@@ -124,14 +124,14 @@ def test_bench_equality_fails_where_a_promise_is_broken(asked, monkeypatch):
         ("decode", ["--drafter", "early-exit:1", "--batch", "2"], 5 + 5),
         ("policy", ["--drafter", "early-exit:1", "--batches", "2"], 2 * 4),
         ("compare", ["--drafter", "early-exit:1", "--repeats", "1"], 6),
-        ("verifiers", ["--drafter", "early-exit:1", "--temperatures", "1", "--children", "2", "--no-trees"], 7),
+        ("verifiers", ["--drafter", "early-exit:1", "--temperatures", "1", "--children", "2", "--no-trees"], 9),
         (
             "verifiers",
             [
                 *("--drafter", "early-exit:1", "--temperatures", "1"),
-                *("--children", "2", "--depths", "1", "--nodes", "4"),
+                *("--children", "2", "--nodes", "4"),
             ],
-            7 + 2 * 11,
+            9 + 53,
         ),
     ],
 )

@@ -7,11 +7,13 @@ target and drafter share a verdict has no law of its own given the drafts: it is
 Shapes: V vocabulary.
 """
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import (
+    GlobalResolution,
+    GreedyMultiPath,
     KSeq,
     Lifted,
     RecursiveRejection,
@@ -60,6 +64,7 @@ class NodeRow:
         acceptance: that one is.
         error: standard error of that, prompts being independent.
         optimum: the most that any lossless rule could reach with these draws.
+        changed: with shared noise, how often the target's token is another than without drafts.
     """
 
     drafter: str
@@ -72,6 +77,7 @@ class NodeRow:
     acceptance: float
     error: float
     optimum: float
+    changed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def laws_of(k: int) -> "dict[str, tuple[DraftLaw, dict[str, Rule]]]":
     """The draft laws for k children, and the rules that are valid for each; none for shared noise."""
     rejection = RecursiveRejection()
     laws: dict[str, tuple[DraftLaw, dict[str, Rule]]] = {
-        f"IID({k})": (IID(k), {"RRS": rejection, "K-SEQ": KSeq()}),
+        f"IID({k})": (IID(k), {"RRS": rejection, "K-SEQ": KSeq(), "global resolution": GlobalResolution()}),
         f"WithoutReplacement({k})": (WithoutReplacement(k), {"RRS": rejection}),
         f"SharedNoise({k})": (SharedNoise(k), {}),
     }
@@ -221,11 +227,14 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
     judged = [index for index, (prompt, _, _) in enumerate(rows) if prompt % 2]
     chosen = [index for index, (prompt, _, _) in enumerate(rows) if not prompt % 2]
 
+    changes: dict[int, float] = {}  # by position, of the law and rule in hand
+
     def ranks(law: DraftLaw, rule: Rule | None, index: int) -> list[float]:
         """Acceptance by rank, as the mean of a few draws."""
         _, p, q = rows[index]
         if rule is None:
-            return _shared_ranks(p, q, k, index)
+            found, changes[index] = shared_acceptance(p, q, k, index, lists=not law.shared)
+            return found
         total = [0.0] * k
         for noise in uniforms[index]:
             for rank, accept in enumerate(rule(p, 1.0, q, law.draw(q, noise), law).accept):
@@ -235,15 +244,16 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
     def total(law: DraftLaw, rule: Rule | None, indices: Sequence[int]) -> float:
         return sum(sum(ranks(law, rule, index)) for index in indices) / max(1, len(indices))
 
-    laws = laws_of(k)
+    laws: dict[str, tuple[DraftLaw, Mapping[str, Rule | None]]] = {**laws_of(k)}
+    laws[f"GumbelLists({k})"] = IID(k), {"list matching": None}
     best = max(THRESHOLDS, key=lambda at: total(AdaptiveTopTail(k, at), TopTailRule(), chosen))
     laws[f"AdaptiveTopTail({k}, {best:g})"] = AdaptiveTopTail(k, best), {"TopTail": TopTailRule()}
     for law_name, (law, rules) in laws.items():
         drawn = WithoutReplacement(k) if law.shared else law  # what the highest perturbed tokens are, one by one
         every = 1 if drawn.replacement or drawn.tails < 3 else max(1, len(judged) // optima)
         solved = [optimal_acceptance(drawn, rows[i][1], rows[i][2]) for i in judged[::every]]
-        judges: dict[str, Rule | None] = {"SharedMatching": None} if law.shared else {**rules}
-        for rule_name, rule in judges.items():
+        for rule_name, rule in ({"SharedMatching": None} if law.shared else rules).items():
+            changes.clear()
             accepts = [ranks(law, rule, index) for index in judged]
             # Positions that were not solved count with what the rule reaches there, above or below those that were.
             reached = sum(map(sum, accepts[::every])) / max(1, len(solved))
@@ -257,15 +267,42 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
                 "acceptance": mean,
                 "error": error,
                 "optimum": sum(solved) / max(1, len(solved)) + mean - reached,
+                "changed": sum(changes.values()) / len(judged),
             }
 
 
-def _shared_ranks(p: Tensor, q: Tensor, k: int, index: int) -> list[float]:
-    """How often the target's own token is the drafter's first, second, ... under the same noise."""
-    seeds = torch.full((SHARED_DRAWS,), index)
-    noise = gumbel(seeds, torch.arange(SHARED_DRAWS), len(p))
-    token = (p.double().log() + noise).argmax(dim=1, keepdim=True)
-    return ((q.double().log() + noise).topk(k, dim=1).indices == token).double().mean(dim=0).tolist()
+def shared_acceptance(p: Tensor, q: Tensor, k: int, seed: int, *, lists: bool) -> tuple[list[float], float]:
+    """How often the target's own token is the drafter's first, second, ... under noise that both share.
+
+    Args:
+        p: ``[V]`` target row.
+        q: ``[V]`` draft row.
+        k: number of children.
+        seed: of the noise.
+        lists: each child has a list of noise of its own and the target takes the highest of them for every token, as in
+            Gumbel list sampling (Rowan et al., NeurIPS 2025, arXiv 2506.05632). Else there is one list, and children
+            are the k highest tokens under it.
+
+    Returns:
+        ``[k]`` by rank, and how often the target's token is another one than under the first list alone.
+    """
+    seeds = torch.full((SHARED_DRAWS,), seed)
+    target, draft = p.double().log(), q.double().log()
+    first = noise = gumbel(seeds, torch.arange(SHARED_DRAWS), len(p))
+    if not lists:
+        children = (draft + noise).topk(k, dim=1).indices
+    else:
+        columns = []
+        for number in range(k):
+            own = gumbel(seeds, torch.arange(SHARED_DRAWS) + number * SHARED_DRAWS, len(p))
+            columns.append((draft + own).argmax(dim=1))
+            noise = torch.maximum(noise, own)
+        children = torch.stack(columns, dim=1)
+    token = (target + noise).argmax(dim=1, keepdim=True)
+    hit = children == token
+    hit &= hit.cumsum(dim=1) == 1  # equal tokens of several lists are one child
+    changed = (token[:, 0] != (target + first).argmax(dim=1)).double().mean().item()
+    return hit.double().mean(dim=0).tolist(), changed
 
 
 def tree_tau(
@@ -273,56 +310,103 @@ def tree_tau(
     drafters: Mapping[str, Drafter],
     workload: Workload,
     *,
-    depths: Sequence[int] = (1, 2, 3, 4),
-    nodes: Sequence[int] = (4, 8, 16, 32),
+    nodes: Sequence[int] = (8, 16, 32),
+    children: int = 2,
     ranks: Mapping[tuple[str, str], Sequence[float]] | None = None,
+    resolution: bool = False,
     tell: Tell = quiet,
 ) -> Iterator[TreeRow]:
-    """Tokens per forward on complete binary trees, and on Sequoia trees fitted to each law.
+    """Tokens per forward of trees of about the same size and of every shape, by every law, rule and verifier.
 
     Args:
         workload: the prompts; ``new_tokens`` are the positions of each.
-        depths: of binary trees.
-        nodes: of Sequoia trees, root included.
-        ranks: by drafter and law of two children, acceptance by rank to fit Sequoia trees to; none without it.
+        nodes: sizes, root included; trees that cannot have as many have a few less.
+        children: of nodes that have several, at least 2.
+        ranks: by drafter and law of so many children, acceptance by rank: Sequoia and delayed trees are fitted to it,
+            and are left out without it.
+        resolution: judge by global resolution, too, which takes some 20 ms for every node.
     """
     for name, drafter in drafters.items():
-        for law_name, (law, rules) in laws_of(2).items():
-            trees = [("binary", TreeTopology.k_ary(2, depth)) for depth in depths]
-            if ranks and (name, law_name) in ranks:
-                rates = [max(rate, 1e-3) for rate in ranks[name, law_name]]
-                trees += [("sequoia", TreeTopology.sequoia(rates, count)) for count in nodes]
-            for shape, topology in trees:
+        lone = {shared: f"{kind.__name__}(1)" for shared, kind in ((False, IID), (True, SharedNoise))}
+        chains = {shared: [0.5] for shared in lone}  # acceptance by depth, as soon as the longest chain is measured
+        both = {name: law for name, law in laws_of(1).items() if name in lone.values()} | laws_of(children)
+        for law_name, (law, rules) in both.items():
+            rates = (ranks or {}).get((name, law_name))
+            rules = {key: rule for key, rule in rules.items() if resolution or not isinstance(rule, GlobalResolution)}
+            for shape, topology in _shapes(law, nodes, rates, chains[law.shared]):
                 accepted: dict[str, list[tuple[int, float]]] = defaultdict(list)
-                weigh = partial(_weigh, accepted, rules)
+                reached: list[float] = [0.0] * (topology.max_depth + 1)
+                weigh = partial(_weigh, accepted, reached, _judges(law, rules, topology))
                 for other in range(SHARED_TREES if law.shared else 1):
                     watch(target, drafter, topology, law, workload, weigh, tell, other)
+                if shape == "chain":
+                    chains[law.shared] = [below / max(above, 1e-9) for above, below in pairwise(reached)]
                 for verifier, values in accepted.items():
                     mean, error = clustered(values)
                     size, at = topology.num_nodes, workload.temperature
                     yield TreeRow(name, at, shape, size, law_name, verifier, len(values), 1 + mean, error)
 
 
+def _shapes(
+    law: DraftLaw, nodes: Sequence[int], rates: Sequence[float] | None, chain: Sequence[float]
+) -> Iterator[tuple[str, TreeTopology]]:
+    """Trees by name. The longest chain is the last one."""
+    for size in sorted(nodes):
+        if law.k == 1:
+            yield "chain", TreeTopology.chain(size - 1)
+            continue
+        depth = int(math.log(size * (law.k - 1) + 1, law.k) + 1e-9) - 1  # of the greatest complete tree of that size
+        yield "complete", TreeTopology.k_ary(law.k, depth)
+        yield "paths", TreeTopology.fork(law.k, (size - 1) // law.k)
+        if rates is not None:
+            yield "sequoia", TreeTopology.sequoia([max(rate, 1e-3) for rate in rates], size)
+            fork = [chain[0]] * (law.k - 1) + [max(sum(rates), chain[0])]  # of one child or of all
+            yield "delayed", TreeTopology.delayed(chain, fork, size)
+
+
+def _judges(law: DraftLaw, rules: Mapping[str, Rule], topology: TreeTopology) -> dict[str, Callable[[], TreeVerifier]]:
+    """What makes the verifiers that are valid for law and tree; each remembers the rows of one position alone."""
+
+    def judge(kind: type[TopDown] | type[Lifted], rule: Rule) -> TreeVerifier:
+        return kind(Remembered(rule))
+
+    judges: dict[str, Callable[[], TreeVerifier]] = {
+        f"{kind.__name__}({name})": partial(judge, kind, rule)
+        for name, rule in rules.items()
+        for kind in (TopDown, Lifted)
+    }
+    paths = GreedyMultiPath()
+    if paths.supports(law):
+        with contextlib.suppress(ValueError):
+            paths.check(topology)
+            judges["multi-path"] = GreedyMultiPath
+    return judges
+
+
 def _weigh(
     accepted: dict[str, list[tuple[int, float]]],
-    rules: Mapping[str, Rule],
+    reached: list[float],
+    judges: Mapping[str, Callable[[], TreeVerifier]],
     prompt: int,
     tree: SampleTree,
     rows: Rows[Tensor],
     matched: int,
 ) -> None:
-    """Adds, by verifier, the number of the prompt and the expected accepted tokens at one position."""
+    """Adds, by verifier, the number of the prompt and the expected accepted tokens at one position.
+
+    ``reached[d]`` counts how often the first of the verifiers accepts d tokens or more.
+    """
     if tree.proposal.law.shared:
         accepted["SharedMatching"].append((prompt, matched))
-    for name, rule in rules.items():
-        for kind in (TopDown, Lifted):
-            verifier = kind(Remembered(rule))  # for this tree: it keeps rows
-            accepted[f"{kind.__name__}({name})"].append((prompt, expected_accepted(verifier, tree, rows)))
-
-
-def expected_accepted(verifier: TreeVerifier, tree: SampleTree, target: Rows[Tensor]) -> float:
-    """Expected accepted tokens given the drafts."""
-    return sum(chance * (len(path) - 1) for chance, path, _ in verifier.law(tree, target))
+        for depth in range(matched + 1):
+            reached[depth] += 1
+    for number, (name, judge) in enumerate(judges.items()):
+        ends = judge().law(tree, rows)
+        accepted[name].append((prompt, sum(chance * (len(path) - 1) for chance, path, _ in ends)))
+        if number == 0:
+            for chance, path, _ in ends:
+                for depth in range(len(path)):
+                    reached[depth] += chance
 
 
 def clustered(values: Sequence[tuple[int, float]]) -> tuple[float, float]:

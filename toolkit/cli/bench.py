@@ -158,13 +158,13 @@ def verifiers(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = None,
     children: Annotated[str, typer.Option(callback=whole_numbers, help="Numbers of children of one node.")] = "2,3,4",
-    depths: Annotated[
-        str, typer.Option(callback=whole_numbers, help="Depths of binary trees; 1,2,3,4 have 3, 7, 15 and 31 nodes.")
-    ] = "1,2,3,4",
     nodes: Annotated[
-        str, typer.Option(callback=whole_numbers, help="Sizes of Sequoia trees, fitted to each law's acceptance.")
-    ] = "4,8,16,32",
+        str, typer.Option(callback=whole_numbers, help="Sizes of trees, root included: every shape has so many nodes.")
+    ] = "8,16,32",
     trees: Annotated[bool, typer.Option(help="Trees as well as single nodes.")] = True,
+    resolution: Annotated[
+        bool, typer.Option(help="Judge trees by global resolution, too, which takes seconds for a position.")
+    ] = False,
     optima: Annotated[
         int,
         typer.Option(min=1, help="Positions for which the optima of 3 or more draws without replacement are solved."),
@@ -184,17 +184,23 @@ def verifiers(
     from arbordraft.loading import load_target
 
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed)
-    counts, levels, most = (numbers(text, int) for text in (children, depths, nodes))
-    options = {"children": children, "depths": depths, "nodes": nodes, "trees": trees, "optima": optima}
+    counts, most = numbers(children, int), numbers(nodes, int)
+    options = {"children": children, "nodes": nodes, "trees": trees, "resolution": resolution, "optima": optima}
     with Report(json, png, model=model, dtype=dtype, drafter=drafter, **options) as report:
         target, _ = load_target(model, dtype, device=device)
         drafters = drafters_of(drafter, target)
         for workload in sizes:
             single = node_acceptance(target, drafters, workload, children=counts, optima=optima, tell=report.tell)
-            ranks = {(row.drafter, row.law): row.by_rank for row in report.take(single, workload) if row.k == 2}
-            if trees:
-                whole = tree_tau(target, drafters, workload, depths=levels, nodes=most, ranks=ranks, tell=report.tell)
-                report.take(whole, workload)
+            ranks = {(row.drafter, row.law): row.by_rank for row in report.take(single, workload)}
+            for width in counts if trees else []:
+                if width > 1:
+                    shaped: dict[str, Any] = {
+                        "nodes": most,
+                        "children": width,
+                        "ranks": ranks,
+                        "resolution": resolution,
+                    }
+                    report.take(tree_tau(target, drafters, workload, **shaped, tell=report.tell), workload)
 
 
 @app.command()

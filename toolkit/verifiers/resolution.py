@@ -19,6 +19,8 @@ from arbordraft.verifiers.transport import Array, as_array
 
 STEP = 0.25  # of the logarithm of time; the trapezoid rule is then off by less than a float64 can tell
 LARGEST = 30.0  # logarithm of the ratio of two weights
+LONGEST = 4.0  # step of such a logarithm
+SMALLEST = 1e-3  # slope that a step is divided by
 
 
 class GlobalResolution(Rule):
@@ -31,12 +33,12 @@ class GlobalResolution(Rule):
     The best ones solve two convex problems in at most V variables, on both sides of the set H of tokens that attains
     the optimum of the draft law: tokens outside H are picked before those inside, and no more often than the target
     wants them; those inside no less often. Tokens with about the same ratio of p and q have one weight. Weights are
-    improved until the chance of acceptance is within ``tolerance`` of the optimum, or ``rounds`` times.
+    improved until the chance of acceptance is within ``tolerance`` of the optimum, as long as that helps.
 
     Args:
         tolerance: of the chance of acceptance, above 0.
         groups: of tokens with one weight, about as many in each half, at least 1.
-        rounds: of improving the weights, at least 1.
+        rounds: of improving the weights at most, at least 1.
 
     Raises:
         TypeError: if an argument is no number.
@@ -47,11 +49,12 @@ class GlobalResolution(Rule):
     all tuples of drafts.
     """
 
-    def __init__(self, tolerance: float = 1e-4, groups: int = 1024, rounds: int = 100) -> None:
+    def __init__(self, tolerance: float = 1e-3, groups: int = 512, rounds: int = 100) -> None:
         super().__init__()
         self.tolerance = check_positive("tolerance", tolerance)
         self.groups = check_int("groups", groups, 1)
         self.rounds = check_int("rounds", rounds, 1)
+        self._last: tuple[tuple[bytes, bytes, int], Race] | None = None  # of the node before, which may be asked again
 
     def supports(self, law: DraftLaw) -> bool:
         return law.replacement and law.tops == 0
@@ -61,7 +64,7 @@ class GlobalResolution(Rule):
     ) -> NodeLaw:
         p, q = as_array(target), as_array(given(draft))
         p, q = p * (weight / p.sum()), q / q.sum()
-        race = Race.best(p, q, len(tokens), tolerance=self.tolerance, groups=self.groups, rounds=self.rounds)
+        race = self._race(p, q, len(tokens))
         r = race.law
         taken = np.minimum(p, r)
         accept = [
@@ -69,6 +72,13 @@ class GlobalResolution(Rule):
         ]
         left, null = torch.as_tensor(p - taken, device=target.device), 1 - weight
         return NodeLaw(accept, *scaled(left, null, max(0.0, 1 - sum(accept))))
+
+    def _race(self, p: Array, q: Array, draws: int) -> "Race":
+        key = p.tobytes(), q.tobytes(), draws
+        if self._last is None or self._last[0] != key:
+            race = Race.best(p, q, draws, tolerance=self.tolerance, groups=self.groups, rounds=self.rounds)
+            self._last = key, race
+        return self._last[1]
 
     def extra_repr(self) -> str:
         return f"tolerance={self.tolerance:g}, groups={self.groups}"
@@ -142,29 +152,34 @@ class _Clocks:
     def improved(self, least: float, most: float, tolerance: float, rounds: int) -> tuple[Array, Array]:
         """``[T]`` weights within bounds, and the law of the token picked.
 
-        Each round scales a weight by how much too seldom its group is picked, as iterative proportional fitting does.
+        Each round moves every weight as if it were alone, by a step of Newton's method: the logarithm of how often its
+        group is picked grows with the weight's by a known slope. As a common factor of all weights changes nothing, a
+        step leaves of the errors an average over the groups.
         """
         wanted, drafted = (np.bincount(self.group, row).astype(np.float64) for row in (self.p, self.q))
-        weights = np.zeros(len(wanted))
+        weights, before = np.zeros(len(wanted)), np.inf
         while True:
-            chances = self._chances(weights, drafted)
+            chances, slopes = self._chances(weights, drafted)
             law = self.q * chances[self.group]
-            surplus = law - self.p if least < 0 else self.p - law
+            lost = float(np.maximum(law - self.p if least < 0 else self.p - law, 0).sum())
             rounds -= 1
-            if rounds <= 0 or np.maximum(surplus, 0).sum() <= tolerance:
+            if rounds <= 0 or lost <= tolerance or lost > 0.98 * before:  # the rest is within groups
                 return weights[self.group], law
+            before = lost
             with np.errstate(divide="ignore"):
-                weights = np.clip(weights + np.log(wanted / (drafted * chances)), least, most)
+                steps = np.log(wanted / (drafted * chances)) / slopes
+            weights = np.clip(weights + np.clip(steps, -LONGEST, LONGEST), least, most)
 
-    def _chances(self, weights: Array, drafted: Array) -> Array:
-        """The probability, by group, that a token is the first to ring, over its draft probability.
+    def _chances(self, weights: Array, drafted: Array) -> tuple[Array, Array]:
+        """The probability, by group, that a token is the first to ring, over its draft probability; and its slope.
 
         For weight w it is n w times the integral over s of exp(-s w) F(s)**(n - 1), where F(s) is the chance that a
-        draft has not rung by time s.
+        draft has not rung by time s. The slope is that of the logarithms of both.
         """
         times = np.exp(np.arange(-weights.max() - 38, 7 - weights.min(), STEP))
         rates = np.exp(weights)
         silent = np.exp(-rates[:, None] * times)
-        waiting = (self.unheard + drafted @ silent) ** (self.draws - 1)
-        chances: Array = self.draws * STEP * rates * (silent @ (times * waiting))
-        return chances
+        waiting = times * (self.unheard + drafted @ silent) ** (self.draws - 1)
+        moments = silent @ np.stack([waiting, times * waiting], axis=1)
+        slopes = 1 - rates * moments[:, 1] / moments[:, 0]
+        return self.draws * STEP * rates * moments[:, 0], np.maximum(slopes, SMALLEST)
