@@ -230,7 +230,8 @@ def test_the_text_in_which_both_are_compared():
     for weights in self_drafter.BITS:
         drafter = ad.SelfDrafter(of, weights)._compared()
         found[weights] = drafter.acceptance[0], drafter.gain(of)
-        assert drafter.acceptance[1:] == ad.SelfDrafter.acceptance[1:]
+        assert sum(drafter.acceptance) <= 1
+        assert drafter.default_topology().num_nodes > 1  # fitted to these
     assert found["int4"][0] < found["int8"][0] <= 1
     best = max(found, key=lambda weights: found[weights][1])
     taken = ad.SelfDrafter.fitted(of)

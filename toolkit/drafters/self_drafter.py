@@ -100,7 +100,10 @@ class SelfDrafter(TargetCacheDrafter):
             cache = RaggedKVCache()
             batch = cache.lay_out([cache.open(len(tokens))], [range(len(tokens))])
             best.append(model(tokens, batch, cache).argmax(dim=-1))
-        self.acceptance = (float((best[0] == best[1]).float().mean()), *type(self).acceptance[1:])
+        likely, *others = type(self).acceptance
+        agreed = float((best[0] == best[1]).float().mean())
+        missed = (1 - agreed) / (1 - likely)  # other ranks have their shares of what the first one misses
+        self.acceptance = (agreed, *(rate * missed for rate in others))
         return self
 
     @property
