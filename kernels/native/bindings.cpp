@@ -245,8 +245,6 @@ void move_rows(at::TensorList pools, at::IntArrayRef moves) {
   }
 }
 
-std::string instructions() { return isa(); }
-
 // For a process that was forked before it loaded this library.
 void work_alone() { forked() = true; }
 
@@ -255,7 +253,7 @@ void work_alone() { forked() = true; }
 // Python defines the operators that have arguments: kernels/dispatch.py.
 TORCH_LIBRARY_FRAGMENT(arbordraft, m) {
   forked();  // notices forks from now on
-  m.def("isa() -> str", &instructions);
+  m.def("isa() -> str", []() { return std::string(isa()); });
   m.def("work_alone() -> ()", &work_alone);
 }
 

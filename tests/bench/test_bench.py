@@ -163,7 +163,7 @@ def test_every_shape_is_judged_at_about_the_same_size():
     target = told()
     drafters = {"half": ad.EarlyExitDrafter(target, 1)}
     ranks = {("half", name): [0.5, 0.3] for name in laws_of(2)}
-    rows = list(tree_tau(target, drafters, SAMPLED, nodes=(8,), ranks=ranks))
+    rows = list(tree_tau(target, drafters, SAMPLED, nodes=(8,), children=(2, 8), ranks=ranks))  # 8 have no room for 8
     assert {row.topology for row in rows} == {"chain", "complete", "paths", "sequoia", "delayed"}
     assert all(7 <= row.nodes <= 8 for row in rows)
     multi = {(row.law, row.topology) for row in rows if row.verifier == "multi-path"}

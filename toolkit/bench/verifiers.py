@@ -311,7 +311,7 @@ def tree_tau(
     workload: Workload,
     *,
     nodes: Sequence[int] = (8, 16, 32),
-    children: int = 2,
+    children: Sequence[int] = (2,),
     ranks: Mapping[tuple[str, str], Sequence[float]] | None = None,
     resolution: bool = False,
     tell: Tell = quiet,
@@ -321,16 +321,18 @@ def tree_tau(
     Args:
         workload: the prompts; ``new_tokens`` are the positions of each.
         nodes: sizes, root included; trees that cannot have as many have a few less.
-        children: of nodes that have several, at least 2.
-        ranks: by drafter and law of so many children, acceptance by rank: Sequoia and delayed trees are fitted to it,
+        children: numbers of them that a node may have, each at least 2; chains are measured once.
+        ranks: by drafter and law, acceptance by rank: Sequoia and delayed trees are fitted to it,
             and are left out without it.
         resolution: judge by global resolution, too, which takes some 20 ms for every node.
     """
     for name, drafter in drafters.items():
-        lone = {shared: f"{kind.__name__}(1)" for shared, kind in ((False, IID), (True, SharedNoise))}
-        chains = {shared: [0.5] for shared in lone}  # acceptance by depth, as soon as the longest chain is measured
-        both = {name: law for name, law in laws_of(1).items() if name in lone.values()} | laws_of(children)
-        for law_name, (law, rules) in both.items():
+        lone = laws_of(1)
+        laws = {key: lone[key] for key in ("IID(1)", "SharedNoise(1)")}
+        for count in children:
+            laws |= laws_of(count)
+        chains = {False: [0.5], True: [0.5]}  # acceptance by depth, with shared noise or not, once chains are measured
+        for law_name, (law, rules) in laws.items():
             rates = (ranks or {}).get((name, law_name))
             rules = {key: rule for key, rule in rules.items() if resolution or not isinstance(rule, GlobalResolution)}
             for shape, topology in _shapes(law, nodes, rates, chains[law.shared]):
@@ -354,6 +356,7 @@ def _shapes(
     for size in sorted(nodes):
         if law.k == 1:
             yield "chain", TreeTopology.chain(size - 1)
+        if law.k == 1 or size <= law.k:  # no room for all children of one node
             continue
         depth = int(math.log(size * (law.k - 1) + 1, law.k) + 1e-9) - 1  # of the greatest complete tree of that size
         yield "complete", TreeTopology.k_ary(law.k, depth)

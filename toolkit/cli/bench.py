@@ -192,15 +192,19 @@ def verifiers(
         for workload in sizes:
             single = node_acceptance(target, drafters, workload, children=counts, optima=optima, tell=report.tell)
             ranks = {(row.drafter, row.law): row.by_rank for row in report.take(single, workload)}
-            for width in counts if trees else []:
-                if width > 1:
-                    shaped: dict[str, Any] = {
-                        "nodes": most,
-                        "children": width,
-                        "ranks": ranks,
-                        "resolution": resolution,
-                    }
-                    report.take(tree_tau(target, drafters, workload, **shaped, tell=report.tell), workload)
+            widths = [count for count in counts if count > 1]
+            if trees and widths:
+                whole = tree_tau(
+                    target,
+                    drafters,
+                    workload,
+                    nodes=most,
+                    children=widths,
+                    ranks=ranks,
+                    resolution=resolution,
+                    tell=report.tell,
+                )
+                report.take(whole, workload)
 
 
 @app.command()

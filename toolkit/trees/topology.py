@@ -168,10 +168,8 @@ class TreeTopology(nn.Module):
         """
         nodes = check_int("nodes", nodes, 1, MOST_NODES)
         rate = partial(check_float, least=0, most=1)
-        lone, any_of = (
-            check_sequence("chain", chain, rate, MOST_DEPTH),
-            check_sequence("fork", fork, rate, MOST_SIBLINGS),
-        )
+        lone = check_sequence("chain", chain, rate, MOST_DEPTH)
+        any_of = check_sequence("fork", fork, rate, MOST_SIBLINGS)
         if not lone or not any_of:
             raise ValueError("chain and fork need one probability at least")
         best, shape = -1.0, (0, 1, 0)

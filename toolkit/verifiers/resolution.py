@@ -54,7 +54,6 @@ class GlobalResolution(Rule):
         self.tolerance = check_positive("tolerance", tolerance)
         self.groups = check_int("groups", groups, 1)
         self.rounds = check_int("rounds", rounds, 1)
-        self._last: tuple[tuple[bytes, bytes, int], Race] | None = None  # of the node before, which may be asked again
 
     def supports(self, law: DraftLaw) -> bool:
         return law.replacement and law.tops == 0
@@ -64,7 +63,7 @@ class GlobalResolution(Rule):
     ) -> NodeLaw:
         p, q = as_array(target), as_array(given(draft))
         p, q = p * (weight / p.sum()), q / q.sum()
-        race = self._race(p, q, len(tokens))
+        race = Race.best(p, q, len(tokens), tolerance=self.tolerance, groups=self.groups, rounds=self.rounds)
         r = race.law
         taken = np.minimum(p, r)
         accept = [
@@ -72,13 +71,6 @@ class GlobalResolution(Rule):
         ]
         left, null = torch.as_tensor(p - taken, device=target.device), 1 - weight
         return NodeLaw(accept, *scaled(left, null, max(0.0, 1 - sum(accept))))
-
-    def _race(self, p: Array, q: Array, draws: int) -> "Race":
-        key = p.tobytes(), q.tobytes(), draws
-        if self._last is None or self._last[0] != key:
-            race = Race.best(p, q, draws, tolerance=self.tolerance, groups=self.groups, rounds=self.rounds)
-            self._last = key, race
-        return self._last[1]
 
     def extra_repr(self) -> str:
         return f"tolerance={self.tolerance:g}, groups={self.groups}"
