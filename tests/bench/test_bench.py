@@ -11,7 +11,10 @@ from support.models import PROMPTS, VOCAB, decode, greedy_reference, ragged, tin
 
 import arbordraft as ad
 from arbordraft.bench.decoding import emitted
-from arbordraft.bench.verifiers import clustered, laws_of, node_acceptance, shared_acceptance, tree_tau, watch
+from arbordraft.bench.verifiers import node_acceptance, tree_tau
+from arbordraft.bench.verifiers.laws import laws_of
+from arbordraft.bench.verifiers.nodes import shared_acceptance
+from arbordraft.bench.verifiers.positions import clustered, watch
 from arbordraft.bench.workload import Workload
 from arbordraft.drafters import Drafter
 from arbordraft.testing import acceptance, random_rows

@@ -9,6 +9,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+HIDDEN = {"hidden": True}  # metadata of a field that stands in files only
+
 
 def print_rows(console: Console, rows: Sequence[Any]) -> None:
     """Prints measurements of one kind: as a table, or one by one where it is too wide, or as tab-separated values.
@@ -51,7 +53,7 @@ def rows_table(rows: Sequence[Any]) -> Table:
 
 def _varied(rows: Sequence[Any]) -> tuple[dict[str, list[Any]], str]:
     """Columns by name, and what is the same in all rows."""
-    columns = {name: [getattr(row, name) for row in rows] for name in (field.name for field in fields(rows[0]))}
+    columns = {name: [getattr(row, name) for row in rows] for name in _shown(rows[0])}
     varied = {name: values for name, values in columns.items() if len(rows) == 1 or any(v != values[0] for v in values)}
     alike = {name: values[0] for name, values in columns.items() if name not in varied and values[0] not in (None, "")}
     return varied, ", ".join(f"{name} {_short(value)}" for name, value in alike.items())
@@ -76,10 +78,14 @@ def _records(rows: Sequence[Any]) -> Iterator[Text]:
 
 
 def _tab_separated(rows: Sequence[Any]) -> Iterator[str]:
-    names = [field.name for field in fields(rows[0])]
+    names = _shown(rows[0])
     yield "\t".join(names)
     for row in rows:
         yield "\t".join(_plain(getattr(row, name)) for name in names)
+
+
+def _shown(row: Any) -> list[str]:
+    return [field.name for field in fields(row) if field.metadata != HIDDEN]
 
 
 def _spoken(name: str) -> str:

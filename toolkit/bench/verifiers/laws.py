@@ -1,0 +1,19 @@
+"""The draft laws that are compared, and the rules that are valid for each."""
+
+from arbordraft.sampling.laws import IID, DraftLaw, SharedNoise, TopTail, WithoutReplacement
+from arbordraft.verifiers import GlobalResolution, KSeq, RecursiveRejection, Rule, SpecHub, TopTailRule
+
+
+def laws_of(k: int) -> "dict[str, tuple[DraftLaw, dict[str, Rule]]]":
+    """The draft laws for k children, and the rules that are valid for each; none for shared noise."""
+    rejection = RecursiveRejection()
+    laws: dict[str, tuple[DraftLaw, dict[str, Rule]]] = {
+        f"IID({k})": (IID(k), {"RRS": rejection, "K-SEQ": KSeq(), "global resolution": GlobalResolution()}),
+        f"WithoutReplacement({k})": (WithoutReplacement(k), {"RRS": rejection}),
+        f"SharedNoise({k})": (SharedNoise(k), {}),
+    }
+    if k == 2:
+        laws["TopTail(1,1)"] = TopTail(1, 1), {"SpecHub, paper's order": SpecHub("paper"), "SpecHub": SpecHub()}
+    else:
+        laws |= {f"TopTail({m},{k - m})": (TopTail(m, k - m), {"TopTail": TopTailRule()}) for m in range(1, k)}
+    return laws

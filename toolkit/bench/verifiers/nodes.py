@@ -1,0 +1,179 @@
+"""Acceptance among the children of one node, by every draft law and rule.
+
+Shapes: V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.bench.tables import HIDDEN
+from arbordraft.bench.verifiers.laws import laws_of
+from arbordraft.bench.verifiers.positions import by_cluster, clustered, watch
+from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.drafters import Drafter
+from arbordraft.kernels.gumbel import gumbel
+from arbordraft.sampling.laws import IID, AdaptiveTopTail, DraftLaw, WithoutReplacement
+from arbordraft.sampling.rows import Rows
+from arbordraft.target.model import RaggedModel
+from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers import Rule, TopTailRule, optimal_acceptance
+
+DRAWS = 3  # of children at every position
+SHARED_DRAWS = 32  # of noise that target and drafter share, at every position
+THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """Acceptance at one node with k children, on average over positions.
+
+    Args:
+        by_rank: chance that the child drawn first, second, ... is the accepted one.
+        acceptance: that one is.
+        error: standard error of that, prompts being independent.
+        optimum: the most that any lossless rule could reach with these draws.
+        changed: with shared noise, how often the target's token is another than without drafts.
+        by_prompt: acceptance of each prompt, which tells the error of a difference between two rows.
+    """
+
+    drafter: str
+    temperature: float
+    k: int
+    law: str
+    rule: str
+    positions: int
+    by_rank: list[float]
+    acceptance: float
+    error: float
+    optimum: float
+    changed: float = 0.0
+    by_prompt: list[float] = field(default_factory=list, metadata=HIDDEN)
+
+
+def node_acceptance(
+    target: RaggedModel,
+    drafters: Mapping[str, Drafter],
+    workload: Workload,
+    *,
+    children: Sequence[int] = (2, 3, 4),
+    optima: int = 100,
+    tell: Tell = quiet,
+) -> Iterator[NodeRow]:
+    """Acceptance of the children of one node by every law and rule; all laws draw from the same rows.
+
+    The law that chooses its tops by a threshold is given the best one on every second prompt; the figures of all laws
+    are those of the other prompts.
+
+    Args:
+        workload: two prompts or more, at a temperature above 0; ``new_tokens`` are the positions of each.
+        optima: positions for which the optima of three or more draws without replacement are solved, which takes
+            longer than all else; the others are solved for all.
+
+    Raises:
+        ValueError: if there is one prompt only.
+    """
+    if len(workload.prompts) < 2:
+        raise ValueError("thresholds are chosen on every second prompt and judged on the others: give 2 or more")
+    for name, drafter in drafters.items():
+        rows: list[tuple[int, Tensor, Tensor]] = []
+
+        def keep(prompt: int, tree: SampleTree, target: Rows[Tensor], _: int, rows: list[Any] = rows) -> None:
+            if (draft := tree.drawn_from(tree.root)) is not None:
+                rows.append((prompt, target[tree.root].clone(), draft.clone()))
+
+        watch(target, drafter, TreeTopology.chain(1), IID(1), workload, keep, tell)
+        for done, k in enumerate(children):
+            tell(f"laws and rules of {k} children, temperature {workload.temperature:g}", done, len(children))
+            for row in _node_rows(rows, k, optima):
+                yield NodeRow(drafter=name, temperature=workload.temperature, **row)
+
+
+def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) -> Iterator[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    uniforms = torch.rand(len(rows), DRAWS, k, generator=generator, dtype=torch.float64).tolist()
+    judged = [index for index, (prompt, _, _) in enumerate(rows) if prompt % 2]
+    chosen = [index for index, (prompt, _, _) in enumerate(rows) if not prompt % 2]
+
+    changes: dict[int, float] = {}  # by position, of the law and rule in hand
+
+    def ranks(law: DraftLaw, rule: Rule | None, index: int) -> list[float]:
+        """Acceptance by rank, as the mean of a few draws."""
+        _, p, q = rows[index]
+        if rule is None:
+            found, changes[index] = shared_acceptance(p, q, k, index, lists=not law.shared)
+            return found
+        total = [0.0] * k
+        for noise in uniforms[index]:
+            for rank, accept in enumerate(rule(p, 1.0, q, law.draw(q, noise), law).accept):
+                total[rank] += accept / DRAWS
+        return total
+
+    def total(law: DraftLaw, rule: Rule | None, indices: Sequence[int]) -> float:
+        return sum(sum(ranks(law, rule, index)) for index in indices) / max(1, len(indices))
+
+    laws: dict[str, tuple[DraftLaw, Mapping[str, Rule | None]]] = {**laws_of(k)}
+    laws[f"GumbelLists({k})"] = IID(k), {"list matching": None}
+    best = max(THRESHOLDS, key=lambda at: total(AdaptiveTopTail(k, at), TopTailRule(), chosen))
+    laws[f"AdaptiveTopTail({k}, {best:g})"] = AdaptiveTopTail(k, best), {"TopTail": TopTailRule()}
+    for law_name, (law, rules) in laws.items():
+        drawn = WithoutReplacement(k) if law.shared else law  # what the highest perturbed tokens are, one by one
+        every = 1 if drawn.replacement or drawn.tails < 3 else max(1, len(judged) // optima)
+        solved = [optimal_acceptance(drawn, rows[i][1], rows[i][2]) for i in judged[::every]]
+        for rule_name, rule in ({"SharedMatching": None} if law.shared else rules).items():
+            changes.clear()
+            accepts = [ranks(law, rule, index) for index in judged]
+            # Positions that were not solved count with what the rule reaches there, above or below those that were.
+            reached = sum(map(sum, accepts[::every])) / max(1, len(solved))
+            values = [(rows[i][0], sum(accept)) for i, accept in zip(judged, accepts, strict=True)]
+            mean, error = clustered(values)
+            yield {
+                "k": k,
+                "law": law_name,
+                "rule": rule_name,
+                "positions": len(judged),
+                "by_rank": [sum(column) / len(judged) for column in zip(*accepts, strict=True)],
+                "acceptance": mean,
+                "error": error,
+                "optimum": sum(solved) / max(1, len(solved)) + mean - reached,
+                "changed": sum(changes.values()) / len(judged),
+                "by_prompt": by_cluster(values),
+            }
+
+
+def shared_acceptance(p: Tensor, q: Tensor, k: int, seed: int, *, lists: bool) -> tuple[list[float], float]:
+    """How often the target's own token is the drafter's first, second, ... under noise that both share.
+
+    Args:
+        p: ``[V]`` target row.
+        q: ``[V]`` draft row.
+        k: number of children.
+        seed: of the noise.
+        lists: each child has a list of noise of its own and the target takes the highest of them for every token, as in
+            Gumbel list sampling (Rowan et al., NeurIPS 2025, arXiv 2506.05632). Else there is one list, and children
+            are the k highest tokens under it.
+
+    Returns:
+        ``[k]`` by rank, and how often the target's token is another one than under the first list alone.
+    """
+    seeds = torch.full((SHARED_DRAWS,), seed)
+    target, draft = p.double().log(), q.double().log()
+    first = noise = gumbel(seeds, torch.arange(SHARED_DRAWS), len(p))
+    if not lists:
+        children = (draft + noise).topk(k, dim=1).indices
+    else:
+        columns = []
+        for number in range(k):
+            own = gumbel(seeds, torch.arange(SHARED_DRAWS) + number * SHARED_DRAWS, len(p))
+            columns.append((draft + own).argmax(dim=1))
+            noise = torch.maximum(noise, own)
+        children = torch.stack(columns, dim=1)
+    token = (target + noise).argmax(dim=1, keepdim=True)
+    hit = children == token
+    hit &= hit.cumsum(dim=1) == 1  # equal tokens of several lists are one child
+    changed = (token[:, 0] != (target + first).argmax(dim=1)).double().mean().item()
+    return hit.double().mean(dim=0).tolist(), changed

@@ -1,0 +1,162 @@
+"""Tokens per target forward with whole trees, by shape, draft law and verifier."""
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+
+from torch import Tensor
+
+from arbordraft.bench.tables import HIDDEN
+from arbordraft.bench.verifiers.laws import laws_of
+from arbordraft.bench.verifiers.positions import by_cluster, clustered, watch
+from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.drafters import Drafter
+from arbordraft.sampling.laws import DraftLaw
+from arbordraft.sampling.rows import Rows
+from arbordraft.target.model import RaggedModel
+from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers import GlobalResolution, GreedyMultiPath, Lifted, Remembered, Rule, TopDown, TreeVerifier
+
+SHARED_TREES = 4  # drafted at every position with noise that target and drafter share
+
+
+@dataclass(frozen=True)
+class TreeRow:
+    """Tokens per target forward with one kind of tree, on average over positions.
+
+    Args:
+        nodes: root included.
+        tau: 1 + expected accepted tokens.
+        error: standard error of that, prompts being independent.
+        by_prompt: tau of each prompt, which tells the error of a difference between two rows.
+    """
+
+    drafter: str
+    temperature: float
+    topology: str
+    nodes: int
+    law: str
+    verifier: str
+    positions: int
+    tau: float
+    error: float
+    by_prompt: list[float] = field(default_factory=list, metadata=HIDDEN)
+
+
+def tree_tau(
+    target: RaggedModel,
+    drafters: Mapping[str, Drafter],
+    workload: Workload,
+    *,
+    nodes: Sequence[int] = (8, 16, 32),
+    children: Sequence[int] = (2,),
+    ranks: Mapping[tuple[str, str], Sequence[float]] | None = None,
+    resolution: bool = False,
+    tell: Tell = quiet,
+) -> Iterator[TreeRow]:
+    """Tokens per forward of trees of about the same size and of every shape, by every law, rule and verifier.
+
+    Args:
+        workload: the prompts; ``new_tokens`` are the positions of each.
+        nodes: sizes, root included; trees that cannot have as many have a few less.
+        children: numbers of them that a node may have, each at least 2; chains are measured once.
+        ranks: by drafter and law, acceptance by rank: Sequoia and delayed trees are fitted to it,
+            and are left out without it.
+        resolution: judge by global resolution, too, which takes some 20 ms for every node.
+    """
+    for name, drafter in drafters.items():
+        lone = laws_of(1)
+        laws = {key: lone[key] for key in ("IID(1)", "SharedNoise(1)")}
+        for count in children:
+            laws |= laws_of(count)
+        chains = {False: [0.5], True: [0.5]}  # acceptance by depth, with shared noise or not, once chains are measured
+        for law_name, (law, rules) in laws.items():
+            rates = (ranks or {}).get((name, law_name))
+            rules = {key: rule for key, rule in rules.items() if resolution or not isinstance(rule, GlobalResolution)}
+            measured: dict[tuple[int, ...], list[TreeRow]] = {}  # by parents: two shapes may be one tree
+            for shape, topology in _shapes(law, nodes, rates, chains[law.shared]):
+                if (known := measured.get(topology.parent_list)) is not None:
+                    yield from (replace(row, topology=shape) for row in known)
+                    continue
+                rows = measured.setdefault(topology.parent_list, [])
+                accepted: dict[str, list[tuple[int, float]]] = defaultdict(list)
+                reached: list[float] = [0.0] * (topology.max_depth + 1)
+                weigh = partial(_weigh, accepted, reached, _judges(law, rules, topology))
+                for other in range(SHARED_TREES if law.shared else 1):
+                    watch(target, drafter, topology, law, workload, weigh, tell, other)
+                if shape == "chain":
+                    chains[law.shared] = [below / max(above, 1e-9) for above, below in pairwise(reached)]
+                for verifier, values in accepted.items():
+                    mean, error = clustered(values)
+                    size, at = topology.num_nodes, workload.temperature
+                    means = [1 + each for each in by_cluster(values)]
+                    rows.append(TreeRow(name, at, shape, size, law_name, verifier, len(values), 1 + mean, error, means))
+                yield from rows
+
+
+def _shapes(
+    law: DraftLaw, nodes: Sequence[int], rates: Sequence[float] | None, chain: Sequence[float]
+) -> Iterator[tuple[str, TreeTopology]]:
+    """Trees by name. The longest chain is the last one."""
+    for size in sorted(nodes):
+        if law.k == 1:
+            yield "chain", TreeTopology.chain(size - 1)
+        if law.k == 1 or size <= law.k:  # no room for all children of one node
+            continue
+        depth = int(math.log(size * (law.k - 1) + 1, law.k) + 1e-9) - 1  # of the greatest complete tree of that size
+        yield "complete", TreeTopology.k_ary(law.k, depth)
+        yield "paths", TreeTopology.fork(law.k, (size - 1) // law.k)
+        if rates is not None:
+            yield "sequoia", TreeTopology.sequoia([max(rate, 1e-3) for rate in rates], size)
+            fork = [chain[0]] * (law.k - 1) + [max(sum(rates), chain[0])]  # of one child or of all
+            yield "delayed", TreeTopology.delayed(chain, fork, size)
+
+
+def _judges(law: DraftLaw, rules: Mapping[str, Rule], topology: TreeTopology) -> dict[str, Callable[[], TreeVerifier]]:
+    """What makes the verifiers that are valid for law and tree; each remembers the rows of one position alone."""
+
+    def judge(kind: type[TopDown] | type[Lifted], rule: Rule) -> TreeVerifier:
+        return kind(Remembered(rule))
+
+    judges: dict[str, Callable[[], TreeVerifier]] = {
+        f"{kind.__name__}({name})": partial(judge, kind, rule)
+        for name, rule in rules.items()
+        for kind in (TopDown, Lifted)
+    }
+    paths = GreedyMultiPath()
+    if paths.supports(law):
+        with contextlib.suppress(ValueError):
+            paths.check(topology)
+            judges["multi-path"] = GreedyMultiPath
+    return judges
+
+
+def _weigh(
+    accepted: dict[str, list[tuple[int, float]]],
+    reached: list[float],
+    judges: Mapping[str, Callable[[], TreeVerifier]],
+    prompt: int,
+    tree: SampleTree,
+    rows: Rows[Tensor],
+    matched: int,
+) -> None:
+    """Adds, by verifier, the number of the prompt and the expected accepted tokens at one position.
+
+    ``reached[d]`` counts how often the first of the verifiers accepts d tokens or more.
+    """
+    if tree.proposal.law.shared:
+        accepted["SharedMatching"].append((prompt, matched))
+        for depth in range(matched + 1):
+            reached[depth] += 1
+    for number, (name, judge) in enumerate(judges.items()):
+        ends = judge().law(tree, rows)
+        accepted[name].append((prompt, sum(chance * (len(path) - 1) for chance, path, _ in ends)))
+        if number == 0:
+            for chance, path, _ in ends:
+                for depth in range(len(path)):
+                    reached[depth] += chance
