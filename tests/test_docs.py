@@ -19,7 +19,7 @@ from arbordraft.cli.main import app
 from arbordraft.training.fit import known_configs
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BENCHMARKS = "python examples/benchmarks/"
 RESULTS = ROOT / "examples" / "results"
 PACKAGES = {"toolkit": "", "kernels": "kernels.", "training": "training.", "exports": "exports."}
@@ -72,7 +72,7 @@ def fenced_lines(page: Path, program: str) -> list[str]:
 
 def command_lines() -> list[tuple[str, bool]]:
     """Every command line of ours, and whether it is whole: code inside a sentence may leave arguments out."""
-    sources = [*PAGES, RESULTS / "README.md", ROOT / "examples" / "compare" / "README.md"]
+    sources = [*PAGES, *sorted(RESULTS.glob("*.md")), ROOT / "examples" / "compare" / "README.md"]
     whole = [(line, True) for page in sources for line in fenced_lines(page, "arbordraft")]
     whole += [(line, True) for page in sources for line in fenced_lines(page, "python") if BENCHMARKS in line]
     inline = [
@@ -158,7 +158,7 @@ def test_readme_is_short():
 
 
 def test_every_result_is_explained():
-    explained = (ROOT / "docs" / "measuring.md").read_text()
+    explained = (RESULTS / "README.md").read_text()
     assert [path.name for path in sorted(RESULTS.glob("*.json")) if f"`{path.name}`" not in explained] == []
 
 
@@ -167,7 +167,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    pages = {path.stem for path in (tmp_path / "site").glob("*.html")}
-    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= pages
+    pages = {path.relative_to(tmp_path / "site").with_suffix(".md") for path in (tmp_path / "site").rglob("*.html")}
+    assert {page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")} <= pages
     assert "arbordraft bench decode" in (tmp_path / "site" / "commands.html").read_text()
     assert not re.search(r'(src|href)="https?://(fonts|unpkg|cdn)', (tmp_path / "site" / "index.html").read_text())

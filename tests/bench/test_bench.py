@@ -13,12 +13,12 @@ import arbordraft as ad
 from arbordraft.bench.decoding import emitted
 from arbordraft.bench.verifiers import node_acceptance, tree_tau
 from arbordraft.bench.verifiers.laws import laws_of
-from arbordraft.bench.verifiers.nodes import shared_acceptance
+from arbordraft.bench.verifiers.nodes import RememberedRace, shared_acceptance, spread_uniforms
 from arbordraft.bench.verifiers.positions import clustered, watch
 from arbordraft.bench.workload import Workload
 from arbordraft.drafters import Drafter
 from arbordraft.testing import acceptance, random_rows
-from arbordraft.verifiers import optimal_acceptance
+from arbordraft.verifiers import GlobalResolution, optimal_acceptance
 
 CHAIN = ad.TreeTopology.chain(5)
 
@@ -174,6 +174,25 @@ def test_every_shape_is_judged_at_about_the_same_size():
     assert {law for law, _ in multi} == {"IID(1)", "IID(2)"}
     chain = {row.verifier: row.tau for row in rows if (row.topology, row.law) == ("chain", "IID(1)")}
     assert chain["multi-path"] == pytest.approx(chain["Lifted(RRS)"])  # one path: both are block verification
+
+
+def test_draws_of_a_position_are_spread():
+    uniforms = spread_uniforms(50, 8, 3)
+    assert uniforms.min() >= 0
+    assert uniforms.max() < 1
+    cells = (uniforms * 8).long().sort(dim=1).values
+    assert torch.equal(cells, torch.arange(8)[None, :, None].expand(50, 8, 3))
+    first, second = (uniforms[..., column].flatten() for column in (0, 1))
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.2
+
+
+def test_a_remembered_race_is_that_of_its_rows():
+    law, remembered, fresh = ad.IID(2), RememberedRace(), GlobalResolution()
+    for seed in (0, 1, 0):
+        target, draft = random_rows("random", 6, seed)
+        for tokens in ([0, 1], [3, 3], [5, 2]):
+            outcomes = [rule(target, 1.0, draft, tokens, law) for rule in (remembered, fresh)]
+            assert outcomes[0].accept == outcomes[1].accept
 
 
 def test_lists_of_gumbel_noise():

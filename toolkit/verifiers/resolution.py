@@ -63,7 +63,7 @@ class GlobalResolution(Rule):
     ) -> NodeLaw:
         p, q = as_array(target), as_array(given(draft))
         p, q = p * (weight / p.sum()), q / q.sum()
-        race = Race.best(p, q, len(tokens), tolerance=self.tolerance, groups=self.groups, rounds=self.rounds)
+        race = self.race(p, q, len(tokens))
         r = race.law
         taken = np.minimum(p, r)
         accept = [
@@ -71,6 +71,10 @@ class GlobalResolution(Rule):
         ]
         left, null = torch.as_tensor(p - taken, device=target.device), 1 - weight
         return NodeLaw(accept, *scaled(left, null, max(0.0, 1 - sum(accept))))
+
+    def race(self, p: Array, q: Array, draws: int) -> "Race":
+        """Returns the best weights for ``[V]`` rows of the target and the draft; the drawn tokens do not matter."""
+        return Race.best(p, q, draws, tolerance=self.tolerance, groups=self.groups, rounds=self.rounds)
 
     def extra_repr(self) -> str:
         return f"tolerance={self.tolerance:g}, groups={self.groups}"

@@ -4,11 +4,14 @@ from arbordraft.sampling.laws import IID, DraftLaw, SharedNoise, TopTail, Withou
 from arbordraft.verifiers import GlobalResolution, KSeq, RecursiveRejection, Rule, SpecHub, TopTailRule
 
 
-def laws_of(k: int) -> "dict[str, tuple[DraftLaw, dict[str, Rule]]]":
+def laws_of(k: int, resolution: GlobalResolution | None = None) -> dict[str, tuple[DraftLaw, dict[str, Rule]]]:
     """The draft laws for k children, and the rules that are valid for each; none for shared noise."""
-    rejection = RecursiveRejection()
+    rejection, resolution = RecursiveRejection(), resolution or GlobalResolution()
     laws: dict[str, tuple[DraftLaw, dict[str, Rule]]] = {
-        f"IID({k})": (IID(k), {"RRS": rejection, "K-SEQ": KSeq(), "global resolution": GlobalResolution()}),
+        f"IID({k})": (
+            IID(k),
+            {"RRS": rejection, "K-SEQ": KSeq(), "global resolution": resolution},
+        ),
         f"WithoutReplacement({k})": (WithoutReplacement(k), {"RRS": rejection}),
         f"SharedNoise({k})": (SharedNoise(k), {}),
     }

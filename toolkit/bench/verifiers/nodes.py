@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +22,12 @@ from arbordraft.sampling.rows import Rows
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.verifiers import Rule, TopTailRule, optimal_acceptance
+from arbordraft.verifiers import GlobalResolution, Rule, TopTailRule, optimal_acceptance
+from arbordraft.verifiers.resolution import Race
+from arbordraft.verifiers.transport import Array
 
-DRAWS = 3  # of children at every position
+DRAWS = 16  # of children at every position
+TRIES = 4  # of them for every threshold
 SHARED_DRAWS = 32  # of noise that target and drafter share, at every position
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
 
@@ -94,31 +98,31 @@ def node_acceptance(
 
 
 def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) -> Iterator[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(0)
-    uniforms = torch.rand(len(rows), DRAWS, k, generator=generator, dtype=torch.float64).tolist()
+    uniforms = spread_uniforms(len(rows), DRAWS, k).tolist()
     judged = [index for index, (prompt, _, _) in enumerate(rows) if prompt % 2]
     chosen = [index for index, (prompt, _, _) in enumerate(rows) if not prompt % 2]
 
     changes: dict[int, float] = {}  # by position, of the law and rule in hand
 
-    def ranks(law: DraftLaw, rule: Rule | None, index: int) -> list[float]:
+    def ranks(law: DraftLaw, rule: Rule | None, index: int, draws: int = DRAWS) -> list[float]:
         """Acceptance by rank, as the mean of a few draws."""
         _, p, q = rows[index]
         if rule is None:
             found, changes[index] = shared_acceptance(p, q, k, index, lists=not law.shared)
             return found
         total = [0.0] * k
-        for noise in uniforms[index]:
+        for noise in uniforms[index][:draws]:
             for rank, accept in enumerate(rule(p, 1.0, q, law.draw(q, noise), law).accept):
-                total[rank] += accept / DRAWS
+                total[rank] += accept / draws
         return total
 
-    def total(law: DraftLaw, rule: Rule | None, indices: Sequence[int]) -> float:
-        return sum(sum(ranks(law, rule, index)) for index in indices) / max(1, len(indices))
+    def tried(threshold: float) -> float:
+        law, rule = AdaptiveTopTail(k, threshold), TopTailRule()
+        return sum(sum(ranks(law, rule, index, TRIES)) for index in chosen)
 
-    laws: dict[str, tuple[DraftLaw, Mapping[str, Rule | None]]] = {**laws_of(k)}
+    laws: dict[str, tuple[DraftLaw, Mapping[str, Rule | None]]] = {**laws_of(k, resolution=RememberedRace())}
     laws[f"GumbelLists({k})"] = IID(k), {"list matching": None}
-    best = max(THRESHOLDS, key=lambda at: total(AdaptiveTopTail(k, at), TopTailRule(), chosen))
+    best = max(THRESHOLDS, key=tried)
     laws[f"AdaptiveTopTail({k}, {best:g})"] = AdaptiveTopTail(k, best), {"TopTail": TopTailRule()}
     for law_name, (law, rules) in laws.items():
         drawn = WithoutReplacement(k) if law.shared else law  # what the highest perturbed tokens are, one by one
@@ -143,6 +147,31 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
                 "changed": sum(changes.values()) / len(judged),
                 "by_prompt": by_cluster(values),
             }
+
+
+def spread_uniforms(positions: int, draws: int, k: int) -> Tensor:
+    """Returns ``[positions, draws, k]`` uniforms: independent within a draw, spread over the draws of a position.
+
+    This is a Latin hypercube: in every column, each of ``draws`` equal intervals holds one number.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (positions, draws, k)
+    cells = torch.rand(shape, generator=generator, dtype=torch.float64).argsort(dim=1)
+    return (cells + torch.rand(shape, generator=generator, dtype=torch.float64)) / draws
+
+
+class RememberedRace(GlobalResolution):
+    """Global resolution that solves a pair of rows once for all draws of a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: tuple[Array, Array, int, Race] | None = None
+
+    def race(self, p: Array, q: Array, draws: int) -> Race:
+        last = self._last
+        if last is None or last[2] != draws or not (np.array_equal(last[0], p) and np.array_equal(last[1], q)):
+            self._last = last = p, q, draws, super().race(p, q, draws)
+        return last[3]
 
 
 def shared_acceptance(p: Tensor, q: Tensor, k: int, seed: int, *, lists: bool) -> tuple[list[float], float]:
