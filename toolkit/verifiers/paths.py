@@ -12,7 +12,7 @@ from arbordraft.sampling.laws import IID, DraftLaw, given
 from arbordraft.sampling.rows import Rows
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.verifiers.rules import RecursiveRejection
+from arbordraft.verifiers.rules import RecursiveRejection, Remembered
 from arbordraft.verifiers.trees import Decision, Lifted, TreeVerifier
 
 BLOCK_VERIFICATION = Lifted(RecursiveRejection())  # on a chain
@@ -53,10 +53,8 @@ class GreedyMultiPath(TreeVerifier):
             raise ValueError(f"{self} needs a trunk that ends in chains of one length, got levels of {sizes} nodes")
 
     def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
-        path, skewed = self.pick(tree, target)
-        tokens = {node: tree.token(row) for node, row in enumerate(path)}
-        chain = DraftTree.of(TreeTopology.chain(len(path) - 1), IID(1), [tokens], [dict(enumerate(skewed))])[0]
-        decision = BLOCK_VERIFICATION.decide(chain, [target[row].double() for row in path])
+        path, chain, rows = self._best(tree, target)
+        decision = BLOCK_VERIFICATION.decide(chain, rows)
         try:
             node, probability = next(decision)
             while True:
@@ -64,6 +62,18 @@ class GreedyMultiPath(TreeVerifier):
         except StopIteration as stopped:
             node, weights = stopped.value
             return path[node], weights
+
+    def law(self, tree: SampleTree, target: Rows[Tensor]) -> list[tuple[float, list[int], Tensor]]:
+        path, chain, rows = self._best(tree, target)
+        ends = Lifted(Remembered(RecursiveRejection())).law(chain, rows)
+        return [(probability, [path[node] for node in nodes], law) for probability, nodes, law in ends]
+
+    def _best(self, tree: SampleTree, target: Rows[Tensor]) -> tuple[list[int], SampleTree, list[Tensor]]:
+        """Returns the rows of the best path, the path as a chain with skewed draft rows, and its target rows."""
+        path, skewed = self.pick(tree, target)
+        tokens = {node: tree.token(row) for node, row in enumerate(path)}
+        chain = DraftTree.of(TreeTopology.chain(len(path) - 1), IID(1), [tokens], [dict(enumerate(skewed))])[0]
+        return path, chain, [target[row].double() for row in path]
 
     def pick(self, tree: SampleTree, target: Rows[Tensor]) -> tuple[list[int], list[Tensor]]:
         """The rows of the best path, its leaf included, and the ``[V]`` law of each of its tokens but the root's.
@@ -81,7 +91,7 @@ class GreedyMultiPath(TreeVerifier):
             q = given(tree.drawn_from(path[-1])).double()
             q = q / q.sum()
             order = torch.where(q > 0, target[path[-1]].double() / q, -1.0).argsort(stable=True)
-            place = order.argsort()
+            place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
             lower = below + here * (q[order].cumsum(0) - q[order])[place]
             own = here * q
             # The chance of every token is (lower + own)**draws - lower**draws by (below + here)**draws - below**draws.

@@ -148,6 +148,7 @@ class Remembered(Rule):
         check_instance("rule", rule, Rule)
         self.rule = rule
         self._answers: dict[object, NodeLaw] = {}
+        self._rows: dict[object, tuple[Tensor, tuple[torch.dtype, bytes]]] = {}
 
     def supports(self, law: DraftLaw) -> bool:
         return self.rule.supports(law)
@@ -155,11 +156,18 @@ class Remembered(Rule):
     def forward(
         self, target: Tensor, weight: float, draft: Tensor | None, tokens: Sequence[int], law: DraftLaw
     ) -> NodeLaw:
-        rows = [None if row is None else (row.dtype, row.cpu().numpy().tobytes()) for row in (target, draft)]
+        rows = [None if row is None else self._content(row) for row in (target, draft)]
         key = (*rows, weight, tuple(tokens), type(law), law.extra_repr())
         if key not in self._answers:
             self._answers[key] = self.rule(target, weight, draft, tokens, law)
         return self._answers[key]
+
+    def _content(self, row: Tensor) -> tuple[torch.dtype, bytes]:
+        """Returns the numbers of a row; they are read once, as long as the row stays as it is."""
+        place = (row.data_ptr(), row._version, row.dtype, row.shape, row.stride())
+        if place not in self._rows:  # the row is kept, so that no other takes its place in memory
+            self._rows[place] = row, (row.dtype, row.cpu().numpy().tobytes())
+        return self._rows[place][1]
 
 
 def reject_in_turn(target: Tensor, weight: float, tokens: Sequence[int], proposals: Iterable[Tensor | None]) -> NodeLaw:
