@@ -30,16 +30,16 @@ from arbordraft.verifiers import GreedyMultiPath, Lifted, SharedMatching, TopDow
 from arbordraft.verifiers.coupling import Coupling
 
 NODES = 15  # root included: both trees of two children have as many
-TREES = 8  # are judged in turns, so that their rows leave the caches as those of a model do
+TREES = 8  # judged in turns, so that their rows are not in the innermost caches
 
 
 @dataclass(frozen=True)
 class VerdictRow:
-    """Time of one verdict, the softmax of the target's rows included where the verifier needs it.
+    """Time of one verdict, including the softmax of the target rows that the verifier reads.
 
     Args:
-        milliseconds: median of the rounds, each a mean over trees.
-        softmaxes: how many times as long as a softmax of all rows of the tree.
+        milliseconds: median of the rounds, each the mean over trees.
+        softmaxes: the same time in units of one softmax over all rows of the tree.
     """
 
     table: ClassVar[str] = "times of one verdict"
@@ -54,15 +54,15 @@ class VerdictRow:
 
 
 def verdict_times(vocabulary: int, k: int, rounds: int, seed: int, tell: Tell = quiet) -> Iterator[VerdictRow]:
-    """Times every verifier on trees whose draft rows resemble the target's; all take turns in every round."""
-    shapes = {
-        "chain": (1, TreeTopology.chain(NODES - 1)),
-        "complete": (k, TreeTopology.k_ary(k, int(math.log(NODES * (k - 1) + 1, k) + 1e-9) - 1)),
-        "paths": (k, TreeTopology.fork(k, (NODES - 1) // k)),
-    }
+    """Times every verifier on trees whose draft rows resemble the target's. All verifiers take turns in every round."""
+    if k == 1:
+        shapes = {"chain": TreeTopology.chain(NODES - 1)}
+    else:
+        depth = int(math.log(NODES * (k - 1) + 1, k) + 1e-9) - 1  # of the greatest complete tree of this size
+        shapes = {"complete": TreeTopology.k_ary(k, depth), "paths": TreeTopology.fork(k, (NODES - 1) // k)}
     calls: dict[tuple[str, int, str, str], Callable[[], object]] = {}
-    for shape, (children, topology) in shapes.items():
-        for law, verifier, call in _verdicts(topology, children, vocabulary, seed):
+    for shape, topology in shapes.items():
+        for law, verifier, call in _verdicts(topology, k, vocabulary, seed):
             calls[shape, topology.num_nodes, law, verifier] = call
     softmax = partial(torch.randn(NODES, vocabulary).softmax, dim=-1)
     times: dict[tuple[str, int, str, str], list[float]] = {key: [] for key in calls}
@@ -111,7 +111,7 @@ def _judge(coupling: Coupling, trees: list[DraftTree], logits: list[Tensor], noi
 def _shared_tree(
     topology: TreeTopology, law: DraftLaw, scores: Tensor, noise: GumbelNoise, generator: torch.Generator
 ) -> DraftTree:
-    """A tree whose children are the highest tokens under the noise with which the target will draw."""
+    """Returns a tree whose children are the highest tokens under the noise with which the target draws."""
     tokens = {0: 0}
     for node, children in enumerate(topology.child_list):
         row = scores[node] + torch.randn(scores.shape[1], generator=generator)
@@ -124,7 +124,7 @@ def main(
     vocabularies: Annotated[
         str, typer.Option(callback=whole_numbers, help="Numbers of tokens in the vocabulary.")
     ] = "49152,262144",
-    children: Annotated[str, typer.Option(callback=whole_numbers, help="Numbers of children of one node.")] = "2,4",
+    children: Annotated[str, typer.Option(callback=whole_numbers, help="Numbers of children of one node.")] = "1,2,4",
     repeats: RepeatsOption = 7,
     seed: SeedOption = 0,
     json: JsonOption = None,

@@ -10,6 +10,7 @@ import bounds
 import edits
 import pytest
 import torch
+import verdicts
 import weights
 from support.models import ragged, tiny_checkpoint
 from typer.testing import CliRunner
@@ -50,7 +51,9 @@ def measured(tmp_path, tiny, monkeypatch):
         script = importlib.import_module(name)
         if "prompts" in script.main.__annotations__:
             options = {"prompts": prompts, "limit": 2, "new_tokens": 4} | options
-        script.main(model=str(tiny), json=report, repeats=1, **options)
+        if "repeats" in script.main.__annotations__:
+            options = {"repeats": 1} | options
+        script.main(model=str(tiny), json=report, **options)
         assert seen
         assert not list(tmp_path.glob("*.part*"))
         return json.loads(report.read_text())
@@ -98,6 +101,35 @@ def test_bounds_follow_from_bytes_and_products(measured):
         assert row["ratio"] == pytest.approx(row["milliseconds"] / max(row["reading"], row["multiplying"]))
     with pytest.raises(ValueError, match="bounds are those of native kernels"):
         next(bounds.against_bounds(ragged(), [1], 1))
+
+
+def test_time_of_a_verdict_by_law_and_verifier(tmp_path):
+    report = tmp_path / "verdicts.json"
+    verdicts.main(vocabularies="40,50", children="1,2", repeats=1, json=report)
+    rows = json.loads(report.read_text())["measurements"]
+    assert {row["vocabulary"] for row in rows} == {40, 50}
+    assert {row["topology"] for row in rows} == {"chain", "complete", "paths"}
+    assert {row["nodes"] for row in rows} == {verdicts.NODES}
+    assert all(row["milliseconds"] > 0 for row in rows)
+    judged = {(row["law"], row["verifier"]) for row in rows if row["topology"] == "paths"}
+    assert judged >= {
+        ("IID(2)", "multi-path"),
+        ("TopTail(1,1)", "Lifted(SpecHub)"),
+        ("SharedNoise(2)", "SharedMatching"),
+    }
+    assert all(row["topology"] != "complete" for row in rows if row["verifier"] == "multi-path")
+
+
+def test_more_information_spends_a_budget_no_worse(measured):
+    rows = measured("budgets", drafter="early-exit:1", dtype=Dtype.float32, temperatures="1", depth=3, rows="1,3")
+    found = {(row["noise"], row["looks_at"], row["rows"]): row for row in rows["measurements"]}
+    for noise in ("shared", "independent"):
+        bound = found[noise, "the verdict (bound)", 1]["accepted"]
+        assert all(row["accepted"] <= bound + 1e-9 for key, row in found.items() if key[0] == noise and key[2] == 1)
+        whole = {row["accepted"] for key, row in found.items() if key[0] == noise and key[2] == 3}
+        assert max(whole) == pytest.approx(min(whole))  # a budget for all rows leaves nothing to choose
+    unsound = {key[:2] for key, row in found.items() if not row["lossless"]}
+    assert unsound == {("independent", "drafted tokens")}
 
 
 def test_weights(measured, tmp_path):

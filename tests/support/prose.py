@@ -16,12 +16,13 @@ MOST_WORDS = 25
 OPENINGS = re.compile(r"(What|The same|Of|That which|Whatever|Whoever)\b")
 BANNED = re.compile(
     r"\b(what|whatever|whoever|whichever|somebody|nobody|anybody|everybody|that which|those which|the same, but|"
-    r"of (its|their) like|as there (is|are)|come what may|of no account|dear|likewise|thereof|whereof|wherein|thereby)\b",
+    r"of (its|their) like|as there (is|are)|come what may|of no account|dear|likewise|thereof|wherein|thereby)\b",
     re.IGNORECASE,
 )
 BANNED_IN_PAGES = re.compile(BANNED.pattern.replace("what|", "", 1), re.IGNORECASE)  # headings ask questions
 _CODE = re.compile(r"``.*?``|`[^`]*`|:\w+:`[^`]*`", re.DOTALL)
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Examples|Attributes|Shapes|Source|Sources|Note):?\s*$")
+_NO_PROSE = (">>>", "...", "|", "- ", "===", "$ ", "python ", "Shapes:")
 _ENTRY = re.compile(r"^\s*\*{0,2}\w[\w.]*(, \*{0,2}\w[\w.]*)*: ")
 
 
@@ -61,6 +62,9 @@ def _words(path: Path, line: int, text: str, banned: re.Pattern[str]) -> Iterato
 
 def _in_docstrings(path: Path, tree: ast.Module) -> Iterator[Finding]:
     for node, public in _documented(tree, public=True):
+        name = getattr(node, "name", "")
+        if name.startswith("test_"):
+            yield from _words(path, node.lineno, name.replace("_", " "), BANNED)
         text = ast.get_docstring(node, clean=True)
         if not text:
             continue
@@ -102,7 +106,7 @@ def sentences(docstring: str) -> Iterator[str]:
     paragraph: list[str] = []
     paragraphs = [paragraph]
     for line in docstring.splitlines():
-        if not line.strip() or _SECTION.match(line.strip()) or line.lstrip().startswith((">>>", "...", "|", "- ")):
+        if not line.strip() or _SECTION.match(line.strip()) or line.lstrip().startswith(_NO_PROSE):
             paragraph = []
             paragraphs.append(paragraph)
             if line.lstrip().startswith("- "):
