@@ -1,8 +1,8 @@
 """Expected acceptance of draft laws and verifiers on a real model's rows, computed instead of counted.
 
-At every position of text that the target samples, each draft law drafts a tree, and the chance of every verdict follows
-from the verifier's own law. Only the text and the drafts are random. All laws see the same positions. With noise that
-target and drafter share, a verdict has no law of its own given the drafts, so several are drawn at every position.
+The target samples a text. At each of its positions every draft law drafts a tree, and the verifier's own law gives the
+probability of every verdict. Only the text and the drafts are random, and all laws see the same positions. Shared noise
+decides the verdict together with the drafts, so several are drawn at every position.
 """
 
 from arbordraft.bench.verifiers.nodes import NodeRow, node_acceptance

@@ -5,7 +5,7 @@ from arbordraft.verifiers import GlobalResolution, KSeq, RecursiveRejection, Rul
 
 
 def laws_of(k: int, resolution: GlobalResolution | None = None) -> dict[str, tuple[DraftLaw, dict[str, Rule]]]:
-    """The draft laws for k children, and the rules that are valid for each; none for shared noise."""
+    """Returns the draft laws for k children, and the valid rules of each; shared noise has no rule."""
     rejection, resolution = RecursiveRejection(), resolution or GlobalResolution()
     laws: dict[str, tuple[DraftLaw, dict[str, Rule]]] = {
         f"IID({k})": (

@@ -37,12 +37,12 @@ class NodeRow:
     """Acceptance at one node with k children, on average over positions.
 
     Args:
-        by_rank: chance that the child drawn first, second, ... is the accepted one.
-        acceptance: that one is.
-        error: standard error of that, prompts being independent.
-        optimum: the most that any lossless rule could reach with these draws.
-        changed: with shared noise, how often the target's token is another than without drafts.
-        by_prompt: acceptance of each prompt, which tells the error of a difference between two rows.
+        by_rank: probability that the child drawn first, second, ... is accepted.
+        acceptance: probability that one of them is accepted.
+        error: standard error of ``acceptance``; prompts are independent.
+        optimum: greatest acceptance of any lossless rule for these draws.
+        changed: share of positions at which lists of shared noise change the target's token.
+        by_prompt: acceptance of each prompt, from which the error of a difference between two rows follows.
     """
 
     drafter: str
@@ -68,18 +68,17 @@ def node_acceptance(
     optima: int = 100,
     tell: Tell = quiet,
 ) -> Iterator[NodeRow]:
-    """Acceptance of the children of one node by every law and rule; all laws draw from the same rows.
+    """Yields the acceptance of the children of one node by every law and rule, on the same rows.
 
-    The law that chooses its tops by a threshold is given the best one on every second prompt; the figures of all laws
-    are those of the other prompts.
+    Every second prompt chooses the threshold of the adaptive law. The figures of all laws are those of the other prompts.
 
     Args:
-        workload: two prompts or more, at a temperature above 0; ``new_tokens`` are the positions of each.
-        optima: positions for which the optima of three or more draws without replacement are solved, which takes
-            longer than all else; the others are solved for all.
+        workload: two prompts or more, at a temperature above 0; ``new_tokens`` is the number of positions per prompt.
+        optima: positions at which the optimum of three or more draws without replacement is solved, which is slow. All
+            other optima are solved at every position.
 
     Raises:
-        ValueError: if there is one prompt only.
+        ValueError: if there is only one prompt.
     """
     if len(workload.prompts) < 2:
         raise ValueError("thresholds are chosen on every second prompt and judged on the others: give 2 or more")
@@ -102,10 +101,10 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
     judged = [index for index, (prompt, _, _) in enumerate(rows) if prompt % 2]
     chosen = [index for index, (prompt, _, _) in enumerate(rows) if not prompt % 2]
 
-    changes: dict[int, float] = {}  # by position, of the law and rule in hand
+    changes: dict[int, float] = {}  # by position, for the current law and rule
 
     def ranks(law: DraftLaw, rule: Rule | None, index: int, draws: int = DRAWS) -> list[float]:
-        """Acceptance by rank, as the mean of a few draws."""
+        """Returns acceptance by rank, as the mean of some draws."""
         _, p, q = rows[index]
         if rule is None:
             found, changes[index] = shared_acceptance(p, q, k, index, lists=not law.shared)
@@ -125,13 +124,13 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
     best = max(THRESHOLDS, key=tried)
     laws[f"AdaptiveTopTail({k}, {best:g})"] = AdaptiveTopTail(k, best), {"TopTail": TopTailRule()}
     for law_name, (law, rules) in laws.items():
-        drawn = WithoutReplacement(k) if law.shared else law  # what the highest perturbed tokens are, one by one
+        drawn = WithoutReplacement(k) if law.shared else law  # the law of the highest perturbed tokens
         every = 1 if drawn.replacement or drawn.tails < 3 else max(1, len(judged) // optima)
         solved = [optimal_acceptance(drawn, rows[i][1], rows[i][2]) for i in judged[::every]]
         for rule_name, rule in ({"SharedMatching": None} if law.shared else rules).items():
             changes.clear()
             accepts = [ranks(law, rule, index) for index in judged]
-            # Positions that were not solved count with what the rule reaches there, above or below those that were.
+            # At positions that were not solved, the rule's acceptance takes the place of the optimum.
             reached = sum(map(sum, accepts[::every])) / max(1, len(solved))
             values = [(rows[i][0], sum(accept)) for i, accept in zip(judged, accepts, strict=True)]
             mean, error = clustered(values)
@@ -175,19 +174,19 @@ class RememberedRace(GlobalResolution):
 
 
 def shared_acceptance(p: Tensor, q: Tensor, k: int, seed: int, *, lists: bool) -> tuple[list[float], float]:
-    """How often the target's own token is the drafter's first, second, ... under noise that both share.
+    """Returns how often the target's token is the drafter's first, second, ... under noise that both share.
 
     Args:
         p: ``[V]`` target row.
         q: ``[V]`` draft row.
         k: number of children.
-        seed: of the noise.
-        lists: each child has a list of noise of its own and the target takes the highest of them for every token, as in
-            Gumbel list sampling (Rowan et al., NeurIPS 2025, arXiv 2506.05632). Else there is one list, and children
-            are the k highest tokens under it.
+        seed: seed of the noise.
+        lists: whether each child has its own list of noise. Then the target takes the highest of them for every token, as
+            in Gumbel list sampling (Rowan et al., NeurIPS 2025, arXiv 2506.05632). Otherwise there is one list, and the
+            children are the k highest tokens under it.
 
     Returns:
-        ``[k]`` by rank, and how often the target's token is another one than under the first list alone.
+        ``[k]`` by rank, and how often the target's token differs from its token under the first list alone.
     """
     seeds = torch.full((SHARED_DRAWS,), seed)
     target, draft = p.double().log(), q.double().log()

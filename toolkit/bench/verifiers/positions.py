@@ -22,16 +22,16 @@ from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import SharedMatching, TreeVerifier
 from arbordraft.verifiers.coupling import Coupling
 
-# Is shown a sample or prompt by its number, its tree, the ``[V]`` target rows of its batch, and accepted tokens.
+# Receives the number of a sample or prompt, its tree, the ``[V]`` target rows of its batch, and its accepted tokens.
 Look = Callable[[int, SampleTree, Rows[Tensor], int], None]
 
 
 class Witness(TreeVerifier):
-    """Emits one token of the target's law per step, whatever was drafted, and whatever noise it was drafted with.
+    """Shows every drafted tree, then emits one token of the target's law, which depends on no draft.
 
     Args:
-        look: sees sample, tree, rows, and how many tokens shared noise would have accepted.
-        shared: whether it did share its noise.
+        look: receives sample, tree, target rows, and the tokens that shared noise would accept.
+        shared: whether target and drafter share their noise.
     """
 
     def __init__(self, look: Look, shared: bool) -> None:
@@ -42,7 +42,7 @@ class Witness(TreeVerifier):
         return True
 
     def start(self, seeds: Sequence[int]) -> None:
-        """Begins a batch of texts that follow from these seeds alone."""
+        """Begins a batch of texts, each of which depends on its seed alone."""
         self.sources = [Noise.source(seed) for seed in seeds]
 
     def forward(
@@ -71,9 +71,10 @@ def watch(
     tell: Tell = quiet,
     other: int = 0,
 ) -> None:
-    """Shows every position of text that the target samples, with a tree drafted there.
+    """Shows every position of texts that the target samples, each with a tree drafted there.
 
-    The workload's ``new_tokens`` are the positions of each prompt. Other drafts of the same text have another number.
+    The workload's ``new_tokens`` is the number of positions per prompt. Each value of ``other`` gives other drafts of the
+    same texts.
     """
     first = 0
 
@@ -94,7 +95,7 @@ def watch(
 
 
 def by_cluster(values: Sequence[tuple[int, float]]) -> list[float]:
-    """Mean of each cluster of ``(cluster, value)`` pairs, by the number of the cluster."""
+    """Returns the mean of each cluster of ``(cluster, value)`` pairs, by the number of the cluster."""
     clusters: dict[int, list[float]] = defaultdict(list)
     for cluster, value in values:
         clusters[cluster].append(value)
@@ -102,7 +103,7 @@ def by_cluster(values: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def clustered(values: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Mean of ``(cluster, value)`` pairs, and its standard error with clusters as the independent units."""
+    """Returns the mean of ``(cluster, value)`` pairs, and its standard error with clusters as independent units."""
     mean = sum(value for _, value in values) / len(values)
     sums: dict[int, float] = defaultdict(float)
     for cluster, value in values:

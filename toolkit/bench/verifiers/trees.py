@@ -30,10 +30,10 @@ class TreeRow:
     """Tokens per target forward with one kind of tree, on average over positions.
 
     Args:
-        nodes: root included.
+        nodes: number of nodes, root included.
         tau: 1 + expected accepted tokens.
-        error: standard error of that, prompts being independent.
-        by_prompt: tau of each prompt, which tells the error of a difference between two rows.
+        error: standard error of ``tau``; prompts are independent.
+        by_prompt: tau of each prompt, from which the error of a difference between two rows follows.
     """
 
     drafter: str
@@ -59,22 +59,22 @@ def tree_tau(
     resolution: bool = False,
     tell: Tell = quiet,
 ) -> Iterator[TreeRow]:
-    """Tokens per forward of trees of about the same size and of every shape, by every law, rule and verifier.
+    """Yields the tokens per forward of trees of about the same size, by shape, law and verifier.
 
     Args:
-        workload: the prompts; ``new_tokens`` are the positions of each.
-        nodes: sizes, root included; trees that cannot have as many have a few less.
-        children: numbers of them that a node may have, each at least 2; chains are measured once.
-        ranks: by drafter and law, acceptance by rank: Sequoia and delayed trees are fitted to it,
-            and are left out without it.
-        resolution: judge by global resolution, too, which takes some 20 ms for every node.
+        workload: prompts; ``new_tokens`` is the number of positions per prompt.
+        nodes: sizes, root included. A shape that has no tree of that size takes the next smaller one.
+        children: numbers of children of a node, each at least 2. Chains are measured once.
+        ranks: by drafter and law, acceptance by rank. Sequoia and delayed trees are fitted to it, and are omitted
+            without it.
+        resolution: whether to measure global resolution as well, which takes about 20 ms per node.
     """
     for name, drafter in drafters.items():
         lone = laws_of(1)
         laws = {key: lone[key] for key in ("IID(1)", "SharedNoise(1)")}
         for count in children:
             laws |= laws_of(count)
-        chains = {False: [0.5], True: [0.5]}  # acceptance by depth, with shared noise or not, once chains are measured
+        chains = {False: [0.5], True: [0.5]}  # acceptance by depth, by whether noise is shared
         for law_name, (law, rules) in laws.items():
             rates = (ranks or {}).get((name, law_name))
             rules = {key: rule for key, rule in rules.items() if resolution or not isinstance(rule, GlobalResolution)}
@@ -102,7 +102,7 @@ def tree_tau(
 def _shapes(
     law: DraftLaw, nodes: Sequence[int], rates: Sequence[float] | None, chain: Sequence[float]
 ) -> Iterator[tuple[str, TreeTopology]]:
-    """Trees by name. The longest chain is the last one."""
+    """Yields trees by name; the longest chain comes last."""
     for size in sorted(nodes):
         if law.k == 1:
             yield "chain", TreeTopology.chain(size - 1)
@@ -118,7 +118,7 @@ def _shapes(
 
 
 def _judges(law: DraftLaw, rules: Mapping[str, Rule], topology: TreeTopology) -> dict[str, Callable[[], TreeVerifier]]:
-    """What makes the verifiers that are valid for law and tree; each remembers the rows of one position alone."""
+    """Returns constructors of the valid verifiers for a law and a tree; each verifier caches one position."""
 
     def judge(kind: type[TopDown] | type[Lifted], rule: Rule) -> TreeVerifier:
         return kind(Remembered(rule))
@@ -145,9 +145,9 @@ def _weigh(
     rows: Rows[Tensor],
     matched: int,
 ) -> None:
-    """Adds, by verifier, the number of the prompt and the expected accepted tokens at one position.
+    """Appends ``(prompt, expected accepted tokens)`` at one position, for every verifier.
 
-    ``reached[d]`` counts how often the first of the verifiers accepts d tokens or more.
+    Adds to ``reached[d]`` the probability that the first verifier accepts d tokens or more.
     """
     if tree.proposal.law.shared:
         accepted["SharedMatching"].append((prompt, matched))
