@@ -1,9 +1,9 @@
 """The main job: a real model answers prompts faster, and every token is checked.
 
-First, a few steps of one answer as trees, what the target accepted marked. Then one prompt at a time, where drafts pay:
-a text that repeats itself and one that does not, by transformers and by several decoders. Then eight prompts at once,
-where kernels and unpadded batches carry the speed. Every speculative answer is compared with plain decoding, and a
-short run in float32 with transformers' ``generate``.
+First, the demo draws a few steps of one answer as trees and marks accepted nodes. Then transformers and several
+decoders answer one prompt at a time, where drafts pay: one answer repeats its prompt, the other does not. Then they
+answer eight prompts at once, where kernels and unpadded batches carry the speed. Every speculative answer is compared
+with plain decoding, and a short run in float32 with transformers' ``generate``.
 """
 
 import argparse
@@ -41,13 +41,13 @@ DRAFTERS = {
 }
 PLAIN, CHOSEN = "arbordraft, plain", "arbordraft, load()'s choice"
 GENERATE, LOOKUP = "transformers, generate", "transformers, lookups"
-SHOWN, WARM, ROUNDS = 3, 4, 2  # steps to draw; tokens to decode before the clock starts; timings of ours
-SLOW = 24  # tokens of transformers: a speed needs no more
+SHOWN, WARM, ROUNDS = 3, 4, 2  # steps to draw; tokens to decode before the clock starts; rounds of ours
+SLOW = 24  # tokens of transformers, enough to measure a speed
 
 
 @dataclass
 class Run:
-    """What one decoder made of some prompts: new tokens by prompt, tau if anything was drafted, and its speed."""
+    """Run of one decoder: new tokens by prompt, tau if anything was drafted, and the speed."""
 
     answers: list[list[int]]
     tau: float | None
@@ -55,22 +55,22 @@ class Run:
 
 
 def ours(decoder: ad.SpeculativeDecoder, inputs: Inputs, new_tokens: int) -> tuple[list[list[int]], float | None]:
-    """Answers of one of our decoders to a ragged batch."""
+    """Returns answers and tau of one of our decoders for a ragged batch."""
     output: Any = decoder.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
     return answers(output, inputs), output.stats.tau if output.stats.drafted else None
 
 
 def theirs(model: PreTrainedModel, inputs: Inputs, new_tokens: int, **options: Any) -> tuple[list[list[int]], None]:
-    """transformers' answers to a padded batch, cut at their end."""
+    """Returns transformers' answers to a padded batch, cut at their end."""
     ids: Any = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **options)
     end, texts = model.generation_config.eos_token_id, ids[:, inputs["input_ids"].shape[1] :].tolist()
     return [text[: text.index(end) + 1] if end in text else text for text in texts], None
 
 
 def timed(decoders: Mapping[str, Decode], inputs: Inputs, new_tokens: int, rounds: int = 1) -> dict[str, Run]:
-    """Decodes in turns, after a short call of each, and keeps the faster round.
+    """Decodes in turns, after a short call of each decoder, and keeps the fastest round.
 
-    A first long call may measure what drafts cost on this machine, which takes seconds.
+    The first long call may measure the cost of drafts on this machine, which takes seconds.
     """
     speeds: dict[str, list[float]] = {name: [] for name in decoders}
     results = {name: decode(inputs, WARM) for name, decode in decoders.items()}
@@ -100,7 +100,7 @@ def draw_steps(console: Console, decoder: ad.SpeculativeDecoder, question: str) 
 
 
 def table_of(runs: Mapping[str, Mapping[str, Run]]) -> Table:
-    """Speeds of decoders on several texts; the factor is that over ``generate``, the fastest is bold."""
+    """Builds a table of speeds on several texts; the factor is over ``generate``, the fastest is bold."""
     columns = [Column(heading, justify="right") for text in runs for heading in (text, "x", "tau")]
     table = Table(Column("tokens/s", no_wrap=True), *columns)
     best = {text: max(run.tokens_per_second for run in found.values()) for text, found in runs.items()}
@@ -130,7 +130,7 @@ def main() -> int:
     """Runs the comparison; the exit status is 1 if a token differs where equality is promised."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--max-new-tokens", type=int, default=64)
-    options.add_argument("--prompts", type=int, default=len(MIXED), help="of the batch, use only the first so many")
+    options.add_argument("--prompts", type=int, default=len(MIXED), help="number of prompts in the batch")
     arguments = options.parse_args()
     new_tokens, batch = arguments.max_new_tokens, list(MIXED[: arguments.prompts])
 
@@ -145,7 +145,7 @@ def main() -> int:
     console.rule("one prompt at a time")
     with console.status("loading drafters"):
         decoders: dict[str, Decode] = {name: partial(ours, ad.load(target, each)) for name, each in DRAFTERS.items()}
-    # In the same precision: where load() takes float32, bfloat16 is emulated and slows generate down, too.
+    # In the same precision: where load() takes float32, bfloat16 is emulated and would slow generate, too.
     references: dict[str, Decode] = {
         GENERATE: partial(theirs, target.model),
         LOOKUP: partial(theirs, target.model, prompt_lookup_num_tokens=10),

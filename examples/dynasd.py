@@ -1,6 +1,6 @@
-"""Improved MCSD: drafts of dynamic length, and what several target-initialised candidates do to the output.
+"""Improved MCSD: drafts of dynamic length, and the effect of several target-initialised candidates on the output.
 
-Whatever a decider stops, the answers stay the target's own; with more than one candidate they do not.
+No decider changes the answers of the target. More than one candidate does.
 """
 
 import warnings
@@ -18,7 +18,7 @@ NEW_TOKENS = 24
 
 
 def main() -> None:
-    """Prints what was drafted and accepted, and whether the answers are those of plain decoding."""
+    """Prints drafted and accepted tokens, and whether the answers are those of plain decoding."""
     model, tokenizer = load_smollm2(torch.float32)
     target = RaggedModel(model, tokenizer)
     drafter = EarlyExitDrafter(target, 2 * target.num_layers // 3)
@@ -29,7 +29,7 @@ def main() -> None:
         FixedDepth(), Heuristic(), AcceptedAverage(), ConfidenceThreshold(0.4), EntropyBound(0.7, 0.15),
         PathSurvival(0.3),
     ]  # fmt: skip
-    warnings.simplefilter("ignore")  # the one that says what the third column says
+    warnings.simplefilter("ignore")  # the third column already marks lossy output
     for width, decider in [*((1, decider) for decider in deciders), (2, FixedDepth()), (4, FixedDepth())]:
         decoder = builders.dynasd(target, drafter, width, depth=4, decider=decider)
         output = decoder.generate(**request, return_dict_in_generate=True)

@@ -1,6 +1,6 @@
 """EMS-SD: samples of a batch accept different numbers of tokens, and nothing is padded.
 
-The same chains of lookups are decoded in a padded batch and in an unpadded one: same answers, fewer rows and columns.
+The unpadded batch decodes the same chains of lookups as the padded one: equal answers, fewer rows and columns.
 """
 
 import time

@@ -1,6 +1,6 @@
-"""The trained drafter of this project for other engines: vLLM in two layouts, and SGLang.
+"""Exports the trained drafter of this project for other engines: vLLM in two layouts, and SGLang.
 
-The folders are written below a temporary folder; give another one to keep them.
+The exports are written to a temporary folder; set --folder to keep them.
 """
 
 import argparse
@@ -14,7 +14,7 @@ DRAFTER = Path(__file__).parent / "checkpoints" / "smollm2-135m-instruct-eagle"
 
 
 def main() -> None:
-    """Writes three folders and shows what distinguishes them."""
+    """Writes three folders and prints their differences."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="keep the folders here")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A trained drafter and its decider as ONNX graphs: exported, compared, and put in the torch parts' places."""
+"""Exports a trained drafter and its decider as ONNX graphs, compares them, and decodes with them."""
 
 import tempfile
 from pathlib import Path
@@ -21,7 +21,7 @@ inputs = chat_batch(tokenizer, ["What is the capital of France?", "Name three co
 
 
 def answers(drafter: Drafter, decider: Decider) -> tuple[list[str], ad.DecodeStats]:
-    """Greedy answers of a batch, drafted by chains that the decider may stop."""
+    """Returns greedy answers of a batch and counts; the decider may stop the drafted chains."""
     coupling = ad.Coupling.matching()
     decoder = ad.SpeculativeDecoder(target, drafter, ad.TreeTopology.chain(5), coupling, decider)
     output = decoder.generate(**inputs, max_new_tokens=32, do_sample=False, return_dict_in_generate=True)

@@ -7,8 +7,8 @@ The graphs come from three commands, for instance:
     arbordraft export onnx draw graphs/draw
     python examples/onnx_only.py graphs "The capital of France is" --tokenizer tokenizer.json --temperature 0.7 --seed 1
 
-The text of a seed is that of the toolkit's plain decoding, whatever the drafter and the tree. With
-``verification:1,1 graphs/verdict`` in place of the draw, SpecHub judges drafts that have noise of their own.
+With any drafter and tree, a seed gives the text of the toolkit's plain decoding. With
+``verification:1,1 graphs/verdict`` in place of the draw, SpecHub verifies drafts that have noise of their own.
 
 Shapes: n nodes of a step, P committed tokens in a cache, V vocabulary, k children of a node.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-HIDDEN = np.finfo(np.float32).min  # added to a score that must not count
+HIDDEN = np.finfo(np.float32).min  # added to the scores of masked tokens
 
 
 class Model:
@@ -36,7 +36,7 @@ class Model:
         return next(iter(self.past.values())).shape[2]
 
     def run(self, tokens: Sequence[int], positions: Sequence[int], seen: np.ndarray) -> np.ndarray:
-        """``[n, V]`` logits of tokens that see ``[n, P + n]`` of the cache and of each other; they join the cache."""
+        """Returns ``[n, V]`` logits of tokens, which join the cache; ``seen`` is the ``[n, P + n]`` mask."""
         names = [node.name for node in self.session.get_outputs()]
         feed = {
             "input_ids": np.array([tokens], np.int64),
@@ -48,20 +48,20 @@ class Model:
         return outputs["logits"][0]
 
     def read(self, tokens: Sequence[int]) -> np.ndarray:
-        """The same for tokens that follow what is in the cache."""
+        """Returns logits of tokens that follow the cache and see all tokens before them."""
         start, count = len(self), len(tokens)
         return self.run(tokens, range(start, start + count), np.tri(count, start + count, start, dtype=bool))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forgets all other rows of the cache."""
+        """Drops all other rows of the cache."""
         self.past = {name: values[:, :, list(rows)] for name, values in self.past.items()}
 
 
 class SharedNoise:
-    """Target and drafter add the same noise to their rows, a function of seed and position: the tree changes no text.
+    """Coupling by shared noise of seed and position, which target and drafter add to rows: trees change no text.
 
     Args:
-        path: the graph that adds it.
+        path: the graph that adds the noise.
         width: children of a node.
     """
 
@@ -70,24 +70,24 @@ class SharedNoise:
         self.width = width
 
     def begin(self, temperature: float, seed: int) -> None:
-        """Another text."""
+        """Begins another text."""
         self.temperature, self.seed = temperature, np.array(seed, np.uint64).astype(np.int64)
 
     def children(self, logits: np.ndarray, position: int) -> np.ndarray:
-        """``[n, k]`` the highest scores' tokens behind ``[n, V]`` draft rows, -1 where there are fewer."""
+        """Returns the ``[n, k]`` tokens of highest score for ``[n, V]`` draft rows, -1 where there are fewer."""
         scores = self.perturbed(logits, position)
-        tokens = np.argsort(-scores, axis=-1, kind="stable")[:, : self.width]  # of equal ones, the lowest first
+        tokens = np.argsort(-scores, axis=-1, kind="stable")[:, : self.width]  # of equal scores, the lowest token first
         return np.where(np.take_along_axis(scores, tokens, axis=-1) > -np.inf, tokens, -1)
 
     def decide(
         self, logits: np.ndarray, position: int, draft_logits: np.ndarray, drawn: Sequence[int]
     ) -> tuple[int, int]:
-        """The accepted one of a node's drawn children, -1 for none, and the token that is emitted: the target's own."""
+        """Returns the place of the accepted child, -1 for none, and the emitted token, the target's own."""
         token = int(self.perturbed(logits[None], position)[0].argmax())
         return list(drawn).index(token) if token in drawn else -1, token
 
     def perturbed(self, logits: np.ndarray, position: int) -> np.ndarray:
-        """``[n, V]`` scores of rows that predict the token at a position."""
+        """Returns ``[n, V]`` scores of rows that predict the token at a position."""
         if self.temperature == 0:
             return logits
         feed = {
@@ -100,7 +100,7 @@ class SharedNoise:
 
 
 class Verdict:
-    """Children drawn by ``TopTail(tops, tails)``, and what becomes of them: the tree changes the text, not its law."""
+    """Coupling that draws children by ``TopTail(tops, tails)``: the tree changes the text, not its law."""
 
     def __init__(self, path: Path) -> None:
         self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -108,15 +108,15 @@ class Verdict:
         self.tops, self.tails = (json.loads(about[f"arbordraft.{name}"]) for name in ("tops", "tails"))
 
     def begin(self, temperature: float, seed: int) -> None:
-        """Another text."""
+        """Begins another text."""
         self.temperature, self.random = temperature, np.random.default_rng(seed)
 
     def children(self, logits: np.ndarray, position: int) -> np.ndarray:
-        """``[n, k]`` different children behind ``[n, V]`` draft rows, tails first; -1 where none is left to draw."""
+        """Returns ``[n, k]`` different children of ``[n, V]`` draft rows, tails first; -1 where no token remains."""
         return np.array([self.draw(row) for row in self.draft_probs(logits)])
 
     def draw(self, probs: np.ndarray) -> list[int]:
-        """``k`` children of one row."""
+        """Draws ``k`` children of one row."""
         tops = np.argsort(-probs, kind="stable")[: self.tops]
         rest, tails = probs.astype(np.float64), []
         rest[tops] = 0
@@ -124,17 +124,17 @@ class Verdict:
             total = rest.cumsum()
             found = np.searchsorted(total, self.random.random() * total[-1], side="right") if total[-1] > 0 else -1
             tails.append(int(found))
-            rest[found] = 0  # of a row without tokens this changes nothing
+            rest[found] = 0  # changes nothing if no token remained
         return [*tails, *(int(token) if probs[token] > 0 else -1 for token in tops)]
 
     def draft_probs(self, logits: np.ndarray) -> np.ndarray:
-        """``[n, V]`` what children are drawn from."""
+        """Returns the ``[n, V]`` probabilities from which children are drawn."""
         return softmax(logits / np.float32(self.temperature or 1))
 
     def decide(
         self, logits: np.ndarray, position: int, draft_logits: np.ndarray, drawn: Sequence[int]
     ) -> tuple[int, int]:
-        """The accepted one of a node's drawn children, -1 for none, and the token that is emitted there."""
+        """Returns the place of the accepted child, -1 for none, and the emitted token."""
         feed = {
             "logits": warp(logits[None], self.temperature),
             "draft_probs": self.draft_probs(draft_logits[None]),
@@ -146,15 +146,15 @@ class Verdict:
 
 
 class Tree:
-    """One step's drafts: node 0 is the last committed token, every node stands behind its parent."""
+    """One step's drafts: node 0 is the last committed token, every node comes after its parent."""
 
     def __init__(self, root: int) -> None:
         self.tokens, self.depths, self.ancestors = [root], [0], [[0]]
-        self.children: list[dict[int, int]] = [{}]  # place among the drawn tokens: node
-        self.drafts: dict[int, tuple[np.ndarray, Sequence[int]]] = {}  # of inner nodes: draft row, drawn tokens
+        self.children: list[dict[int, int]] = [{}]  # node by place among the drawn tokens
+        self.drafts: dict[int, tuple[np.ndarray, Sequence[int]]] = {}  # draft row and drawn tokens of inner nodes
 
     def add(self, parent: int, place: int, token: int) -> int:
-        """A child; returns its number."""
+        """Adds a child and returns its number."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.depths.append(self.depths[parent] + 1)
@@ -164,13 +164,13 @@ class Tree:
         return node
 
     def seen(self, past: int, nodes: Sequence[int], columns: Sequence[int]) -> np.ndarray:
-        """``[nodes, past + columns]``: the committed tokens, and of the columns a node's ancestors and itself."""
+        """Returns the ``[nodes, past + columns]`` mask: committed tokens, a node's ancestors and the node itself."""
         own = [[column in self.ancestors[node] for column in columns] for node in nodes]
         return np.concatenate([np.ones((len(nodes), past), bool), np.array(own, bool)], axis=1)
 
 
 def warp(logits: np.ndarray, temperature: float) -> np.ndarray:
-    """Logits of the law to sample from; at temperature 0 only the most probable token remains."""
+    """Returns logits of the law to sample from; at temperature 0 only the most probable token remains."""
     if temperature > 0:
         return logits / np.float32(temperature)
     best = np.arange(logits.shape[-1]) == logits.argmax(-1)[..., None]
@@ -178,15 +178,15 @@ def warp(logits: np.ndarray, temperature: float) -> np.ndarray:
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """``[..., V]`` probabilities."""
+    """Returns ``[..., V]`` probabilities."""
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 
 
 def grow(draft: Model, coupling: SharedNoise | Verdict, text: Sequence[int], depth: int) -> Tree:
-    """Drafts a tree behind a text, level by level."""
+    """Drafts a tree after a text, level by level."""
     tree = Tree(text[-1])
-    logits = draft.read(text[len(draft) :])[-1:]  # all that was committed since the last step
+    logits = draft.read(text[len(draft) :])[-1:]  # reads all tokens committed since the last step
     fed, frontier = [], [0]
     for level in range(depth):
         fresh = []
@@ -203,7 +203,7 @@ def grow(draft: Model, coupling: SharedNoise | Verdict, text: Sequence[int], dep
 
 
 def walk(coupling: SharedNoise | Verdict, tree: Tree, logits: np.ndarray, position: int) -> tuple[list[int], int]:
-    """The path of accepted nodes and the token behind it, by ``[n, V]`` target rows; the root predicts ``position``."""
+    """Returns the accepted path and the next token, by ``[n, V]`` target rows; the root predicts ``position``."""
     path = [0]
     while True:
         row = logits[path[-1]]
@@ -214,7 +214,7 @@ def walk(coupling: SharedNoise | Verdict, tree: Tree, logits: np.ndarray, positi
 
 
 def load(folder: Path, width: int = 2) -> tuple[Model, Model, SharedNoise | Verdict]:
-    """Target, drafter and coupling of a folder."""
+    """Loads target, drafter and coupling from a folder."""
     target, draft = (Model(folder / name / "model.onnx") for name in ("target", "draft"))
     if (folder / "verdict").exists():
         return target, draft, Verdict(folder / "verdict" / "verification.onnx")
@@ -233,7 +233,7 @@ def decode(
     seed: int = 0,
     ends: Sequence[int] = (),
 ) -> tuple[list[int], int]:
-    """Continues a prompt; returns the new tokens and how many forwards of the target they took."""
+    """Continues a prompt; returns the new tokens and the number of target forwards."""
     text, forwards = list(prompt), 0
     coupling.begin(temperature, seed)
     target.keep([])

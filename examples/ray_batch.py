@@ -3,11 +3,11 @@
     python examples/ray_batch.py prompts.jsonl answers --actors 8 --gpus-per-actor 1 --temperature 0.8
 
 Every line of the file is an object with a text ``prompt``. The folder ``answers`` gets these objects with ``answer``,
-``finish_reason``, and ``error``, which says why there is no answer. Both lie wherever Ray Data reads and writes.
+``finish_reason`` and ``error``, the reason for a missing answer. Both paths may be any that Ray Data reads and writes.
 ``RAY_ADDRESS`` names a cluster; without it Ray starts on this machine.
 
-A row's seed is a digest of its prompt, of its ``id`` if it has one, and of ``--seed``. So its answer depends neither on
-the rows beside it, nor on the number of actors, nor on one that was lost and replaced.
+A row's seed is a digest of its prompt, of its ``id`` if it has one, and of ``--seed``. So its answer does not depend on
+other rows, on the number of actors, or on the loss and replacement of an actor.
 """
 
 import argparse
@@ -26,13 +26,13 @@ SCHEMA = pa.schema({"answer": pa.string(), "finish_reason": pa.string(), "error"
 
 
 class Answers:
-    """An actor whose engine answers all rows of a batch, each of them as soon as there is room.
+    """An actor whose engine answers all rows of a batch, each as soon as the engine has room.
 
     Args:
-        model: of the target.
-        drafter: its name.
+        model: name or path of the target.
+        drafter: name of the drafter.
         engine: options of the engine.
-        request: options of every request; its seed is that of all rows.
+        request: options of every request; the seeds of all rows derive from its seed.
     """
 
     def __init__(self, model: str, drafter: str, engine: dict[str, int], request: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ class Answers:
         self.request = request
 
     def __call__(self, rows: pa.Table) -> pa.Table:
-        """The rows with their answers."""
+        """Returns the rows with their answers."""
         streams = [self.ask(row) for row in rows.to_pylist()]
         answers = pa.Table.from_pylist([self.answer(stream) for stream in streams], SCHEMA)
         for name in SCHEMA.names:
@@ -49,7 +49,7 @@ class Answers:
         return rows
 
     def ask(self, row: dict[str, Any]) -> Stream | Exception:
-        """The answer to come, or why there is none."""
+        """Submits a row; returns the stream of its answer, or the error that prevents one."""
         digest = hashlib.sha256(repr((self.request["seed"], row.get("id"), row["prompt"])).encode()).digest()
         try:
             prompt = encode(self.tokenizer, [{"role": "user", "content": row["prompt"]}], raw=False)
@@ -59,7 +59,7 @@ class Answers:
             return error
 
     def answer(self, stream: Stream | Exception) -> dict[str, str]:
-        """What becomes of it; the engine steps for all as long as one is waited for."""
+        """Waits for an answer and returns its columns; meanwhile the engine steps for all rows."""
         if isinstance(stream, Exception):
             return {"error": str(stream)}
         try:

@@ -2,10 +2,10 @@
 
     python examples/ray_generate.py --actors 8 --gpus-per-actor 1 --config drafter/eagle --data.folder /shared/data
 
-Its own options come first; all others are those of ``arbordraft train drafter fit``. The folder must be one that all
-machines see. Whoever writes a shard, it is the same, and shards that exist are kept: after an interruption, start it
-again. A training with the same options then finds everything done. ``RAY_ADDRESS`` names a cluster; without it Ray
-starts on this machine.
+Its own options come first; all others are those of ``arbordraft train drafter fit``. All machines must see the folder.
+Every actor writes equal shards, and existing shards are kept: after an interruption, start the script again. A training
+with the same options then finds everything done. ``RAY_ADDRESS`` names a cluster; without it Ray starts on this
+machine.
 """
 
 import argparse
@@ -23,7 +23,7 @@ class ShardWriter:
         self.data, self.shards = data_of(arguments), shards
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
-        """One share of as many as there are shards is one shard."""
+        """Generates the shards of some rows; with as many shares as shards, each share is one shard."""
         for index in rows["shard"].tolist():
             self.data.generate(index, self.shards)
         return rows

@@ -3,9 +3,9 @@
     python examples/ray_train.py --workers 16 --gpu --storage /shared/ray --config drafter/eagle \
         --data.folder /shared/data --results.output /shared/drafter
 
-Its own options come first; all others are those of ``arbordraft train drafter fit``. Folders must be ones that all
-machines see. When a worker is lost, Ray starts all of them again with the last epoch's checkpoint, as often as
-``--retries`` allows. ``RAY_ADDRESS`` names a cluster; without it Ray starts on this machine.
+Its own options come first; all others are those of ``arbordraft train drafter fit``. All machines must see the folders.
+If a worker is lost, Ray restarts all workers from the last epoch's checkpoint, at most ``--retries`` times.
+``RAY_ADDRESS`` names a cluster; without it Ray starts on this machine.
 """
 
 import argparse
@@ -27,7 +27,7 @@ RAY = [
 
 
 def train(config: dict[str, list[str]]) -> None:
-    """What every worker does."""
+    """Trains on every worker, from the last checkpoint if there is one."""
     cli = run(DrafterModule, ["fit", *config["arguments"], *RAY], go=False)
     trainer, checkpoint = prepare_trainer(cli.trainer), ray.train.get_checkpoint()
     if checkpoint is None:
@@ -38,7 +38,7 @@ def train(config: dict[str, list[str]]) -> None:
 
 
 def main() -> None:
-    """Starts the workers and says what they reached."""
+    """Starts the workers and prints the metrics that they reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2, help="processes that train, one for each GPU")
     parser.add_argument("--gpu", action="store_true", help="give every worker a GPU")

@@ -1,4 +1,4 @@
-"""Sample with a draft tree and see that every exact verifier keeps the law, and which of them accepts most.
+"""Samples with draft trees: shows that every exact verifier keeps the law, and which verifier accepts most.
 
 A small random model stands in for the target and a noisy copy of it for the drafter, so this runs in seconds.
 """

@@ -1,13 +1,13 @@
-"""Serves a model by several replicas with Ray Serve: the app of ``arbordraft serve``, once in every replica.
+"""Serves a model by several replicas with Ray Serve; every replica runs the app of ``arbordraft serve``.
 
     python examples/serve_ray.py --model smollm2 --min-replicas 1 --max-replicas 4
     python examples/serve_ray.py --model Qwen/Qwen3-0.6B --gpus-per-replica 1 --host 0.0.0.0
 
-Clients must show ``ARBORDRAFT_API_KEY``, if it is set. ``RAY_ADDRESS`` names a cluster; without it Ray starts here. A
+If ``ARBORDRAFT_API_KEY`` is set, clients must send it. ``RAY_ADDRESS`` names a cluster; without it Ray starts here. A
 cluster that is configured by files takes ``import_path: serve_ray:application``, and these options as ``args``.
 
-Replicas come and go with the number of requests. When one is lost, its requests fail with a status that OpenAI's client
-retries, and those with a seed get from another replica what they would have got from this one.
+The number of replicas follows the number of requests. If a replica is lost, its requests fail with a status that
+OpenAI's client retries. A retried request with a seed gets the same answer from another replica.
 """
 
 import argparse
@@ -29,19 +29,19 @@ APP = "arbordraft"
 
 
 class Settings(BaseModel):
-    """What every replica is to be."""
+    """Settings of the replicas and of their number."""
 
     model: str = Field("smollm2", description="hub name, folder or GGUF file of a causal LM")
     drafter: str = Field("auto", description="as for arbordraft serve")
-    name: str = Field("", description="what clients call the model; by default as above")
+    name: str = Field("", description="name of the model for clients; by default that of --model")
     max_samples: int = Field(16, ge=1, description="answers that a replica decodes at a time")
     max_tokens: int = Field(65_536, ge=1, description="tokens that the cache of a replica holds, which bounds memory")
     max_waiting: int = Field(256, ge=0, description="requests that may wait for a replica; more are refused with 503")
     min_replicas: int = Field(1, ge=1, description="replicas that are always there")
     max_replicas: int = Field(2, ge=1, description="replicas under load")
-    cpus_per_replica: float = Field(1, ge=0, description="processors, and so many threads")
+    cpus_per_replica: float = Field(1, ge=0, description="processors, and as many threads")
     gpus_per_replica: float = Field(0, ge=0)
-    grace: float = Field(30, ge=0, description="seconds that answers have to end when a replica does")
+    grace: float = Field(30, ge=0, description="seconds for running answers to end when a replica ends")
 
 
 class Replica:
@@ -54,20 +54,20 @@ class Replica:
         self.service, self.api_key = Service(engine, chosen.name or chosen.model), api_key
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """The app, with which the engine's thread starts and ends."""
+        """Builds the app, which starts and ends the engine's thread."""
         return build_app(self.service, api_key=self.api_key)
 
     def check_health(self) -> None:
-        """Raises as long as requests only fail here; after three times Ray starts another replica."""
+        """Raises as long as the service cannot answer; after three times Ray starts another replica."""
         if problem := self.service.problem:
             raise RuntimeError(problem)
 
 
 def application(settings: Settings) -> serve.Application:
-    """The replicas, their number, and how long requests queue in front of them."""
+    """Builds the replicas, with limits of their number and of running and queued requests."""
     deployment = serve.deployment(
         serve.ingress()(Replica),
-        # Twice as many as are decoded at a time, so that nobody's place stays free between two answers.
+        # Twice as many as are decoded at a time, so that no place stays free between two answers.
         max_ongoing_requests=2 * settings.max_samples,
         max_queued_requests=settings.max_waiting,
         autoscaling_config={
@@ -94,7 +94,7 @@ def main() -> None:
     http = HTTPOptions(host=options.pop("host"), port=options.pop("port"))
     replicas = application(Settings(**options))
     ray.init()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would leave the replicas behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler would leave the replicas running
     try:
         serve.start(http_options=http)
     except TimeoutError:  # Ray waits a minute for its proxies; on a busy machine they come later, and this finds them

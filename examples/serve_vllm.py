@@ -1,10 +1,10 @@
-"""A drafter exported for vLLM drafts there what it drafts here: same answers, same acceptance.
+"""Checks that a drafter exported for vLLM gives the same answers and the same acceptance there as here.
 
-vLLM's CPU build lives in an environment of its own (examples/compare/README.md says how it is made); name its Python
-with --vllm-python. All runs in float32, so that greedy answers can be compared token for token. Takes ten minutes.
+vLLM's CPU build needs an environment of its own (see examples/compare/README.md); name its Python with --vllm-python.
+All runs are in float32, so that greedy answers can be compared token for token. The check takes ten minutes.
 
-A small difference is to be expected: we draft no more than was asked for, so the last chain of an answer is cut, while
-vLLM verifies and counts all of it.
+Expect a small difference: we cut the last chain of an answer at the requested length, while vLLM verifies and counts
+all of it.
 """
 
 import argparse
@@ -38,15 +38,15 @@ TOLERANCE = 0.05  # relative difference of mean acceptance lengths
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What became of chains.
+    """Acceptance of chains in one engine.
 
     Args:
-        case: whose.
-        length: mean acceptance length: accepted drafts per chain, and the one token that every step gives.
+        case: name of the engine.
+        length: mean acceptance length: accepted drafts per chain, plus the one token that every step gives.
         by_position: share of the chains whose draft at each position was accepted.
-        chains: how many were verified.
-        equal: answers that are those of vLLM without drafts.
-        prompts: all answers.
+        chains: number of verified chains.
+        equal: number of answers that equal those of vLLM without drafts.
+        prompts: number of all answers.
     """
 
     case: str
@@ -58,7 +58,7 @@ class Acceptance:
 
 
 def ours(drafter: Path, prompts: list[str], levels: int, new_tokens: int) -> tuple[Tokens, Tokens, Acceptance]:
-    """The prompts' tokens, our answers, and how much of the drafts was accepted."""
+    """Returns the prompts' tokens, our answers, and the acceptance of our drafts."""
     model, tokenizer = load_smollm2()
     target = RaggedModel(model, tokenizer)
     decoder = SpeculativeDecoder(target, load_drafter(drafter, target), TreeTopology.chain(levels), Coupling.matching())
@@ -71,19 +71,19 @@ def ours(drafter: Path, prompts: list[str], levels: int, new_tokens: int) -> tup
 
 
 def served(python: Path, config: Config, prompts: Tokens, new_tokens: int, logs: Path) -> tuple[Tokens, dict[str, Any]]:
-    """vLLM's answers, and what it counted."""
+    """Returns vLLM's answers and its counters."""
     with closing(Peer("vLLM", "vllm_cpu", python, config, logs / f"{config.name}.log")) as vllm:
         answer = vllm.generate(prompts, new_tokens)
         return answer.tokens, answer.counters
 
 
 def main() -> int:
-    """Exports, serves and compares; the exit status says whether all agrees."""
+    """Exports, serves and compares; the exit status is 1 if answers or acceptance differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm-python", type=Path, help="Python of the environment that vLLM is installed in")
     parser.add_argument("--drafter", type=Path, default=HERE / "checkpoints" / "smollm2-135m-instruct-eagle")
     parser.add_argument("--layouts", nargs="+", default=["eagle3", "speculators"])
-    parser.add_argument("--method", default="eagle3", help="what vLLM calls the drafter: eagle3, medusa, draft_model")
+    parser.add_argument("--method", default="eagle3", help="vLLM's name for the drafter: eagle3, medusa, draft_model")
     parser.add_argument("--levels", type=int, default=4, help="length of the chains")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="use only the first ones of the 20")
@@ -111,7 +111,7 @@ def main() -> int:
 
         rows = [replace(accepted, equal=equal(own))]
         for layout in arguments.layouts:
-            drafter = folder / f"drafter{len(rows)}"  # vLLM guesses what a drafter is from its path
+            drafter = folder / f"drafter{len(rows)}"  # vLLM guesses the kind of a drafter from its path
             export_vllm(
                 arguments.drafter, drafter, layout=layout, target=str(model), speculative_tokens=arguments.levels
             )
@@ -136,7 +136,7 @@ def main() -> int:
     same = all(row.equal == row.prompts for row in rows[1:])
     shown = ", ".join(f"{difference:+.1%}" for difference in differences)
     console.print(f"vLLM's mean acceptance length differs from ours by {shown}")
-    console.print(f"its answers with the drafter are {'those without' if same else 'NOT those without'}")
+    console.print(f"its answers with and without the drafter are {'equal' if same else 'NOT equal'}")
     if arguments.json:
         settings = {"vllm": version, "dtype": "float32", "levels": arguments.levels, "new_tokens": arguments.new_tokens}
         save(arguments.json, rows, suite="serve vllm", model="smollm2", drafter=arguments.drafter.name, **settings)

@@ -1,6 +1,6 @@
-"""SpecHub and its relatives: how often one of the drafted children is accepted, on real rows, against the optimum.
+"""SpecHub and related rules: probability that a drafted child is accepted on real rows, against the optimum.
 
-Nothing is counted: the chance of acceptance follows from the target's row, the draft row and the drawn tokens.
+The probability is computed, not counted: it follows from the target's row, the draft row and the drawn tokens.
 """
 
 import torch

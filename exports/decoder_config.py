@@ -1,4 +1,4 @@
-"""Describes a decoder as plain data, the names and arguments of its parts, and builds it again elsewhere."""
+"""Describes a decoder as plain data (names and arguments of its parts), and builds it again elsewhere."""
 
 import dataclasses
 import inspect
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FILE, DECIDER = "decoder.json", "decider"  # the config, and the folder of a trained decider beside it
 _PARTS = (DraftLaw, Rule, TreeVerifier, Decider, Drafter)
 _TABLES = (ad.CostTable, StepCosts)
-# Nothing but these is ever called by its name in a file.
+# Only these classes are ever called by their names in a file.
 _KINDS = {
     name: kind
     for module in (costs, deciders, drafters, laws, verifiers)
@@ -37,26 +37,26 @@ _KINDS = {
     if isinstance(kind, type) and issubclass(kind, _PARTS + _TABLES)
 }
 _TRAINED = (ad.BlockDrafter, ad.DFlashDrafter, ad.EagleDrafter, ad.MedusaDrafter, ad.LanguageModelDrafter)
-# Drafters around the target itself: what it is called among their arguments, and the others.
+# Drafters around the target itself: the name of the target among their arguments, and the other arguments.
 _AROUND: dict[type, tuple[str, tuple[str, ...]]] = {
     ad.EarlyExitDrafter: ("model", ("layers",)),
     ad.MtpDrafter: ("target", ()),
     ad.SelfDrafter: ("target", ("weights",)),
 }
 
-Description = Any  # of a part: {"class": name, "arguments": {...}}; of anything else itself
+Description = Any  # of a part: {"class": name, "arguments": {...}}; of any other value: itself
 
 
 @dataclass(frozen=True)
 class TargetReference:
-    """The target of a decoder by its name; its weights stay where they are.
+    """A reference to a decoder's target by name; its weights are not copied.
 
     Args:
         name: hub name or folder; ``smollm2`` means SmolLM2-135M-Instruct.
-        dtype: of its weights.
-        kernels: how they are read, see :class:`~arbordraft.RaggedModel`.
-        fingerprint: of the weights, see :func:`arbordraft.heads.base.fingerprint`.
-        weights: how many bits of them are kept, see :class:`~arbordraft.RaggedModel`.
+        dtype: dtype of its weights.
+        kernels: how weights are read, see :class:`~arbordraft.RaggedModel`.
+        fingerprint: fingerprint of the weights, see :func:`arbordraft.heads.base.fingerprint`.
+        weights: bits of the weights that kernels read, see :class:`~arbordraft.RaggedModel`.
     """
 
     name: str
@@ -66,10 +66,10 @@ class TargetReference:
     weights: str | None = None
 
     def load(self) -> "tuple[ad.RaggedModel, PreTrainedTokenizerBase]":
-        """The model and its tokenizer.
+        """Loads the model and its tokenizer.
 
         Raises:
-            ValueError: if it is another one than it was.
+            ValueError: if the fingerprint of its weights has changed.
         """
         target, tokenizer = load_target(self.name, Dtype(self.dtype), Kernels(self.kernels), self.weights)
         if (actual := fingerprint(target.model)) != self.fingerprint:
@@ -85,16 +85,16 @@ class DecoderConfig:
     """The parts of a :class:`~arbordraft.SpeculativeDecoder`.
 
     Args:
-        target: what is decoded.
-        drafter: the drafter; the weights of a trained one lie elsewhere.
-        trained: where they lie: a hub name, or a folder beside this config; ``None`` if there are none.
+        target: the target.
+        drafter: the drafter, without the weights of a trained one.
+        trained: where these weights lie: a hub name, or a folder beside this config; ``None`` if there are none.
         parents: the topology, see :meth:`~arbordraft.TreeTopology.from_parents`.
-        law: how children are drawn.
-        verifier: how trees are judged.
-        decider: when drafting stops.
+        law: the law by which children are drawn.
+        verifier: the verifier of whole trees.
+        decider: the decider, which stops drafting.
         max_cache_tokens: bound on the rows of each KV cache.
-        expected_batch: samples that sampled requests take their batch to have.
-        generation_config: where settings come from that a request leaves open.
+        expected_batch: see :class:`~arbordraft.SpeculativeDecoder`.
+        generation_config: source of the settings that a request leaves open.
     """
 
     target: TargetReference
@@ -118,7 +118,7 @@ class DecoderConfig:
             trained: hub name or folder that its trained drafter was loaded from, if it has one.
 
         Raises:
-            ValueError: if a part cannot be told in plain data, or a trained drafter comes from nowhere.
+            ValueError: if a part cannot be described as plain data, or ``trained`` is needed and missing.
         """
         if type(decoder) is not ad.SpeculativeDecoder:
             raise ValueError(f"a {type(decoder).__name__} cannot be described: only SpeculativeDecoder itself can")
@@ -141,10 +141,10 @@ class DecoderConfig:
         )
 
     def build(self, folder: str | os.PathLike[str]) -> "tuple[ad.SpeculativeDecoder, PreTrainedTokenizerBase]":
-        """The decoder again, and its target's tokenizer.
+        """Builds the decoder again; returns it with its target's tokenizer.
 
         Args:
-            folder: where ``trained`` and a trained decider lie.
+            folder: folder that holds ``trained`` and a trained decider.
 
         Raises:
             ValueError: if a part is unknown or damaged, or the target has changed.
@@ -165,15 +165,15 @@ class DecoderConfig:
         return decoder, tokenizer
 
     def save(self, path: Path) -> None:
-        """Writes JSON."""
+        """Writes the description as JSON."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "DecoderConfig":
-        """Reads what :meth:`save` wrote.
+        """Reads a file that :meth:`save` wrote.
 
         Raises:
-            ValueError: if it is something else.
+            ValueError: if the file describes no decoder.
         """
         try:
             fields = json.loads(path.read_text())
@@ -183,10 +183,10 @@ class DecoderConfig:
 
 
 def describe(part: Any) -> Description:
-    """A part, or a setting of one, as plain data.
+    """Describes a part, or a setting of one, as plain data.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if it is neither a part nor a setting.
     """
     if part is None or isinstance(part, bool | int | float | str):
         return part
@@ -194,11 +194,11 @@ def describe(part: Any) -> Description:
         return [describe(item) for item in part]
     name = type(part).__name__
     if not isinstance(part, _PARTS + _TABLES) or _KINDS.get(name) is not type(part):
-        raise ValueError(f"{name} cannot be told in plain data; use a part of arbordraft's own, without functions")
+        raise ValueError(f"{name} cannot be described as plain data; use a part of arbordraft's own, without functions")
     if isinstance(part, LearnedDecider):
         return {"class": name, "folder": DECIDER}
     if isinstance(part, Drafter) and any(isinstance(module, OnnxNetwork) for module in part.modules()):
-        raise ValueError("a drafter of graphs cannot be told in plain data; use the one that they were exported from")
+        raise ValueError("a drafter of graphs cannot be described; use the drafter that they were exported from")
     if _is_trained(part):
         trusted = {"arguments": {"same_tokenizer": True}} if getattr(part, "same_tokenizer", False) else {}
         return {"class": name, "trained": True, **trusted}
@@ -210,15 +210,15 @@ def describe(part: Any) -> Description:
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         given = [each.name for each in inspect.signature(type(part)).parameters.values() if each.kind in kinds]
     if missing := [argument for argument in given if not hasattr(part, argument)]:
-        raise ValueError(f"{name} does not say what it was made with ({', '.join(missing)})")
+        raise ValueError(f"{name} does not keep the arguments it was made with ({', '.join(missing)})")
     return {"class": name, "arguments": {argument: describe(getattr(part, argument)) for argument in given}}
 
 
 def rebuild(description: Description, folder: Path) -> Any:
-    """The inverse of :func:`describe`, for everything but drafters.
+    """Inverts :func:`describe`, for everything but drafters.
 
     Raises:
-        ValueError: if it describes no part of arbordraft.
+        ValueError: if the description is not that of a part of arbordraft.
     """
     if isinstance(description, list):
         return [rebuild(item, folder) for item in description]
@@ -245,7 +245,7 @@ def _drafter(description: Description, target: ad.RaggedModel, trained: "str | P
 
 
 def _is_trained(part: Any) -> bool:
-    """Whether a drafter has weights of its own."""
+    """Tells whether a drafter has weights of its own."""
     return isinstance(part, _TRAINED) or getattr(part, "adapter", None) is not None
 
 
@@ -257,7 +257,7 @@ def _make(kind: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _kind(description: Description, bases: tuple[type, ...]) -> Any:
-    """The class that is meant."""
+    """Returns the class that a description names."""
     name = description.get("class") if isinstance(description, dict) else None
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None or not issubclass(kind, bases):

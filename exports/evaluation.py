@@ -1,4 +1,4 @@
-"""Evaluates a decoder on held-out prompts: whether its answers are the target's own, and how fast it is."""
+"""Evaluates a decoder on held-out prompts: whether its answers are the target's own, and its speed."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from arbordraft.trees.verdict import Exactness
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-HELD_OUT = VARIED  # no training of this project asks these
+HELD_OUT = VARIED  # no training of this project uses these prompts
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Evaluation:
     """Greedy decoding of some prompts, with and without drafts.
 
     Args:
-        exactness: what the coupling promises.
-        prompts: how many there were.
-        prompts_sha256: digest of the prompts; figures on others cannot be compared.
-        equal: how many answers are the target's own, token for token.
+        exactness: the coupling's promise about the output law.
+        prompts: number of prompts.
+        prompts_sha256: digest of the prompts; figures on other prompts cannot be compared.
+        equal: number of answers that are the target's own, token for token.
         tau: emitted tokens per target forward of a sample.
-        tokens_per_second: with drafts, prompts included.
-        plain_tokens_per_second: without them, with the same kernels.
+        tokens_per_second: speed with drafts, time for the prompts included.
+        plain_tokens_per_second: speed without drafts, with the same kernels.
     """
 
     exactness: str
@@ -44,17 +44,17 @@ class Evaluation:
 
     @property
     def parity(self) -> bool:
-        """Whether nothing is lost: every answer is the target's own, and the coupling promises as much for sampling."""
+        """Whether nothing is lost: every answer is the target's own, and the coupling is lossless for sampling, too."""
         return self.equal == self.prompts and Exactness(self.exactness).lossless
 
     def metrics(self) -> dict[str, float]:
-        """The figures, by the names under which they are tracked."""
+        """Returns the figures, by the names under which they are tracked."""
         names = ("tau", "tokens_per_second", "plain_tokens_per_second")
         metrics = {f"eval/{name}": float(getattr(self, name)) for name in names}
         return metrics | {"eval/parity": float(self.parity), "eval/equal": float(self.equal)}
 
     def report(self) -> dict[str, Any]:
-        """Everything, to be stored as JSON."""
+        """Returns all fields and the parity, to be stored as JSON."""
         return {"parity": self.parity, **asdict(self)}
 
 
@@ -71,17 +71,17 @@ def evaluate(
 
     Args:
         decoder: the decoder.
-        tokenizer: its target's.
+        tokenizer: the target's tokenizer.
         prompts: first user turns that the drafter has not learned from.
-        new_tokens: longest answer.
+        new_tokens: longest answer, in tokens.
         batch: prompts at a time.
-        tell: is told what is going on.
+        tell: receives messages on the progress.
 
     Raises:
         ValueError: if there are no prompts.
     """
     if not prompts:
-        raise ValueError("nothing can be said of a decoder without prompts")
+        raise ValueError("a decoder cannot be evaluated without prompts; give at least one")
     decoders = {"drafted": decoder, "plain": builders.plain(decoder.target)}
     texts: dict[str, list[list[int]]] = {name: [] for name in decoders}
 

@@ -26,10 +26,10 @@ class Export:
     """The folder of a finished export.
 
     Args:
-        folder: where.
+        folder: path of the folder.
         files: every file in it, by name.
-        parity: what was measured against the original before it was written, by the name of the check; empty where
-            the weights are only copied.
+        parity: results of the comparison with the original before writing, by the name of the check; empty if the
+            weights are only copied.
     """
 
     folder: Path

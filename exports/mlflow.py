@@ -1,4 +1,4 @@
-"""Logs decoders in MLflow with their evaluation, registers them as candidates, promotes those that are better."""
+"""Logs decoders in MLflow with their evaluation, registers them as candidates, and promotes better ones."""
 
 import contextlib
 import json
@@ -48,9 +48,9 @@ class LoggedDecoder:
     Args:
         run: id of the run.
         model: id of the logged model.
-        uri: to load or serve it.
-        version: of the registered model, if it was registered.
-        evaluation: what was measured.
+        uri: address to load or serve the model.
+        version: version of the registered model, if it was registered.
+        evaluation: the measured figures.
     """
 
     run: str
@@ -77,41 +77,41 @@ def log_decoder(
     uri: str | None = None,
     tell: Callable[[str], object] = lambda what: None,
 ) -> LoggedDecoder:
-    """Logs a decoder as a pyfunc model that ``mlflow models serve`` answers requests with.
+    """Logs a decoder as a pyfunc model that ``mlflow models serve`` can serve.
 
-    The model holds a reference to the target, the drafter's and the decider's weights, topology, coupling and costs; it
+    The model holds a reference to the target, the drafter's and the decider's weights, topology, coupling and costs. It
     comes with signature, pinned requirements and an input example, which MLflow tries on a second copy of the decoder.
-    Beside it lie the parity report, a picture of the tree, and the ONNX graphs if there are any. It is registered last:
-    whatever fails before leaves no version behind.
+    Beside it lie the parity report, a picture of the tree, and the ONNX graphs if there are any. It is registered last,
+    so that an earlier failure leaves no version.
 
     Args:
         decoder: the decoder.
-        tokenizer: its target's.
+        tokenizer: the target's tokenizer.
         target: hub name or folder that the target was loaded from; it is loaded from there again.
         drafter: folder or hub name that a trained drafter was loaded from, if it has one; see
             :func:`fetch_drafter`.
         registered_model: name to register it under; by default it is only logged.
-        alias: of the registered version.
+        alias: alias of the registered version.
         onnx: folder with ONNX graphs of its parts.
         training_run: id of the run that the drafter was trained in, on the same server.
         prompts: held-out prompts to measure parity, tau and speed on.
-        new_tokens: longest answer to them.
-        experiment: its name on the server.
+        new_tokens: longest answer to these prompts, in tokens.
+        experiment: name of the experiment on the server.
         run_name: name of the run; MLflow invents one by default.
         uri: tracking server; by default ``$MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db``.
-        tell: is told what is going on.
+        tell: receives messages on the progress.
 
     Raises:
         ImportError: if MLflow is not installed.
-        ValueError: if the decoder cannot be described, or names, folders or the training run are not what they should.
-        Exception: whatever MLflow raises; then neither version nor model stay, and the run is marked as failed.
+        ValueError: if the decoder cannot be described, or a name, a folder or the training run is invalid.
+        Exception: errors of MLflow; then neither version nor model stay, and the run is marked as failed.
     """
     check_names(registered_model, alias)
     graphs = _graphs(onnx)
     config = DecoderConfig.of(decoder, target, None if drafter is None else os.fspath(drafter))
     with server(uri) as (mlflow, client), tempfile.TemporaryDirectory() as scratch:
         inputs = _training_models(client, training_run)
-        place = client.get_experiment_by_name(experiment)  # a server that is away says so before anything is measured
+        place = client.get_experiment_by_name(experiment)  # raises before anything is measured if the server is away
         tell("measuring parity, tau and speed")
         evaluation = evaluate(decoder, tokenizer, prompts, new_tokens=new_tokens, tell=tell)
         files = _pack(decoder, config, Path(scratch))
@@ -139,7 +139,7 @@ def fetch_drafter(version: str, folder: str | os.PathLike[str], uri: str | None 
 
     Args:
         version: ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``.
-        folder: where its files are put.
+        folder: where its files are written.
         uri: tracking server; by default as in :func:`log_decoder`.
 
     Returns:
@@ -147,8 +147,8 @@ def fetch_drafter(version: str, folder: str | os.PathLike[str], uri: str | None 
 
     Raises:
         ImportError: if MLflow is not installed.
-        ValueError: if it names no version.
-        Exception: whatever MLflow raises, if the server does not answer or knows no such version.
+        ValueError: if ``version`` names no version.
+        Exception: errors of MLflow, if the server does not answer or knows no such version.
     """
     match = re.fullmatch(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))", version)
     if match is None:
@@ -178,23 +178,23 @@ def promote_decoder(
 ) -> Promotion:
     """Gives the alias ``champion`` to the ``candidate`` if it passes.
 
-    Both decode the prompts here and now: figures of other machines or other prompts would decide nothing. A candidate
-    has to say what its target says, token for token, and to be better than the champion in one of the metrics. Where
-    speed is one of them, it has to be faster than plain decoding, too, also if there is no champion yet.
+    Both decode the prompts here and now, since figures of other machines or other prompts cannot be compared. The
+    candidate's answers must equal its target's, token for token. The candidate must also be better than the champion in
+    one of the metrics. If speed is one of them, it must be faster than plain decoding, even without a champion.
 
     Args:
         name: registered model.
         prompts: held-out prompts.
-        by: metrics of which one has to be higher: ``tau``, ``tokens_per_second``.
-        margin: by which share higher; measured speeds differ by a few percent between two runs of the same decoder.
-        new_tokens: longest answer.
+        by: metrics, one of which must be higher: ``tau``, ``tokens_per_second``.
+        margin: share by which it must be higher; speeds differ by a few percent between two runs of one decoder.
+        new_tokens: longest answer, in tokens.
         uri: tracking server; by default as in :func:`log_decoder`.
-        tell: is told what is going on.
+        tell: receives messages on the progress.
 
     Raises:
         ImportError: if MLflow is not installed.
         ValueError: if there is no such metric.
-        Exception: whatever MLflow raises, if the server does not answer or does not know the model.
+        Exception: errors of MLflow, if the server does not answer or does not know the model.
     """
     if not by or (unknown := set(by) - set(METRICS)):
         raise ValueError(f"decoders are promoted by {' or '.join(METRICS)}, not by {sorted(unknown) if by else 'none'}")
@@ -225,7 +225,7 @@ def promote_decoder(
 def judge(
     candidate: str, measured: Evaluation, champion: str | None, bar: Evaluation | None, by: Sequence[str], margin: float
 ) -> Promotion:
-    """Whether a candidate becomes champion: what it does was ``measured``, and ``bar`` is what the champion does."""
+    """Decides whether a candidate becomes champion; ``measured`` is its evaluation, ``bar`` the champion's."""
     if not measured.parity:
         said = f"{measured.equal} of {measured.prompts} answers are the target's own"
         return Promotion(False, f"version {candidate} fails parity: {said}, its output law is {measured.exactness}")
@@ -244,10 +244,10 @@ def judge(
 
 
 def load_decoder(client: "MlflowClient", name: str, version: str) -> Any:
-    """The decoder of a registered version, and its tokenizer.
+    """Loads the decoder of a registered version, and its tokenizer.
 
     Raises:
-        ValueError: if the version is something else, or its target has changed.
+        ValueError: if the version holds no decoder, or its target has changed.
     """
     import mlflow
 
@@ -259,21 +259,21 @@ def load_decoder(client: "MlflowClient", name: str, version: str) -> Any:
 
 @contextlib.contextmanager
 def server(uri: str | None) -> Iterator["tuple[Any, MlflowClient]"]:
-    """MLflow, whose functions talk to this server inside the block and to the user's again behind it; and a client.
+    """Yields MLflow, which uses this server inside the block and the user's own afterwards, and a client.
 
     Raises:
         ImportError: if MLflow is not installed.
-        ValueError: if a local database is something else.
-        WriteError: if it cannot be written.
+        ValueError: if the file of a local database is no database.
+        WriteError: if that file cannot be written.
     """
     mlflow, place, before = import_mlflow(), resolve_uri(uri), os.environ.get(_URI)
     check_store(place)
-    mlflow.set_tracking_uri(place)  # which also sets the variable
+    mlflow.set_tracking_uri(place)  # also sets the environment variable
     try:
         with limits():
             yield mlflow, mlflow.MlflowClient(place)
     finally:
-        mlflow.set_tracking_uri(None)  # its own getter would make the default a choice
+        mlflow.set_tracking_uri(None)  # restoring from its getter would fix the default
         if before is not None:
             os.environ[_URI] = before
 
@@ -284,14 +284,14 @@ def _all_or_nothing(client: "MlflowClient", experiment: str, run: str) -> Iterat
     try:
         yield
     except BaseException:
-        with contextlib.suppress(Exception):  # the first error is the one to tell
+        with contextlib.suppress(Exception):  # the first error is the one to report
             for model in client.search_logged_models([experiment], f"source_run_id = '{run}'"):
                 client.delete_logged_model(model.model_id)
         raise
 
 
 def _training_models(client: "MlflowClient", run: str | None) -> list[Any]:
-    """The models that a training logged, as inputs of another run; raises ValueError if there is no such run."""
+    """Returns the models that a training logged, as inputs of another run; raises ValueError for unknown runs."""
     from mlflow import MlflowException
     from mlflow.entities import LoggedModelInput
 
@@ -305,7 +305,7 @@ def _training_models(client: "MlflowClient", run: str | None) -> list[Any]:
 
 
 def _graphs(onnx: str | os.PathLike[str] | None) -> list[Path]:
-    """ONNX graphs in a folder, and the parity reports beside them."""
+    """Lists the ONNX graphs in a folder."""
     if onnx is None:
         return []
     graphs = sorted(Path(onnx).rglob("*.onnx"))
@@ -319,12 +319,12 @@ def _graphs(onnx: str | os.PathLike[str] | None) -> list[Path]:
 
 
 def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -> Path:
-    """Everything that the served model needs, in one folder."""
+    """Collects everything that the served model needs in one folder."""
     folder = scratch / "decoder"
     folder.mkdir()
     if config.trained is not None and Path(config.trained).is_dir():
         read_config(config.trained)
-        read_tensors(config.trained)  # nothing damaged is handed on
+        read_tensors(config.trained)  # raises if the weights are damaged
         names = shutil.ignore_patterns("*.bin", "*.ckpt", "*.pickle", "*.pkl", "*.pt", "*.pth")
         shutil.copytree(config.trained, folder / DRAFTER, ignore=names)
         config = replace(config, trained=DRAFTER)
@@ -333,7 +333,7 @@ def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -
         raise ValueError("a decoder with several trained deciders cannot be logged")
     for decider in deciders:
         decider.save_pretrained(folder / DECIDER)
-    if Path(config.target.name).is_dir():  # wherever it is served from
+    if Path(config.target.name).is_dir():  # found from any working directory
         config = replace(config, target=replace(config.target, name=str(Path(config.target.name).absolute())))
     config.save(folder / FILE)
     return folder
@@ -390,5 +390,5 @@ def _log_model(mlflow: Any, decoder: Any, files: Path, tags: dict[str, str], eva
 
 
 def _pins(*packages: str) -> list[str]:
-    """Requirements as they are installed; labels of local builds are left out, as no index knows them."""
+    """Returns the installed versions as requirements, without labels of local builds, which no index knows."""
     return [f"{package}=={version(package).partition('+')[0]}" for package in packages]

@@ -19,11 +19,11 @@ DEFAULTS: dict[str, Any] = {"max_new_tokens": 128, "temperature": 0.0, "seed": 0
 
 
 class DecoderModel(PythonModel):  # type: ignore[misc]  # MLflow is not type-checked here
-    """Builds the decoder that lies in its artifacts, and decodes every request as one ragged batch.
+    """Builds the decoder from its artifacts, and decodes every request as one ragged batch.
 
-    ``params`` of a request: ``max_new_tokens``, ``temperature`` (0 decodes greedily), ``top_p`` (by default the model's
-    own), ``seed`` (of the first prompt; the next one has the next seed), and ``raw``, which leaves out the chat
-    template.
+    ``params`` of a request: ``max_new_tokens``, ``temperature`` (0 decodes greedily), ``top_p``, ``seed`` and ``raw``.
+    ``top_p`` is the model's own by default. ``seed`` is that of the first prompt; the next prompt has the next seed.
+    ``raw`` leaves out the chat template.
     """
 
     def load_context(self, context: PythonModelContext) -> None:
@@ -31,14 +31,14 @@ class DecoderModel(PythonModel):  # type: ignore[misc]  # MLflow is not type-che
         folder = Path(context.artifacts[FILES])
         self.decoder, self.tokenizer = DecoderConfig.load(folder / FILE).build(folder)
 
-    # Without type hints of the arguments: MLflow would make another signature of them.
+    # Without type hints of the arguments: MLflow would derive another signature from them.
     def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
-        """One row with text, tau and number of tokens for every prompt.
+        """Returns one row with text, tau and number of tokens for every prompt.
 
         Args:
             context: unused.
             model_input: a data frame with a column of prompts.
-            params: see above.
+            params: see :class:`DecoderModel`.
         """
         return answer(self.decoder, self.tokenizer, model_input, params or {})
 
@@ -53,7 +53,7 @@ def signature(decoder: Any) -> Any:
 
 
 def example() -> tuple[pandas.DataFrame, dict[str, Any]]:
-    """A request."""
+    """Returns a request as an example."""
     return pandas.DataFrame({PROMPT: ["Why is the sky blue?"]}), {"max_new_tokens": 16}
 
 
@@ -61,7 +61,7 @@ def answer(decoder: Any, tokenizer: Any, model_input: pandas.DataFrame, params: 
     """Decodes the prompts of a data frame; see :class:`DecoderModel`.
 
     Raises:
-        ValueError: if there are no prompts, or a parameter is out of range.
+        ValueError: if a parameter is out of range.
     """
     prompts = [str(prompt) for prompt in model_input[PROMPT]]
     if not prompts:

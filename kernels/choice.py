@@ -1,9 +1,9 @@
-"""Which implementation of the kernels runs.
+"""Choice between the implementations of the kernels: Triton, C++ or plain PyTorch.
 
-``auto`` takes Triton for tensors on a GPU, the C++ kernels on a CPU where the caller asks for them, and else plain
-PyTorch. ``reference`` takes plain PyTorch everywhere. ``triton`` takes Triton everywhere, on a CPU in its interpreter,
-and fails where it cannot run: nothing falls back silently. How a model's own matrices are multiplied is another choice,
-that of ``RaggedModel``.
+``auto`` takes Triton for tensors on a GPU, the C++ kernels on a CPU if the caller asks for them, and otherwise plain
+PyTorch. ``reference`` takes plain PyTorch everywhere. ``triton`` takes Triton everywhere, on a CPU in its interpreter.
+If Triton cannot run, ``triton`` raises an error: there is no silent fallback. ``RaggedModel`` chooses separately how a
+model's own matrices are multiplied.
 """
 
 import os
@@ -25,13 +25,13 @@ ran: Counter[str] = Counter()  # calls by "operator/implementation": triton, nat
 
 @contextmanager
 def use(path: str) -> Iterator[None]:
-    """Chooses the implementation for everything inside of a ``with`` statement.
+    """Chooses the implementation for all calls inside a ``with`` statement.
 
     Args:
         path: ``"auto"``, ``"reference"`` or ``"triton"``.
 
     Raises:
-        ValueError: if there is no such path, or Triton is not installed.
+        ValueError: if there is no such path, or ``path`` is ``"triton"`` and Triton is not installed.
     """
     if path not in PATHS:
         raise ValueError(f"there are no kernels called {path!r}; choose one of {', '.join(PATHS)}")
@@ -45,15 +45,15 @@ def use(path: str) -> Iterator[None]:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs in its interpreter, on a CPU."""
+    """Returns whether Triton runs in its interpreter, on a CPU."""
     return os.environ.get(INTERPRETER) == "1"
 
 
 def triton_chosen(tensor: Tensor) -> bool:
-    """Whether operators run in Triton on a tensor.
+    """Returns whether operators run in Triton on a tensor.
 
     Raises:
-        ValueError: if they should and cannot: there is neither a GPU nor the interpreter.
+        ValueError: if Triton was chosen and there is neither a GPU nor the interpreter.
     """
     path = _path.get()
     if path == "reference" or (path == "auto" and not (tensor.is_cuda and installed())):
@@ -64,26 +64,26 @@ def triton_chosen(tensor: Tensor) -> bool:
 
 
 def wants_triton(name: str, tensor: Tensor) -> bool:
-    """Whether to compute something on a tensor by operators that run in Triton; counts it as ``name``.
+    """Returns whether to compute in Triton on a tensor, and counts the call as ``name``.
 
     Raises:
         ValueError: see :func:`triton_chosen`.
     """
     if torch.compiler.is_compiling():
-        return tensor.is_cuda  # as operators decide; a trace can read no context
+        return tensor.is_cuda  # as `Operator.pick` decides: a trace cannot read the context variable
     wanted = triton_chosen(tensor)
     ran[f"{name}/{'triton' if wanted else 'reference'}"] += 1
     return wanted
 
 
 def native_allowed() -> bool:
-    """Whether the C++ kernels may run."""
+    """Returns whether the C++ kernels may run."""
     return _path.get() == "auto"
 
 
 @cache
 def installed() -> bool:
-    """Whether Triton is."""
+    """Returns whether Triton is installed."""
     return find_spec("triton") is not None
 
 

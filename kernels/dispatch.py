@@ -1,7 +1,7 @@
-"""The operators of the kernels, each defined once for torch: its schema and what computes it on which device.
+"""Torch operators of the kernels: the schema of each, and its implementation for each device.
 
-``torch.ops.arbordraft.NAME`` runs in Triton on a GPU, by the C++ kernels on a CPU once they are loaded, and otherwise
-by the reference. Its overload ``portable`` runs no compiled code: it is the reference, or Triton in its interpreter.
+``torch.ops.arbordraft.NAME`` runs in Triton on a GPU, in the C++ kernels on a CPU once they are loaded, and otherwise
+by the reference. Its overload ``portable`` runs no compiled code: it runs the reference, or Triton in its interpreter.
 Importing this module imports no Triton and loads no library.
 """
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from arbordraft.kernels import choice
 from arbordraft.kernels.native import load
 
-# Not torch.library.custom_op, which costs more per call: see examples/benchmarks/dispatch.py. The library's operators
-# live no longer than it does.
+# Not torch.library.custom_op, which costs more per call: see examples/benchmarks/dispatch.py. The operators disappear
+# when this object is deleted, so the module keeps it.
 LIBRARY = torch.library.Library("arbordraft", "DEF")
 NATIVE = (torch.float32, torch.bfloat16)  # types that the C++ kernels compute with
-SINGLE = (*NATIVE, torch.float16)  # types that lose no digit in float32, with which the Triton kernels compute
+SINGLE = (*NATIVE, torch.float16)  # types that the Triton kernels take: float32 holds them exactly
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -29,9 +29,9 @@ def define(schema: str, fake: Callable[..., Any] | None = None, run: Callable[..
     """Defines an operator and returns it.
 
     Args:
-        schema: its name, or ``name.overload``, and its signature, as torch writes them.
-        fake: makes outputs without numbers, for ``torch.compile`` and ``torch.export``.
-        run: computes it on every device that has no kernel of its own.
+        schema: its name, or ``name.overload``, and its signature, in torch's notation.
+        fake: makes outputs without data, for ``torch.compile`` and ``torch.export``.
+        run: implementation for every device that has no kernel of its own.
     """
     name, _, overload = schema.partition("(")[0].partition(".")
     LIBRARY.define(schema)
@@ -42,16 +42,16 @@ def define(schema: str, fake: Callable[..., Any] | None = None, run: Callable[..
 
 
 class Operator(Generic[P, R]):
-    """An operator with a reference; its first argument is a tensor or a list of tensors, and all have their places.
+    """An operator with a reference; its arguments are positional, the first one a tensor or a list of tensors.
 
     Args:
-        schema: its name and signature, as torch writes them.
-        reference: computes it in plain PyTorch: the truth for its kernels.
+        schema: its name and signature, in torch's notation.
+        reference: implementation in plain PyTorch, the truth for the kernels.
         fake: see :func:`define`.
-        triton: the function that launches its Triton kernel, as ``"package.module:function"``.
-        triton_takes: types of the first tensor that this kernel takes; by default any.
-        native: whether there is a C++ kernel of the operator's name.
-        native_takes: types of the first tensor that this kernel takes; by default any.
+        triton: the function that launches the Triton kernel, as ``"package.module:function"``.
+        triton_takes: types of the first tensor that the Triton kernel takes; by default any.
+        native: whether a C++ kernel of the operator's name exists.
+        native_takes: types of the first tensor that the C++ kernel takes; by default any.
     """
 
     def __init__(
@@ -76,24 +76,24 @@ class Operator(Generic[P, R]):
         self._in_triton, self._natively, self._by_reference = f"{name}/triton", f"{name}/native", f"{name}/reference"
 
     def __call__(self, *arguments: P.args, **_: P.kwargs) -> R:
-        """Computes it by the implementation that :meth:`pick` picks."""
+        """Runs the implementation that :meth:`pick` picks."""
         first: Any = arguments[0]
         return self.pick(first if isinstance(first, Tensor) else first[0])(*arguments, **_)
 
     def pick(self, tensor: Tensor, *, native: bool = True) -> Callable[P, R]:
-        """Picks what computes it, given the first tensor of its arguments, and counts that in :data:`choice.ran`.
+        """Picks the implementation for the first tensor argument, and counts it in :data:`choice.ran`.
 
         Args:
-            tensor: its device and type decide.
+            tensor: first tensor argument; its device and type decide.
             native: whether the C++ kernel may run.
 
         Returns:
-            ``default`` or ``portable``, overloads of the operator; or ``reference``, but not to a trace.
+            The overload ``default`` or ``portable``, or ``reference``. A trace never gets ``reference``.
 
         Raises:
-            ValueError: if Triton was chosen and there is neither a GPU nor its interpreter.
+            ValueError: if Triton was chosen and there is neither a GPU nor the interpreter.
         """
-        if torch.compiler.is_compiling():  # a trace can read no context
+        if torch.compiler.is_compiling():  # a trace cannot read the context variable
             on_cpu = native and tensor.is_cpu and self._native_takes(tensor)
             return self.default if on_cpu or (tensor.is_cuda and self._triton_takes(tensor)) else self.portable
         if self.triton and choice.triton_chosen(tensor):
@@ -120,7 +120,7 @@ class Operator(Generic[P, R]):
 
     def _launch(self, *arguments: Any) -> Any:
         first = arguments[0] if isinstance(arguments[0], Tensor) else arguments[0][0]
-        if first.is_cuda and first.get_device() != torch.cuda.current_device():  # Triton launches on the current one
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():  # Triton uses the current one
             with torch.cuda.device(first.get_device()):
                 return self._launcher(*arguments)
         return self._launcher(*arguments)

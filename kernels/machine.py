@@ -29,7 +29,7 @@ NEEDED_BY: dict[str, set[str]] = {
     "generic": set(),
     "off": set(),
 }
-# What a container may take, what it has taken, and where its statistics name the cached files among that.
+# Files of a container: its limit, its use, and the statistics that name the cached files within its use.
 _GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
@@ -41,7 +41,7 @@ _GROUPS = (
 
 
 def chosen_isa() -> str:
-    """The instruction set that `$ARBORDRAFT_ISA` asks for: all that this machine has, unless it says otherwise."""
+    """Returns the instruction set that `$ARBORDRAFT_ISA` names; by default `native`, all that this machine has."""
     isa = os.environ.get(ISA_VARIABLE) or "native"
     if isa not in NEEDED_BY:
         raise ValueError(f"{ISA_VARIABLE} must be one of {', '.join(NEEDED_BY)}, not {isa!r}")
@@ -49,14 +49,14 @@ def chosen_isa() -> str:
 
 
 def cache_folder() -> Path:
-    """Where arbordraft keeps what is costly to make: `$ARBORDRAFT_CACHE`, else below `$XDG_CACHE_HOME` or ~/.cache."""
+    """Returns the cache folder: `$ARBORDRAFT_CACHE`, or else a folder below `$XDG_CACHE_HOME` or ~/.cache."""
     if chosen := os.environ.get("ARBORDRAFT_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "arbordraft"
 
 
 def cpu_features() -> set[str]:
-    """What the first core can do, in the words of /proc/cpuinfo; empty where there is no such file."""
+    """Returns the features of the first core, as /proc/cpuinfo names them; empty if there is no such file."""
     return {word for name in ("flags", "Features") for word in cpu().get(name, "").split()}
 
 
@@ -67,7 +67,7 @@ def best_isa() -> str:
 
 @functools.cache
 def cpu() -> dict[str, str]:
-    """What the operating system says about the first core, without what changes from moment to moment."""
+    """Returns the lasting facts that the operating system reports about the first core."""
     lasting = {"vendor_id", "cpu family", "model", "model name", "flags", "Features"}
     lasting |= {"CPU implementer", "CPU part", "CPU variant"}
     fields = {"processor": platform.processor()}
@@ -87,19 +87,19 @@ def cores() -> int | None:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process may still take, by the machine and by its container; ``None`` where nobody says."""
+    """Returns the bytes that machine and container leave to this process; ``None`` if neither reports a number."""
     room = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         room.append(1024 * _field(Path("/proc/meminfo"), "MemAvailable:"))
     for limit, used, statistics in _GROUPS:
-        with contextlib.suppress(OSError, ValueError, StopIteration):  # "max" is no number
+        with contextlib.suppress(OSError, ValueError, StopIteration):  # "max" is not a number
             taken = int(Path(used).read_text()) - _field(Path(statistics), "inactive_file")
             room.append(int(Path(limit).read_text()) - taken)
     return max(0, min(room)) if room else None
 
 
 def _field(path: Path, name: str) -> int:
-    """A number from lines of names and numbers."""
+    """Reads the number that follows ``name`` in a file of names and numbers."""
     return int(next(line.split()[1] for line in path.read_text().splitlines() if line.split()[0] == name))
 
 

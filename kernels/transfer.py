@@ -1,15 +1,15 @@
-"""Moves tensors between host and device together, in one transfer instead of one for each."""
+"""Moves several tensors between host and device in one transfer."""
 
 import torch
 from torch import Tensor
 
 
 def upload(device: torch.device, *parts: Tensor) -> list[Tensor]:
-    """Brings int64 and float64 tensors of the host to a device, in one transfer.
+    """Copies int64 and float64 tensors from the host to a device, in one transfer.
 
     Args:
-        device: where to; on the CPU the tensors themselves are returned.
-        parts: contiguous.
+        device: the destination; for the CPU the tensors themselves are returned.
+        parts: contiguous tensors.
     """
     if device.type == "cpu":
         return list(parts)
@@ -18,10 +18,10 @@ def upload(device: torch.device, *parts: Tensor) -> list[Tensor]:
 
 
 def download(*parts: Tensor) -> list[Tensor]:
-    """Brings tensors of a device to the host, in one transfer.
+    """Copies tensors from a device to the host, in one transfer.
 
     Args:
-        parts: int64, or real numbers, which arrive as float64; those of the CPU are returned as they are.
+        parts: int64, or floating-point tensors, which arrive as float64. CPU tensors are returned unchanged.
     """
     if parts[0].is_cpu:
         return list(parts)

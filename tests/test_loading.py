@@ -543,7 +543,7 @@ def test_damaged_costs_are_measured_again(timed, content):
 
 def test_costs_that_cannot_be_kept(timed, cache):
     cache.write_text("a file where the folder should be")
-    with pytest.warns(UserWarning, match="what steps cost is measured in every process: .*is a file, not a folder"):
+    with pytest.warns(UserWarning, match="step costs are measured in every process: .*is a file, not a folder"):
         assert known_rows(target()) == timed[0]
 
 

@@ -1,4 +1,4 @@
-"""Multi-draft speculative decoding from parts that assemble."""
+"""Multi-draft speculative decoding from composable parts."""
 
 from importlib import import_module
 from pathlib import Path
@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# A module is imported when one of its names is first used: torch and transformers take seconds, and `arbordraft --help`
-# needs neither.
+# Names are imported on first use: torch and transformers take seconds, and `arbordraft --help` needs neither.
 _NAMES = {
     "deciders": ("ConfidenceThreshold", "CostAware"),
     "deciders.costs": ("CostTable",),

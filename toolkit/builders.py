@@ -1,4 +1,4 @@
-"""Plain functions that wire the decoders of the literature."""
+"""Builds decoders of the literature."""
 
 import os
 from collections.abc import Sequence
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 def plain(target: "Model") -> SpeculativeDecoder:
-    """Decoding without drafts, in the same ragged batches and with the same kernels."""
+    """Builds a decoder without drafts, which uses the same ragged batches and kernels."""
     return SpeculativeDecoder(target, NoDrafter())
 
 
 def lookup(target: "Model", costs: StepCosts | CostTable | None = None, expected_batch: int = 1) -> SpeculativeDecoder:
-    """n-gram speculation where it pays and plain decoding where it does not, by what rows cost on this machine.
+    """Builds n-gram speculation with a :class:`~arbordraft.CostAware` decider, which drafts only where it pays.
 
     Args:
         target: the target.
-        costs: by default those of this machine, measured once by
+        costs: costs of steps; by default those of this machine, measured once by
             :func:`~arbordraft.decoding.measuring.known_costs`.
-        expected_batch: samples that a sampled request takes its batch to have, see :class:`SpeculativeDecoder`.
+        expected_batch: batch size that a sampled request assumes, see :class:`SpeculativeDecoder`.
     """
     model = wrapped(target)
     drafter = NGramDrafter(longest=8, shortest=1)
@@ -45,7 +45,7 @@ def lookup(target: "Model", costs: StepCosts | CostTable | None = None, expected
 
 
 def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int = 7) -> SpeculativeDecoder:
-    """Chains in an unpadded batch: EMS-SD (Ni et al., NAACL 2025).
+    """Builds EMS-SD (Ni et al., NAACL 2025): chains in an unpadded batch.
 
     Args:
         target: the target.
@@ -61,14 +61,14 @@ def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int 
 def specinfer(
     target: "Model", draft: "Model | Drafter", k_config: Sequence[int] = (1, 1, 3, 1, 1, 1, 1, 1)
 ) -> SpeculativeDecoder:
-    """IID draws and multi-step rejection: SpecInfer (Miao et al., ASPLOS 2024), with its expansion by default."""
+    """Builds SpecInfer (Miao et al., ASPLOS 2024), by default with its expansion: IID draws, multi-step rejection."""
     topology = TreeTopology.from_k_config(k_config)
     coupling = Coupling(IID(topology.width), TopDown(RecursiveRejection()))
     return SpeculativeDecoder(target, draft, topology, coupling)
 
 
 def mcsd(target: "Model", draft: "Model | Drafter", k_config: Sequence[int] = (4, 2, 2)) -> SpeculativeDecoder:
-    """Several candidates without replacement: MCSD (Yang et al., 2024)."""
+    """Builds MCSD (Yang et al., 2024): several candidates, drawn without replacement."""
     topology = TreeTopology.from_k_config(k_config)
     coupling = Coupling(WithoutReplacement(topology.width), TopDown(RecursiveRejection()))
     return SpeculativeDecoder(target, draft, topology, coupling)
@@ -83,18 +83,19 @@ def dynasd(
     k_config: Sequence[int] | None = None,
     decider: Decider | None = None,
 ) -> SpeculativeDecoder:
-    """Target-initialised candidates and an early stop: improved MCSD (Lu et al., 2024; its code is called DynaSD).
+    """Builds improved MCSD (Lu et al., 2024; its code is DynaSD): target-initialised candidates and an early stop.
 
-    The tree that the target verifies is the part that was drafted of one largest tree, whose mask is built once.
+    The mask of the largest tree is built once. The target verifies the part of this tree that was drafted.
 
     Args:
         target: the target.
         draft: a draft model or drafter.
-        width: tokens that the target proposes for the first level, 1 or more. One is lossless: the token that every
-            step ends with. More reproduce the paper, whose output is not the target's: results are marked lossy.
+        width: tokens that the target proposes for the first level, 1 or more. A width of 1 is lossless: the token is
+            the one that ends every step. Larger widths reproduce the paper. Its output does not follow the target, so
+            results are marked lossy.
         depth: levels below these tokens, 0 to 512: chains, the paper's fork.
-        k_config: children per level below these tokens instead of chains, the paper's static tree.
-        decider: stops drafting early; by default while no draft's probability reaches the paper's 0.4.
+        k_config: children per level below these tokens, instead of chains: the paper's static tree.
+        decider: stops drafting early; by default once no draft's probability reaches the paper's 0.4.
     """
     width = check_int("width", width, 1)
     below = (
@@ -112,7 +113,7 @@ def dynasd(
 
 
 def spechub(target: "Model", draft: "Model | Drafter", depth: int = 4) -> SpeculativeDecoder:
-    """Binary trees of hub pairs, verified in the paper's order: SpecHub (Sun et al., EMNLP 2024)."""
+    """Builds SpecHub (Sun et al., EMNLP 2024): binary trees of hub pairs, verified in the paper's order."""
     coupling = Coupling(TopTail(1, 1), TopDown(SpecHub(order="paper")))
     return SpeculativeDecoder(target, draft, TreeTopology.k_ary(2, depth), coupling)
 
@@ -124,14 +125,14 @@ def sequoia(
     nodes: int = 16,
     max_depth: int | None = None,
 ) -> SpeculativeDecoder:
-    """The best tree for a measured acceptance, drawn without replacement: Sequoia (Chen et al., 2024).
+    """Builds Sequoia (Chen et al., 2024): the best tree for a measured acceptance, drawn without replacement.
 
     Args:
         target: the target.
         draft: a draft model or drafter.
-        acceptance: probability that the child of each rank is the accepted one.
+        acceptance: for each rank, the probability that the child of this rank is accepted.
         nodes: size of the tree, root included.
-        max_depth: bound on its depth.
+        max_depth: bound on the tree's depth; 512 by default.
     """
     topology = TreeTopology.sequoia(acceptance, nodes, max_depth)
     coupling = Coupling(WithoutReplacement(len(acceptance)), TopDown(RecursiveRejection()))
@@ -139,12 +140,12 @@ def sequoia(
 
 
 def eagle(target: "Model", head: "str | os.PathLike[str] | EagleDrafter", **options: Any) -> SpeculativeDecoder:
-    """A trained EAGLE-3 drafter with trees for its own acceptance: EAGLE-2 and -3 (Li et al., 2024 and 2025).
+    """Builds EAGLE-2 and -3 (Li et al., 2024 and 2025): a trained EAGLE-3 drafter with trees for its acceptance.
 
     Args:
         target: the target.
         head: folder or hub name of a trained head, or a drafter.
-        **options: those of :func:`fitted`.
+        **options: options of :func:`fitted`.
     """
     check_instance("head", head, str, os.PathLike, EagleDrafter)
     model = wrapped(target)
@@ -162,7 +163,7 @@ def fitted(
     topology: TreeTopology | None = None,
     costs: StepCosts | CostTable | None = None,
 ) -> SpeculativeDecoder:
-    """Any drafter with trees of the size and shape that pay at each step, down to no draft at all.
+    """Builds a decoder for any drafter; each step uses the tree size and shape that pay, down to no draft.
 
     Sampling shares noise between target and drafter, see :meth:`Coupling.shared <arbordraft.Coupling.shared>`.
 
@@ -171,9 +172,9 @@ def fitted(
         draft: a draft model or drafter.
         nodes: rows per sample that the target verifies at most, root included; 1 to 2,048.
         lookup: copy from the sample's own text where its last tokens occurred before, and draft elsewhere.
-        max_depth: bound on the trees' depth; what lookups copy may go on below, as long as ``nodes`` last.
+        max_depth: bound on the depth of drafted trees; tokens copied by ``lookup`` may go deeper, within ``nodes``.
         topology: the largest tree; by default fitted to the drafter's acceptance.
-        costs: by default those of this machine, measured once by
+        costs: costs of steps; by default those of this machine, measured once by
             :func:`~arbordraft.decoding.measuring.known_costs`.
     """
     nodes = check_int("nodes", nodes, 1, MOST_NODES)
@@ -187,14 +188,14 @@ def fitted(
 def expanding(
     target: "Model", draft: "Model | Drafter", nodes: int = 16, *, lookup: bool = False, max_depth: int = 6
 ) -> SpeculativeDecoder:
-    """The same with as many nodes at every step, whatever they cost: EAGLE-2 (Li et al., 2024), to compare with.
+    """Builds EAGLE-2 (Li et al., 2024) for comparison: as :func:`fitted`, with a fixed number of nodes per step.
 
     Args:
         target: the target.
         draft: a draft model or drafter.
         nodes: rows per sample that the target verifies, root included; 1 to 2,048.
         lookup: as in :func:`fitted`.
-        max_depth: as there.
+        max_depth: as in :func:`fitted`.
     """
     nodes = check_int("nodes", nodes, 1, MOST_NODES)
     return _expanding(wrapped(target), as_drafter(draft), nodes, NodeBudget(nodes), lookup, max_depth)
@@ -212,13 +213,13 @@ def _expanding(
     proposer = HybridDrafter(NGramDrafter(longest=5, shortest=3), drafter) if lookup else drafter
     if topology is None:
         topology = drafter.fitted_topology(min(4 * nodes, MOST_NODES), max_depth)
-        if lookup:  # what is copied may go on for as long as the budget lasts
+        if lookup:  # copied tokens may use all of the budget
             topology = _with_trunk(topology, nodes - 1)
     return SpeculativeDecoder(target, proposer, topology, Coupling.shared(topology.width), decider)
 
 
 def _with_trunk(topology: TreeTopology, depth: int) -> TreeTopology:
-    """The tree with the first of its deepest paths carried on down to a depth."""
+    """Extends the first of the tree's deepest paths to ``depth``."""
     parents = topology.parent_list
     more = max(0, depth - topology.max_depth)
     trunk = [topology.levels[-1][0], *range(len(parents), len(parents) + more)][:more]

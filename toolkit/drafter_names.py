@@ -1,4 +1,4 @@
-"""Drafters by name: a word, a trained drafter of whatever kind a folder holds, or a draft model."""
+"""Drafters by name: a keyword, a folder with a trained drafter of any kind, or a draft model."""
 
 import json
 import logging
@@ -34,10 +34,10 @@ from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.memory import copy_bytes
 
 DRAFTERS = ("auto", "ngram", "none", "self", "mtp", "early-exit:LAYERS", "retokenized:NAME", "a folder", "a hub name")
-_LARGE = 1 << 26  # bytes of a model that take longer to read than all that is done around it
-_PAYS = 1.15  # times plain decoding that is to be expected of self-drafting
+_LARGE = 1 << 26  # bytes of weights from which reading them dominates a forward
+_PAYS = 1.15  # least speed-up over plain decoding that self-drafting must promise
 
-# By the model_type in config.json; whatever else transformers can load counts as a language model.
+# By the model_type in config.json; any other type that transformers can load counts as a language model.
 _KINDS: dict[str, Any] = {
     "arbordraft_block": BlockDrafter,
     "arbordraft_dflash": DFlashDrafter,
@@ -48,15 +48,15 @@ _KINDS: dict[str, Any] = {
 
 
 def drafter_named(name: str, target: RaggedModel) -> Drafter:
-    """The drafter that is meant by ``auto``, ``ngram``, ``none``, ``self``, ``mtp`` and so on, a folder or a hub name.
+    """Returns the drafter of a keyword (``auto``, ``ngram``, ``none``, ``self``, ``mtp``...), a folder or a hub name.
 
     Args:
-        name: see :func:`~arbordraft.load`; ``auto`` means what :func:`choose_drafter` chooses, and a name on the hub is
-            that of a draft model or a published head.
-        target: the model that it drafts for.
+        name: see :func:`~arbordraft.load`. ``auto`` stands for the choice of :func:`choose_drafter`. A hub name is that
+            of a draft model or a published head.
+        target: the model to draft for.
 
     Raises:
-        ValueError: if it means nothing, or what it means is damaged.
+        ValueError: if the name is unknown, or its drafter is damaged.
     """
     if name == "auto":
         return choose_drafter(target)[0]
@@ -89,15 +89,18 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
 
 
 def choose_drafter(target: RaggedModel, *, weighed: bool = True) -> tuple[Drafter, str]:
-    """The drafter that suits a target best, and why.
+    """Returns the drafter that suits a target best, and the reason.
 
-    What was trained for it, if :func:`trained_for` knows something, or with it; or the target itself with weights of
-    fewer bits (:meth:`~arbordraft.SelfDrafter.fitted`) behind lookups, where these bring 1.15 x plain decoding or more,
-    and 1.15 x what was trained, by how often they agree with it and how much of it they read; else lookups in the text.
+    A trained drafter is one that :func:`trained_for` finds, or else the target's layer for multi-token prediction.
+
+    The target itself with weights of fewer bits (:meth:`~arbordraft.SelfDrafter.fitted`), after lookups, is chosen if
+    it pays. Its estimated speed-up must be at least 1.15 x, and at least 1.15 x that of a trained drafter. The estimate
+    follows from its rate of agreement and the share of bytes it reads. Otherwise the trained drafter is chosen, or else
+    lookups in the text.
 
     Args:
-        target: the model that it drafts for.
-        weighed: whether a decider weighs drafts against their costs. If so, lookups offer whatever they find.
+        target: the model to draft for.
+        weighed: whether a decider weighs drafts against their costs. If so, lookups offer all that they find.
     """
     trained: Drafter | None = None
     why, least = "nothing was trained for this model", _PAYS
@@ -123,7 +126,7 @@ def choose_drafter(target: RaggedModel, *, weighed: bool = True) -> tuple[Drafte
 
 
 def _not_itself(target: RaggedModel) -> str | None:
-    """Why a target is not even tried as its own drafter."""
+    """Returns why a target cannot be its own drafter, or ``None`` if it can be tried."""
     if target.backend != "native" or target.prepacking is None:
         return f"kernels={target.backend!r} know no weights of fewer bits"
     if not target.prepacking.fused:
@@ -136,13 +139,13 @@ def _not_itself(target: RaggedModel) -> str | None:
 
 
 def fetched(name: str) -> Path | None:
-    """The folder with a published head of this name on the hub; ``None`` if it is none.
+    """Downloads a published head from the hub and returns its folder; ``None`` if the repository holds none.
 
     Args:
-        name: of a repository whose ``config.json`` is in the hub's cache: to try it as a model leaves it there.
+        name: repository whose ``config.json`` is in the hub's cache, where an attempt to load it as a model leaves it.
 
     Raises:
-        ValueError: if it is one without safetensors.
+        ValueError: if the head has no safetensors.
     """
     from huggingface_hub import snapshot_download
 
@@ -162,9 +165,9 @@ def fetched(name: str) -> Path | None:
 
 
 def trained_for(target: RaggedModel) -> Path | None:
-    """The folder of the best drafter that was trained for this very target, by its fingerprint, if one is known.
+    """Returns the folder of the best drafter trained for this very target, by its fingerprint, if one is known.
 
-    Known are the folders in the target's own one, those beside it, and those in ``drafters`` in the cache folder.
+    Searches the folders in the target's own folder, those beside it, and those in ``drafters`` in the cache folder.
     """
     from arbordraft.heads.base import fingerprint
 
@@ -179,7 +182,7 @@ def trained_for(target: RaggedModel) -> Path | None:
             about = json.loads(config.read_text())
             trained = about["target_fingerprint"] if about["model_type"] in _KINDS else None
             rate = float((about.get("acceptance") or [0.0])[0])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # that of something else
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the configuration of something else
             continue
         wanted = wanted or fingerprint(target.model)
         if trained == wanted:
@@ -188,16 +191,17 @@ def trained_for(target: RaggedModel) -> Path | None:
 
 
 def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
-    """The drafter that a training saved in a folder, a head in a layout of others
-    (:mod:`arbordraft.heads.published`), one that was exported as graphs, or a small language model.
+    """Loads the drafter in a folder: trained, published, exported or a small language model.
+
+    Published heads have the layouts of other projects (:mod:`arbordraft.heads.published`).
 
     Args:
         path: the folder.
-        target: the model that it drafts for.
+        target: the model to draft for.
 
     Raises:
-        ImportError: if it was exported and onnxruntime is not installed.
-        ValueError: if there is no trained drafter, a damaged one, or one for another target or tokenizer.
+        ImportError: if the drafter was exported and onnxruntime is not installed.
+        ValueError: if the folder holds no drafter, a damaged one, or one for another target or tokenizer.
     """
     if (Path(path) / MODEL).exists():
         return _exported(Path(path), target)
@@ -218,7 +222,7 @@ def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
 
 
 def _language_model(name: str | os.PathLike[str], target: RaggedModel) -> Drafter:
-    """A causal LM as drafter, of the tokens that both have if its tokenizer is another one than the target's."""
+    """Loads a causal LM as drafter; if its tokenizer is not the target's, it drafts tokens that both have."""
     try:
         return LanguageModelDrafter.from_pretrained(name, target)
     except TokenizerMismatch:
@@ -229,7 +233,7 @@ def _language_model(name: str | os.PathLike[str], target: RaggedModel) -> Drafte
 
 
 def _exported(folder: Path, target: RaggedModel) -> Drafter:
-    """The drafter of a folder of graphs: its kind of torch, around the network that runs them."""
+    """Loads a drafter from exported graphs: the drafter class of its kind, around a network that runs them."""
     check_ragged(target)
     graph = Graph(folder / MODEL)
     match graph.kind:

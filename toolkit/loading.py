@@ -1,4 +1,4 @@
-"""Loading by name: a model, a trained drafter of whatever kind a folder holds, and a decoder of both."""
+"""Loads models and drafters by name, and builds decoders of both."""
 
 import logging
 import os
@@ -48,46 +48,56 @@ def load(
     generation_config: str = "model",
     pool: TextPool | None = None,
 ) -> SpeculativeDecoder:
-    """A decoder that is ready to write, of a model and a drafter that are named.
+    """Builds a decoder, ready to generate, from a model and a drafter, by name or in memory.
 
     Args:
         model: a hub name, a folder, a GGUF file, ``smollm2`` for SmolLM2-135M-Instruct, or a model in memory.
-        drafter: ``auto`` for what :func:`~arbordraft.drafter_names.choose_drafter` chooses: one that was trained for
-            this very target, else the target itself with fewer bits behind lookups, where that pays, else lookups;
-            ``ngram`` for these; ``none``; ``self`` for the target's own layers with weights of fewer bits, on a CPU,
-            ``self:int4`` or ``self:int8`` for these bits; ``mtp`` for the layer for multi-token prediction that
-            DeepSeek-V3, GLM-4-MoE and others bring along; ``early-exit:LAYERS`` for the target's own first layers; the
-            folder of a trained drafter; folder or hub name of a published head or of a draft model, whose tokenizer may
-            be another one; ``retokenized:NAME`` for such a model whose text is tokenised anew; or one in memory.
-        dtype: of the weights, for models by name: ``float32``, ``bfloat16`` or ``float16``. By default bfloat16 where
-            this machine multiplies it fast (CPUs with avx512_bf16 or ARM's bf16, and GPUs), as it halves what every
-            step must read, else float32. Decoding preserves the law of the model in this precision.
+        drafter: a drafter in memory or one of these names:
+
+            - ``auto``: a drafter trained for this very target, the target itself with fewer bits after lookups, or
+              lookups alone; see :func:`~arbordraft.drafter_names.choose_drafter`.
+            - ``ngram``: lookups; ``none``: no drafts.
+            - ``self``: the target's own layers with weights of fewer bits, on a CPU. ``self:int4`` and ``self:int8``
+              choose the bits.
+            - ``mtp``: the layer for multi-token prediction that DeepSeek-V3, GLM-4-MoE and others have.
+            - ``early-exit:LAYERS``: the target's own first layers.
+            - the folder of a trained drafter.
+            - folder or hub name of a published head, or of a draft model, which may have another tokenizer.
+            - ``retokenized:NAME``: such a draft model, whose text is tokenised anew.
+        dtype: dtype of the weights, for models by name: ``float32``, ``bfloat16`` or ``float16``. By default, bfloat16
+            on GPUs and CPUs that multiply it fast (avx512_bf16 or ARM's bf16), else float32. bfloat16 halves the bytes
+            that every step reads. Decoding preserves the law of the model in this precision.
         kernels: see :class:`~arbordraft.RaggedModel`.
-        device: of models by name; by default the GPU if torch sees one, else the CPU.
+        device: device of models by name; by default the GPU if torch sees one, else the CPU.
         keep_weights: see :class:`~arbordraft.RaggedModel`.
-        weights: see :class:`~arbordraft.RaggedModel`; ``file`` for the blocks of a GGUF file, as they are, which stay
-            there: the file is read as long as the model is used.
+        weights: see :class:`~arbordraft.RaggedModel`. ``file`` keeps the blocks of a GGUF file as they are, in the
+            file, which is read as long as the model is used.
         row_invariant: see :class:`~arbordraft.RaggedModel`.
         tokenizer: by default the one that belongs to the model, if there is one.
-        revision: of a model on the hub.
-        topology: the largest tree; by default what suits the drafter. Every step drafts and verifies of it what pays.
-        coupling: how children are drawn and judged; by default what suits the drafter.
-        decider: how much is drafted; by default :class:`~arbordraft.CostAware`, by ``costs``.
-        costs: what steps cost: ``auto`` as measured on this machine, once that pays, and roughly until then
-            (:func:`~arbordraft.decoding.measuring.cost_aware`), or at once for couplings whose texts depend on drafts;
-            ``renew`` to measure now, for as long as it takes; what was measured elsewhere; or ``None`` to draft whole
-            trees whatever they cost.
+        revision: revision of a model on the hub.
+        topology: the largest tree; by default one that suits the drafter. Every step drafts and verifies the part that
+            pays.
+        coupling: draft law and verifier of children; by default one that suits the drafter.
+        decider: decides how much is drafted; by default :class:`~arbordraft.CostAware` with ``costs``.
+        costs: costs of steps, one of these:
+
+            - ``auto``: rough costs at first, then those measured on this machine once measuring pays
+              (:func:`~arbordraft.decoding.measuring.cost_aware`). If texts of the coupling depend on drafts, they are
+              measured at once.
+            - ``renew``: measured now, for as long as it takes.
+            - costs that were measured elsewhere.
+            - ``None``: drafts whole trees regardless of their costs.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
         generation_config: see :class:`~arbordraft.SpeculativeDecoder`.
-        pool: texts of others, in which lookups look, too; they come before any other drafter then.
+        pool: other texts that lookups search, too. Lookups then come before any other drafter.
 
     Returns:
         The decoder, in eval mode; ``decoder.target`` holds the model and its tokenizer.
 
     Raises:
-        TypeError: for arguments of another kind.
-        ValueError: for names that mean nothing, damaged files, options that contradict a model in memory, and drafters
-            for another target or tokenizer.
+        TypeError: if an argument has the wrong type.
+        ValueError: if a name is unknown, a file is damaged, an option contradicts a model in memory, or the drafter
+            belongs to another target or tokenizer.
         UnsupportedModel: if the model's attention cannot run packed.
 
     Examples:
@@ -118,7 +128,7 @@ def load(
                 "row_invariant": row_invariant or None,
             }
         if clash := [name for name, value in given.items() if value is not None]:
-            raise ValueError(f"{', '.join(clash)}: the model is in memory already; say so where it is made")
+            raise ValueError(f"{', '.join(clash)}: the model is in memory already; set this where it is built")
         if isinstance(model, RaggedModel):
             target = model
         else:
@@ -138,7 +148,7 @@ def load(
     measured: CostAware | None = None
     if decider is None and costs is not None and not isinstance(proposer, NoDrafter):
         if isinstance(drafter, str) and isinstance(proposer, NGramDrafter):
-            proposer = NGramDrafter(longest=8, shortest=1, pool=pool)  # what does not pay is dropped
+            proposer = NGramDrafter(longest=8, shortest=1, pool=pool)  # the decider drops drafts that do not pay
         if costs == "auto":
             decider = measured = cost_aware(target, proposer)
         else:
@@ -146,12 +156,12 @@ def load(
     options: dict[str, Any] = {"max_cache_tokens": max_cache_tokens, "generation_config": generation_config}
     decoder = SpeculativeDecoder(target, proposer, topology, coupling, decider, **options).eval()
     if measured is not None and not decoder.coupling.verifier.shared:
-        measured.settle()  # the text of a seed is not to change when costs are measured later
+        measured.settle()  # or the text of a seed would change when costs are measured later
     return decoder
 
 
 def _with_pool(drafter: Drafter, pool: TextPool) -> Drafter:
-    """A drafter whose lookups know a pool."""
+    """Returns a drafter whose lookups search a pool."""
     lookups = drafter.first if isinstance(drafter, HybridDrafter) else drafter
     if isinstance(lookups, NGramDrafter):
         lookups.pool = pool
@@ -205,17 +215,17 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
 def load_model(
     name: str, dtype: torch.dtype, revision: str | None = None, *, as_stored: bool = False
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
-    """A causal LM in eval mode, all of it, and its tokenizer, which pads on the left, if it has one.
+    """Loads a complete causal LM in eval mode, and its tokenizer, which pads on the left, if it has one.
 
     Args:
         name: a folder, a hub name, a GGUF file, or ``smollm2`` for SmolLM2-135M-Instruct.
-        dtype: of its weights.
-        revision: of the hub's repository.
+        dtype: dtype of the weights.
+        revision: revision of the hub's repository.
         as_stored: leave matrices in the blocks of a GGUF file, which the model then keeps reading.
 
     Raises:
-        ImportError: for a GGUF file, if the libraries that read it are not installed.
-        ValueError: if it is no causal LM, or it is damaged, incomplete or pickled.
+        ImportError: if ``name`` is a GGUF file and the libraries that read it are not installed.
+        ValueError: if the model is no causal LM, or is damaged, incomplete or pickled.
     """
     if as_stored and not name.endswith(".gguf"):
         raise ValueError(f"weights='file' means the blocks of a GGUF file, and {name} is none: choose int8 or int4")
@@ -243,17 +253,17 @@ def load_target(
     weights: str | None = None,
     device: str | None = "cpu",
 ) -> "tuple[RaggedModel, PreTrainedTokenizerBase]":
-    """The model, ready for ragged batches, and its tokenizer; for arguments see :func:`load`.
+    """Loads a model for ragged batches, and its tokenizer; for arguments see :func:`load`.
 
     Raises:
-        ValueError: if the model is damaged, incomplete or no causal LM, or it has no tokenizer.
+        ValueError: if the model is damaged, incomplete or no causal LM, or has no tokenizer.
     """
     target = _target_named(model, dtype, device, kernels=kernels, weights=weights)
     return target, tokenizer_of(target, model)
 
 
 def tokenizer_of(target: RaggedModel, name: object) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a target; raises ValueError with the model's name if there is none."""
+    """Returns the tokenizer of a target; raises ValueError with the model's name if there is none."""
     if target.tokenizer is None:
         raise ValueError(
             f"{name} has no tokenizer, and prompts are texts: save it beside the model, "

@@ -24,10 +24,10 @@ class Batch(NamedTuple):
     Args:
         tokens: ``[B, L]``; padding holds 0.
         roles: ``[B, L]`` uint8, see :mod:`arbordraft.training.shards`; padding counts as given.
-        temperatures: ``[B]`` at which the answers were drawn.
-        inputs: ``[B, L - 1, F]`` the target's hidden states, of all tokens but the last.
-        final: ``[B, L - 1, H]`` what the target's head is given at these tokens; row j predicts token j + 1.
-        normalisers: ``[B, L - 1]`` log-sum-exp of the target's rows there.
+        temperatures: ``[B]`` temperatures at which the answers were drawn.
+        inputs: ``[B, L - 1, F]`` the target's hidden states of all tokens but the last.
+        final: ``[B, L - 1, H]`` inputs of the target's head at these tokens; row j predicts token j + 1.
+        normalisers: ``[B, L - 1]`` log-sum-exp of the target's rows at these tokens.
     """
 
     tokens: Tensor
@@ -38,11 +38,11 @@ class Batch(NamedTuple):
     normalisers: Tensor
 
     def learned(self, roles: Sequence[int]) -> Tensor:
-        """``[B, L]`` bool: tokens of the given roles."""
+        """Returns ``[B, L]`` bool: tokens of the given roles."""
         return torch.isin(self.roles, torch.tensor(roles, dtype=torch.uint8, device=self.roles.device))
 
     def looked_up(self) -> Tensor:
-        """``[B, L]`` bool: tokens that followed the three before them when those last occurred."""
+        """Returns ``[B, L]`` bool: tokens that also followed the last occurrence of the three tokens before them."""
         found, size = [], 3
         for text in self.tokens.tolist():
             following: dict[tuple[int, ...], int] = {}
@@ -55,7 +55,7 @@ class Batch(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The shard and the place of a sequence."""
+    """The shard of a sequence, its index there, and its length."""
 
     shard: int
     sequence: int
@@ -66,9 +66,9 @@ class Portion(NamedTuple):
     """A part of an epoch that was read with batches of other sizes, or by another number of processes.
 
     Args:
-        of: processes.
-        batch_tokens: bound on a batch.
-        batches: how many each process read.
+        of: number of processes.
+        batch_tokens: bound on the tokens of a batch.
+        batches: number of batches that each process read.
     """
 
     of: int
@@ -80,19 +80,19 @@ class BatchLoader:
     """An endless supply of epochs, each in its own order, that Lightning can stop and resume anywhere.
 
     Sequences of one batch have similar lengths and come from the same shard, whose files are then read in one go. All
-    epochs have the same number of batches. So do all parts; for that, some batches are split, and with hardly more
-    sequences than parts an epoch may lack a few.
+    epochs and all parts have the same number of batches. For that, some batches are split. If there are hardly more
+    sequences than parts, an epoch may lack a few sequences.
 
-    A state may be loaded with another number of parts or another ``batch_tokens``: the rest of the epoch then holds
-    what its beginning did not, each sequence once.
+    A state may be loaded with another number of parts or another ``batch_tokens``. The rest of the epoch then holds the
+    sequences that its beginning did not, each once.
 
     Args:
         shards: the data.
         places: the sequences to take.
-        features: what computes or reads the features of some sequences of a shard.
-        batch_tokens: bound on B x L; a longer sequence stands alone.
-        seed: of the order; with ``None`` it is always the same, and every iteration starts at the beginning.
-        part: which share of every epoch's batches, 0 to ``of - 1``.
+        features: computes or reads the features of some sequences of a shard.
+        batch_tokens: bound on B x L; a longer sequence is a batch of its own.
+        seed: seed of the order. With ``None`` the order never changes, and every iteration starts at the beginning.
+        part: index of this loader's share of every epoch's batches, 0 to ``of - 1``.
         of: number of shares, one per process.
 
     Raises:
@@ -119,14 +119,14 @@ class BatchLoader:
         self._whole = len(self._batches(self.places, of, batch_tokens)) // of
 
     def __len__(self) -> int:
-        """Most batches of this process in any epoch that is left; Lightning asks once, and ends no epoch later."""
+        """Returns the greatest number of batches that this process has in any remaining epoch: Lightning asks once."""
         return max(self._whole, self._end)
 
     def __iter__(self) -> Iterator[Batch]:
         start, end = self._start, self._end
         batches = self._shuffled(self._left(), self.of, self.batch_tokens)
         for index in range(self.position, end):
-            # First, for a checkpoint is written while the consumer holds the batch, who may never ask for more.
+            # Before the yield: a checkpoint may be written while the consumer holds the batch, and no batch follow.
             if self.seed is not None:
                 self.position = index + 1
                 if self.position == end:
@@ -134,16 +134,16 @@ class BatchLoader:
             yield self.collate(batches[(index - start) * self.of + self.part])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the order of batches, equal on every process, and what the order depends on."""
+        """Returns the place in the order of batches, equal on every process, and the settings of the order."""
         order = {"seed": self.seed, "sequences": len(self.places), "of": self.of, "batch_tokens": self.batch_tokens}
         return {"epoch": self.epoch, "position": self.position, "before": list(map(tuple, self._before)), **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on there.
+        """Resumes at a saved place.
 
         Raises:
-            ValueError: in the middle of an epoch, if it is one of other sequences or of another seed, or if its rest
-                cannot be shared evenly by the processes.
+            ValueError: if the place is inside an epoch of other sequences or of another seed, or if its rest cannot be
+                shared evenly by the processes.
         """
         self.epoch, self.position = state["epoch"], state["position"]
         self._before = [Portion(*portion) for portion in state.get("before", ())] if self.position else []
@@ -179,18 +179,18 @@ class BatchLoader:
 
     @property
     def _start(self) -> int:
-        """Batches of each process before the last change of their sizes or of the number of processes."""
+        """Batches of each process before the last change of batch sizes or of the number of processes."""
         return sum(portion.batches for portion in self._before)
 
     @property
     def _end(self) -> int:
-        """Batches of this process in this epoch, those before that included."""
+        """Batches of this process in this epoch, those before the last such change included."""
         if not self._before:
             return self._whole
         return self._start + len(self._batches(self._left(), self.of, self.batch_tokens)) // self.of
 
     def _left(self) -> list[Place]:
-        """The sequences of this epoch that were not read before that."""
+        """Returns the sequences of this epoch that were not read before the last change of batches or processes."""
         places = list(self.places)
         for of, batch_tokens, count in self._before:
             batches = self._shuffled(places, of, batch_tokens)
@@ -204,9 +204,9 @@ class BatchLoader:
         return batches
 
     def _batches(self, places: Sequence[Place], of: int, batch_tokens: int) -> list[list[Place]]:
-        """Batches of this epoch, in ascending order of shards and lengths; their number divides by ``of`` if it can."""
+        """Builds the batches, ascending by shard and length; ``of`` divides their number if possible."""
         source = random.Random(f"{self.seed} {self.epoch} neighbours")
-        # Whoever comes first among equals, rounded lengths come in one row, which gives the same number of batches.
+        # Only equal rounded lengths are shuffled: their sequence, and so the number of batches, is always the same.
         shuffled = [(p.shard, _rounded(p), source.random() if self.seed is not None else 0.0, p) for p in places]
         places = [entry[-1] for entry in sorted(shuffled)]
         batches: list[list[Place]] = []

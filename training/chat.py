@@ -10,15 +10,15 @@ _MARKS = "first-mark-4711", "second-mark-4712", "third-mark-4713"  # texts that 
 
 
 class ChatFormat:
-    """The texts that a chat template puts around what user and assistant say.
+    """The texts that a chat template puts around messages of user and assistant.
 
     ``to_user`` stands between an answer and the next user turn, ``to_assistant`` between a user turn and its answer.
 
     Args:
-        tokenizer: with a chat template.
+        tokenizer: the target's tokenizer, with a chat template.
 
     Raises:
-        ValueError: if there is no template, or it does not repeat what users and assistants say word by word.
+        ValueError: if there is no template, or it does not repeat messages word by word.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -33,7 +33,7 @@ class ChatFormat:
         self.special = frozenset({*tokenizer.all_special_ids, *(token for token, form in added if form.special)})
 
     def before_user(self, system: str | None = None) -> str:
-        """Text before the first user turn; with the template's own system message if none is given.
+        """Returns the text before the first user turn; by default with the template's own system message.
 
         Raises:
             ValueError: if the template takes no system message.
@@ -42,12 +42,12 @@ class ChatFormat:
             return self._pieces("user")[0]
         try:
             before, between, _ = self._pieces("system", "user")
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise errors of any class
             raise ValueError(f"the chat template takes no system message ({error}); leave them out") from error
         return before + system + between
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of the beginning of a conversation, special ones only where it spells them out."""
+        """Tokenises the beginning of a conversation; special tokens appear only where the text spells them out."""
         return _ids(self.tokenizer, text)
 
     def ids_behind(self, text: str) -> list[int]:
@@ -64,13 +64,13 @@ class ChatFormat:
         for mark in marks:
             piece, separator, rest = rest.partition(mark)
             if not separator:
-                raise ValueError(f"the chat template does not repeat what was said word by word: {mark!r} is gone")
+                raise ValueError(f"the chat template does not repeat messages word by word: {mark!r} is gone")
             pieces.append(piece)
         return [*pieces, rest]
 
 
 def ids_behind(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Tokens of a text that goes on behind another; where a text begins, many tokenizers add a space."""
+    """Tokenises a text that continues another, without the space that many tokenizers add at the beginning."""
     start, whole = _ids(tokenizer, "a"), _ids(tokenizer, "a" + text)
     return whole[len(start) :] if whole[: len(start)] == start else _ids(tokenizer, text)
 

@@ -1,4 +1,4 @@
-"""Sums a loss over drafting steps and positions in chunks, as all rows of the vocabulary would not fit into memory.
+"""Sums a loss over drafting steps and positions in chunks, since all rows of logits would not fit into memory.
 
 Shapes: G drafting steps, N positions, D draft vocabulary, H hidden size of the drafter.
 """
@@ -15,13 +15,13 @@ from arbordraft.training.losses import LossFunction, TeacherRows, acceptance
 
 
 class DraftRows(NamedTuple):
-    """The rows of one drafting step, before they are multiplied out.
+    """The factors of one drafting step's rows of logits.
 
     Args:
-        hidden: ``[N, H]`` what the drafter puts into its head.
-        head: ``[D, H]`` weight of that head; steps may share it.
-        bias: ``[D]`` of that head.
-        partial: whether many positions weigh 0, which are then left out of the computation.
+        hidden: ``[N, H]`` inputs of the drafter's head.
+        head: ``[D, H]`` weight of the head; steps may share it.
+        bias: ``[D]`` bias of the head.
+        partial: whether many positions have weight 0; they are then left out of the computation.
     """
 
     hidden: Tensor
@@ -35,8 +35,8 @@ class DistillationResult(NamedTuple):
 
     Attributes:
         loss: scalar, the weighted sum.
-        acceptance: ``[G, N]`` see :func:`~arbordraft.training.losses.acceptance`; ``None`` if it was not asked for.
-        agreement: ``[G, N]`` bool, whether both find the same token most probable; ``None`` as for acceptance.
+        acceptance: ``[G, N]`` see :func:`~arbordraft.training.losses.acceptance`; ``None`` if not measured.
+        agreement: ``[G, N]`` bool, whether both models find the same token most probable; ``None`` if not measured.
     """
 
     loss: Tensor
@@ -53,24 +53,23 @@ def distillation_loss(
     *,
     measure: bool = False,
 ) -> DistillationResult:
-    """Weighted sum of a loss over drafting steps and positions, with only ``chunk`` rows of logits in memory.
+    """Sums a weighted loss over drafting steps and positions, with only ``chunk`` rows of logits in memory.
 
     Teacher rows of a chunk are computed once and serve all drafting steps. Gradients of hidden states, heads and biases
-    are computed in the forward pass, chunk by chunk, and only scaled in the backward pass, which saves computing all
-    logits twice. Matmuls run in autocast's type where autocast is on, else in the type of the head; all else in
-    float32, or float64 if the drafter's head is.
+    are computed in the forward pass, chunk by chunk. The backward pass only scales them, which saves computing all
+    logits twice. Matmuls run in autocast's type if autocast is on, else in the type of the head. All else runs in
+    float32, or in float64 if the drafter's head does.
 
     Args:
-        steps: what every drafting step predicts at the N positions. Without any position, the loss and its gradients
-            are 0.
-        teacher: gives the ``[R, D]`` target's log-probabilities of the draft vocabulary at some positions.
-        weights: ``[G, N]`` of the losses, not negative.
+        steps: rows of every drafting step at the N positions. Without any position, the loss and its gradients are 0.
+        teacher: returns the target's ``[R, D]`` log-probabilities of the draft vocabulary at some positions.
+        weights: ``[G, N]`` weights of the losses, not negative.
         loss: one of :data:`~arbordraft.training.losses.LOSSES`, or a function of the same kind.
-        chunk: positions per chunk. However many positions and steps there are, at most 8 times ``chunk * D`` numbers
-            are held besides the gradients, 11 times for partial steps.
-        measure: return acceptance and agreement, which take a sixth of the time again.
+        chunk: positions per chunk. It alone bounds the numbers that are held besides the gradients: 8 times
+            ``chunk * D``, or 11 times for partial steps.
+        measure: whether to return acceptance and agreement, which take a sixth of the time in addition.
     """
-    # Steps share parameters, whose gradients then add up in one place.
+    # Steps may share parameters, whose gradients then add up in one place.
     shared = {id(t): t for step in steps for t in (step.head, step.bias) if t is not None}
     inputs = [*shared.values(), *(step.hidden for step in steps)]
     if not torch.is_grad_enabled():  # without a graph to belong to, the gradients would be computed in vain
@@ -105,7 +104,7 @@ class _Work(NamedTuple):
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """Weighted sum of losses of ``hidden @ head.T + bias``, with what was measured, detached, or None."""
+    """Weighted sum of losses of ``hidden @ head.T + bias``; with detached measurements, or None."""
 
     @staticmethod
     def forward(ctx: Any, work: _Work, *inputs: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -113,7 +112,7 @@ class _ChunkedSum(torch.autograd.Function):
         narrow, wide = _matmul_type(head), torch.promote_types(head.dtype, torch.float32)
         weights = work.weights.to(wide)
         rounded = [tensor.to(narrow) for tensor in inputs[: work.places[0].hidden]]
-        # Wide, as every chunk adds to them; autograd itself brings them to the type of what they belong to.
+        # Wide, since every chunk adds to them; autograd itself casts them to the type of their inputs.
         grads = [
             torch.zeros_like(tensor, dtype=wide) if needed else None
             for tensor, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)
@@ -122,7 +121,7 @@ class _ChunkedSum(torch.autograd.Function):
         accepted = torch.zeros_like(weights) if work.measure else None
         agreement = torch.zeros_like(weights, dtype=torch.bool) if work.measure else None
 
-        def add(step: int, part: slice, teacher: TeacherRows) -> None:  # frees its logits before those of the next
+        def add(step: int, part: slice, teacher: TeacherRows) -> None:  # frees its logits on return
             at, head_at, bias_at, partial = work.places[step]
             matrix, offset = rounded[head_at], None if bias_at is None else rounded[bias_at]
             rows: slice | Tensor = part
@@ -164,6 +163,6 @@ class _ChunkedSum(torch.autograd.Function):
 
 
 def _matmul_type(weight: Tensor) -> torch.dtype:
-    """Type in which autocast, if it is on, would multiply with ``weight``."""
+    """Returns the type in which ``weight`` is multiplied: autocast's if autocast is on, else its own."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype

@@ -28,7 +28,7 @@ class Sampling(NamedTuple):
 
     Args:
         temperature: 0 for greedy.
-        max_new_tokens: bound on the new tokens of each.
+        max_new_tokens: bound on the new tokens of each text.
     """
 
     temperature: float
@@ -39,9 +39,10 @@ class Completion(NamedTuple):
     """A continuation.
 
     Args:
-        tokens: the new ones, the stop token included if it ended so; no loops (:mod:`arbordraft.training.loops`).
+        tokens: the new tokens, with the stop token that ended them, if any; no loops
+            (:mod:`arbordraft.training.loops`).
         ended: whether it ended with a stop token.
-        hidden: ``[n - 1, F]`` states of all tokens but the last, prompt included, if they were asked for.
+        hidden: ``[n - 1, F]`` states of all tokens but the last, prompt included, if requested.
     """
 
     tokens: list[int]
@@ -57,13 +58,13 @@ class Completion(NamedTuple):
         return Completion([*kept], False, hidden)
 
 
-# Continues prompts by a sampling and a seed, in their order; the last argument is told how many tokens came since its
-# last call.
+# Continues prompts with a sampling and a seed, and returns continuations in their order. The last argument is called
+# with the number of tokens since its last call.
 Completer = Callable[[Sequence[Sequence[int]], Sampling, int, Callable[[int], object]], list[Completion]]
 
 
 class _Recorder(NoDrafter):
-    """Drafts nothing and keeps the hidden states that a drafter would have been shown."""
+    """Drafts nothing and keeps the hidden states that a drafter would have received."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         super().__init__()
@@ -78,18 +79,18 @@ class _Recorder(NoDrafter):
 
     def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
         for sample, states in hidden.items():
-            self._seen[sample].append(states.clone())  # not a view that would keep a whole batch
+            self._seen[sample].append(states.clone())  # a view would keep the whole batch in memory
 
     def take(self, sample: int) -> Tensor | None:
         return torch.cat(self._seen.pop(sample)) if self.hidden_layers else None
 
 
 class DecoderCompleter:
-    """Continues texts with the target in this process, in unpadded batches; whatever runs into a loop is stopped.
+    """Continues texts with the target in this process, in unpadded batches; texts that run into a loop are stopped.
 
     Args:
         target: the model; ``kernels="auto"`` makes it about twice as fast on a CPU.
-        batch: texts at a time; what comes out does not depend on it, but for rounding.
+        batch: texts at a time; continuations do not depend on it, except by rounding.
         hidden_layers: hidden states to keep, as transformers numbers them.
 
     Raises:
@@ -99,7 +100,7 @@ class DecoderCompleter:
     def __init__(self, target: RaggedModel, batch: int = 64, hidden_layers: Sequence[int] = ()) -> None:
         ends = target.model.generation_config.eos_token_id
         if ends is None:
-            raise ValueError("the target does not say what ends an answer; set model.generation_config.eos_token_id")
+            raise ValueError("the target names no token that ends an answer; set model.generation_config.eos_token_id")
         self.batch = batch
         self._ends = [ends] if isinstance(ends, int) else list(ends)
         self._recorder = _Recorder(hidden_layers)
@@ -129,7 +130,7 @@ class DecoderCompleter:
         greedy = sampling.temperature == 0
         inputs = left_padded(prompts)
         longest = inputs["input_ids"].shape[1]
-        # Not by generate(), which would mix the model's own top_p, penalties and the like into the law.
+        # Not by generate(), which would add the model's own top_p, penalties and other processors to the law.
         output: Any = self._decoder.decode_loop(
             self._decoder.target.model,
             inputs["input_ids"],
@@ -156,14 +157,14 @@ class DecoderCompleter:
 class ServerCompleter:
     """Continues texts with any server that offers OpenAI's ``/v1/completions`` for prompts of token ids.
 
-    vLLM, SGLang and llama.cpp do. The server must run the same target. Where it returns no token ids, as only vLLM
-    does, its text is tokenised again. Loops are cut off, but the server has written them: its interface knows no way to
+    vLLM, SGLang and llama.cpp do. The server must run the same target. Only vLLM returns token ids; the text of other
+    servers is tokenised again. Loops are cut off only after the server has written them: its interface has no way to
     stop there.
 
     Args:
-        url: of the API, for instance ``http://localhost:8000/v1``.
-        model: the model's name there.
-        tokenizer: the target's.
+        url: address of the API, for instance ``http://localhost:8000/v1``.
+        model: the model's name on the server.
+        tokenizer: the target's tokenizer.
         parallel: requests at a time.
         timeout: seconds until a request counts as failed.
         retries: how often a request is sent again if the server does not answer or has an error of its own (HTTP 5xx).
@@ -183,7 +184,7 @@ class ServerCompleter:
         retries: int = 3,
     ) -> None:
         if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer does not say what ends an answer; set tokenizer.eos_token")
+            raise ValueError("the tokenizer names no token that ends an answer; set tokenizer.eos_token")
         self.url, self.model, self.tokenizer = url.rstrip("/"), model, tokenizer
         self.parallel, self.timeout, self.retries = parallel, timeout, retries
 
@@ -193,7 +194,7 @@ class ServerCompleter:
         """Continues every text.
 
         Raises:
-            ConnectionError: if the server fails to do so.
+            ConnectionError: if the server fails.
         """
         import httpx
 
@@ -210,11 +211,11 @@ class ServerCompleter:
             except (httpx.HTTPError, httpx.InvalidURL, ConnectionError, KeyError, TypeError, ValueError) as error:
                 raise ConnectionError(
                     f"{self.url} does not answer as an OpenAI-compatible server with the model {self.model!r} should "
-                    f"({type(error).__name__}: {error}); what was generated before is kept, so put it right and run "
-                    "the same command again"
+                    f"({type(error).__name__}: {error}); earlier text is kept: correct the cause and run the "
+                    "same command again"
                 ) from error
             finally:
-                pool.shutdown(cancel_futures=True)  # what is left after an error or an interrupt
+                pool.shutdown(cancel_futures=True)  # requests that wait after an error or an interrupt
         return completions
 
     def _ask(self, client: "httpx.Client", prompt: Sequence[int], sampling: Sampling, seed: int) -> Completion:
@@ -244,7 +245,7 @@ class ServerCompleter:
             reason = choice.get("stop_reason")  # a stop token other than the tokenizer's, from vLLM
             end = reason if isinstance(reason, int) else self.tokenizer.eos_token_id
             tokens = tokens if tokens[-1:] == [end] else [*tokens, end]
-        most = sampling.max_new_tokens  # tokenising again may give more
+        most = sampling.max_new_tokens  # tokenising again may give more tokens
         return Completion(tokens[:most], ended and len(tokens) <= most).without_loop()
 
     def _post(self, client: "httpx.Client", request: dict[str, Any]) -> "httpx.Response":

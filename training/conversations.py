@@ -1,4 +1,4 @@
-"""Reads conversations from files and datasets; keeps what users ask and drops the answers."""
+"""Reads conversations from files and datasets; keeps system messages and user turns, drops the answers."""
 
 import json
 import os
@@ -23,22 +23,22 @@ _ANSWERING = {
 
 
 def read_conversations(source: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> list[list[dict[str, str]]]:
-    """Reads what users and system messages say.
+    """Reads the system and user messages of conversations.
 
     Every row has a list called ``messages`` or ``conversations``, of ``{"role", "content"}`` or ShareGPT's
-    ``{"from", "value"}``. Leaves out rows without a user turn, and rows whose first user turn came up before.
+    ``{"from", "value"}``. Rows without a user turn are left out, as are rows whose first user turn occurred before.
 
     Args:
-        source: a JSONL file; or ``hf:NAME`` or ``hf:NAME:SPLIT``, a dataset of the Hugging Face hub or a folder that
-            its ``save_to_disk`` wrote, by default of the split ``train``; or the rows, for instance a loaded dataset.
+        source: a JSONL file, ``hf:NAME`` or ``hf:NAME:SPLIT``, or the rows, for instance a loaded dataset. NAME is a
+            dataset of the Hugging Face hub or a folder that its ``save_to_disk`` wrote. SPLIT is ``train`` by default.
 
     Returns:
         ``{"role", "content"}`` messages of the roles ``system`` and ``user``; answers are dropped.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ImportError: if ``hf:`` is asked for without the library ``datasets``.
-        ValueError: if a row has another form, with its place, or if nothing is left.
+        ImportError: if ``hf:`` is used without the library ``datasets``.
+        ValueError: if a row has another form (the message names its place), or if no conversation is left.
     """
     conversations: dict[str, list[dict[str, str]]] = {}
     for place, row in _rows(source):
@@ -58,7 +58,7 @@ def _name(source: object) -> str:
 
 
 def _rows(source: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
-    """Every row with its place."""
+    """Yields every row with its place."""
     if isinstance(source, str) and source.startswith(_HUB):
         rows = _dataset(source.removeprefix(_HUB))
     elif isinstance(source, str | os.PathLike):
@@ -101,7 +101,7 @@ def _dataset(name: str) -> Iterable[Mapping[str, Any]]:
 
 
 def _messages(row: object) -> list[dict[str, str]]:
-    """The system and user messages of a row, without the space around them, which many templates drop."""
+    """Returns the system and user messages of a row, without the space around them, which many templates drop."""
     lists = [row.get(name) for name in ("messages", "conversations")] if isinstance(row, Mapping) else []
     turns = next((turns for turns in lists if isinstance(turns, list)), None)
     if turns is None:
@@ -115,7 +115,7 @@ def _messages(row: object) -> list[dict[str, str]]:
         if role not in _ASKING:
             raise ValueError(f"unknown role {role!r}; known are {', '.join([*_ASKING, *sorted(_ANSWERING)])}")
         if not isinstance(content, str):
-            raise ValueError(f"what the {role} says must be a text called content or value, not {content!r:.50}")
+            raise ValueError(f"the {role}'s message must be a text called content or value, not {content!r:.50}")
         if content := content.strip():
             messages.append({"role": _ASKING[role], "content": content})
     return messages

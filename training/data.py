@@ -28,28 +28,28 @@ _CHECKED = 2  # cached sequences that are compared with a fresh forward
 
 
 class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # Lightning is not type-checked here
-    """Conversations whose answers the target wrote, with the hidden states it had.
+    """Conversations whose answers the target wrote, with the target's hidden states.
 
-    What is missing is generated before training; an interrupted generation goes on where it stopped.
+    Missing data are generated before training; an interrupted generation goes on where it stopped.
 
     Args:
-        folder: where shards lie or will lie.
+        folder: folder of the shards, which need not exist yet.
         target: the model to imitate.
-        recipe: what to generate; of given prompts, no more conversations than there are.
-        prompts: conversations whose user turns are answered: a JSONL file or ``hf:NAME``; without it the target writes
-            its own.
-        server: an OpenAI-compatible API that runs the same target, for instance ``http://localhost:8000/v1``; without
-            it the target runs in this process.
-        server_model: the target's name there.
+        recipe: settings of the generation; with given prompts, no more conversations than prompts.
+        prompts: conversations whose user turns are answered: a JSONL file or ``hf:NAME``; by default the target writes
+            its own user turns.
+        server: an OpenAI-compatible API that runs the same target, for instance ``http://localhost:8000/v1``; by
+            default the target runs in this process.
+        server_model: the target's name on the server.
         generation_batch: texts that are continued at a time in this process.
-        minutes: time for generation, all runs together: no further shard is begun after it, and what is there is
-            learned. Without it the recipe's conversations are generated.
-        cache: keep hidden states on disk; otherwise they are computed whenever a batch is made.
+        minutes: time for generation, all runs together: no further shard is begun after it, and training uses the
+            shards that exist. By default all conversations of the recipe are generated.
+        cache: whether to keep hidden states on disk; otherwise they are computed for every batch.
         batch_tokens: bound on the tokens of a batch, padding included, on every device.
-        learn_prompts: learn from user turns that the target wrote, too.
-        validation: conversations (with all their answers) that are held out.
-        max_conversations: upper bound, for learning curves.
-        seed: of the order and of what is held out.
+        learn_prompts: whether to learn from user turns that the target wrote, too.
+        validation: number of conversations that are held out, with all their answers.
+        max_conversations: upper bound on the conversations to train on, for learning curves.
+        seed: seed of the order and of the choice of held-out conversations.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         return tuple(self.trainer.lightning_module.hidden_layers(self.target))
 
     def prepare_data(self) -> None:
-        """Generates what is missing, on one process of each machine."""
+        """Generates missing shards and hidden states, on one process of each machine."""
         self.generate()
         if self.cache:
             self._fill_cache()
@@ -105,7 +105,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         """Reads the shards and holds some conversations out.
 
         Raises:
-            ShardError: if a shard is missing, damaged or of another target.
+            ShardError: if a shard is missing, damaged or made by another target.
         """
         made_for = self.folder.manifest().get("target")
         if made_for != fingerprint(self.target.model):
@@ -127,7 +127,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         return self._batches
 
     def val_dataloader(self) -> BatchLoader:
-        """Held-out batches, in a fixed order, the same on every process."""
+        """Returns held-out batches in a fixed order, equal on every process."""
         return self._loader(self._held_out, None, 0, 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,14 +135,14 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         return self._batches.state_dict() if self._batches is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on there; a schedule that asked how many batches there are has made the loader before."""
+        """Resumes at a saved place; a schedule that asks for the number of batches has already made the loader."""
         if self._batches is None:
             self._resumed = state_dict
         else:
             self._batches.load_state_dict(state_dict)
 
     def frequent(self, count: int) -> list[int]:
-        """The most frequent tokens that are learned, ties by id; unseen ones fill up what is left."""
+        """Returns the ``count`` most frequent learned tokens, ties by id; unseen tokens fill up the list."""
         counts = torch.zeros(self.target.vocab_size, dtype=torch.int64)
         for place in self._train:
             tokens, roles = self.shards[place.shard].sequence(place.sequence)
@@ -151,7 +151,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         return counts.argsort(descending=True, stable=True)[:count].tolist()
 
     def held_out_prompts(self, count: int) -> list[list[int]]:
-        """Held-out conversations up to the first answer, each once."""
+        """Returns at most ``count`` distinct prompts: held-out conversations up to the first answer."""
         prompts: dict[tuple[int, ...], None] = {}
         for place in self._held_out:
             tokens, roles = self.shards[place.shard].sequence(place.sequence)
@@ -181,7 +181,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         """Generates this process's share of the shards."""
         tokenizer = self.target.tokenizer
         assert tokenizer is not None
-        keep = self.cache and self.server is None  # what is computed anyway
+        keep = self.cache and self.server is None  # generation in this process computes them anyway
         complete: Completer
         if self.server is not None:
             complete = ServerCompleter(self.server, self.server_model, tokenizer)
@@ -228,7 +228,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         return CachedFeatures(self.folder, self.layers)
 
     def _fill_cache(self) -> None:
-        """Computes the hidden states that generation did not leave behind."""
+        """Computes the hidden states that generation did not store."""
         missing = [shard for shard in self.folder.shards() if not self._cached.complete(shard)]
         if not missing:
             return
@@ -242,9 +242,9 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         return BatchLoader(self.shards, places, read, self.batch_tokens, seed, part, of)
 
     def _split(self) -> tuple[list[Place], list[Place]]:
-        """Sequences to train on and to hold out; all answers to one prompt stay together.
+        """Splits the sequences into training and held-out ones; all answers to one prompt stay together.
 
-        Shards were made apart from each other: a prompt that came up in several counts only in the first.
+        Shards were generated independently: a prompt that occurs in several of them counts only in the first.
         """
         groups: dict[bytes, list[Place]] = {}
         for index, shard in enumerate(self.shards):
@@ -266,7 +266,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
 
 
 def _first(marks: Tensor) -> int:
-    """Index of the first mark, or their number if there is none."""
+    """Returns the index of the first mark, or the length if there is none."""
     return int(marks.nonzero()[0]) if marks.any() else len(marks)
 
 

@@ -1,4 +1,4 @@
-"""Trains a decider with Lightning, for a drafter that is trained already.
+"""Trains a decider with Lightning, for a drafter that is already trained.
 
 Shapes: G drafting steps, M drafts along held-out text.
 """
@@ -29,30 +29,31 @@ from arbordraft.training.reports import card
 from arbordraft.training.students import EagleStudent, Student
 from arbordraft.utils.checks import check_int
 
-# Least chances of survival to choose from; above 1 nothing is drafted.
+# Candidate thresholds on the chance of survival; above 1 nothing is drafted.
 THRESHOLDS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0)
-_TIMED = 4  # prompts that are decoded to measure what a decoding step costs
+_TIMED = 4  # prompts that are decoded to measure the costs of a decoding step
 
 
 class DeciderModule(DistillationModule):
-    """Teaches a decider how much of its rows a drafter can expect to be accepted, on the target's own text.
+    """Teaches a decider how likely the target accepts each draft, on the target's own text.
 
-    The label of a draft row is 1 - TV(target row, draft row), and it counts as much as the path above it survives: all
-    depths are learned as often as decoding visits them. Validation calibrates the decider, depth by depth, and chooses
-    the threshold that decodes most tokens per second, both on one half of the held-out text; it reports on the other.
+    The label of a draft row is 1 - TV(target row, draft row). Its weight is the chance that the path above it survives,
+    so that each depth counts as often as decoding visits it. Validation calibrates the decider depth by depth, and
+    chooses the threshold that decodes most tokens per second. Both use one half of the held-out text; the metrics come
+    from the other half.
 
     Args:
-        drafter: folder of a trained EAGLE head, or a student that has its network. It stays as it is.
-        hidden: read the drafter's hidden state.
+        drafter: folder of a trained EAGLE head, or a student with its network. Its weights do not change.
+        hidden: whether to read the drafter's hidden state.
         top_k: how many of a row's highest probabilities to read, besides its entropy; 0 reads neither.
-        widths: of the network's inner layers.
-        draft_steps: how deep to follow drafts: the depth of the topology that the decider is meant for.
+        widths: widths of the network's inner layers.
+        draft_steps: depth to which drafts are followed: that of the topology that the decider is meant for.
         lr: learning rate.
-        costs: what decoding steps cost; measured on this machine by default.
-        timed_tokens: length of the answers that are decoded for it.
+        costs: costs of decoding steps; measured on this machine by default.
+        timed_tokens: length of the answers that are decoded to measure costs.
 
     Raises:
-        ValueError: if an argument is out of range, or the folder holds something else.
+        ValueError: if an argument is out of range, or the folder holds no plain EAGLE head.
 
     Source: label and calibration from DSpark (arXiv:2607.05147), survival from SpecDec++ (Huang et al., 2024).
     """
@@ -75,7 +76,7 @@ class DeciderModule(DistillationModule):
         super().__init__()
         check_int("draft_steps", draft_steps, 1)
         student = _load(drafter) if isinstance(drafter, str) else drafter
-        # Outside of the module's state, like the target's parts below: a checkpoint holds the decider only.
+        # Not registered as submodules, like the target's parts below: a checkpoint holds the decider only.
         object.__setattr__(self, "student", student.eval().requires_grad_(False))
         config = student.network.config
         size = getattr(config, "hidden_size", None) or config.target_hidden_size
@@ -93,10 +94,10 @@ class DeciderModule(DistillationModule):
         self.attach(self.data.target)
 
     def attach(self, target: RaggedModel) -> None:
-        """Takes what it needs of the target.
+        """Attaches the target, its output head and a drafter for it.
 
         Raises:
-            ValueError: if the drafter was trained for another one.
+            ValueError: if the drafter was trained for another target.
         """
         self.student.to(target.device)
         parts = {"_target": target, "_teacher": TeacherHead(target), "_drafter": self.student.drafter(target)}
@@ -111,7 +112,7 @@ class DeciderModule(DistillationModule):
         return follow(self.student, batch, self._target, self._teacher, self.draft_steps, top_k, hidden_size)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        """Cross entropy of the chances, weighted by survival."""
+        """Returns the cross entropy of the chances, weighted by survival."""
         drafts = self.drafts(batch)
         kept = drafts.weights > 0
         logits = self.decider.logits(drafts.places[kept], drafts.statistics[kept], drafts.hidden[kept])
@@ -134,8 +135,7 @@ class DeciderModule(DistillationModule):
         self._sequences += len(batch.tokens)
 
     def on_validation_epoch_end(self) -> None:
-        """Calibrates the decider, chooses its threshold, and reports.
-
+        """Calibrates the decider, chooses its threshold, and logs the metrics.
         Raises:
             ValueError: if too little text is held out.
         """
@@ -146,7 +146,7 @@ class DeciderModule(DistillationModule):
         if not (complete & judges).any() or not (complete & ~judges).any():
             raise ValueError(
                 f"there are no two held-out answers as long as {self.draft_steps} drafting steps, one to calibrate and "
-                "one to judge; raise data.validation, or lower model.draft_steps, of which some drafters have few"
+                "one to judge; raise data.validation, or lower model.draft_steps: some drafters have only few steps"
             )
         fit, judge = ({name: values[:, half] for name, values in seen.items()} for half in (~judges, judges))
         self.decider.temperatures = tuple(
@@ -168,7 +168,7 @@ class DeciderModule(DistillationModule):
         return part["logits"] / torch.tensor(self.decider.temperatures)[:, None]
 
     def _honesty(self, part: Mapping[str, Tensor]) -> dict[str, float]:
-        """Measures how good the chances are, before and after calibration."""
+        """Measures the errors of the chances, before and after calibration."""
         reached = part["weights"] > 0
         before, after, labels, weights = (
             values[reached] for values in (part["logits"], self._calibrated(part), part["labels"], part["weights"])
@@ -180,7 +180,7 @@ class DeciderModule(DistillationModule):
         }
 
     def _choose(self, fit: Mapping[str, Tensor], judge: Mapping[str, Tensor]) -> dict[str, float]:
-        """Chooses the threshold, and the fixed depth to compare with, on one part; speeds are those on the other."""
+        """Chooses the threshold, and a fixed depth to compare with, on ``fit``; returns their speeds on ``judge``."""
         if self.costs is None:
             measured = self._measure() if self.trainer.is_global_zero else None
             self.costs = self.trainer.strategy.broadcast(measured)
@@ -226,7 +226,7 @@ def _load(folder: str) -> Student:
     config = read_config(folder)
     if (kind := config.get("model_type", config.get("class"))) != EagleConfig.model_type:
         raise ValueError(
-            f"{folder} holds a model of type {kind!r}, not an EAGLE head; hand another drafter over itself"
+            f"{folder} holds a model of type {kind!r}, not an EAGLE head; pass any other drafter as a student"
         )
     network = EagleHead.from_pretrained(folder).float()
     network.config.check_plain("the training of deciders")
@@ -236,6 +236,6 @@ def _load(folder: str) -> Student:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean; 0 if there is nothing."""
+    """Returns the weighted mean cross entropy, or 0 without any weight."""
     losses = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
     return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)

@@ -36,16 +36,16 @@ def train_demo(
     training: float = 60,
     conversations: int | None = None,
 ) -> Path:
-    """Generates and trains; an interrupted run goes on at the last shard, or at the last checkpoint.
+    """Generates data and trains; an interrupted run goes on after the last shard or checkpoint.
 
     Args:
-        console: is told what begins, with which settings, and at the end how much memory it took.
+        console: prints each stage, the chosen settings and, at the end, the peak of memory.
         target: any causal LM with a chat template.
         folder: for data, results and checkpoints.
         kind: ``eagle``, ``block`` or ``medusa``; an EAGLE head gets a decider, too.
         generation: minutes for writing text.
         training: minutes for training the drafter.
-        conversations: how many to generate, whatever time it takes.
+        conversations: number of conversations to generate, without a time limit.
 
     Returns:
         The folder of the trained drafter; the decider is beside its parent.
@@ -92,7 +92,7 @@ def train_demo(
 
 
 def gain(console: Console, target: Target, drafter: Path) -> None:
-    """Decodes the built-in prompts with the trained drafter and shows what it gains over plain decoding."""
+    """Decodes the built-in prompts with the trained drafter and prints its gain over plain decoding."""
     model = target.load("cuda" if torch.cuda.is_available() else "cpu")
     drafters = {"trained": load_drafter(drafter, model)}
     rows: list[DecodeRow] = []

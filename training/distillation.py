@@ -37,17 +37,18 @@ class Recipe:
     """Settings of a generation.
 
     Args:
-        conversations: how many prompts in all; the only setting that may be raised later, to have more of the same.
-        per_shard: prompts in one shard: what an interruption can lose.
-        temperatures: at which answers are drawn; each prompt takes the next ``answers`` of them, in turn.
+        conversations: number of prompts in all. Only this setting may be raised later, to generate more of the same.
+        per_shard: prompts in one shard: the most that an interruption can lose.
+        temperatures: temperatures of the answers; each prompt takes the next ``answers`` of them, in turn.
         answers: answers per prompt.
-        max_new_tokens: longest answer.
-        max_tokens: longest conversation; prompts that leave no room for an answer are left out, later turns too.
+        max_new_tokens: longest answer, in tokens.
+        max_tokens: longest conversation, in tokens; prompts and later turns that leave no room for an answer are left
+            out.
         follow_ups: share of the self-written conversations that get a second user turn.
-        seed: of everything drawn.
+        seed: seed of all random draws.
 
     Raises:
-        ValueError: if one is out of range, or a prompt would get the same greedy answer twice.
+        ValueError: if a setting is out of range, or a prompt would get the same greedy answer twice.
     """
 
     conversations: int = 10_000
@@ -81,7 +82,7 @@ class Recipe:
 
 
 class _Clock:
-    """Adds up how long something takes, in a file, over many runs."""
+    """Adds up the minutes spent in its block over many runs, in a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,22 +99,22 @@ class _Clock:
 
 @dataclass
 class SelfDistillation:
-    """Writes shards of conversations; what exists already is kept, so an interrupted run goes on where it stopped.
+    """Writes shards of conversations; existing shards are kept, so an interrupted run goes on where it stopped.
 
-    A conversation is over once an answer is cut off, or ends otherwise than answers do in the template.
+    A conversation ends once an answer is cut off, or ends in another way than the template ends answers.
 
     Args:
         chat: the target's chat format.
         complete: continues texts.
-        recipe: what to generate.
-        folder: where to.
-        provenance: what else made the data: target, revision, backend.
-        messages: conversations whose user turns and first system message are taken; without any the target writes its
+        recipe: settings of the generation.
+        folder: where the shards are written.
+        provenance: further facts on the origin of the data: target, revision, backend.
+        messages: conversations whose user turns and first system message are taken; by default the target writes its
             own.
         store: called with every new shard and the hidden states of its conversations, before the shard counts as done.
 
     Raises:
-        ValueError: if there are fewer conversations than the recipe wants, or the target cannot write its own.
+        ValueError: if there are fewer conversations than the recipe wants, or the target cannot write user turns.
     """
 
     chat: ChatFormat
@@ -142,14 +143,15 @@ class SelfDistillation:
         of: int = 1,
         minutes: float = inf,
     ) -> None:
-        """Generates what is missing.
+        """Generates the missing shards.
 
         Args:
-            progress: told the shards done, the shards in all as far as that can be told, and how many tokens came since
-                the last call.
-            part: which share of the shards, 0 to ``of - 1``: several processes can fill one folder.
+            progress: called with the shards done, an estimate of the shards in all, and the number of tokens since the
+                last call.
+            part: index of this run's share of the shards, 0 to ``of - 1``: several processes can fill one folder.
             of: number of shares.
-            minutes: begin no further shard once those of this part took so long, those of runs before included.
+            minutes: time limit: no further shard is begun once the shards of this part took so long, earlier runs
+                included.
 
         Raises:
             ShardError: if the folder was begun with other settings or holds a damaged shard.
@@ -261,7 +263,7 @@ class SelfDistillation:
         return asked
 
     def _behind_answer(self, dialogue: Dialogue, text: str = "") -> list[int]:
-        """The beginning of the next user turn, less the end of the answer, which is there already."""
+        """Returns the tokens that begin the next user turn, without the end of the answer, which is already there."""
         tokens = self.chat.ids_behind(self.chat.to_user + text)
         return tokens[tokens.index(dialogue.tokens[-1]) + 1 :]
 

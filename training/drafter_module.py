@@ -51,31 +51,31 @@ class DrafterModule(DistillationModule):
     """Distils a target into a drafter, on the target's own text.
 
     Args:
-        student: which drafter.
-        begin_with: folder of a trained drafter to learn on from, of the same form: a shipped one on text of one's own,
-            or one whose training's checkpoints are gone. The learning rate warms up again, so that what the cool-down
-            of that training brought is lost at first; ``before-cooldown.ckpt`` goes on without loss. Of several
-            folders, whose trainings went on from one another, it is the mean of the weights, which drafts better
-            than each of them: with ``lr=0`` and a single step it is published as it is.
-        phases: from easy to hard: unrolling costs time and pays only once single steps are good.
+        student: the drafter to train; an EAGLE head by default.
+        begin_with: folder of a trained drafter of the same form to learn on from. It may be a shipped one, to adapt it
+            to other text, or one whose training checkpoints are gone. The learning rate warms up again, which at first
+            undoes the gain of the earlier cool-down; ``before-cooldown.ckpt`` goes on without loss. If several folders
+            are given, whose trainings went on from one another, training begins with the mean of their weights. The
+            mean drafts better than each of them; with ``lr=0`` and a single step it is published unchanged.
+        phases: phases from easy to hard: unrolling costs time and pays only once single steps are good.
         decay: weight of a drafting step relative to the one before.
         lr: highest learning rate, reached after ``warmup`` optimizer steps and held until the cool-down.
-        warmup: optimizer steps.
-        cooldown: share of training, of the time (``trainer.max_time``) or steps given, at the end of which the learning
-            rate falls to 0. The state before is kept beside the other checkpoints, as ``before-cooldown.ckpt``: a
-            training that is given more goes on from there as if it had been given that at once.
-        lookup_weight: weight of tokens that a lookup of the last three in the text predicts, in [0, 1]. Decoding that
-            tries lookups first needs no drafter for them: 0 leaves them out.
+        warmup: optimizer steps until the learning rate reaches ``lr``.
+        cooldown: share of the training, by time (``trainer.max_time``) or steps, in which the learning rate finally
+            falls to 0. The state before it is saved beside the other checkpoints, as ``before-cooldown.ckpt``. A longer
+            training goes on from there as if it had been longer from the beginning.
+        lookup_weight: weight, in [0, 1], of tokens that a lookup of the last three tokens in the text predicts.
+            Decoding that tries lookups first needs no drafter for them: 0 leaves them out.
         chunk: positions whose rows of logits are in memory at a time.
-        draft_steps: drafting steps that validation looks at.
+        draft_steps: drafting steps that validation measures.
         tree: children per level of the tree whose block efficiency validation reports.
-        walked_tokens: of every held-out answer, those along which validation emulates decoding.
+        walked_tokens: tokens of every held-out answer along which validation emulates decoding.
         decoded: held-out prompts that validation decodes with the drafter.
-        decoded_tokens: longest answer there.
+        decoded_tokens: longest answer to these prompts, in tokens.
 
     Raises:
-        ValueError: if the phases do not end in ascending order at 1.0, name an unknown loss or have no steps, or
-            another number is out of range.
+        ValueError: if a number is out of range, or the phases name an unknown loss, have no steps, or do not ascend
+            to 1.0.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class DrafterModule(DistillationModule):
         super().__init__()
         if not phases or phases[-1].until < 1 or any(a.until >= b.until for a, b in pairwise(phases)):
             raise ValueError(f"the phases must end in ascending order, the last one at 1.0; got {list(phases)}")
-        for phase in phases:  # of which the last one would fail only after hours
+        for phase in phases:  # checked now: the last one would fail only after hours
             loss_named(phase.loss)
             position_decay(phase.steps, decay)
         self.student = student or EagleStudent()
@@ -114,7 +114,7 @@ class DrafterModule(DistillationModule):
         self._progress = 0.0
 
     def save(self, folder: Path) -> None:
-        """Writes the network, as it was when it was validated last, as transformers does."""
+        """Writes the network as of the last validation, in the format of transformers."""
         self._whole.save(folder)
 
     def card(self, metrics: Mapping[str, float]) -> str:
@@ -130,7 +130,7 @@ class DrafterModule(DistillationModule):
         """Builds the network for the data's target.
 
         Raises:
-            ValueError: if the target is on another device than what learns from it, or ``begin_with`` does not fit.
+            ValueError: if the target is on another device than the training, or ``begin_with`` does not fit.
         """
         here, there = self.trainer.strategy.root_device, self.data.target.device
         if here.type != there.type:
@@ -140,15 +140,15 @@ class DrafterModule(DistillationModule):
             if self.begin_with:
                 self.student.begin_with(self.begin_with, self.data.target)
         self.data.target.requires_grad_(False)  # its gradients would be computed in vain
-        # Outside of the module's state: a checkpoint holds the drafter only.
+        # Not registered as submodules: a checkpoint holds the drafter only.
         object.__setattr__(self, "_teacher", TeacherHead(self.data.target))
         object.__setattr__(self, "_whole", self.student)
 
     def configure_model(self) -> None:
-        """Splits weights, gradients and optimizer state over all processes if a ``ModelParallelStrategy`` wants it."""
+        """Splits weights, gradients and optimizer state over all processes if a ``ModelParallelStrategy`` is used."""
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self, FSDPModule):
             mesh = init_device_mesh(self.trainer.strategy.root_device.type, (self.trainer.world_size,))
-            # Whole for as long as a step lasts: students use parts of their networks apart from each other.
+            # Not resharded within a step: students call parts of their networks separately.
             fully_shard(self, mesh=mesh, reshard_after_forward=False)
             register_fsdp_forward_method(self, "training_step")
             register_fsdp_forward_method(self, "validation_step")
@@ -160,7 +160,7 @@ class DrafterModule(DistillationModule):
         self._advance()
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, index: int) -> None:
-        """Keeps the state before the cool-down, and has Lightning validate what training ends with."""
+        """Saves the state before the cool-down; stops at the end so that Lightning validates the final network."""
         before = self._progress
         self._advance()
         keeper = self.trainer.checkpoint_callback
@@ -170,18 +170,18 @@ class DrafterModule(DistillationModule):
             self.trainer.should_stop = True
 
     def _advance(self) -> None:
-        """Notes how far training is, and sets the learning rate of the next step; a resumed training does, too."""
+        """Updates the progress and sets the learning rate of the next step, also when a training is resumed."""
         self._progress = progress(self.trainer)
         rate = self.lr * relative_rate(self.global_step, self._progress, self.warmup, self.cooldown)
         for optimizer in self.trainer.optimizers:
             optimizer.set_lr(rate)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        """Distillation loss of all drafting steps of the present phase.
+        """Returns the distillation loss of all drafting steps of the current phase.
 
         Raises:
-            TrainingDiverged: if the loss is no number.
-            TrainingOutOfMemory: if the step did not fit into memory; it names the settings that help.
+            TrainingDiverged: if the loss is not finite.
+            TrainingOutOfMemory: if the step did not fit into memory; the message names the settings that help.
         """
         phase = next(phase for phase in self.phases if self._progress < phase.until or phase is self.phases[-1])
         with self._explained():
@@ -189,7 +189,7 @@ class DrafterModule(DistillationModule):
             return self._loss(batch, phase, measure=every > 0 and (self.global_step + 1) % every == 0)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Gradients; raises as :meth:`training_step` does."""
+        """Computes the gradients; raises TrainingOutOfMemory as :meth:`training_step` does."""
         with self._explained():
             super().backward(loss, *args, **kwargs)
 
@@ -227,15 +227,15 @@ class DrafterModule(DistillationModule):
         return loss
 
     def validation_step(self, batch: Batch, index: int) -> None:
-        """Collects what would be accepted along held-out text."""
+        """Collects the drafts along held-out text, with their acceptance."""
         drafts = follow(self.student, batch, self.data.target, self._teacher, self.draft_steps)
         tensors = {name: getattr(drafts, name) for name in ("labels", "passes", "ranks", "valid")}
         tensors["temperatures"] = batch.temperatures[drafts.sequences]
-        tensors["answers"] = drafts.answers + sum(len(seen["answers"]) for seen in self._collected)  # other numbers
+        tensors["answers"] = drafts.answers + sum(len(seen["answers"]) for seen in self._collected)  # unique numbers
         self.collect(tensors)
 
     def on_validation_epoch_end(self) -> None:
-        """Reports expected block efficiencies, acceptance by depth, and a real decode."""
+        """Logs expected block efficiencies, acceptance by depth, and figures of a real decode."""
         metrics, acceptance = expectations(self.collected(), self.tree, self.walked_tokens)
         if acceptance:
             self.student.network.config.acceptance = acceptance
@@ -247,27 +247,27 @@ class DrafterModule(DistillationModule):
             )
             metrics |= figures
         taus = [value for name, value in metrics.items() if name.startswith("val/tau_") and name.endswith("chain")]
-        metrics["val/tau"] = sum(taus) / max(1, len(taus))  # what checkpoints are compared by
-        self.log_dict(metrics, sync_dist=True)  # the same everywhere, but for times
+        metrics["val/tau"] = sum(taus) / max(1, len(taus))  # the metric that compares checkpoints
+        self.log_dict(metrics, sync_dist=True)  # equal on all processes, except times
 
     def on_train_batch_start(self, batch: Batch, index: int) -> None:
-        """Lets noise depend on how far training is, not on how it came there: a resumed one draws the same."""
+        """Seeds the noise by the place in the data, so that a resumed training draws the same noise."""
         state = {name: self.data.state_dict()[name] for name in ("epoch", "position")}
         place = f"{self.data.seed} {state} {self.global_rank}"
         torch.manual_seed(random.Random(place).getrandbits(63))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Makes sure that the last checkpoint of a training that diverges is a good one.
+        """Refuses weights that are not finite, so that the last checkpoint of a diverging training is good.
 
         Raises:
-            TrainingDiverged: if a weight is no number.
+            TrainingDiverged: if a weight is NaN or infinite.
         """
         for name, parameter in self.named_parameters():
             if not parameter.isfinite().all():
                 raise TrainingDiverged(f"{name} is not finite at step {self.global_step}; {_DIVERGED}")
 
     def _gather(self) -> None:
-        """Has the student at hand with all its weights, also where they are split; all processes must take part."""
+        """Keeps the student with all its weights, gathered if they are split; all processes must take part."""
         whole = self.student
         if isinstance(self, FSDPModule):
             self.unshard()
@@ -277,10 +277,10 @@ class DrafterModule(DistillationModule):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Names the settings that help against a lack of memory."""
+        """Turns errors for lack of memory into TrainingOutOfMemory, which names the settings that help."""
         try:
             yield
-        except RuntimeError as error:  # what PyTorch raises on a CPU, and the parent of what it raises elsewhere
+        except RuntimeError as error:  # raised by PyTorch on a CPU; other devices raise a subclass
             if "out of memory" not in str(error).lower() and "can't allocate memory" not in str(error):
                 raise
             raise TrainingOutOfMemory(

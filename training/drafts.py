@@ -1,10 +1,10 @@
-"""Lets a drafter draft along text of the target; describes every draft as decoding shows it to deciders.
+"""Lets a drafter draft along text of the target; describes every draft as deciders see it in decoding.
 
-The text is the target's own, so a draft that keeps to it is one that is accepted: its later steps see what they would
-see in decoding, as often as they are reached.
+The target wrote the text, so a draft that follows it is accepted. Its later steps have the inputs that they have in
+decoding, and count as often as decoding reaches them.
 
-Shapes: B sequences, L tokens, R rows, G drafting steps, M drafts: one for every token of an answer that a
-draft may begin with, H hidden size of the drafter or 0, K highest probabilities of a row.
+Shapes: B sequences, L tokens, R rows, G drafting steps, M drafts, H hidden size of the drafter or 0, K highest
+probabilities of a row. A draft begins at every token of an answer at which one can begin.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ class Drafts:
         places: ``[G, M, 3]``, see :meth:`arbordraft.LearnedDecider.logits`.
         statistics: ``[G, M, 1 + K]``, see there.
         hidden: ``[G, M, H]``, see there.
-        labels: ``[G, M]`` 1 - TV of target and draft row, both at the temperature of the text. Where that is 0 both are
-            one-hot, and the target's token is the text's.
+        labels: ``[G, M]`` 1 - TV of target and draft row, both at the temperature of the text. At temperature 0 both
+            rows are one-hot, and the target's token is the text's.
         passes: ``[G, M]`` chance that the text's token passes if those before it did, ``min(1, q(x) / p(x))``.
         ranks: ``[G, M]`` int64: how many draft tokens are more probable than the text's.
-        weights: ``[G, M]`` chance that the draft gets so far: the product of ``passes`` before.
-        valid: ``[G, M]`` bool: whether the answer goes so far. Where it does not, ``passes`` and ``weights`` are 0,
-            ``ranks`` that of no token, and all else means nothing.
-        sequences: ``[M]`` the sequence of the batch.
+        weights: ``[G, M]`` chance that the draft reaches this step: the product of earlier ``passes``.
+        valid: ``[G, M]`` bool: whether the answer reaches this step. If not, ``passes`` and ``weights`` are 0,
+            ``ranks`` are the size of the vocabulary, and the other fields are undefined.
+        sequences: ``[M]`` index of the sequence in the batch.
         answers: ``[M]`` number of the answer in the batch. Drafts come in the order in which they begin.
     """
 
@@ -69,11 +69,11 @@ def follow(
     """Lets the student draft along a batch.
 
     Args:
-        student: with its network.
-        batch: of the target's text.
+        student: student with its network.
+        batch: batch of the target's text.
         target: the target.
-        teacher: its head.
-        steps: G; what lies beyond the student's own depth is not valid.
+        teacher: the target's head.
+        steps: G; steps beyond the student's own depth are not valid.
         top_k: K.
         hidden_size: H, or 0 to leave hidden states out.
     """
@@ -112,10 +112,10 @@ def follow(
 def _rows(
     student: Student, batch: Batch, teacher: TeacherHead, predictions: Sequence[Prediction], top_k: int
 ) -> Tensor:
-    """``[G, B, L, 6 + K]`` of the rows that predict tokens of answers, by these tokens.
+    """Computes ``[G, B, L, 6 + K]`` figures of the rows that predict tokens of answers, at these tokens.
 
-    The last axis holds 1 if there is such a row, its label, how likely the token passes, the token's draft probability
-    and rank, the row's entropy and its highest probabilities.
+    The last axis holds 1 if there is such a row, its label, the chance that the token passes, the token's draft
+    probability and rank, the row's entropy and its highest probabilities.
     """
     count, length = batch.tokens.shape
     vocabulary = student.tokens
@@ -124,12 +124,12 @@ def _rows(
         sequences, at = part // length, part % length
         text = batch.tokens[sequences, at]
         greedy = batch.temperatures[sequences] == 0
-        heat = batch.temperatures[sequences].masked_fill(greedy, 1.0)[:, None]  # what decoding shows of greedy drafts
+        heat = batch.temperatures[sequences].masked_fill(greedy, 1.0)[:, None]  # as in decoding, greedy drafts at 1
         # One target row serves all drafting steps.
         target = (teacher(batch.final[sequences, at - 1]).float() / heat).softmax(dim=-1)
         likely = target.gather(1, text[:, None])[:, 0].clamp(min=_TINY)
         known, place = torch.ones_like(greedy), text
-        if vocabulary is not None:  # what cannot be drafted has probability 0
+        if vocabulary is not None:  # other tokens have probability 0
             target, place = target[:, vocabulary], torch.searchsorted(vocabulary, text).clamp(max=len(vocabulary) - 1)
             known = vocabulary[place] == text
         for step, prediction in enumerate(predictions):
@@ -150,10 +150,10 @@ def _rows(
 
 
 def _earlier(x: Tensor, by: int) -> Tensor:
-    """``[B, L, C]``: place j holds what j + by had."""
+    """Shifts ``[B, L, C]``: place j gets the values of j + by."""
     return functional.pad(x[:, by:], (0, 0, 0, min(by, x.shape[1])))
 
 
 def _before(x: Tensor, start: float) -> Tensor:
-    """``[G, M]``: step s holds what s - 1 had."""
+    """Shifts ``[G, M]``: step s gets the values of step s - 1, the first step gets ``start``."""
     return torch.cat([torch.full_like(x[:1], start), x[:-1]])

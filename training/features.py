@@ -1,4 +1,4 @@
-"""Computes and caches the target's hidden states of conversations, from which drafters learn and rows are made.
+"""Computes and caches the target's hidden states of conversations, for drafters to read and for rows to imitate.
 
 Shapes: n tokens of a sequence, N of a shard, F input features side by side, H hidden size, V vocabulary, R rows.
 """
@@ -18,17 +18,17 @@ from arbordraft.training.shards import Shard, ShardError, ShardFolder, read_rows
 
 _BATCH = 16  # sequences that are run at a time
 _ROWS = 64  # rows of logits over the whole vocabulary that are in memory at a time
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a row's norm; half precision rounds by far more
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to a row's norm; half precision rounds far more
 
 
 class Features(NamedTuple):
     """The target's hidden states of one sequence and the normalisers of its rows; the last token has none.
 
     Args:
-        inputs: ``[n - 1, F]`` hidden states that the drafter is given.
-        final: ``[n - 1, H]`` outputs of the final norm, from which the head makes the rows to imitate.
-        normalisers: ``[n - 1]`` log-sum-exp of these rows over the whole vocabulary, with which a part of a row has the
-            probabilities that decoding will show.
+        inputs: ``[n - 1, F]`` hidden states that the drafter reads.
+        final: ``[n - 1, H]`` outputs of the final norm, from which the head computes the rows to imitate.
+        normalisers: ``[n - 1]`` log-sum-exp of these rows over the whole vocabulary. With it, a part of a row has the
+            probabilities that it has in decoding.
     """
 
     inputs: Tensor
@@ -37,13 +37,13 @@ class Features(NamedTuple):
 
 
 class TeacherHead(nn.Module):
-    """The target's head alone: logits from what the final norm gives.
+    """The target's output head: computes logits from outputs of the final norm.
 
     Args:
         target: the model.
 
     Raises:
-        ValueError: if the model does more to its logits than project and cap them, or reads other weights.
+        ValueError: if the model computes logits by more than projecting and capping, or reads other weights.
     """
 
     weight: Tensor
@@ -58,7 +58,7 @@ class TeacherHead(nn.Module):
         self._check(target)
 
     def forward(self, final: Tensor) -> Tensor:
-        """``[R, V]`` logits of ``[R, H]``, multiplied as the target does, in float32 at least."""
+        """Computes ``[R, V]`` logits of ``[R, H]``, multiplied as the target does, in float32 at least."""
         with torch.autocast(final.device.type, enabled=False):
             logits = functional.linear(final.to(self.weight.dtype), self.weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -66,7 +66,7 @@ class TeacherHead(nn.Module):
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def part(self, tokens: Tensor | None) -> "TeacherHead":
-        """The head of ``[D]`` tokens alone, or of all."""
+        """Returns the head of only ``[D]`` tokens, or the whole head for ``None``."""
         if tokens is None:
             return self
         part = copy(self)
@@ -75,7 +75,7 @@ class TeacherHead(nn.Module):
 
     @torch.no_grad()
     def normalisers(self, final: Tensor) -> Tensor:
-        """``[R]`` log-sum-exp of the logits of ``[R, H]``, in float32 at least; a few rows are in memory at a time."""
+        """Computes ``[R]`` log-sum-exp of the logits of ``[R, H]``, in float32 at least, a few rows at a time."""
         found = final.new_empty(len(final), dtype=torch.promote_types(self.weight.dtype, torch.float32))
         for rows, out in zip(final.split(_ROWS), found.split(_ROWS), strict=True):
             torch.logsumexp(self(rows), dim=-1, out=out)
@@ -89,17 +89,17 @@ class TeacherHead(nn.Module):
         )
         if not _close(self(final), logits, half=0.03):
             raise ValueError(
-                f"{type(target.model).__name__} does something unknown to its logits behind the output layer, or does "
+                f"{type(target.model).__name__} does something unknown to its logits after the output layer, or does "
                 "not read that layer as it is (int8): drafters would learn wrong rows"
             )
 
 
 class FreshFeatures:
-    """Computes features when they are asked for.
+    """Computes features on demand.
 
     Args:
         target: the model.
-        layers: hidden states that the drafter wants, as transformers numbers them.
+        layers: hidden states that the drafter reads, as transformers numbers them.
     """
 
     def __init__(self, target: RaggedModel, layers: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ class FreshFeatures:
         self.head = TeacherHead(target)
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> list[Features]:
-        """Features of several sequences, in one unpadded batch."""
+        """Computes the features of several sequences, in one unpadded batch."""
         cache = RaggedKVCache()
         handles = [cache.open(len(tokens)) for tokens in sequences]
         known = {handle: tokens[:-1] for handle, tokens in zip(handles, sequences, strict=True)}
@@ -116,18 +116,18 @@ class FreshFeatures:
         return self.split([states[handle] for handle in handles])
 
     def read(self, shard: Shard, sequences: Sequence[int]) -> list[Features]:
-        """Features of some sequences of a shard, a few at a time."""
+        """Computes the features of some sequences of a shard, a few at a time."""
         texts = [shard.sequence(number)[0].tolist() for number in sequences]
         return [found for start in range(0, len(texts), _BATCH) for found in self(texts[start : start + _BATCH])]
 
     def split(self, states: Sequence[Tensor]) -> list[Features]:
-        """Takes ``[n - 1, F + H]`` states of several sequences apart."""
+        """Splits ``[n - 1, F + H]`` states of several sequences into features."""
         if not states:
             return []
         width = self.head.weight.shape[1]
         inputs, finals = [rows[:, :-width] for rows in states], [rows[:, -width:] for rows in states]
-        # At once: a few numbers of every sequence, kept where rows of the vocabulary were, would leave no place for
-        # the next rows, and memory would grow by them.
+        # In one call: the few numbers kept of each sequence would lie where rows of logits were. The next rows would
+        # not fit there any more, and memory would grow by them.
         normalisers = self.head.normalisers(torch.cat(finals)).split([len(rows) for rows in finals])
         return [Features(*parts) for parts in zip(inputs, finals, normalisers, strict=True)]
 
@@ -136,8 +136,8 @@ class CachedFeatures:
     """Features of all sequences of a folder, from files beside its shards.
 
     Args:
-        folder: where the shards lie.
-        layers: hidden states that the drafter wants, as transformers numbers them; files may hold more of them.
+        folder: folder of the shards.
+        layers: hidden states that the drafter reads, as transformers numbers them; files may hold more of them.
     """
 
     def __init__(self, folder: ShardFolder, layers: Sequence[int]) -> None:
@@ -148,7 +148,7 @@ class CachedFeatures:
         """Stores the features of all sequences of a shard.
 
         Raises:
-            ShardError: if they do not belong to its sequences.
+            ShardError: if they do not fit its sequences.
         """
         lengths = shard.offsets.diff().tolist()
         if [len(sequence.inputs) + 1 for sequence in features] != lengths:
@@ -163,10 +163,10 @@ class CachedFeatures:
         write_tensors(dict(zip(Features._fields, columns, strict=True)), self.folder.hidden_path(shard), metadata)
 
     def complete(self, shard: Shard) -> bool:
-        """Whether the features of a shard are all there, belong to it and cover the wanted layers.
+        """Tells whether all features of a shard are stored.
 
         Raises:
-            ShardError: if there is something else.
+            ShardError: if the file cannot be read, belongs to other text, or lacks a hidden state that is read.
         """
         path = self.folder.hidden_path(shard)
         if not path.exists():
@@ -186,7 +186,7 @@ class CachedFeatures:
         return stored >= {*Features._fields}
 
     def read(self, shard: Shard, sequences: Sequence[int]) -> list[Features]:
-        """Features of some sequences of a shard."""
+        """Reads the features of some sequences of a shard."""
         spans = [(int(shard.offsets[s]), int(shard.offsets[s + 1]) - 1) for s in sequences]
         path = self.folder.hidden_path(shard)
         with safe_open(path, "pt") as file:
@@ -198,7 +198,7 @@ class CachedFeatures:
         return [f._replace(inputs=f.inputs.unflatten(1, (len(layers), -1))[:, wanted].flatten(1)) for f in features]
 
     def bytes_per_token(self, target: RaggedModel) -> int:
-        """Bytes that a token takes on disk."""
+        """Returns the bytes that a token takes on disk."""
         width, dtype = target.model.get_output_embeddings().weight.shape[1], target.model.dtype
         return (len(self.layers) + 1) * width * dtype.itemsize + torch.promote_types(dtype, torch.float32).itemsize
 
@@ -211,7 +211,7 @@ class CachedFeatures:
         pairs = zip(self.read(shard, sequences), fresh.read(shard, sequences), strict=True)
         for sequence, (cached, wanted) in zip(sequences, pairs, strict=True):
             for name, ours, theirs in zip(Features._fields, cached, wanted, strict=True):
-                # Normalisers are of full precision, but only as exact as the states that they come from.
+                # Normalisers have full precision, but are only as exact as the states that they come from.
                 if not _close(ours, theirs.cpu().to(wanted.final.dtype)):
                     raise ShardError(
                         f"{self.folder.hidden_path(shard)}: cached {name} of sequence {sequence} differ from a fresh "
@@ -220,12 +220,12 @@ class CachedFeatures:
 
 
 def _layers(file: Any) -> tuple[int, ...]:
-    """The hidden states in an open file."""
+    """Returns the numbers of the hidden states in an open file."""
     return tuple(int(layer) for layer in (file.metadata() or {}).get("layers", "").split(",") if layer)
 
 
 def _close(actual: Tensor, expected: Tensor, half: float = 0.1) -> bool:
-    """Whether two tensors are the same but for rounding, row by row."""
+    """Tells whether two tensors are equal up to rounding, row by row."""
     if actual.shape != expected.shape:
         return False
     actual, expected = actual.reshape(len(actual), -1), expected.reshape(len(expected), -1)

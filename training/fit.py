@@ -1,4 +1,4 @@
-"""Training through LightningCLI: our defaults, and the configurations that come with the package."""
+"""Runs trainings through LightningCLI, with our defaults and the configurations that come with the package."""
 
 from importlib import resources
 from pathlib import Path
@@ -11,13 +11,13 @@ CONFIGS = resources.files("arbordraft.training") / "configs"
 
 
 def known_configs() -> list[str]:
-    """Names of the configurations that come with the package."""
+    """Returns the names of the configurations that come with the package."""
     root = Path(str(CONFIGS))
     return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.yaml"))
 
 
 def resolve_configs(arguments: list[str]) -> list[str]:
-    """Replaces names of the package's own configurations, behind ``--config``, by their paths.
+    """Replaces names of the package's own configurations after ``--config`` by their paths.
 
     Raises:
         ValueError: if a configuration is neither a file nor one of the package's.
@@ -38,11 +38,11 @@ def resolve_configs(arguments: list[str]) -> list[str]:
 
 
 def data_of(arguments: list[str]) -> "SelfDistillationDataModule":
-    """The data that arguments of 'drafter fit' ask for, ready to be generated."""
+    """Returns the data module that arguments of 'drafter fit' describe, ready to generate its data."""
     from arbordraft.training.drafter_module import DrafterModule
 
     cli = run(DrafterModule, ["fit", *arguments, "--trainer.logger", "false"], go=False)
-    cli.trainer.strategy.connect(cli.model)  # the data asks the model which hidden states it reads
+    cli.trainer.strategy.connect(cli.model)  # the data module asks the model which hidden states it reads
     cli.datamodule.trainer = cli.trainer
     return cli.datamodule
 
@@ -52,8 +52,8 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
 
     Args:
         module: the LightningModule.
-        arguments: of the command line.
-        go: run the subcommand, not only build everything.
+        arguments: arguments of the command line.
+        go: whether to run the subcommand, after building everything.
 
     Raises:
         ValueError: if a configuration or the checkpoint to go on with is missing or damaged.
@@ -77,9 +77,9 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
 
         def parse_arguments(self, parser: Any, args: Any) -> None:
             for each in (parser, *self._subcommand_parsers.values()):
-                each.exit_on_error = False  # or it prints a hundred lines of usage
+                each.exit_on_error = False  # on exit it would print a hundred lines of usage
             try:
-                self.config = parser.parse_args(args)  # without the warning that the process has arguments, too
+                self.config = parser.parse_args(args)  # the base class would warn of the process's own arguments
             except ArgumentError as error:
                 parser.exit(2, f"error: {' '.join(str(error).split())}; usage: {command} fit --help\n")
             subcommand = self.config["subcommand"]
@@ -91,7 +91,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
             resolved = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
             for callback in self.trainer.callbacks:
                 if isinstance(callback, Recorder):
-                    callback.config = resolved  # fit --config takes it
+                    callback.config = resolved  # in the form that fit --config reads
 
         def _run_subcommand(self, subcommand: str) -> None:
             if go:
@@ -103,7 +103,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
         module,
         SelfDistillationDataModule,
         args=resolve_configs(arguments),
-        # Lightning's own writes the configuration into a log folder, which a tracker with a database has not.
+        # Lightning's callback writes the configuration into a log folder, which a tracker with a database lacks.
         save_config_callback=None,
         auto_configure_optimizers=False,  # the modules bring their own
         parser_kwargs={"allow_abbrev": False, "prog": command},

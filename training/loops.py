@@ -1,4 +1,4 @@
-"""Finds where a text runs into a loop, as small models' texts do, and stops it there.
+"""Finds where a text runs into a loop, as texts of small models do, and stops it there.
 
 A loop teaches a drafter nothing past its first round: lookups draft the repetitions for free.
 """
@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 _LONGEST = 40  # tokens of a round
-_LEAST = 24  # tokens that come again: less happens in good text, too, in lists, code and tables
-_SAME = 0.9  # of them; the number of a list item may count on
-_CLUE = 3  # last tokens that stood there a round before, or nothing needs counting
+_LEAST = 24  # repeated tokens: fewer also occur in good text, in lists, code and tables
+_SAME = 0.9  # share of them that must be equal, since the numbers of list items may count on
+_CLUE = 3  # last tokens, which must be equal a round before; otherwise nothing needs counting
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:
     """Returns where the loop at the end of a text first repeats itself; ``None`` if the text ends in no loop.
 
-    A text ends in a loop of p tokens, p up to 40, if nine in ten of its last max(24, p) tokens are what stood p tokens
-    before, the last three among them.
+    A text ends in a loop of ``p <= 40`` tokens if nine in ten of its last ``max(24, p)`` tokens equal the token p
+    places before. The last three must be among them.
     """
     end = len(tokens)
     for period in range(1, min(_LONGEST, end - _LEAST) + 1):
@@ -34,7 +34,7 @@ def loop_start(tokens: Sequence[int]) -> int | None:
 
 
 def before_loop(tokens: Sequence[int]) -> Sequence[int]:
-    """Returns a text up to where its first loop repeats itself; all of it if there is none."""
+    """Returns a text up to where its first loop repeats itself, or all of a text without loops."""
     starts = (loop_start(tokens[:end]) for end in range(len(tokens) + 1))
     return tokens[: next((start for start in starts if start is not None), len(tokens))]
 
@@ -42,11 +42,11 @@ def before_loop(tokens: Sequence[int]) -> Sequence[int]:
 class LoopCriteria(StoppingCriteria):
     """Stops a text that runs into a loop.
 
-    It is told the prompt as well, whose words an answer may repeat: what a template puts between the two is enough to
-    tell that from a loop, if it takes five tokens.
+    It also sees the prompt, whose words an answer may repeat. If the chat template puts five tokens between the two,
+    they are enough to tell such a repetition from a loop.
     """
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """``[B]`` bool: whether ``[B, L]`` texts end in a loop."""
+        """Returns ``[B]`` bool: whether ``[B, L]`` texts end in a loop."""
         tails = input_ids[:, -2 * _LONGEST :].tolist()
         return torch.tensor([loop_start(tail) is not None for tail in tails], device=input_ids.device)

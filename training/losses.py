@@ -1,12 +1,12 @@
 """Losses that distil a target model into a drafter.
 
 The teacher is the target, the student the drafter. Both are compared on the *draft vocabulary*, all of the target's or
-a part of it. A teacher row is not renormalised to that part: what it lacks to 1 is the mass of the other tokens, which
-can never be drafted, and only with it is the acceptance the one that decoding will show.
+a part of it. A teacher row is not renormalised to that part: its missing mass is that of tokens that can never be
+drafted. This makes the acceptance equal to that of decoding.
 
-A loss gives its gradient along with its value, in closed form: on rows of this size autograd would cost as much as the
-matrices. Every ``LossFunction`` takes teacher rows and the student's logits and returns losses ``[N]`` and gradients
-``[N, D]`` by these logits.
+A loss returns its gradient along with its value, in closed form. On rows of this size, autograd would cost as much as
+the matrix products. Every ``LossFunction`` takes teacher rows and the student's logits. It returns losses ``[N]`` and
+gradients ``[N, D]`` by these logits.
 
 Shapes: N positions, D draft vocabulary. Teacher rows p ``[N, D]`` hold probabilities with a sum S of at most 1; student
 rows q ``[N, D]`` are the softmax of finite logits.
@@ -36,7 +36,7 @@ class TeacherRows(NamedTuple):
 
     @classmethod
     def of(cls, log_probs: Tensor) -> "TeacherRows":
-        """Makes them from ``[N, D]`` finite log-probabilities."""
+        """Builds teacher rows from ``[N, D]`` finite log-probabilities."""
         probs = log_probs.exp()
         return cls(log_probs, probs, probs.sum(dim=-1), torch.linalg.vecdot(probs, log_probs))
 
@@ -45,14 +45,17 @@ LossFunction = Callable[[TeacherRows, Tensor], tuple[Tensor, Tensor]]
 
 
 def acceptance(teacher: TeacherRows, logits: Tensor) -> Tensor:
-    """``[N]`` Σ min(p, q), the chance that rejection sampling accepts a draft from q (Leviathan et al., ICML 2023)."""
+    """Computes ``[N]`` Σ min(p, q), the chance that rejection sampling accepts a draft from q.
+
+    Source: Leviathan et al., ICML 2023.
+    """
     return torch.minimum(teacher.probs, logits.softmax(dim=-1)).sum(dim=-1)
 
 
 def forward_kl(teacher: TeacherRows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ p (log p - log q), the cross entropy of soft labels less the constant that makes it 0 at q = p.
+    """Computes Σ p (log p - log q), the cross entropy of soft labels less the constant that makes it 0 at q = p.
 
-    At least S log S, reached by q = p / S: never negative if S = 1, but negative for less.
+    Its least value is S log S, at q = p / S: 0 if S = 1, negative if S < 1.
     For drafters see DistillSpec (Zhou et al., ICLR 2024), also for the reverse and the total variation.
     """
     q, normaliser = _softmax(logits)
@@ -61,9 +64,9 @@ def forward_kl(teacher: TeacherRows, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reverse_kl(teacher: TeacherRows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ q (log q - log p), which drives q away from tokens that the target would not choose.
+    """Computes Σ q (log q - log p), which drives q away from tokens that the target would not choose.
 
-    Least, -log S, at q = p / S.
+    Its least value is -log S, at q = p / S.
     """
     log_q = logits.log_softmax(dim=-1)
     ratios = log_q - teacher.log_probs
@@ -73,13 +76,13 @@ def reverse_kl(teacher: TeacherRows, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(teacher: TeacherRows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """-log q of the most probable token of the teacher row."""
+    """Computes -log q of the most probable token of the teacher row."""
     tokens = teacher.probs.argmax(dim=-1, keepdim=True)
     return _sparse_cross_entropy(torch.ones_like(tokens, dtype=logits.dtype), tokens, logits)
 
 
 def total_variation(teacher: TeacherRows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """1 - Σ min(p, q) in [0, 1]: the total variation between both rows once the missing mass is a token too.
+    """Computes 1 - Σ min(p, q) in [0, 1]: the total variation of both rows if the missing mass is a token, too.
 
     Its gradient vanishes where q has little in common with p; start from another loss, or from a trained drafter.
     """
@@ -89,10 +92,10 @@ def total_variation(teacher: TeacherRows, logits: Tensor) -> tuple[Tensor, Tenso
 
 
 def lk_nla(teacher: TeacherRows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """-log Σ min(p, q), the negative log acceptance; at least -log S.
+    """Computes -log Σ min(p, q), the negative log acceptance; at least -log S.
 
-    Its gradient is that of the total variation divided by the acceptance, and alive however small that is, as all is
-    done in logarithms. Source: LK losses (Samarin et al., 2026, arXiv 2602.23881).
+    Its gradient is that of the total variation divided by the acceptance. It does not vanish however small the
+    acceptance is, since all is done in logarithms. Source: LK losses (Samarin et al., 2026, arXiv 2602.23881).
     """
     log_q = logits.log_softmax(dim=-1)
     shares = torch.minimum(teacher.log_probs, log_q)
@@ -102,9 +105,9 @@ def lk_nla(teacher: TeacherRows, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lk_hybrid(teacher: TeacherRows, logits: Tensor, eta: float = 3.0) -> tuple[Tensor, Tensor]:
-    """w KL + (1 - w) TV with w = exp(-eta α): from the forward KL to the total variation as acceptance α grows.
+    """Computes w KL + (1 - w) TV with w = exp(-eta α): from forward KL to total variation as acceptance α grows.
 
-    The weight is that of the position itself, and no gradient flows through it.
+    Every position has its own weight, and no gradient flows through it.
     Source: LK losses (Samarin et al., 2026, arXiv 2602.23881).
     """
     q, normaliser = _softmax(logits)
@@ -117,7 +120,7 @@ def lk_hybrid(teacher: TeacherRows, logits: Tensor, eta: float = 3.0) -> tuple[T
 
 
 def topk_distillation(teacher: TeacherRows, logits: Tensor, k: int = 10) -> tuple[Tensor, Tensor]:
-    """-Σ p log q over the ``k`` tokens that the target finds most probable, or all if there are fewer.
+    """Computes -Σ p log q over the ``k`` tokens that the target finds most probable, or all if there are fewer.
 
     Source: HASS (Zhang et al., 2024; ICLR 2025).
     """
@@ -125,7 +128,7 @@ def topk_distillation(teacher: TeacherRows, logits: Tensor, k: int = 10) -> tupl
 
 
 def _sparse_cross_entropy(weights: Tensor, tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """-Σ w log q over ``[N, k]`` tokens."""
+    """Computes -Σ w log q over ``[N, k]`` tokens."""
     q, normaliser = _softmax(logits)
     mass = weights.sum(dim=-1)
     losses = mass * normaliser - (weights * logits.gather(-1, tokens)).sum(dim=-1)
@@ -133,13 +136,13 @@ def _sparse_cross_entropy(weights: Tensor, tokens: Tensor, logits: Tensor) -> tu
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """q and the ``[N]`` log-sum-exp of the logits, without the pass that log q would take."""
+    """Computes q and the ``[N]`` log-sum-exp of the logits, without the pass that log q would take."""
     q = logits.softmax(dim=-1)
     return q, logits.amax(dim=-1) - q.amax(dim=-1).log()
 
 
 def _overlap(teacher: TeacherRows, q: Tensor) -> tuple[Tensor, Tensor]:
-    """``[N]`` acceptance, and q where it is below p, which is all that the acceptance gains or loses by q; else 0."""
+    """Computes the ``[N]`` acceptance, and q where it is below p, else 0: only there does q change the acceptance."""
     return torch.minimum(teacher.probs, q).sum(dim=-1), q * (q < teacher.probs)
 
 
@@ -155,10 +158,10 @@ LOSSES: dict[str, LossFunction] = {
 
 
 def loss_named(name: str) -> LossFunction:
-    """The loss that a configuration file calls ``name``.
+    """Returns the loss that a configuration file calls ``name``.
 
     Raises:
-        ValueError: if there is none of that name.
+        ValueError: if there is no loss of that name.
     """
     if name not in LOSSES:
         raise ValueError(f"there is no loss {name!r}; choose one of {', '.join(LOSSES)}")
@@ -166,7 +169,9 @@ def loss_named(name: str) -> LossFunction:
 
 
 def position_decay(steps: int, decay: float) -> Tensor:
-    """``[steps]`` float32 weights ``decay ** s`` (Medusa: Cai et al., ICML 2024), as later drafts are tried less often.
+    """Returns ``[steps]`` float32 weights ``decay ** s``, since later drafts are tried less often.
+
+    Source: Medusa (Cai et al., ICML 2024).
 
     Raises:
         ValueError: if there is no step, or ``decay`` is not in (0, 1].

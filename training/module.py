@@ -1,4 +1,4 @@
-"""Base of the Lightning modules: their data, what validation collects, and the check of a checkpoint."""
+"""Base of the Lightning modules: their data, the tensors that validation collects, and the check of a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +14,7 @@ from arbordraft.training.students import Student
 
 
 class DistillationModule(LightningModule):  # type: ignore[misc]  # Lightning is not type-checked here
-    """Learns along text of a target; the base of both modules.
-
+    """Base of the drafter and decider modules, which learn along text of a target.
     Subclasses add ``save(folder)`` and ``card(metrics)``, by which
     :class:`~arbordraft.training.recording.Recorder` publishes them.
     """
@@ -34,24 +33,24 @@ class DistillationModule(LightningModule):  # type: ignore[misc]  # Lightning is
         return self.student.hidden_layers(target)
 
     def tables(self) -> dict[str, dict[str, list[Any]]]:
-        """Columns of equal length to record at the end, by name."""
+        """Returns the tables to record at the end, by name; each holds columns of equal length."""
         return {}
 
     def figures(self, curve: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Pictures of all validations to record at the end, by name."""
+        """Returns the figures of all validations to record at the end, by name."""
         return {}
 
     def collect(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps what a batch of held-out text showed; the last axis counts drafts."""
+        """Keeps the tensors of one batch of held-out text; their last axis counts drafts."""
         self._collected.append({name: values.cpu() for name, values in tensors.items()})
 
     def collected(self) -> dict[str, Tensor]:
-        """Joins what the batches of this validation showed."""
+        """Joins the kept tensors of all batches of this validation."""
         return {name: torch.cat([part[name] for part in self._collected], dim=-1) for name in self._collected[0]}
 
     def on_validation_epoch_start(self) -> None:
         self._collected = []
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses, with ValueError, the checkpoint of another training."""
+        """Raises ValueError if the checkpoint belongs to another training."""
         check_fit(self, checkpoint)

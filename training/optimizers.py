@@ -12,11 +12,11 @@ from arbordraft.kernels import native
 
 
 class Muon32(Muon):
-    """Torch's Muon with iterations in float32, for processors that are slow in bfloat16, which torch's take."""
+    """Torch's Muon with iterations in float32 instead of bfloat16, for processors that are slow in bfloat16."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Steps without a closure, which :class:`MuonAdamW` has called."""
+        """Updates the parameters; ignores the closure, which :class:`MuonAdamW` calls."""
         for group in self.param_groups:
             found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
             self._init_group(group, *found)
@@ -29,7 +29,7 @@ class Muon32(Muon):
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """The update with all singular values near 1, by Newton-Schulz iterations."""
+    """Returns the update with all singular values near 1, by Newton-Schulz iterations."""
     a, b, c = group["ns_coefficients"]
     x = update.T if update.shape[0] > update.shape[1] else update
     x = x / x.norm().clamp(min=group["eps"])
@@ -43,10 +43,10 @@ class MuonAdamW(Optimizer):
     """Steps Muon on inner matrices, and AdamW on embeddings, output matrices, norms and biases.
 
     Args:
-        network: what is trained; the matrices of its ``lm_head`` or ``lm_heads`` map to tokens.
-        lr: of AdamW, and of Muon scaled to the same size of update.
+        network: the network to train; matrices of its ``lm_head`` or ``lm_heads`` count as output matrices.
+        lr: learning rate of AdamW, and of Muon scaled to updates of the same size.
 
-    Muon orthogonalises in bfloat16, as torch has it, and in float32 on CPUs without instructions for that.
+    Muon orthogonalises in bfloat16, like torch's own, and in float32 on CPUs without instructions for bfloat16.
 
     Source: Muon (Jordan et al., 2024), with the scale of Liu et al., 2025.
     """
@@ -70,7 +70,7 @@ class MuonAdamW(Optimizer):
         self.set_lr(lr)
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate, as at the beginning."""
+        """Sets the learning rate, with the meaning that it has in the constructor."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = 2 * lr if isinstance(part, Muon) else lr
@@ -87,7 +87,7 @@ class MuonAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Lets the parts work on the groups and the state that schedulers and checkpoints see."""
+        """Makes the parts share this optimizer's groups and state, which schedulers and checkpoints see."""
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]

@@ -1,7 +1,7 @@
 """First words of user turns, which a target completes to write its own prompts.
 
-Left to itself a small model asks few kinds of questions about few things; what real users ask for (long inputs,
-translations, code, letters) has to be begun for it, and its vocabulary says what it knows more of.
+Without them, a small model asks few kinds of questions about few things. Requests of real users (long inputs,
+translations, code, letters) have to be begun for it. Its vocabulary names further things that it knows.
 """
 
 import random
@@ -18,8 +18,8 @@ _SHORTEST_WORD = 4  # letters
 class PromptTemplate(NamedTuple):
     """The first words of a user turn, and the most tokens that may follow.
 
-    With ``around``, ``text`` is a request instead, and the turn is the answer to it in the place of ``{text}``. If that
-    does not come to the end of a sentence, the target completes the question.
+    With ``around``, ``text`` is a request instead. The turn is then ``around``, with the target's answer in the place
+    of ``{text}``. If ``around`` ends in the middle of a sentence, the target completes the question.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class PromptTemplate(NamedTuple):
 class _Kind(NamedTuple):
     """Prompt templates of one kind, separated by ``|``; every distinct limit costs a batch of its own.
 
-    ``{word}`` stands last in what the model goes on with, as it may have to complete that, too.
+    ``{word}`` stands at the end of a text that the model continues, since the word itself may be incomplete.
     """
 
     weight: int
@@ -163,18 +163,18 @@ _LANGUAGES_OF_CODE = "Python|JavaScript|C++|Java|SQL|Python|Python|HTML|Go"
 
 
 def known_words(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """Words that are tokens: names of more things than any list would hold. Some are only beginnings of words."""
+    """Returns words that are tokens, more than any list would hold; some are only beginnings of words."""
     begun = (piece for piece in tokenizer.get_vocab() if piece[:1] in _WORD_BEGINS)
     words = {str(tokenizer.convert_tokens_to_string([piece])).strip() for piece in begun}
     return sorted(word for word in words if len(word) >= _SHORTEST_WORD and word.isalpha())
 
 
 def draw_prompt_template(source: random.Random, words: Sequence[str] = ()) -> PromptTemplate:
-    """The beginning of one user turn; empty for about a tenth of them.
+    """Draws the beginning of one user turn; about one in 17 is empty.
 
     Args:
-        source: of chance.
-        words: what to ask about, see :func:`known_words`; a short list of topics if there are none.
+        source: source of randomness.
+        words: words to ask about, see :func:`known_words`; by default topics of a short list.
     """
     name = source.choices([*_KINDS], [kind.weight for kind in _KINDS.values()])[0]
     kind = _KINDS[name]

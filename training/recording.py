@@ -26,10 +26,10 @@ _KEPT = "what was saved before is kept, and --ckpt_path goes on from the last ch
 
 
 class WholeCheckpoints(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is not type-checked here
-    """Lightning's checkpoints, whose files appear only when they are complete, on the disk that they belong to."""
+    """Writes Lightning's checkpoints so that a file appears only when it is complete, staged on the same disk."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Writes a file, or to wherever else Lightning can write.
+        """Writes a local file; leaves other file systems and storage options to Lightning.
 
         Raises:
             WriteError: if the disk is full, or the path cannot be written.
@@ -42,19 +42,19 @@ class WholeCheckpoints(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is
 
 
 class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked here
-    """Publishes the best network after every validation and tells the trackers what they should know.
+    """Publishes the best network after every validation, and records the training with the trackers.
 
     The module in training is a :class:`~arbordraft.training.module.DistillationModule`.
 
     Args:
         output: folder for results: ``best/`` with the network and how it was trained, ``curve.json`` with the metrics
             of every validation.
-        monitor: the metric that decides what is best; higher is better.
-        alias: of the registered version; ``None`` registers nothing.
+        monitor: the metric by which networks are compared; higher is better.
+        alias: alias of the registered version; ``None`` registers nothing.
 
     Raises:
-        ValueError: if MLflow would not take the alias.
-        WriteError: if nothing can be written to ``output``.
+        ValueError: if MLflow does not allow the alias.
+        WriteError: if ``output`` cannot be written.
     """
 
     def __init__(self, output: str, monitor: str = "val/tau", alias: str | None = CANDIDATE) -> None:
@@ -63,7 +63,7 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
         self.result, self._curve_path = self.output / RESULT, self.output / "curve.json"
         self.config = ""
         self.curve: list[dict[str, float]] = []
-        self._runs: dict[str, str] = {}  # of the trackers
+        self._runs: dict[str, str] = {}  # ids of the trackers' runs
         self._resumed = False
         check_writable(self.output, folder=True)
 
@@ -72,7 +72,7 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.curve, self._resumed = state_dict["curve"], True
-        if state_dict.get("output") == str(self.output):  # results in another folder are another run's
+        if state_dict.get("output") == str(self.output):  # results in another folder belong to another run
             self._runs = state_dict["runs"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -82,7 +82,7 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins the record or goes on with it; forgets validations after the checkpoint, which are done again."""
+        """Begins or resumes the record; drops validations after the checkpoint, which are done again."""
         if self._resumed and self._curve_path.exists():
             known = json.loads(self._curve_path.read_text())
             self.curve = [point for point in known if point["step"] <= trainer.global_step]
@@ -109,7 +109,7 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves pictures and samples, and registers the best network."""
+        """Logs tables, figures and the model card, and registers the best network."""
         for tracker in _trackers(trainer):
             for name, columns in pl_module.tables().items():
                 tracker.log_table(columns, name)
@@ -122,7 +122,7 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Says how an interrupted training goes on."""
+        """Logs how to resume an interrupted training."""
         last = self.output / "checkpoints" / "last.ckpt"
         if isinstance(exception, KeyboardInterrupt) and trainer.state.fn == TrainerFn.FITTING:
             how = f" and --ckpt_path {last}" if last.exists() else ": text that was written is kept"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def acceptance_figure(curve: Sequence[Mapping[str, float]]) -> Any:
-    """Acceptance by drafting step, one line per validation."""
+    """Draws acceptance by drafting step, one line per validation."""
     figure, axes = _figure("drafting step", "acceptance on held-out text")
     for kind, style in (("greedy", "-"), ("sampled", "--")):
         for index, point in enumerate(curve):
@@ -25,7 +25,7 @@ def acceptance_figure(curve: Sequence[Mapping[str, float]]) -> Any:
 
 
 def tau_figure(curve: Sequence[Mapping[str, float]]) -> Any:
-    """Expected block efficiency in the course of training."""
+    """Draws the expected block efficiency in the course of training."""
     figure, axes = _figure("optimizer step", "tokens per target forward, on held-out text")
     for name in sorted({name for point in curve for name in point if "tau" in name}):
         points = [(point["step"], point[name]) for point in curve if name in point]
@@ -36,12 +36,12 @@ def tau_figure(curve: Sequence[Mapping[str, float]]) -> Any:
 
 
 def card(kind: str, data: "SelfDistillationDataModule", metrics: Mapping[str, float]) -> str:
-    """A model card: what it is, how it was made, what it reached, how to use it.
+    """Returns a model card: the network, its data, its metrics and its use.
 
     Args:
         kind: name of the drafter's or decider's class.
-        data: what it learned from.
-        metrics: of the last validation.
+        data: the data that it learned from.
+        metrics: metrics of the last validation.
     """
     target, profile = data.spec.model, data.profile()
     rows = "\n".join(f"| {name.removeprefix('val/')} | {value:.4g} |" for name, value in sorted(metrics.items()))

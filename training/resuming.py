@@ -10,19 +10,18 @@ from torch import nn
 
 from arbordraft.checkpoints.reader import check_finite, few
 
-_KEYWORDS = ("best", "last", "hpc", "registry")  # of Lightning, for which it looks itself
+_KEYWORDS = ("best", "last", "hpc", "registry")  # of Lightning, which resolves them itself
 
 
 def check_resumable(path: str | os.PathLike[str], *, fit: bool) -> None:
-    """Reads a training's checkpoint without unpickling anything but tensors and plain data.
+    """Checks a training's checkpoint without unpickling anything but tensors and plain data.
 
     Args:
-        path: what ``--ckpt_path`` says. Keywords, addresses and folders, which are sharded checkpoints, are Lightning's
-            own affair.
+        path: value of ``--ckpt_path``. Keywords, addresses and folders (sharded checkpoints) are left to Lightning.
         fit: whether a training goes on with it, and not only a validation.
 
     Raises:
-        ValueError: if it is missing, damaged, or no checkpoint of a training.
+        ValueError: if the file is missing, damaged, or no checkpoint of a training.
     """
     file = Path(path)
     if str(path).partition(":")[0] in _KEYWORDS or "://" in str(path) or file.is_dir():
@@ -30,9 +29,9 @@ def check_resumable(path: str | os.PathLike[str], *, fit: bool) -> None:
     if not file.is_file():
         raise ValueError(f"--ckpt_path: there is no {file}; name a file such as checkpoints/last.ckpt, or leave it out")
     try:
-        # Mapped, not read: what is looked at below is the greater part of it nevertheless.
+        # Mapped into memory, not copied, although the checks below read most of it.
         checkpoint: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # the unpickler raises whatever the bytes lead it to
+    except Exception as error:  # damaged bytes make the unpickler raise errors of any class
         raise ValueError(
             f"--ckpt_path: {file} is truncated, damaged or no checkpoint of a training ({type(error).__name__}): go on "
             "with an older one beside it, or leave --ckpt_path out to begin anew"
@@ -51,11 +50,11 @@ def check_resumable(path: str | os.PathLike[str], *, fit: bool) -> None:
 
 
 def check_fit(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Raises ValueError if a checkpoint's weights are those of another network than the one in training.
+    """Raises ValueError if a checkpoint's weights do not fit the network in training.
 
     Args:
-        module: what is trained.
-        checkpoint: as Lightning read it; strategies that keep weights elsewhere check them themselves.
+        module: the module in training.
+        checkpoint: the checkpoint as Lightning read it; strategies that keep weights elsewhere check them themselves.
     """
     ours = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in checkpoint.get("state_dict", {}).items()}

@@ -1,7 +1,7 @@
-"""Measures the progress of a training in its time or steps, and schedules phases and the learning rate by it.
+"""Measures the progress of a training in time or steps, which schedules the phases and the learning rate.
 
-As long as the learning rate is constant, the state does not depend on how much time or how many steps were given: a
-longer training can go on from there.
+While the learning rate is constant, the state does not depend on the given time or steps: a longer training can go on
+from there.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import Timer
 BEFORE_COOLDOWN = "before-cooldown.ckpt"
 
 
-class Phase(NamedTuple):  # which command lines can print as a default, unlike a dataclass in a tuple
+class Phase(NamedTuple):  # in a default tuple, command lines can print it, but not a dataclass
     """A part of training.
 
     Args:
-        until: where it ends, as a share of the whole.
+        until: its end, as a share of the whole training.
         steps: drafting steps to unroll.
         loss: one of :data:`~arbordraft.training.losses.LOSSES`.
     """
@@ -29,11 +29,11 @@ class Phase(NamedTuple):  # which command lines can print as a default, unlike a
 def progress(trainer: Trainer) -> float:
     """Returns the share of a training that is over, in [0, 1], by the limit that ends it first: time, steps or epochs.
 
-    Time counts what passed before the checkpoint that the training goes on from, and validations, too. All processes
-    get the same answer. A training without an end stays at 0.
+    Time includes validations and, in a resumed training, the time before its checkpoint. All processes get the same
+    answer. A training without an end stays at 0.
     """
     share = float(trainer.global_step / max(1, trainer.estimated_stepping_batches))
-    for timer in trainer.callbacks:  # Lightning's own, which max_time puts there and checkpoints keep
+    for timer in trainer.callbacks:  # max_time adds Lightning's timer, whose state checkpoints keep
         if isinstance(timer, Timer) and (left := timer.time_remaining()) is not None:
             elapsed = timer.time_elapsed()
             share = float(trainer.strategy.broadcast(max(share, elapsed / max(elapsed + left, 1e-9))))
@@ -46,8 +46,8 @@ def relative_rate(step: int, done: float, warmup: int, cooldown: float) -> float
     Args:
         step: optimizer steps so far.
         done: share of the training that is over.
-        warmup: optimizer steps.
-        cooldown: share of the training, in [0, 1], at its end.
+        warmup: optimizer steps of the warm-up.
+        cooldown: share of the training, in [0, 1], that the cool-down takes.
 
     Source: Hägele et al., NeurIPS 2024 (arXiv 2405.18392).
     """

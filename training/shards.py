@@ -20,7 +20,7 @@ from arbordraft.utils.files import new_file, write_text
 
 GIVEN, ANSWER, PROMPT = 0, 1, 2  # roles: text of others, the target's answers, user turns that the target wrote
 MANIFEST = "manifest.json"
-_KEPT = "the files before it are kept, and the same command goes on behind them"
+_KEPT = "the files before it are kept, and the same command goes on after them"
 _AGAIN = "delete it and run the same generation again"
 
 
@@ -33,8 +33,8 @@ class Conversation(NamedTuple):
 
     Args:
         tokens: its tokens.
-        roles: of each token: ``GIVEN``, ``ANSWER`` (its end token included) or ``PROMPT``.
-        temperature: at which the answers were drawn, 0 for greedy.
+        roles: role of each token: ``GIVEN``, ``ANSWER`` (its end token included) or ``PROMPT``.
+        temperature: temperature at which the answers were drawn, 0 for greedy.
     """
 
     tokens: list[int]
@@ -51,7 +51,7 @@ class Shard:
         roles: ``[N]`` uint8.
         offsets: ``[S + 1]`` int64; sequence s is ``offsets[s]:offsets[s + 1]``.
         temperatures: ``[S]`` float32.
-        path: where it lies.
+        path: path of the file.
     """
 
     tokens: Tensor
@@ -64,7 +64,7 @@ class Shard:
         return len(self.temperatures)
 
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """Tokens, as int64, and roles of one sequence."""
+        """Returns the tokens, as int64, and the roles of one sequence."""
         span = slice(*self.offsets[index : index + 2].tolist())
         return self.tokens[span].long(), self.roles[span]
 
@@ -81,10 +81,10 @@ class Shard:
 
 
 def pack(conversations: Sequence[Conversation], path: Path) -> Shard:
-    """Puts sequences behind one another.
+    """Concatenates sequences into a shard.
 
     Raises:
-        ShardError: if there are none.
+        ShardError: if there are no sequences.
         ValueError: if a sequence does not have one role per token.
     """
     if not conversations:
@@ -129,12 +129,12 @@ def read_shard(path: Path) -> Shard:
 
 
 def read_rows(path: Path, names: Sequence[str], spans: Sequence[tuple[int, int]]) -> Iterator[list[Tensor]]:
-    """Rows ``start:end`` of some tensors of a safetensors file, reading nothing else.
+    """Yields the rows ``start:end`` of some tensors of a safetensors file, reading nothing else.
 
-    A mapped file would be read ahead, by megabytes on some disks: most of it rows that are not wanted now.
+    A mapped file would be read ahead, by megabytes on some disks: mostly rows that are not wanted now.
 
     Yields:
-        of each tensor, its rows of every span.
+        The rows of every span, for one tensor after the other.
 
     Raises:
         ShardError: if the file is shorter than it says.
@@ -164,7 +164,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
 
 
 class ShardFolder:
-    """A folder of shards that were all made in one way.
+    """A folder of shards that were all made with the same settings.
 
     Args:
         folder: created by :meth:`claim` if it does not exist.
@@ -177,7 +177,7 @@ class ShardFolder:
         """Starts or resumes a generation.
 
         Raises:
-            ShardError: if the folder was begun with other settings; it names the first that differs.
+            ShardError: if the folder was begun with other settings; the message names the first that differs.
             WriteError: if it cannot be written.
         """
         path = self.folder / MANIFEST
@@ -194,7 +194,7 @@ class ShardFolder:
                 )
 
     def manifest(self) -> dict[str, Any]:
-        """Reads how the shards were made.
+        """Reads the settings with which the shards were made.
 
         Raises:
             ShardError: if the folder has no readable manifest.
@@ -214,7 +214,7 @@ class ShardFolder:
         return shard.path.with_name(shard.path.name.replace("tokens-", "hidden-"))
 
     def shards(self) -> Iterator[Shard]:
-        """All shards, verified, in order.
+        """Reads all shards, in order, and verifies them.
 
         Raises:
             ShardError: if there are none, or one is damaged.
@@ -232,7 +232,7 @@ class ShardFolder:
 
 
 def _settings(manifest: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested settings, with their names joined by dots."""
+    """Yields the leaves of nested settings, with their names joined by dots."""
     for name, value in manifest.items():
         if isinstance(value, Mapping):
             yield from _settings(value, f"{prefix}{name}.")

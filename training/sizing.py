@@ -1,7 +1,7 @@
 """Chooses settings of a training by the sizes of the target and the memory and disk that are free.
 
-The settings bound the peak of memory: generation holds a batch of texts and the hidden states of a shard, training a
-drafter with its optimizer and one batch; each of the two takes at most half of what the target leaves free.
+The settings bound the peak of memory. Generation holds a batch of texts and the hidden states of a shard. Training
+holds a drafter with its optimizer and one batch. Each takes at most half of the memory that the target leaves free.
 """
 
 import resource
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LR, _LR_SIZE = 2.5e-3, 576  # learning rate, and the hidden size for which it was tried
-_HEAD = 8  # draft tokens per hidden unit: the head then costs about what the layer does
-_STATES = 4  # hidden states that are kept of a token: three to read, and what the target's head is given
-_SCORE = 16  # bytes per token of the vocabulary and text: scores, probabilities and noise while one is drawn
-_ANSWER = 384  # tokens of a conversation, prompt included: twice what is usual
-_UNROLLED = 4  # drafting steps whose inner values wait for the gradient
-_HOUR = 4_000_000  # tokens: more than an hour of generation gives a small model on a CPU
+_HEAD = 8  # draft tokens per hidden unit: the head then costs about as much as the layer
+_STATES = 4  # hidden states that are kept per token: three to read, and the input of the target's head
+_SCORE = 16  # bytes per text and token of the vocabulary: scores, probabilities and noise of a draw
+_ANSWER = 384  # tokens of a conversation, prompt included: twice the usual number
+_UNROLLED = 4  # drafting steps whose activations are kept for the gradient
+_HOUR = 4_000_000  # tokens: more than a small model generates on a CPU in an hour
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Sizes:
         lr: highest learning rate.
         generation_batch: texts that are continued at a time.
         per_shard: prompts per shard, whose hidden states are in memory together.
-        batch_tokens: of a training batch.
+        batch_tokens: tokens of a training batch.
         cache: whether the disk has room for the hidden states of an hour's text.
     """
 
@@ -50,11 +50,11 @@ class Sizes:
 
     @classmethod
     def of(cls, model: "PreTrainedModel", memory: int, disk: int) -> "Sizes":
-        """Sizes for a target and conversations as long as a :class:`Recipe` has them by default.
+        """Chooses sizes for a target, with conversations of the default lengths of :class:`Recipe`.
 
         Args:
             model: the target.
-            memory: free bytes where it runs, itself in memory.
+            memory: free bytes where the target runs, beside its own weights.
             disk: free bytes for data.
 
         Raises:
@@ -91,15 +91,15 @@ class Sizes:
 
 
 def _power(room: int, most: int) -> int:
-    """The largest power of two up to both; 0 if there is no room for one."""
+    """Returns the largest power of two that exceeds neither number; 0 if ``room`` is 0."""
     return min(most, 1 << room.bit_length() >> 1)
 
 
 def free_memory(model: "PreTrainedModel") -> int:
-    """Bytes that are free where a target will run, less what it will take itself.
+    """Returns the free bytes where a target will run, less the bytes that the target will take.
 
     Raises:
-        ValueError: if the system does not say how much is free.
+        ValueError: if the system does not report its free memory.
     """
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if torch.cuda.is_available():
@@ -107,19 +107,19 @@ def free_memory(model: "PreTrainedModel") -> int:
     room = available_memory()
     if room is None:
         raise ValueError("this system does not say how much memory is free: train with 'train drafter fit' instead")
-    return max(0, room - 2 * weights)  # CPUs read them from a copy in an order of their own
+    return max(0, room - 2 * weights)  # on a CPU, kernels read a repacked copy
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that are free for a folder that may not be there yet."""
+    """Returns the free bytes on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
 
 
 def peak_memory() -> int:
-    """Bytes that this process had at most in memory, the GPU's if there is one."""
+    """Returns the peak of this process's memory in bytes; of its GPU memory if there is a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    if sys.platform == "linux":  # whose ru_maxrss begins with what the process had that started this one
+    if sys.platform == "linux":  # there ru_maxrss begins with the memory of the parent process
         status = Path("/proc/self/status").read_text()
         return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -12,15 +12,15 @@ from arbordraft.utils.files import read_text
 
 @dataclass(frozen=True)
 class Target:
-    """A target by its name, and the way it runs.
+    """The name of a target, and the settings that it runs with.
 
     Args:
         model: a name on the Hugging Face hub, a folder, or ``smollm2`` for the small model of the examples.
-        revision: of the hub's repository.
-        dtype: of its weights: ``float32``, ``bfloat16`` or ``float16``.
+        revision: revision of the hub's repository.
+        dtype: dtype of its weights: ``float32``, ``bfloat16`` or ``float16``.
         device: where it runs; ``auto`` for the device that this process trains on.
         kernels: how weights are read on a CPU, see :class:`~arbordraft.RaggedModel`.
-        chat_template: file with a template that says how roles are written, for base models, which bring none.
+        chat_template: file with a chat template, for base models, which bring none.
     """
 
     model: str = SMALL
@@ -31,10 +31,10 @@ class Target:
     chat_template: str | None = None
 
     def load(self, device: torch.device | str = "cpu") -> RaggedModel:
-        """The model with its tokenizer.
+        """Loads the model with its tokenizer.
 
         Args:
-            device: what ``auto`` stands for.
+            device: the device that ``auto`` stands for.
 
         Raises:
             OSError: if the chat template cannot be read.
@@ -46,7 +46,7 @@ class Target:
             raise ValueError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}")
         model, tokenizer = load_model(self.model, dtype, self.revision)
         if tokenizer is None:
-            raise ValueError(f"{self.model} has no tokenizer, which the texts to learn from need: save it beside it")
+            raise ValueError(f"{self.model} has no tokenizer, which generating text needs: save it beside the model")
         if self.chat_template is not None:
             tokenizer.chat_template = read_text(self.chat_template)
         device = device if self.device == "auto" else self.device

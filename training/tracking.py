@@ -1,6 +1,6 @@
-"""MLflow tracking by Lightning's own logger, which can be lost without losing the training.
+"""MLflow tracking by Lightning's own logger; if tracking fails, the training goes on.
 
-A run is recorded by one :class:`MLFlowLogger`. If its server fails, at the start or later, a second one records the
+A run is recorded by one :class:`MLFlowLogger`. If its server fails, at the start or later, a second logger records the
 rest in the local database. Checkpoints and published networks lie on the disk and never depend on either.
 """
 
@@ -36,7 +36,7 @@ from arbordraft.utils.mlflow_server import (
     resolve_uri,
 )
 
-RETRIES, TIMEOUT = 1, 10  # times, and seconds each: what a hung server costs, once per training
+RETRIES, TIMEOUT = 1, 10  # retries, and seconds per try: the cost of a hung server, once per training
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,7 +46,7 @@ StrPath = str | os.PathLike[str]
 def _harmless(
     method: Callable[Concatenate[MLflowTracker, P], R],
 ) -> Callable[Concatenate[MLflowTracker, P], R | None]:
-    """Runs a method on rank zero, and again on the local store if the server fails; logs whatever else it raises."""
+    """Runs a method on rank zero, and again on the local store if the server fails; logs all other errors."""
 
     @functools.wraps(method)
     def guarded(self: MLflowTracker, *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -55,7 +55,7 @@ def _harmless(
         try:
             with limits(RETRIES, TIMEOUT):
                 return method(self, *args, **kwargs)
-        except Exception as error:  # of servers, of a disk that is full, of the caller's figures and metrics
+        except Exception as error:  # from servers, a full disk, or the caller's figures and metrics
             if not self._turn_to_local_store(error):
                 self._warn_of_loss(method.__name__, error)
                 return None
@@ -65,20 +65,20 @@ def _harmless(
 
 
 class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-checked here
-    """Tracks one run, on rank zero. Only the constructor raises; all else warns once and the training goes on.
+    """Tracks one run, on rank zero. Only the constructor raises; later failures are logged, and training goes on.
 
     Args:
-        experiment: its name on the server.
+        experiment: name of the experiment on the server.
         run_name: name of the run; MLflow invents one by default.
         uri: tracking server; by default ``$MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db``, the local store. A
-            hung server is waited for 20 s, once, unless ``MLFLOW_HTTP_REQUEST_TIMEOUT`` says otherwise; a database
-            server without MLflow in front may take 100 s to be given up.
-        registered_model: name for ``register``.
-        tags: of the run.
+            hung server delays the training by 20 s, once, unless ``MLFLOW_HTTP_REQUEST_TIMEOUT`` is set. A database
+            server without MLflow in front may delay it by 100 s.
+        registered_model: name under which ``register`` registers networks.
+        tags: tags of the run.
 
     Raises:
         ImportError: if MLflow is not installed.
-        ValueError: if MLflow would not take the name of the registered model.
+        ValueError: if MLflow does not allow the name of the registered model.
     """
 
     def __init__(
@@ -105,22 +105,22 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
 
     @property
     def version(self) -> str | None:
-        """The id of the run, which begins if it has not; ``None`` if no store takes it, and on other ranks."""
+        """The id of the run, which begins if needed; ``None`` if no store takes the run, and on other ranks."""
         logger = self.begin()
         return None if logger is None else logger.run_id
 
     def resume(self, runs: dict[str, str]) -> None:
-        """Goes on with the runs of an interrupted training that are still there.
+        """Goes on with those runs of an interrupted training that still exist.
 
         Args:
-            runs: their ids, by experiment and store. Those that begin now are added, for checkpoints to keep.
+            runs: ids of the runs, by experiment and store. Runs that begin now are added, for checkpoints to keep.
         """
         runs |= self._runs
         self._runs = runs
 
     @_harmless
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any, **__: Any) -> None:
-        """Logs a configuration; a run that goes on keeps the one that it began with, as MLflow changes no parameter."""
+        """Logs a configuration; a resumed run keeps its first one, since MLflow does not change parameters."""
         logger = self._begin()
         if not self._goes_on:
             logger.log_hyperparams(params)
@@ -132,7 +132,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
 
     @_harmless
     def finalize(self, status: str = "success") -> None:
-        """Notes how the run ended; Lightning says ``failed`` for an interrupt too, which MLflow calls ``KILLED``."""
+        """Records how the run ended; for an interrupt Lightning reports ``failed``, which becomes ``KILLED``."""
         killed = isinstance(sys.exception(), KeyboardInterrupt | SystemExit)
         if self._logger is not None:
             self._logger.finalize("KILLED" if killed else status)
@@ -147,7 +147,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
 
     @_harmless
     def log_provenance(self, seed: int, target: Mapping[str, Any]) -> None:
-        """Logs as tags what a training depends on: seed, commit, versions, hardware, and the target model."""
+        """Logs the conditions of a training as tags: seed, commit, versions, hardware, and the target model."""
         from mlflow.entities import RunTag
 
         from arbordraft.bench.measure import provenance
@@ -167,8 +167,8 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         """Logs a data set as an input of the run.
 
         Args:
-            name: with the digest it identifies the data set.
-            digest: hash of the contents; of a long one MLflow takes 36 characters, the profile keeps all.
+            name: name of the data set, which it identifies together with the digest.
+            digest: hash of the contents; MLflow takes its first 36 characters, the profile keeps all.
             rows: number of examples.
             source: path or URL.
             profile: further facts, such as the chat template.
@@ -201,22 +201,22 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
 
     @_harmless
     def log_checkpoint(self, folder: StrPath, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Logs a published checkpoint as a model of the run, with the metrics that speak for it.
+        """Logs a published checkpoint as a model of the run, with its metrics.
 
         Args:
-            folder: is copied as it is; nothing is pickled.
+            folder: folder of the checkpoint, copied as it is; nothing is pickled.
             step: optimizer step.
-            metrics: linked to the model.
+            metrics: metrics to link to the model.
         """
         from mlflow.entities import LoggedModelOutput, Metric
 
         run = self._begin()
         client, at = run.experiment, time.time_ns() // 1_000_000
-        # To MLflow, checkpoints of one name are steps of one model; its name has stricter rules.
+        # To MLflow, checkpoints of one name are steps of one model; names of such models have stricter rules.
         name = re.sub(r"[^\w -]", "-", self._registered_model or self._experiment)
         model = client.create_logged_model(run.experiment_id, name, run.run_id, params={"step": str(step)}).model_id
         client.log_model_artifacts(model, str(folder))
-        points = {name: value for name, value in (metrics or {}).items() if not math.isnan(value)}  # linked as 0
+        points = {name: value for name, value in (metrics or {}).items() if not math.isnan(value)}  # NaN is linked as 0
         client.log_batch(run.run_id, [Metric(name, points[name], at, step, model_id=model) for name in points])
         client.log_outputs(run.run_id, [LoggedModelOutput(model, step)])
         client.finalize_logged_model(model, "READY")
@@ -224,7 +224,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
 
     @_harmless
     def register(self, folder: StrPath, alias: str = CANDIDATE) -> None:
-        """Makes a checkpoint, logged before or not, a version of the registered model, known by an alias."""
+        """Registers a checkpoint, logged before or not, as a version of the registered model, with an alias."""
         if self._registered_model is None:
             raise ValueError("give the tracker a registered_model")
         path = Path(folder).absolute()
@@ -234,7 +234,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         register(run.experiment, self._registered_model, alias, self._models[path], run.run_id)
 
     def _begin(self) -> MLFlowLogger:
-        """Lightning's logger of the run, which begins when it is first needed, or goes on."""
+        """Returns Lightning's logger of the run; begins or resumes the run when it is first needed."""
         from mlflow import MlflowException
 
         if self._logger is None:
@@ -245,7 +245,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
             try:
                 if run is not None:
                     logger.experiment.update_run(run, "RUNNING")
-            except MlflowException:  # it was deleted; a server that is away shows in the next lines
+            except MlflowException:  # the run was deleted; if the server is away, the next lines raise
                 run, logger = None, MLFlowLogger(self._experiment, self._run_name, self._uri, dict(self._tags))
             self._runs[place] = logger.run_id
             self._goes_on, self._logger = run is not None, logger
@@ -254,7 +254,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
     begin = _harmless(_begin)
 
     def _turn_to_local_store(self, error: Exception) -> bool:
-        """Records the rest in the local store, if it was the server that failed and not what it was asked for."""
+        """Turns to the local store if the server failed, and not the request; tells whether it did."""
         if self._uri == DEFAULT_URI or (self._logger is not None and not _of_server(error)):
             return False
         begun = "" if self._logger is None else f" after it began as run {self._logger.run_id}"
@@ -269,7 +269,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         return True
 
     def _warn_of_loss(self, method: str, error: Exception) -> None:
-        self._off = self._logger is None  # no store takes the run: each further call could wait for one again
+        self._off = self._logger is None  # no store takes the run: every further call might wait again
         if not self._lost:
             self._lost = True
             what = "everything" if self._off else f"something in {method}"
@@ -286,5 +286,5 @@ def _of_server(error: Exception) -> bool:
 
 
 def _log(message: str) -> None:
-    """Logs a warning; Python's own warnings can be turned into errors, and then they would end the training."""
+    """Logs a warning; Python's own warnings can be turned into errors, which would end the training."""
     logging.getLogger("arbordraft").warning(message)

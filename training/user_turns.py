@@ -1,4 +1,4 @@
-"""User turns, written by the target: it completes prompt templates, and asks about texts that it wrote as answers."""
+"""Lets the target write user turns: it completes prompt templates, and asks about texts that it wrote as answers."""
 
 import random
 import re
@@ -12,23 +12,23 @@ from arbordraft.training.completion import Completer, Completion, Sampling
 from arbordraft.training.prompt_templates import PromptTemplate, draw_prompt_template, known_words
 from arbordraft.training.shards import GIVEN, PROMPT
 
-_SHORTEST = 12  # characters; less is no question
-_QUESTION = 40  # most tokens of a question behind a text
-_KEY = 60  # characters by which user turns are taken for the same
+_SHORTEST = 12  # characters; a shorter text is no question
+_QUESTION = 40  # most tokens of a question after a text
+_KEY = 60  # leading characters; user turns that agree in them count as repetitions
 _TEMPERATURE = 0.75  # at 1 a small model's questions make little sense
 _ENDS = (".", "?", "!", ":")  # of sentences
 
 
 @dataclass
 class Dialogue:
-    """A conversation while it is written."""
+    """A conversation that is being written."""
 
     users: list[str]  # user turns still to come
     follow_up: bool = False  # the target is to write one more
     tokens: list[int] = field(default_factory=list)
     roles: list[int] = field(default_factory=list)
     temperature: float = 0.0
-    ended: bool = False  # the last answer came to its end
+    ended: bool = False  # the last answer ended with a stop token
     hidden: Tensor | None = None
 
     def add(self, tokens: Sequence[int], role: int) -> None:
@@ -47,7 +47,7 @@ class UserTurns:
         complete: continues texts.
 
     Raises:
-        ValueError: if the target cannot write any, as nothing stands before them.
+        ValueError: if the chat template puts nothing before user turns, so that the target cannot write any.
     """
 
     def __init__(self, chat: ChatFormat, complete: Completer) -> None:
@@ -59,7 +59,7 @@ class UserTurns:
         self._words = known_words(chat.tokenizer)
 
     def first(self, count: int, source: random.Random, done: Callable[[int], object]) -> Iterator[Dialogue]:
-        """Dialogues that consist of a user turn, at most ``count``: useless ones and repetitions are left out."""
+        """Yields at most ``count`` dialogues of one user turn each; useless turns and repetitions are left out."""
         templates = [draw_prompt_template(source, self._words) for _ in range(count)]
         begun = [self._begun(template) for template in templates]
         turns: dict[int, list[int]] = {}
@@ -71,7 +71,7 @@ class UserTurns:
         for number, (dialogue, template) in enumerate(zip(dialogues, templates, strict=True)):
             if template.around:
                 text = template.around.format(text=self.chat.text(turns[number]).strip())
-                dialogue.add(self.chat.ids(self._before + text), GIVEN)  # it was not written in this place
+                dialogue.add(self.chat.ids(self._before + text), GIVEN)  # the target wrote it elsewhere, as an answer
                 if not template.around.endswith(("{text}", *_ENDS)):
                     asking.append(dialogue)
             else:
@@ -91,12 +91,12 @@ class UserTurns:
     def go_on(
         self, texts: Sequence[Sequence[int]], limit: int, source: random.Random, done: Callable[[int], object]
     ) -> list[list[int]]:
-        """At most ``limit`` tokens behind each text, up to the end of the turn."""
+        """Continues each text by at most ``limit`` tokens, up to the end of the turn."""
         completions = self.complete(texts, Sampling(_TEMPERATURE, limit), source.getrandbits(31), done)
         return [self._whole(completion) for completion in completions]
 
     def asks(self, turn: Sequence[int]) -> bool:
-        """Whether a user turn is one: not too short, and not a few words over and over."""
+        """Tells whether a user turn is usable: not too short, and not a few words over and over."""
         text = self.chat.text(turn)
         words = text.lower().split()
         return len(text.strip()) >= _SHORTEST and (len(words) <= 30 or len(set(words)) >= len(words) / 4)
@@ -105,7 +105,7 @@ class UserTurns:
         return self.chat.ids(self._before + template.text + (self.chat.to_assistant if template.around else ""))
 
     def _whole(self, written: Completion) -> list[int]:
-        """A turn without its end, and cut behind a sentence if it came to none."""
+        """Returns a turn without its end token; a turn that was cut off ends after a sentence, if possible."""
         tokens = written.tokens[:-1] if written.ended else written.tokens
         for end, token in enumerate(tokens):
             if token in self.chat.special:

@@ -1,8 +1,9 @@
-"""Validates a drafter: computes what its drafts along held-out text would gain, and decodes some prompts.
+"""Validates a drafter: computes the expected gain of its drafts along held-out text, and decodes some prompts.
 
-The target's own text is a sample of what decoding would emit, so the chance that a draft passes can be read off along
-it, without the noise of drafting and verifying. Decoding is walked through: a round begins where the one before ended.
-An average over all places of the text would be higher, since decoding comes to places of bad drafts more often.
+The target's own text is a sample of the text that decoding would emit. The chance that a draft passes can therefore be
+computed along it, without the noise of drafting and verifying. Rounds follow each other as in decoding: one begins
+where the one before ended. An average over all places of the text would be higher, since decoding comes to places of
+bad drafts more often.
 
 Shapes: G drafting steps, M drafts, one for every token of the answers, see :mod:`arbordraft.training.drafts`.
 """
@@ -19,16 +20,16 @@ from arbordraft import Coupling, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.decoding.prompts import left_padded
 from arbordraft.training.students import Student
 
-_RANKS = 8  # siblings that a tree may have
+_RANKS = 8  # most siblings in a tree
 
 
 def chain_accepted(passes: Tensor) -> Tensor:
-    """``[M, G + 1]`` chance that 0 to G tokens of a chain of G drafts are accepted.
+    """Returns the ``[M, G + 1]`` chances that 0 to G tokens of a chain of G drafts are accepted.
 
     Args:
-        passes: ``[G, M]`` chance that the text's own token passes at that step, given that those before it did:
-            ``min(1, q(x) / p(x))`` for single-draft rejection sampling of text drawn from p, which makes the product
-            the exact acceptance; 0 or 1 for greedy decoding. Must be 0 where the text has ended.
+        passes: ``[G, M]`` chance that the text's own token passes at that step, given that those before it did. For
+            single-draft rejection sampling of text drawn from p it is ``min(1, q(x) / p(x))``, which makes the product
+            the exact acceptance. For greedy decoding it is 0 or 1. It must be 0 where the text has ended.
     """
     reach = functional.pad(passes.cumprod(dim=0), (0, 0, 1, 1))
     reach[0] = 1
@@ -36,15 +37,15 @@ def chain_accepted(passes: Tensor) -> Tensor:
 
 
 def tree_accepted(ranks: Tensor, topology: TreeTopology) -> Tensor:
-    """``[M, G + 1]`` 1 for the number of accepted tokens, else 0, in greedy trees of the most probable tokens.
+    """Returns ``[M, G + 1]`` one-hot numbers of accepted tokens, in greedy trees of the most probable tokens.
 
     Args:
-        ranks: ``[G, M]`` int64: how many draft tokens are more probable than the text's own, a large number where
+        ranks: ``[G, M]`` int64: how many draft tokens are more probable than the text's own; a large number where
             the text has ended.
-        topology: no deeper than G.
+        topology: topology of the trees, no deeper than G.
     """
     width = max(len(children) for children in topology.child_list)
-    # One row more: a dead end, which leads nowhere.
+    # The extra row is a dead end, which leads only to itself.
     table = torch.full((topology.num_nodes + 1, width + 1), topology.num_nodes)
     for node, children in enumerate(topology.child_list):
         table[node, : len(children)] = torch.tensor(children)
@@ -57,15 +58,15 @@ def tree_accepted(ranks: Tensor, topology: TreeTopology) -> Tensor:
 
 
 def walked_tau(accepted: Tensor, answers: Tensor, tokens: int) -> float:
-    """Block efficiency of decoding the first tokens of every answer: tokens per expected round.
+    """Computes the block efficiency of decoding the first tokens of every answer: tokens per expected round.
 
-    A round that accepts k tokens emits k + 1, and the next one begins behind them. Given the text this is exact, as
-    what a round accepts depends on where it begins alone.
+    A round that accepts k tokens emits k + 1, and the next round begins after them. Given the text this is exact, since
+    the acceptance of a round depends only on where it begins.
 
     Args:
         accepted: ``[M, G + 1]`` chance that a draft has 0 to G tokens accepted.
-        answers: ``[M]`` of which answer they are; those of an answer lie side by side, in order.
-        tokens: of every answer; shorter ones count as a whole.
+        answers: ``[M]`` answer that each draft belongs to; drafts of an answer lie side by side, in order.
+        tokens: number of first tokens of every answer; shorter answers count as a whole.
     """
     counts = answers.unique_consecutive(return_counts=True)[1]
     parts = [part[:tokens] for part in accepted.double().split(counts.tolist())]
@@ -85,12 +86,12 @@ def expectations(drafts: Mapping[str, Tensor], tree: TreeTopology, tokens: int) 
     Args:
         drafts: ``labels``, ``passes``, ``ranks``, ``valid`` and ``answers`` of
             :class:`~arbordraft.training.drafts.Drafts`, and ``temperatures`` ``[M]`` of the text.
-        tree: the tree whose block efficiency is wanted.
-        tokens: of every answer, to be decoded.
+        tree: the tree whose block efficiency is computed.
+        tokens: number of first tokens of every answer.
 
     Returns:
-        Block efficiencies and acceptance by drafting step, by name; and how often the next greedy token was the
-        drafter's most probable one, its second, and so on: empty if no text is greedy.
+        Block efficiencies and acceptance by drafting step, by name. Then how often the next greedy token was the
+        drafter's most probable one, its second, and so on; empty if no text is greedy.
     """
     metrics: dict[str, float] = {}
     acceptance: list[float] = []
@@ -100,7 +101,7 @@ def expectations(drafts: Mapping[str, Tensor], tree: TreeTopology, tokens: int) 
             continue
         labels, passes, ranks, valid = (drafts[name][:, chosen] for name in ("labels", "passes", "ranks", "valid"))
         answers = drafts["answers"][chosen]
-        steps = int(valid.any(dim=1).sum())  # fewer than were asked for if it drafts no further
+        steps = int(valid.any(dim=1).sum())  # fewer than requested if the student drafts no further
         metrics[f"val/tau_{label}_chain"] = walked_tau(chain_accepted(passes), answers, tokens)
         for step in range(steps):
             metrics[f"val/acceptance_{label}_pos_{step + 1}"] = float(labels[step][valid[step]].mean())
@@ -114,7 +115,7 @@ def expectations(drafts: Mapping[str, Tensor], tree: TreeTopology, tokens: int) 
 def decoded(
     target: RaggedModel, student: Student, prompts: Sequence[list[int]], steps: int, new_tokens: int
 ) -> tuple[dict[str, float], dict[str, list[Any]]]:
-    """Decodes prompts greedily with chains of the drafter as it is: figures, and the texts for people to read."""
+    """Decodes prompts greedily with chains of the current drafter; returns figures, and texts for people to read."""
     decoder = SpeculativeDecoder(target, student.drafter(target), TreeTopology.chain(steps), Coupling.matching())
     inputs = left_padded(prompts)
     output: Any = decoder.generate(

@@ -1,4 +1,4 @@
-"""Measures EMS-SD's comparison: the same chains in a padded batch, half padded ones and an unpadded one."""
+"""Measures EMS-SD's comparison: the same chains in padded, half padded and unpadded batches."""
 
 from typing import Annotated
 
@@ -34,7 +34,7 @@ from arbordraft.verifiers.coupling import Coupling
 
 
 def padding(target: RaggedModel, drafter: Drafter, length: int = 7) -> dict[str, SpeculativeDecoder]:
-    """EMS-SD's comparison: the same greedy chains in a padded batch, half padded ones and an unpadded one.
+    """Builds EMS-SD's comparison: the same greedy chains in padded, half padded and unpadded batches.
 
     In the paper's LLMA runs the drafter is a lookup.
     """
@@ -62,7 +62,7 @@ def main(
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Measure the same greedy chains in a padded batch, half padded ones and an unpadded one."""
+    """Measure the same greedy chains in padded, half padded and unpadded batches."""
     sizes = workloads(prompts, limit, batches, new_tokens=new_tokens, repeats=repeats, seed=seed)
     with Report(json, png, model=model, dtype=dtype, drafter=drafter, length=length) as report:
         target, _ = load_target(model, dtype)

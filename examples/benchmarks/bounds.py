@@ -1,6 +1,6 @@
 """Measures forwards of few and many rows against their bounds on this CPU: reading all weights once, and multiplying.
 
-`ARBORDRAFT_ISA=avx2` and the like measure the kernels of a processor that has no more than that.
+Set `ARBORDRAFT_ISA=avx2`, for example, to measure the kernels of a processor that has no more than AVX2.
 """
 
 import statistics
@@ -34,21 +34,21 @@ from arbordraft.target.model import RaggedModel
 from arbordraft.utils.choices import Kernels
 
 CONTEXT = 64  # tokens before the rows: few, as attention has other bounds
-SIDE = 1024  # of the matrices that find the peak
+SIDE = 1024  # of the matrices that measure peak throughput
 
 
 @dataclass(frozen=True)
 class BoundRow:
-    """A forward beside its bounds, in milliseconds; the ratio is that to the greater of the two.
+    """A forward and its two bounds, in milliseconds.
 
     Args:
-        weights: bits of them, ``own`` for the model's.
+        weights: bits of the weights, ``own`` for the model's.
         rows: tokens of one forward, all of which get logits.
-        milliseconds: median of the rounds.
-        reading: all weights once, as fast as this machine reads.
-        multiplying: all weights by all rows, as fast as torch multiplies large matrices in float32; kernels for
-            integers may be faster.
-        ratio: how many times the greater bound the forward takes.
+        milliseconds: time of the forward, median of the rounds.
+        reading: time to read all weights once, as fast as this machine reads.
+        multiplying: time to multiply all weights by all rows, as fast as torch multiplies large matrices in float32.
+            Kernels for integers may be faster.
+        ratio: ``milliseconds`` over the greater bound.
     """
 
     table: ClassVar[str] = "forwards against their bounds, times in milliseconds"
@@ -64,7 +64,7 @@ class BoundRow:
 
 
 def forward(target: RaggedModel, rows: int) -> Callable[[], None]:
-    """One forward of random tokens behind a context, which leaves the cache as it was."""
+    """Returns a forward of random tokens after a context that leaves the cache unchanged."""
     cache = RaggedKVCache()
     handle = cache.open(CONTEXT + rows)
     target.prefill({handle: torch.randint(target.vocab_size, (CONTEXT,)).tolist()}, cache)
@@ -78,13 +78,13 @@ def forward(target: RaggedModel, rows: int) -> Callable[[], None]:
 
 
 def median(run: Callable[[], object], repeats: int) -> float:
-    """Milliseconds of a call, after one that warms up."""
+    """Returns the median milliseconds of a call, after a warm-up call."""
     run()
     return 1e3 * statistics.median(repeat(run, number=1, repeat=repeats))
 
 
 def against_bounds(target: RaggedModel, sizes: list[int], repeats: int, tell: Tell = quiet) -> Iterator[BoundRow]:
-    """A row for every number of rows.
+    """Yields a result for every number of rows.
 
     Raises:
         ValueError: if the target has no native kernels.

@@ -53,7 +53,7 @@ class BudgetRow:
 
     Args:
         noise: of the drafts, ``shared`` with the target or ``independent`` of it.
-        looks_at: what the choice of rows depends on.
+        looks_at: information that chooses the rows.
         lossless: whether the output law is the target's.
         rows: verified rows per sample, roots excluded, on average over a batch.
         accepted: expected accepted tokens per sample.

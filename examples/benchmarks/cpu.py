@@ -1,4 +1,4 @@
-"""Measures what the native kernels gain on a CPU over transformers.
+"""Measures the gain of the native kernels over transformers on a CPU.
 
 Ratios are speed-ups: the reference's time over ours.
 """
@@ -37,7 +37,7 @@ _REACH = {1: ">= 3.5", 8: ">= 3.0", 16: ">= 2.3"}
 
 
 def forward_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
-    """Forwards with the kernels of the target against the model's own, and against reading the weights once."""
+    """Measures forwards with the target's kernels against the model's own, and against reading the weights once."""
     model = target.model
     half = model.dtype == torch.bfloat16
     for new in (1, 8, 16) if half else (8,):
@@ -45,7 +45,7 @@ def forward_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -
     if not half:
         return
     size = sum(weight.numel() for weight in set(model.parameters())) * 2
-    # Reads as many bytes once, with all threads.
+    # Reading this buffer once reads as many bytes, with all threads.
     memory = torch.zeros(torch.get_num_threads(), size // 2 // torch.get_num_threads(), dtype=torch.bfloat16)
     case = f"bfloat16, 1 token, against reading {size / 1e6:.0f} MB of weights"
     forward, _ = forward_pair(target, [200], 1)
@@ -62,7 +62,7 @@ def _against_own(
 
 
 def other_architectures(workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
-    """Models of two other families with random weights: nothing was tuned for them."""
+    """Measures models of two other families with random weights, for which nothing was tuned."""
     from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
     shapes = {
@@ -90,9 +90,9 @@ def other_architectures(workload: Workload, tell: Tell = quiet) -> Iterator[Meas
 
 
 def decode_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
-    """Greedy decoding, plain and with lookups where they pay, against ``generate``: milliseconds per token.
+    """Measures milliseconds per token of greedy decoding, plain and with lookups where they pay, against ``generate``.
 
-    At batch 1 the first four prompts are decoded one after the other, above it as many as fit into one batch.
+    At batch 1 it decodes the first four prompts one after the other, at larger sizes one full batch.
     """
     decoders: dict[str, SpeculativeDecoder | Decode] = {
         "generate": theirs(target.model),

@@ -1,4 +1,4 @@
-"""Measures when to stop drafting: every decider on the same chains, by tokens per second."""
+"""Measures every decider on the same chains, by tokens per second."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,9 +48,9 @@ from arbordraft.utils.choices import Dtype
 
 
 def deciders(depth: int, costs: StepCosts | None = None, learned: LearnedDecider | None = None) -> dict[str, Decider]:
-    """Every kind of decider with the settings of its source, for chains of ``depth``.
+    """Builds every kind of decider with the settings of its source, for chains of ``depth``.
 
-    Step costs let cost-aware ones take part, a trained one joins as it is.
+    Step costs add cost-aware deciders. A learned decider is added unchanged.
     """
     known: dict[str, Decider] = {f"fixed {levels}": FixedDepth(levels) for levels in range(1, depth + 1)}
     known |= {
@@ -74,9 +74,9 @@ def deciders(depth: int, costs: StepCosts | None = None, learned: LearnedDecider
 def stops(
     target: RaggedModel, drafter: Drafter, deciders: Mapping[str, Decider], workload: Workload, depth: int = 6
 ) -> dict[str, SpeculativeDecoder]:
-    """Plain decoding, and chains of up to ``depth`` drafts that deciders shorten.
+    """Builds plain decoding, and chains of up to ``depth`` drafts that deciders shorten.
 
-    Deciders are scored by tokens per second: acceptance alone any early stop can raise.
+    The score of a decider is tokens per second, because any early stop can raise acceptance.
     """
     chain = builders.ems_sd(target, drafter, depth)
     return {"plain": builders.plain(target)} | {
@@ -104,7 +104,7 @@ def main(
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Measure when to stop drafting: every decider on the same chains, by tokens per second."""
+    """Measure every decider on the same chains, by tokens per second."""
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
     table = StepCosts.load(costs) if costs else None
     trained = LearnedDecider.from_pretrained(learned) if learned else None

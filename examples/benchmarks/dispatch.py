@@ -1,8 +1,8 @@
-"""What a call of an operator costs besides its work: ways to register one with torch, and our entry points.
+"""Measures the overhead of operator calls: ways to register an operator with torch, and our entry points.
 
     python examples/benchmarks/dispatch.py
 
-Prints medians of microseconds over rounds in which all take their turns, with problems of a row or two.
+Prints median microseconds over rounds in which all ways take turns, with problems of a row or two.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_at
 from arbordraft.kernels.verify import row_max
 
 ROUNDS, CALLS = 51, 200
-PROBE = torch.library.Library("arbordraft_probe", "DEF")  # its operators go when it goes
+PROBE = torch.library.Library("arbordraft_probe", "DEF")  # its operators exist only as long as this object
 
 
 def _nothing(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor) -> None:
@@ -27,7 +27,7 @@ def _nothing(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor,
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """Every way by its name; the registered ones do nothing, with the arguments of ``append``."""
+    """Returns every way by name; the registered operators take the arguments of ``append`` and do nothing."""
     PROBE.define("append(Tensor(a!) keys, Tensor(b!) values, Tensor new, Tensor others, Tensor slots) -> ()")
     PROBE.impl("append", _nothing, "CompositeExplicitAutograd")
     defined = torch.ops.arbordraft_probe.append.default

@@ -35,7 +35,7 @@ TASKS = (
 
 
 def functions(folder: Path, most: int) -> list[str]:
-    """Functions of 6 to 20 lines in a folder's modules, in their order."""
+    """Returns functions of 6 to 20 lines from a folder's modules, in their order."""
     found = []
     for file in sorted(folder.rglob("*.py")):
         source = file.read_text()
@@ -47,13 +47,13 @@ def functions(folder: Path, most: int) -> list[str]:
 
 
 def requests(sources: list[str], count: int) -> list[str]:
-    """Every task of every function, one function after another within a file's turn, and then again."""
+    """Returns ``count`` requests: each task in turn for all functions, and then again from the start."""
     once = [f"{task}\n\n```python\n{source}\n```" for task in TASKS for source in sources]
     return [once[number % len(once)] for number in range(count)]
 
 
 def drafters(target: RaggedModel) -> dict[str, Drafter]:
-    """What is compared."""
+    """Builds the drafters to compare."""
     own: dict[str, Drafter] = {
         "plain": NoDrafter(),
         "lookups in the own text": NGramDrafter(longest=8, shortest=1),
@@ -97,7 +97,7 @@ def main(
             plain = plain or tokens / seconds
             expected = expected or answers
             if not all(map(torch.equal, answers, expected)):
-                raise AssertionError(f"{name} said something else than plain decoding")
+                raise AssertionError(f"the answers of {name} differ from those of plain decoding")
             rate = tokens / seconds
             table.add_row(str(batch), name, f"{rate:.0f}", f"{rate / plain:.2f} x", f"{tokens / forwards:.2f}")
     console.print(table)

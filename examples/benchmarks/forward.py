@@ -18,7 +18,7 @@ from arbordraft.utils.choices import Kernels
 
 
 def forward_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
-    """One packed forward against the model's own forward of the same tokens on its own cache.
+    """Measures one packed forward against the model's own forward of the same tokens on its own cache.
 
     At batch 1 both do the same arithmetic. At batch 8 the contexts differ in length, and transformers pads them.
     """
@@ -32,7 +32,7 @@ def forward_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) ->
 
 
 def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The packed and the padded forward of ``new`` random tokens per sample, each leaving its cache as it was."""
+    """Returns the packed and the padded forward of ``new`` random tokens per sample; both leave caches unchanged."""
     from transformers import DynamicCache
 
     model, batch = target.model, len(contexts)
@@ -53,7 +53,7 @@ def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Ca
     with torch.no_grad():
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, **kept)
-    # generate() drops a mask that masks nothing, which spares the model work: so does this.
+    # Like generate(), drops a mask that masks nothing, which spares the model work.
     grown = None if batch == 1 else torch.cat([mask, torch.ones(batch, new, dtype=torch.long)], dim=1)
     next_positions = torch.tensor(contexts)[:, None] + torch.arange(new)
 

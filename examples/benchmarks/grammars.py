@@ -54,7 +54,7 @@ def _number(most: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": 0, "maximum": most}
 
 
-# Short texts, each with the schema of its facts: nested, listed, counted, chosen, spelled.
+# Short texts, each with a schema of its facts: nested objects, lists, numbers, choices, patterns.
 TASKS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (
         "Ana Sousa, 34, works as a nurse in Porto. Write to ana@clinic.com or call 555-0134.",
@@ -151,11 +151,11 @@ TASKS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class MaskRow:
-    """Time of the grammars themselves within masked plain decoding.
+    """Time of the grammars alone within masked plain decoding.
 
     Args:
-        microseconds: per token, to advance the grammar, find the allowed tokens and mask the scores.
-        share: of the time of a step.
+        microseconds: time per token to advance the grammar, find the allowed tokens and mask the scores.
+        share: share of the time of a step.
     """
 
     dtype: str
@@ -167,7 +167,7 @@ class MaskRow:
 
 
 class _Mask:
-    """The same engine as a logits processor of transformers."""
+    """Logits processor of transformers with the same grammar engine."""
 
     def __init__(self, states: list["GrammarState"], ends: frozenset[int]) -> None:
         self._states, self._ends, self._first = states, ends, True
@@ -203,7 +203,7 @@ class GrammarSuite:
         self._grammar_of: dict[tuple[int, ...], Grammar] = {}
 
     def decoders(self, workload: Workload) -> dict[str, Decode | SpeculativeDecoder]:
-        """Masked plain decoding, forced tokens with lookups, and transformers' ``generate``."""
+        """Builds masked plain decoding, forced tokens with lookups, and transformers' ``generate``."""
         alone = Workload(self.prompts, batch=1).batches(self.target)
         self._grammar_of = {
             tuple(inputs["input_ids"][0].tolist()): grammar
@@ -217,7 +217,7 @@ class GrammarSuite:
         }
 
     def masks(self, workload: Workload, row: DecodeRow) -> MaskRow:
-        """The cost of masks, from going through the answers of masked plain decoding again without a model."""
+        """Measures the cost of masks by replaying the answers of masked plain decoding without a model."""
         decoder = builders.plain(self.target)
         seconds, tokens = 0.0, 0
         for inputs in workload.batches(self.target):

@@ -1,4 +1,4 @@
-"""Measures the n-gram tree on the model's own modules against ``generate``: prompts where it pays, and where not."""
+"""Measures the n-gram tree on the model's own modules against ``generate``, on prompts where it pays or not."""
 
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ KINDS = {"repeating": (REPEATING, ">= 1.5"), "varied": (VARIED, ">= 0.9")}
 def lookup_speed(
     target: RaggedModel, workload: Workload, kind: str = "given", reach: str = "", tell: Tell = quiet
 ) -> Measurement:
-    """Greedy decoding with the n-gram tree against plain ``generate``, all prompts of one ``kind`` in one batch."""
+    """Measures greedy decoding with the n-gram tree against ``generate``, with all prompts of a ``kind`` in a batch."""
     tree, count = TreeTopology.from_k_config((2, 1, 1, 1)), len(workload.prompts)
     drafter = NGramDrafter(longest=5, shortest=3)
     pays = CostAware(known_costs(target, drafter))

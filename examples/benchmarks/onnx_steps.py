@@ -40,11 +40,11 @@ class DraftStepRow:
     """Time and acceptance of one drafter for chains of ``depth`` levels.
 
     Args:
-        milliseconds: of a step, all levels and samples: median of the batches and rounds.
-        per_level: the same for one level.
-        ratio: to the first drafter's step: median of the batches' and rounds' ratios.
-        tau: emitted tokens per target forward of a sample, greedily.
-        acceptance: by depth, how often the draft was accepted when there was one to accept.
+        milliseconds: time of a step, all levels and samples; median of the batches and rounds.
+        per_level: milliseconds of one level.
+        ratio: time over that of the first drafter's step; median of the batches' and rounds' ratios.
+        tau: emitted tokens per target forward of a sample in greedy decoding.
+        acceptance: acceptance rate by depth: how often a draft was accepted when one was tried.
     """
 
     drafter: str
@@ -60,9 +60,9 @@ class DraftStepRow:
 def draft_steps(
     drafters: Mapping[str, tuple[RaggedModel, Drafter]], workload: Workload, depth: int = 4, tell: Tell = quiet
 ) -> Iterator[DraftStepRow]:
-    """Decodes all prompts greedily with every drafter, in turns, and looks at the drafting alone.
+    """Decodes all prompts greedily with every drafter in turns, and measures the drafting alone.
 
-    Drafters come by name, each with the target that it was built for; the first one is the reference.
+    ``drafters`` holds each drafter by name, with the target that it was built for. The first is the reference.
     """
     coupling, chain = Coupling.matching(), TreeTopology.chain(depth)
     decoders = {

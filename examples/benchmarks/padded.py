@@ -1,4 +1,4 @@
-"""The padded batch that EMS-SD is measured against: for benchmarks, and nothing else.
+"""The padded batch that EMS-SD is measured against; for benchmarks only.
 
 Shapes: T packed rows, padding included, R rows of real tokens, V vocabulary.
 """
@@ -22,17 +22,17 @@ from arbordraft.trees.topology import ancestor_words
 class PaddedDecoder(SpeculativeDecoder):
     """A :class:`~arbordraft.SpeculativeDecoder` for chains that pads as a rectangular batch must.
 
-    Drafter, kernels and verification are those of the unpadded decoder, and so is the output.
+    Drafter, kernels, verification and output are those of the unpadded decoder.
 
     Args:
-        pad_input: every sample, finished ones too, has as many rows in the target's forward as the longest draft.
-        pad_cache: keys of all samples lie in the same columns. A prompt shorter than the longest leaves columns that
-            belong to no token, and so does every step in which another sample accepted more; they are masked, but
-            read.
-        *parts: those of a :class:`~arbordraft.SpeculativeDecoder`, as are ``options``.
+        pad_input: whether all samples, finished ones too, have as many rows in the target's forward as the longest
+            draft.
+        pad_cache: whether keys of all samples lie in the same columns. Shorter prompts, and steps in which another
+            sample accepts more, leave columns that belong to no token. Such columns are masked, but read.
+        *parts: arguments of a :class:`~arbordraft.SpeculativeDecoder`, as are ``options``.
 
     Raises:
-        ValueError: if the topology is no chain, or with ``buckets``, whose steps have a runner of their own.
+        ValueError: if the topology is not a chain, or if ``buckets`` are given, whose steps have a runner of their own.
 
     Source: the "vanilla" method of EMS-SD (Ni et al., NAACL 2025) and its ablations.
     """
@@ -51,9 +51,9 @@ class PaddedRunner:
     """Runs the target over a rectangular batch.
 
     Args:
-        parts: those of the decoder.
+        parts: parts of the decoder.
         pad_input: see :class:`PaddedDecoder`.
-        pad_cache: see there.
+        pad_cache: see :class:`PaddedDecoder`.
     """
 
     def __init__(self, parts: AssembledParts, pad_input: bool, pad_cache: bool) -> None:
@@ -87,24 +87,24 @@ class PaddedRunner:
 
 
 class _PaddedCache(RaggedKVCache):
-    """Keeps all columns behind the prompts as uncommitted ones, of which words say who belongs to a token.
+    """Keeps all columns after the prompts uncommitted; mask words mark the columns that belong to a token.
 
-    Finished samples stay: a rectangular batch goes on with them.
+    Finished samples stay, because a rectangular batch goes on with them.
     """
 
     def __init__(self, pad: bool) -> None:
         super().__init__()
         self.pad = pad
-        self._real: dict[int, list[bool]] = {}  # which of a sample's columns behind its prompt belong to a token
+        self._real: dict[int, list[bool]] = {}  # per sample: whether columns after the prompt belong to a token
         self._finished: set[int] = set()
 
     @property
     def handles(self) -> list[int]:
-        """Handles of all samples, finished ones too, as they came."""
+        """Handles of all samples, finished ones too, in order of arrival."""
         return list(self._slabs)
 
     def align(self) -> None:
-        """Lets the prompts end in the same column, unless they do already."""
+        """Makes the prompts end in the same column, unless they do already."""
         if self._real:
             return
         longest = max(slab.length for slab in self._slabs.values())
@@ -121,7 +121,7 @@ class _PaddedCache(RaggedKVCache):
         self._finished.add(handle)
 
     def lay_out_padded(self, handles: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> RaggedBatch:
-        """Plans chains of ``lengths`` rows, filled up to ``rows``; rows of padding see only themselves."""
+        """Plans chains of ``lengths`` rows, filled up to ``rows``; padding rows see only themselves."""
         offsets = [
             [sum(self._real[handle]) + min(row, max(length - 1, 0)) for row in range(count)]
             for handle, length, count in zip(handles, lengths, rows, strict=True)

@@ -33,7 +33,7 @@ from arbordraft.utils.choices import Dtype
 
 
 def product(target: RaggedModel, drafter: Drafter, nodes: int = 16) -> dict[str, SpeculativeDecoder]:
-    """Chains and trees, static and of a depth by sample, lossless and not, all of at most ``nodes`` with the root."""
+    """Builds chains and trees, static or with depth by sample, lossless or not, of at most ``nodes``, root included."""
     binary = TreeTopology.sequoia(drafter.acceptance[:2], nodes, 6)
     decoders: dict[str, SpeculativeDecoder] = {
         "plain": builders.plain(target),

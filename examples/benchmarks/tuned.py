@@ -1,4 +1,4 @@
-"""Measures the choice of ``arbordraft tune`` against its whole grid; give it prompts that were not tuned on."""
+"""Measures the choice of ``arbordraft tune`` against its whole grid; give it prompts that tuning did not see."""
 
 from pathlib import Path
 from typing import Annotated
@@ -30,9 +30,9 @@ from arbordraft.utils.choices import Dtype
 
 
 def against_grid(target: RaggedModel, drafter: Drafter, tuned: Tuned, batch: int) -> dict[str, SpeculativeDecoder]:
-    """The setting that tuning chose for a drafter and a batch size, and every other one of its grid.
+    """Builds the setting that tuning chose for a drafter and a batch size, and every other setting of its grid.
 
-    No speed-up should be above 1, on prompts that tuning did not see.
+    On prompts that tuning did not see, no speed-up should be above 1.
     """
     chosen = tuned.choice(batch).setting
     decoders = {f"chosen: {chosen}": tuned.decoder(target, batch, drafter)}
@@ -56,7 +56,7 @@ def main(
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Measure the choice of 'arbordraft tune' against its whole grid; give it prompts that were not tuned on."""
+    """Measure the choice of 'arbordraft tune' against its whole grid; give it prompts that tuning did not see."""
     choice = Tuned.load(file)
     at = str(choice.temperature)
     sizes = workloads(prompts, limit, batches, at, new_tokens=new_tokens, repeats=repeats, seed=seed)

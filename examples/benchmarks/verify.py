@@ -1,4 +1,4 @@
-"""Measures verification: a tree against the target's forward, rules against the vocabulary and the linear program.
+"""Measures verification: a tree against the target's forward, rules against a softmax and the linear program.
 
 Shapes: B samples, N nodes, V vocabulary.
 """
@@ -40,7 +40,7 @@ _CALLS = 40  # calls per timing of something that takes microseconds
 
 
 def verify_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
-    """Verification of a full 16-node tree against the target's forward of its rows."""
+    """Measures verification of a full 16-node tree against the target's forward of its rows."""
     topology = TreeTopology.from_k_config((3, 2, 1))
     generator, source = torch.Generator().manual_seed(workload.seed), Noise.source(0)
     forward, _ = forward_pair(target, [200], topology.num_nodes)
@@ -61,9 +61,10 @@ def verify_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> 
 
 
 def rule_cost(workload: Workload) -> Iterator[Measurement]:
-    """SpecHub, and tail and tops, at one node against one softmax of the same row; SpecHub against its linear program.
+    """Measures rules at one node against a softmax of the same row, and SpecHub against its linear program.
 
-    The program's variables are pairs of a drawn outcome and a token: beyond small vocabularies there is no solving it.
+    The rules are SpecHub, and tail and tops. The program's variables are pairs of a drawn outcome and a token, so it
+    can be solved for small vocabularies only.
     """
     generator = torch.Generator().manual_seed(workload.seed)
     hub = TopTail(1, 1)
@@ -78,7 +79,7 @@ def rule_cost(workload: Workload) -> Iterator[Measurement]:
     for name, rule, law, vocab in nodes:
         logits = torch.randn(2, vocab, generator=generator) * 3
         case = f"{name} at one node, V={vocab}, against one softmax"
-        # A row below this size fits the innermost caches: the rule's fixed cost shows.
+        # A smaller row fits the innermost caches, so that the rule's fixed cost shows.
         reach = "<= 2.0" if name == "SpecHub" and vocab >= 49152 else ""
         node, softmax = _node(rule, law, logits, generator), partial(logits[0].softmax, dim=-1)
         row = paired("verify", case, node, softmax, workload, reach=reach, calls=(_CALLS, _CALLS))
@@ -91,7 +92,7 @@ def rule_cost(workload: Workload) -> Iterator[Measurement]:
 
 
 def _node(rule: Rule, law: DraftLaw, logits: Tensor, generator: torch.Generator) -> Callable[[], object]:
-    """A rule's law at one node, for other drawn children in every call; ``logits`` are the target's and the draft's."""
+    """Returns a call of a rule at one node, with new children each time; ``logits`` are of target and draft."""
     p, q = logits.softmax(dim=-1)
     uniforms = torch.rand(_CALLS, law.k, generator=generator).tolist()
     drawn = cycle([law.draw(q, each) for each in uniforms])
@@ -105,7 +106,7 @@ def main(
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
-    """Measure verification of a tree against the target's forward; rules against the vocabulary and against the LP."""
+    """Measure verification of a tree against the target's forward; rules against a softmax and against the LP."""
     torch.manual_seed(seed)
     workload = Workload(repeats=repeats, seed=seed)
     with Report(json, model=model, dtype=dtype, repeats=repeats, seed=seed) as report:

@@ -39,22 +39,22 @@ from arbordraft.utils.choices import Dtype
 from arbordraft.utils.files import read_text
 
 _CHUNK = 256  # tokens that are read at a time
-_TOPICS = ("types", "import", "naming")  # of Python's own help: texts that every installation has
+_TOPICS = ("types", "import", "naming")  # of Python's own help, which every installation has
 
 
 @dataclass(frozen=True)
 class WeightsRow:
-    """One kind of weights beside the model's own.
+    """One kind of weights compared with the model's own.
 
     Args:
         weights: see :class:`~arbordraft.RaggedModel`; ``own`` for the model's.
-        divergence: KL from the own predictions, in nats per token.
-        agreement: share of the positions whose most probable token is the same.
-        perplexity: of the text.
-        megabytes: of the copy that is read.
-        memory: the same, relative to the own weights' copy.
-        tokens_per_second: of plain greedy decoding, median of the rounds.
-        speed_up: over the own weights, median of the rounds' ratios.
+        divergence: KL divergence from the predictions of the own weights, in nats per token.
+        agreement: share of the positions whose most probable token is equal.
+        perplexity: perplexity of the text.
+        megabytes: size of the copy that forwards read.
+        memory: this size over that of the own weights' copy.
+        tokens_per_second: speed of plain greedy decoding, median of the rounds.
+        speed_up: speed over that of the own weights, median of the rounds' ratios.
     """
 
     table: ClassVar[str] = "weights of fewer bits, plain greedy decoding"
@@ -74,17 +74,17 @@ class WeightsRow:
 def compared(
     target: RaggedModel, text: str, workloads: Sequence[Workload], chunks: int = 8, tell: Tell = quiet
 ) -> Iterator[WeightsRow]:
-    """A row for every kind of weights and workload.
+    """Yields a row for every kind of weights and workload.
 
     Args:
-        target: with native kernels and its own weights.
-        text: for the predictions; the first ``chunks`` chunks are read.
-        workloads: for the speed.
+        target: model with native kernels and its own weights.
+        text: text to predict; the first ``chunks`` chunks are read.
+        workloads: workloads to measure the speed.
         chunks: most chunks that are read.
-        tell: is told the current case.
+        tell: receives the current case.
 
     Raises:
-        ValueError: if the kernels are other ones, or the text is too short.
+        ValueError: if the kernels are not native, the weights not the model's own, or the text too short.
     """
     if target.backend != "native" or target.weights is not None:
         raise ValueError(f"weights of fewer bits are for native kernels, beside a model's own, not for {target.chosen}")
@@ -119,14 +119,14 @@ def compared(
 
 
 def help_text() -> str:
-    """Some of Python's own documentation, whose English is the same wherever its version is."""
+    """Returns some of Python's own documentation, equal for equal versions of Python."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[topic] for topic in _TOPICS)
 
 
 def _read(model: RaggedModel, reference: RaggedModel, parts: Sequence[Tensor]) -> Tensor:
-    """Mean divergence from the reference, agreement with it, and loss, over all positions."""
+    """Returns the mean divergence from the reference, agreement with it, and loss, over all positions."""
     sums = torch.zeros(3, dtype=torch.float64)
     for tokens in parts:
         expected, found = (_log_probs(each, tokens) for each in (reference, model))
@@ -138,7 +138,7 @@ def _read(model: RaggedModel, reference: RaggedModel, parts: Sequence[Tensor]) -
 
 
 def _log_probs(model: RaggedModel, tokens: Tensor) -> Tensor:
-    """``[L, V]`` float32."""
+    """Returns ``[L, V]`` log-probabilities in float32."""
     cache = RaggedKVCache()
     batch = cache.lay_out([cache.open(len(tokens))], [range(len(tokens))])
     return model(tokens, batch, cache).float().log_softmax(dim=-1)

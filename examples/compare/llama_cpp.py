@@ -1,7 +1,7 @@
-"""Greedy decoding on a CPU, measured in one run: arbordraft, transformers' generate and llama.cpp.
+"""Measures greedy decoding on a CPU in one run: arbordraft, transformers' generate and llama.cpp.
 
-llama.cpp's server decodes plainly, with each of its lookups and with a draft model, called in its process by xllamacpp;
-see README.md and program.py.
+llama.cpp's server decodes plainly, with each of its lookups and with a draft model. xllamacpp runs it within its own
+process. See README.md and program.py.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any
 
 from peers import Config, Generate, Tokens
 
-# Kind, tokens looked up, most tokens drafted: about as long as what pays here, and its own defaults.
+# Kind, tokens looked up, most tokens drafted: about the lengths that pay here, and the defaults of llama.cpp.
 DRAFTS = ["simple:4:8", "simple:3:4", "simple:12:48", "map-k:4:8", "map-k:12:48", "mod:6:8", "mod:16:32"]
 
 
@@ -56,7 +56,7 @@ def load(settings: dict[str, Any]) -> Generate:
 
 
 def quantised(source: Path, target: Path, kind: str) -> Path:
-    """A GGUF file with the matrices of another one in another format."""
+    """Writes a GGUF file with the matrices of another file in another format."""
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
     from gguf.quants import dequantize, quantize
 
@@ -80,7 +80,7 @@ def quantised(source: Path, target: Path, kind: str) -> Path:
 
 
 def configs(arguments: argparse.Namespace, _model: Path, scratch: Path) -> list[list[Config]]:
-    """Plain, with lookups and with a draft model; of each kind the fastest is compared."""
+    """Lists ways to run llama.cpp in groups: plain, lookups, draft model; each group's fastest is compared."""
     file = arguments.gguf
     if arguments.weights is not None:
         file = quantised(file, scratch / f"{arguments.weights}.gguf", arguments.weights)
@@ -88,7 +88,7 @@ def configs(arguments: argparse.Namespace, _model: Path, scratch: Path) -> list[
     parameters = {
         "n_parallel": slots,
         "n_ctx": 2048 * slots,
-        "fit_params": False,  # or it would choose the size itself
+        "fit_params": False,  # or llama.cpp would choose the size itself
         "cache_prompt": False,  # the other engines read every prompt anew
         "cache_ram_mib": 0,
         "n_threads_http": slots,
@@ -110,7 +110,7 @@ def configs(arguments: argparse.Namespace, _model: Path, scratch: Path) -> list[
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of llama.cpp alone."""
+    """Adds the options of llama.cpp alone."""
     parser.add_argument("--gguf", type=Path, required=True, help="file of the model")
     parser.add_argument("--weights", choices=["Q8_0", "Q4_0", "Q4_1", "BF16"], help="another format than the file's")
     parser.add_argument("--drafts", nargs="*", default=DRAFTS, metavar="KIND:LOOKED-UP:DRAFTED", help="its lookups")

@@ -1,7 +1,7 @@
-"""Puts load on servers by vLLM's own tool, `vllm bench serve`; `serving.py` runs this file with vLLM's Python.
+"""Puts load on servers with vLLM's own tool, `vllm bench serve`; `serving.py` runs this file with vLLM's Python.
 
-JSON lines on standard input and output: `{"arguments": [...], "limit": seconds}` with the tool's arguments, answered by
-what the tool found, or by `{"error"}`. The tool is kept, as starting it takes longer than many a measurement.
+Standard input and output carry JSON lines: `{"arguments": [...], "limit": seconds}` with the tool's arguments, answered
+by the tool's results or by `{"error"}`. The tool stays loaded, as its start takes longer than many measurements.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 def main() -> None:
     """Serves until standard input ends."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the tool prints
+    os.dup2(2, 1)  # the tool prints to standard output, too
     from vllm.benchmarks.serve import add_cli_args, main_async
 
     parser = argparse.ArgumentParser()
@@ -27,7 +27,7 @@ def main() -> None:
             found = asyncio.run(asyncio.wait_for(work, request["limit"]))
         except TimeoutError:
             found = {"error": f"not done within {request['limit']} s"}
-        except Exception as error:  # whatever it is, the other servers are to be measured
+        except Exception as error:  # after any error, the other servers are measured
             found = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(found, default=str), file=replies, flush=True)
 

@@ -1,7 +1,7 @@
-"""Greedy decoding on a CPU, measured in one run: arbordraft, transformers' generate and OpenVINO GenAI.
+"""Measures greedy decoding on a CPU in one run: arbordraft, transformers' generate and OpenVINO GenAI.
 
-OpenVINO decodes plainly, with its prompt lookup, with a draft model (the model itself in four bits) and with an EAGLE-3
-head, by its continuous batching pipeline; see README.md and program.py.
+OpenVINO's continuous batching pipeline decodes plainly, with its prompt lookup, with a draft model and with an EAGLE-3
+head. The draft model is the model itself in four bits. See README.md and program.py.
 """
 
 import argparse
@@ -12,18 +12,18 @@ from typing import Any
 
 from peers import Config, Generate, Tokens
 
-# Groups as long as the rows of SmolLM2 can be cut into: 576 = 9 x 64; the default of 128 would leave layers at 8 bits.
+# The rows of SmolLM2 split into groups of 64: 576 = 9 x 64. The default of 128 would leave layers at 8 bits.
 FORMATS = {
-    "bfloat16": ["--weight-format", "fp16"],  # widened or narrowed to what it computes in when it is loaded
+    "bfloat16": ["--weight-format", "fp16"],  # converted to the precision of computation when loaded
     "int8": ["--weight-format", "int8"],
     "int4": ["--weight-format", "int4", "--group-size", "64", "--ratio", "1.0", "--sym"],
 }
 NGRAMS = ["4:3", "8:3", "3:2"]
-TREES = ["4", "16:4:5"]  # drafted tokens of a chain; of a tree, with children of a node and depth
+TREES = ["4", "16:4:5"]  # drafted tokens of a chain; drafted tokens of a tree, children of a node and depth
 
 
 def load(settings: dict[str, Any]) -> Generate:
-    """Converts what is not converted yet, and starts the pipeline."""
+    """Converts models that are not converted yet, and starts the pipeline."""
     import numpy
     import openvino
     from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig, draft_model
@@ -58,7 +58,7 @@ def _convert(source: str, weights: str, place: str) -> None:
 
 
 def _convert_head(source: str, _: str, place: str) -> None:
-    """Converts an EAGLE-3 head; the file of its class in optimum asks for libraries that heads do not use."""
+    """Converts an EAGLE-3 head; skips the check of its class in optimum for libraries that heads do not use."""
     from optimum.exporters.openvino import main_export
     from transformers import dynamic_module_utils
 
@@ -67,7 +67,7 @@ def _convert_head(source: str, _: str, place: str) -> None:
 
 
 def configs(arguments: argparse.Namespace, model: Path, scratch: Path) -> list[list[Config]]:
-    """Plain, with prompt lookup, with a draft model and with a head; of each the fastest is compared."""
+    """Lists ways to run OpenVINO in groups: plain, lookup, draft model, head; each group's fastest is compared."""
     target = scratch / arguments.weights
     itself = (str(model), "int4", str(scratch / "int4"))
     head = (str(arguments.eagle), "head", str(scratch / "head"))
@@ -110,9 +110,9 @@ def _numbers(text: str, *names: str) -> dict[str, int]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of OpenVINO alone."""
+    """Adds the options of OpenVINO alone."""
     parser.add_argument("--weights", choices=FORMATS, default="bfloat16", help="of OpenVINO")
-    parser.add_argument("--precision", choices=["bf16", "f32"], default="bf16", help="it computes in")
+    parser.add_argument("--precision", choices=["bf16", "f32"], default="bf16", help="of OpenVINO's computation")
     parser.add_argument("--batched", type=int, nargs="+", default=[256, 2048], help="max_num_batched_tokens")
     parser.add_argument("--ngrams", nargs="*", default=NGRAMS, metavar="DRAFTED:LONGEST", help="its lookups")
     parser.add_argument("--lengths", type=int, nargs="*", default=[4, 8], help="tokens that the model in int4 drafts")

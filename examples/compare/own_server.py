@@ -1,4 +1,4 @@
-"""Serves SmolLM2-135M-Instruct as `arbordraft serve` does, also with a trained drafter beside lookups in the text."""
+"""Serves SmolLM2-135M-Instruct like `arbordraft serve`, also with a trained drafter beside lookups in the text."""
 
 import argparse
 from pathlib import Path
@@ -13,8 +13,8 @@ from arbordraft.serving.service import Service
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--port", type=int, required=True)
-parser.add_argument("--name", required=True, help="what clients call the model")
-parser.add_argument("--drafter", default="none", help="none, ngram, or the folder of a trained one")
+parser.add_argument("--name", required=True, help="name of the model for clients")
+parser.add_argument("--drafter", default="none", help="none, ngram, or the folder of a trained drafter")
 arguments = parser.parse_args()
 
 target = arbordraft.load("smollm2", "none", dtype="bfloat16", costs=None).target

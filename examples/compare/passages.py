@@ -1,4 +1,4 @@
-"""Prompts of chosen lengths, made of real text that every Python brings along. The same seed gives the same prompts."""
+"""Prompts of chosen lengths, made of text that every Python includes; a seed always gives the same prompts."""
 
 import math
 import random
@@ -22,14 +22,14 @@ QUESTIONS = Path(__file__).resolve().parents[1] / "questions.jsonl"
 def prompts(
     tokenizer: PreTrainedTokenizerBase, count: int, seed: int, shortest: int = 50, longest: int = 1000
 ) -> Iterator[str]:
-    """Questions about passages of Python's reference, and between them questions alone, behind some context.
+    """Yields tasks with passages of Python's reference; in every fourth prompt, a question unrelated to its passage.
 
     Args:
-        tokenizer: counts.
-        count: how many.
-        seed: chooses.
-        shortest: tokens, chat template included; lengths are spread evenly by their logarithm.
-        longest: tokens.
+        tokenizer: counts tokens.
+        count: number of prompts.
+        seed: seed of all choices.
+        shortest: fewest tokens, chat template included; lengths are spread evenly by their logarithm.
+        longest: most tokens.
     """
     drawn = random.Random(seed)
     text = "\n\n".join(topics[name] for name in sorted(topics))

@@ -1,4 +1,4 @@
-"""Other engines in processes of their own, driven over pipes. Nothing but the standard library is imported here."""
+"""Other engines in processes of their own, driven over pipes. This file imports only the standard library."""
 
 import json
 import subprocess
@@ -10,8 +10,8 @@ from typing import Any
 
 from processes import Program
 
-Tokens = list[list[int]]  # of every prompt or answer in a batch
-Generate = Callable[[Tokens, int], tuple[Tokens, dict[str, Any]]]  # gives answers, and what was counted if anything
+Tokens = list[list[int]]  # of all prompts or answers in a batch
+Generate = Callable[[Tokens, int], tuple[Tokens, dict[str, Any]]]  # returns answers and counters
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Config:
     """One way to run a peer.
 
     Args:
-        name: for people.
-        settings: what its ``load`` is called with.
-        environment: variables that it reads.
+        name: name for people.
+        settings: argument of its ``load``.
+        environment: environment variables that it reads.
     """
 
     name: str
@@ -31,12 +31,12 @@ class Config:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a peer answered.
+    """Answers of a peer to one batch.
 
     Args:
-        seconds: of the call alone.
+        seconds: time of the call alone.
         tokens: the answers.
-        counters: what the peer has counted so far, of speculation for example.
+        counters: the peer's counts so far, of speculation for example.
     """
 
     seconds: float
@@ -49,14 +49,14 @@ class PeerError(RuntimeError):
 
 
 class Peer:
-    """A running peer, frozen whenever it is not asked.
+    """A running peer, frozen between its calls.
 
-    vLLM's worker for example would otherwise keep one core busy for a second after every answer, at the cost of who
-    comes next.
+    Otherwise vLLM's worker, for example, would keep one core busy for a second after every answer and slow down the
+    next engine.
 
     Args:
-        name: for people.
-        module: file beside this one whose ``load(settings)`` gives a :data:`Generate`.
+        name: name for people.
+        module: file beside this one whose ``load(settings)`` returns a :data:`Generate`.
         python: the interpreter of the peer's environment.
         config: how to run it.
         log: file for everything that it prints.
@@ -84,11 +84,11 @@ class Peer:
         return Answer(**self._ask({"prompts": prompts, "max_tokens": new_tokens}))
 
     def cpu_seconds(self) -> float:
-        """What its processes have used so far."""
+        """Returns the CPU time of its processes so far."""
         return self.program.cpu_seconds()
 
     def close(self) -> None:
-        """Lets it end by itself, and ends what is left of it."""
+        """Lets the peer end by itself, and kills processes that remain."""
         self.program.close()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -100,13 +100,13 @@ class Peer:
             print(json.dumps(request), file=process.stdin, flush=True)
         answer = process.stdout.readline()
         if not answer:
-            raise PeerError(f"{self} gave up; the last it said:\n{self.program.last_lines()}")
+            raise PeerError(f"{self} gave up; its last output:\n{self.program.last_lines()}")
         self.program.freeze()
         return json.loads(answer)
 
 
 def find(name: str, library: str, python: Path | None) -> tuple[str | None, str]:
-    """The version of a library that a Python can import, or ``None``; and one line for the reader."""
+    """Returns the version of a library that a Python can import, or ``None``, and one line for the reader."""
     without = f"{name} is not measured"
     if python is None:
         return None, f"{without}: name the Python of its environment"

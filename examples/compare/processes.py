@@ -1,4 +1,4 @@
-"""Programs that can be frozen while another one is timed. Linux only; nothing but the standard library is imported."""
+"""Programs that can be frozen while another one is timed; Linux only, imports only the standard library."""
 
 import os
 import signal
@@ -10,21 +10,21 @@ from typing import Any
 
 
 class Program:
-    """A running program and all that it starts.
+    """A running program and all processes that it starts.
 
-    Frozen it takes no time at all, where a server or a pool of threads that waits in a loop may keep a core busy.
+    A frozen program uses no CPU time, while a server or a pool of threads that waits in a loop may keep a core busy.
 
     Args:
         command: the program and its arguments.
-        environment: variables besides those that are set already.
-        log: file for what it prints, or for its errors where ``pipes`` take the rest.
+        environment: environment variables besides those that are set already.
+        log: file for its output, or only for its errors if ``pipes`` take the rest.
         pipes: arguments of ``subprocess.Popen``.
     """
 
     def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str], log: Path, **pipes: Any) -> None:
         self.log = log
         with log.open("w") as file:
-            # A process group can be frozen as a whole; and if we die, the system ends a group that is frozen.
+            # A process group can be frozen as a whole. If we die, the system ends a frozen group.
             self.process = subprocess.Popen(
                 command,
                 **{"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "text": True} | pipes,
@@ -33,15 +33,15 @@ class Program:
             )
 
     def freeze(self) -> None:
-        """Stops it until :meth:`thaw`."""
+        """Stops the program until :meth:`thaw`."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Lets it go on."""
+        """Continues the program."""
         self._signal(signal.SIGCONT)
 
     def cpu_seconds(self) -> float:
-        """What its processes have used so far."""
+        """Returns the CPU time of its processes so far."""
         ticks = 0
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
@@ -51,14 +51,14 @@ class Program:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def last_lines(self) -> str:
-        """What it said at last."""
+        """Returns the last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
 
     def close(self, ask: signal.Signals | None = None) -> None:
-        """Ends its input, and what is left of it half a minute later.
+        """Closes the program's input, and kills processes that remain half a minute later.
 
         Args:
-            ask: signal for a program that does not care about its input.
+            ask: signal for a program that ignores the end of its input.
         """
         if self.process.returncode is not None:
             return
@@ -76,7 +76,7 @@ class Program:
 
 
 def machine_seconds() -> float:
-    """For how long the machine's cores have been busy, or taken away by a hypervisor."""
+    """Returns the seconds for which cores were busy, or taken away by a hypervisor."""
     ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(int, ticks)
     return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")

@@ -1,9 +1,9 @@
-"""The program around a peer: greedy decoding on a CPU, measured in one run by arbordraft, transformers and the peer.
+"""The program around a peer: measures greedy decoding on a CPU by arbordraft, transformers and the peer in one run.
 
 All engines decode the same chats of SmolLM2-135M-Instruct on the same cores, up to the same end of an answer. They take
-turns, so that a slow moment of the machine meets all of them; whole calls are timed, prompts included. A peer takes
-part once for each kind of drafts that it has, in the way that was fastest when it was tried alone. It lives in an
-environment of its own; without it the others are measured alone. Linux only.
+turns, so that a slow moment of the machine hits all of them. Whole calls are timed, prompts included. A peer takes part
+once for each kind of its drafts, in the way that was fastest when it was tried alone. The peer has an environment of
+its own. Without that environment the others are measured alone. Linux only.
 """
 
 import argparse
@@ -34,21 +34,21 @@ from arbordraft.checkpoints.smollm2 import NAME, fetch_smollm2, load_smollm2
 from arbordraft.decoding.prompts import MIXED, VARIED, read_prompts
 from arbordraft.drafter_names import drafter_named
 
-QUIET = 0.05  # share of the cores that others may take before the figures come with a warning
+QUIET = 0.05  # share of the cores that others may take without a warning
 console = Console(highlight=False)
 
 
 @dataclass(frozen=True)
 class PeerKind:
-    """What there is to know of a peer; the rest is in its file.
+    """Description of a peer, together with its file.
 
     Args:
-        name: for people.
-        library: what its environment must be able to import.
+        name: name for people.
+        library: library that its environment must be able to import.
         file: its file, whose ``load`` runs in that environment.
-        options: adds those that it alone has.
-        configs: groups of ways to run it by the options, the model's folder and a folder to fill; the fastest of each
-            group is compared.
+        options: adds the command-line options that only this peer has.
+        configs: returns groups of ways to run it, for the options, the model's folder and a folder to fill. The fastest
+            way of each group is compared.
     """
 
     name: str
@@ -59,11 +59,11 @@ class PeerKind:
 
 
 def decoders(load: dict[str, Any], drafters: Sequence[str]) -> dict[str, SpeculativeDecoder]:
-    """The decoders of arbordraft that are compared.
+    """Builds the decoders of arbordraft that are compared.
 
     Args:
         load: arguments of ``arbordraft.load``.
-        drafters: names and folders of those that stand behind lookups, one decoder for each.
+        drafters: names and folders of drafters to use after lookups, one decoder for each.
     """
     target = arbordraft.load(drafter="none", costs=None, **{"dtype": "bfloat16"} | load).target
     ours = {"plain": builders.plain(target), "n-gram": builders.lookup(target)}
@@ -74,10 +74,10 @@ def decoders(load: dict[str, Any], drafters: Sequence[str]) -> dict[str, Specula
 
 @dataclass
 class Findings:
-    """All that was measured."""
+    """All results of a comparison."""
 
     cases: list[Case] = field(default_factory=list)
-    alone: list[Case] = field(default_factory=list)  # of the peer without the others
+    alone: list[Case] = field(default_factory=list)  # cases of the peer without the others
     peers: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -85,7 +85,7 @@ class Findings:
 def compare(
     kind: PeerKind, python: Path, groups: list[list[Config]], task: Task, engines: dict[str, Engine], repeats: int
 ) -> Findings:
-    """Measures our engines beside the fastest way of every group of ways to run the peer."""
+    """Measures our engines, and the peer in the fastest way of every group."""
     findings = Findings()
     with tempfile.TemporaryDirectory() as logs, ExitStack() as running:
 
@@ -117,7 +117,7 @@ def compare(
 
 
 def show(findings: Findings) -> None:
-    """Prints what was found: speeds, the ratios of our best, and how many answers are those of the first engine."""
+    """Prints speeds, the ratios of our best engine, and how many answers equal those of the first engine."""
     for error in findings.errors:
         console.print(Text(error, style="red"))
     if findings.cases:
@@ -136,7 +136,7 @@ def show(findings: Findings) -> None:
 
 
 def show_disturbance(cases: Sequence[Case]) -> None:
-    """Prints what else kept the machine busy while an engine was timed."""
+    """Prints how busy others kept the machine while an engine was timed."""
     timed = [(name in case.peers, run) for case in cases for name, runs in case.runs.items() for run in runs]
     peer = max((run.peer_cores for is_peer, run in timed if not is_peer), default=0.0)
     own = max((run.own_cores for is_peer, run in timed if is_peer), default=0.0)
@@ -169,12 +169,12 @@ def store(path: Path, findings: Findings, **settings: Any) -> None:
 
 
 def _without_folders(text: str) -> str:
-    """Where files lie on this machine says nothing to those who read the results."""
+    """Removes folders from a text, because they mean nothing to readers of the results."""
     return re.sub(r'[^\s=:"]*/', "", text)
 
 
 def _argument(text: str) -> tuple[str, Any]:
-    """``NAME=VALUE``, the value as JSON or else as a text."""
+    """Parses ``NAME=VALUE``, the value as JSON or else as a text."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -195,14 +195,14 @@ def _parse(kind: PeerKind, description: str | None) -> argparse.Namespace:
         action="extend",
         default=[],
         metavar="NAME=VALUE",
-        help="of arbordraft.load",
+        help="arguments of arbordraft.load",
     )
     parser.add_argument(
         "--drafters",
         nargs="*",
         default=["self"],
         metavar="NAME",
-        help="behind lookups, as arbordraft.load names them: 'self', or the folder of a trained one",
+        help="drafters to use after lookups, named as for arbordraft.load: 'self', or the folder of a trained one",
     )
     parser.add_argument("--without-generate", action="store_true", help="leave transformers out")
     parser.add_argument("--prompts", type=Path, help="file in MT-Bench's format; by default built-in prompts")

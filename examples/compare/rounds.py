@@ -1,4 +1,4 @@
-"""Engines that decode the same prompts take turns: those of this process and peers in processes of their own."""
+"""Rounds in which engines decode the same prompts in turns: engines of this process, and peers in their own."""
 
 import statistics
 import time
@@ -16,22 +16,22 @@ from transformers import PreTrainedTokenizerBase
 from arbordraft.bench.measure import Measurement
 from arbordraft.decoding.prompts import chat_batch
 
-OURS = "arbordraft"  # begins the names of our engines
+OURS = "arbordraft"  # prefix of the names of our engines
 GENERATE = "generate"  # of transformers
-LOOKUP = "generate, prompt lookup"  # which it has for one prompt at a time
+LOOKUP = "generate, prompt lookup"  # of transformers, for one prompt at a time
 TRIALS = 2  # rounds to find the fastest of several ways to run a peer
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The same chats for every engine: padded tensors, and the tokens of each alone."""
+    """Chats in the forms that engines take: padded tensors, and the tokens of each chat alone."""
 
     inputs: dict[str, Tensor]
     prompts: Tokens
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> "Batch":
-        """One chat per text."""
+        """Builds one chat per text."""
         inputs = chat_batch(tokenizer, texts)
         rows = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
         return cls(inputs, [ids[mask == 1].tolist() for ids, mask in rows])
@@ -39,21 +39,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Workload:
-    """The same prompts in batches of one size, which an engine decodes one after the other."""
+    """Batches of one size, which an engine decodes one after the other."""
 
     batch: int
     batches: list[Batch]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], batch: int) -> "Workload":
-        """Whole batches of all texts; what is left over is left out."""
+        """Builds whole batches of the texts; texts of an incomplete last batch are left out."""
         starts = range(0, len(texts) - batch + 1, batch)
         return cls(batch, [Batch.of(tokenizer, texts[start : start + batch]) for start in starts])
 
 
 @dataclass(frozen=True)
 class Run:
-    """One timed pass over a workload; and how many cores this process, peers and all others kept busy meanwhile."""
+    """One timed pass over a workload, and the numbers of cores that this process, peers and all others kept busy."""
 
     seconds: float
     answers: Tokens
@@ -73,8 +73,8 @@ class Case:
 
     Args:
         batch: prompts at a time.
-        peers: names of those engines that are peers.
-        runs: by engine.
+        peers: names of the engines that are peers.
+        runs: rounds by engine.
     """
 
     batch: int
@@ -83,20 +83,20 @@ class Case:
 
     @property
     def prompts(self) -> int:
-        """All that were answered in a round."""
+        """Number of prompts answered in a round."""
         return len(next(iter(self.runs.values()))[0].answers)
 
     def speed(self, engine: str) -> float:
-        """Median of the rounds."""
+        """Returns the median tokens per second of the rounds."""
         return statistics.median(run.speed for run in self.runs[engine])
 
     def ratio(self, engine: str, reference: str) -> float:
-        """Median of the rounds' ratios of tokens per second."""
+        """Returns the median of the rounds' ratios of tokens per second."""
         rounds = zip(self.runs[engine], self.runs[reference], strict=True)
         return statistics.median(run.speed / other.speed for run, other in rounds)
 
     def pairs(self) -> list[tuple[str, str]]:
-        """What is compared: every engine of this process with its references."""
+        """Pairs every engine of this process with its references."""
         return [(name, other) for other in self.references for name in self.runs if name not in (*self.peers, other)]
 
     @property
@@ -106,15 +106,15 @@ class Case:
 
     @property
     def references(self) -> list[str]:
-        """Transformers and the peers, as far as they are there."""
+        """Names of transformers' ``generate`` and of the peers, if they took part."""
         return [name for name in (GENERATE, *self.peers) if name in self.runs]
 
     def same_answers(self, engine: str, reference: str) -> int:
-        """How many answers of the first round are equal."""
+        """Counts the equal answers of the first round."""
         return sum(map(eq, self.runs[engine][0].answers, self.runs[reference][0].answers))
 
     def measurement(self, engine: str, reference: str) -> Measurement:
-        """One pair as it is stored."""
+        """Builds the measurement of one pair."""
         ours, other = (statistics.median(run.seconds for run in self.runs[name]) * 1e3 for name in (engine, reference))
         case = f"batch {self.batch}, {engine} against {reference}"
         detail = (
@@ -124,18 +124,18 @@ class Case:
         return Measurement("compare", case, ours, other, self.ratio(engine, reference), detail=detail)
 
 
-Engine = Callable[[Batch], tuple[float, Tokens]]  # gives seconds and answers
+Engine = Callable[[Batch], tuple[float, Tokens]]  # returns seconds and answers
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every engine has to do.
+    """The task of every engine.
 
     Args:
-        workloads: answer these,
-        new_tokens: tokens of an answer at most,
-        ends: and stop behind the first of these.
-        tell: called with what is being measured.
+        workloads: prompts to answer.
+        new_tokens: most tokens of an answer.
+        ends: tokens after which an answer stops.
+        tell: receives the name of the current measurement.
     """
 
     workloads: list[Workload]
@@ -144,7 +144,7 @@ class Task:
     tell: Callable[[str], None]
 
     def in_process(self, generate: Callable[..., Tensor], **options: Any) -> Engine:
-        """An engine of this process, which has the interface of transformers."""
+        """Builds an engine of this process from a function with the interface of ``generate``."""
 
         def run(batch: Batch) -> tuple[float, Tokens]:
             start = time.perf_counter()
@@ -170,9 +170,9 @@ class Task:
     def fastest(
         self, configs: Sequence[Config], start: Callable[[Config], Peer], give_up: Callable[[str], object]
     ) -> tuple[Peer | None, list[Case]]:
-        """The fastest of several ways to run a peer, over all workloads, still running; and the cases of each.
+        """Finds the fastest way to run a peer over all workloads; returns that peer, still running, and all cases.
 
-        A way in which the peer gives up is told to ``give_up`` and left out.
+        If the peer gives up, the reason goes to ``give_up`` and this way is left out.
         """
         fastest: Peer | None = None
         highest, found = 0.0, []
@@ -199,11 +199,11 @@ class Task:
         return run
 
     def _cut(self, answer: list[int]) -> list[int]:
-        """The answer without the padding behind its end."""
+        """Returns the answer without the padding after its end."""
         return next((answer[: place + 1] for place, token in enumerate(answer) if token in self.ends), answer)
 
     def _check(self, runs: dict[str, list[Run]]) -> None:
-        """Engines that stop elsewhere could not be compared."""
+        """Raises if an answer ends neither at an end token nor at the limit, so that it cannot be compared."""
         for name, rounds in runs.items():
             for answer in chain.from_iterable(run.answers for run in rounds):
                 ended = len(answer) == self.new_tokens or answer[-1:] in [[end] for end in self.ends]
@@ -214,7 +214,7 @@ class Task:
 def _take_turns(
     engines: dict[str, Engine], workload: Workload, repeats: int, peers: Sequence[Peer]
 ) -> dict[str, list[Run]]:
-    """Every engine one batch unmeasured, then rounds in which each begins in turn."""
+    """Runs one unmeasured batch of every engine, then rounds that each engine begins in turn."""
     for engine in engines.values():
         engine(workload.batches[0])
     names = list(engines)
@@ -227,7 +227,7 @@ def _take_turns(
 
 
 def _timed(engine: Engine, workload: Workload, peers: Sequence[Peer]) -> Run:
-    """All batches once, and who kept the machine busy meanwhile."""
+    """Times all batches once, and measures the cores that each side kept busy."""
 
     def used() -> tuple[float, float, float, float]:
         return time.perf_counter(), time.process_time(), sum(peer.cpu_seconds() for peer in peers), machine_seconds()

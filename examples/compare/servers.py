@@ -15,12 +15,12 @@ from typing import Any
 from processes import Program
 from vllm_cpu import environment
 
-NAME = "smollm2"  # what clients call the model
+NAME = "smollm2"  # name of the model for clients
 START_LIMIT = 600.0  # seconds
 
 
 class ServerError(RuntimeError):
-    """A server gave up, or does not answer; the message says what it said at last."""
+    """A server gave up, or does not answer; the message holds its last output."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,14 @@ class ServerKind:
     """How to run a server.
 
     Args:
-        name: for people.
+        name: name for people.
         command: the program and its arguments; ``{port}`` stands for the port.
-        model: what its clients call the model.
-        environment: variables that it reads.
-        ignores_ends: whether requests may say ``ignore_eos``; others serve a copy of the model that knows no end.
-        greets: whether a stream begins with a chunk that holds no text but who speaks. vLLM sends it with the first
-            token; transformers before it reads the prompt, which must not count as the first token.
+        model: name of the model for clients.
+        environment: environment variables that it reads.
+        ignores_ends: whether requests may set ``ignore_eos``; other servers get a copy of the model without end tokens.
+        greets: whether a stream begins with a chunk that holds no text but the speaker's role. vLLM sends it with the
+            first token. The server of transformers sends it before it reads the prompt, so it must not count as the
+            first token.
     """
 
     name: str
@@ -46,7 +47,7 @@ class ServerKind:
 
 
 def kinds(model: Path, drafter: Path, vllm_python: Path, scratch: Path) -> list[ServerKind]:
-    """All servers: ours without drafts, with lookups, and with a trained drafter beside them; vLLM's; transformers'."""
+    """Lists all servers: ours plain, with lookups, and with a trained drafter beside them; vLLM's; transformers'."""
     own = [sys.executable, Path(__file__).with_name("own_server.py"), "--port", "{port}", "--name", NAME]
     endless = _without_ends(model, scratch / "endless")
     vllm = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--port", "{port}", "--model", model]
@@ -54,7 +55,7 @@ def kinds(model: Path, drafter: Path, vllm_python: Path, scratch: Path) -> list[
     serve = "from transformers.cli.transformers import main; main()"
     transformers: list[str | Path] = [sys.executable, "-c", serve, "serve", endless, "--port", "{port}"]
     transformers += ["--continuous-batching", "--dtype", "bfloat16", "--device", "cpu", "--host", "127.0.0.1"]
-    # 128 blocks hold 32,768 tokens; by itself it would take nearly all memory.
+    # 128 blocks hold 32,768 tokens; by default transformers takes nearly all memory.
     transformers += ["--cb-num-blocks", "128", "--cb-max-batch-tokens", "512"]
     offline = {"HF_HUB_OFFLINE": "1"}
     return [
@@ -67,7 +68,7 @@ def kinds(model: Path, drafter: Path, vllm_python: Path, scratch: Path) -> list[
 
 
 def _without_ends(model: Path, folder: Path) -> Path:
-    """The model with no token that ends an answer."""
+    """Makes a copy of the model with no token that ends an answer."""
     shutil.copytree(model, folder, copy_function=lambda source, target: Path(target).symlink_to(source))
     for name in ("config.json", "generation_config.json"):
         about = json.loads((model / name).read_text()) | {"eos_token_id": None}
@@ -77,7 +78,7 @@ def _without_ends(model: Path, folder: Path) -> Path:
 
 
 class Server:
-    """A running server that answers; frozen unless thawed, as some keep a core busy while they wait.
+    """A running server that answers, frozen between measurements, as some keep a core busy while they wait.
 
     Args:
         kind: how to run it.
@@ -104,7 +105,7 @@ class Server:
         self.program.freeze()
 
     def wake(self) -> None:
-        """Lets it go on, and has it answer once: after a rest that takes longer.
+        """Thaws the server and lets it answer once, because an answer after a rest takes longer.
 
         Raises:
             ServerError: if it does not answer.
@@ -119,7 +120,7 @@ class Server:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 json.load(answer)
         except (OSError, ValueError) as error:
-            raise ServerError(f"{self.kind.name}: {error}; the last it said:\n{self.program.last_lines()}") from error
+            raise ServerError(f"{self.kind.name}: {error}; its last output:\n{self.program.last_lines()}") from error
 
     def _wait(self, deadline: float) -> None:
         while True:
@@ -131,7 +132,7 @@ class Server:
                 time.sleep(1)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the server."""
         self.program.close(signal.SIGINT)
 
 
@@ -150,15 +151,15 @@ class LoadTool:
         self._answer()
 
     def run(self, server: Server, arguments: list[str], limit: float) -> dict[str, Any]:
-        """What the tool found.
+        """Puts load on a server and returns the tool's results.
 
         Args:
-            server: gets the load.
-            arguments: of the tool, besides those that name the server.
-            limit: seconds.
+            server: the server that gets the load.
+            arguments: arguments of the tool, besides those that name the server.
+            limit: most seconds.
 
         Raises:
-            ServerError: if the tool did not come to an end.
+            ServerError: if the tool fails or does not end in time.
         """
         ends = ["--ignore-eos"] if server.kind.ignores_ends else []
         named = ["--base-url", server.url, "--model", server.kind.model, *ends]
@@ -166,16 +167,16 @@ class LoadTool:
         print(json.dumps({"arguments": named + arguments, "limit": limit}), file=self.program.process.stdin, flush=True)
         found = self._answer()
         if "error" in found:
-            raise ServerError(f"{server.kind.name}: {found['error']}; the last it said:\n{server.program.last_lines()}")
+            raise ServerError(f"{server.kind.name}: {found['error']}; its last output:\n{server.program.last_lines()}")
         return found
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the tool."""
         self.program.close()
 
     def _answer(self) -> dict[str, Any]:
         assert self.program.process.stdout
         line = self.program.process.stdout.readline()
         if not line:
-            raise ServerError(f"the load tool gave up; the last it said:\n{self.program.last_lines()}")
+            raise ServerError(f"the load tool gave up; its last output:\n{self.program.last_lines()}")
         return json.loads(line)

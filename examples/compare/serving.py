@@ -1,9 +1,9 @@
-"""Servers under load, measured in one run: arbordraft's without and with drafts, vLLM's CPU build and transformers'.
+"""Measures servers under load in one run: arbordraft without and with drafts, vLLM's CPU build and transformers.
 
-All serve SmolLM2-135M-Instruct in bfloat16 over HTTP on the same cores. vLLM's own tool, `vllm bench serve`, sends the
-same prompts of 50 to 1,000 tokens to each and asks for 128 tokens at temperature 0: requests that arrive at random
-(Poisson), or clients that send one after the other (closed loops). Servers take turns at every load, so that a slow
-moment of the machine meets all of them; those that wait are frozen. See README.md. Linux only.
+All serve SmolLM2-135M-Instruct in bfloat16 over HTTP on the same cores. The load tool is vLLM's `vllm bench serve`. It
+sends the same prompts of 50 to 1,000 tokens to each server and asks for 128 tokens at temperature 0. Requests arrive at
+random (Poisson) or come from clients that send one after the other (closed loops). Servers take turns at every load, so
+that a slow moment of the machine hits all of them; waiting servers are frozen. See README.md. Linux only.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from arbordraft.checkpoints.smollm2 import NAME, fetch_smollm2
 
 DRAFTER = Path(__file__).resolve().parents[1] / "checkpoints" / "smollm2-135m-instruct-eagle"
 PERCENTILES = (50, 95, 99)
-MOST = 1.6  # requests per second that a cell is made for: about what two cores can answer
+MOST = 1.6  # requests per second of a cell: about as many as two cores can answer
 console = Console(highlight=False)
 
 
@@ -49,12 +49,12 @@ class Load:
         return f"{self.clients} clients" if self.clients else f"{self.rate:g} requests/s"
 
     def requests(self, seconds: float) -> int:
-        """How many make a cell of about so many seconds; what exceeds the machine only makes a longer queue."""
+        """Returns the requests of a cell of about ``seconds``: at most ``MOST`` per second, as more only queue."""
         rate = self.rate if self.clients is None else 0.3 * self.clients**0.6
         return max(1, self.clients or 1, round(seconds * min(MOST, rate or 0.0)))
 
     def arguments(self) -> list[str]:
-        """Those of the tool."""
+        """Returns the tool's arguments for this load."""
         if self.clients is None:
             return ["--request-rate", str(self.rate)]
         return ["--max-concurrency", str(self.clients)]
@@ -62,22 +62,22 @@ class Load:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one server did under one load, once. Times are milliseconds at the 50th, 95th and 99th percentile.
+    """One run of a server under a load, with times in milliseconds at the 50th, 95th and 99th percentile.
 
     Args:
-        load: as it is shown.
-        server: its name.
-        requests: how many were sent.
-        failed: how many of them were not answered.
-        seconds: from the first one to the last answer.
-        tokens_per_second: that were asked for in answered requests.
-        counted: share of these tokens that the tool saw; it tokenizes the text where a server does not say.
-        first_token: from the request to the first text.
-        between: between two chunks of a stream, which hold several tokens where drafts are accepted.
-        per_token: of an answer behind its first text, by its tokens.
-        cores: that the server kept busy.
-        tool_cores: that the tool did.
-        other_cores: that everything else did.
+        load: name of the load.
+        server: name of the server.
+        requests: number of sent requests.
+        failed: number of requests without an answer.
+        seconds: time from the first request to the last answer.
+        tokens_per_second: tokens that the answered requests asked for, by seconds.
+        counted: share of these tokens that the tool counted. If a server reports no count, the tool tokenizes the text.
+        first_token: time from the request to the first text.
+        between: time between two chunks of a stream, which hold several tokens where drafts are accepted.
+        per_token: time of an answer after its first text, by its tokens.
+        cores: cores that the server kept busy.
+        tool_cores: cores that the tool kept busy.
+        other_cores: cores that everything else kept busy.
     """
 
     load: str
@@ -99,7 +99,7 @@ def measure(server: Server, tool: LoadTool, load: Load, arguments: list[str], to
     """Puts a load on a server.
 
     Raises:
-        ServerError: if it cannot be measured.
+        ServerError: if the server answers nothing or the tool fails.
     """
 
     def used() -> tuple[float, float, float, float]:
@@ -139,7 +139,7 @@ def measure(server: Server, tool: LoadTool, load: Load, arguments: list[str], to
 def rounds(
     servers: list[Server], tool: LoadTool, loads: list[Load], arguments: argparse.Namespace, folder: Path, model: Path
 ) -> Iterator[Cell | ServerError]:
-    """Every server under every load, each beginning in turn; one that fails is left out from then on."""
+    """Measures every server under every load, each beginning in turn; a failed server is left out from then on."""
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     file = folder / "prompts.jsonl"
     tool_arguments = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--tokenizer", str(model)]
@@ -149,7 +149,7 @@ def rounds(
     for number in range(arguments.repeats * len(loads)):
         load = loads[number % len(loads)]
         count = load.requests(arguments.seconds)
-        texts = prompts(tokenizer, count, arguments.seed + number)  # new ones, or caches of prefixes would know them
+        texts = prompts(tokenizer, count, arguments.seed + number)  # new ones, which no prefix cache holds
         file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
         now = ["--num-prompts", str(count), "--seed", str(arguments.seed + number)]
         first = number % len(servers) if servers else 0
@@ -200,7 +200,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, help="Python of the environment that vLLM is installed in")
     parser.add_argument("--check", action="store_true", help="only tell whether vLLM and its tool are there")
     parser.add_argument("--servers", nargs="+", metavar="NAME", help="only these; by default all")
-    parser.add_argument("--drafter", type=Path, default=DRAFTER, help="folder of a trained one")
+    parser.add_argument("--drafter", type=Path, default=DRAFTER, help="folder of a trained drafter")
     parser.add_argument("--rates", type=float, nargs="*", default=[0.5, 1, 2, 4], help="arrivals per second")
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 4, 8, 16], help="of closed loops")
     parser.add_argument("--seconds", type=float, default=40, help="of a cell, about; slow servers take longer")

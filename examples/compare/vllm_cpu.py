@@ -1,7 +1,7 @@
-"""Greedy decoding on a CPU, measured in one run: arbordraft, transformers' generate and vLLM's CPU build.
+"""Measures greedy decoding on a CPU in one run: arbordraft, transformers' generate and vLLM's CPU build.
 
-vLLM decodes plainly, with its lookup, with suffix decoding and with an EAGLE-3 head, in the settings that are fastest;
-see README.md and program.py.
+vLLM decodes plainly, with its lookup, with suffix decoding and with an EAGLE-3 head, each in its fastest setting. See
+README.md and program.py.
 """
 
 import argparse
@@ -11,12 +11,12 @@ from typing import Any
 
 from peers import Config, Generate, Tokens
 
-NGRAMS = ["4:3:5", "5:4:4", "2:2:4"]  # looking up as our tree does; as in vLLM's documentation; short drafts
+NGRAMS = ["4:3:5", "5:4:4", "2:2:4"]  # lookups as in our tree; as in vLLM's documentation; short drafts
 LENGTHS = [2, 4]  # tokens that a head drafts
 
 
 def load(settings: dict[str, Any]) -> Generate:
-    """Starts ``vllm.LLM``; what it counts are the metrics of its speculation, if it was told to keep any."""
+    """Starts ``vllm.LLM``; its counters are the metrics of speculation, if ``settings`` let it keep any."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(**settings)
@@ -31,7 +31,7 @@ def load(settings: dict[str, Any]) -> Generate:
 
 
 def counters(llm: Any) -> dict[str, Any]:
-    """What vLLM has counted of speculation: numbers, or a list by position in the draft."""
+    """Returns vLLM's counters of speculation: numbers, or lists by position in the draft."""
     prefix = "vllm:spec_decode_"
     metrics = {each.name.removeprefix(prefix): each for each in llm.get_metrics() if each.name.startswith(prefix)}
     return {name: list(each.values) if hasattr(each, "values") else each.value for name, each in metrics.items()}
@@ -47,16 +47,16 @@ def config(
     preload: str = "",
     counted: bool = False,
 ) -> Config:
-    """One way to run vLLM.
+    """Builds one way to run vLLM.
 
     Args:
-        name: for people.
-        model: folder.
-        dtype: of the weights and of what is computed.
+        name: name for people.
+        model: folder of the model.
+        dtype: type of the weights and of the computation.
         speculative: ``speculative_config`` of ``vllm.LLM``, or ``None`` to decode plainly.
         reserved: cores that vLLM leaves to its scheduler, ``VLLM_CPU_NUM_OF_RESERVED_CPU``; 1 is its default.
-        preload: libraries for ``LD_PRELOAD``; without an OpenMP library in it vLLM adds PyTorch's.
-        counted: whether vLLM counts what became of drafts.
+        preload: libraries for ``LD_PRELOAD``; without an OpenMP library among them, vLLM adds PyTorch's.
+        counted: whether vLLM counts drafts and their acceptance.
     """
     settings = {
         "model": str(model),
@@ -71,7 +71,7 @@ def config(
 
 
 def environment(reserved: int = 0, preload: str = "") -> dict[str, str]:
-    """What vLLM reads from environment variables, besides those that are set already."""
+    """Returns environment variables for vLLM, besides those that are set already."""
     return {
         "VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved),
         "VLLM_CPU_KVCACHE_SPACE": "2",  # gigabytes
@@ -82,7 +82,7 @@ def environment(reserved: int = 0, preload: str = "") -> dict[str, str]:
 
 
 def configs(arguments: argparse.Namespace, model: Path, _scratch: Path) -> list[list[Config]]:
-    """Plain and with drafts of each kind, with and without reserved cores; of each kind the fastest is compared."""
+    """Lists ways to run vLLM, grouped by kind of drafts and reserved cores; each group's fastest is compared."""
     groups = []
     for reserved in arguments.reserved:
         options: dict[str, Any] = {"reserved": reserved, "preload": arguments.preload}
@@ -94,7 +94,7 @@ def configs(arguments: argparse.Namespace, model: Path, _scratch: Path) -> list[
             ]
         )
         if arguments.suffix:
-            # Without its memory of past answers: rounds of the same prompts would find those of the round before.
+            # No memory of past answers: rounds of the same prompts would find those of the round before.
             suffix = {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_cached_requests": 0}
             groups.append([config(f"suffix, {reserved} reserved", model, speculative=suffix, **options)])
         if arguments.eagle is not None:
@@ -110,13 +110,13 @@ def configs(arguments: argparse.Namespace, model: Path, _scratch: Path) -> list[
 
 
 def lookup(ngram: str) -> dict[str, Any]:
-    """``speculative_config`` for ``drafted tokens:shortest:longest suffix to look up``."""
+    """Returns ``speculative_config`` for ``drafted tokens:shortest:longest suffix to look up``."""
     names = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
     return {"method": "ngram", **dict(zip(names, map(int, ngram.split(":")), strict=True))}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of vLLM alone."""
+    """Adds the options of vLLM alone."""
     parser.add_argument("--preload", default="", metavar="LIBRARIES", help="LD_PRELOAD for vLLM")
     parser.add_argument("--reserved", type=int, nargs="+", default=[0, 1], help="VLLM_CPU_NUM_OF_RESERVED_CPU")
     parser.add_argument("--ngrams", nargs="*", default=NGRAMS, metavar="DRAFTED:SHORTEST:LONGEST", help="its lookups")

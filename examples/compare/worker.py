@@ -1,8 +1,9 @@
 """Answers decoding requests with a peer; `peers.py` runs this file with the Python that the peer is installed in.
 
-JSON lines on standard input and output: first the arguments of the peer's `load`, answered by `{"seconds"}` once it is
-up, then requests `{"prompts": [[token ids], ...], "max_tokens": n}`, answered by `{"seconds", "tokens", "counters"}`.
-Everything that the peer prints goes to standard error. Nothing but the standard library and the peer is imported here.
+Standard input and output carry JSON lines. First come the arguments of the peer's `load`, answered by `{"seconds"}`
+once it is up. Then come requests `{"prompts": [[token ids], ...], "max_tokens": n}`, answered by
+`{"seconds", "tokens", "counters"}`. All output of the peer goes to standard error. This file imports only the standard
+library and the peer.
 """
 
 import json
@@ -28,7 +29,7 @@ def main() -> None:
     reply({"seconds": time.perf_counter() - start})
     for line in sys.stdin:
         request = json.loads(line)
-        # vLLM's processes wait to be woken after a second of rest, and at times notice a request five seconds late.
+        # After a second of rest vLLM's processes have to be woken, and may notice a request five seconds late.
         generate(request["prompts"][:1], 1)
         start = time.perf_counter()
         tokens, counters = generate(request["prompts"], request["max_tokens"])

@@ -1,6 +1,6 @@
 """DFlash and DSpark heads in the layout of the ``speculators`` library, which vLLM loads.
 
-The library keeps an output matrix only of a trimmed vocabulary; without one it is the target's.
+The library keeps an output matrix only for a trimmed vocabulary; otherwise it uses the target's.
 
 Shapes: D draft vocabulary, F hidden states side by side, H hidden size, V vocabulary, r rank of the Markov term.
 """
@@ -20,10 +20,10 @@ from arbordraft.heads.dflash import DFlashHead
 
 
 def dflash(head: DFlashHead, target: Target, speculative_tokens: int, card: str) -> Layout:
-    """The layout of DSpark, or of DFlash where a head has no Markov term and its masks alone predict.
+    """Returns the layout of DSpark, or of DFlash if a head has no Markov term and only its masks predict.
 
     Raises:
-        ValueError: if the layout has no place for such a head, or it belongs to another target.
+        ValueError: if the layout cannot hold such a head, or the head belongs to another target.
     """
     given = head.config
     check_fit(given, target)
@@ -60,7 +60,7 @@ def dflash(head: DFlashHead, target: Target, speculative_tokens: int, card: str)
 
 
 def dflash_shapes(config: dict[str, Any]) -> Shapes:
-    """Shapes of the tensors that the library keeps for a ``config.json``."""
+    """Returns the shapes of the tensors that the library keeps for a ``config.json``."""
     layers = config["transformer_layer_config"]
     hidden, inner, vocabulary = layers["hidden_size"], layers["intermediate_size"], layers["vocab_size"]
     heads, kv_heads = (layers[name] * layers["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
@@ -97,7 +97,7 @@ def dflash_shapes(config: dict[str, Any]) -> Shapes:
 
 
 def _check(head: DFlashHead) -> None:
-    """Raises ValueError if the layout has no place for what a head is."""
+    """Raises ValueError if the layout cannot hold a head."""
     config = head.config
     if not config.qk_norm:
         raise ValueError("vLLM norms queries and keys of DFlash heads, this one does not: train it with qk_norm")

@@ -1,4 +1,4 @@
-"""A small language model in the layout of any other one: what engines call a draft model."""
+"""A small causal LM in the layout of any other model: a draft model, in the terms of engines."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from arbordraft.checkpoints.reader import CONFIG, INDEX, load_network, load_toke
 from arbordraft.checkpoints.vocabulary import check_tokenizers
 from arbordraft.exports.engines.target import Target
 
-# Beside the weights, as far as they are there; whatever else lies in the folder stays where it is.
+# Copied with the weights, if they exist; other files of the folder are not copied.
 _COMPANY = (
     INDEX,
     "generation_config.json",
@@ -26,12 +26,12 @@ _COMPANY = (
 
 
 def write_draft_model(source: Path, folder: Path, target: Target, card: str) -> None:
-    """Copies a causal LM of transformers, with its rotary embedding in both dialects.
+    """Copies a causal LM of transformers, with its rotary settings under their newer and their older names.
 
     Args:
         source: the folder that it was saved in.
-        folder: where it goes.
-        target: what it drafts for.
+        folder: the folder to write.
+        target: the target that it drafts for.
         card: contents of ``README.md``.
 
     Raises:
@@ -62,7 +62,7 @@ def write_draft_model(source: Path, folder: Path, target: Target, card: str) -> 
 
 
 def in_both_dialects(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the rotary embedding and the dtype under their newer and their older names."""
+    """Returns settings with the rotary embedding and the dtype under their newer and their older names."""
     config = dict(config)
     rope = config.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:

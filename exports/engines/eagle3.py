@@ -2,13 +2,13 @@
 
 Block heads of P-EAGLE's form are EAGLE-3 heads with a mask: vLLM reads them in either layout, and drafts in parallel.
 
-Both engines compute what :class:`~arbordraft.heads.eagle.EagleHead` does: the embedding and the fused states are normed
-each by itself, the residual is taken before that norm, the layer's own output before the last norm feeds the next step,
-and token embeddings are the target's.
+Both engines compute the same as :class:`~arbordraft.heads.eagle.EagleHead`. The embedding and the fused states are
+normed separately, and the residual is taken before that norm. The layer's own output before the last norm feeds the
+next step. Token embeddings are the target's.
 
-The states of the target have other numbers in every program. Ours are those of transformers: number i is what i layers
-have made of the embeddings, and the last one has passed the final norm. vLLM counts likewise, but takes the last before
-that norm; SGLang names the layer that a state comes out of, i - 1.
+Every program numbers the target's hidden states differently. Ours are the numbers of transformers: state i is the
+output of i layers, and the last one has passed the final norm. In vLLM, which uses the same numbers, the last state is
+taken before that norm. SGLang uses the number of the layer that a state comes out of, i - 1.
 
 Shapes: D draft vocabulary, F hidden states side by side, H hidden size, V vocabulary.
 """
@@ -30,7 +30,7 @@ SGLANG_STATES = 3  # hidden states that its fusing layer takes
 
 
 def eagle3(head: EagleHead, target: Target, engine: str, card: str) -> Layout:
-    """The layout of EAGLE-3 checkpoints, which both engines load; they count hidden states differently.
+    """Returns the layout of EAGLE-3 checkpoints, which both engines load; they number hidden states differently.
 
     Raises:
         ValueError: if the engine does not compute such a network.
@@ -53,7 +53,7 @@ def eagle3(head: EagleHead, target: Target, engine: str, card: str) -> Layout:
 
 
 def speculators(head: EagleHead, target: Target, speculative_tokens: int, card: str) -> Layout:
-    """The layout of the ``speculators`` library, which vLLM loads; it names the target, so that one path is enough.
+    """Returns the layout of the ``speculators`` library, which vLLM loads; it names the target, so one path is enough.
 
     Raises:
         ValueError: if vLLM does not compute such a network.
@@ -67,7 +67,7 @@ def speculators(head: EagleHead, target: Target, speculative_tokens: int, card: 
         "draft_vocab_size": head.config.draft_vocab_size,
         "target_hidden_size": None,  # as large as the head's own
         "eagle_aux_hidden_state_layer_ids": ids,
-        "norm_before_residual": False,  # vLLM takes it for true where it is not said
+        "norm_before_residual": False,  # vLLM takes it for true by default
         "norm_before_fc": False,
         "fc_norm": False,
         "norm_output": False,
@@ -83,7 +83,7 @@ def speculators(head: EagleHead, target: Target, speculative_tokens: int, card: 
 
 
 def proposal(algorithm: str, target: Target, speculative_tokens: int) -> dict[str, Any]:
-    """What the ``speculators`` library notes of a drafter's use."""
+    """Returns the entry of the ``speculators`` library on the use of a drafter."""
     method = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens, "verifier_accept_k": 1}
     return {
         "algorithm": algorithm,
@@ -94,7 +94,7 @@ def proposal(algorithm: str, target: Target, speculative_tokens: int) -> dict[st
 
 
 def eagle3_shapes(config: dict[str, Any], layer: str) -> Shapes:
-    """Shapes of the tensors that an engine builds for a ``config.json``; those of the layer begin with ``layer``."""
+    """Returns the tensor shapes that an engine builds for a ``config.json``; the layer's names begin with ``layer``."""
     llama = config.get("transformer_layer_config", config)
     hidden, inner, vocabulary = llama["hidden_size"], llama["intermediate_size"], llama["vocab_size"]
     heads, kv_heads = (llama[name] * llama["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
@@ -121,7 +121,7 @@ def eagle3_shapes(config: dict[str, Any], layer: str) -> Shapes:
 
 
 def _tensors(head: EagleHead, target: Target, engine: str, layer: str) -> tuple[list[int], dict[str, Tensor]]:
-    """The hidden states that are read, ascending, and the weights under an engine's names."""
+    """Returns the numbers of the hidden states that are read, ascending, and the weights under an engine's names."""
     config: EagleConfig = head.config
     config.check_plain("the export")
     check_fit(config, target)
@@ -136,13 +136,13 @@ def _tensors(head: EagleHead, target: Target, engine: str, layer: str) -> tuple[
     tensors["fc.weight"] = fc
     if mask is not None:
         tensors["mask_hidden"] = mask[None, None]
-    if config.draft_vocab_size == config.vocab_size:  # engines have no place for a map then
+    if config.draft_vocab_size == config.vocab_size:  # engines take no map then
         del tensors["d2t"], tensors["t2d"]
     return states, tensors
 
 
 def ascending(head: EagleHead | DFlashHead) -> tuple[list[int], Tensor, Tensor | None]:
-    """Puts the states into the order in which engines collect them, each once.
+    """Orders the hidden states as engines collect them, each once.
 
     Returns:
         Their numbers, the columns ``[H, F]`` that read them, and a mask's own states ``[F]``.
@@ -155,7 +155,7 @@ def ascending(head: EagleHead | DFlashHead) -> tuple[list[int], Tensor, Tensor |
     size = head.config.target_hidden_size
     if mask is not None:
         if len(order) < len(numbers):
-            raise ValueError(f"the head reads hidden states {numbers}, engines give each once: train one on others")
+            raise ValueError(f"the head reads hidden states {numbers}, engines give each once: train a head on others")
         parts = mask.split(size)
         mask = torch.cat([parts[numbers.index(number)] for number in order])
     blocks = weight.float().split(size, dim=1)
@@ -179,12 +179,12 @@ def check_states(states: list[int], target: Target, engine: str) -> None:
 
 
 def _llama(head: EagleHead, target: Target) -> dict[str, Any]:
-    """The layer as a Llama of its own."""
+    """Describes the layer as a Llama model of its own."""
     return layer_config(head, target, "llama") | {"num_hidden_layers": 1, "mlp_bias": False}
 
 
 def layer_config(head: LayeredHead, target: Target, kind: str) -> dict[str, Any]:
-    """A head's layers as a model of a kind of its own, their rotary embedding in both dialects."""
+    """Describes a head's layers as a model of the type ``kind``, with new and old names of its rotary settings."""
     config, name = head.config, dtype_name(head.dtype)
     return {
         "model_type": kind,

@@ -25,7 +25,7 @@ from arbordraft.utils.files import new_folder
 LAYOUTS = ("eagle3", "speculators")
 BLOCK, DFLASH = BlockConfig.model_type, DFlashConfig.model_type
 EAGLE, MEDUSA, EXIT_ADAPTER = EagleConfig.model_type, MedusaConfig.model_type, ExitAdapterConfig.model_type
-# Wherever one of these stands in the path, vLLM takes the drafter for what it says, whatever it is told.
+# If the path contains one of these words, vLLM takes the drafter for one of that kind, against its settings.
 _MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 
 
@@ -43,28 +43,28 @@ def export_engine(
 ) -> Export:
     """Writes a trained drafter for an engine: vLLM drafts chains with it, SGLang chains or trees.
 
-    SGLang serves no Medusa and block heads, and reads EAGLE heads in the layout ``eagle3`` only. DFlash and DSpark
-    heads are written in the layout ``speculators``.
+    SGLang serves no Medusa or block heads, and reads EAGLE heads in the layout ``eagle3`` only. DFlash and DSpark heads
+    are written in the layout ``speculators``.
 
     Args:
         engine: ``vllm`` or ``sglang``.
-        drafter: folder of an EAGLE head, of a block head of P-EAGLE's form, of a DFlash or DSpark head, of Medusa
-            heads, or of a small causal LM.
-        folder: where it goes.
-        layout: of EAGLE and block heads: ``eagle3``, or ``speculators``, which names its target, so that
+        drafter: folder of an EAGLE head, a block head of P-EAGLE's form, a DFlash or DSpark head, Medusa heads, or a
+            small causal LM.
+        folder: the folder to write.
+        layout: layout of EAGLE and block heads: ``eagle3``, or ``speculators``, which names its target, so that
             ``vllm serve FOLDER`` is enough.
         target: hub name or folder of the target; by default the one that the drafter names.
-        speculative_tokens: length of the chains, at least 1 and at most what a block head looks ahead; written into the
+        speculative_tokens: length of the chains, at least 1 and at most the depth of a block head; written into the
             ``speculators`` layout and the card.
-        dtype: of the weights, by default as they are stored.
-        force: replace a folder that is there.
-        tell: is told what is going on.
+        dtype: dtype of the weights; by default that of the stored weights.
+        force: whether to replace an existing folder.
+        tell: receives messages on the progress.
 
     Returns:
-        What was written.
+        The written folder and its files.
 
     Raises:
-        ValueError: if the drafter is damaged, or not one that the engine serves.
+        ValueError: if the drafter is damaged, or the engine does not serve its kind.
         FileExistsError: if the folder exists and ``force`` is not given.
         WriteError: if the disk is full, or the folder cannot be written.
     """
@@ -76,7 +76,7 @@ def export_engine(
         tell("reading the target's settings")
         name = target or config.get("target_name")
         if not name:
-            raise ValueError(f"{drafter} does not say what it drafts for: name its target with --target")
+            raise ValueError(f"{drafter} does not tell which model it drafts for: name its target with --target")
         described = describe_target(name)
         card = _card(engine, kind, layout, described.name, speculative_tokens)
         tell("reading, checking and writing the drafter")
@@ -116,7 +116,7 @@ def _check_length(depths: int, speculative_tokens: int) -> None:
 def _check_request(
     engine: str, kind: str, config: Mapping[str, Any], layout: str, speculative_tokens: int, dtype: str | None
 ) -> None:
-    """Refuses what cannot work before anything is read or written."""
+    """Refuses requests that cannot work, before anything is read or written."""
     if engine not in ("vllm", "sglang"):
         raise ValueError(f"there is no engine {engine!r}; known are vllm and sglang")
     if layout not in LAYOUTS:
@@ -163,7 +163,7 @@ def _check_path(engine: str, kind: str, folder: str | os.PathLike[str]) -> None:
 
 
 def _card(engine: str, kind: str, layout: str, target: str, speculative_tokens: int) -> str:
-    """Contents of ``README.md``: how the drafter is served."""
+    """Returns the contents of ``README.md``, which tells how to serve the drafter."""
     if engine == "sglang":
         command = (
             f"python -m sglang.launch_server --model-path {target} "

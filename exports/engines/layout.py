@@ -1,6 +1,6 @@
-"""A drafter as files: what an engine's layout asks for, and the check that nothing is missing, extra or misshapen.
+"""The files of a drafter in an engine's layout, and the check that nothing is missing, extra or misshapen.
 
-Engines skip tensors that they do not know and leave what is missing as it happens to be, so it has to be noticed here.
+Engines skip tensors that they do not know and leave missing ones uninitialised, so the check has to be made here.
 """
 
 import json
@@ -24,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class LayoutError(ValueError):
-    """Files would not be what an engine loads; the message says where they differ."""
+    """Files differ from the layout that an engine loads; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Layout:
     Args:
         config: contents of ``config.json``.
         tensors: contents of ``model.safetensors``.
-        shapes: of every tensor that the engine builds for such a config, worked out from the config alone.
-        card: contents of ``README.md``: how it is served.
+        shapes: shape of every tensor that the engine builds for such a config, worked out from the config alone.
+        card: contents of ``README.md``, which tells how to serve it.
     """
 
     config: dict[str, Any]
@@ -44,15 +44,15 @@ class Layout:
     card: str
 
     def write(self, folder: Path) -> None:
-        """Writes the three files and checks what can be read back; raises LayoutError as :meth:`check` does."""
+        """Writes the three files, reads them back and checks them; raises LayoutError as :meth:`check` does."""
         (folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
         contiguous = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})  # which transformers insists on
+        save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})  # required by transformers
         (folder / "README.md").write_text(self.card)
         self.check(folder)
 
     def check(self, folder: Path) -> None:
-        """Raises LayoutError if the files in a folder are not what the engine loads."""
+        """Raises LayoutError if the files in a folder differ from the layout."""
         try:
             config = json.loads((folder / CONFIG).read_text())
             tensors = load_file(folder / WEIGHTS)
@@ -74,7 +74,7 @@ class Layout:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Its name in configurations; raises ValueError if engines do not serve it."""
+    """Returns the name of a dtype in configurations; raises ValueError if engines do not serve it."""
     name = str(dtype).removeprefix("torch.")
     if name not in list(Dtype):
         raise ValueError(f"weights in {name} are not served; name one of {', '.join(Dtype)} with --dtype")

@@ -1,8 +1,8 @@
 """Medusa heads in vLLM's layout.
 
 vLLM takes the most probable token of every head, and loads output matrices of the whole vocabulary only. Heads with a
-trimmed one get rows for the other tokens that are never the most probable: the mean of the rows that there are gives
-the mean of their logits.
+trimmed vocabulary get rows for the other tokens, each the mean of the existing rows. Such a row gives the mean of their
+logits and is never the most probable.
 
 Shapes: D draft vocabulary, H hidden size, V vocabulary.
 """
@@ -17,7 +17,7 @@ from arbordraft.heads.medusa import MedusaHead
 
 
 def medusa(head: MedusaHead, target: Target, card: str) -> Layout:
-    """The layout of Medusa checkpoints; raises ValueError if the heads cannot draft for this target."""
+    """Returns the layout of Medusa checkpoints; raises ValueError if the heads cannot draft for this target."""
     settings = head.config
     check_fit(settings, target)
     config = {
@@ -53,7 +53,7 @@ def medusa_shapes(config: dict[str, Any]) -> Shapes:
 
 
 def widened(rows: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """``[V, H]`` output rows from ``[D, H]`` and the ids ``[D]`` they stand for."""
+    """Widens ``[D, H]`` output rows, which stand for the token ids ``[D]``, to ``[V, H]``."""
     if len(rows) == vocabulary:
         return rows
     wide = rows.float().mean(dim=0).to(rows.dtype).repeat(vocabulary, 1)

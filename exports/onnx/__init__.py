@@ -1,6 +1,7 @@
-"""Drafters, deciders, targets, verification and draws as graphs, compared with the originals as they are written.
+"""Drafters, deciders, targets, verification and draws as graphs, compared with the originals when they are written.
 
-Importing this loads none of the libraries that write and run graphs: ``pip install 'arbordraft[onnx]'`` brings them.
+Importing this module loads none of the libraries that write and run graphs: ``pip install 'arbordraft[onnx]'`` brings
+them.
 """
 
 from arbordraft.exports.onnx.genai import export_ort_genai

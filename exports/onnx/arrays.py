@@ -1,8 +1,7 @@
-"""Arrays that stand for tensors of a graph: computing with them writes down nodes.
+"""Arrays that stand for tensors of a graph: computing with them records nodes.
 
-The functions have the names and the meaning of numpy's, so that a definition which numpy and torch carry out alike
-becomes a graph by being carried out once more. Constants keep every bit, which they do not where torch's exporter
-traces: it rounds Python's numbers to float32.
+The functions have the names and the meaning of numpy's. A definition that runs on numpy and torch alike becomes a graph
+when it runs on these arrays. Constants keep every bit, while torch's exporter rounds Python's numbers to float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-_EXPONENTS = 128  # of either sign, that frexp knows
+_EXPONENTS = 128  # of either sign, that frexp supports
 
 
 class GraphBuilder:
-    """The nodes so far."""
+    """Collects the nodes, inputs and constants of a graph."""
 
     def __init__(self) -> None:
         self._nodes: list[Any] = []
@@ -22,14 +21,14 @@ class GraphBuilder:
         self._constants: dict[tuple[Any, ...], Any] = {}
 
     def input(self, name: str, dtype: type[np.generic], shape: Sequence[str]) -> "Array":
-        """A tensor that is given when the graph is run; its sizes have names."""
+        """Adds an input, a tensor that is given when the graph is run; its sizes have names."""
         from onnx import helper
 
         self._inputs.append(helper.make_tensor_value_info(name, _code(np.dtype(dtype)), list(shape)))
         return Array(self, name, np.dtype(dtype), len(shape))
 
     def constant(self, value: Any, dtype: Any) -> "Array":
-        """A number, or an array of them."""
+        """Adds a constant: a number, or an array of numbers."""
         from onnx import numpy_helper
 
         array = np.array(value, dtype)
@@ -41,7 +40,7 @@ class GraphBuilder:
     def node(
         self, operator: str, *inputs: "Array", dtype: Any = None, rank: int | None = None, **options: Any
     ) -> "Array":
-        """Adds an operator; its result has the first input's dtype and the greatest rank unless told."""
+        """Adds an operator; its result has the first input's dtype and the greatest rank by default."""
         from onnx import helper
 
         name = f"{operator}_{len(self._nodes)}"
@@ -50,7 +49,7 @@ class GraphBuilder:
         return Array(self, name, inputs[0].dtype if dtype is None else np.dtype(dtype), known)
 
     def model(self, outputs: Mapping[str, tuple["Array", Sequence[str]]], opset: int) -> Any:
-        """An ``onnx.ModelProto`` that gives these tensors, whose sizes have names, by theirs."""
+        """Builds an ``onnx.ModelProto`` that returns these tensors by name; their sizes have names, too."""
         from onnx import helper
 
         renamed = [helper.make_node("Identity", [array.name], [name], name) for name, (array, _) in outputs.items()]
@@ -63,7 +62,7 @@ class GraphBuilder:
 
 
 def _operator(name: str, *, swapped: bool = False, to: Any = None) -> Callable[["Array", Any], "Array"]:
-    """A method for two operands of which the other may be a number; ``to`` is the kind of the result."""
+    """Builds a method for two operands, the second of which may be a number; ``to`` is the result's dtype."""
 
     def method(self: "Array", other: Any) -> "Array":
         first, second = alike(self, other)
@@ -76,10 +75,10 @@ class Array:
     """A tensor of a graph.
 
     Args:
-        graph: where it belongs.
-        name: its name there.
-        dtype: of its elements.
-        rank: how many sizes it has.
+        graph: the graph that it belongs to.
+        name: its name in the graph.
+        dtype: dtype of its elements.
+        rank: number of its axes.
     """
 
     def __init__(self, graph: GraphBuilder, name: str, dtype: np.dtype[Any], rank: int) -> None:
@@ -88,7 +87,7 @@ class Array:
     __add__ = __radd__ = _operator("Add")
     __sub__, __rsub__ = _operator("Sub"), _operator("Sub", swapped=True)
     __mul__ = __rmul__ = _operator("Mul")
-    __truediv__ = __floordiv__ = _operator("Div")  # of integers that are not negative, rounded down
+    __truediv__ = __floordiv__ = _operator("Div")  # rounds down integers that are not negative
     __and__, __or__, __xor__ = _operator("BitwiseAnd"), _operator("BitwiseOr"), _operator("BitwiseXor")
     __lt__, __ge__ = _operator("Less", to=bool), _operator("GreaterOrEqual", to=bool)
     __eq__ = _operator("Equal", to=bool)  # type: ignore[assignment]
@@ -110,7 +109,7 @@ class Array:
 
     @property
     def shape(self) -> list["Array"]:
-        """Its sizes, known when the graph is run."""
+        """The sizes, known only when the graph is run."""
         sizes = self.graph.node("Shape", self, dtype=np.int64, rank=1)
         places = [self.graph.constant(axis, np.int64) for axis in range(self.rank)]
         return [self.graph.node("Gather", sizes, place, rank=0) for place in places]
@@ -125,7 +124,7 @@ class Array:
 
 
 def alike(first: Array, second: Any) -> tuple[Array, Array]:
-    """Two operands of one dtype: a number takes that of the tensor beside it, integers become float64 beside it."""
+    """Returns two operands of one dtype: a number takes the tensor's, two tensors are promoted as by numpy."""
     if not isinstance(second, Array):
         return first, first.graph.constant(second, first.dtype)
     dtype = np.result_type(first.dtype, second.dtype)
@@ -133,54 +132,54 @@ def alike(first: Array, second: Any) -> tuple[Array, Array]:
 
 
 def arange(end: Array, dtype: Any) -> Array:
-    """The integers below a number."""
+    """Returns the integers from 0 to below ``end``."""
     graph = end.graph
     return graph.node("Range", graph.constant(0, np.int64), end, graph.constant(1, np.int64), rank=1).astype(dtype)
 
 
 def columns(array: Array, end: Array) -> Array:
-    """The first columns of ``[R, C]``."""
+    """Returns the first ``end`` columns of ``[R, C]``."""
     first, axis = (array.graph.constant([number], np.int64) for number in (0, 1))
     return array.graph.node("Slice", array, first, end[None,], axis)
 
 
 def first_maximum(array: Array) -> tuple[Array, Array]:
-    """``[R]`` places of the first of the highest of ``[R, C]``, and what is there."""
+    """Returns the ``[R]`` first places of the maxima of ``[R, C]``, and the maxima."""
     node, axes = array.graph.node, array.graph.constant([1], np.int64)
     place = node("ArgMax", array, dtype=np.int64, rank=1, axis=1, keepdims=0, select_last_index=0)
     return place, node("ReduceMax", array, axes, rank=1, keepdims=0)
 
 
 def where(condition: Array, first: Any, second: Any) -> Array:
-    """The first where the condition holds, else the second; one of them may be a number."""
+    """Returns the first where the condition holds, else the second; one of them may be a number."""
     first, second = alike(first, second) if isinstance(first, Array) else alike(second, first)[::-1]
     return condition.graph.node("Where", condition, first, second, dtype=first.dtype)
 
 
 def minimum(first: Array, second: Any) -> Array:
-    """The lower of each two."""
+    """Returns the minimum of every two elements."""
     return first.graph.node("Min", *alike(first, second))
 
 
 def stack(arrays: Sequence[Array]) -> Array:
-    """Arrays of one shape, side by side on a new first axis."""
+    """Stacks arrays of one shape on a new first axis."""
     return arrays[0].graph.node("Concat", *(each[None, *[slice(None)] * each.rank] for each in arrays), axis=0)
 
 
 def moveaxis(array: Array, source: int, destination: int) -> Array:
-    """One axis to another place among the others."""
+    """Moves one axis to another place among the others."""
     axes = [axis for axis in range(array.rank) if axis != source]
     axes.insert(destination, source)
     return array.graph.node("Transpose", array, perm=axes)
 
 
 def frexp(x: Array) -> tuple[Array, Array]:
-    """A number from 1/2 to below 1 and an integer, of which x is the product of the one and 2 to the other.
+    """Splits x into m in [1/2, 1) and an integer e, so that x is ``m * 2**e``.
 
-    A logarithm that any library may have rounded as it likes finds the integer or one beside it; the rest is exact.
+    A logarithm finds e, or an integer next to it, however a library rounds; the rest is exact.
 
     Args:
-        x: from 2**-127 to 2**127.
+        x: numbers from 2**-127 to 2**127.
     """
     graph = x.graph
     exponent = graph.node("Floor", graph.node("Log", x) * (1 / np.log(2))).astype(np.int64) + 1

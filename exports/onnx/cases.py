@@ -1,6 +1,6 @@
 """Inputs to trace graphs with and to compare them on.
 
-Shapes: B samples, n rows of each, P keys behind them, Hkv heads, C head size.
+Shapes: B samples, n rows of each, P keys before them, Hkv heads, C head size.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ SHAPES = (
 
 
 def trees(shape: Shape, vocabulary: int, generator: torch.Generator) -> Inputs:
-    """Random trees behind pasts of which every sample sees another part."""
+    """Builds random trees after pasts, of which every sample sees another part."""
     batch, rows, past = shape.batch, shape.rows, shape.past
     seen = torch.zeros(batch, rows, past + rows, dtype=torch.bool)
     positions = torch.zeros(batch, rows, dtype=torch.int64)
@@ -57,7 +57,7 @@ def trees(shape: Shape, vocabulary: int, generator: torch.Generator) -> Inputs:
 
 
 def padded(shape: Shape, generator: torch.Generator) -> Inputs:
-    """The mask and the positions of chains behind pasts that are padded on the left."""
+    """Builds the mask and the positions of chains after pasts that are padded on the left."""
     kept = torch.ones(shape.batch, shape.past + shape.rows, dtype=torch.int64)
     for sample in range(shape.batch):
         kept[sample, : min(sample, shape.past)] = 0
@@ -66,7 +66,7 @@ def padded(shape: Shape, generator: torch.Generator) -> Inputs:
 
 
 def chain(texts: Sequence[Sequence[int]] | Tensor, *, causal: bool = False) -> Inputs:
-    """Texts of the same length from their first token on, with either kind of mask."""
+    """Builds inputs of texts of one length from their first token on, with either kind of mask."""
     tokens = torch.as_tensor(texts)
     batch, rows = tokens.shape
     tree = torch.full((rows, rows), HIDDEN).triu(1).expand(batch, 1, -1, -1)
@@ -78,7 +78,7 @@ def chain(texts: Sequence[Sequence[int]] | Tensor, *, causal: bool = False) -> I
 
 
 def past_of(shape: Shape, sizes: Sequence[tuple[int, ...]], generator: torch.Generator) -> Inputs:
-    """``[B, Hkv, P, C]`` random keys and values of layers with these heads and sizes."""
+    """Draws ``[B, Hkv, P, C]`` random keys and values of layers with these heads and sizes."""
     past = {}
     for layer, (heads, *widths) in enumerate(sizes):
         for part, width in zip(("key", "value"), widths, strict=True):

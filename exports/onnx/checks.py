@@ -1,6 +1,6 @@
 """Checks whether a model can be exported as a graph.
 
-Shapes: n rows, P keys behind them.
+Shapes: n rows, P keys before them.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from arbordraft.target.hf_cache import returned_cache
 
 
 def cache_sizes(model: PreTrainedModel) -> list[tuple[int, int, int]]:
-    """Heads, size of keys and size of values of every layer.
+    """Returns the heads, the size of keys and the size of values of every layer.
 
     Raises:
         UnsupportedModel: if the model keeps anything but all keys and values of all layers.
@@ -38,10 +38,10 @@ def cache_sizes(model: PreTrainedModel) -> list[tuple[int, int, int]]:
 
 @torch.no_grad()
 def check_against(network: CausalNetwork, model: PreTrainedModel, sizes: Sequence[tuple[int, ...]]) -> None:
-    """Compares a small tree behind a past with the model's own logits.
+    """Compares a small tree after a past with the model's own logits.
 
     Raises:
-        UnsupportedModel: if they differ by more than rounding, or the model cannot be run so.
+        UnsupportedModel: if they differ by more than rounding, or the model does not take such inputs.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.get_output_embeddings().weight.shape[0], (1, 7), generator=generator)

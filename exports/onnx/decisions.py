@@ -13,7 +13,7 @@ VERIFICATION = "verification.onnx"
 
 
 def decider(decider: LearnedDecider) -> GraphSpec:
-    """A learned decider."""
+    """Specifies the graph of a learned decider."""
     size, top = decider.hidden_size, decider.top_k
 
     def example(shape: Shape, generator: torch.Generator) -> Inputs:
@@ -40,7 +40,7 @@ def decider(decider: LearnedDecider) -> GraphSpec:
 
 
 def verification(tops: int, tails: int) -> GraphSpec:
-    """The verdict at a node whose children were drawn by ``TopTail(tops, tails)``.
+    """Specifies the graph of the verdict at a node whose children were drawn by ``TopTail(tops, tails)``.
 
     Raises:
         ValueError: if there is no tail, or a negative number of tops.

@@ -13,7 +13,7 @@ from arbordraft.exports.onnx.sources import of, origin
 from arbordraft.exports.onnx.writing import WriteOptions, write
 
 CONFIG, TARGET, DRAFT = "genai_config.json", "target.onnx", "draft.onnx"
-_LONGEST_CHAIN = 16  # that onnxruntime-genai drafts
+_LONGEST_CHAIN = 16  # tokens that onnxruntime-genai drafts
 
 
 def export_ort_genai(
@@ -24,21 +24,21 @@ def export_ort_genai(
     length: int = 4,
     **options: Unpack[WriteOptions],
 ) -> Export:
-    """Writes a target and a draft model as onnxruntime-genai decodes with them.
+    """Writes a target and a draft model in the form that onnxruntime-genai decodes with.
 
-    What is raised is that of :func:`~arbordraft.exports.onnx.export`.
+    Errors are those of :func:`~arbordraft.exports.onnx.export`.
 
     Args:
         draft: folder or hub name of a causal LM with the target's tokenizer, ``early-exit:LAYERS``, or the folder of a
             trained early exit.
-        out: the folder to be.
+        out: the folder to write.
         target: folder or hub name of the target.
         length: drafted tokens per step, 1 to 16.
         **options: how graphs are written, see :class:`~arbordraft.exports.onnx.writing.WriteOptions`. Only the draft
             model's matrices are quantised; the target, whose law is kept, stays in float32.
 
     Raises:
-        ValueError: also if the draft is of another kind, or the vocabularies differ.
+        ValueError: if the length is out of range, the draft is of another kind, or the vocabularies differ.
     """
     if not 1 <= length <= _LONGEST_CHAIN:
         raise ValueError(f"onnxruntime-genai drafts 1 to {_LONGEST_CHAIN} tokens, got {length}")

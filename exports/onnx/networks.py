@@ -1,6 +1,6 @@
-"""Networks as graphs see them: plain tensors in and out, noise and caches among them.
+"""Networks in the form of graphs: plain tensors in and out, noise and caches among them.
 
-Shapes: B samples, n rows of each, P keys behind them, V vocabulary, D draft vocabulary, H hidden size, F hidden states
+Shapes: B samples, n rows of each, P keys before them, V vocabulary, D draft vocabulary, H hidden size, F hidden states
 side by side, Hq/Hkv heads, C head size, R rows, k children, N draft heads.
 """
 
@@ -24,9 +24,9 @@ class CausalNetwork(nn.Module):
     """A causal LM with its keys and values as plain tensors.
 
     Args:
-        model: any of transformers whose cache is made of full-attention layers.
-        hidden_layers: hidden states to show, as transformers numbers them.
-        causal: take a mask of padding, as ``generate`` does, instead of one of who sees whom.
+        model: any model of transformers whose cache is made of full-attention layers.
+        hidden_layers: hidden states to return, as transformers numbers them.
+        causal: whether to take a padding mask, as ``generate`` does, instead of an attention mask.
     """
 
     def __init__(self, model: PreTrainedModel, hidden_layers: Sequence[int] = (), *, causal: bool = False) -> None:
@@ -34,7 +34,7 @@ class CausalNetwork(nn.Module):
         self.model, self.hidden_layers, self.causal = model, tuple(hidden_layers), causal
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *past: Tensor) -> list[Tensor]:
-        """Runs rows behind a past.
+        """Runs rows after a past.
 
         Args:
             input_ids: ``[B, n]``.
@@ -43,7 +43,7 @@ class CausalNetwork(nn.Module):
             *past: ``[B, Hkv, P, C]`` keys and values of every layer in turn.
 
         Returns:
-            ``[B, n, V]`` logits, ``[B, n, F]`` hidden states if there are any, and keys and values with the new ones.
+            ``[B, n, V]`` logits, ``[B, n, F]`` hidden states if there are any, and all keys and values, past and new.
         """
         cache = DynamicCache()
         for layer in range(len(past) // 2):
@@ -71,7 +71,7 @@ class EagleNetwork(nn.Module):
     def __init__(self, head: EagleHead, embeddings: nn.Module) -> None:
         super().__init__()
         self.head, self.embeddings = head, embeddings
-        head.rotary(torch.zeros(1, dtype=torch.int64), torch.float32)  # its frequencies must be there before tracing
+        head.rotary(torch.zeros(1, dtype=torch.int64), torch.float32)  # its frequencies must exist before tracing
 
     def forward(
         self, input_ids: Tensor, hidden_states: Tensor, attention_mask: Tensor, position_ids: Tensor, *past: Tensor
@@ -80,14 +80,14 @@ class EagleNetwork(nn.Module):
 
         Args:
             input_ids: ``[B, n]``.
-            hidden_states: ``[B, n, H]`` what the fusing graph makes of the target's, or this graph's own output.
+            hidden_states: ``[B, n, H]`` output of the fusing graph, or of this graph itself.
             attention_mask: ``[B, 1, n, P + n]`` to add to the scores.
             position_ids: ``[B, n]``.
             *past: ``[B, Hkv, P, C]`` keys and values.
 
         Returns:
-            ``[B, n, D]`` logits, ``[B, n, H]`` what they were made from, ``[B, n, H]`` the output that stands for the
-            target's states further down the tree, and keys and values with the new ones.
+            ``[B, n, D]`` logits, their ``[B, n, H]`` inputs, the ``[B, n, H]`` output that replaces the target's states
+            further down the tree, and all keys and values, past and new.
         """
         out, *present = self._layer(self.embeddings(input_ids), hidden_states, attention_mask, position_ids, past)
         final = self.head.norm(out)
@@ -96,7 +96,7 @@ class EagleNetwork(nn.Module):
     def _layer(
         self, embeddings: Tensor, hidden: Tensor, mask: Tensor, positions: Tensor, past: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The layer's output, and keys and values with the new ones."""
+        """Returns the layer's output, and all keys and values, past and new."""
         head = self.head
         query, key, value = head.queries_keys_values(embeddings, hidden, head.rotary(positions, hidden.dtype))
         keys, values = (
@@ -127,19 +127,19 @@ class BlockNetwork(EagleNetwork):
         position_ids: Tensor,
         *past: Tensor,
     ) -> list[Tensor]:
-        """Fills slots, and asks for the tokens of several depths behind them.
+        """Fills slots, and predicts the tokens at several depths after them.
 
         Args:
             input_ids: ``[B, n]`` tokens of the slots.
-            hidden_states: ``[B, n, H]`` what the fusing graph makes of the target's.
-            depths: ``[B, n]`` int64; 0 for a slot as it is, d for what is asked d tokens further ahead.
+            hidden_states: ``[B, n, H]`` output of the fusing graph.
+            depths: ``[B, n]`` int64; 0 for a slot itself, d for a prediction d tokens further ahead.
             attention_mask: ``[B, 1, n, P + n]`` to add to the scores; rows of depths see slots only.
-            position_ids: ``[B, n]`` those of the slots, and d more for what is asked.
+            position_ids: ``[B, n]`` positions of the slots, plus d for predictions d tokens further ahead.
             *past: ``[B, Hkv, P, C]`` keys and values.
 
         Returns:
-            ``[B, n, D]`` logits, ``[B, n, H]`` what they were made from, ``[B, n, r]`` gates of the Markov term, where
-            there is one, and keys and values with the new ones.
+            ``[B, n, D]`` logits, their ``[B, n, H]`` inputs, ``[B, n, r]`` gates of the Markov term if there is one,
+            and all keys and values, past and new.
         """
         embeddings, hidden = self.head.ask(self.embeddings(input_ids), hidden_states, depths)
         out, *present = self._layer(embeddings, hidden, attention_mask, position_ids, past)
@@ -149,7 +149,7 @@ class BlockNetwork(EagleNetwork):
 
 
 class MarkovNetwork(nn.Module):
-    """The Markov term of a block head: what a node's own token adds to the logits of its depth."""
+    """The Markov term of a block head, by which a node's own token adds to the logits of its depth."""
 
     table: Tensor
 
@@ -157,11 +157,11 @@ class MarkovNetwork(nn.Module):
         super().__init__()
         assert head.lm_head_markov is not None
         self.head = head.lm_head_markov
-        # Folded: r numbers a token instead of its whole embedding.
+        # Folded: r numbers per token instead of its whole embedding.
         self.register_buffer("table", head.follow(embeddings(torch.arange(vocabulary))).detach())
 
     def forward(self, input_ids: Tensor, gates: Tensor) -> list[Tensor]:
-        """``[R]`` tokens and ``[R, r]`` gates of their depths to ``[R, D]``."""
+        """Maps ``[R]`` tokens and ``[R, r]`` gates of their depths to ``[R, D]``."""
         return [self.head(gates * self.table[input_ids])]
 
 
@@ -173,7 +173,7 @@ class FuseNetwork(nn.Module):
         self.head = head
 
     def forward(self, hidden_states: Tensor) -> list[Tensor]:
-        """``[B, n, F]`` to ``[B, n, H]``."""
+        """Maps ``[B, n, F]`` to ``[B, n, H]``."""
         return [self.head.fuse(hidden_states)]
 
 
@@ -185,8 +185,8 @@ class MedusaNetwork(nn.Module):
         self.head = head
 
     def forward(self, hidden_states: Tensor) -> list[Tensor]:
-        """``[B, H]`` outputs of the target's final norm to ``[B, N, D]`` logits."""
-        rows = hidden_states[:, None]  # quantisation knows products of three dimensions only
+        """Maps ``[B, H]`` outputs of the target's final norm to ``[B, N, D]`` logits."""
+        rows = hidden_states[:, None]  # quantisation supports products of three dimensions only
         return [torch.cat([self.head.logits(rows, head) for head in range(self.head.config.num_heads)], dim=1)]
 
 
@@ -198,7 +198,7 @@ class DeciderNetwork(nn.Module):
         self.decider = decider
 
     def forward(self, places: Tensor, statistics: Tensor, hidden_states: Tensor | None = None) -> list[Tensor]:
-        """``[R]`` chances; for the arguments see ``LearnedDecider.chances``."""
+        """Computes ``[R]`` chances; for the arguments see ``LearnedDecider.chances``."""
         return [self.decider.chances(places, statistics, hidden_states)]
 
 
@@ -208,8 +208,8 @@ class NodeVerification(nn.Module):
     With one top and one tail this is SpecHub's closed form.
 
     Args:
-        tops: certain children of a node, the most probable tokens.
-        tails: children drawn without replacement among the other tokens; at least one.
+        tops: number of certain children of a node, the most probable tokens.
+        tails: number of children drawn without replacement among the other tokens; at least one.
 
     Raises:
         ValueError: if there is no tail, or a negative number of tops.
@@ -222,17 +222,18 @@ class NodeVerification(nn.Module):
         self.tops, self.tails = tops, tails
 
     def forward(self, logits: Tensor, draft_probs: Tensor, draft_tokens: Tensor, uniforms: Tensor) -> list[Tensor]:
-        """Verdicts of R nodes.
+        """Decides at R nodes.
 
         Args:
-            logits: ``[R, V]`` of the target, processed.
-            draft_probs: ``[R, V]`` the row that the children were drawn from.
-            draft_tokens: ``[R, k]`` int64 children as they were drawn, tails first; -1 for one that is missing.
-            uniforms: ``[R, k + 1]`` float64: one to decide about every child, one to draw the token behind them.
+            logits: ``[R, V]`` processed logits of the target.
+            draft_probs: ``[R, V]`` rows that the children were drawn from.
+            draft_tokens: ``[R, k]`` int64 children as they were drawn, tails first; -1 for a missing child.
+            uniforms: ``[R, k + 1]`` float64: one per child to decide about it, and a last one to draw the recovered
+                token.
 
         Returns:
-            ``[R]`` int64 index of the accepted child, or -1; ``[R]`` int64 the token that is emitted: the child's, or
-            the recovered one.
+            ``[R]`` int64 index of the accepted child, or -1; ``[R]`` int64 emitted token: the child's, or the
+            recovered one.
         """
         target = logits.softmax(dim=-1)
         accepts, stop = self._law(target, draft_probs, draft_tokens)
@@ -249,9 +250,9 @@ class NodeVerification(nn.Module):
         return [accepted, torch.where(accepted < 0, recovered, child_token)]
 
     def _law(self, target: Tensor, draft: Tensor, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
-        """``[R]`` chance of every child, and ``[R, V]`` weights of the tokens that follow if none is accepted."""
+        """Returns ``[R]`` chances of every child, and ``[R, V]`` weights of the tokens to emit if all are rejected."""
         places = torch.arange(target.shape[1])
-        drafted = places == tokens[:, :, None]  # a missing child is nowhere
+        drafted = places == tokens[:, :, None]  # all False for a missing child
         row = torch.where(drafted[:, self.tails :].any(dim=1), 0.0, draft) if self.tops else draft
         rest, left, alive = target, torch.ones_like(target[:, 0]), torch.ones_like(target[:, 0], dtype=torch.bool)
         accepts = []
@@ -271,14 +272,14 @@ class NodeVerification(nn.Module):
             rest = torch.where(known[:, None], residual / torch.where(mass > 0, mass, 1.0), rest) * alive[:, None]
             row = torch.where(here, 0.0, row)
         stop = rest * left[:, None]
-        # Emitting a token that is drafted anyway means continuing with it.
+        # Emitting a token that is also drafted means continuing with it.
         accepts += [torch.zeros_like(left)] * self.tops
         accepts = [accept + (stop * drafted[:, child]).sum(dim=-1) for child, accept in enumerate(accepts)]
         return accepts, torch.where(drafted.any(dim=1), 0.0, stop)
 
 
 def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """``[R]`` inverse-CDF draws from ``[R, V]`` weights with ``[R, 1]`` uniforms."""
+    """Makes ``[R]`` inverse-CDF draws from ``[R, V]`` weights with ``[R, 1]`` uniforms."""
     cumulative = weights.double().cumsum(dim=-1)
     token = (cumulative <= uniforms * cumulative[:, -1:]).sum(dim=-1)
     last = torch.where(weights > 0, torch.arange(weights.shape[1]), 0).amax(dim=-1)
@@ -286,7 +287,7 @@ def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _causal_mask(kept: Tensor, rows: int) -> Tensor:
-    """``[B, 1, n, P + n]`` to add to the scores, from ``[B, P + n]``."""
+    """Builds the ``[B, 1, n, P + n]`` mask to add to the scores, from the padding mask ``[B, P + n]``."""
     columns = torch.arange(kept.shape[1])
     visible = (columns <= columns[-rows:, None]) & (kept[:, None, None, :] != 0)
     return torch.where(visible, 0.0, HIDDEN)

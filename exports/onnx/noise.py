@@ -19,7 +19,7 @@ _PLACES = "rows or 1"
 
 
 class Draw(nn.Module):
-    """Samples rows by a seed and a position: what the graph is compared with."""
+    """Samples rows by a seed and a position: the reference of the graph."""
 
     def forward(self, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor) -> list[Tensor]:
         """Draws a token from every row.
@@ -27,13 +27,13 @@ class Draw(nn.Module):
         Args:
             logits: ``[R, V]`` float32, processed, without NaN.
             seed: ``[R]`` int64, of which all 64 bits count; or ``[1]`` for all rows.
-            position: ``[R]`` int64 of the tokens to draw, 0 to 2**32 - 1; or ``[1]`` for all rows, as of the nodes of
-                one depth, whose noise is then made once.
+            position: ``[R]`` int64 positions of the tokens to draw, 0 to 2**32 - 1; or ``[1]`` for all rows. Nodes of
+                one depth share a position, and their noise is then made once.
             temperature: float32, above 0.
 
         Returns:
-            ``[R]`` int64, the first token with the highest score, -1 where no logit is above -inf; and ``[R, V]``
-            float64 scores: divided logits and noise. A drafter's highest are the children to draft.
+            ``[R]`` int64, the first token with the highest score, -1 if no logit is above -inf. Also ``[R, V]`` float64
+            scores: logits divided by the temperature, plus noise. A drafter drafts its highest as children.
         """
         token = reference.gumbel_argmax_reference(logits, seed, position, temperature.item(), None)
         noise = reference.gumbel_reference(seed, position, logits.shape[1])
@@ -41,7 +41,7 @@ class Draw(nn.Module):
 
 
 def draw_graph(opset: int) -> Any:
-    """An ``onnx.ModelProto`` of :class:`Draw`: the definition of the noise, carried out on tensors of a graph."""
+    """Builds an ``onnx.ModelProto`` of :class:`Draw` by running the definition of the noise on tensors of a graph."""
     graph = arrays.GraphBuilder()
     logits = graph.input("logits", np.float32, ["rows", "vocab_size"])
     seed, position = (graph.input(name, np.int64, [_PLACES]).astype(np.uint64) for name in ("seed", "position"))
@@ -60,13 +60,13 @@ def draw_graph(opset: int) -> Any:
 
 
 def draw() -> GraphSpec:
-    """Sampling with shared noise."""
+    """Specifies the graph that samples with shared noise."""
 
     def rows(shape: Shape, generator: torch.Generator) -> Inputs:
-        count, vocabulary = shape.batch * shape.rows, 64 * shape.past + shape.rows  # whole groups of words, and a part
+        count, vocabulary = shape.batch * shape.rows, 64 * shape.past + shape.rows  # groups of words, the last partial
         logits = 3 * torch.randn(count, vocabulary, generator=generator)
         logits[torch.rand(logits.shape, generator=generator) < 0.3] = -torch.inf
-        logits[count // 2] = -torch.inf if count > 1 else 1e30  # nothing to draw; equal scores
+        logits[count // 2] = -torch.inf if count > 1 else 1e30  # no token to draw; or equal scores
         places = 1 if shape.rows == 1 else count
         seed = torch.randint(-(2**63), 2**63 - 1, (places,), generator=generator)
         position = torch.randint(2**32, (places,), generator=generator)

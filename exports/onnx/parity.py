@@ -14,24 +14,24 @@ from arbordraft.exports.onnx.plans import GraphSpec
 from arbordraft.onnx.graph import Graph
 from arbordraft.utils.errors import UserError
 
-TOLERANCE = 1e-4  # of a float32 graph, as a share of the greatest value: rounding grows with what is rounded
+TOLERANCE = 1e-4  # of a float32 graph, as a share of the greatest value: rounding grows with the values
 LEAST_ACCEPTANCE = 0.8  # of tokens drawn from a quantised graph, by the float32 one
 
 
 class ParityError(UserError):
-    """A graph does not compute what the network that it was made from does."""
+    """A graph's outputs differ from those of the network that it was made from."""
 
 
 def check_exact(spec: GraphSpec, path: Path, tolerance: float = TOLERANCE) -> dict[str, float | bool]:
     """Compares a float32 graph in onnxruntime with the network, shape by shape.
 
     Returns:
-        The greatest difference as a share of the greatest value, and whether all most probable tokens are equal where
-        tokens are predicted.
+        The greatest difference as a share of the greatest value; if tokens are predicted, also whether all most
+        probable tokens are equal.
 
     Raises:
-        ParityError: if an output differs by more than that share of its greatest value, or of 1 where all are smaller;
-            if a most probable token, a verdict or a score with noise differs; or if a shape cannot be run.
+        ParityError: if an output differs by more than ``tolerance`` times its greatest value, or times 1 if that is
+            smaller. Also if a most probable token, a verdict or a score with noise differs, or a shape cannot be run.
     """
     worst = 0.0
     for shape, (outputs, wanted) in zip(SHAPES, _compared(spec, Graph(path), _examples(spec)), strict=True):
@@ -55,21 +55,21 @@ def check_exact(spec: GraphSpec, path: Path, tolerance: float = TOLERANCE) -> di
 
 
 def check_quantized(spec: GraphSpec, path: Path, least: float = LEAST_ACCEPTANCE) -> dict[str, float | bool]:
-    """Says what quantisation has changed, on the shapes and on real rows.
+    """Measures the effect of quantisation, on the shapes and on real rows.
 
     Returns:
-        The greatest difference of logits; on real rows how often the most probable token is the same, and how often a
-        token drawn from the quantised graph would be accepted by the float32 one: the sum of ``min(p, q)``.
+        The greatest difference of logits. On real rows, also how often the most probable token is the same. Finally the
+        acceptance of tokens drawn from the quantised graph by the float32 one: the sum of ``min(p, q)``.
 
     Raises:
-        ParityError: if fewer than ``least`` of them would be, or the graph cannot be run.
+        ParityError: if the acceptance is below ``least``, there are no real rows, or the graph cannot be run.
     """
     graph, place = Graph(path), spec.outputs.index("logits")
     pairs = [(outputs[place], wanted[place]) for outputs, wanted in _compared(spec, graph, _examples(spec))]
     worst = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
     rows = [] if spec.real is None else list(_compared(spec, graph, spec.real()))
     if not rows:
-        raise ParityError(f"{spec.file}: there are no texts to measure what quantisation costs on")
+        raise ParityError(f"{spec.file}: there are no texts to measure the loss by quantisation on")
     ours, theirs = (torch.cat([row[place].flatten(0, -2) for row in part]) for part in zip(*rows, strict=True))
     accepted = torch.minimum(ours.softmax(-1), theirs.softmax(-1)).sum(-1).mean().item()
     if not accepted >= least:
@@ -92,7 +92,7 @@ def _examples(spec: GraphSpec) -> Iterable[Inputs]:
 
 @torch.no_grad()
 def _compared(spec: GraphSpec, graph: Graph, inputs: Iterable[Inputs]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-    """Outputs of the graph and of the network."""
+    """Yields the outputs of the graph and of the network."""
     for given in inputs:
         wanted = spec.network(*given.values())
         try:
@@ -105,12 +105,12 @@ def _compared(spec: GraphSpec, graph: Graph, inputs: Iterable[Inputs]) -> Iterab
 
 
 def _has_no_tolerance(values: Tensor) -> bool:
-    """Whether every bit counts: of integers, and of float64, in which nothing but shared noise is given."""
+    """Tells whether every bit counts: of integers, and of float64, which only scores with shared noise have."""
     return not values.is_floating_point() or values.dtype == torch.float64
 
 
 def _equal(name: str, ours: Tensor, theirs: Tensor) -> bool:
-    """Whether verdicts, scores with noise, or most probable tokens, are the same."""
+    """Tells whether verdicts, scores with noise, or most probable tokens are equal."""
     if _has_no_tolerance(theirs):
         return torch.equal(ours, theirs)
     return name != "logits" or torch.equal(ours.argmax(-1), theirs.argmax(-1))

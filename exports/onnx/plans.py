@@ -1,6 +1,6 @@
 """Specifies the graphs of an export: network, names, axes, examples to compare on, and metadata of the file.
 
-Shapes: B samples, n rows of each, P keys behind them.
+Shapes: B samples, n rows of each, P keys before them.
 """
 
 import base64
@@ -38,17 +38,17 @@ _BEHIND = {0: "batch_size", 2: "past_sequence_length"}
 
 @dataclass(frozen=True)
 class GraphSpec:
-    """One graph to be.
+    """The specification of one graph.
 
     Args:
-        file: its name.
-        network: what it computes; takes the example's tensors in their order, returns a list.
-        outputs: their names.
+        file: name of the file.
+        network: the network to trace; takes the example's tensors in their order, returns a list.
+        outputs: names of the outputs.
         axes: names of the sizes that may vary, for every input.
-        example: inputs of a shape, from a generator.
-        about: what the file says about itself.
-        real: inputs as they will come, to say what a quantised graph accepts; none if it predicts no tokens.
-        quantizable: whether it has matrices worth it.
+        example: makes inputs of a shape, from a generator.
+        about: metadata of the file.
+        real: makes realistic inputs, to measure the acceptance of a quantised graph; ``None`` if it predicts no tokens.
+        quantizable: whether its matrices are worth quantising.
         build: makes the ``onnx.ModelProto`` for an opset where torch's exporter would not trace the network faithfully.
     """
 
@@ -86,13 +86,13 @@ class Origin:
 def causal_lm(
     model: RaggedModel, origin: Origin, hidden_layers: Sequence[int] = (), *, causal: bool = False
 ) -> GraphSpec:
-    """A causal LM that drafts for a target, or is the target and verifies trees.
+    """Specifies a causal LM that drafts for a target, or is the target and verifies trees.
 
     Args:
         model: the model.
         origin: the target that it serves, or is.
-        hidden_layers: hidden states to show, as transformers numbers them.
-        causal: chains only, with the mask of padding that runtimes for chains give.
+        hidden_layers: hidden states to return, as transformers numbers them.
+        causal: whether to take chains only, with the padding mask of runtimes for chains.
 
     Raises:
         UnsupportedModel: if its cache or its mask is of another kind.
@@ -111,7 +111,7 @@ def causal_lm(
         empty = past_of(Shape(shape.batch, 0, 0), sizes, generator)
         if not shape.past:
             return rows | empty
-        # As the model makes them: on keys and values that it never saw, rounding in float32 grows tenfold.
+        # Made by the model: with random keys and values, rounding in float32 grows tenfold.
         texts = torch.randint(model.vocab_size, (shape.batch, shape.past), generator=generator)
         before = chain(texts, causal=causal) | empty
         with torch.no_grad():
@@ -146,10 +146,10 @@ def causal_lm(
 
 
 def early_exit(origin: Origin, layers: int, adapter: ExitAdapter | None = None, *, causal: bool = False) -> GraphSpec:
-    """The target's first layers with its norm and head, and an adapter between if there is one; see :func:`causal_lm`.
+    """Specifies the target's first layers with its norm and head, and an adapter, if any; see :func:`causal_lm`.
 
     Raises:
-        UnsupportedModel: if the architecture does not let its depth be shortened.
+        UnsupportedModel: if the architecture cannot be shortened.
         ValueError: if there are no such layers, or the adapter belongs to another target.
     """
     target = origin.target
@@ -165,7 +165,7 @@ def early_exit(origin: Origin, layers: int, adapter: ExitAdapter | None = None, 
 
 
 def _through(module: nn.Module) -> Callable[..., Any]:
-    """A hook that puts a module behind a decoder layer."""
+    """Returns a hook that applies a module after a decoder layer."""
 
     def behind(_: nn.Module, __: Any, output: Any) -> Any:
         return module(output) if isinstance(output, Tensor) else (module(output[0]), *output[1:])
@@ -174,10 +174,10 @@ def _through(module: nn.Module) -> Callable[..., Any]:
 
 
 def eagle(head: EagleHead, origin: Origin) -> list[GraphSpec]:
-    """An EAGLE head: the graph that makes its input from the target's hidden states, and the one that drafts.
+    """Specifies an EAGLE head: the graph that fuses the target's hidden states, and the graph that drafts.
 
     Raises:
-        ValueError: if it belongs to another target, or is no plain head of one layer.
+        ValueError: if it belongs to another target, or is not a plain head of one layer.
     """
     head.config.check_plain("the export to ONNX")
     head.check_target(origin.target.model)
@@ -224,7 +224,7 @@ def eagle(head: EagleHead, origin: Origin) -> list[GraphSpec]:
 
 
 def block(head: BlockHead, origin: Origin) -> list[GraphSpec]:
-    """A block head: an EAGLE head's graphs with depths among the inputs, and the Markov term if it has one.
+    """Specifies a block head: an EAGLE head's graphs with depths among the inputs, and the Markov term, if any.
 
     Raises:
         ValueError: if it belongs to another target.
@@ -273,7 +273,7 @@ def block(head: BlockHead, origin: Origin) -> list[GraphSpec]:
 
 
 def medusa(head: MedusaHead, origin: Origin) -> GraphSpec:
-    """Medusa heads.
+    """Specifies Medusa heads.
 
     Raises:
         ValueError: if they belong to another target.
@@ -300,12 +300,12 @@ def medusa(head: MedusaHead, origin: Origin) -> GraphSpec:
 
 
 def _with_states(rows: Mapping[str, Any], states: Any) -> dict[str, Any]:
-    """Hidden states behind the tokens, which is their place among the inputs."""
+    """Puts hidden states after the tokens, their place among the inputs."""
     return {"input_ids": rows["input_ids"], "hidden_states": states, **rows}
 
 
 def _with_depths(inputs: Mapping[str, Any], depths: Any) -> dict[str, Any]:
-    """Depths behind the hidden states."""
+    """Puts depths after the hidden states."""
     first = ("input_ids", "hidden_states")
     return {**{name: inputs[name] for name in first}, "depths": depths, **inputs}
 
@@ -315,7 +315,7 @@ def _names(pattern: str, sizes: Sequence[Any]) -> list[str]:
 
 
 def _states(target: RaggedModel, text: Sequence[int], layers: Sequence[int]) -> Tensor:
-    """``[n, F]`` the target's hidden states of a text."""
+    """Computes ``[n, F]`` hidden states of the target along a text."""
     cache = RaggedKVCache()
     handle = cache.open(len(text))
     return target.prefill({handle: text}, cache, hidden=layers)[handle]
@@ -327,5 +327,5 @@ def _of_head(head: DraftHead) -> dict[str, Any]:
         "hidden_layers": list(head.config.hidden_layers or ()),
         "acceptance": head.config.acceptance,
         "d2t": head.d2t.tolist(),
-        "t2d": base64.b64encode(marks).decode(),  # one bit a token, the lowest first
+        "t2d": base64.b64encode(marks).decode(),  # one bit per token, the lowest first
     }

@@ -13,10 +13,10 @@ _BLOCK = 32  # weights that share a scale when they have four bits
 
 
 def quantize(path: Path, how: Quantization) -> None:
-    """Replaces the matrices of a graph's file, in place; its metadata stay.
+    """Quantises the matrices of a graph's file in place; its metadata stay.
 
     Raises:
-        ValueError: if it has none that could be replaced.
+        ValueError: if it has no matrices that can be quantised.
     """
     import onnx
 
@@ -32,7 +32,7 @@ def quantize(path: Path, how: Quantization) -> None:
 
 
 def save(model: Any, path: Path) -> None:
-    """Writes a model, with its weights in a second file if one cannot hold them."""
+    """Writes a model, with its weights in a second file if one file cannot hold them."""
     import onnx
 
     weights = sum(tensor.ByteSize() for tensor in model.graph.initializer)
@@ -61,7 +61,7 @@ def _int8(path: Path) -> Any:
 
 
 def _int4(path: Path) -> Any:
-    """The head decides which token comes first: it gets twice the bits."""
+    """Quantises to four bits; the head, which decides the most probable token, gets twice the bits."""
     import onnx
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
@@ -78,7 +78,7 @@ def _int4(path: Path) -> Any:
 
 
 def _heads(graph: Any) -> set[str]:
-    """The products that logits are made of without another one behind them."""
+    """Finds the last matrix products before the logits."""
     makers = {output: node for node in graph.node for output in node.output}
     heads, behind = set(), ["logits"]
     while behind:

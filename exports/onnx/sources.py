@@ -1,4 +1,4 @@
-"""Exports the graphs that a name on the command line stands for."""
+"""Exports the graphs that a name on the command line denotes."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from arbordraft.loading import load_model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TEXTS, _LONGEST = 8, 128  # what quantised graphs are measured on: number of texts, longest of them in tokens
+_TEXTS, _LONGEST = 8, 128  # texts to measure quantised graphs on: their number, and the longest in tokens
 
 
 def export(
@@ -38,24 +38,24 @@ def export(
     """Writes a drafter, a decider, a model, verification or sampling as graphs.
 
     Args:
-        source: folder of a trained drafter or decider; folder or hub name of a causal LM, which drafts, or is the
-            target whose trees are to be verified; ``early-exit:LAYERS``; ``verification:TOPS,TAILS``; ``draw``, which
-            samples with shared noise.
-        out: the folder to be.
+        source: folder of a trained drafter or decider, or folder or hub name of a causal LM, which drafts or verifies
+            trees. Otherwise ``early-exit:LAYERS``, ``verification:TOPS,TAILS`` or ``draw``, which samples with shared
+            noise.
+        out: the folder to write.
         target: folder or hub name of the model that the drafter belongs to; by default the one that it was trained
             for.
-        hidden_layers: hidden states that a causal LM's graph is to show, as transformers numbers them.
+        hidden_layers: hidden states that a causal LM's graph returns, as transformers numbers them.
         **options: how graphs are written, see :class:`~arbordraft.exports.onnx.writing.WriteOptions`.
 
     Returns:
-        What was written, and how near it is to the original.
+        The written files, and their differences from the original.
 
     Raises:
         FileExistsError: if ``out`` exists and ``force`` is not given.
         ImportError: if onnx, onnxscript or onnxruntime is missing.
-        ParityError: if a graph does not compute what the original does; nothing is written then.
+        ParityError: if a graph's outputs differ from the original's; nothing is written then.
         UnsupportedModel: if a model cannot be a graph.
-        ValueError: if the source means nothing, is damaged, or belongs to another target.
+        ValueError: if the source is unknown, damaged, or belongs to another target.
     """
     return write(lambda: of(str(source), target, hidden_layers), out, **options)
 
@@ -63,11 +63,11 @@ def export(
 def of(
     source: str, target: str | plans.Origin | None = None, hidden_layers: Sequence[int] = (), *, causal: bool = False
 ) -> list[plans.GraphSpec]:
-    """The graphs of a source.
+    """Specifies the graphs of a source.
 
     Args:
         source: see :func:`export`.
-        target: its name, see :func:`export`, or the loaded target.
+        target: name of the target, see :func:`export`, or the loaded target.
         hidden_layers: see :func:`export`.
         causal: see ``plans.causal_lm``.
     """
@@ -96,8 +96,8 @@ def of(
             return [plans.medusa(heads, _origin_for(source, target))]
         case DFlashConfig.model_type:
             raise ValueError(
-                f"{source} holds a DFlash or DSpark head, of which there are no graphs: it decodes here, vLLM reads "
-                "it (arbordraft export vllm --layout speculators)"
+                f"{source} holds a DFlash or DSpark head, which has no graphs: decode with arbordraft itself, or "
+                "export it for vLLM (arbordraft export vllm --layout speculators)"
             )
         case ExitAdapterConfig.model_type:
             adapter = ExitAdapter.from_pretrained(source, dtype=torch.float32)
@@ -108,14 +108,14 @@ def of(
         LanguageModelDrafter(model).check(served.target, IID(1))
         if causal and model.vocab_size != served.target.vocab_size:
             raise ValueError(
-                f"onnxruntime-genai takes no padding: the draft model has {model.vocab_size} token ids, the target "
-                f"{served.target.vocab_size}"
+                f"onnxruntime-genai takes no padded vocabulary: the draft has {model.vocab_size} token ids, the "
+                f"target {served.target.vocab_size}"
             )
     return [plans.causal_lm(model, served, hidden_layers, causal=causal)]
 
 
 def origin(name: str | plans.Origin) -> plans.Origin:
-    """A target by its name, with texts of its own kind; or as it is, if it is loaded.
+    """Loads a target by its name, with texts to measure on; returns a loaded one unchanged.
 
     Raises:
         UnsupportedModel: if it cannot be run on trees.
@@ -125,12 +125,12 @@ def origin(name: str | plans.Origin) -> plans.Origin:
         return name
     model, tokenizer = load_model(name, torch.float32)
     target = RaggedModel(model.requires_grad_(False), tokenizer, kernels="torch")
-    # Files that are handed on do not tell where a folder lay.
+    # Files may be handed on, so they do not tell the path of a folder.
     return plans.Origin(target, Path(name).name if Path(name).is_dir() else name, _texts(target, tokenizer))
 
 
 def _texts(target: RaggedModel, tokenizer: "PreTrainedTokenizerBase | None") -> list[list[int]]:
-    """Prompts that come with the package; random tokens where there is no tokenizer."""
+    """Returns prompts that come with the package, or random tokens if there is no tokenizer."""
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(target.vocab_size, (_TEXTS, 16), generator=generator).tolist()

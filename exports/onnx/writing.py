@@ -32,11 +32,11 @@ class WriteOptions(TypedDict, total=False):
 
     Attributes:
         opset: 20, or 23 with attention as one operator; 20 by default.
-        quantization: of the matrices; none by default.
-        tolerance: greatest difference of a float32 graph's outputs, as a share of the greatest of them.
-        least_acceptance: of tokens drawn from a quantised graph, by the float32 one.
-        force: replace a folder that is there.
-        tell: is told what is being done.
+        quantization: quantisation of the matrices; none by default.
+        tolerance: allowed difference of a float32 graph's outputs, as a share of the greatest output.
+        least_acceptance: least acceptance of tokens drawn from a quantised graph, by the float32 graph.
+        force: whether to replace an existing folder.
+        tell: receives messages on the progress.
     """
 
     opset: int
@@ -62,7 +62,7 @@ def write(
     """Writes the graphs, or nothing at all if one of them misses parity; see :func:`arbordraft.exports.onnx.export`.
 
     Args:
-        specs: makes the specs of the graphs; called when it is clear that they can be written.
+        specs: makes the specs of the graphs; called after the checks of options and libraries.
         beside: writes further files into the folder.
     """
     if opset not in OPSETS:
@@ -91,7 +91,7 @@ def write(
 
 
 def _write_float32(spec: GraphSpec, path: Path, about: dict[str, Any]) -> None:
-    """Writes one graph in float32, with further entries of what the file says about itself."""
+    """Writes one graph in float32, with ``about`` as further entries of its metadata."""
     import onnx
 
     if spec.build is not None:
@@ -100,7 +100,7 @@ def _write_float32(spec: GraphSpec, path: Path, about: dict[str, Any]) -> None:
         program = _traced(spec, about["opset"])
         _simplify(program.model)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            # Through a file: only there are weights beyond 2 GB.
+            # Through a file: only files hold weights beyond 2 GB.
             program.save(str(Path(scratch, path.name)), external_data=True)
             model = onnx.load(Path(scratch, path.name))
     libraries = ("arbordraft", "torch", "transformers", "onnx", "onnxruntime")
@@ -110,7 +110,7 @@ def _write_float32(spec: GraphSpec, path: Path, about: dict[str, Any]) -> None:
 
 
 def _require_libraries() -> None:
-    """Raises ImportError, with what to do about it, if a library is missing."""
+    """Raises ImportError, which names the fix, if a library is missing."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -133,7 +133,7 @@ def _traced(spec: GraphSpec, opset: int) -> Any:
             input_names=list(example),
             output_names=list(spec.outputs),
             opset_version=opset,
-            dynamic_shapes=(*fixed, tuple(past)) if past else tuple(fixed),  # of *past they are one tuple
+            dynamic_shapes=(*fixed, tuple(past)) if past else tuple(fixed),  # *past needs one tuple
             dynamo=True,
             verbose=False,
             optimize=False,  # takes time that is quadratic in the number of layers
@@ -141,9 +141,9 @@ def _traced(spec: GraphSpec, opset: int) -> Any:
 
 
 def _simplify(model: Any) -> None:
-    """Folds what is constant, the transposed matrices above all, and drops what nothing needs.
+    """Folds constants, the transposed matrices above all, and drops unused nodes.
 
-    Whatever else a runtime can fuse it fuses when it loads the graph.
+    Runtimes make further fusions when they load the graph.
     """
     from onnx_ir.passes import common
     from onnxscript import optimizer
@@ -165,6 +165,6 @@ def _simplify(model: Any) -> None:
         common.RemoveUnusedNodesPass(),
         common.OutputFixPass(),
         common.NameFixPass(),
-        common.ClearMetadataAndDocStringPass(),  # where in the sources of this machine every node came from
+        common.ClearMetadataAndDocStringPass(),  # the place of every node in the sources of this machine
     ):
         step(model)

@@ -1,4 +1,4 @@
-"""Runs of decoder layers in one call, for models whose layers are recognised."""
+"""Runs consecutive decoder layers in one call, for models whose layers are recognised."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,10 +38,10 @@ _norm = define(
 
 
 class LayerRun:
-    """Consecutive layers with their arguments spelled out once, as the kernel takes them.
+    """Consecutive decoder layers, whose kernel arguments are prepared once.
 
     Args:
-        layers: from the first to the last.
+        layers: the layers, from the first to the last.
     """
 
     def __init__(self, layers: Sequence[LayerWeights]) -> None:
@@ -60,19 +60,19 @@ class LayerRun:
         taps: Sequence[int] = (),
         beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Runs the layers; natively a row's bits do not depend on the rows beside it.
+        """Runs the layers; in the C++ kernels a row's bits do not depend on the other rows.
 
         Args:
             hidden: ``[1, T, H]`` float32 or bfloat16.
-            pools: ``[P, Hkv, D]`` keys and values of every layer; the rows' own are written to ``batch.slots``.
-            rotary: ``[1, T, R]`` cosines and sines, of the dtype of ``hidden`` or float32; the numbers of a pair of
-                channels stand half of them apart. ``None`` if no layer rotates.
+            pools: ``[P, Hkv, D]`` keys and values of every layer; those of the rows are written to ``batch.slots``.
+            rotary: ``[1, T, R]`` cosines and sines, of the dtype of ``hidden`` or float32. The entries of a pair of
+                channels lie R / 2 apart. ``None`` if no layer rotates.
             batch: rows, slabs and ancestor words.
-            taps: layers of this run whose inputs are wanted too; asking for them changes no bit of the output.
-            beside: ``[T, E]`` of the dtype of ``hidden``, for layers with a norm for it.
+            taps: layers of this run whose inputs are also returned; taps change no bit of the output.
+            beside: ``[T, E]`` of the dtype of ``hidden``, an additional input for layers with a ``beside_norm``.
 
         Returns:
-            ``[1, T, H]``, which is kept in float32 between the layers, and the ``[len(taps), T, H]`` tapped inputs.
+            ``[1, T, H]`` output, kept in float32 between the layers, and the ``[len(taps), T, H]`` tapped inputs.
         """
         rotary = rotary or (hidden.new_empty(*hidden.shape[:-1], 0),) * 2
         if not load():
@@ -98,7 +98,7 @@ class LayerRun:
 
 
 def apply_norm(x: Tensor, norm: Norm, epsilon: float) -> Tensor:
-    """``[..., H]`` normed row by row; natively a row's bits do not depend on the rows beside it."""
+    """Norms ``[..., H]`` row by row; in the C++ kernels a row's bits do not depend on the other rows."""
     if x.shape[-1] % LANES:
         return apply_norm_reference(x, norm, epsilon)
     load()  # without the kernels the operator runs the reference

@@ -1,5 +1,5 @@
-// A run of pre- and post-normed decoder layers with grouped-query attention and an MLP or several, in one go: the residual
-// stays in float, and the team of threads is woken once for all layers.
+// Runs consecutive pre- and post-normed decoder layers with grouped-query attention and one MLP or several, in one call: the
+// residual stays in float, and the team of threads is woken once for all layers.
 #pragma once
 
 #include "../ragged_tree_attention/cpu.h"
@@ -7,7 +7,7 @@
 
 namespace arbordraft {
 
-// An RMS norm, or with an offset a LayerNorm, which takes the mean off first. No factors, no norm.
+// An RMS norm, or with an offset a LayerNorm, which subtracts the mean first. Without factors there is no norm.
 struct Norm {
   const float *weight = nullptr, *offset = nullptr;
   explicit operator bool() const { return weight; }
@@ -31,7 +31,7 @@ inline void norm_row(const float* x, const Norm& norm, float epsilon, int64_t si
   }
 }
 
-// Rotates the first `rotary` channels of one head; channel i and i + rotary / 2 belong together.
+// Rotates the first `rotary` channels of one head; channels i and i + rotary / 2 are a pair.
 inline void rotate(float* x, const float* cosine, const float* sine, int64_t rotary) {
   const int64_t half = rotary / 2;
   for (int64_t i = 0; i < half; ++i) {
@@ -41,7 +41,7 @@ inline void rotate(float* x, const float* cosine, const float* sine, int64_t rot
   }
 }
 
-// W: prepacked weights; X: rows that they multiply, though weights in groups multiply them as Eighths; T: keys and values.
+// W: prepacked weights; X: rows that they multiply, which weights in groups take as Eighths; T: keys and values.
 template <class W, class X, class T>
 struct Layer {
   Norm pre_attention, query_norm, key_norm, post_attention, pre_mlp, post_mlp, beside_norm;
@@ -49,8 +49,8 @@ struct Layer {
   Prepacked<W> qkv, out, gate_up, down;
   int64_t query_heads, kv_heads, dim, inner, window;
   Activation activation;
-  int64_t table;  // by which it rotates, or -1
-  bool parallel, gated, joint;  // joint: the norms of queries and of keys are over all heads together
+  int64_t table;  // index of the rotary table, or -1
+  bool parallel, gated, joint;  // joint: the norms of queries and keys are over all heads together
   float epsilon, scale, softcap;
   T *keys, *values;
   const Visible* visible;
@@ -63,16 +63,16 @@ struct Workspace {
   X *normed, *attended, *inner;
   T* queries;
   float *qkv, *sums, *partials;
-  Eighth* eighths;  // of weights in groups
+  Eighth* eighths;  // for weights in groups
   bool own;         // whether every thread has its own `normed` and `eighths`
   int64_t widest;   // groups of a row of `eighths`
-  // Of mixtures of experts:
+  // For mixtures of experts:
   Multiplied<W, X>* gathered;
   float *scores, *factors;
   int64_t* experts;
 };
 
-// beside: rows of `beside_size` floats that stand before the hidden states where a layer has a norm for them, or null.
+// beside: rows of `beside_size` floats that precede the hidden states if a layer has a norm for them, or null.
 // cosine, sine: [rows][tables][rotary].
 template <class W, class X, class T>
 inline void run_layers(
@@ -80,14 +80,14 @@ inline void run_layers(
     const std::vector<Layer<W, X, T>>& layers, const Workspace<W, X, T>& space, const float* cosine, const float* sine, int64_t rotary, int64_t tables, const int64_t* slots, int64_t most_chunks,
     const std::vector<std::pair<int64_t, T*>>& taps, int thread, int threads) {
   const Range mine = share(rows, 1, thread, threads);
-  // Of a single row every thread makes the whole for itself, which takes less time than to meet the one that has made it.
+  // Every thread computes a single row by itself, which takes less time than meeting the thread that has computed it.
   const Range made = space.own ? Range{0, rows} : mine;
   X* const normed_rows = space.normed + (space.own ? thread * rows * (beside_size + hidden) : 0);
   Eighth* const eighths = space.eighths + (space.own ? thread * rows * space.widest : 0);
   const auto meet_makers = [&] {
     if (!space.own) meet(threads);
   };
-  // The rows as a matrix multiplies them, once all threads are here. A thread has its own share of them ready.
+  // Returns the rows in the form that a matrix multiplies, after all threads have met. Each thread converts its share.
   const auto operand = [&](const X* from, int64_t width) {
     if constexpr (std::is_same_v<W, Grouped>) {
       const int64_t groups = groups_of(width);
@@ -111,7 +111,7 @@ inline void run_layers(
     if constexpr (!std::is_same_v<W, Grouped>) meet_makers();
     return operand(normed_rows, width);
   };
-  // x += sums, normed.
+  // x += norm(sums).
   const auto add_normed = [&](const Norm& norm, float epsilon) {
     for (int64_t r = mine.begin; r < mine.end; ++r) {
       float* from = space.sums + r * hidden;
@@ -120,7 +120,7 @@ inline void run_layers(
     }
     if (space.own) meet(threads);
   };
-  // x += y W^T, normed first if there is a norm behind the block.
+  // x += y W^T, or its norm if the block ends with one.
   const auto add_rows = [&](const Prepacked<W>& m, const X* from, int64_t width, const Norm& norm, float epsilon) {
     const auto* y = operand(from, width);
     const Range blocks = share((m.outputs + kLanes - 1) / kLanes, 2, thread, threads);
@@ -135,7 +135,7 @@ inline void run_layers(
 
   for (size_t n = 0; n < layers.size(); ++n) {
     const Layer<W, X, T>& layer = layers[n];
-    for (const auto& [tapped, to] : taps)  // a copy: the residual itself is never rounded
+    for (const auto& [tapped, to] : taps)  // rounds a copy: the residual itself is never rounded
       if (tapped == int64_t(n))
         for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) store(to + i, load(x + i));
     const int64_t dim = layer.dim, heads = layer.query_heads + 2 * layer.kv_heads, width = heads * dim;
@@ -146,7 +146,7 @@ inline void run_layers(
           for (int b = 0; b < n; ++b) store(space.qkv + r * width + (block + b) * kLanes, acc[b]);
         });
     meet(threads);
-    // Heads that are normed together are one thread's.
+    // Heads that are normed together belong to one thread.
     const Range items = layer.joint ? Range{mine.begin * heads, mine.end * heads} : share(rows * heads, 1, thread, threads);
     for (int64_t item = items.begin; item < items.end; ++item) {
       const int64_t r = item / heads, head = item % heads;
@@ -179,7 +179,7 @@ inline void run_layers(
     multiply(
         layer.gate_up, normed, rows, share(layer.gate_up.outputs / kLanes, 2, thread, threads),
         [&](int64_t r, int64_t block, const f32x16* acc, int n) {
-          const int step = layer.gated ? 2 : 1;  // a block of gates stands before the block that they open
+          const int step = layer.gated ? 2 : 1;  // a block of gates precedes the block of its inputs
           X* to = space.inner + r * layer.inner + block / step * kLanes;
           for (int b = 0; b < n; b += step, to += kLanes) {
             const f32x16 active = activate(acc[b], layer.activation);

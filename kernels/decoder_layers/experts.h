@@ -1,7 +1,7 @@
-// A mixture of experts: many MLPs, of which every row takes a few by its own scores. What no row takes is never read.
+// A mixture of experts: many MLPs, of which every row takes a few by its own scores. Experts that no row takes are not read.
 //
-// Row-invariant as the rest: a row chooses by itself, an expert's products have the same bits however many rows take it,
-// and a row adds what its experts made of it in their order.
+// Row-invariant like all kernels here: a row chooses by itself, an expert's products have the same bits for any number of
+// rows, and a row adds the outputs of its experts in the order of the experts.
 #pragma once
 
 #include <numeric>
@@ -11,7 +11,7 @@
 
 namespace arbordraft {
 
-// What weights of type W multiply where rows have type X, and how many of these a row of some width is.
+// The operand type of weights of type W for rows of type X, and the number of operands in a row of some width.
 template <class W, class X>
 using Multiplied = std::conditional_t<std::is_same_v<W, Grouped>, Eighth, X>;
 template <class W>
@@ -19,18 +19,18 @@ inline int64_t length_of(int64_t width) {
   return std::is_same_v<W, Grouped> ? groups_of(width) : width;
 }
 
-// How rows choose among a layer's experts: the routed ones, and behind them the shared ones, which every row takes.
+// Choice among a layer's experts: routed experts, followed by shared ones, which every row takes.
 template <class T>
 struct Router {
-  Prepacked<T> matrix;             // its outputs are the scores of routed experts, and of all shared ones if those are gated
-  int64_t routed, chosen, shared;  // nothing routed: the layer has one MLP
+  Prepacked<T> matrix;             // outputs: scores of routed experts, then one score of all shared ones if gated
+  int64_t routed, chosen, shared;  // routed 0: the layer has one MLP
   bool normalised;                 // whether the factors of a row's chosen experts add up to 1
   bool gated;
 
   int64_t taken() const { return chosen + shared; }
 };
 
-// The experts that a row takes, in their order, and the factors of what they make of it.
+// Finds the experts that a row takes, in their order, and the factors of their outputs.
 template <class T>
 inline void choose(const float* scores, const Router<T>& router, int64_t* experts, float* factors) {
   std::vector<char> chosen(router.routed, false);
@@ -50,7 +50,7 @@ inline void choose(const float* scores, const Router<T>& router, int64_t* expert
   for (int64_t e = 0; e < router.shared; ++e) *experts++ = router.routed + e, *factors++ = factor;
 }
 
-// sums += what their experts make of rows that are `normed`, and in `operand` as the matrices multiply them.
+// sums += outputs of the experts for rows `normed`; `operand` holds these rows in the form that the matrices multiply.
 template <class W, class X>
 inline void add_experts(
     const auto& layer, const auto& space, const X* normed, const Multiplied<W, X>* operand, int64_t rows, int64_t hidden,
@@ -68,7 +68,7 @@ inline void add_experts(
     choose(space.scores + r * outputs, router, space.experts + r * taken, space.factors + r * taken);
   meet(threads);
 
-  // Rows that take the same expert go side by side: those of expert e to the places begin[e] .. begin[e + 1].
+  // Rows that take the same expert are gathered: those of expert e at places begin[e] to begin[e + 1] - 1.
   std::vector<int64_t> begin(all + 1), row_at(rows * taken);
   std::vector<float> factor_at(rows * taken);
   for (int64_t i = 0; i < rows * taken; ++i) ++begin[space.experts[i] + 1];
@@ -83,7 +83,7 @@ inline void add_experts(
   }
   meet(threads);
 
-  // Calls emit(place, block of the expert's own, accumulators, their number) for this thread's outputs of all experts.
+  // Calls emit(place, block within the expert, accumulators, their number) for this thread's outputs of all experts.
   const auto multiply_taken = [&](const Prepacked<W>& m, const auto* from, int64_t width, int64_t count, const auto& emit) {
     const Range blocks = share(count / kLanes, 2, thread, threads);
     for (int64_t e = 0, first = 0; e < all; ++e, first += count / kLanes) {

@@ -1,4 +1,4 @@
-"""Decoder layers in plain PyTorch: what the fused kernel computes, step by step.
+"""Decoder layers in plain PyTorch: the computation of the fused kernel, step by step.
 
 Shapes: T packed rows, H hidden size, Hq/Hkv query and key heads, D head size, N inner size of the MLP, R rotary size.
 """
@@ -25,15 +25,15 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Experts:
-    """How rows choose among the MLPs of a layer: ``routed`` experts, and behind them ``shared`` ones.
+    """Choice among the MLPs of a layer: ``routed`` experts, followed by ``shared`` ones.
 
     Args:
-        router: ``[routed, H]``, or ``[routed + 1, H]`` if the shared ones are gated, in the type of the rows.
-        routed: experts that rows choose from, by a softmax over their scores.
-        chosen: how many of them a row takes, those of the largest scores.
-        shared: experts that every row takes.
+        router: ``[routed, H]``, or ``[routed + 1, H]`` if the shared experts are gated, in the type of the rows.
+        routed: number of experts that rows choose from, by a softmax over their scores.
+        chosen: number of routed experts that a row takes, those with the largest scores.
+        shared: number of experts that every row takes.
         normalised: whether the factors of a row's chosen experts add up to 1.
-        gated: whether the shared ones count by the sigmoid of the router's last output, not by 1.
+        gated: whether the factor of shared experts is the sigmoid of the router's last output instead of 1.
     """
 
     router: Matrix
@@ -46,7 +46,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMS norm, or with an offset a LayerNorm, which takes the mean of a row off first.
+    """An RMS norm, or with an offset a LayerNorm, which subtracts the mean of a row first.
 
     Args:
         weight: ``[H]`` float32 factors.
@@ -61,36 +61,36 @@ class Norm:
 class LayerWeights:
     """A decoder layer with grouped-query attention and an MLP.
 
-    Every norm may be missing; ``post_*`` ones stand behind their block, before the residual is added.
+    Every norm may be missing. ``post_*`` norms follow their block, before the residual is added.
 
     Args:
         pre_attention: ``[H]``.
-        qkv: ``[(Hq + 2 Hkv) D, H]``, or ``[(Hq + 2 Hkv) D, E + H]`` where something stands beside the hidden states.
-        query_norm: ``[D]`` of every head by itself, or ``[Hq D]`` of all of them together.
-        key_norm: ``[D]`` or ``[Hkv D]``, likewise.
+        qkv: ``[(Hq + 2 Hkv) D, H]``, or ``[(Hq + 2 Hkv) D, E + H]`` with an input beside the hidden states.
+        query_norm: ``[D]`` for every head by itself, or ``[Hq D]`` for all heads together.
+        key_norm: ``[D]`` for every head by itself, or ``[Hkv D]`` for all heads together.
         sinks: ``[Hq]`` float32 logits of attention sinks.
         out: ``[H, Hq D]``.
         post_attention: ``[H]``.
         pre_mlp: ``[H]``.
-        gate_up: ``[2 N, H]``, gates and inputs interleaved; ``[N, H]``, inputs alone, of an MLP without gates. Those of
-            experts, which have gates, below each other.
-        down: ``[H, N]``; those of experts below each other.
+        gate_up: ``[2 N, H]``, gates and inputs interleaved, or ``[N, H]``, inputs alone, for an MLP without gates.
+            Experts, which have gates, are concatenated along the rows.
+        down: ``[H, N]``; experts are concatenated along the rows.
         post_mlp: ``[H]``.
         heads: query heads.
         kv_heads: key heads.
         dim: head size.
         inner: inner size of the MLP.
-        activation: of the gates, or else of the inputs.
+        activation: activation of the gates, or of the inputs if there are no gates.
         window: sliding window in tokens.
-        rotary: whether queries and keys are rotated, pairs of channels that stand half of the rotated ones apart.
-        epsilon: of the norms.
+        rotary: whether queries and keys are rotated. The channels of a pair lie half of the rotated channels apart.
+        epsilon: constant of the norms.
         scale: factor of the scores.
         softcap: bound of the scores.
-        beside_norm: ``[E]`` of what stands beside the hidden states, before them, for queries, keys and values alone;
-            no norm, nothing beside.
-        parallel: whether the MLP reads what the attention reads; then it has no norm of its own before it.
-        experts: how rows choose, if there is more than one MLP.
-        table: which of several rotary tables it rotates by, where a call has more than one.
+        beside_norm: ``[E]`` norm of an additional input. Queries, keys and values read that input, placed before the
+            hidden states. ``None`` if there is no such input.
+        parallel: whether the MLP reads the normed input of the attention; it has no norm of its own then.
+        experts: choice of experts, if there is more than one MLP.
+        table: index of the layer's rotary table, if a call has several.
     """
 
     NORMS: ClassVar = ("pre_attention", "query_norm", "key_norm", "post_attention", "pre_mlp", "post_mlp")
@@ -123,12 +123,12 @@ class LayerWeights:
 
     @property
     def matrices(self) -> list[Matrix]:
-        """In the order in which a forward reads them."""
+        """The matrices in the order in which a forward reads them."""
         router = [] if self.experts is None else [self.experts.router]
         return [self.qkv, self.out, *router, self.gate_up, self.down]
 
     def tensors(self) -> list[Tensor | None]:
-        """The tensors in the order in which the kernel takes them."""
+        """Returns the tensors in the order in which the kernel takes them."""
         tensors: list[Tensor | None] = []
         for name in (
             "pre_attention", "qkv", "query_norm", "key_norm", "sinks", "out", "post_attention", "pre_mlp", "gate_up",
@@ -145,19 +145,19 @@ class LayerWeights:
         return tensors + ([None] * 3 if router is None else [router.weight, router.scale, router.bias])
 
     def integers(self) -> list[int]:
-        """The whole numbers in the order in which the kernel takes them."""
+        """Returns the integers in the order in which the kernel takes them."""
         flags, e = [1 + self.table if self.rotary else 0, int(self.parallel)], self.experts
         experts = [0] * 5 if e is None else [e.routed, e.chosen, e.shared, int(e.normalised), int(e.gated)]
         sizes = [self.heads, self.kv_heads, self.dim, self.inner]
         return [*sizes, ACTIVATION_CODES[self.activation], self.window or 0, *flags, *experts]
 
     def scalars(self) -> list[float]:
-        """The real numbers in the order in which the kernel takes them."""
+        """Returns the floats in the order in which the kernel takes them."""
         return [self.epsilon, self.scale, self.softcap or 0.0]
 
 
 def apply_norm_reference(x: Tensor, norm: Norm | None, epsilon: float) -> Tensor:
-    """``[..., H]`` normed in float32; as it is without a norm."""
+    """Norms ``[..., H]`` in float32; without a norm, returns it unchanged."""
     if norm is None:
         return x
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -175,7 +175,7 @@ def decoder_layers_reference(
     taps: Sequence[int] = (),
     beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`arbordraft.kernels.decoder_layers.decoder_layers`."""
+    """See :class:`arbordraft.kernels.decoder_layers.LayerRun`."""
     x = hidden.flatten(0, -2)
     inputs = []
     for layer, (keys, values) in zip(layers, pools, strict=True):
@@ -208,7 +208,7 @@ def decoder_layers_reference(
 
 
 def _mixture(x: Tensor, layer: LayerWeights, experts: Experts) -> Tensor:
-    """What the experts that each row takes make of it, by their factors; no others are read."""
+    """Adds up the outputs of the experts that each row takes, by their factors; other experts are not read."""
     scores = _times(x.to(torch.promote_types(x.dtype, torch.float32)), experts.router)
     factors, taken = scores[:, : experts.routed].softmax(dim=-1).topk(experts.chosen)
     if experts.normalised:
@@ -226,7 +226,7 @@ def _mixture(x: Tensor, layer: LayerWeights, experts: Experts) -> Tensor:
 
 
 def _part(matrix: Matrix, index: int, count: int) -> Matrix:
-    """One of ``count`` matrices that lie below each other."""
+    """Returns one of ``count`` matrices that are concatenated along the rows."""
     parts = (matrix.weight, matrix.scale, matrix.bias)
     return Matrix(*(None if part is None else part.unflatten(0, (count, -1))[index] for part in parts))  # type: ignore[arg-type]
 
@@ -245,7 +245,7 @@ def _mlp(x: Tensor, layer: LayerWeights) -> Tensor:
 
 
 def _normed(heads: Tensor, norm: Norm | None, epsilon: float) -> Tensor:
-    """``[T, heads, D]``, as many channels together as the norm has factors."""
+    """Norms ``[T, heads, D]``, as many channels together as the norm has factors."""
     if norm is None:
         return heads
     return apply_norm_reference(heads.flatten(1).unflatten(1, (-1, len(norm.weight))), norm, epsilon).view(heads.shape)

@@ -1,10 +1,10 @@
-"""Whole draft trees in one call, by the C++ kernels: from a small model that is fed with its own tokens level by level,
-or from rows that are there already.
+"""Whole draft trees in one call of the C++ kernels.
 
-What it computes is what :func:`arbordraft.drafters.grower.grow` does level by level with the same model and plan.
+Trees grow from a small model that is fed with its own tokens level by level, or from rows of scores that already exist.
+:func:`arbordraft.drafters.grower.grow` computes the same trees level by level, with the same model and plan.
 
-Shapes: N tokens to catch up with, S samples, F hidden states side by side, V vocabulary, E embedding size, H hidden
-size, D draft vocabulary, P pool rows, M drafted nodes, K depths told apart, B rotary tables, R rotated channels.
+Shapes: N tokens to catch up with, S samples, F concatenated hidden states, V vocabulary, E embedding size, H hidden
+size. D draft vocabulary, P pool rows, M drafted nodes, K depths told apart, B rotary tables, R rotated channels.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,21 +38,22 @@ class DraftWeights:
 
     Args:
         embedding: ``[V, E]``, of the dtype of keys and values.
-        fuse: ``[H, F]`` makes the layers' input of the target's hidden states, beside which the embedding then stands;
-            without it the layers read the embedding alone, and E is H.
-        layers: from the first to the last; ``table`` is a row of ``frequencies``.
-        norm: ``[H]``, behind them.
+        fuse: ``[H, F]``, turns the target's hidden states into the layers' input; the embedding is then an input
+            beside them. Without it the layers read the embedding alone, and E is H.
+        layers: the layers, from the first to the last; ``table`` is a row of ``frequencies``.
+        norm: ``[H]`` norm after the layers.
         head: ``[D, H]``.
         outputs: D.
         vocabulary: ``[D]`` int64 ascending tokens of the head's outputs; by default 0 to D - 1.
-        frequencies: ``[B, R / 2]`` float32 of the B rotary tables.
-        factors: of each one's cosines and sines.
-        epsilon: of the last norm.
-        scale: by which embeddings are multiplied.
-        input_norm: ``[H]`` of what the layers read, residual included: fused states, or the output in their place.
-        norm_output: whether the output that stands for states is that behind ``norm``.
-        exact: ``[V, H]`` of the type of the embedding: the head that says which of the best tokens by ``head`` come
-            first; ``head`` is then one of fewer bits.
+        frequencies: ``[B, R / 2]`` float32 frequencies of the B rotary tables.
+        factors: factor of the cosines and sines of each table.
+        epsilon: constant of ``norm``.
+        scale: factor of the embeddings.
+        input_norm: ``[H]`` norm of the layers' input, residual included. That input is the fused states, or the
+            parent's output in their place.
+        norm_output: whether the output that replaces the states is taken after ``norm``.
+        exact: ``[V, H]`` of the type of the embedding, a head that ranks the best tokens of ``head`` anew. ``head``
+            has fewer bits then.
     """
 
     embedding: Tensor
@@ -72,20 +73,20 @@ class DraftWeights:
 
 
 class Growth(NamedTuple):
-    """How far trees go on: a :class:`~arbordraft.deciders.decisions.Plan` in plain numbers.
+    """Limits of growing trees: a :class:`~arbordraft.deciders.decisions.Plan` in plain numbers.
 
     Args:
-        offsets: ``[nodes + 1]`` where the children of every node of the topology begin in ``children``.
+        offsets: ``[nodes + 1]`` positions in ``children`` at which the children of each node of the topology begin.
         children: children of node 0, of node 1, and so on.
-        levels: ``[S]`` most levels.
-        trust: ``[S K]``.
-        next: ``[S K]``.
-        weights: ``[S]``.
+        levels: ``[S]`` maximum number of levels.
+        trust: ``[S K]`` factor of draft probabilities, by depth of the parent.
+        next: ``[S K]`` how often some child is expected to be accepted, by depth of the parent.
+        weights: ``[S]`` worth of a sample's tokens to the batch.
         level: tokens that a level must gain.
         row: tokens that a node must gain.
-        budget: most drafts in all, -1 for any number.
-        keep: given how many drafts there can be, tokens that none, one, two of them and so on must bring together to be
-            verified; says nothing where all are. ``None`` where the host has to be asked. Kernels do not read it.
+        budget: maximum number of drafts of all samples, -1 for no limit.
+        keep: takes the maximum number of drafts and returns the prices, in tokens, of verifying 0, 1, 2, ... of them.
+            An empty result keeps all drafts. ``None`` if the host has to decide. Kernels do not read it.
     """
 
     offsets: Sequence[int]
@@ -100,22 +101,22 @@ class Growth(NamedTuple):
     keep: Callable[[int], Sequence[float]] | None = None
 
     def spelled(self, draws: "Draws | None") -> tuple[object, ...]:
-        """The growth and the draws as operators take them."""
+        """Returns growth and draws as the arguments of the operators."""
         *numbers, level, row, budget, _ = self
         return (*numbers, [level, row], budget, *(draws or (None, None, ())))
 
 
 class Drafted(NamedTuple):
-    """What was drafted: M nodes below the roots, sample after sample, nodes ascending.
+    """Drafted nodes: M nodes below the roots, sample after sample, nodes ascending.
 
     Args:
-        samples: ``[M]`` places of their samples among the S.
-        nodes: ``[M]`` of the topology.
+        samples: ``[M]`` index of each node's sample, below S.
+        nodes: ``[M]`` node of the topology.
         tokens: ``[M]``.
-        chances: ``[M]`` draft probability of each, given its parent.
-        fed: sample and node of those that were fed, in their order behind a sample's committed keys.
-        broken: rows of scores that were no numbers, where nothing was drafted.
-        trimmed: whether what the plan does not keep is left out already.
+        chances: ``[M]`` draft probability of each node, given its parent.
+        fed: sample and node of each node that was fed, in the order of their keys after a sample's committed keys.
+        broken: number of rows of scores with NaN or without a finite maximum; their nodes got no children.
+        trimmed: whether the nodes that the plan does not keep are already left out.
     """
 
     samples: Sequence[int]
@@ -128,18 +129,18 @@ class Drafted(NamedTuple):
 
     @classmethod
     def of(cls, nodes: Tensor, chances: Tensor, fed: Tensor, broken: int) -> Self:
-        """What the kernels return: ``[M, 3]``, ``[M]`` and ``[F, 2]``."""
+        """Converts the kernels' results ``[M, 3]``, ``[M]`` and ``[fed nodes, 2]``."""
         owners, places, tokens = nodes.T.tolist()
         return cls(owners, places, tokens, chances.tolist(), fed.tolist(), broken)
 
 
 class Draws(NamedTuple):
-    """How tokens are drawn with noise that the target shares; see :mod:`arbordraft.kernels.gumbel`.
+    """Shared noise for drawing tokens; see :mod:`arbordraft.kernels.gumbel`.
 
     Args:
         seeds: ``[S]`` int64.
-        positions: ``[S]`` int64, of what follows the roots.
-        temperatures: ``[S]`` by which scores are divided before the noise is added; 0 adds none.
+        positions: ``[S]`` int64 positions of the tokens that follow the roots.
+        temperatures: ``[S]`` divisors of the scores, applied before the noise is added; 0 adds no noise.
     """
 
     seeds: Tensor
@@ -158,16 +159,16 @@ def draft_from_rows(
     gates: Tensor | None = None,
     roots: Tensor,
 ) -> Drafted:
-    """Grows trees from rows that depend on the depth alone, or on the parent's token besides.
+    """Grows trees from rows of scores that depend on the depth alone, or also on the parent's token.
 
     Args:
-        scores: ``[S, K, D]`` float32: of what follows nodes at depth 0 to K - 1.
-        growth: how far; at most K levels.
-        draws: by default the most probable tokens are drafted.
+        scores: ``[S, K, D]`` float32 scores of the children of nodes at depth 0 to K - 1.
+        growth: limits of the trees; at most K levels.
+        draws: shared noise; by default the most probable tokens are drafted.
         vocabulary: ``[D]`` int64 ascending tokens of the scores; by default 0 to D - 1.
-        table: ``[V, r]`` of every parent's token, of which, times the depth's gates, ``correction`` makes what is added
-            to its row.
-        correction: ``[D, r]`` prepacked.
+        table: ``[V, r]`` a row for each parent token. That row times the depth's gates, multiplied by ``correction``,
+            is added to the scores.
+        correction: ``[D, r]``, prepacked.
         gates: ``[S, K, r]``, of the dtype of ``table``.
         roots: ``[S]`` int64 tokens of the roots.
     """
@@ -178,7 +179,7 @@ def draft_from_rows(
 
 
 class DraftRun:
-    """A drafting model with its arguments spelled out once, as the kernel takes them.
+    """A drafting model, whose kernel arguments are prepared once.
 
     Args:
         weights: the model, on a CPU.
@@ -202,15 +203,17 @@ class DraftRun:
         growth: Growth,
         draws: Draws | None = None,
     ) -> Drafted:
-        """Feeds what is missing and grows the trees; a row's bits do not depend on the rows beside it.
+        """Feeds the missing tokens and grows the trees; a row's bits do not depend on the other rows.
 
         Args:
-            tokens: ``[N]`` int64 to catch up with, sample after sample; the last of each predicts its first drafts.
-            states: ``[N, F]`` the target's hidden states beside them, for a model that reads them.
-            pools: ``[P, Hkv, D]`` keys and values of every layer; what is fed is written behind the committed rows.
+            tokens: ``[N]`` int64 tokens to catch up with, sample after sample. The last one of a sample predicts its
+                first drafts.
+            states: ``[N, F]`` the target's hidden states for these tokens, for a model that reads them.
+            pools: ``[P, Hkv, D]`` keys and values of every layer; those of fed tokens are written after the committed
+                rows.
             slabs: ``[3, S]`` int64: first pool row, committed tokens and tokens to catch up with of every sample.
-            growth: how far.
-            draws: by default the most probable tokens are drafted.
+            growth: limits of the trees.
+            draws: shared noise; by default the most probable tokens are drafted.
         """
         weights = self.weights
         nodes, chances, fed, broken = _draft_tree(
@@ -233,7 +236,7 @@ class DraftRun:
 
 
 def usable() -> bool:
-    """Whether there are kernels to grow trees with."""
+    """Returns whether the C++ kernels that grow trees can be used."""
     return load()
 
 

@@ -1,4 +1,4 @@
-// Draft trees grown level by level: which nodes get children, and which tokens these are. See reference.py for the rule.
+// Grows draft trees level by level: chooses the nodes that get children, and their tokens. See reference.py for the rule.
 #pragma once
 
 #include <utility>
@@ -8,13 +8,13 @@
 
 namespace arbordraft {
 
-// A tree's shape: node n has the children children[offsets[n]..offsets[n + 1] - 1], and nodes stand level by level.
+// A tree's shape: node n has the children children[offsets[n]..offsets[n + 1] - 1]; nodes are numbered level by level.
 struct Shape {
   const int64_t *offsets, *children;
   int64_t nodes;
 };
 
-// How far trees go on; `trust` and `next` hold `known` numbers for every sample, the last ones for all that is deeper.
+// Limits of trees; `trust` and `next` hold `known` numbers for every sample, the last ones for all deeper levels.
 struct Limits {
   const int64_t* levels;
   const double *trust, *next, *weights;
@@ -36,7 +36,7 @@ class Forest {
     starts_ = {0, 1};
   }
 
-  // The nodes of a level that get children; none if the level is not worth its time.
+  // Returns the nodes of a level that get children; none if the level is not worth its time.
   std::vector<Place> frontier(int64_t depth) {
     std::vector<Place> found;
     if (int64_t(starts_.size()) < depth + 2) return found;
@@ -60,7 +60,7 @@ class Forest {
 
   int64_t children(Place at) const { return shape_.offsets[at.node + 1] - shape_.offsets[at.node]; }
 
-  // Gives every node of a frontier its children, from the likeliest on; returns how many nodes got none.
+  // Gives every node of a frontier its children, the likeliest first; returns how many nodes got none.
   int64_t plant(
       const std::vector<Place>& frontier, int64_t depth, const std::vector<std::vector<std::pair<int64_t, float>>>& drawn) {
     int64_t barren = 0;
@@ -81,7 +81,7 @@ class Forest {
   }
 
  private:
-  // Reach of the last draft that fits into the budget so far.
+  // Returns the reach of the last draft that fits into the budget so far.
   double least_reach() const {
     if (limits_.budget <= 0 || planted_ < limits_.budget) return 0;
     std::vector<double> all;
@@ -92,7 +92,7 @@ class Forest {
     return all[limits_.budget - 1];
   }
 
-  // Where the nodes of the next level end.
+  // Appends the end of the next level's nodes.
   void open_level() {
     int64_t end = starts_.back();
     for (int64_t n = starts_[starts_.size() - 2]; n < starts_.back(); ++n)
@@ -106,12 +106,12 @@ class Forest {
   std::vector<int64_t> starts_;  // first node of every level reached, and one past the last
 
  public:
-  std::vector<int64_t> tokens;  // [samples][nodes], -1 where there is none
+  std::vector<int64_t> tokens;  // [samples][nodes], -1 if there is no node
   std::vector<float> chances;   // draft probability given the parent
   std::vector<double> reach;    // chance that the path to a node is accepted, times the sample's weight
 };
 
-// The highest of several numbers with their places, the first ones among equals.
+// The highest of several numbers with their places; among equal ones the first places.
 class Highest {
  public:
   explicit Highest(int64_t count) : count_(count) { found.reserve(count + 1); }
@@ -129,21 +129,21 @@ class Highest {
   int64_t count_;
 };
 
-// What a part of a row of scores holds: its best, the greatest of them, and the mass of all, e to the greatest being 1.
+// A part of a row of scores: its best scores, and its mass: the sum of exp(score - best[0]).
 struct Part {
   std::vector<std::pair<double, int64_t>> best;
   double mass = 0;
   bool sound = true;
 };
 
-// Parts of a row, the same ones whatever the number of threads.
+// Parts of a row; they do not depend on the number of threads.
 constexpr int64_t kParts = 8;
 inline Range part_of(int64_t size, int64_t part) {
   const int64_t each = (size + kParts * kGroup - 1) / (kParts * kGroup) * kGroup;
   return {std::min(size, part * each), std::min(size, (part + 1) * each)};
 }
 
-// The `count` highest scores of a part.
+// Finds the `count` highest scores of a part.
 inline Part highest(const float* scores, Range range, int64_t count) {
   Highest best(count);
   Part part;
@@ -170,7 +170,7 @@ inline Part highest(const float* scores, Range range, int64_t count) {
   return part;
 }
 
-// The `count` highest of a row's parts with their probabilities; none if the row holds something that is no number.
+// Returns the `count` highest of a row's parts with their probabilities; none if the row holds NaN or no finite maximum.
 inline std::vector<std::pair<int64_t, float>> likeliest(const Part* parts, int64_t count) {
   Highest best(count);
   bool sound = true;
@@ -190,9 +190,9 @@ inline std::vector<std::pair<int64_t, float>> likeliest(const Part* parts, int64
   return drawn;
 }
 
-constexpr float kBoundExcess = 0.015f;  // by which the bound of the noise exceeds it on average
+constexpr float kBoundExcess = 0.015f;  // average distance of the bound above the noise
 
-// Bounds of the noise of a part's tokens: `vocabulary` names them, ascending, or is null for 0..size-1.
+// Computes bounds of the noise of a part's tokens; `vocabulary` lists them, ascending, or is null for 0..size-1.
 inline void noise_bounds(const int64_t* vocabulary, Range range, NoiseKey key, float* bounds) {
   const auto token = [&](int64_t i) { return vocabulary ? vocabulary[i] : i; };
   uint32_t words[kGroup];
@@ -212,8 +212,8 @@ inline double noise_of(int64_t token, NoiseKey key) {
   return gumbel_of(upper[token - first], lower[token - first]);
 }
 
-// The highest of scores / temperature + noise, of which `bounds` are known. The mass of what does not come first is a
-// float's estimate: nobody's law depends on it.
+// Finds the highest of scores / temperature + noise, given `bounds` of the noise. The mass of all other tokens is a float
+// estimate: no law depends on it.
 inline Part highest(
     float* scores, Range range, int64_t count, const int64_t* vocabulary, NoiseKey key, float temperature,
     const float* bounds) {

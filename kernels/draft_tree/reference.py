@@ -1,7 +1,7 @@
-"""The growth rule of draft trees: which nodes get children, and how far what grows there reaches.
+"""The growth rule of draft trees: which nodes get children, and the reach of these children.
 
-Functions of arrays take those of numpy and tensors alike, so a recorded graph runs them too. A node's reach is the
-chance that its path is accepted, times what its sample's tokens are worth.
+Functions take numpy arrays and tensors alike, so a recorded graph runs them too. A node's reach is the chance that its
+path is accepted, times the worth of its sample's tokens.
 
 Shapes: S samples, n nodes of one depth, M drafts of all samples so far, N nodes of the topology, k children.
 """
@@ -19,42 +19,44 @@ if TYPE_CHECKING:
 Tokens = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 Array = TypeVar("Array", Reals, Tensor)
-Flags = Any  # the same of booleans
+Flags = Any  # an array or tensor of booleans
 
 
 def reach_below(reach: Array, trust: Array, chance: Array) -> Array:
-    """The reach of children, given that of their parents: drafts are trusted as often as they have been right."""
+    """Returns the reach of children, given the reach of their parents; ``trust`` corrects draft probabilities."""
     return reach * (trust * chance).clip(0, 1)
 
 
 def gains(reach: Array, following: Array, row: "float | Array") -> Array:
-    """Tokens that children bring, less what the rows of their parents could bring elsewhere.
+    """Returns the tokens that children bring, less the price of their parents' rows.
 
     Args:
         reach: ``[S, n]``.
         following: ``[S, 1]`` or ``[S, n]`` how often some child is expected to be accepted.
-        row: price of a row.
+        row: price of a row: tokens that it could bring elsewhere.
     """
     return reach * following - row
 
 
 def fits(reach: Array, drafts: Array, budget: "int | Tensor") -> Flags:
-    """``[S, n]`` whether fewer than ``budget`` drafts reach further: what does not fit has no descendants that do.
+    """Returns ``[S, n]``: whether a node fits, which means that fewer than ``budget`` drafts have a greater reach.
+
+    If a node does not fit, its descendants do not fit either.
 
     Args:
         reach: ``[S, n]``.
-        drafts: ``[M]`` reach of all drafts so far; negative for what is none.
+        drafts: ``[M]`` reach of all drafts so far; negative at places without a draft.
         budget: at least 1.
     """
     return (drafts > reach[..., None]).sum(-1) < budget
 
 
 def growing(gain: Array, able: Flags, level: "float | Array", axis: int | None = None) -> Flags:
-    """``[S, n]`` which nodes get children: those that gain, where together they are worth the time of a level.
+    """Returns ``[S, n]``: nodes that get children: those that gain, if together they are worth a level's time.
 
     Args:
         gain: ``[S, n]``.
-        able: ``[S, n]`` the nodes that are there, may have children and fit.
+        able: ``[S, n]`` whether a node exists, may have children and fits.
         level: price of a level.
         axis: 1 lets every sample decide by itself; by default the batch decides together.
     """
@@ -63,9 +65,9 @@ def growing(gain: Array, able: Flags, level: "float | Array", axis: int | None =
 
 
 def growing_whole(gain: Array, able: Flags, level: "float | Array") -> Flags:
-    """The same of trees that are drawn at random: every sample goes on with all its nodes or with none.
+    """Returns ``[S, n]``: which nodes of randomly drawn trees get children, all nodes of a sample or none.
 
-    To choose among drafts by their tokens would change the law of those that remain.
+    A choice among drafts by their tokens would change the law of the remaining ones.
     """
     total = (gain * able).sum(axis=1, keepdims=True)
     return able & (total >= 0) & (total >= level)
@@ -81,16 +83,16 @@ def chosen(
     *,
     whole: bool = False,
 ) -> list[bool]:
-    """Which of n nodes get children, of which there may be but a few: plain numbers are quicker then than arrays.
+    """Returns which of n nodes get children. For few nodes, plain numbers are faster than arrays.
 
     Args:
-        reach: ``[n]`` nodes that are there and may have children.
+        reach: ``[n]`` reach of nodes that exist and may have children.
         following: ``[n]`` how often some child is expected to be accepted.
         row: price of a row.
         level: price of a level.
         drafts: reach of all drafts so far.
-        budget: how many of them fit; 0 for any number.
-        whole: as :func:`growing_whole` does, for one sample.
+        budget: number of drafts that fit; 0 for no limit.
+        whole: whether to decide for all nodes of one sample together, as :func:`growing_whole` does.
     """
     gain = [own * next_ - row for own, next_ in zip(reach, following, strict=True)]
     if whole:
@@ -105,12 +107,12 @@ def grow(growth: "Growth", draw: Callable[[int, list[int], Tokens], tuple[Tokens
     """Grows trees of most probable tokens on the host, level by level.
 
     Args:
-        growth: how far.
-        draw: given a depth, n of its nodes and their ``[S, n]`` tokens, the ``[S, n, k]`` tokens behind them, the best
-            one first, and their draft probabilities. The token of a root, and of what is no node, is -1.
+        growth: limits of the trees.
+        draw: takes a depth, n of its nodes and their ``[S, n]`` tokens. Returns the ``[S, n, k]`` tokens of their
+            children, the best one first, and their draft probabilities. The token of a root or of a missing node is -1.
 
     Returns:
-        ``[S, N]`` tokens, -1 for roots and where there is no node, and draft probabilities.
+        ``[S, N]`` tokens, -1 for roots and missing nodes, and ``[S, N]`` draft probabilities.
     """
     samples, nodes = len(growth.levels), len(growth.offsets) - 1
     trust, following = (np.reshape(told, (samples, -1)) for told in (growth.trust, growth.next))

@@ -1,6 +1,6 @@
-"""The element-wise parts of a decoder layer, a launch each: RMS norms, gated activations, rotary embeddings.
+"""Element-wise parts of a decoder layer, a launch each: RMS norms, gated activations, rotary embeddings.
 
-Results are rounded where the modules of transformers round theirs, so that a model computes the same function.
+Results are rounded where the modules of transformers round, so that a model computes the same function.
 
 Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of
 a head, P pool rows.
@@ -68,9 +68,9 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0, wid
         x: ``[..., H]`` float32, bfloat16 or float16.
         weight: ``[H]`` of the same type.
         epsilon: added to the mean square.
-        offset: added to the weights, in float32, if these are wide.
-        wide: multiply with the weights in float32, as Gemma does, and round the product once. Otherwise the divided
-            rows are rounded to the type of ``x`` first and the product again, as Llama does.
+        offset: added to the weights in float32, if ``wide``.
+        wide: multiply with the weights in float32 and round the product once, as Gemma does. Otherwise the divided
+            rows are rounded to the type of ``x`` first and the product is rounded again, as Llama does.
 
     Returns:
         ``[..., H]``.
@@ -81,12 +81,12 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0, wid
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0, wide: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Adds two tensors, rounds the sum to their type, and takes :func:`rms_norm` of that.
+    """Adds two tensors, rounds the sum to their type, and takes :func:`rms_norm` of the sum.
 
     Args:
         x: ``[..., H]``.
-        residual: the same shape and type.
-        weight: as for :func:`rms_norm`, and so are the others.
+        residual: ``[..., H]`` of the same type.
+        weight: as for :func:`rms_norm`; so are the arguments after it.
 
     Returns:
         The sum and its norm, ``[..., H]`` each.
@@ -97,12 +97,13 @@ def add_rms_norm(
 def gated_activation(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """Multiplies the activation of ``gate``, rounded to its type, with ``up``.
 
-    Activations are computed in float32. Functions of libraries differ in their last places there, which shows in
-    float32, in a type of 16 bits hardly ever, and where GELU is next to 0: either library has few digits there.
+    Activations are computed in float32. Functions of libraries differ in their last places there. The difference shows
+    in float32, but hardly ever in a type of 16 bits. It also shows where GELU is close to 0: every library has few
+    digits there.
 
     Args:
         gate: ``[..., N]`` float32, bfloat16 or float16.
-        up: the same shape and type.
+        up: ``[..., N]`` of the same type.
         activation: a key of :data:`ACTIVATIONS`.
 
     Returns:
@@ -128,12 +129,12 @@ def rotate_append(
 ) -> Tensor:
     """Rotates queries and keys, and writes keys and values to the pools of a layer, in place.
 
-    The first R channels of each head turn, pairs of which stand R/2 apart, as in Llama. Both products and their sum are
-    rounded to the type of the tensors: bits are those of the reference.
+    The first R channels of each head are rotated, in pairs that lie R/2 apart, as in Llama. Both products and their sum
+    are rounded to the type of the tensors: the bits are those of the reference.
 
     Args:
         query: ``[T, Hq, D]`` float32, bfloat16 or float16.
-        key: ``[T, Hkv, D]``, and so on of the same type.
+        key: ``[T, Hkv, D]``; it and the arguments up to ``values`` have the type of ``query``.
         value: ``[T, Hkv, Dv]``.
         cosine: ``[T, R]``, R even and at most D.
         sine: ``[T, R]``.

@@ -1,4 +1,4 @@
-"""Element-wise parts of decoder layers in plain PyTorch, operation by operation as transformers' modules have them.
+"""Element-wise parts of decoder layers in plain PyTorch, with the operations of transformers' modules one by one.
 
 Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of
 a head, P pool rows.
@@ -38,7 +38,7 @@ def gated_activation_reference(gate: Tensor, up: Tensor, activation: str) -> Ten
 
 
 def rotate_reference(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys as :func:`arbordraft.kernels.fused_layers.rotate_append` rotates them."""
+    """Rotates queries and keys as :func:`arbordraft.kernels.fused_layers.rotate_append` does."""
     return _rotated(query, cosine[:, None], sine[:, None]), _rotated(key, cosine[:, None], sine[:, None])
 
 

@@ -1,7 +1,7 @@
 """Element-wise parts of decoder layers in Triton: every tensor is read once and written once.
 
 Numbers are widened to float32, and narrowed wherever transformers' modules round. Launches forbid the compiler to
-contract a product and a sum, which would leave a rounding out.
+contract a product and a sum, because contraction would omit a rounding.
 
 Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of
 a head, P pool rows.
@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 GATED_BLOCK = 1024
-HEADS = 16  # that a program rotates
+HEADS = 16  # heads that a program rotates
 EXACT = {"enable_fp_fusion": False}
-GATED_OPTIONS = {"num_warps": 2, **EXACT}  # of 32 or 64 threads, which read 16 bytes at a time each
+GATED_OPTIONS = {"num_warps": 2, **EXACT}  # warps of 32 or 64 threads, each of which reads 16 bytes at a time
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def norm_row(
     X, RESIDUAL, WEIGHT, SUM, OUT, epsilon, ADD: tl.constexpr, OFFSET: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Norms one row per program."""
     kind: tl.constexpr = OUT.dtype.element_ty
     e = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * SIZE + e
@@ -52,7 +52,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_block(GATE, UP, OUT, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per block of numbers, whatever rows they are in."""
+    """Computes one block of numbers per program; a block may span rows."""
     kind: tl.constexpr = OUT.dtype.element_ty
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(GATE + e, mask=e < size, other=0.0).to(tl.float32)
@@ -66,7 +66,7 @@ def _rotate_heads(
     HEADS, OUT, COSINE, SINE, first, count: tl.constexpr, D: tl.constexpr, R: tl.constexpr, REST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one row, all of which read the same cosines and sines."""
+    """Rotates some heads of one row, all with the same cosines and sines."""
     kind: tl.constexpr = OUT.dtype.element_ty
     half: tl.constexpr = R // 2
     head = first + tl.arange(0, BLOCK_H)[:, None]
@@ -74,7 +74,7 @@ def _rotate_heads(
     there = (head < count) & (e < half)
     x = tl.load(HEADS + head * D + e, mask=there, other=0.0).to(tl.float32)
     y = tl.load(HEADS + head * D + half + e, mask=there, other=0.0).to(tl.float32)
-    table = tl.broadcast_to(e, (BLOCK_H, BLOCK))  # read for every head anew: threads then have what they need
+    table = tl.broadcast_to(e, (BLOCK_H, BLOCK))  # each thread loads its own values: no exchange between threads
     cos_x = tl.load(COSINE + table, mask=there, other=0.0).to(tl.float32)
     cos_y = tl.load(COSINE + half + table, mask=there, other=0.0).to(tl.float32)
     sin_x = tl.load(SINE + table, mask=there, other=0.0).to(tl.float32)
@@ -95,7 +95,7 @@ def rotate_append_row(
     D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, REST: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and block of heads: those of queries, then those of keys, then those of values."""
+    """Handles one row and block of heads per program: first heads of queries, then of keys, then of values."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     queries: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H  # blocks
@@ -152,7 +152,7 @@ def _norm(
 
 
 def norm_options(size: int) -> dict[str, int]:
-    """The block of a row, and warps of 32 threads that read 16 bytes each of it."""
+    """Returns the block that holds a row, and the warps, of 32 threads that read 16 bytes each."""
     block = triton.next_power_of_2(size)
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 256))}
 
@@ -193,7 +193,7 @@ def launch_rotate_append(
 
 
 def rotation_options(size: int, value_size: int, turning: int) -> dict[str, int]:
-    """Constants for heads of these sizes, the first ``turning`` channels of which turn."""
+    """Returns constants for heads of these sizes, of which the first ``turning`` channels are rotated."""
     block = triton.next_power_of_2(turning // 2)
     return {
         **{"D": size, "DV": value_size, "R": turning, "BLOCK_H": HEADS, "BLOCK": block},

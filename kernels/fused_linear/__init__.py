@@ -1,6 +1,6 @@
-"""Linears of decoder layers and what follows them, a launch each, whose rows do not depend on each other's number.
+"""Linears fused with the operations after them, a launch each; a row's bits do not depend on the other rows.
 
-Results are rounded where the modules of transformers round theirs, so that a model computes the same function.
+Results are rounded where the modules of transformers round, so that a model computes the same function.
 
 Shapes: T rows, K inputs, N outputs, Hq/Hkv heads, D head size, P pool rows.
 """
@@ -46,7 +46,7 @@ _project_rotate_append = Operator(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiplies rows with the weights of a linear; sums are taken in float32 and rounded once.
 
-    On an NVIDIA GPU a row's bits do not depend on the rows beside it. On a CPU, and by the reference, they are torch's.
+    On an NVIDIA GPU a row's bits do not depend on the other rows. On a CPU, and in the reference, the bits are torch's.
 
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16.
@@ -62,12 +62,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def gated_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), activation: str = "silu"
 ) -> Tensor:
-    """Multiplies rows with two matrices and takes :func:`~arbordraft.kernels.fused_layers.gated_activation` of that.
+    """Multiplies rows with two matrices and takes :func:`~arbordraft.kernels.fused_layers.gated_activation` of both.
 
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16.
-        weights: ``[N, K]`` of the gate and ``[N, K]`` of what it lets through, of the same type, contiguous.
-        biases: ``[N]`` of both, or of neither.
+        weights: ``[N, K]`` of the gate and ``[N, K]`` of the gated input, of the same type, contiguous.
+        biases: ``[N]`` for each of the two matrices, or empty.
         activation: a key of :data:`~arbordraft.kernels.fused_layers.ACTIVATIONS`.
 
     Returns:
@@ -95,14 +95,15 @@ def project_rotate_append(
     values: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Makes queries, keys and values of rows, rotates the first two, and writes keys and values to a layer's pools.
+    """Projects rows to queries, keys and values, rotates queries and keys, and writes keys and values to the pools.
 
     Args:
         x: ``[T, K]`` float32, bfloat16 or float16.
         weights: ``[Hq D, K]`` of queries, ``[Hkv D, K]`` of keys and of values, of the same type, contiguous.
-        biases: those of all three, or of none.
-        norms: ``[D]`` weights of an RMS norm of each query's and of each key's head, or none.
-        epsilon: of these norms, see :func:`~arbordraft.kernels.fused_layers.rms_norm`, as are ``offset`` and ``wide``.
+        biases: biases of all three, or empty.
+        norms: ``[D]`` weights of the RMS norm of each query head and of that of each key head, or empty.
+        epsilon: constant of these norms, as in :func:`~arbordraft.kernels.fused_layers.rms_norm`; so are ``offset``
+            and ``wide``.
         cosine: ``[T, D]``, D even.
         sine: ``[T, D]``.
         keys: ``[P, Hkv, D]`` pool, contiguous.

@@ -1,4 +1,4 @@
-"""Linears and what follows them, in plain PyTorch, operation by operation as transformers' modules have them.
+"""Linears and the operations after them in plain PyTorch, with the operations of transformers' modules one by one.
 
 Shapes: T rows, K inputs, N outputs, Hq/Hkv heads, D head size, P pool rows.
 """

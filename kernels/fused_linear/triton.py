@@ -1,8 +1,9 @@
-"""Products of rows with the weights of linears in Triton, and what follows them on the way to the next product.
+"""Products of rows with the weights of linears in Triton, fused with the operations before the next product.
 
-A program has the rows of one tile and two blocks of outputs that belong together: the halves of a head that turn into
-each other, a gate and what it lets through, or neighbours. An output is the sum over one row's inputs, in their order,
-by ``mma`` instructions of sixteen inputs each, whatever tile the row is in: its bits do not depend on the other rows.
+A program computes one tile of rows and two blocks of outputs that belong together. These are the two halves of a
+rotated head, a gate and its input, or neighbouring blocks. An output is the sum over one row's inputs, in their order,
+by ``mma`` instructions of sixteen inputs each. Every tile adds in this order, so a row's bits do not depend on the
+other rows.
 
 Shapes: T rows, K inputs, N outputs, Hq/Hkv heads, D head size, P pool rows.
 """
@@ -15,8 +16,8 @@ from torch import Tensor
 from arbordraft.kernels.fused_layers.triton import EXACT, activated
 from arbordraft.kernels.ragged_tree_attention.softmax import numbers
 
-FEW = 16  # rows, the least that a matrix instruction takes
-MOST = 32  # rows of a tile: from 64 on Hopper's wgmma would add up in another order
+FEW = 16  # rows of the smallest tile that a matrix instruction takes
+MOST = 32  # rows of a tile: from 64 on, Hopper's wgmma would add up in another order
 WARPS = 4
 
 
@@ -25,7 +26,7 @@ def _products(
     X, FIRST, SECOND, row, rows, a_at, b_at, a_there, b_there, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``[BLOCK_M, BLOCK_N]`` products with rows ``a_at`` of one matrix and ``b_at`` of another, in float32."""
+    """Returns ``[BLOCK_M, BLOCK_N]`` products with rows ``a_at`` of one matrix and ``b_at`` of another, in float32."""
     k = tl.arange(0, BLOCK_K)
     x_row = X + row.to(tl.int64)[:, None] * size
     a_row = FIRST + a_at.to(tl.int64)[None, :] * size
@@ -51,7 +52,7 @@ def linear_tile(
     X, MATRIX, OFFSETS, OUT, rows, size, outputs, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of rows and two neighbouring blocks of outputs."""
+    """Computes one tile of rows and two neighbouring blocks of outputs per program."""
     kind: tl.constexpr = OUT.dtype.element_ty
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * 2 * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -75,7 +76,7 @@ def gated_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of rows and block of outputs."""
+    """Computes one tile of rows and block of outputs per program."""
     kind: tl.constexpr = OUT.dtype.element_ty
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -97,7 +98,7 @@ def rotated_tile(
     BIAS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of rows and head: first those of queries, then those of keys, then those of values."""
+    """Computes one tile of rows and head per program: first heads of queries, then of keys, then of values."""
     kind: tl.constexpr = NEW_QUERY.dtype.element_ty
     half: tl.constexpr = D // 2
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -226,10 +227,10 @@ def launch_rotated(
 
 
 def tile(rows: int, dtype: torch.dtype) -> dict[str, int]:
-    """Constants of products with this many rows."""
+    """Returns constants of products with this many rows."""
     return {
         "BLOCK_M": FEW if rows <= FEW else MOST,
-        "BLOCK_N": 16 if rows <= MOST else 64,  # many programs where weights are read once, else many rows a weight
+        "BLOCK_N": 16 if rows <= MOST else 64,  # many programs while weights are read once, then larger blocks
         "BLOCK_K": 32 if dtype == torch.float32 else 128,
         "num_warps": WARPS,
         "num_stages": 4 if rows <= MOST else 3,
@@ -237,9 +238,9 @@ def tile(rows: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def head_tile(rows: int, dim: int, dtype: torch.dtype, norm: bool) -> dict[str, int]:
-    """Constants of products whose outputs are heads, of all channels at once.
+    """Returns constants of products whose outputs are heads, of all channels at once.
 
-    A norm adds up squares, whose order hangs on the tile: there is one then.
+    A norm adds up squares in an order that depends on the tile, so products with norms have one size of tile.
     """
     half = max(16, triton.next_power_of_2(dim // 2))
     block_k = 32 if dtype == torch.float32 else 128 // max(1, half // 64)
@@ -253,7 +254,7 @@ def head_tile(rows: int, dim: int, dtype: torch.dtype, norm: bool) -> dict[str, 
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """The same, contiguous, how many rows there are and of how many numbers."""
+    """Returns the contiguous tensor, the number of its rows and their length."""
     x, size = x.contiguous(), x.shape[-1]
     return x, x.numel() // size, size
 

@@ -1,6 +1,6 @@
 """Gumbel noise that target and drafter share: a pure function of a seed, a position and a token.
 
-Sampling from a row is taking the highest of ``log p + g``: who knows the seed and the position can repeat it.
+Sampling from a row takes the highest of ``log p + g``. With the seed and the position a drafter can repeat the draw.
 
 Shapes: R rows, V vocabulary.
 """
@@ -32,18 +32,18 @@ _argmax = Operator(
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise, with the same bits from every implementation.
+    """Returns standard Gumbel noise, with the same bits from every implementation.
 
     Args:
-        seeds: ``[R]`` int64, of which all 64 bits count.
+        seeds: ``[R]`` int64; all 64 bits count.
         positions: ``[R]`` int64, 0 to 2**32 - 1.
         vocabulary: V.
 
     Returns:
-        ``[R, V]`` float64, from -3.7 to 45.1: 64 bits decide about the upper tail.
+        ``[R, V]`` float64, from -3.7 to 45.1; 64 bits resolve the upper tail.
 
     Raises:
-        ValueError: if some seed has no position of its own.
+        ValueError: if the shapes of seeds and positions differ.
     """
     _check_rows(len(seeds), positions=positions)
     return _noise(seeds.contiguous(), positions.contiguous(), vocabulary)
@@ -52,12 +52,12 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 def gumbel_argmax(
     scores: Tensor, seeds: Tensor, positions: Tensor, temperature: float = 1.0, lowest: Tensor | None = None
 ) -> Tensor:
-    """Draws a token from every row: the highest of ``scores / temperature + g``, the first of several.
+    """Draws a token from every row: the highest of ``scores / temperature + g``, the lowest of equal ones.
 
     Args:
         scores: ``[R, V]`` logits, without NaN.
         seeds: as for :func:`gumbel`.
-        positions: as for :func:`gumbel`, of the tokens to draw.
+        positions: as for :func:`gumbel`; those of the tokens to draw.
         temperature: above 0; scores are divided by it in float32 (float64 stays float64), the noise is not.
         lowest: ``[R]`` divided scores below which no token is drawn.
 
@@ -65,8 +65,8 @@ def gumbel_argmax(
         ``[R]`` int64; -1 where no score is above -inf.
 
     Raises:
-        ValueError: if the temperature is not positive or too low for float32, or some row has no seed, position or
-            lowest score of its own.
+        ValueError: if the temperature is not positive or too low for float32, or if seeds, positions or lowest scores
+            are not one per row.
     """
     if not temperature > 0:
         raise ValueError(f"the temperature must be positive, got {temperature}; without one, take the highest score")

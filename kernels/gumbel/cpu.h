@@ -1,5 +1,5 @@
-// Gumbel noise by the definition in reference.py, and the highest of scores with noise. Rounding is part of the definition:
-// compile without contraction.
+// Gumbel noise by the definition in reference.py, and the highest of scores with noise. Rounding is part of the definition,
+// so compile without contraction.
 #pragma once
 
 #include <bit>
@@ -16,7 +16,7 @@ struct NoiseKey {
 
 using u32x16 = uint32_t __attribute__((vector_size(64)));
 
-// The upper and the lower words of sixteen products.
+// Computes the upper and the lower words of sixteen products.
 inline void product(u32x16 x, uint32_t by, u32x16& high, u32x16& low) {
 #if defined(__AVX512F__)
   const __m512i even = (__m512i)x, m = _mm512_set1_epi32(int(by));
@@ -40,7 +40,7 @@ inline void product(u32x16 x, uint32_t by, u32x16& high, u32x16& low) {
 #endif
 }
 
-// Words `half` of the group of tokens that begins at `first`.
+// Computes words `half` (0: upper, 1: lower) of the group of tokens that begins at `first`.
 inline void philox(NoiseKey key, int64_t first, uint32_t half, uint32_t* words) {
   u32x16 a, b = u32x16{} + key.position, c = u32x16{} + half, d = {};
   for (int i = 0; i < kLanes; ++i) a[i] = uint32_t(first / kGroup * kLanes + i);
@@ -91,7 +91,7 @@ inline double gumbel_of(uint32_t upper, uint32_t lower) {
   return -logarithm(lost ? y : exact);
 }
 
-// The noise of tokens `range` (whole groups; `size` of them are real) of one row.
+// Computes the noise of tokens `range` of one row, in whole groups; only tokens below `size` are stored.
 inline void gumbel_row(NoiseKey key, Range range, int64_t size, double* out) {
   uint32_t upper[kGroup], lower[kGroup];
   for (int64_t first = range.begin; first < range.end; first += kGroup) {
@@ -110,16 +110,15 @@ inline float rough_log2(float x) {
   return float(int32_t(bits >> 23) - 127) + ((-1.f / 3 * m + 2.f) * m - 5.f / 3);
 }
 
-// What the noise does not exceed, given its upper word: infinity if that is 0.
+// Returns an upper bound of the noise, given its upper word: infinity if that is 0.
 inline float gumbel_bound(uint32_t upper) {
-  const float y = float(upper >> 8) * 0x1p-24f;  // cut off, so that it is no greater
-  const float least = std::max(y, -0.6931472f * (rough_log2(std::max(1.f - y, 0x1p-24f)) + 0.0101f));  // of -ln(1 - y)
+  const float y = float(upper >> 8) * 0x1p-24f;  // truncated, so that it is no greater
+  const float least = std::max(y, -0.6931472f * (rough_log2(std::max(1.f - y, 0x1p-24f)) + 0.0101f));  // <= -ln(1 - y)
   return y > 0 ? -0.6931472f * (rough_log2(least) - 0.0101f) : std::numeric_limits<float>::infinity();
 }
 
-// The first of the highest `scores / temperature + noise` among the tokens of a range, of those whose divided score is not
-// below `lowest`. Words are costly and logarithms more
-// so: half of the words and a bound of the noise tell nearly all tokens from possible winners.
+// Finds the first of the highest `scores / temperature + noise` among a range's tokens whose divided score is not below
+// `lowest`. Words are costly and logarithms more so. Half of the words and a bound of the noise exclude nearly all tokens.
 template <class T>
 inline void gumbel_maximum(
     const T* scores, float temperature, NoiseKey key, Range range, int64_t size, double& best, int64_t& token,

@@ -1,8 +1,8 @@
 """Gumbel noise as a function of a seed, a position and a token: the definition, in operations that any library has.
 
-Integers are held in 64 bits and stay below 2**63, so signed ones will do. Real numbers are float64, and every operation
-on them is one that IEEE 754 rounds correctly, in a fixed order: whoever carries them out finds the same bits. That is
-why there is a logarithm of our own here: those of libraries differ in the last place.
+Integers are held in 64 bits and stay below 2**63, so signed integers suffice. Real numbers are float64. Their
+operations have a fixed order, and IEEE 754 rounds each of them correctly, so every implementation finds the same bits.
+The module has its own logarithm because logarithms of libraries differ in the last place.
 
 Shapes: R rows, V vocabulary.
 """
@@ -17,15 +17,15 @@ ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # the golden ratio and the square root of 3 less 1
 WORD = 0xFFFFFFFF
-LANES = 16  # tokens that stand side by side in the same word of neighbouring counters
+LANES = 16  # neighbouring tokens that take the same word of neighbouring counters
 GROUP = 4 * LANES  # tokens of LANES counters
 LN2 = 0.6931471805599453
 ROOT_HALF = 0.7071067811865476
-TERMS = 11  # of the series of atanh; the next one is below 2**-56
+TERMS = 11  # terms of the series of atanh; the next one is below 2**-56
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32-10: four 32-bit words from a counter of four and a key of two, in arrays of 64-bit integers.
+    """Computes Philox4x32-10: four 32-bit words from a counter of four and a key of two, in 64-bit integers.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
     """
@@ -38,14 +38,14 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
 
 
 def _product(word: Any, multiplier: int) -> tuple[Any, Any]:
-    """The upper and the lower word of a product, by way of half words: it would not fit into 63 bits."""
+    """Returns the upper and the lower word of a product, computed by half words as it does not fit into 63 bits."""
     low = (word & 0xFFFF) * multiplier
     high = (word >> 16) * multiplier + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def logarithm(x: Any, xp: ModuleType) -> Any:
-    """The natural logarithm of positive normal float64 numbers, within 2 units in the last place of the larger part.
+    """Computes the natural logarithm of positive normal float64 numbers, within 2 last-place units of its larger part.
 
     ``x = 2**e m`` with m from the root of a half to the root of two, and ``ln m = 2 atanh((m - 1) / (m + 1))``.
     """
@@ -61,45 +61,45 @@ def logarithm(x: Any, xp: ModuleType) -> Any:
 
 
 def gumbel_of(upper: Any, lower: Any, xp: ModuleType) -> Any:
-    """The number that two 32-bit words stand for, given as float64: ``-ln(-ln(1 - y))`` with y from them, in (0, 1).
+    """Computes the noise of two 32-bit words, given as float64: ``-ln(-ln(1 - y))``, y in (0, 1) made of both words.
 
-    The upper tail is that of small y, of which all 64 bits count.
+    The upper tail comes from small y, where all 64 bits count.
     """
     y = xp.minimum(((lower + 0.5) * 2.0**-32 + upper) * 2.0**-32, upper * 0 + (1 - 2.0**-53))
     rest = 1 - y
     lost = rest == 1
-    # What rounding took from y is made up for by the second factor.
+    # The second factor compensates for the rounding of 1 - y.
     exact = -logarithm(rest, xp) * (y / xp.where(lost, y, 1 - rest))
     return -logarithm(xp.where(lost, y, exact), xp)
 
 
 def words_of(seeds: Any, positions: Any, counters: Any, xp: ModuleType) -> tuple[Any, Any]:
-    """The upper and the lower word of every token.
+    """Returns the upper and the lower word of every token.
 
-    Words 0 to 3 of counters 16 g to 16 g + 15 belong to tokens 64 g to 64 g + 63, word after word: neighbouring tokens
-    have neighbouring counters, as vector units would have it.
+    Words 0 to 3 of counters ``16 g`` to ``16 g + 15`` belong to tokens ``64 g`` to ``64 g + 63``, word after word.
+    Neighbouring tokens thus have neighbouring counters, which suits vector units.
 
     Args:
         seeds: ``[R]`` integers.
         positions: ``[R]`` integers.
-        counters: ``[C]`` integers, the numbers below C, a multiple of 16.
+        counters: ``[C]`` integers 0 to C - 1; C is a multiple of 16.
         xp: the library of the arrays.
 
     Returns:
-        ``[R, 4 C]`` integers twice.
+        Two arrays ``[R, 4 C]`` of integers.
     """
     key = (seeds & WORD)[:, None], ((seeds >> 32) & WORD)[:, None]
     nothing = counters * 0
     halves = []
     for half in (0, 1):
         words = xp.stack(philox((counters, positions[:, None] + nothing, nothing + half, nothing), key))
-        by_group = words.reshape(4, seeds.shape[0], counters.shape[0] // LANES, LANES)  # not len, which fixes sizes
+        by_group = words.reshape(4, seeds.shape[0], counters.shape[0] // LANES, LANES)  # len would fix sizes in a trace
         halves.append(xp.moveaxis(by_group, 0, 2).reshape(seeds.shape[0], 4 * counters.shape[0]))
     return halves[0], halves[1]
 
 
 def counters_for(vocabulary: Any) -> Any:
-    """How many counters that many tokens take."""
+    """Returns how many counters a vocabulary of this size takes."""
     return (vocabulary + GROUP - 1) // GROUP * LANES
 
 
@@ -115,7 +115,7 @@ def gumbel_argmax_reference(
 ) -> Tensor:
     """See :func:`arbordraft.kernels.gumbel.gumbel_argmax`."""
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    wide = wide / wide.new_full((), temperature)  # by a number, a GPU would multiply with its rounded inverse
+    wide = wide / wide.new_full((), temperature)  # for a number, a GPU would multiply with its rounded inverse
     if lowest is not None:
         wide = wide.masked_fill(wide < lowest[:, None], -torch.inf)
     values = wide.double() + gumbel_reference(seeds, positions, scores.shape[1])

@@ -1,11 +1,11 @@
 """Gumbel noise in Triton, and the highest of scores with noise in one pass over them: no row of noise is written.
 
-The noise has the bits of the definition. For that, launches forbid to contract products and sums, and real numbers are
-float64; the quotient of two of those is rounded correctly by Triton, that of two float32 where it is asked for.
+The noise has the bits of the definition: real numbers are float64, and launches forbid contracting products and sums.
+Triton rounds quotients of float64 correctly, and quotients of float32 if asked to.
 
-A program looks at one chunk of one row. A counter of Philox gives words for four tokens, 16 apart, so programs count in
-lanes, which have a counter and four tokens each. To draw, a program first bounds what each lane may reach, in float32
-and from the upper words alone, and then finds out about the lanes by turns, until no other one can reach as much.
+A program handles one chunk of one row. A Philox counter gives words for four tokens, 16 apart, so a lane of a program
+is one counter with four tokens. To draw, a program first bounds the values of each lane, in float32 and from upper
+words alone. It then computes lanes exactly, one at a time, until no other lane can reach the best value.
 
 Shapes: R rows, V vocabulary, C chunks of a row.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from arbordraft.kernels.gumbel import reference
 
 NOISE_BLOCK, DRAW_BLOCK = 2048, 4096  # tokens of a chunk
-# Without contraction, the bits are those of the definition. Few threads draw: each does all that is done by turns.
+# Without contraction, the bits are those of the definition. Draws take few threads, since lanes are computed in turn.
 NOISE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 DRAW_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _GROUP: tl.constexpr = tl.constexpr(reference.GROUP)
@@ -35,7 +35,7 @@ def _logarithm(x):
     bits = x.to(tl.int64, bitcast=True)
     mantissa = bits & 0xFFFFFFFFFFFFF
     m = (mantissa | 0x3FE0000000000000).to(tl.float64, bitcast=True)
-    small = mantissa < _ROOT_HALF  # as integers: Triton 3.7 rounds what float64 is compared with to float32
+    small = mantissa < _ROOT_HALF  # as integers: in comparisons with float64, Triton 3.7 rounds the constant to float32
     e = (bits >> 52) - tl.where(small, 1023, 1022)
     m = tl.where(small, m + m, m)
     s = (m - 1.0) / (m + 1.0)
@@ -59,15 +59,15 @@ def _gumbel(upper, lower):
 
 @triton.jit
 def _bound(upper):
-    """What the noise does not exceed, given its upper word; seldom more than 0.01 above it."""
+    """Returns an upper bound of the noise, given its upper word; seldom more than 0.01 above the noise."""
     y = (upper >> 8).to(tl.float32) * 2.0**-24  # cut off, so that it is no greater
-    least = tl.maximum(y, -tl.log(1.0 - y) - 1e-5)  # of -ln(1 - y); logarithms of GPUs are within 2**-20 or so
+    least = tl.maximum(y, -tl.log(1.0 - y) - 1e-5)  # lower bound of -ln(1 - y); GPU logarithms err by about 2**-20
     return tl.where(y > 0, 1e-4 - tl.log(tl.maximum(least, 2.0**-24)), 46.0)  # the highest noise there is
 
 
 @triton.jit
 def _words(SEEDS, POSITIONS, row, counter, half: tl.constexpr):
-    """The four words of counters, the upper ones of tokens (half 0) or the lower ones (half 1)."""
+    """Returns the four words of counters: upper words of tokens (half 0) or lower words (half 1)."""
     nothing = counter * 0
     position = tl.load(POSITIONS + row).to(tl.int32)
     return tl.philox(tl.load(SEEDS + row), counter, nothing + position, nothing + half, nothing)
@@ -75,13 +75,13 @@ def _words(SEEDS, POSITIONS, row, counter, half: tl.constexpr):
 
 @triton.jit
 def _token(counter, word):
-    """The token that a word of a counter belongs to."""
+    """Returns the token that a word of a counter belongs to."""
     return counter // _LANES * _GROUP + counter % _LANES + word * _LANES
 
 
 @triton.jit
 def _scores(SCORES, LOWEST, row, at, vocabulary, temperature, TRUNCATED: tl.constexpr):
-    """Divided scores in float32, -inf for what cannot be drawn."""
+    """Returns divided scores in float32, -inf for tokens that cannot be drawn."""
     x = tl.load(SCORES + row * vocabulary + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
     x = tl.div_rn(x, temperature)
     return tl.where(x < tl.load(LOWEST + row), -float("inf"), x) if TRUNCATED else x
@@ -89,7 +89,7 @@ def _scores(SCORES, LOWEST, row, at, vocabulary, temperature, TRUNCATED: tl.cons
 
 @triton.jit
 def _pick(words, index):
-    """A number of four as a tensor, by index."""
+    """Returns one of four numbers, selected by a tensor of indices."""
     return tl.where(index < 2, tl.where(index == 0, words[0], words[1]), tl.where(index == 2, words[2], words[3]))
 
 
@@ -97,20 +97,20 @@ def _pick(words, index):
 def _best_of_four(
     SCORES, SEEDS, POSITIONS, LOWEST, row, counter, vocabulary, temperature, TRUNCATED: tl.constexpr,
 ):  # fmt: skip
-    """The highest score with noise among the tokens of a counter, and the first token that has it."""
+    """Returns the highest score with noise among the tokens of a counter, and the first token that has it."""
     word = tl.arange(0, 4)
     at = _token(counter, word)
     upper, lower = _words(SEEDS, POSITIONS, row, counter, 0), _words(SEEDS, POSITIONS, row, counter, 1)
     x = _scores(SCORES, LOWEST, row, at, vocabulary, temperature, TRUNCATED)
     value = x.to(tl.float64) + _gumbel(_pick(upper, word), _pick(lower, word))
     found = tl.max(value, 0)
-    # No reduction promises which of several equal ones it returns the place of.
+    # Reductions do not promise which of several equal values they return the place of.
     return found, tl.min(tl.where(value == found, at, _NOWHERE), 0)
 
 
 @triton.jit
 def gumbel_noise(SEEDS, POSITIONS, NOISE, vocabulary, BLOCK: tl.constexpr):
-    """The noise of one chunk of one row."""
+    """Writes the noise of one chunk of one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     upper, lower = _words(SEEDS, POSITIONS, row, lane, 0), _words(SEEDS, POSITIONS, row, lane, 1)
@@ -124,7 +124,7 @@ def gumbel_draw(
     SCORES, SEEDS, POSITIONS, LOWEST, BEST, TOKENS, vocabulary, temperature, TRUNCATED: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The highest score with noise of one chunk of one row, and the first token that has it; -1 if that is -inf."""
+    """Finds the highest score with noise of one chunk of one row, and the first token that has it; -1 if it is -inf."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     lane = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
@@ -132,12 +132,12 @@ def gumbel_draw(
     bound = tl.full([BLOCK // 4], -float("inf"), tl.float32)
     for word in tl.static_range(4):
         x = _scores(SCORES, LOWEST, row, _token(lane, word), vocabulary, temperature, TRUNCATED)
-        above = tl.maximum(x * (1 + 1e-6), x * (1 - 1e-6)) + 1e-3  # by what rounding may add
+        above = tl.maximum(x * (1 + 1e-6), x * (1 - 1e-6)) + 1e-3  # plus the largest rounding error
         bound = tl.maximum(bound, above + _bound(upper[word]))
     highest = tl.max(bound, 0)
     best = tl.full([], -float("inf"), tl.float64)
     token = tl.full([], _NOWHERE, tl.int32)
-    while (highest >= best) & (highest > -float("inf")):  # as much would do for a token before the best one
+    while (highest >= best) & (highest > -float("inf")):  # an equal value wins if its token is lower
         counter = tl.min(tl.where(bound == highest, lane, _NOWHERE), 0)
         found, first = _best_of_four(
             SCORES, SEEDS, POSITIONS, LOWEST, row, counter, vocabulary, temperature, TRUNCATED
@@ -151,7 +151,7 @@ def gumbel_draw(
 
 
 def _grid(rows: int, vocabulary: int, most: int) -> tuple[tuple[int, int], int]:
-    """Programs, and tokens of each: a chunk, or all there are."""
+    """Returns the grid of programs and the tokens of each: a chunk, or the whole vocabulary."""
     block = max(reference.GROUP, min(most, triton.next_power_of_2(vocabulary)))
     return (rows, triton.cdiv(vocabulary, block)), block
 

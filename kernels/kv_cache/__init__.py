@@ -1,4 +1,4 @@
-"""Writing to the pools of a ragged KV cache and closing the gaps that rejected tokens leave."""
+"""Writes to the pools of a ragged KV cache and closes the gaps that rejected tokens leave."""
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
@@ -22,13 +22,13 @@ append_rows = Operator(
     _nothing,
     triton="arbordraft.kernels.kv_cache.triton:launch_append",
 )
-compact_rows = Operator(  # for moves that lie on the device
+compact_rows = Operator(  # takes the moves as tensors on the device
     "kv_compact(Tensor(a!)[] pools, Tensor source, Tensor destination, Tensor first) -> ()",
     compact_reference,
     _nothing,
     triton="arbordraft.kernels.kv_cache.triton:launch_compact",
 )
-move_rows = Operator(  # for moves that the host knows, on a CPU
+move_rows = Operator(  # takes the moves as integers of the host, on a CPU
     "move_rows(Tensor(a!)[] pools, int[] moves) -> ()", move_rows_reference, _nothing, native=True
 )
 
@@ -51,8 +51,8 @@ def compact(pools: Sequence[Tensor], moves: Sequence[Sequence[tuple[int, int]]])
 
     Args:
         pools: ``[P, ...]`` each, contiguous, of one dtype.
-        moves: by sample, pool rows ``(source, destination)``: towards the front, and both ascending, so that a row may
-            be moved to where another one has left.
+        moves: by sample, pool rows ``(source, destination)``. Destinations are below their sources, and both ascend, so
+            a row may move to a place that another row has left.
     """
     flat = [move for sample in moves for move in sample]
     if not flat:

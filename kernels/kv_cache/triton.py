@@ -1,4 +1,4 @@
-"""Writing to the pools of a ragged KV cache and closing its gaps, in Triton.
+"""Writes to the pools of a ragged KV cache and closes its gaps, in Triton.
 
 Shapes: T new rows, M moves, B samples, N pools, P pool rows, E numbers of a row.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
-_WARPS = 2  # of 32 or 64 threads, which move 16 bytes at a time each
+_WARPS = 2  # warps of 32 or 64 threads, each of which moves 16 bytes at a time
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def append_rows(
     KEYS, VALUES, NEW_KEYS, NEW_VALUES, SLOTS, stride_k, stride_v, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program writes a part of one row, of keys and of values."""
+    """Writes one part of one row of keys and values per program."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(SLOTS + row)
@@ -33,17 +33,17 @@ def append_rows(
 def compact_rows(
     LIKE, POOLS, SIZES, SOURCE, DESTINATION, FIRST, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program makes all moves of one sample, one after the other, in one part of the rows of one pool.
+    """Makes all moves of one sample in order, within one part of the rows of one pool, per program.
 
-    Rows move towards the front and in order, so that no row is overwritten before it was read. A thread reads and
-    writes the same columns throughout: there is nobody it would have to wait for.
+    Rows move towards the front and in order, so no row is overwritten before it is read. A thread reads and writes the
+    same columns throughout, so it never waits for another thread.
     """
     sample = tl.program_id(0)
     pool = tl.program_id(1)
     size = tl.load(SIZES + pool)
     e = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     base = tl.load(POOLS + pool).to(LIKE.dtype)
-    if ALIGNED:  # numbers that come from memory could be any
+    if ALIGNED:  # the compiler knows nothing about numbers from memory
         size = tl.multiple_of(size, 8)
         base = tl.multiple_of(base, 16)
     for move in range(tl.load(FIRST + sample), tl.load(FIRST + sample + 1)):
@@ -55,7 +55,7 @@ def launch_append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Te
     """See :func:`arbordraft.kernels.kv_cache.append`."""
     if not len(slots):
         return
-    new_keys, new_values = new_keys.flatten(1), new_values.flatten(1)  # copies where heads do not lie side by side
+    new_keys, new_values = new_keys.flatten(1), new_values.flatten(1)  # copies if heads are not contiguous
     sizes = new_keys.shape[1], new_values.shape[1]
     append_rows[(len(slots), triton.cdiv(max(sizes), _BLOCK))](
         keys,
@@ -84,11 +84,11 @@ def launch_compact(pools: list[Tensor], source: Tensor, destination: Tensor, fir
 
 
 def address_table(pools: list[Tensor]) -> Tensor:
-    """The table behind compaction; whoever records launches needs it made before, and kept as long as the record."""
+    """Returns the table of compaction; a recording of launches needs it made before and kept as long as itself."""
     return _table(tuple(pool.data_ptr() for pool in pools), tuple(pool[0].numel() for pool in pools), pools[0].device)
 
 
 @lru_cache(maxsize=64)
 def _table(addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses and sizes on the device, so that one launch serves all layers and no step waits for a copy."""
+    """Returns addresses and sizes on the device, so one launch serves all layers and no step waits for a copy."""
     return torch.tensor([addresses, sizes], dtype=torch.int64, device=device)

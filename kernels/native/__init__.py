@@ -1,6 +1,6 @@
-"""The CPU kernels in C++: built on first use, then what `torch.ops.arbordraft` runs on a CPU.
+"""The CPU kernels in C++: built on first use, then run by `torch.ops.arbordraft` on a CPU.
 
-Callers ask `load()` first; without it these operators run their references.
+Callers call `load()` first; until it has loaded the library, these operators run their references.
 """
 
 import os
@@ -17,22 +17,22 @@ from arbordraft.kernels.native.threads import TooManyThreads, too_many_threads
 
 
 class NativeKernelsUnavailable(RuntimeWarning):
-    """The native CPU kernels cannot be used, so that slower ones take their place."""
+    """The native CPU kernels cannot be used, so slower ones take their place."""
 
 
 class NativeKernelsNotCached(RuntimeWarning):
-    """The native CPU kernels work but could not be kept, so that every process builds them anew."""
+    """The native CPU kernels work but could not be cached, so every process builds them anew."""
 
 
 class Extension:
-    """One library of operators, which a process loads at most once: torch cannot register an operator again.
+    """One library of operators, which a process loads at most once: torch cannot register an operator twice.
 
-    `$ARBORDRAFT_ISA` therefore counts when the library is loaded. `off` is heeded later, too, by :meth:`problem`, which
-    is asked before kernels are chosen for a model; operators ask :meth:`load` in every call.
+    The value of `$ARBORDRAFT_ISA` at loading time therefore decides. `off` also takes effect later, in :meth:`problem`,
+    which is called before kernels are chosen for a model. Operators call :meth:`load` each time.
     """
 
     def __init__(self, source: Path, root: Path, loaded: Callable[[bool], Warning | None]):
-        """`loaded` is called once the operators are there, with whether this process was forked before; it may warn."""
+        """Takes `loaded`, called after loading with whether the process was forked before; it may return a warning."""
         self.source, self.root, self.loaded = source, root, loaded
         self._tried = self._forked = self._ready = False
         self._problem: str | None = None
@@ -40,7 +40,7 @@ class Extension:
         self._lock = threading.Lock()
 
     def after_fork(self) -> None:
-        """A forked child needs a lock of its own: nobody is left there to release that of another thread."""
+        """Replaces the lock in a forked child, where a thread that held the old lock no longer runs."""
         self._lock = threading.Lock()
         self._forked = True
 
@@ -53,14 +53,14 @@ class Extension:
             return f"{ISA_VARIABLE}=off turns them off; unset the variable to use them"
         if not self._tried:
             self._settle(isa)
-        if self._notice:  # outside the lock: a filter may turn it into an error, or a handler may ask again
+        if self._notice:  # outside the lock: a filter may raise it as an error, or a handler may call this again
             notice, self._notice = self._notice, None
             warnings.warn(notice, stacklevel=4)
         self._ready = self._problem is None
         return self._problem
 
     def load_in_background(self) -> None:
-        """Begins to load, which may mean to build; whoever asks for the outcome waits for it, and is warned."""
+        """Starts to load, and to build if needed; :meth:`problem` waits for the outcome and warns."""
         isa = chosen_isa()
         if isa != "off" and not self._tried:
             threading.Thread(target=self._settle, args=(isa,), name="arbordraft-kernels", daemon=True).start()
@@ -78,7 +78,7 @@ class Extension:
             notice = self.loaded(self._forked)
         except (Unavailable, OSError, RuntimeError) as error:
             reason = str(error)
-            if not isinstance(error, Unavailable):  # torch hides what the loader said in the cause
+            if not isinstance(error, Unavailable):  # torch hides the message of the loader in the cause
                 reason = f"{error.__cause__ or error}; set CXX to another compiler, or {ISA_VARIABLE}=off"
             self._problem = reason
             return NativeKernelsUnavailable(f"the native CPU kernels give way to slower ones: {reason}")
@@ -93,7 +93,7 @@ class Extension:
 def _loaded(forked: bool) -> Warning | None:
     if chosen_isa() == "amx_bf16" != torch.ops.arbordraft.isa():
         raise Unavailable(f"Linux grants this process no tiles, which {ISA_VARIABLE}=amx_bf16 asks for; unset it")
-    if forked:  # torch's threads, which the kernels borrow, may have stayed in the parent
+    if forked:  # torch's threads, which the kernels use, may have stayed in the parent
         torch.ops.arbordraft.work_alone()
         return None
     return too_many_threads()
@@ -105,28 +105,28 @@ if hasattr(os, "register_at_fork"):
 
 
 def load() -> bool:
-    """Whether the native kernels can be used; the first call loads them, and builds them where that is needed."""
+    """Returns whether the native kernels can be used; the first call loads them, and builds them if needed."""
     return _kernels.load()
 
 
 def load_in_background() -> None:
-    """Begins to load them, so that a program can read a model's weights while they are built."""
+    """Starts to load the kernels, so that a program can read a model's weights while they are built."""
     _kernels.load_in_background()
 
 
 def fast_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 faster than float32; asks for no kernels."""
+    """Returns whether this processor multiplies bfloat16 faster than float32; loads no kernels."""
     chosen = ("native", "amx_bf16", "avx512_bf16", "neon_bf16", "off")
     return chosen_isa() in chosen and not cpu_features().isdisjoint({"avx512_bf16", "bf16"})
 
 
 def problem() -> str | None:
-    """Why they cannot be used and what to do about it, or None if they can."""
+    """Returns why the kernels cannot be used and how to fix it, or None if they can be used."""
     return _kernels.problem()
 
 
 def isa() -> str | None:
-    """Returns which instructions the loaded kernels use: amx_bf16, avx2, ... or generic; None without kernels."""
+    """Returns the instruction set of the loaded kernels: amx_bf16, avx2, ... or generic; None without kernels."""
     return torch.ops.arbordraft.isa() if load() else None
 
 

@@ -1,9 +1,9 @@
 // Tiles of Intel's matrix extension: eight registers of up to 16 rows of 64 bytes.
 //
-// A product adds, to each of 16 x 16 sums, those of the even and of the odd inputs among 32, each in their order, in
-// float32 without denormals. An instruction computes a row from that row alone, however many it has: so rows stay
-// independent of their company. These sums have other bits than those of vector instructions, which is why all
-// products of a process are computed by one or by the other.
+// A product adds two sums to each of 16 x 16 accumulators: over the even and over the odd inputs among 32, each in order, in
+// float32 without denormals. An instruction computes each row from that row alone, for any number of rows, so a row's bits
+// do not depend on the other rows. The bits differ from those of vector instructions. Therefore a process computes all
+// products by tiles or all by vectors.
 #pragma once
 
 #include "simd.h"
@@ -18,15 +18,15 @@ namespace arbordraft {
 
 #if defined(ARBORDRAFT_AMX)
 
-// Whether the kernel lets this process use tiles, which have to be asked for: they enlarge every thread's state.
+// Returns whether Linux lets this process use tiles. They have to be requested, as they enlarge every thread's state.
 inline bool has_tiles() {
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool granted = !syscall(SYS_arch_prctl, kRequest, kTileData);
   return granted;
 }
 
-// While it lives, this thread's tiles 0 to 5 have `rows` rows, 6 and 7 have 16. Torch's libraries use tiles, too, and
-// configure them whenever they do.
+// During its lifetime, this thread's tiles 0 to 5 have `rows` rows, 6 and 7 have 16. Torch's libraries also use tiles, and
+// configure them each time.
 class TileShapes {
  public:
   explicit TileShapes(int64_t rows) {

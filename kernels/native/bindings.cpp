@@ -104,7 +104,7 @@ Tensor attention(
 Tensor ragged_tree_attention(
     const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& layout, const OptionalTensor& region,
     const Tensor& positions, const OptionalTensor& words, double scale, int64_t window, double softcap,
-    const OptionalTensor& sinks, int64_t, int64_t, bool) {  // how a GPU cuts its tiles is none of its business
+    const OptionalTensor& sinks, int64_t, int64_t, bool) {  // the last three concern GPUs alone
   const Batch batch(layout, region, positions, words, query.size(0));
   const OptionalTensor wide = sinks ? OptionalTensor(sinks->to(at::kFloat).contiguous()) : sinks;
   return query.scalar_type() == at::kBFloat16 ? attention<bf16>(query, keys, values, batch, scale, window, softcap, wide)
@@ -122,7 +122,7 @@ std::tuple<Tensor, Tensor> layers_of(
   Stack<W, T> stack(given, size, extra, rotary, 1);
   batch.check_pool(stack.pool());
   stack.check_slots(integers(slots), rows);
-  std::vector<std::pair<int64_t, Visible>> views;  // by window
+  std::vector<std::pair<int64_t, Visible>> views;  // one per window
   views.reserve(count);
   stack.look([&](int64_t window) -> const Visible& {
     auto view = std::find_if(views.begin(), views.end(), [&](const auto& v) { return v.first == window; });
@@ -139,7 +139,7 @@ std::tuple<Tensor, Tensor> layers_of(
   arena.allocate();
   widen_rows(data<T>(hidden), rows * size, x);
   if (beside) widen_rows(data<T>(*beside), rows * extra, others);
-  for (const auto& [from, to] : {std::pair(&cosine, cosines), std::pair(&sine, sines)})  // some are in float
+  for (const auto& [from, to] : {std::pair(&cosine, cosines), std::pair(&sine, sines)})  // these may be in float
     from->scalar_type() == at::kFloat ? widen_rows(data<float>(*from), rows * rotary, to)
                                       : widen_rows(data<T>(*from), rows * rotary, to);
   Tensor tapped = at::empty({int64_t(taps.size()), rows, size}, hidden.options());
@@ -225,7 +225,7 @@ Tensor gumbel_argmax(
   };
   scores.scalar_type() == at::kBFloat16 ? search(data<bf16>(scores)) : search(data<float>(scores));
   for (int64_t r = 0; r < rows; ++r) {
-    std::pair<double, int64_t> best = found[r * most];  // shares are in the order of tokens: the first one wins
+    std::pair<double, int64_t> best = found[r * most];  // shares are in the order of tokens, so the first one wins
     for (int64_t t = 1; t < most; ++t)
       if (found[r * most + t].first > best.first) best = found[r * most + t];
     token[r] = best.second;
@@ -233,7 +233,7 @@ Tensor gumbel_argmax(
   return tokens;
 }
 
-// Moves of `moves`, (source, destination) after (source, destination), one after the other in every pool.
+// Makes the moves, a source and a destination each, one after the other in every pool.
 void move_rows(at::TensorList pools, at::IntArrayRef moves) {
   TORCH_CHECK(moves.size() % 2 == 0, "a move has a source and a destination");
   for (const Tensor& pool : pools) {
@@ -245,7 +245,7 @@ void move_rows(at::TensorList pools, at::IntArrayRef moves) {
   }
 }
 
-// For a process that was forked before it loaded this library.
+// Called in a process that was forked before it loaded this library.
 void work_alone() { forked() = true; }
 
 }  // namespace

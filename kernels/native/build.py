@@ -2,9 +2,9 @@
 
 The compiler is called directly, not through `torch.utils.cpp_extension.load`. With one translation unit ninja has
 nothing to schedule, and the ninja of a virtual environment that was not activated is not on the PATH. `load` also
-guards its folder with a lock file: a killed build leaves it behind, and every later process waits for it for ever. Here
-each build has a folder of its own and only the finished library moves, atomically, to where others look for it. That
-module is not even asked for torch's folders: it imports setuptools, which alters the process and can be missing.
+guards its folder with a lock file: a killed build leaves the file there, and every later process waits for ever. Here
+each build has a folder of its own, and only the finished library moves, atomically, to the cache. The module does not
+import `cpp_extension` for torch's folders either: that imports setuptools, which alters the process and can be missing.
 """
 
 import atexit
@@ -36,12 +36,12 @@ LIBRARY = "arbordraft_native.so"
 
 SCRATCH = ".build-"
 SCRATCH_LIFE = 3600.0  # seconds after which a scratch folder belongs to a build that was killed
-PATIENCE = 1.0  # seconds of compiling after which a line on stderr says so
-COMPILER_LIMIT = 1200.0  # seconds; far above what a loaded machine needs, and below SCRATCH_LIFE
+PATIENCE = 1.0  # seconds of compiling before a line on stderr reports it
+COMPILER_LIMIT = 1200.0  # seconds; far above the time on a busy machine, and below SCRATCH_LIFE
 SEAL = hashlib.sha256().digest_size
 
 # Without contraction: whether a product and a sum are fused must not depend on the code around them.
-# Nobody reads floating point exceptions, which forbid to compute both sides of a choice in vectors.
+# Without trapping: floating-point exceptions would forbid computing both sides of a choice in vectors.
 FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"]
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 MACHINE_FLAGS = {
@@ -61,13 +61,13 @@ _NOTICE = "building CPU kernels, once per machine (30 to 60 s)"
 
 
 class Unavailable(Exception):
-    """There is no native library for this process; the message says why and what to do about it."""
+    """There is no native library for this process; the message says why and how to fix it."""
 
 
 class Build:
-    """How the library of `source` is made on this machine; `key` stands for everything that can change it.
+    """Build of the library of `source` on this machine; `key` is a hash of everything that can change the library.
 
-    Every .h and .cpp file below `root` counts as part of the source.
+    Every .h and .cpp file below `root` is part of the source.
     """
 
     def __init__(self, isa: str, source: Path = SOURCE, root: Path = KERNELS):
@@ -86,13 +86,13 @@ class Build:
         self.key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def load(self, load: Callable[[Path], None]) -> str | None:
-        """Calls `load` with the library, which is built first if need be; says why it could not be kept, if so.
+        """Builds the library if needed, calls `load` with it, and returns why it could not be cached, or None.
 
-        The library moves to the cache only after it was loaded, so that what is found there is known to work.
+        The library moves to the cache only after it was loaded, so every library in the cache is known to work.
         """
         try:
             kept = cache_folder() / "native" / self.key / LIBRARY
-            with contextlib.suppress(OSError):  # one that does not load is built again, once
+            with contextlib.suppress(OSError):  # a library that does not load is built again, once
                 if _is_sealed(kept):
                     load(kept)
                     return None
@@ -116,9 +116,9 @@ class Build:
         part, library = folder / "kernels.o", folder / LIBRARY
         headers = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
         compiling: list[str | Path] = [*self.flags, *headers, "-c", self.source, "-o", part]
-        # No -fopenmp here: it would link the system's OpenMP runtime beside the one that torch has brought along, and
-        # two runtimes are two thread pools that fight for the cores. The symbols are found through libtorch_cpu, which
-        # must be kept for that even where the linker thinks that nothing needs it.
+        # No -fopenmp here: it would link the system's OpenMP runtime beside the one that torch brings along, and two
+        # runtimes are two thread pools that compete for the cores. The symbols come from libtorch_cpu, which must stay
+        # linked even if the linker finds no use of it.
         system = ["-undefined", "dynamic_lookup"] if _MAC else ["-Wl,--no-as-needed"]
         libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
         linking: list[str | Path] = ["-shared", part, *system, *libraries, "-o", library]
@@ -155,7 +155,7 @@ class Build:
 def _finished(
     command: list[str | Path], environment: dict[str, str], tell: Callable[[float], None] = lambda _: None
 ) -> tuple[int, bytes]:
-    """Runs the compiler, telling the seconds it has taken; what it starts ends with it, whatever ends the waiting."""
+    """Runs the compiler and reports its seconds; kills it with all its processes if the wait ends early."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -170,7 +170,7 @@ def _finished(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    atexit.register(kill)  # the thread that waits may be one that nobody waits for
+    atexit.register(kill)  # the waiting thread may be a daemon, which ends with the process
     try:
         while True:
             left = COMPILER_LIMIT - (time.monotonic() - start)
@@ -190,7 +190,7 @@ def _finished(
 
 
 def _scratch_folder(parent: Path) -> "tempfile.TemporaryDirectory[str]":
-    """A new folder on the file system of the cache, since a library can only move atomically within one."""
+    """Creates a folder on the file system of the cache, since a library can only move atomically within one."""
     parent.mkdir(parents=True, exist_ok=True)
     for old in parent.glob(f"{SCRATCH}*"):
         with contextlib.suppress(OSError):
@@ -200,13 +200,13 @@ def _scratch_folder(parent: Path) -> "tempfile.TemporaryDirectory[str]":
 
 
 def _is_sealed(library: Path) -> bool:
-    """Whether the file is whole: loading half a library can kill the process instead of raising an error."""
+    """Returns whether the file is whole: loading half a library can kill the process instead of raising."""
     content = library.read_bytes() if library.is_file() else b""
     return hashlib.sha256(content[:-SEAL]).digest() == content[-SEAL:]
 
 
 def _compiler() -> tuple[list[str], str]:
-    """The command of the C++ compiler and the line that names its version."""
+    """Returns the command of the C++ compiler and the line that names its version."""
     chosen = os.environ.get("CXX")
     names = [chosen] if chosen else ["g++", "c++", "clang++"]
     for name in names:

@@ -1,4 +1,4 @@
-// Whole drafts in one call: a small model fed with what it has missed, then with its own tokens, level by level.
+// Whole drafts in one call: a small model is fed with the tokens that it has missed, then with its own, level by level.
 #pragma once
 
 #include <map>
@@ -14,14 +14,14 @@ NoiseKey noise_key(const Tensor& seeds, const Tensor& positions, int64_t row, in
   return {uint32_t(seed), uint32_t(seed >> 32), uint32_t(integers(positions)[row] + ahead)};
 }
 
-// How trees grow, as tensors and numbers say it.
+// The arguments of growing trees, checked.
 struct Growing {
   Shape shape;
   Limits limits;
   int64_t samples;
-  const int64_t* vocabulary;  // target ids of a row's scores, or null
+  const int64_t* vocabulary;  // target token of each score of a row, or null
   const Tensor *seeds, *positions;  // of shared noise, or null
-  at::ArrayRef<double> temperatures;  // by which scores are divided; 0 draws without noise
+  at::ArrayRef<double> temperatures;  // divisors of scores; 0 draws without noise
 
   Growing(
       int64_t samples_, int64_t outputs, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
@@ -45,8 +45,8 @@ struct Growing {
     limits = {levels.data(), trust.data(), next.data(), weights.data(), known, budget, prices[0], prices[1]};
   }
 
-  // What a level draws: of every node its children, from the best of every part of its row, and of every sample the bounds
-  // of the noise, which its nodes share.
+  // Results of drawing a level: the children of every node, the best scores of every part of its row, and the bounds of the
+  // noise of every sample, which its nodes share.
   struct Level {
     Level(const Growing& growing, const std::vector<Place>& frontier, int64_t outputs)
         : drawn(frontier.size()), parts(frontier.size() * kParts), bounds(growing.samples) {
@@ -61,15 +61,15 @@ struct Growing {
   bool noisy(int64_t s) const { return seeds && temperatures[s] > 0; }
   NoiseKey key(int64_t s, int64_t depth) const { return noise_key(*seeds, *positions, s, depth); }
 
-  // A thread's part of drawing the children of a level, from rows of scores that it may overwrite; of each node `least` at
-  // least, if there are as many tokens.
+  // Does a thread's part of drawing the children of a level, from rows of scores that it may overwrite. Draws at
+  // least `least` candidates per node, if there are as many tokens.
   void draw(
       const Forest& forest, const std::vector<Place>& frontier, int64_t depth, float* scores, int64_t outputs, Level& level,
       int64_t least, int thread, int threads) const {
     const int64_t rows = int64_t(frontier.size());
     const auto count = [&](int64_t r) { return std::min(std::max(least, forest.children(frontier[r])), outputs); };
     int64_t item = 0;
-    for (int64_t r = 0; r < rows; ++r) {  // a sample's nodes stand together
+    for (int64_t r = 0; r < rows; ++r) {  // a sample's nodes are consecutive
       const int64_t s = frontier[r].sample;
       if (!noisy(s) || (r && frontier[r - 1].sample == s)) continue;
       for (int64_t p = 0; p < kParts; ++p)
@@ -94,7 +94,7 @@ struct Growing {
   }
 };
 
-// The drafted nodes with their chances, the nodes that were fed, and how many rows were no numbers.
+// The drafted nodes, their chances, the nodes that were fed, and the number of rows with NaN or no finite maximum.
 using Grown = std::tuple<Tensor, Tensor, Tensor, int64_t>;
 
 Grown grown(const Forest& forest, const Growing& growing, const std::vector<Place>& fed, int64_t broken) {
@@ -118,7 +118,7 @@ Grown grown(const Forest& forest, const Growing& growing, const std::vector<Plac
   return {found, odds, order, broken};
 }
 
-// y [rows][outputs] = x W^T, a thread's share of it; added to what is there if `add`.
+// y [rows][outputs] = x W^T, or y += x W^T if `add`; computes a thread's share.
 template <class W, class X>
 void times(const Prepacked<W>& m, const X* x, int64_t rows, float* y, bool add, int thread, int threads) {
   const Range blocks = share((m.outputs + kLanes - 1) / kLanes, 2, thread, threads);
@@ -131,32 +131,32 @@ void times(const Prepacked<W>& m, const X* x, int64_t rows, float* y, bool add, 
   });
 }
 
-constexpr int64_t kScreened = 16;  // tokens of a row that are looked at closely where there is an exact head
+constexpr int64_t kScreened = 16;  // tokens of a row that an exact head ranks anew
 
-// What stands before and behind the layers.
+// The parts before and after the layers.
 template <class W, class T>
 struct Ends {
   using X = typename Stack<W, T>::X;
   const T* embedding;
   int64_t embeddings, width;
-  std::optional<Prepacked<W>> fuse;  // of the target's states, where the drafter reads them
+  std::optional<Prepacked<W>> fuse;  // of the target's states, if the drafter reads them
   Norm norm;
   Prepacked<W> head;
-  std::optional<Prepacked<T>> exact;  // says which of the best tokens by `head` come first
+  std::optional<Prepacked<T>> exact;  // ranks the best tokens of `head` anew
   float epsilon;
   const float* frequencies;  // [tables][rotary / 2]
   int64_t rotary, tables;
   const double* factors;  // of every table's cosines and sines
   float scale;  // of embeddings
-  Norm input;        // of what the layers read where that is no embedding, or none
-  bool norm_output;  // whether the output is kept behind the last norm
+  Norm input;        // of the layers' input if that is not the embedding, or none
+  bool norm_output;  // whether the output is kept after the last norm
 };
 
-// Packed rows of one forward and what they see: of a slab from `start` on keys 0..past-1, and the slots of their path.
+// Packed rows of one forward and the keys that they see: keys 0..past-1 of the slab at `start`, and the slots of their path.
 struct Fed {
   std::vector<int64_t> tokens, slots;
   std::vector<float> cosines, sines;
-  std::map<int64_t, Visible> visible;  // by sliding window
+  std::map<int64_t, Visible> visible;  // per sliding window
 
   Fed(const std::set<int64_t>& windows) {
     for (int64_t window : windows) visible[window];
@@ -189,7 +189,7 @@ class Drafting {
       : ends_(ends), stack_(stack), size_(size), samples_(samples), starts_(slabs), committed_(slabs + samples),
         missing_(slabs + 2 * samples) {}
 
-  // Feeds what was committed since; `states` are the target's, or null. The last row of each sample is kept.
+  // Feeds the missing committed tokens; `states` are the target's, or null. Keeps the output of each sample's last row.
   void catch_up(const int64_t* tokens, const T* states, int64_t width) {
     Fed fed(stack_.windows());
     std::vector<int64_t> last;
@@ -293,7 +293,7 @@ class Drafting {
     broken += forest.plant(frontier, depth, level.drawn);
   }
 
-  // Puts the children that were drawn into their order by the exact head, and keeps the first ones.
+  // Sorts the drawn children by the exact head, and keeps the first ones.
   void rescore(
       const X* row, const Growing& growing, Place at, int64_t depth, int64_t children,
       std::vector<std::pair<int64_t, float>>& drawn) {
@@ -321,7 +321,7 @@ class Drafting {
       drawn.emplace_back(values[i].second, float(mass * std::exp(values[i].first - values[0].first) / total));
   }
 
-  // The layers; x holds what they read, or is filled with the tokens' embeddings, which else stand beside it.
+  // Runs the layers. With `states` x holds their input, with the embeddings beside it; otherwise x is filled with these.
   void run(Fed& fed, std::vector<float>& x, bool states) {
     const int64_t rows = int64_t(fed.tokens.size());
     std::vector<float> beside(states ? rows * ends_.width : 0);
@@ -347,7 +347,7 @@ class Drafting {
   Stack<W, T>& stack_;
   int64_t size_, samples_;
   const int64_t *starts_, *committed_, *missing_;
-  std::vector<float> outputs_;  // of the layers, for every sample's last committed token and then every fed node
+  std::vector<float> outputs_;  // of the layers: every sample's last committed token, then every fed node
 };
 
 // See arbordraft.kernels.draft_tree.DraftRun.

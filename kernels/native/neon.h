@@ -1,5 +1,5 @@
-// The sixteen float lanes of simd.h in four vectors of an AArch64 processor. NEON's basic set is part of every one of
-// them; the dot products of bf16 are there where the compiler is told so.
+// The sixteen float lanes of simd.h in four vectors of an AArch64 processor. Every such processor has NEON's basic set; dot
+// products of bf16 exist if the compiler targets them.
 #pragma once
 
 #include <arm_neon.h>
@@ -37,7 +37,7 @@ inline f32x16 operator-(f32x16 a, f32x16 b) { ARBORDRAFT_QUARTERS(f32x16, vsubq_
 inline f32x16 operator*(f32x16 a, f32x16 b) { ARBORDRAFT_QUARTERS(f32x16, vmulq_f32(a.v[i], b.v[i])); }
 inline f32x16 operator/(f32x16 a, f32x16 b) { ARBORDRAFT_QUARTERS(f32x16, vdivq_f32(a.v[i], b.v[i])); }
 inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { ARBORDRAFT_QUARTERS(f32x16, vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
-// Unlike the others', these two give NaN whichever side has it.
+// Unlike in simd.h, these two give NaN if either argument is NaN.
 inline f32x16 max(f32x16 a, f32x16 b) { ARBORDRAFT_QUARTERS(f32x16, vmaxq_f32(a.v[i], b.v[i])); }
 inline f32x16 min(f32x16 a, f32x16 b) { ARBORDRAFT_QUARTERS(f32x16, vminq_f32(a.v[i], b.v[i])); }
 inline f32x16 round(f32x16 a) { ARBORDRAFT_QUARTERS(f32x16, vrndnq_f32(a.v[i])); }
@@ -119,7 +119,7 @@ template <int Bits>
 inline int32x4_t dot4(int32x4_t sums, uint8x16_t w, int8x16_t x) {
   return vusdotq_s32(sums, w, x);
 }
-#else  // signed by signed: codes of 8 bits are centred first
+#else  // signed times signed: codes of 8 bits are centred first
 template <int Bits>
 constexpr int kOffset = Bits == 8 ? 128 : 0;
 template <int Bits>

@@ -1,4 +1,4 @@
-"""One line on stderr about what takes long, for whoever waits."""
+"""Shows one line on stderr about work that takes long."""
 
 import contextlib
 import logging
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_line(what: str) -> Iterator[Callable[[float], None]]:
-    """A function that tells of work that has taken some seconds: over and over in one line of a terminal, else once.
+    """Yields a function that reports the seconds of some work: repeatedly in one line of a terminal, otherwise once.
 
-    The line of a terminal goes at the end. Logs ``what`` at level INFO; where that is shown, and where the level of the
-    logger ``arbordraft`` was set, which is how a program asks for silence, the function does nothing.
+    The line is erased from the terminal at the end. Logs ``what`` at level INFO. If INFO is shown, the function does
+    nothing. It also does nothing if the level of the logger ``arbordraft`` was set: programs silence it that way.
     """
     logger = logging.getLogger("arbordraft")
     logger.info(what)

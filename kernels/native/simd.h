@@ -1,7 +1,7 @@
-// Sixteen float lanes on whatever vector unit the compiler targets, and the thread team of all CPU kernels.
+// Sixteen float lanes on the vector unit that the compiler targets, and the thread team of all CPU kernels.
 //
-// Every function treats its lanes alike and in a fixed order, so that a row's bits never depend on what is computed
-// beside it. That rules out -ffast-math and anything that picks its summation order by size.
+// Every function treats its lanes alike and in a fixed order, so a row's bits never depend on other rows. That rules out
+// -ffast-math and any summation order that depends on size.
 #pragma once
 
 #include <pthread.h>
@@ -15,7 +15,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__) && !defined(ARBORDRAFT_GENERIC)  // NEON is in all of them: no flag of theirs asks for plain loops
+#elif defined(__aarch64__) && !defined(ARBORDRAFT_GENERIC)  // all have NEON; only ARBORDRAFT_GENERIC asks for plain loops
 #define ARBORDRAFT_NEON
 #include "neon.h"
 #endif
@@ -80,7 +80,7 @@ inline f32x16 round(f32x16 a) { return {_mm512_roundscale_ps(a.v, 8)}; }
 inline f32x16 times_power_of_two(f32x16 a, f32x16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 inline float sum(f32x16 a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
-// The even and the odd elements of sixteen adjacent pairs.
+// Loads the even and the odd elements of sixteen adjacent pairs.
 inline void load_pairs(const bf16* p, f32x16& even, f32x16& odd) {
   const __m512i w = _mm512_loadu_si512(p);
   even.v = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
@@ -182,7 +182,7 @@ inline f32x16 sums(const f32x16* x) {
   return load(s);
 }
 
-#elif !defined(ARBORDRAFT_NEON)  // any other processor: plain loops, which compilers turn into its own vectors
+#elif !defined(ARBORDRAFT_NEON)  // any other processor: plain loops, which compilers vectorise
 
 struct f32x16 {
   float v[16];
@@ -236,8 +236,8 @@ inline f32x16 sums(const f32x16* x) { ARBORDRAFT_LANES(sum(x[i])); }
 
 #endif
 
-// Calls what(n) with the constants n = 0..N-1. Unlike a loop this is unrolled before compilers decide what stays in
-// registers: sums of products in an array would be stored with every change of theirs.
+// Calls the function with the constants n = 0..N-1. Unlike a loop this is unrolled before compilers allocate registers:
+// with a loop, sums in an array would be stored at every change.
 template <class What, int... Numbers>
 [[gnu::always_inline]] inline void each(const What& what, std::integer_sequence<int, Numbers...>) {
   (what(std::integral_constant<int, Numbers>()), ...);
@@ -247,7 +247,7 @@ template <int N, class What>
   each(what, std::make_integer_sequence<int, N>());
 }
 
-// N vectors, in registers if nobody holds their address: also those that are two of the processor's.
+// N vectors, kept in registers if their address is never taken, also if a vector is two of the processor's.
 template <int N, class V = f32x16>
 struct Registers {
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
@@ -268,8 +268,8 @@ inline bf16 narrow(float x) {  // to nearest, ties to even; NaN stays NaN
   return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// What a prepacked matrix multiplies: bf16 rows where the processor has a bf16 dot product, floats otherwise. Lane i of
-// dot(a, b, c) is that of c and a[2 i] b[2 i] + a[2 i + 1] b[2 i + 1].
+// A prepacked matrix multiplies bf16 rows if the processor has a bf16 dot product, floats otherwise. Lane i of dot(a, b, c)
+// is c[i] + a[2 i] b[2 i] + a[2 i + 1] b[2 i + 1].
 #if defined(__AVX512BF16__) || (defined(ARBORDRAFT_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 #define ARBORDRAFT_DOT_BF16
 constexpr bool kDotBf16 = true;
@@ -286,7 +286,7 @@ struct bf16x32 {
   __m512bh v;
 };
 inline bf16x32 load_dot(const bf16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
-inline bf16x32 load_dot(const int8_t* p) {  // exact: 8 bits fit bf16's mantissa
+inline bf16x32 load_dot(const int8_t* p) {  // exact: 8 bits fit into the mantissa of bf16
   f32x16 even, odd;
   load_pairs(p, even, odd);
   const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
@@ -298,13 +298,13 @@ inline bf16x32 splat_pair(const bf16* p) {
   return {(__m512bh)_mm512_set1_epi32(pair)};
 }
 inline f32x16 dot(bf16x32 a, bf16x32 b, f32x16 c) { return {_mm512_dpbf16_ps(c.v, a.v, b.v)}; }
-// Pairs up 32 elements of a with those of b: `low` the elements 0-3, 8-11, ..., `high` 4-7, 12-15, ...
+// Interleaves 32 elements of a with those of b: `low` gets elements 0-3, 8-11, ..., `high` 4-7, 12-15, ...
 inline void zip(const bf16* a, const bf16* b, bf16x32& low, bf16x32& high) {
   const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
   low.v = (__m512bh)_mm512_unpacklo_epi16(x, y);
   high.v = (__m512bh)_mm512_unpackhi_epi16(x, y);
 }
-inline void store_unzipped(float* p, f32x16 low, f32x16 high) {  // in the order before
+inline void store_unzipped(float* p, f32x16 low, f32x16 high) {  // in the order before zip
   const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   _mm512_storeu_ps(p, _mm512_permutex2var_ps(low.v, front, high.v));
@@ -313,14 +313,14 @@ inline void store_unzipped(float* p, f32x16 low, f32x16 high) {  // in the order
 inline void store(bf16* p, f32x16 x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x.v)); }
 #endif
 template <class T>
-inline void store(T* p, f32x16 x, int64_t lanes) {  // the first `lanes` of them
+inline void store(T* p, f32x16 x, int64_t lanes) {  // the first `lanes` lanes
   if (lanes >= kLanes) return store(p, x);
   T all[kLanes];
   store(all, x);
   std::memcpy(p, all, lanes * sizeof(T));
 }
 template <class T>
-inline f32x16 load(const T* p, int64_t lanes) {  // zeros behind the first `lanes` of them
+inline f32x16 load(const T* p, int64_t lanes) {  // zeros after the first `lanes` lanes
   if (lanes >= kLanes) return load(p);
   T all[kLanes] = {};
   std::memcpy(all, p, lanes * sizeof(T));
@@ -368,8 +368,9 @@ inline f32x16 activate(f32x16 x, Activation kind) {
   }
 }
 
-// Runs body(thread, threads) in PyTorch's own OpenMP team, as many threads as torch.get_num_threads(). A forked child
-// inherits the parent's team without its threads and would wait for them forever: it works alone.
+// Whether this process was forked. team() runs body(thread, threads) in PyTorch's own OpenMP team of
+// torch.get_num_threads() threads. A forked child inherits the team without its threads and would wait for them forever, so
+// it works alone.
 inline bool& forked() {
   static bool value = [] {
     pthread_atfork(nullptr, nullptr, [] { forked() = true; });
@@ -377,10 +378,9 @@ inline bool& forked() {
   }();
   return value;
 }
-// Where the threads of a team wait for each other. OpenMP's own barriers put threads to sleep at once as soon as a
-// process has more teams than processors, which it has with every thread of Python that computes: waking them takes
-// longer than most of what is waited for. Who has waited long sleeps all the same: somebody else may need this processor
-// to arrive.
+// A barrier for the threads of a team. OpenMP's own barriers put threads to sleep at once if a process has more teams than
+// processors, and every computing thread of Python has a team. Waking them takes longer than most waits. A thread that has
+// waited long still sleeps, because another thread may need this processor to arrive.
 class Meeting {
  public:
   void wait(int threads) {
@@ -405,7 +405,7 @@ class Meeting {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    __asm__ volatile("isb");  // waits about as long as the other; `yield` does not wait
+    __asm__ volatile("isb");  // waits about as long as pause; `yield` does not wait
 #endif
   }
   std::atomic<int> arrived_{0};
@@ -428,7 +428,7 @@ inline void team(bool worthwhile, const Body& body) {
       const int threads = omp_get_num_threads();
       meeting() = &here;
       body(omp_get_thread_num(), threads);
-      meet(threads);  // the end of a region is one of OpenMP's barriers: nobody is to wait there
+      meet(threads);  // the region ends with one of OpenMP's barriers: no thread should wait there
     }
     return;
   }
@@ -438,7 +438,7 @@ inline void team(bool worthwhile, const Body& body) {
 struct Range {
   int64_t begin, end;
 };
-// A thread's share of `count` items, in whole groups.
+// Returns a thread's share of `count` items, in whole groups.
 inline Range share(int64_t count, int64_t group, int thread, int threads) {
   const int64_t groups = (count + group - 1) / group, each = (groups + threads - 1) / threads;
   return {std::min(count, thread * each * group), std::min(count, (thread + 1) * each * group)};

@@ -8,7 +8,7 @@
 namespace arbordraft {
 namespace {
 
-// How a stack's tensors are laid out: see LayerWeights in decoder_layers/reference.py.
+// The layout of a stack's tensors: see LayerWeights in decoder_layers/reference.py.
 constexpr int64_t kParameters = 30, kIntegers = 13, kScalars = 3, kQkv = 2;
 
 struct StackTensors {
@@ -23,7 +23,7 @@ class Stack {
  public:
   using X = std::conditional_t<std::is_same_v<W, Grouped>, float, Operand<W, T>>;
 
-  // size: H; beside: E, 0 where nothing stands beside the hidden states; rotary: rotated channels of a head, by one of
+  // size: H; beside: E, or 0 without an input beside the hidden states; rotary: rotated channels of a head, by one of
   // `tables` tables.
   Stack(const StackTensors& given, int64_t size, int64_t beside, int64_t rotary, int64_t tables)
       : size_(size), beside_(beside), rotary_(rotary), tables_(tables) {
@@ -37,7 +37,7 @@ class Stack {
     for (int64_t n = 0; n < count; ++n) layers_.push_back(layer(given, n));
   }
 
-  // What the rows of a forward see under a sliding window, 0 for none; it must outlive the run.
+  // Sets the keys that the rows of a forward see under each layer's window, 0 for none; they must outlive the run.
   template <class VisibleOf>
   void look(const VisibleOf& visible_of) {
     chunks_ = 1;
@@ -58,7 +58,7 @@ class Stack {
   }
   int64_t pool() const { return pool_; }
 
-  // x [rows][H] goes through all layers in place; `beside` [rows][E], cosines and sines [rows][tables][rotary].
+  // Runs all layers on x [rows][H] in place; `beside` [rows][E], cosines and sines [rows][tables][rotary].
   void run(
       float* x, const float* beside, int64_t rows, const float* cosines, const float* sines, const int64_t* slots,
       const std::vector<std::pair<int64_t, T*>>& taps = {}) const {
@@ -66,7 +66,7 @@ class Stack {
     for (const auto& layer : layers_) {
       widest = std::max(widest, (layer.query_heads + 2 * layer.kv_heads) * layer.dim);
       heads = std::max(heads, layer.query_heads * layer.dim);
-      const int64_t mlps = layer.router.routed ? layer.router.taken() : 1;  // of a row
+      const int64_t mlps = layer.router.routed ? layer.router.taken() : 1;  // taken by a row
       inner = std::max(inner, mlps * layer.inner);
       for (const auto* m : {&layer.qkv, &layer.out, &layer.gate_up}) groups = std::max(groups, groups_of(m->inputs));
       groups = std::max(groups, mlps * groups_of(layer.inner));
@@ -155,13 +155,13 @@ class Stack {
   std::vector<Layer<W, X, T>> layers_;
 };
 
-// Rows of type T as floats.
+// Converts rows of type T to float.
 template <class T>
 void widen_rows(const T* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, count - i), count - i);
 }
 
-// Calls what(W(), T()) with the types of prepacked weights and of the rows that they multiply.
+// Calls the function with W() and T(): the types of prepacked weights and of the rows that they multiply.
 template <class What>
 auto with_types(const Tensor& weight, const Tensor& rows, const What& what) {
   const bool half = rows.scalar_type() == at::kBFloat16;
@@ -172,7 +172,7 @@ auto with_types(const Tensor& weight, const Tensor& rows, const What& what) {
   }
 }
 
-// The same, for whoever knows weights in groups too.
+// Like with_types, also for weights in groups.
 template <class What>
 auto with_all_types(const Tensor& weight, const Tensor& rows, const What& what) {
   if (weight.scalar_type() != at::kByte) return with_types(weight, rows, what);

@@ -1,5 +1,5 @@
-// What operators have in common: checked views of tensors, scratch memory, packed batches and stacks of layers. Everything
-// is checked here, so that the kernels need not be.
+// Shared by all operators: checked views of tensors, scratch memory, packed batches. Arguments are checked here, so
+// kernels need no checks.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -89,12 +89,12 @@ Prepacked<Grouped> prepacked(
           lines == 4,            bytes};
 }
 
-// What weights of type W multiply, in forwards whose rows have type T.
+// The operand type of weights of type W, in forwards whose rows have type T.
 template <class W, class T>
 using Operand = std::conditional_t<
     std::is_same_v<W, Grouped>, Eighth, std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>>;
 
-// The same in X's own numbers.
+// Rows converted to type X and padded with zeros to `inputs`; the rows themselves if they fit already.
 template <class X, class In>
 const X* as_numbers(const In* x, int64_t rows, int64_t size, int64_t inputs, Arena& arena) {
   if constexpr (std::is_same_v<X, In>)
@@ -109,7 +109,7 @@ const X* as_numbers(const In* x, int64_t rows, int64_t size, int64_t inputs, Are
   return y;
 }
 
-// Rows as the kernels multiply them: of type X, padded with zeros to `inputs`.
+// Rows in the form that the kernels multiply: of type X, padded with zeros to `inputs`.
 template <class X, class In>
 const X* as_inputs(const In* x, int64_t rows, int64_t size, int64_t inputs, Arena& arena) {
   if constexpr (std::is_same_v<X, Eighth>) {

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are laid out once for the processor that reads them."""
+"""Linear layers whose weights are laid out once in the order in which the processor reads them."""
 
 from torch import Tensor
 
@@ -38,17 +38,17 @@ def prepacked_linear(
     outputs: int,
     activation: str | None = None,
 ) -> Tensor:
-    """``x W^T + bias`` with prepacked weights; natively a row's bits do not depend on the rows beside it.
+    """Computes ``x W^T + bias`` with prepacked weights; in C++ a row's bits do not depend on the other rows.
 
     Args:
         x: ``[..., I]`` float32 or bfloat16.
-        prepacked: what :func:`pack` made of ``W``: of x's dtype, int8, or uint8 in groups. Weights in groups multiply x
-            in 8 bits, which are taken of every row by itself, group by group.
-        scale: ``[O]`` float32 factors of int8 weights; what :func:`pack` made for groups.
+        prepacked: ``W`` as :func:`pack` returns it, of x's dtype, int8, or uint8 in groups. Weights in groups multiply
+            x in 8 bits: every row is quantised by itself, group by group.
+        scale: ``[O]`` float32 factors of int8 weights; for groups, the scales that :func:`pack` returns.
         bias: ``[O]`` float32.
         outputs: ``O``.
-        activation: name of the activation if the rows of ``W`` are gates and inputs, :func:`interleave`-d, whose
-            product is wanted: ``activation(gate) * up``.
+        activation: name of the gated activation, ``activation(gate) * up``. The rows of ``W`` are then gates and
+            inputs, interleaved by :func:`interleave`.
 
     Returns:
         ``[..., O]`` of x's dtype, or ``[..., O / 2]`` with an activation.

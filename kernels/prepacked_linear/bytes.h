@@ -1,16 +1,16 @@
-// Sixteen exact sums of products of bytes, on whatever vector unit the compiler targets: unsigned codes of weights times
-// signed codes of activations. Integers have no rounding, so every unit gives the same numbers.
+// Sixteen exact sums of products of bytes, on the vector unit that the compiler targets: unsigned codes of weights times
+// signed codes of activations. Integers are not rounded, so every unit gives the same numbers.
 #pragma once
 
 #include "../native/simd.h"
 
 namespace arbordraft {
 
-// dot<Bits>(sums, codes, x): lane i gains the sum over k of (codes[4 i + k] - kOffset<Bits>) * x[k], and to_float<Bits>
-// gives the sums of at most eight of these, all of a group. Multiplying bytes pairwise into 16 bits saturates above 32767:
-// those of 8 bits are centred first, which leaves 2 * 128 * 127; of codes of 4 bits even all pairs of a group add up to no
-// more than 8 * 2 * 15 * 127 = 30480, and are widened at its end alone. The units that sum into 32 bits at once need no
-// centring, and leave it to the caller.
+// dot<Bits>(sums, codes, x) adds to lane i the sum over k of (codes[4 i + k] - kOffset<Bits>) * x[k]. to_float<Bits> returns
+// the sums of at most eight such calls, which make up a group. Multiplying bytes pairwise into 16 bits saturates above 32767.
+// Codes of 8 bits are therefore centred first: pairs stay within 2 * 128 * 127. With codes of 4 bits, all pairs of a group add
+// up to at most 8 * 2 * 15 * 127 = 30480, and are widened only at its end. Units that sum into 32 bits at once do not centre,
+// and leave it to the caller.
 #if defined(__AVX512BW__)
 
 struct i32x16 {
@@ -116,7 +116,7 @@ inline f32x16 to_float(i32x16 sums) {
   return {to_float8<Bits>(sums.a), to_float8<Bits>(sums.b)};
 }
 
-#elif !defined(ARBORDRAFT_NEON)  // which neon.h has all of
+#elif !defined(ARBORDRAFT_NEON)  // neon.h has its own
 
 struct i32x16 {
   int32_t v[16];
@@ -189,7 +189,7 @@ inline f32x16 load_counts(const uint8_t* p) {
 }
 #endif
 
-// Whole numbers of -127..127, as bytes.
+// Stores whole numbers of -127..127 as bytes.
 inline void store_bytes(int8_t* p, f32x16 x) {
 #if defined(__AVX512F__)
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));

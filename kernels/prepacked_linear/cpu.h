@@ -1,9 +1,9 @@
-// y = x W^T with W prepacked for the vector unit. Row-invariant: a row's bits are the same whatever rows run beside it,
-// because every element of y is one accumulator that visits its products in the same order in every tile shape.
+// y = x W^T with W prepacked for the vector unit. Row-invariant: a row's bits do not depend on the other rows, because every
+// element of y is one accumulator that adds its products in the same order in every tile shape.
 //
 // Layouts, for O outputs (padded to 16 with zeros) and I inputs (padded to 2):
 //   float:        [O/16][I][16]
-//   bf16, int8:   [O/16][I/2][16][2], pairs of inputs side by side as the dot-product instructions want them
+//   bf16, int8:   [O/16][I/2][16][2], pairs of inputs side by side as the dot-product instructions need them
 #pragma once
 
 #include "tiles.h"
@@ -18,9 +18,9 @@ constexpr int kTileRows = 6;
 constexpr int kTileBlocks(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
 
-// Weights come into the caches while the ones before them are multiplied. Alone, a tile fetches all that the next one
-// reads, whose first lines it would wait for otherwise. Where several tiles of rows pass over the same weights, each
-// fetches one of the next blocks, which spreads memory traffic over all of them.
+// Weights are prefetched while earlier ones are multiplied. A lone tile fetches all weights of the next one, which would
+// otherwise wait for its first lines. If several tiles of rows pass over the same weights, each fetches one of the next
+// blocks, which spreads memory traffic over all of them.
 //
 // found[r][b] = sum over inputs of x[r] and block b of w.
 template <int R, int NB, bool Alone, class W, class X>
@@ -68,8 +68,8 @@ inline void tile(const W* w, const X* x, int64_t inputs, const W* ahead, f32x16*
   each<R * NB>([&](auto n) { found[n] = acc[n]; });
 }
 
-// One prepacked matrix, which multiplies rows of as many inputs. `scale` is 8-bit weights' factor per output, `bias` may be
-// missing. Weights in groups: see grouped.h.
+// One prepacked matrix. `scale` is the factor per output of 8-bit weights; `scale` and `bias` may be missing. Weights in
+// groups: see grouped.h.
 template <class W>
 struct Prepacked {
   const W* weight;
@@ -85,8 +85,7 @@ struct Prepacked {
   }
 };
 
-// The tile of `rows` and `blocks`, one of those that multiply() asks for: compiled once, not wherever something is
-// multiplied.
+// Runs the tile of `rows` and `blocks`. Compiled once for all calls of multiply().
 template <class W, class X>
 [[gnu::noinline]] void some_tile(
     int rows, int blocks, bool alone, const W* w, const X* x, int64_t inputs, const W* ahead, f32x16* found) {
@@ -97,7 +96,7 @@ template <class W, class X>
       if (blocks == 2) return tile<R, 2, true>(w, x, inputs, ahead, found);
       return tile<R, kTileBlocks(R), true>(w, x, inputs, ahead, found);
     }
-    if constexpr (R >= kTileRows / 2) {  // passes are about as long
+    if constexpr (R >= kTileRows / 2) {  // passes have about equal numbers of rows
       if constexpr (kTileBlocks(R) > 1)
         if (blocks == 2) return tile<R, 2, false>(w, x, inputs, ahead, found);
       return tile<R, 1, false>(w, x, inputs, ahead, found);
@@ -117,8 +116,8 @@ template <class W, class X>
   }
 }
 
-// Emits outputs of all rows for a range of blocks: emit(row, first block, accumulators, number of blocks). The number
-// is even wherever the range is: a gated activation finds its two halves, prepacked as neighbours, in one call.
+// Emits outputs of all rows for a range of blocks: emit(row, first block, accumulators, number of blocks). If the range has
+// an even number of blocks, so has every call: a gated activation gets its two halves, prepacked as neighbours, together.
 template <class W, class X, class Emit>
 inline void multiply(const Prepacked<W>& m, const X* x, int64_t rows, Range blocks, const Emit& emit) {
 #if defined(ARBORDRAFT_AMX)
@@ -129,8 +128,8 @@ inline void multiply(const Prepacked<W>& m, const X* x, int64_t rows, Range bloc
         emit(row, block, acc, n);
       });
 #endif
-  // Two blocks at a time stay in the inner caches while all rows pass over them, in passes of about as many rows: one of
-  // few would wait for its own sums.
+  // Two blocks at a time stay in the inner caches while all rows pass over them. Passes have about equal numbers of rows: a
+  // pass of few rows would wait for its own sums.
   const int64_t half = m.inputs * kLanes, passes = (rows + kTileRows - 1) / kTileRows;
   const int64_t wide = passes > 1 ? 2 : std::max(2, kTileBlocks(int(rows)));
   for (int64_t block = blocks.begin, n; block < blocks.end; block += n) {

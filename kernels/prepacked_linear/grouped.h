@@ -1,16 +1,16 @@
-// y = x W^T with W in groups of 32 inputs of 8 or 4 bits, and the rows of x brought to 8 bits group by group.
+// y = x W^T with W in groups of 32 inputs of 8 or 4 bits, and the rows of x quantised to 8 bits group by group.
 //
-// Row-invariant as the rest: a group's sum is an integer, groups are added in their order, and a row's codes depend on the
-// row alone. A product and its sum are rounded one after the other, never fused: so these bits are the same on every
-// instruction set, too.
+// Row-invariant like all kernels here: a group's sum is an integer, groups are added in their order, and a row's codes
+// depend on the row alone. A product and its sum are rounded separately, never fused, so these bits are also the same on
+// every instruction set.
 //
 // Layouts, for O outputs (padded to 16) and I inputs (padded to 32), as groups.py has them:
 //   8 bits:   codes [O/16][I/32][8][16][4], scales [O/16][I/32][16];        weight = scale * (code - 128)
 //   4 bits:   codes [O/16][I/32][4][16][4], scales [O/16][I/32][2][16];     weight = scale * code + minimum
-//             or the scales and minima as bytes, [O/16][4 + I/32][2][16], which an output's two factors multiply: these are
-//             floats [2][16], and lie where the first of the bytes would be
-// four inputs side by side as the dot-product instructions want them; a byte's low half belongs to the inputs 0..15 of its
-// group, its high half to 16..31.
+//             or scales and minima as bytes, [O/16][4 + I/32][2][16], times two factors per output: floats [2][16] in the
+//             place of the first four groups
+// Four inputs are side by side as the dot-product instructions need them. A byte's low half belongs to the inputs 0..15 of
+// its group, its high half to 16..31.
 #pragma once
 
 #include "bytes.h"
@@ -20,31 +20,31 @@ namespace arbordraft {
 
 constexpr int64_t kGroupSize = 32;
 
-struct Grouped {};  // the type of such weights
+struct Grouped {};  // the type of weights in groups
 
 template <>
 struct Prepacked<Grouped> {
   const uint8_t* weight;
-  const void* scale;  // halves, or bytes behind factors
+  const void* scale;  // halves, or factors followed by bytes
   const float* bias;
   int64_t outputs, inputs;  // inputs as padded
-  bool four, bytes;         // of what bits the codes are, and whether the scales are bytes
+  bool four, bytes;         // whether codes have 4 bits, and whether scales are bytes
 
   int64_t groups() const { return inputs / kGroupSize; }
 };
 
-// A group of a row: about scale * codes.
+// A quantised group of a row: scale * codes approximates it.
 struct Eighth {
   float scale;
   float total;    // scale times the sum of the codes
-  int32_t begin;  // what sums of products with 8-bit weights begin with, for the centre of those
+  int32_t begin;  // start of sums of products with 8-bit weights, which corrects for their centre
   int8_t codes[kGroupSize];
 };
 
 inline int64_t groups_of(int64_t size) { return (size + kGroupSize - 1) / kGroupSize; }
 
-// Symmetric, to nearest, ties to even. A group with something that is no finite number has no scale, so that no output of
-// its row is a number either; what is nearer to 0 than 1e-30 counts as 0.
+// Symmetric, to nearest, ties to even. If a group has an infinity or NaN, its scale is NaN, so all outputs of its row are NaN.
+// If no number of a group exceeds 1e-30, all count as 0.
 template <class X>
 inline void to_eighths(const X* x, int64_t size, Eighth* y) {
   for (int64_t i = 0; i < size; i += kGroupSize, ++y) {
@@ -66,7 +66,7 @@ inline void to_eighths(const X* x, int64_t size, Eighth* y) {
 
 #if defined(__AVX512F__)
 template <int Bits>
-constexpr int kGroupedRows = Bits == 8 ? 6 : 4;  // unpacking takes registers, too
+constexpr int kGroupedRows = Bits == 8 ? 6 : 4;  // unpacking takes registers as well
 constexpr int kGroupedBlocks(int rows) { return rows == 1 ? 4 : 2; }
 #else
 template <int Bits>
@@ -80,8 +80,8 @@ constexpr int64_t kFactors = std::is_same_v<S, uint8_t> ? 2 * kLanes * sizeof(fl
 inline f32x16 load_scales(const uint16_t* p, f32x16) { return load_halves(p); }
 inline f32x16 load_scales(const uint8_t* p, f32x16 factor) { return load_counts(p) * factor; }
 
-// found[r][b] = sum over inputs of x[r] and block b. Meanwhile the first `fetched` of the next blocks, from `ahead` on, come
-// into the cache.
+// found[r][b] = sum over inputs of x[r] and block b. Meanwhile prefetches the first `fetched` of the next blocks, which begin
+// at `ahead`.
 template <int R, int NB, int Bits, class S>
 inline void tile_groups(
     const Prepacked<Grouped>& m, const Eighth* x, int64_t block, int64_t ahead, int fetched, f32x16* found) {
@@ -161,7 +161,7 @@ template <int Bits, class S>
 #endif
 }
 
-// As for other weights, see cpu.h.
+// See multiply() for other weights in cpu.h.
 template <class Emit>
 inline void multiply(const Prepacked<Grouped>& m, const Eighth* x, int64_t rows, Range blocks, const Emit& emit) {
   const auto tile = !m.four ? some_tile<8, uint16_t> : m.bytes ? some_tile<4, uint8_t> : some_tile<4, uint16_t>;
@@ -169,7 +169,7 @@ inline void multiply(const Prepacked<Grouped>& m, const Eighth* x, int64_t rows,
   const bool alone = rows <= most;
   const int64_t wide = alone ? std::max(2, kGroupedBlocks(int(rows))) : 2;
   // Two blocks at a time stay in the inner caches while all rows pass over them, and the first two tiles fetch the next
-  // two blocks. Alone, a tile fetches what the next one reads.
+  // two blocks. A lone tile fetches the weights of the next one.
   for (int64_t block = blocks.begin, n; block < blocks.end; block += n) {
     n = std::min(wide, blocks.end - block);
     if (n == 3) n = 2;

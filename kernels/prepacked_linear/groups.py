@@ -1,4 +1,4 @@
-"""Weights in groups of 32 inputs, each with a scale of its own: what GGUF calls Q8_0 and Q4_1, and Q4_1 in fewer bits.
+"""Weights in groups of 32 inputs with a scale each: Q8_0 and Q4_1 of GGUF, and Q4_1 with smaller scales.
 
 Shapes: O outputs, I inputs, G = ceil(I / 32) groups, B = ceil(O / 16) blocks of outputs.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 LANES = 16
 GROUP = 32
 _CENTRE = 128  # the code that means 0 in 8 bits
-_FACTORS = 4  # how many groups' scales and minima in bytes are as large as an output's factors
+_FACTORS = 4  # groups whose scales and minima in bytes take the space of an output's two factors
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Groups:
     Args:
         codes: ``[O, I]`` uint8, below 16 if there are minima.
         scale: ``[O, G]`` float16, or uint8 with factors.
-        minimum: ``[O, G]`` of 4-bit codes, as the scales; 8-bit ones have none.
-        factors: ``[O, 2]`` float32 by which an output's scales and minima in bytes are multiplied.
+        minimum: ``[O, G]`` for 4-bit codes, of the type of the scales; ``None`` for 8-bit codes.
+        factors: ``[O, 2]`` float32 factors of an output's scales and minima, if these are bytes.
     """
 
     codes: Tensor
@@ -38,31 +38,32 @@ class Groups:
         return 8 if self.minimum is None else 4
 
     def dense(self) -> Tensor:
-        """``[O, I]`` float32."""
+        """Returns the ``[O, I]`` weights in float32."""
         codes, (scale, minimum) = _grouped(self.codes.float()), self.wide()
         scale = scale[..., None]
         values = (codes - _CENTRE) * scale if minimum is None else codes * scale + minimum[..., None]
         return values.flatten(1)[:, : self.codes.shape[1]].contiguous()
 
     def wide(self) -> tuple[Tensor, Tensor | None]:
-        """``[O, G]`` float32 scales and minima."""
+        """Returns ``[O, G]`` float32 scales and minima."""
         scale, minimum = self.scale.float(), None if self.minimum is None else self.minimum.float()
         if self.factors is None or minimum is None:
             return scale, minimum
         return scale * self.factors[:, :1], minimum * self.factors[:, 1:]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Groups":
-        """The same rows in another order, or other rows: ``function`` of codes, scales, minima and factors alike."""
+        """Applies ``function``, which reorders or selects rows, to codes, scales, minima and factors."""
         rest = [None if part is None else function(part) for part in (self.minimum, self.factors)]
         return Groups(function(self.codes), function(self.scale), *rest)
 
     def prepack(self) -> tuple[Tensor, Tensor]:
-        """What the kernels read, padded to 16 outputs and 32 inputs.
+        """Returns codes and scales in the layout of the kernels, padded to 16 outputs and 32 inputs.
 
         Returns:
-            ``[B, G, 8, 16, 4]`` uint8 and ``[B, G, 16]`` float16 for 8 bits; for 4 bits ``[B, G, 4, 16, 4]``, whose low
-            and high halves are inputs 0..15 and 16..31 of their group, and ``[B, G, 2, 16]``, scales and minima; in
-            bytes ``[B, 4 + G, 2, 16]`` uint8, which begin with the bits of the ``[2, 16]`` factors.
+            Codes, ``[B, G, 8, 16, 4]`` uint8 for 8 bits and ``[B, G, 4, 16, 4]`` uint8 for 4 bits. The low and high
+            half of a byte are then inputs 0..15 and 16..31 of their group. Scales, ``[B, G, 16]`` float16 for 8 bits.
+            For 4 bits scales and minima, ``[B, G, 2, 16]`` float16 or ``[B, 4 + G, 2, 16]`` uint8. The latter begin
+            with the bits of the ``[2, 16]`` factors.
         """
         rows = -len(self.codes) % LANES
         codes = F.pad(_grouped(self.codes), (0, 0, 0, 0, 0, rows)).unflatten(0, (-1, LANES)).unflatten(-1, (8, 4))
@@ -79,7 +80,7 @@ class Groups:
 
     @classmethod
     def restore(cls, codes: Tensor, scales: Tensor, outputs: int, inputs: int) -> "Groups":
-        """The ``[O, I]`` matrix that was prepacked."""
+        """Returns the ``[O, I]`` matrix that was prepacked."""
         four = codes.shape[2] == 4
         quads = torch.cat([codes & 15, codes >> 4], dim=2) if four else codes
         factors = None
@@ -93,9 +94,10 @@ class Groups:
 
 
 def quantize_groups(weight: Tensor, bits: int) -> Groups:
-    """``[O, I]`` to the nearest codes of 8 bits (symmetric) or 4 bits (from the least to the largest of a group).
+    """Rounds ``[O, I]`` to the nearest codes of 8 bits (symmetric) or 4 bits (from a group's minimum to its maximum).
 
-    Scales of 4 bits, and minima, which are at most 0, are rounded to bytes of an output's largest ones.
+    Scales and minima of 4-bit codes are rounded to bytes, in units of 1/255 of an output's largest scale and minimum.
+    Minima are at most 0.
 
     Raises:
         ValueError: if weights are too large for float16 scales of 8 bits, infinite or NaN.
@@ -119,7 +121,7 @@ def quantize_groups(weight: Tensor, bits: int) -> Groups:
 
 
 def concatenate(groups: Sequence[Groups]) -> Groups:
-    """Several matrices below each other, all of the same bits."""
+    """Concatenates matrices of the same bits along the rows."""
     first = groups[0]
     minima = [part.minimum for part in groups if part.minimum is not None]
     factors = [part.factors for part in groups if part.factors is not None]
@@ -132,7 +134,7 @@ def concatenate(groups: Sequence[Groups]) -> Groups:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What the kernels multiply: ``[T, G, 32]`` codes of -127..127 (as float64) and ``[T, G]`` float32 scales."""
+    """Quantises rows to ``[T, G, 32]`` codes of -127..127 (as float64) and ``[T, G]`` float32 scales."""
     groups = _grouped(x.float())
     most = groups.abs().amax(dim=-1, keepdim=True)
     steps = torch.where(most > 1e-30, torch.full_like(most, 127) / most, 0.0)  # not by a reciprocal, as 127 / most
@@ -140,19 +142,19 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiply_groups(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Tensor:
-    """``[T, I]`` times prepacked weights, ``[T, O]`` float64: the rows in 8 bits, everything else exact."""
+    """Multiplies ``[T, I]`` with prepacked weights to ``[T, O]`` float64; rows are in 8 bits, all else is exact."""
     weight = Groups.restore(codes, scales, outputs, GROUP * codes.shape[1])
     rows, steps = quantize_rows(F.pad(x, (0, weight.codes.shape[1] - x.shape[-1])))
     return (rows * steps.double()[..., None]).flatten(1) @ weight.dense().double().T
 
 
 def _grouped(x: Tensor) -> Tensor:
-    """``[..., I]`` to ``[..., G, 32]``, padded with zeros."""
+    """Reshapes ``[..., I]`` to ``[..., G, 32]``, padded with zeros."""
     return F.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
 
 
 def _in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``[O, G]`` of one sign as ``[O, G]`` whole numbers of 0..255 times ``[O, 1]``."""
+    """Factors ``[O, G]`` numbers of one sign into ``[O, G]`` integers of 0..255 and an ``[O, 1]`` unit."""
     largest = x.gather(1, x.abs().argmax(dim=1, keepdim=True)) / 255
     return (x / torch.where(largest == 0, 1.0, largest)).round(), largest
 

@@ -1,4 +1,4 @@
-"""A prepacked module in the place of ``nn.Linear``.
+"""A prepacked module that replaces ``nn.Linear``.
 
 Shapes: O outputs, I inputs.
 """
@@ -13,13 +13,13 @@ from arbordraft.kernels.prepacked_linear import Groups, check_weights, pack, pre
 class PrepackedLinear(nn.Module):
     """Computes an ``nn.Linear`` by a C++ kernel, from a second copy of its weights that is laid out for the processor.
 
-    It holds the linear's own parameters under their own names, so a state dict does not change. When they are written
-    to afterwards, which their version counter tells, they are prepacked again. Writes through ``.data`` escape it.
+    It holds the linear's own parameters under their own names, so the state dict does not change. If the version
+    counter of a parameter shows a later write, the weights are prepacked again. Writes through ``.data`` go unnoticed.
 
     Args:
-        linear: the module it stands for, or what has its ``weight`` and ``bias``; on the CPU, in float32 or bfloat16.
-        weights: keep fewer bits, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output.
-        groups: what these weights are in groups already, until they are written to.
+        linear: the replaced module, or an object with its ``weight`` and ``bias``; on the CPU, in float32 or bfloat16.
+        weights: kind of reduced weights, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output.
+        groups: these weights in groups, if they exist already; used until the weights are written to.
         transposed: whether the linear keeps ``[I, O]`` instead of ``[O, I]``.
 
     Raises:
@@ -49,14 +49,14 @@ class PrepackedLinear(nn.Module):
         self._prepack(groups)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., I]`` to ``[..., O]``."""
+        """Maps ``[..., I]`` to ``[..., O]``."""
         if self._state != self._current():
             self._prepack()
         return prepacked_linear(x, self._prepacked, self._scale, self._wide_bias, outputs=self.out_features)
 
     @property
     def prepacked(self) -> tuple[Tensor, Tensor | None]:
-        """The native layout of the weights as they are now, and their scales."""
+        """The current weights in the layout of the kernels, and their scales."""
         if self._state != self._current():
             self._prepack()
         return self._prepacked, self._scale
@@ -79,5 +79,5 @@ class PrepackedLinear(nn.Module):
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; 0 for inference tensors, which do not count."""
+    """Returns how often a tensor was written to; 0 for inference tensors, which have no version counter."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""Prepacked matrices in plain PyTorch: the layout, and the truth about what is multiplied.
+"""Prepacked matrices in plain PyTorch: the layout, and the definition of the product.
 
 Shapes: O outputs, I inputs, ... any leading dimensions.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 from arbordraft.kernels.prepacked_linear.groups import LANES, multiply_groups, quantize_groups
 
 WEIGHTS = ("int4", "int8", "int8-weight-only")
-_ROWS = 256 * LANES  # that are quantised at a time
+_ROWS = 256 * LANES  # rows that are quantised at a time
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -20,7 +20,7 @@ ACTIVATIONS = {
 
 
 def prepack(weight: Tensor) -> Tensor:
-    """Lays ``[O, I]`` out as the kernels read it, padded with zeros to 16 outputs and 2 inputs.
+    """Lays ``[O, I]`` out for the kernels, padded with zeros to 16 outputs and 2 inputs.
 
     Returns:
         ``[O/16, I, 16]`` for float32, ``[O/16, I/2, 16, 2]`` for bfloat16 and int8.
@@ -34,30 +34,30 @@ def prepack(weight: Tensor) -> Tensor:
 
 
 def restore(prepacked: Tensor, outputs: int, inputs: int) -> Tensor:
-    """The ``[O, I]`` matrix that was prepacked."""
+    """Returns the ``[O, I]`` matrix that was prepacked."""
     dense = prepacked.permute(0, 2, 1, 3).flatten(2) if prepacked.ndim == 4 else prepacked.transpose(1, 2)
     return dense.flatten(0, 1)[:outputs, :inputs].contiguous()
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """Puts blocks of 16 rows of two ``[O, ...]`` tensors alternately: the halves of a gated activation."""
+    """Interleaves blocks of 16 rows of two ``[O, ...]`` tensors: the halves of a gated activation."""
     blocks = [half.unflatten(0, (-1, LANES)) for half in (gate, up)]
     return torch.stack(blocks, dim=1).flatten(0, 2)
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``[O, I]`` int8 and its ``[O]`` float32 scales: symmetric, one scale per output."""
+    """Quantises a matrix to ``[O, I]`` int8 and ``[O]`` float32 scales: symmetric, one scale per output."""
     scale = weight.detach().float().abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
     return (weight.detach().float() / scale[:, None]).round().to(torch.int8), scale
 
 
 def pack(weight: Tensor, weights: str | None = None) -> tuple[Tensor, Tensor | None]:
-    """``[O, I]`` as the kernels read it, and its scales.
+    """Returns ``[O, I]`` in the layout of the kernels, and its scales.
 
     Args:
         weight: float32 or bfloat16.
-        weights: ``"int4"`` or ``"int8"``, in groups; ``"int8-weight-only"``, with one scale per output; by default as
-            they are.
+        weights: ``"int4"`` or ``"int8"``, in groups; ``"int8-weight-only"``, with one scale per output. By default
+            weights are not quantised.
     """
     if weights is None:
         return prepack(weight), None
@@ -71,7 +71,7 @@ def pack(weight: Tensor, weights: str | None = None) -> tuple[Tensor, Tensor | N
 
 
 def check_weights(weights: str | None) -> None:
-    """Raises ValueError unless this names a kind of weights."""
+    """Raises ValueError if ``weights`` is not None and names no kind of weights."""
     if weights is not None and weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)} or None, got {weights!r}")
 

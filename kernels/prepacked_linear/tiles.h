@@ -1,7 +1,7 @@
 // y = x W^T in bfloat16 by matrix tiles, whose layout is that of cpu.h: [16][16][2] of [O/16][I/2][16][2] make a tile.
 //
-// Rows are in tiles of one height, the last of which may begin within the one before it: its sums are the same. Two of
-// them pass over two blocks of outputs together; a lone one passes over four, so that products need not wait for sums.
+// Tiles of rows have one height. The last may overlap the one before it, which gives the same sums. Two tiles pass over two
+// blocks of outputs together; a lone one passes over four, so that products need not wait for sums.
 #pragma once
 
 #include "../native/amx.h"
@@ -17,7 +17,7 @@ struct alignas(64) TileSums {
   float of[4][kTileHeight][kLanes];
 };
 
-// Adds the products of 32 inputs. Instructions name their tiles by constants: 0 to 3 are sums, 4 and 5 rows of x, 6 and 7
+// Adds the products of 32 inputs. Instructions take tile numbers as constants: 0 to 3 are sums, 4 and 5 rows of x, 6 and 7
 // weights.
 template <int Rows, int Blocks>
 inline void add_products(const bf16* const* x, int64_t row_bytes, const bf16* w, int64_t block) {
@@ -41,8 +41,7 @@ inline void add_products(const bf16* const* x, int64_t row_bytes, const bf16* w,
   }
 }
 
-// Sums of `height` rows at each x[r] and of all blocks at w. Meanwhile the first `fetched` blocks at `ahead` come into the
-// cache.
+// Computes sums of `height` rows at each x[r] for all blocks at w. Meanwhile prefetches the first `fetched` blocks at `ahead`.
 template <int Rows, int Blocks>
 [[gnu::noinline]] void some_tiles(
     const bf16* w, const bf16* const* x, int64_t height, int64_t inputs, const bf16* ahead, int64_t fetched,
@@ -61,7 +60,7 @@ template <int Rows, int Blocks>
     for (int r = 0; r < Rows; ++r) at[r] = x[r] + i;
     add_products<Rows, Blocks>(at, inputs * sizeof(bf16), w + i * kLanes, block);
   }
-  if (left) {  // the rest of the inputs, with zeros behind it
+  if (left) {  // the remaining inputs, padded with zeros
     bf16 rows[Rows][kTileHeight][kTileInputs] = {}, weights[Blocks][kTileInputs * kLanes] = {};
     const bf16* at[Rows];
     for (int r = 0; r < Rows; ++r) {
@@ -80,8 +79,8 @@ template <int Rows, int Blocks>
   }
 }
 
-// Emits the sums of all rows for a range of blocks: emit(row, first block, sums, number of blocks), which is even wherever
-// the range is.
+// Emits the sums of all rows for a range of blocks: emit(row, first block, sums, number of blocks). If the range has an even
+// number of blocks, so has every call.
 template <class Emit>
 inline void multiply_by_tiles(
     const bf16* weight, int64_t inputs, const bf16* x, int64_t rows, Range blocks, const Emit& emit) {
@@ -98,7 +97,7 @@ inline void multiply_by_tiles(
       const int64_t row = pass * most * height, count = std::min(rows - row, most * height);
       const int64_t first[2] = {std::min(row, rows - height), std::min(row + height, rows - height)};
       const bf16 *w = weight + b * block, *from[2] = {x + first[0] * inputs, x + first[1] * inputs};
-      // The next blocks come into the cache in one pass, or one block in each of the first.
+      // The next blocks are prefetched in one pass, or one block in each of the first passes.
       const bf16* ahead = w + (n + pass) * block;
       const int64_t fetched = passes == 1 ? n : pass < n ? 1 : 0;
       if (n == 4)

@@ -1,4 +1,4 @@
-"""Attention of ragged draft trees to a ragged KV cache, in one call for the whole batch."""
+"""Attention of ragged draft trees over a ragged KV cache, in one call for the whole batch."""
 
 from torch import Tensor
 
@@ -42,17 +42,17 @@ def ragged_tree_attention(
         window: sliding window in tokens.
         softcap: bound of the scores, ``softcap * tanh(scores / softcap)``.
         sinks: ``[Hq]`` logits of attention sinks.
-        use_native: use the C++ kernel where it is built and knows dtype and head sizes. Its rows do not depend on each
-            other's number, so that a tree node gets the bits that plain decoding will give its token.
-        row_invariant: let the Triton kernel, too, give a tree node the bits that plain decoding will give its token,
-            one row at a time.
+        use_native: use the C++ kernel if it is built and supports dtype and head sizes. A row's bits do not depend on
+            the other rows, so a tree node gets the bits that plain decoding will give its token.
+        row_invariant: compute row by row in Triton too, so that a tree node gets the bits that plain decoding will give
+            its token.
 
     Returns:
         ``[T, Hq, Dv]``.
     """
     fits = query.shape[2] % 16 == 0 and values.shape[2] % 16 == 0
     run = attend.pick(query, native=use_native and fits)
-    if run is attend.reference:  # the batch keeps what its layers share
+    if run is attend.reference:  # not by tensors: the batch keeps the masks that layers share
         return ragged_tree_attention_reference(
             query, keys, values, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
         )

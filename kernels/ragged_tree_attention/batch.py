@@ -23,11 +23,11 @@ class Span(NamedTuple):
     Args:
         row: its first packed row.
         rows: number of its rows.
-        start: first pool row that any of them sees.
-        length: number of pool rows from there on.
-        bias: ``[copies * rows, length]`` to add to the scores, 0 where a row sees a key and else ``-inf``; ``None`` if
-            every row sees all of them, or if ``causal``.
-        causal: the rows are the beginning of a text, and each sees just itself and the rows before it.
+        start: first pool row that any of its rows sees.
+        length: number of pool rows from ``start`` on.
+        bias: ``[copies * rows, length]``, added to the scores: 0 if a row sees a key, otherwise ``-inf``. ``None`` if
+            every row sees all keys, or if ``causal``.
+        causal: the rows are the beginning of a text, and each sees only itself and the rows before it.
     """
 
     row: int
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """Which packed rows belong to which sample, where their keys lie and what each row may see.
+    """Packed rows of every sample, the pool rows of their keys, and the keys that each row sees.
 
     A sample's keys lie in consecutive pool rows: ``past`` committed ones, visible to every row, then the rows of the
     draft tree. The rows of this forward are the last ones of the tree region and are already in the pool.
@@ -49,7 +49,7 @@ class RaggedBatch:
         rows: number of packed rows of every sample.
         starts: first pool row of every sample.
         past: committed keys of every sample.
-        tree_positions: positions of the keys of the tree region, for sliding windows; its length is the region's.
+        tree_positions: positions of the keys of the tree region, for sliding windows; as many as the region has keys.
         positions: ``[T]`` int64 positions of the packed rows.
         slots: ``[T]`` int64 pool rows of the packed rows.
         words: ``[T, W]`` int64 ancestor words over the tree region; ``None`` if every row sees all rows before it.
@@ -66,20 +66,20 @@ class RaggedBatch:
 
     @cached_property
     def most_rows(self) -> int:
-        """The rows of the sample that has most."""
+        """The largest number of rows of a sample."""
         return max(self.rows, default=0)
 
     @cached_property
     def longest(self) -> int:
-        """The committed keys of the sample that has most."""
+        """The largest number of committed keys of a sample."""
         return max(self.past, default=0)
 
     @cached_property
     def layout(self) -> Tensor:
         """``[4, B + 1]`` int64, on the device of the rows.
 
-        Of every sample its first packed row, its first pool row, its committed keys and the first of its keys in
-        :attr:`region`. The last column says where the packed rows and the regions end.
+        The rows hold each sample's first packed row, first pool row, committed keys and first key in :attr:`region`.
+        The last column is the end of the packed rows and of the regions.
         """
         first_rows = (0, *accumulate(self.rows))
         first_keys = (0, *accumulate(map(len, self.tree_positions)))
@@ -94,9 +94,9 @@ class RaggedBatch:
 
     @classmethod
     def from_layout(cls, layout: Tensor, region: Tensor | None, positions: Tensor, words: Tensor | None) -> Self:
-        """The batch that :attr:`layout` and :attr:`region` describe, without slots, which attention does not read.
+        """Builds a batch from :attr:`layout` and :attr:`region`, without slots, which attention does not read.
 
-        Without a region, which only windows need, its positions are 0.
+        Only windows need a region. Without one, positions of the tree regions are 0.
         """
         first_rows, starts, past, first_keys = layout.tolist()
         keys = [0] * first_keys[-1] if region is None else region.tolist()
@@ -111,11 +111,11 @@ class RaggedBatch:
         )
 
     def to(self, device: torch.device) -> Self:
-        """The same batch with its tensors on ``device``, where they arrive in one upload."""
+        """Returns the batch with its tensors on ``device``, moved in one upload."""
         return self.upload(device)[0]
 
     def upload(self, device: torch.device, *beside: Tensor) -> tuple[Self, list[Tensor]]:
-        """The same batch and some integers, such as the tokens of its rows, on ``device``: in one upload."""
+        """Returns the batch and some integers, such as the tokens of its rows, on ``device``, moved in one upload."""
         if self.positions.device == device:
             return self, [part.to(device) for part in beside]
         waiting = [part for part in beside if part.device != device]
@@ -129,13 +129,13 @@ class RaggedBatch:
     def spans(
         self, window: int | None = None, copies: int = 1, dtype: torch.dtype = torch.float32, dense: bool = False
     ) -> list[Span]:
-        """What the rows of each sample that has any see: made once per forward and shared by all layers.
+        """Returns the span of each sample that has rows, made once per forward and shared by all layers.
 
         Args:
             window: a row at position ``i`` sees keys at positions above ``i - window``.
-            copies: how often a sample's rows are stacked, for as many query heads.
-            dtype: that of the scores.
-            dense: spell out causal masks too.
+            copies: how often a sample's rows are stacked, once per query head of a group.
+            dtype: dtype of the scores.
+            dense: whether to build causal masks too.
         """
         key = (window, copies, dtype, dense)
         if key not in self._spans:
@@ -162,7 +162,7 @@ class RaggedBatch:
         positions = self.positions[first_row : first_row + rows]
         first = 0 if window is None else min(past, max(0, int(positions.min()) - window + 1))
         if rows == 1 and tree == 1:
-            return first, None  # plain decoding: the slice itself is the mask
+            return first, None  # plain decoding: the slice needs no mask
         mask = torch.ones(rows, past - first + tree, dtype=torch.bool, device=device)
         if self.words is None:
             mask[:, past - first :] = torch.ones(rows, tree, dtype=torch.bool, device=device).tril(tree - rows)

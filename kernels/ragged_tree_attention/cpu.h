@@ -2,8 +2,8 @@
 //
 // A row's keys are numbered along its own path: first the committed ones, then its ancestors from shallow to deep, then
 // itself. The kernel works through them in chunks of kChunk in that numbering. A tree node therefore adds up the same
-// numbers in the same order as plain decoding will once its path is committed: equal bits, whatever the tree, the batch
-// or the number of threads.
+// numbers in the same order as plain decoding will once its path is committed: equal bits for any tree, batch and number of
+// threads.
 #pragma once
 
 #include <utility>
@@ -15,17 +15,17 @@ namespace arbordraft {
 
 constexpr int64_t kChunk = 128;
 
-// What every row sees, as pool rows.
+// The keys that every row sees, as pool rows.
 struct Visible {
   struct Row {
-    int64_t first;     // number of its first key; above 0 under a sliding window
+    int64_t first;     // index of its first key; above 0 under a sliding window
     int64_t straight;  // keys first..straight-1 lie in consecutive pool rows from `start + first` on
     int64_t keys;      // one past its last key
     int64_t start;     // pool row of key 0
     const int64_t* others;  // pool rows of keys straight..keys-1
   };
   std::vector<Row> rows;
-  std::vector<int64_t> pool;  // what `others` points into
+  std::vector<int64_t> pool;  // the array that `others` points into
 
   // samples: [4][B] number of rows, first pool row, committed keys, uncommitted keys; words: [T][W] or null for causal
   // order; tree_positions: positions of all samples' uncommitted keys, one sample after another.
@@ -57,8 +57,8 @@ struct Visible {
     for (size_t r = 0; r < rows.size(); ++r) rows[r].others = pool.data() + offsets[r];
   }
 
-  // Row by row instead: one sees keys 0..past-1 of a slab from pool row `start` on, and then the pool rows of its path,
-  // but for those that a sliding window, 0 for none, has left behind.
+  // Adds row by row instead. A row sees keys 0..past-1 of a slab from pool row `start` on, and then the pool rows of its path,
+  // except keys outside the sliding window, 0 for none.
   Visible() = default;
   void add(int64_t start, int64_t past, const std::vector<int64_t>& path, int64_t window) {
     const int64_t keys = past + int64_t(path.size()), hidden = window > 0 ? std::max<int64_t>(0, keys - window) : 0;
@@ -66,7 +66,7 @@ struct Visible {
     rows.push_back({std::min(past, hidden), past, keys - passed, start, nullptr});
     pool.insert(pool.end(), path.begin() + passed, path.end());
   }
-  void close() {  // behind the last one
+  void close() {  // call after the last add()
     const int64_t* others = pool.data();
     for (auto& row : rows) {
       row.others = others;
@@ -85,8 +85,8 @@ struct Attention {
 
   int64_t partial_size() const { return group * (value_dim + 2); }
 
-  // Unnormalised result of keys begin..end-1 of one row and key head: for each query head of the group its maximum,
-  // its sum of weights and its weighted values.
+  // Computes the unnormalised result of keys begin..end-1 of one row and key head: for each query head of the group its
+  // maximum, its sum of weights and its weighted values.
   [[gnu::noinline]] void chunk(const T* query, const Visible::Row& row, int64_t head, int64_t begin, int64_t end, float* partial) const {
     const int64_t n = end - begin, stride = kv_heads * dim, value_stride = kv_heads * value_dim;
     const T* key_rows[kChunk];
@@ -100,7 +100,7 @@ struct Attention {
       key_rows[k] = own_keys + slot * stride;
       value_rows[k] = own_values + slot * value_stride;
     }
-    value_rows[n] = value_rows[n - 1];  // beside an odd last one, with weight 0
+    value_rows[n] = value_rows[n - 1];  // pairs with an odd last one, with weight 0
     for (int64_t g = 0; g < group; g += kHeads) {
       const int64_t some = std::min(kHeads, group - g);
       alignas(64) T weights[kHeads][kChunk];
@@ -140,7 +140,7 @@ struct Attention {
   void finish(const float* partial, int64_t head, Out* out) const {
     for (int64_t g = 0; g < group; ++g, partial += value_dim + 2, out += value_dim) {
       float total = partial[1], factor = 1.f;
-      if (sinks) {  // one more logit that takes probability and gives nothing
+      if (sinks) {  // one more logit that takes probability and has no value
         const float sink = sinks[head * group + g], maximum = std::max(partial[0], sink);
         factor = std::exp(partial[0] - maximum);
         total = std::fma(total, factor, std::exp(sink - maximum));
@@ -153,9 +153,9 @@ struct Attention {
  private:
   static constexpr int64_t kHeads = 4;  // query heads that share a pass over the values
 
-  // Weights of n keys for one query head, zeros up to a whole vector; found[0] and found[1]: their maximum score and
-  // their sum as rounded. Fetches what is read next: keys further on, and the values if they are given. D is the head
-  // size if it was known to the compiler, which then unrolls, else 0.
+  // Computes the weights of n keys for one query head, zeros up to a whole vector; found[0] and found[1]: the maximum score
+  // and the sum of the rounded weights. Prefetches later keys, and the values if they are given. D is the head size if the
+  // compiler knows it and can unroll, otherwise 0.
   template <int64_t D>
   void score(const T* query, const T* const* rows, const T* const* next, int64_t n, T* weights, float* found) const {
     alignas(64) float scores[kChunk];
@@ -255,12 +255,12 @@ struct Attention {
 #endif
 };
 
-// One thread's part of the attention of all rows. Whoever calls it lets the team meet before (all keys are written) and
-// after (all results are there). With few rows the team shares the chunks of each, and merges `partials` afterwards; the
-// order of merging is the same either way. Threads take turns: neighbouring rows see about as many keys.
+// attend() does one thread's part of the attention of all rows. Its caller lets the team meet before, when all keys are
+// written, and after, when all results are ready. With few rows the team shares the chunks of each row, and merges `partials`
+// afterwards, in the same order. Rows are dealt to threads in turn, because neighbouring rows see about as many keys.
 inline bool attention_is_split(int64_t rows, int threads) { return rows < 4 * threads; }
 
-constexpr int64_t kMostTogether = 8;  // rows that go over the keys side by side, while these are in the inner caches
+constexpr int64_t kMostTogether = 8;  // rows that pass over the keys together, while these are in the inner caches
 
 template <class T, class Out>
 [[gnu::noinline]] void attend(
@@ -279,7 +279,7 @@ template <class T, class Out>
         for (int64_t r = begin; r < end; ++r) {
           const Visible::Row& row = visible.rows[r];
           const int64_t from = row.first + c * kChunk, to = std::min(row.keys, from + kChunk);
-          for (int64_t head = 0; from < to && head < heads; ++head) {  // a key's heads lie side by side
+          for (int64_t head = 0; from < to && head < heads; ++head) {  // a key's heads are contiguous
             float* earlier = local.data() + ((r - begin) * heads + head) * size;
             a.chunk(query(r, head), row, head, from, to, c ? later : earlier);
             if (c) a.merge(earlier, later);
@@ -291,7 +291,7 @@ template <class T, class Out>
     }
     return;
   }
-  // By chunks, then rows, then heads; where there are many chunks, a thread takes each with all its rows and heads.
+  // By chunks, then rows, then heads. With many chunks, a thread takes each chunk with all its rows and heads.
   const int64_t items = most_chunks * rows * heads, together = most_chunks >= 4 * threads ? rows * heads : 1;
   for (int64_t begin = thread * together; begin < items; begin += threads * together)
     for (int64_t item = begin; item < begin + together; ++item) {

@@ -1,6 +1,6 @@
 """Ragged tree attention in plain PyTorch: the truth for every other implementation, and the CPU path.
 
-Shapes: T packed rows, n rows of one sample, L keys of one sample, P pool rows, Hq query heads, Hkv key heads,
+Shapes: T packed rows, n rows of one sample, L keys of one sample, P pool rows. Hq query heads, Hkv key heads,
 G = Hq / Hkv, D head size.
 """
 
@@ -32,7 +32,7 @@ def ragged_tree_attention_reference(
     for span in batch.spans(window, group if fused else 1, query.dtype, dense=not fused):
         q = query[span.row : span.row + span.rows]
         k, v = keys.narrow(2, span.start, span.length), values.narrow(2, span.start, span.length)
-        if span.rows == 1 and fused:  # decoding without drafts: this loop's overhead counts, so no view too many
+        if span.rows == 1 and fused:  # decoding without drafts: the overhead of extra views would count
             outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=span.bias, scale=scale))
             continue
         q = q.permute(1, 2, 0, 3)
@@ -66,23 +66,23 @@ def attention_by_layout(
     longest: int,
     row_invariant: bool,
 ) -> Tensor:
-    """Ragged tree attention with a batch that is spelled out in tensors, as operators take it.
+    """Computes ragged tree attention for a batch given as tensors, as operators take it.
 
     Args:
         query: ``[T, Hq, D]``.
         keys: ``[P, Hkv, D]``.
         values: ``[P, Hkv, Dv]``.
         layout: see :attr:`RaggedBatch.layout`.
-        region: see :attr:`RaggedBatch.region`; ``None`` will do without a window.
+        region: see :attr:`RaggedBatch.region`; may be ``None`` without a window.
         positions: ``[T]`` int64.
         words: ``[T, W]`` int64, ``None`` for causal order.
         scale: factor of the scores.
         window: sliding window, 0 for none.
         softcap: bound of the scores, 0 for none.
         sinks: ``[Hq]``.
-        most_rows: at least the rows of any sample: a GPU's size of tiles follows from it.
-        longest: about the most committed keys of any sample: a GPU's number of splits follows from it.
-        row_invariant: whether a GPU gives every row the bits that it has alone, for which it needs ``region``.
+        most_rows: upper bound of the rows of a sample; it sets the size of tiles on a GPU.
+        longest: approximate maximum of the committed keys of a sample; it sets the number of splits on a GPU.
+        row_invariant: whether a GPU gives every row the bits that it has alone; this needs ``region``.
     """
     batch = RaggedBatch.from_layout(layout, region, positions, words)
     return ragged_tree_attention_reference(
@@ -99,14 +99,14 @@ def _attend_explicitly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """``[Hkv, G, n, D]`` attending to ``[Hkv, L, D]`` with capped scores or sinks, which PyTorch lacks."""
-    wide = torch.promote_types(query.dtype, torch.float32)  # as the fused one accumulates
+    """Attends ``[Hkv, G, n, D]`` to ``[Hkv, L, D]`` with capped scores or sinks, which PyTorch lacks."""
+    wide = torch.promote_types(query.dtype, torch.float32)  # the fused attention accumulates in it
     scores = torch.einsum("hgnd,hld->hgnl", query.to(wide), keys.to(wide)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
         scores += bias
-    if sinks is not None:  # one more logit per head that takes probability and gives nothing
+    if sinks is not None:  # one more logit per head that takes probability and has no value
         sink = sinks.to(wide).view(*query.shape[:2], 1, 1).expand(-1, -1, query.shape[2], 1)
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[1]]

@@ -1,9 +1,9 @@
 """Ragged tree attention whose rows have the bits that plain decoding gives them.
 
-One program attends one row, all query heads of one key head side by side, to that row's keys in the order of their
-positions, in tiles that begin at multiples of their size: whether a key is committed or a draft changes no number, and
-no product is contracted with a sum, which two loops might do in two ways. Keys are read anew for every row, from the
-second row on mostly from the cache of the GPU.
+One program attends one row, with all query heads of one key head, to that row's keys in the order of their positions.
+Tiles of keys begin at multiples of their size, so committed and drafted keys give equal bits. No product is contracted
+with a sum, because two loops might contract differently. Keys are read anew for every row, from the second row on
+mostly from the cache of the GPU.
 
 Shapes: T packed rows, B samples, P pool rows, Hq/Hkv query/key heads, G = Hq / Hkv, D/Dv head sizes, W ancestor words.
 """
@@ -24,12 +24,12 @@ def attend_row(
     W: tl.constexpr, SEARCH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINK: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and key head; see ``attend`` for the arguments."""
+    """Attends one row for one key head per program; see ``attend`` for the arguments."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     low = 0
     high = samples
-    for _ in range(SEARCH):  # whose row it is
+    for _ in range(SEARCH):  # finds the sample of the row
         middle = (low + high) // 2
         mine = tl.load(LAYOUT + middle) <= row
         low = tl.where(mine, middle, low)
@@ -44,7 +44,7 @@ def attend_row(
     position = tl.load(POSITIONS + row).to(tl.int32)
     if CAUSAL:  # the row's place in the region
         position = past + tree - (tl.load(LAYOUT + low + 1) - row).to(tl.int32)
-        past = position + 1  # all that it sees lies side by side
+        past = position + 1  # all keys that it sees are consecutive
 
     lanes = tl.arange(0, BLOCK_M)
     q_head = head * G + lanes
@@ -82,7 +82,7 @@ def attend_row(
         key = tile * BLOCK_N + n
         slot = start + key
         there = key <= position
-        if not CAUSAL:  # which of the drafts at a position is an ancestor, or the row itself
+        if not CAUSAL:  # find the draft at each position that is an ancestor, or the row itself
             found = tl.zeros([BLOCK_N], tl.int32)
             for word in range(W):
                 column = word * 64 + j

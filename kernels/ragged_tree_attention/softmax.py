@@ -1,4 +1,4 @@
-"""A softmax that runs along with the keys, for every kernel of ragged tree attention, and how these multiply."""
+"""Running softmax and matrix precision of all Triton kernels of ragged tree attention."""
 
 import torch
 import triton
@@ -17,14 +17,14 @@ def scores(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores in units of log2, ``-inf`` where a key is not visible."""
+    """Returns scores in units of log2, ``-inf`` if a key is not visible."""
     if UPCAST:  # the interpreter cannot multiply bfloat16
         q = q.to(tl.float32)
         k = k.to(tl.float32)
     s = tl.dot(q, k, input_precision=PRECISION) * scale
     if SOFTCAP:
         x = s / softcap
-        # tanh without a library: libdevice is not there on every backend, nor in the interpreter.
+        # tanh without a library: not every backend has libdevice, nor does the interpreter.
         e = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x))
         t = (1.0 - e) / (1.0 + e)
         s = softcap * tl.where(x < 0, -t, t)
@@ -36,7 +36,7 @@ def scores(
 def accumulate(s, v, m, total, acc, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Adds a tile of scores and values to the running softmax."""
     new = tl.maximum(m, tl.max(s, 1))
-    safe = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen nothing yet
+    safe = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen no key yet
     p = tl.exp2(s - safe[:, None])
     shrink = tl.exp2(m - safe)
     acc = acc * shrink[:, None]
@@ -48,12 +48,12 @@ def accumulate(s, v, m, total, acc, UPCAST: tl.constexpr, PRECISION: tl.constexp
 
 
 def precision(dtype: torch.dtype, hip: bool) -> str:
-    """How matrices are multiplied: float32 in three parts of the matrix units of NVIDIA, which have no other way."""
+    """Returns the precision of matrix products; NVIDIA's matrix units need three passes for float32."""
     return "tf32x3" if dtype == torch.float32 and not hip else "ieee"
 
 
 def numbers(tensor: Tensor) -> dict[str, bool | str]:
-    """How a kernel multiplies matrices of a tensor's type, on its device."""
+    """Returns the constants for matrix products of a tensor's type, on its device."""
     upcast = tensor.dtype == torch.bfloat16 and not tensor.is_cuda
     return {"UPCAST": upcast, "PRECISION": precision(tensor.dtype, torch.version.hip is not None)}
 

@@ -1,4 +1,4 @@
-"""How a problem of ragged tree attention is cut into tiles of rows and keys, and prefixes into splits."""
+"""Chooses the tiles of rows and keys of ragged tree attention, and the splits of prefixes."""
 
 import math
 from typing import NamedTuple
@@ -9,15 +9,15 @@ _NEVER_SPLIT = 256  # keys
 
 
 class Tiling(NamedTuple):
-    """How a problem is cut.
+    """Sizes of tiles and number of splits.
 
     Args:
         block_q: rows of a tile.
         block_m: rows times heads of a tile, a power of two.
         block_n: keys of a tile, a divisor of 64.
         splits: parts of the prefix.
-        warps: of a program.
-        stages: of the loop over the prefix.
+        warps: warps of a program.
+        stages: pipeline stages of the loop over the prefix.
     """
 
     block_q: int
@@ -39,21 +39,21 @@ def choose(
     options: bool = False,
     hip: bool = False,
 ) -> Tiling:
-    """The tiling for a batch.
+    """Returns the tiling for a batch.
 
     Args:
-        rows: most rows of a sample.
+        rows: largest number of rows of a sample.
         group: query heads per key head.
         tiles: number of (sample, key head) pairs.
         longest: longest prefix.
-        processors: of the device.
-        key_bytes: of one key and its value, sizes rounded up to powers of two.
-        exact: for float32, of which a product takes three times the registers.
-        options: with a window, a cap or sinks.
-        hip: for an AMD GPU.
+        processors: processors of the device.
+        key_bytes: bytes of one key and its value, with sizes rounded up to powers of two.
+        exact: whether numbers are float32, whose products take three times the registers.
+        options: whether there is a window, a cap or sinks.
+        hip: whether the GPU is one of AMD.
 
-    Prefixes are split only if the tiles alone leave processors idle, and into no more parts than make the traffic of
-    partial results, ``2 n G S / L`` of that of the keys, worth the time that busy processors save.
+    Prefixes are split only if the tiles alone leave processors idle. Partial results add traffic, ``2 n G S / L`` of
+    that of the keys. The number of parts is limited so that this costs less than the busy processors save.
     """
     block_n = _block_n(key_bytes, exact)
     # Rows of wider heads do not fit into registers.
@@ -72,13 +72,13 @@ def choose(
 
 
 def row_tile(group: int, dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Constants of attention that is row-invariant: nothing but the model decides.
+    """Returns constants of row-invariant attention, which depend on the model alone.
 
     Args:
         group: query heads per key head.
         dim: size of a head.
-        value_dim: of its values.
-        dtype: of all.
+        value_dim: size of a head's values.
+        dtype: dtype of queries, keys and values.
     """
     block_d, block_dv = (max(16, next_power_of_2(size)) for size in (dim, value_dim))
     key_bytes = (block_d + block_dv) * dtype.itemsize
@@ -93,14 +93,14 @@ def row_tile(group: int, dim: int, value_dim: int, dtype: torch.dtype) -> dict[s
 
 
 def _block_n(key_bytes: int, exact: bool) -> int:
-    """Keys of a tile: a stage of the loop takes 32 KB of shared memory at most, and less where products take more."""
+    """Returns the keys of a tile: a stage takes at most 32 KB of shared memory, less if products take more."""
     if exact:
         return 32 if key_bytes <= 512 else 16
     return min(64, max(16, 1 << (32768 // key_bytes).bit_length() - 1))
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two that is no less than a number from 1 on."""
+    """Returns the smallest power of two that is at least ``number``, which is 1 or more."""
     return 1 << (number - 1).bit_length()
 
 

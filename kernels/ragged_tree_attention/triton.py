@@ -1,9 +1,9 @@
 """Ragged tree attention in Triton.
 
-One program attends a tile of one sample's packed rows, all query heads of one key head side by side, to one part of
-that sample's keys. Keys are read once for all of these rows and heads. A sample's keys are its committed prefix, which
-every row sees, and its tree region, of which ancestor words tell what a row sees: one word per row and tile. Prefixes
-are cut into splits, whose results a second kernel puts together.
+One program attends a tile of one sample's packed rows, with all query heads of one key head, to one part of the keys.
+Keys are read once for all of these rows and heads. A sample's keys are its committed prefix, which every row sees, and
+its tree region. Ancestor words, one per row and tile, are the masks of the region. Prefixes are cut into splits, whose
+results a second kernel combines.
 
 Shapes: T packed rows, B samples, P pool rows, Hq/Hkv query/key heads, G = Hq / Hkv, D/Dv head sizes, S splits,
 W ancestor words.
@@ -66,7 +66,7 @@ def attend(
     head = tl.program_id(1)
     split = tl.program_id(2)
 
-    # Sample b owns the blocks from LAYOUT[0, b] // BLOCK_Q + b on: a few too many, but known without a table.
+    # Sample b owns the blocks from LAYOUT[0, b] // BLOCK_Q + b on: a few blocks too many, but no table is needed.
     low = 0
     high = samples
     for _ in range(SEARCH):
@@ -85,7 +85,7 @@ def attend(
     past = tl.load(LAYOUT + 2 * columns + low).to(tl.int32)
     region = tl.load(LAYOUT + 3 * columns + low)
     tree = (tl.load(LAYOUT + 3 * columns + low + 1) - region).to(tl.int32)
-    if CAUSAL:  # what stands in front of all rows of this block is read as the prefix is: without masks, and ahead
+    if CAUSAL:  # keys before all rows of this block are read like the prefix: without masks, and ahead of use
         before = tl.maximum(tree - rows + local * BLOCK_Q, 0)
         past += before
         region += before
@@ -106,8 +106,8 @@ def attend(
     )
     position = tl.load(POSITIONS + at, mask=real, other=0).to(tl.int32)
 
-    # Whole tiles of the prefix are shared out among the splits; what is left of it belongs to the last one in use, and
-    # so does the tree.
+    # Whole tiles of the prefix are distributed among the splits. The rest of the prefix and the tree belong to the last
+    # split.
     tiles = past // BLOCK_N
     per = tl.cdiv(tiles, SPLITS)
     last = SPLITS - 1
@@ -138,7 +138,7 @@ def attend(
     if split == last:
         rest = (past % BLOCK_N > 0).to(tl.int32)
         seen = tree
-        if CAUSAL:  # what no row of this block can see need not be read
+        if CAUSAL:  # keys that no row of this block sees are not read
             seen = tl.minimum(tree, tree - rows + (local + 1) * BLOCK_Q)
         for step in tl.range(0, rest + tl.cdiv(seen, BLOCK_N), num_stages=1):
             part = step - rest  # tile of the region; -1 is the rest of the prefix
@@ -168,7 +168,7 @@ def attend(
     out = acc / tl.where(l == 0, 1.0, l)[:, None]
     lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), -float("inf"))
     if SPLITS == 1:
-        if SINK:  # in the order of combine: a row alone gets the bits that it gets beside longer ones
+        if SINK:  # in the order of combine, so a row alone gets the same bits as beside longer ones
             sink = tl.load(SINKS + q_head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             new = tl.maximum(lse, sink)
             weight = tl.exp2(lse - new)
@@ -194,7 +194,7 @@ def combine(
     SPLITS: tl.constexpr,
     SINK: tl.constexpr,
 ):
-    """Puts the splits of one row and head together, in their order: splits that hold nothing change no bit."""
+    """Combines the splits of one row and head in their order; empty splits change no bit."""
     t = tl.program_id(0)
     h = tl.program_id(1)
     base = (t.to(tl.int64) * tl.num_programs(1) + h) * SPLITS

@@ -1,4 +1,4 @@
-"""Growing draft trees by a level: the most probable children of all its nodes in one call."""
+"""Finds the most probable children of all nodes of a tree level in one call."""
 
 import torch
 from torch import Tensor
@@ -21,18 +21,18 @@ _expand = Operator(
 
 
 def tree_expand(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable children of every node of a level.
+    """Returns the k most probable children of every node of a level.
 
     Args:
         scores: ``[R, V]`` draft scores of the nodes, processed.
         k: children per node, at most V.
 
     Returns:
-        ``[R, k]`` int64 tokens, the most probable ones first; ``[R, k]`` float32 log-probabilities, ``-inf`` for what
-        cannot be drafted and NaN throughout a row whose scores are no numbers.
+        ``[R, k]`` int64 tokens, the most probable ones first, and ``[R, k]`` float32 log-probabilities. These are
+        ``-inf`` for tokens that cannot be drafted, and NaN in the whole row if a score is NaN.
 
     Raises:
-        ValueError: if k is not within 1 and V, or for the Triton kernel above 256.
+        ValueError: if k is not within 1 and V, or above 256 in the Triton kernel.
     """
     if not 1 <= k <= scores.shape[1]:
         raise ValueError(f"a node gets 1 to {scores.shape[1]} children, {k} were asked for")

@@ -1,9 +1,8 @@
 """Children of a level of draft trees in Triton, in one pass over its scores.
 
 One program per chunk of a row finds the highest score of each of its segments. The k best scores of a row are in the k
-segments with the highest maxima, so that a second kernel, one program per row, sorts out these segments and their
-scores alone. It compares one int64 each, a score with its place behind it: no two are equal, and among equal scores the
-first place wins.
+segments with the highest maxima. A second kernel, one program per row, selects these segments and sorts their scores.
+It compares int64 keys, a score followed by its place, so no two are equal and the first of equal scores wins.
 
 Shapes: R nodes, V vocabulary, C chunks of a row, S segments of a row, k children.
 """
@@ -15,12 +14,12 @@ from torch import Tensor
 
 BLOCK = 4096  # scores of a chunk
 SEGMENT = 32  # scores of a segment
-MOST = 256  # children: a row's best segments have to fit into one program
+MOST = 256  # children of a node: a row's best segments have to fit into one program
 
 
 @triton.jit
 def _key(x, real, place):
-    """An int64 that orders as the float32: NaN above all, what is not real below all, of equals the first above."""
+    """Returns int64 keys in the order of the float32: NaN highest, places without a score lowest, first place wins."""
     bits = x.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ordered = tl.where(x != x, 0x7FC00000, ordered)
@@ -30,7 +29,7 @@ def _key(x, real, place):
 
 @triton.jit
 def _place(key):
-    """The place that a key was made of."""
+    """Returns the place within a key."""
     return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
 
 
@@ -39,7 +38,7 @@ def maxima_of_chunk(
     SCORES, MAXIMA, HIGHEST, MASS, stride_s, vocabulary, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """The highest score of every segment of one chunk and of all, and the sum of exponentials below that."""
+    """Finds the highest score of every segment and of the chunk, and the sum of exponentials relative to the latter."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     segments: tl.constexpr = BLOCK // SEGMENT
@@ -63,7 +62,7 @@ def children_of_row(
     K: tl.constexpr, CHUNKS: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, WIDE: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the K highest scores of its K best segments, and their log-probabilities."""
+    """Finds the K highest scores of a row's K best segments, and their log-probabilities, one row per program."""
     row = tl.program_id(0).to(tl.int64)
     segment = tl.arange(0, WIDE)
     maxima = tl.load(MAXIMA + row * SEGMENTS + segment, mask=segment < SEGMENTS, other=0.0)

@@ -1,7 +1,7 @@
-"""What verification reads off rows of scores.
+"""Operators of verification on rows of scores.
 
-The Triton kernels compute in float32. The references take float64 scores everywhere: a kernel's result would otherwise
-be compared with, or subtracted from, numbers that have another rounding.
+The Triton kernels compute in float32. On every device, float64 scores go to the references: a kernel's result would
+otherwise be compared with, or subtracted from, numbers that have another rounding.
 """
 
 import torch
@@ -100,7 +100,7 @@ draw_behind = Operator(
     triton="arbordraft.kernels.verify.ends:launch_draw_behind",
     triton_takes=SINGLE,
 )
-keep_lowest = Operator(  # given the logarithms of the sums of exponentials, which the reference does without
+keep_lowest = Operator(  # takes the log-sum-exp of rows, which the reference ignores
     "lowest_kept(Tensor scores, Tensor lse, int count, float mass) -> Tensor",
     lambda scores, lse, count, mass: lowest_kept_reference(scores, count, mass),
     lambda scores, *_: _per_row(scores),
@@ -110,34 +110,34 @@ keep_lowest = Operator(  # given the logarithms of the sums of exponentials, whi
 
 
 def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of every row and its first position.
+    """Returns the largest logit of every row and its first position.
 
     Args:
         logits: ``[R, V]``.
 
     Returns:
-        ``[R]`` values, at least in float32, NaN where a row holds one; and ``[R]`` int64 positions, without meaning
-        where the value is NaN.
+        ``[R]`` values, at least in float32, NaN if the row holds one; and ``[R]`` int64 positions, without meaning if
+        the value is NaN.
     """
     return _row_max(logits)
 
 
 def lowest_kept(scores: Tensor, count: int = 0, mass: float = 0.0) -> Tensor:
-    """The lowest score of every row that truncation keeps: top-k with ``count``, top-p with ``mass``.
+    """Returns the lowest score of every row that truncation keeps: top-k with ``count``, top-p with ``mass``.
 
     A token is kept if fewer than ``count`` tokens, or less than ``mass`` probability, have higher scores. Equal scores
-    are kept or left together, where a sort would cut somewhere between them.
+    are kept or dropped together, where a sort would cut between them.
 
     Args:
         scores: ``[R, V]``.
-        count: tokens to keep at least.
-        mass: probability to keep at least.
+        count: minimum number of tokens to keep.
+        mass: minimum probability to keep.
 
     Returns:
-        ``[R]`` float32, or float64 if the scores are; anything below the lowest score where all are kept.
+        ``[R]`` float32, or float64 if the scores are. If all tokens are kept, the value may be below the lowest score.
 
     Raises:
-        ValueError: if neither is positive, so that nothing would be kept.
+        ValueError: if neither ``count`` nor ``mass`` is positive, so that no token would be kept.
     """
     if count < 1 and mass <= 0:
         raise ValueError(f"a token must be kept: count {count} and mass {mass} keep none")
@@ -148,7 +148,7 @@ def lowest_kept(scores: Tensor, count: int = 0, mass: float = 0.0) -> Tensor:
 
 
 def log_sum_exp(scores: Tensor) -> Tensor:
-    """``[R]`` of ``[R, V]`` scores: float32, or float64 if the scores are."""
+    """Computes ``[R]`` log-sum-exp of ``[R, V]`` scores: float32, or float64 if the scores are."""
     return _log_sum_exp(scores)
 
 

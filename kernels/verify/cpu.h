@@ -1,14 +1,14 @@
-// The largest logit of every row and where it stands first.
+// The largest logit of every row and its first position.
 #pragma once
 
 #include "../native/simd.h"
 
 namespace arbordraft {
 
-// The largest of some logits, NaN if one is.
+// Returns the largest of some logits, NaN if one is NaN.
 template <class T>
 inline float maximum_of(const T* row, int64_t size) {
-  constexpr int64_t kSums = 4;  // that do not wait for each other
+  constexpr int64_t kSums = 4;  // independent maxima, which do not wait for each other
   constexpr float kLowest = -std::numeric_limits<float>::infinity();
   f32x16 tops[kSums];
   std::fill(tops, tops + kSums, splat(kLowest));
@@ -29,7 +29,7 @@ inline float maximum_of(const T* row, int64_t size) {
   return nan ? std::numeric_limits<float>::quiet_NaN() : top;
 }
 
-// NaN at token 0 if the row holds one anywhere. By stretches, so that only one is searched for the place.
+// Finds the maximum and its first token; NaN at token 0 if the row holds NaN. Only one stretch is searched for the token.
 template <class T>
 inline void row_maximum(const T* row, int64_t size, float& value, int64_t& token) {
   constexpr int64_t kStretch = 1024;

@@ -1,4 +1,4 @@
-"""Where paths end from the roots downwards, and the tokens behind their ends, in Triton: one program per sample.
+"""Ends of top-down paths and the tokens after them, in Triton: one program per sample.
 
 Shapes: T rows, N nodes with children, K children, D draft rows, V vocabulary, C chunks of a row, B samples.
 """
@@ -15,7 +15,7 @@ from arbordraft.kernels.verify.triton import launch_left_mass, launch_left_pick
 
 @triton.jit
 def _node_of(INNER, row, nodes, NODES: tl.constexpr):
-    """Which node with children has a row, -1 if none."""
+    """Returns the index of the node with children that has a row, -1 if none."""
     n = tl.arange(0, NODES)
     return tl.max(tl.where(tl.load(INNER + n, mask=n < nodes, other=-1) == row, n, -1), 0)
 
@@ -25,7 +25,7 @@ def walk_down(
     ACCEPT, CHILDREN, INNER, ROOTS, UNIFORMS, END, nodes, depth, K: tl.constexpr, WIDE: tl.constexpr,
     NODES: tl.constexpr,
 ):  # fmt: skip
-    """The last accepted node of a sample."""
+    """Finds the last accepted node of a sample."""
     sample = tl.program_id(0)
     j = tl.arange(0, WIDE)
     end = tl.load(ROOTS + sample)
@@ -48,15 +48,15 @@ def look_up(
     INNER, DRAFT_ROW, TOKENS, SHARE, SPENT, SUMS, END, OWN_ROW, WEIGHT, TAKEN, SPECIAL, nodes, K: tl.constexpr,
     WIDE: tl.constexpr, NODES: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What is left at a sample's end: that of a node with children, or all of the target's row."""
+    """Reads the arguments of R at a sample's end: of a node with children, or the target's whole row."""
     sample = tl.program_id(0)
     node = _node_of(INNER, tl.load(END + sample), nodes, NODES)
     chunk = tl.arange(0, COLUMNS)
     known = (chunk < CHUNKS) & (node + chunk * 0 >= 0)
-    # Nothing is left only by rounding, where stopping had probability 0.
+    # The mass is 0 only by rounding: stopping had probability 0.
     left = tl.sum(tl.load(SUMS + node * CHUNKS + chunk, mask=known, other=0.0), 0) > 0
     j = tl.arange(0, WIDE)
-    same = node + j * 0  # there may be no node at all to read from
+    same = node + j * 0  # -1 if the end is a leaf: nothing to read then
     here = (same >= 0) & (j * 0 + left.to(tl.int32) != 0)
     tokens = tl.load(TOKENS + node * K + j, mask=here & (j < K), other=-1)
     own_row = tl.load(DRAFT_ROW + same, mask=here, other=-1)
@@ -70,7 +70,7 @@ def look_up(
 
 @triton.jit
 def choose_chunk(LEFT, END, UNIFORMS, WHERE, LEVEL, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The chunk in which a sample's uniform falls, and how far into it."""
+    """Finds the chunk in which a sample's uniform falls, and the level within that chunk."""
     sample = tl.program_id(0)
     chunk = tl.arange(0, COLUMNS)
     parts = tl.load(LEFT + sample * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0).to(tl.float64)

@@ -1,4 +1,4 @@
-"""What verification reads off rows of scores, in plain PyTorch: the truth for every other implementation.
+"""Operators of verification on rows of scores in plain PyTorch: the truth for every other implementation.
 
 Shapes: R rows, N nodes, D draft rows, V vocabulary, C chunks of a row, K special tokens of a node.
 """
@@ -11,7 +11,7 @@ CHUNK = 4096  # tokens of a chunk
 
 
 def wide(scores: Tensor) -> torch.dtype:
-    """The precision of everything computed from scores: float32, or float64 if they are."""
+    """Returns the precision of all results computed from scores: float32, or float64 if the scores are."""
     return torch.promote_types(scores.dtype, torch.float32)
 
 
@@ -26,7 +26,7 @@ def lowest_kept_reference(scores: Tensor, count: int, mass: float) -> Tensor:
     ordered = scores.to(wide(scores)).sort(dim=-1, descending=True).values
     probs = ordered.softmax(dim=-1)
     above = probs.double().cumsum(dim=-1) - probs
-    # Equal scores stay together: all of them have above them what the first of them has.
+    # Equal scores stay together: each uses the mass above the first of them.
     place = torch.arange(scores.shape[-1], device=scores.device).expand_as(ordered)
     begins = torch.ones_like(ordered, dtype=torch.bool)
     begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -36,18 +36,18 @@ def lowest_kept_reference(scores: Tensor, count: int, mass: float) -> Tensor:
 
 
 def chunked(x: Tensor, fill: float) -> Tensor:
-    """``[..., V]`` as ``[..., C, CHUNK]``; a row that is shorter than a chunk is one as it is."""
+    """Splits ``[..., V]`` into ``[..., C, CHUNK]``; a row that is shorter than a chunk is one unpadded chunk."""
     size = min(x.shape[-1], CHUNK)
     padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % size), value=fill)
     return padded.unflatten(-1, (-1, size))
 
 
 def row_stats_reference(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What one pass over ``[R, V]`` scores finds, chunk by chunk.
+    """Computes the statistics of ``[R, V]`` scores in one pass, chunk by chunk.
 
     Returns:
-        ``[R, C]`` highest scores, NaN where a chunk holds one; ``[R, C]`` int64, the first place of each; ``[R, C]``
-        sums of ``exp(score - highest)``. Float32, or float64 if the scores are, except for the places.
+        ``[R, C]`` highest scores, NaN if a chunk holds one; ``[R, C]`` int64 first places of these; ``[R, C]`` sums of
+        ``exp(score - highest)``. Scores and sums are float32, or float64 if the scores are.
     """
     parts = chunked(scores.to(wide(scores)), -torch.inf)
     highest, place = parts.max(dim=-1)
@@ -72,20 +72,20 @@ def left_mass_reference(
     taken: Tensor,
     special: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Sums over chunks of ``R(x) = max(w p(x) - t q(x), 0)`` and of q(x), without the special tokens of a node.
+    """Sums ``R(x) = max(w p(x) - t q(x), 0)`` and q(x) over chunks, without the special tokens of a node.
 
     Args:
         scores: ``[R, V]``.
-        lse: ``[R]``, the logarithm of the sum of their exponentials; float32, or float64 if the scores are.
+        lse: ``[R]`` log-sum-exp of the scores; float32, or float64 if the scores are.
         draft: ``[D, V]`` probabilities.
         row: ``[N]`` int64 row of scores of every node.
-        draft_row: ``[N]`` int64 row it drew from, -1 for none: q is 0 then.
-        weight: ``[N]`` w, of the same dtype as ``lse``.
-        taken: ``[N]`` t, likewise.
+        draft_row: ``[N]`` int64 draft row of a node's children, -1 for none: q is 0 then.
+        weight: ``[N]`` w, of the dtype of ``lse``.
+        taken: ``[N]`` t, of the dtype of ``lse``.
         special: ``[N, K]`` int64 tokens to leave out, -1 for none.
 
     Returns:
-        ``[N, C]`` and ``[N, C]`` of the same dtype.
+        ``[N, C]`` sums of R and ``[N, C]`` sums of q, of the dtype of ``lse``.
     """
     left, drawn = _left(scores, lse, draft, row, draft_row, weight, taken, special)
     return chunked(left, 0).sum(dim=-1), chunked(drawn, 0).sum(dim=-1)
@@ -103,10 +103,10 @@ def left_pick_reference(
     chunk: Tensor,
     level: Tensor,
 ) -> Tensor:
-    """The token of a chunk at which the running sum of R exceeds a level; the last possible one if none does.
+    """Returns a chunk's token at which the running sum of R exceeds a level, or else the last token with R > 0.
 
     Args:
-        scores: as for :func:`left_mass_reference`, and so are the others up to ``special``.
+        scores: as for :func:`left_mass_reference`; so are the arguments up to ``special``.
         lse: as above.
         draft: as above.
         row: as above.
@@ -114,11 +114,11 @@ def left_pick_reference(
         weight: as above.
         taken: as above.
         special: as above.
-        chunk: ``[N]`` int64.
-        level: ``[N]`` float64.
+        chunk: ``[N]`` int64 chunk to read.
+        level: ``[N]`` float64 level of the running sum.
 
     Returns:
-        ``[N]`` int64 tokens, -1 where R is 0 all over the chunk.
+        ``[N]`` int64 tokens, -1 if R is 0 in the whole chunk.
     """
     left, _ = _left(scores, lse, draft, row, draft_row, weight, taken, special)
     part = chunked(left, 0)[torch.arange(len(row), device=row.device), chunk]
@@ -144,7 +144,7 @@ def _left(
     q = draft[draft_row.clamp(min=0)].to(p.dtype) if len(draft) else torch.zeros_like(p)
     q = q * (draft_row >= 0)[:, None]
     vocabulary = p.shape[1]
-    ordinary = torch.ones(len(p), vocabulary + 1, dtype=torch.bool, device=p.device)  # -1 is marked behind the last one
+    ordinary = torch.ones(len(p), vocabulary + 1, dtype=torch.bool, device=p.device)  # -1 marks one past the last
     ordinary = ordinary.scatter_(1, torch.where(special < 0, vocabulary, special), False)[:, :vocabulary]
     return (p - taken[:, None] * q).clamp(min=0) * ordinary, q * ordinary
 
@@ -161,23 +161,23 @@ def rejection_laws_reference(
     certain: Tensor,
     replacement: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What becomes of the children of nodes that are tried in turn; :mod:`arbordraft.kernels.verify.tree` says why.
+    """Computes chances of children that are tried in turn; :mod:`arbordraft.kernels.verify.tree` derives them.
 
     Args:
-        scores: as for :func:`left_mass_reference`, and so are the others up to ``draft_row``.
+        scores: as for :func:`left_mass_reference`; so are the arguments up to ``draft_row``.
         lse: as above.
         draft: as above.
         row: as above.
-        draft_row: as above; children of a node without one are all certain.
+        draft_row: as above; children of a node without a draft row are all certain.
         weight: ``[N]`` float64 w.
-        tokens: ``[N, K]`` int64 of the children, in their order, -1 behind the last.
-        real: ``[N, K]`` bool: where there is a child.
-        certain: ``[N, K]`` bool: which were not drawn at random.
+        tokens: ``[N, K]`` int64 tokens of the children, in their order, -1 after the last.
+        real: ``[N, K]`` bool: whether there is a child.
+        certain: ``[N, K]`` bool: whether the child was not drawn at random.
         replacement: whether draws may repeat a token.
 
     Returns:
-        In float64 ``[N]`` t behind the last child, ``[N, K]`` chances to go on with a child, ``[N]`` chances to end at
-        the node, and ``[N, C]`` sums of what may be emitted there, by chunk.
+        Four float64 tensors: ``[N]`` t after the last child, ``[N, K]`` chances to go on with a child, ``[N]`` chances
+        to end at the node. ``[N, C]`` masses of the tokens that may be emitted there, by chunk.
     """
     certain = (certain | (draft_row < 0)[:, None]) & real
     place = tokens.clamp(min=0)
@@ -201,7 +201,7 @@ def rejection_laws_reference(
         ratio = torch.where(here & (mass > 0), (held / positive(mass * proposed)).clamp(max=1), 0.0)
         accept[:, child] = left * ratio
         left = left * (1 - ratio)
-        # Rejected: a certain token holds nothing any more, and a drawn one has taken its proposal from all.
+        # After a rejection a certain token has no mass left, and the proposal of a drawn one is subtracted from all.
         drawn = here & ~sure
         taken = torch.where(drawn, taken + mass / positive(drawable.double().sum(dim=-1)), taken)
         kept = torch.where(drawn, (p[:, child] - taken * q[:, child]).clamp(min=0), 0.0)
@@ -212,7 +212,7 @@ def rejection_laws_reference(
             frozen[:, child] = torch.where(sure, 0.0, frozen[:, child])
         chunks, drawable = sums(taken, special)
         mass = torch.where(left > 0, chunks.double().sum(dim=-1) + frozen.sum(dim=-1) + null, 0.0)
-    if replacement:  # tokens that were drafted are gone on with rather than emitted
+    if replacement:  # the path goes on with a drafted token instead of emitting it
         held = (p - taken[:, None] * q).clamp(min=0)
         frozen = torch.where(_first_of(tokens, real & ~certain), held, frozen)
         special = torch.where(real, tokens, -1)
@@ -222,38 +222,38 @@ def rejection_laws_reference(
 
 
 def _first_of(tokens: Tensor, among: Tensor) -> Tensor:
-    """``[N, K]`` which of the chosen children are the first with their token among these."""
+    """Returns ``[N, K]``: which of the children ``among`` are the first with their token."""
     same = (tokens[:, :, None] == tokens[:, None, :]) & among[:, None, :]
     return among & (same.int().argmax(dim=2) == torch.arange(tokens.shape[1], device=tokens.device))
 
 
 def positive(x: Tensor) -> Tensor:
-    """What may be divided by: numbers that are no less than the smallest normal one."""
+    """Raises numbers to the smallest positive normal one, so that they can be divisors."""
     return x.clamp(min=torch.finfo(x.dtype).tiny)
 
 
 def before(accept: Tensor) -> Tensor:
-    """``[N, K]`` chance that a child's turn comes, given the chances to go on with each."""
+    """Returns the ``[N, K]`` chance that a child's turn comes, given the chances to go on with each."""
     return 1 - (accept.cumsum(dim=1) - accept)
 
 
 def share(part: Tensor, whole: Tensor) -> Tensor:
-    """``part / whole`` as a probability; where rounding has used the whole up, any part of it was certain."""
+    """Returns ``part / whole`` as a probability; a positive part is certain if rounding leaves no more than it."""
     return torch.where(whole <= part, (part > 0).to(part.dtype), part / positive(whole))
 
 
 def last_top_down_reference(
     chances: Tensor, children: Tensor, inner: Tensor, roots: Tensor, uniforms: Tensor, depth: int
 ) -> Tensor:
-    """Where paths end if nodes are decided about from the roots downwards.
+    """Returns the rows at which paths end if nodes are decided from the roots downwards.
 
     Args:
-        chances: ``[N, K]`` float64 to go on with a child.
-        children: ``[N, K]`` int64 rows, -1 behind the last.
+        chances: ``[N, K]`` float64 chances to go on with a child.
+        children: ``[N, K]`` int64 rows of the children, -1 after the last.
         inner: ``[N]`` int64 rows of the nodes, -1 for none.
-        roots: ``[B]`` int64 rows.
-        uniforms: ``[T]`` that decide about rows.
-        depth: the longest path.
+        roots: ``[B]`` int64 rows of the roots.
+        uniforms: ``[T]`` uniforms that decide about rows.
+        depth: length of the longest path.
 
     Returns:
         ``[B]`` int64 rows.
@@ -263,7 +263,7 @@ def last_top_down_reference(
 
 
 def follow(taken: Tensor, children: Tensor, inner: Tensor, roots: Tensor, rows: int, depth: int) -> Tensor:
-    """The ``[B]`` rows at which paths end that go on with the first ``[N, K]`` child that is taken."""
+    """Returns the ``[B]`` rows at which paths end; a path goes on with the first ``[N, K]`` child that is taken."""
     first = taken.int().argmax(dim=1, keepdim=True)
     chosen = torch.where(taken.any(dim=1), children.gather(1, first)[:, 0], -1)
     following = _by_row(inner, rows, chosen, -1)
@@ -286,7 +286,7 @@ def draw_behind_reference(
     end: Tensor,
     uniforms: Tensor,
 ) -> Tensor:
-    """Draws the token behind each end: at a leaf from the target's row, elsewhere from what the children left.
+    """Draws the token after each end: at a leaf from the target's row, elsewhere from the residual of the children.
 
     Args:
         scores: as for :func:`left_mass_reference`.
@@ -294,20 +294,20 @@ def draw_behind_reference(
         draft: as above.
         inner: ``[N]`` int64 rows of the nodes with children, -1 for none.
         draft_row: ``[N]`` int64, -1 for none.
-        tokens: ``[N, K]`` int64 of the children.
+        tokens: ``[N, K]`` int64 tokens of the children.
         weight: ``[N]`` float64 w.
-        taken: ``[N]`` float64 t behind the last child.
-        mass: ``[N, C]`` float64 of what may be emitted there, by chunk.
-        end: ``[B]`` int64 rows.
-        uniforms: ``[T]`` that draw behind rows.
+        taken: ``[N]`` float64 t after the last child.
+        mass: ``[N, C]`` float64 masses of the tokens that may be emitted there, by chunk.
+        end: ``[B]`` int64 rows of the ends.
+        uniforms: ``[T]`` uniforms that draw the tokens after rows.
 
     Returns:
         ``[B]`` int64 tokens.
     """
-    # Leaves are one more node, behind the others: all of the target's row, and nothing drafted from it.
+    # All leaves share one more node after the others: the target's whole row, without drafts.
     count = len(inner)
     node = _by_row(inner, len(scores), torch.arange(count, device=end.device), count)[end]
-    # Nothing is left only by rounding, where stopping had probability 0.
+    # The mass is 0 only by rounding: stopping had probability 0.
     node = torch.where(F.pad(mass.sum(dim=-1), (0, 1))[node] > 0, node, count)
     own_row = F.pad(draft_row, (0, 1), value=-1)[node]
     own_weight = F.pad(weight, (0, 1), value=1.0)[node].to(lse.dtype)
@@ -325,6 +325,6 @@ def draw_behind_reference(
 
 
 def _by_row(inner: Tensor, rows: int, values: Tensor, fill: int) -> Tensor:
-    """``[T]`` what ``[N]`` inner nodes have, by row; ``fill`` for the others."""
+    """Scatters the values of ``[N]`` inner nodes to ``[T]`` rows; other rows get ``fill``."""
     filled = values.new_full((rows + 1,), fill)
     return filled.scatter_(0, torch.where(inner < 0, rows, inner), values)[:rows]

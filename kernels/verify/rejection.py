@@ -1,8 +1,8 @@
-"""The children of nodes tried in turn, in Triton: a pass over the rows of the nodes and a little arithmetic per child.
+"""Tries the children of nodes in turn, in Triton: per child a pass over the rows of the nodes and some arithmetic.
 
-:mod:`arbordraft.kernels.verify.tree` derives what is computed. A pass sums R and q by chunk, in float32; the
-arithmetic, one program per node, is float64. A pass reads only nodes of which the child before it changed the sums: it
-was drawn, and is there at all. The first pass finds only the mass of q for nodes that will change.
+:mod:`arbordraft.kernels.verify.tree` derives the computation. A pass sums R and q by chunk, in float32. The arithmetic,
+one program per node, is float64. A pass reads only nodes whose sums the previous child changed: the child exists and
+was drawn. For nodes that will change, the first pass finds only the mass of q.
 
 Shapes: N nodes, D draft rows, V vocabulary, C chunks of a row, K children.
 """
@@ -19,13 +19,13 @@ from arbordraft.kernels.verify.triton import block_of, left_at
 @triton.jit
 def positive(x):
     """See :func:`arbordraft.kernels.verify.reference.positive`."""
-    # By its bits: constants may be rounded to float32, in which it is 0.
+    # Made from bits: a constant may be rounded to float32, where it is 0.
     return tl.maximum(x, tl.full([], 1 << 52, tl.int64).to(tl.float64, bitcast=True))
 
 
 @triton.jit
 def _first_of(token, among, WIDE: tl.constexpr):
-    """Which of the chosen children are the first with their token among these."""
+    """Returns which of the children ``among`` are the first with their token."""
     j = tl.arange(0, WIDE)
     earlier = (token[:, None] == token[None, :]) & among[None, :] & (j[None, :] < j[:, None])
     return among & (tl.max(earlier.to(tl.int32), 1) == 0)
@@ -33,7 +33,7 @@ def _first_of(token, among, WIDE: tl.constexpr):
 
 @triton.jit
 def _sum_of(PARTS, node, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
-    """What the chunks of a node add up to."""
+    """Adds up the chunks of a node."""
     chunk = tl.arange(0, COLUMNS)
     return tl.sum(tl.load(PARTS + node * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0).to(tl.float64), 0)
 
@@ -43,7 +43,7 @@ def start_turns(
     SCORES, LSE, DRAFT, ROW, DRAFT_ROW, SHARE, TOKENS, REAL, CERTAIN, WANTED, OFFERED, FROZEN, ACCEPT, SPECIAL, SURE,
     SPENT, UNDECIDED, REMAINS, WEIGHT, TAKEN, CHANGED, stride_s, stride_d, K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What is known of a node before its first child is tried."""
+    """Writes the state of a node before its first child is tried."""
     node = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, WIDE)
     inside = j < K
@@ -77,7 +77,7 @@ def turn_mass(
     SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, CHANGED, LEFT, DRAWN, vocabulary, stride_s, stride_d,
     FIRST: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of R and of q over one chunk of a node that has changed; at first of all, but R only where it will not."""
+    """Sums R and q over one chunk of a changed node; if ``FIRST``, of every node, but R only if it will not change."""
     node = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     changed = tl.load(CHANGED + node)
@@ -102,7 +102,7 @@ def take_turn(
     LEFT, DRAWN, child, REPLACEMENT: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tries the next child of a node; behind the last one, tokens that were drafted become special."""
+    """Tries the next child of a node; after the last child, makes the drafted tokens special."""
     node = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, WIDE)
     inside = j < K
@@ -124,7 +124,7 @@ def take_turn(
         ratio = tl.sum(tl.where(mine & real, tl.minimum(held / asked, 1.0), 0.0), 0)
         ratio = tl.where(mass > 0, ratio, 0.0)
         tl.store(ACCEPT + node * K + j, rest * ratio + 0.0 * p, mask=inside & mine)
-        # Rejected: a certain token holds nothing any more, and a drawn one has taken its proposal from all.
+        # After a rejection a certain token has no mass left, and the proposal of a drawn one is subtracted from all.
         drawn = mine & real & ~sure
         changed = tl.max(drawn.to(tl.int32), 0)
         spent = tl.where(changed != 0, spent + mass / drawable, spent)
@@ -152,7 +152,7 @@ def end_turns(
     FROZEN, ACCEPT, UNDECIDED, REMAINS, SHARE, LEFT, STOP, SUMS, REPLACEMENT: tl.constexpr, K: tl.constexpr,
     WIDE: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What is left of a node behind its last child: chances to go on with a child after all, and to end there."""
+    """Finishes a node after its last child: chances to go on with a child after all, and to end at the node."""
     node = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, WIDE)
     frozen = tl.load(FROZEN + node * K + j, mask=j < K, other=0.0)
@@ -190,7 +190,7 @@ def launch_rejection_laws(
     left, drawn = (scores.new_empty((nodes, chunks), dtype=torch.float32) for _ in range(2))
     there, tops = real.contiguous().view(torch.int8), certain.contiguous().view(torch.int8)
     tokens, weight = tokens.contiguous(), weight.contiguous()
-    # Rounded as in float64 arithmetic of torch: no product is contracted with a sum.
+    # Without contraction, results are rounded as in torch's float64 arithmetic.
     how = {"K": children, "WIDE": triton.next_power_of_2(children), "num_warps": 1, "enable_fp_fusion": False}
     columns = {"CHUNKS": chunks, "COLUMNS": triton.next_power_of_2(chunks), "REPLACEMENT": replacement}
 

@@ -1,4 +1,4 @@
-"""The certain tokens of draft rows, found where the rows lie.
+"""The certain tokens of draft rows, found on the device of the rows.
 
 Shapes: D draft rows, V vocabulary, M tops.
 """
@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 def take_tops(draft: Tensor, most: Tensor, threshold: Tensor, rounds: int) -> Tensor:
-    """The most probable tokens of every row, which can no longer be drawn: their probabilities become 0, in place.
+    """Takes the most probable tokens from every row; their probabilities become 0, in place.
 
     Args:
         draft: ``[D, V]`` draft probabilities.
-        most: ``[D]`` int64 how many tokens of a row are tops at most.
-        threshold: ``[D]`` probability below which no token of a row is one.
-        rounds: M, the greatest number in ``most``.
+        most: ``[D]`` int64 maximum number of tops of a row.
+        threshold: ``[D]`` minimum probability of a top.
+        rounds: M, the maximum of ``most``.
 
     Returns:
-        ``[D, M]`` int64 tokens, -1 behind the last one. Of equally probable ones the first is taken first.
+        ``[D, M]`` int64 tokens, -1 after the last one. Among equally probable tokens the first is taken first.
     """
     tops = most.new_full((len(draft), rounds), -1)
     if rounds == 0:

@@ -1,6 +1,6 @@
-"""Recursive rejection for all trees of a batch at once, from scores: what the device can do without asking the host.
+"""Recursive rejection from scores for all trees of a batch at once, on the device, without waiting for the host.
 
-A node's children are tried in turn, each against what the ones before it left. Written without normalising,
+A node's children are tried in turn, each against the residual that its earlier siblings left. Without normalising,
 
     R_0 = w p,   M_0 = 1,   R_i(x) = max(R_{i-1}(x) - M_{i-1} q_i(x), 0),   M_i = sum R_i + (1 - w),
 
@@ -9,14 +9,13 @@ tokens that can still be drawn, c_i their mass, so that
 
     R_i(x) = max(w p(x) - t_i q(x), 0),   t_i = t_{i-1} + M_{i-1} / c_i:
 
-one number per node stands for the whole row. Tokens that cannot be drawn any more, tops and those drawn without
-replacement, keep the R of their own turn; they are *special*, and there are at most as many as children. So k draws
-take k passes over the rows of all nodes together. The rest is arithmetic on as many numbers as there are children.
-Children may repeat a token: each IID draw has a turn of its own, while of equal certain children the first has all of
-the token's R and the others none.
+one number per node replaces the whole row. *Special* tokens cannot be drawn any more: tops, and tokens drawn without
+replacement. They keep the R of their own turn, and there are at most as many as children. So k draws take k passes over
+the rows of all nodes together. The rest is arithmetic on one number per child. Children may repeat a token. Each IID
+draw has a turn of its own. Among equal certain children, the first has all of the token's R and the others have none.
 
-``Lifted`` needs no walk either: a node's weight follows from its parent's law, whatever the noise, and so does the
-chance to end there; the first node in post-order that its uniform lets end is the end of the path.
+``Lifted`` needs no walk either. A node's weight and its chance to end the path follow from its parent's law, for every
+noise. The path ends at the first node in post-order whose uniform is below that chance.
 
 Shapes: T rows, D draft rows, V vocabulary, N inner nodes, K children, B samples.
 """
@@ -34,20 +33,21 @@ from arbordraft.kernels.verify.reference import before, follow, share
 
 @dataclass(frozen=True)
 class PackedTree:
-    """The trees of a batch, as tables. Nodes are rows: those of all samples, one sample after another.
+    """The trees of a batch as tables; nodes are rows, one sample after another.
 
     Args:
         roots: ``[B]`` int64 rows of the roots.
-        inner: ``[N]`` int64 rows of the nodes with children, the higher levels first; -1 for a place not in use.
-        levels: how many of them are at each depth, unused places included.
+        inner: ``[N]`` int64 rows of the nodes with children, levels closer to the root first; -1 for unused places.
+        levels: number of inner nodes at each depth, unused places included.
         draft_row: ``[N]`` int64 draft row that a node's children were drawn from, -1 for none.
-        children: ``[N, K]`` int64 rows of the children in the order of their verification, -1 behind the last.
-        tokens: ``[N, K]`` int64 their tokens.
-        certain: ``[N, K]`` bool: which were not drawn at random; they may repeat a token, as IID draws may.
-        parent: ``[N]`` int64 index of the parent among the inner nodes, and
-        place: ``[N]`` int64 which of its children the node is; both -1 for roots.
+        children: ``[N, K]`` int64 rows of the children in the order of their verification, -1 after the last.
+        tokens: ``[N, K]`` int64 tokens of the children.
+        certain: ``[N, K]`` bool: whether a child was not drawn at random; such children may repeat a token, like IID
+            draws.
+        parent: ``[N]`` int64 index of the parent among the inner nodes; -1 for roots.
+        place: ``[N]`` int64 index of the node among its parent's children; -1 for roots.
         order: ``[T]`` int64 place of a row in the post-order of its sample.
-        sample: ``[T]`` int64.
+        sample: ``[T]`` int64 sample of a row.
         replacement: whether draws may repeat a token.
     """
 
@@ -66,13 +66,13 @@ class PackedTree:
 
 
 class _Laws(NamedTuple):
-    """What becomes of the children of some inner nodes, in float64.
+    """Results of :func:`rejection_laws` for some inner nodes, in float64.
 
     Args:
-        taken: ``[N]`` t behind the last child.
+        taken: ``[N]`` t after the last child.
         accept: ``[N, K]`` chance to go on with a child.
         stop: ``[N]`` chance to end at the node.
-        mass: ``[N, C]`` of what may be emitted there, by chunk.
+        mass: ``[N, C]`` mass of the tokens that may be emitted there, by chunk.
     """
 
     taken: Tensor
@@ -89,15 +89,15 @@ class _Laws(NamedTuple):
 def verify_tree(
     scores: Tensor, draft: Tensor, tree: PackedTree, accept: Tensor, final: Tensor, *, lifted: bool
 ) -> tuple[Tensor, Tensor]:
-    """Where the paths of all samples end, and the tokens that follow.
+    """Returns the ends of the paths of all samples, and the tokens that follow.
 
     Args:
         scores: ``[T, V]`` target scores, processed.
         draft: ``[D, V]`` draft probabilities.
         tree: the trees.
         accept: ``[T]`` uniforms that decide about nodes.
-        final: ``[T]`` uniforms that draw tokens behind nodes.
-        lifted: judge a path by its end before its beginning.
+        final: ``[T]`` uniforms that draw tokens after nodes.
+        lifted: whether to verify paths lifted, from their end, instead of top-down.
 
     Returns:
         ``[B]`` int64 rows of the last accepted nodes and ``[B]`` int64 tokens.
@@ -141,11 +141,11 @@ def _joined(laws: Sequence[_Laws]) -> _Laws:
 
 
 def walk(tree: PackedTree, taken: Tensor) -> Tensor:
-    """Where paths end that go on, from the roots downwards, with the first of the children that are taken.
+    """Returns where paths from the roots end; a path goes on with the first child that is taken.
 
     Args:
         tree: the trees.
-        taken: ``[N, K]`` bool, false where there is no child.
+        taken: ``[N, K]`` bool, false if there is no child.
 
     Returns:
         ``[B]`` int64 rows.
@@ -154,11 +154,11 @@ def walk(tree: PackedTree, taken: Tensor) -> Tensor:
 
 
 def _last_lifted(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor) -> Tensor:
-    # What concerns no row is written to one behind the last: to leave it out, the host would have to count.
+    # Entries without a row go to an extra row after the last: to leave them out, the host would have to count.
     rows, samples = len(tree.order), len(tree.roots)
     below = torch.where(tree.children < 0, rows, tree.children)
     inner = torch.where(tree.inner < 0, rows, tree.inner)
-    # Leaves end where their weight says so, inner nodes with what their children have left.
+    # A leaf ends the path with its weight, an inner node with the mass that its children left.
     chance = accept.new_zeros(rows + 1)
     chance.scatter_(0, below.flatten(), share(law.accept, law.before).flatten())
     chance.index_fill_(0, tree.roots, 1.0)  # a root without children

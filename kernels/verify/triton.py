@@ -1,12 +1,12 @@
 """Passes over rows of scores in Triton: no row of probabilities is ever written.
 
-A row of probabilities is one number beside its scores l: p(x) = exp(l(x) - lse). What recursive rejection needs of a
-node is the mass, and in the end a draw, of
+A row of probabilities is its scores l and one number: p(x) = exp(l(x) - lse). Recursive rejection needs the mass of a
+node's residual, and at the end a draw from it:
 
     R(x) = max(w p(x) - t q(x), 0)
 
-for scalars w and t; see :mod:`arbordraft.kernels.verify.tree` for why. Rows are read in chunks, one program each, whose
-sums are added up outside.
+for scalars w and t, which :mod:`arbordraft.kernels.verify.tree` derives. Rows are read in chunks, one program each. The
+sums of chunks are added up outside these programs.
 
 Shapes: R rows, N nodes, D draft rows, V vocabulary, C chunks of a row, K special tokens of a node.
 """
@@ -23,14 +23,14 @@ _NOWHERE: tl.constexpr = tl.constexpr(2147483647)
 
 @triton.jit
 def row_stats(SCORES, HIGHEST, PLACE, MASS, stride_s, vocabulary, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Highest score of one chunk of one row, its first place, and the sum of exponentials below it."""
+    """Finds the highest score of one chunk of one row, its first place, and the sum of exponentials relative to it."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(SCORES + row * stride_s + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
     bad = tl.max((x != x).to(tl.int32), 0)
     highest = tl.max(tl.where(x != x, -float("inf"), x), 0)
-    # The first of several equal ones: no reduction promises which place it returns.
+    # The first of several equal scores: reductions do not promise which place they return.
     place = tl.min(tl.where((at < vocabulary) & (x == highest), at, _NOWHERE), 0)
     below = tl.where(highest == -float("inf"), 0.0, highest)
     tl.store(HIGHEST + row * CHUNKS + chunk, tl.where(bad > 0, float("nan"), highest))
@@ -40,7 +40,7 @@ def row_stats(SCORES, HIGHEST, PLACE, MASS, stride_s, vocabulary, CHUNKS: tl.con
 
 @triton.jit
 def add_chunks(HIGHEST, MASS, LSE, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The logarithm of the sum of exponentials of one row, from what its chunks found."""
+    """Computes the log-sum-exp of one row from the results of its chunks."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, COLUMNS)
     inside = chunk < CHUNKS
@@ -59,7 +59,7 @@ def left_at(
     SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, scored, stride_s, stride_d,
     K: tl.constexpr,
 ):  # fmt: skip
-    """R and q of the tokens ``at``, 0 for special ones; R is 0 too for those from ``scored`` on, which are not read."""
+    """Returns R and q of the tokens ``at``, 0 for special ones; R is 0 from ``scored`` on, where no score is read."""
     inside = at < vocabulary
     row = tl.load(ROW + node)
     x = tl.load(SCORES + row * stride_s + at, mask=at < scored, other=-float("inf")).to(tl.float32)
@@ -79,7 +79,7 @@ def left_mass(
     SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, LEFT, DRAWN, vocabulary, stride_s, stride_d,
     K: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of R and of q over one chunk, of one node."""
+    """Sums R and q over one chunk of one node."""
     node = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -96,14 +96,14 @@ def left_pick(
     SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, WHERE, LEVEL, TOKEN, vocabulary, stride_s, stride_d,
     K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The token of one chunk at which the running sum of R exceeds a level; the last possible one if none does."""
+    """Finds a chunk's token at which the running sum of R exceeds a level, or else the last token with R > 0."""
     node = tl.program_id(0).to(tl.int64)
     at = tl.load(WHERE + node) * BLOCK + tl.arange(0, BLOCK)
     left, _ = left_at(
         SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, vocabulary, stride_s,
         stride_d, K,
     )  # fmt: skip
-    # In float32 a running sum of thousands is off by more than a token of a flat row weighs.
+    # In float32 the error of a running sum of thousands exceeds the mass of a token in a flat row.
     reached = tl.cumsum(left.to(tl.float64), 0) > tl.load(LEVEL + node)
     first = tl.min(tl.where(reached & (left > 0), at, _NOWHERE), 0)
     last = tl.max(tl.where(left > 0, at, -1), 0)
@@ -111,7 +111,7 @@ def left_pick(
 
 
 def block_of(vocabulary: int) -> int:
-    """Tokens that a program looks at: a chunk, or all there are."""
+    """Returns the tokens that a program reads: a chunk, or the whole vocabulary."""
     return min(CHUNK, triton.next_power_of_2(vocabulary))
 
 

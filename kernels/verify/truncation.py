@@ -1,15 +1,15 @@
 """The lowest score that top-k or top-p keeps of every row, in Triton and without a sort.
 
-What lies above a value, in number and in probability, falls as the value rises. So the lowest value that has little
-enough above it can be searched for. Three launches, none of which the host waits for:
+Number and probability of the scores above a value fall as the value rises. So a search finds the lowest value with
+little enough above it. The host waits for none of the three launches:
 
 1. :func:`sum_above`, one program per chunk: number and probability above a few pivots, chosen from the log-sum-exp.
-2. :func:`collect`, one program per chunk: adds the sums up, which leaves one interval between two pivots, and copies
-   the scores in that interval to a list of the chunk's.
-3. :func:`lowest_kept`, one program per row: searches the lists, among integers that order as the scores do. Where a
-   chunk has more scores in the interval than its list has room for, it searches the row itself: slower, never wrong.
+2. :func:`collect`, one program per list: adds the sums up, which leaves one interval between two pivots. Copies the
+   scores in that interval to its list.
+3. :func:`lowest_kept`, one program per row: searches the lists, among integers that order as the scores do. If a list
+   has no room for its scores in the interval, searches the row itself, which is slower and as exact.
 
-All sums have a fixed order that depends on nothing but the vocabulary: results are the same in every run and batch.
+All sums have a fixed order that depends on the vocabulary alone, so results are the same in every run and batch.
 
 Shapes: R rows, V vocabulary, C chunks of a row, P pivots, L room of a list.
 """
@@ -24,13 +24,13 @@ from torch import Tensor
 from arbordraft.kernels.verify.reference import CHUNK
 
 PIVOTS = 4
-ROOM = 512  # scores of a chunk that are searched by themselves
-DIRECT = 2 * CHUNK  # vocabularies up to this size are searched at once
-SEGMENT = 128  # neighbouring tokens that go to the same list: probable tokens are often neighbours
+ROOM = 512  # scores that a list holds
+DIRECT = 2 * CHUNK  # vocabularies up to this size are searched in one launch
+SEGMENT = 128  # neighbouring tokens in one list; the next ones go to another, as probable tokens are often neighbours
 GROUP = 8  # segments that are read at a time
 TILE = 4096  # scores that the search reads at a time
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # bits of a float32 that a score does not have
-FIRST = 8.0  # exp(8), about 3000, scores at most are this close to the log-sum-exp: few enough to search
+FIRST = 8.0  # at most exp(8), about 3000, scores are this close to the log-sum-exp: few enough to search
 _LEAST: tl.constexpr = tl.constexpr(-2139095041)  # the key of -inf
 _MOST: tl.constexpr = tl.constexpr(0x7F800000)  # the key of inf
 _NAN: tl.constexpr = tl.constexpr(0x7FC00000)  # the key of NaN, which is above inf as in a sort
@@ -38,7 +38,7 @@ _NAN: tl.constexpr = tl.constexpr(0x7FC00000)  # the key of NaN, which is above 
 
 @triton.jit
 def _key(x, SHIFT: tl.constexpr):
-    """An int32 that orders as the float32, NaN above all; without SHIFT bits that no score has."""
+    """Returns int32 keys in the order of the float32, NaN highest; drops the SHIFT bits that no score has."""
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(x != x, _NAN, key) >> SHIFT
@@ -46,9 +46,9 @@ def _key(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
-    """The score that has a key."""
+    """Returns the score of a key."""
     bits = key << SHIFT
-    # Of a negative score the missing bits are ones in the key.
+    # In the key of a negative score, the missing bits are ones.
     bits = tl.where(bits < 0, (bits | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF, bits)
     return bits.to(tl.float32, bitcast=True)
 
@@ -58,7 +58,7 @@ def sum_above(
     SCORES, LSE, NUMBER, ABOVE, stride_s, vocabulary, first, spacing, COUNTED: tl.constexpr, MASSED: tl.constexpr,
     PIVOTS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many scores of one chunk of one row lie above each pivot, and how much probability."""
+    """Sums number and probability of the scores of one chunk of one row above each pivot."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -79,7 +79,7 @@ def sum_above(
 
 @triton.jit
 def _keeps_too_little(number, probability, count, mass, COUNTED: tl.constexpr, MASSED: tl.constexpr):
-    """Whether a value has so little above it that itself it is kept."""
+    """Returns whether a value is kept: less than ``count`` or ``mass`` is above it."""
     if COUNTED and MASSED:
         return (number < count) | (probability < mass)
     elif COUNTED:
@@ -90,15 +90,15 @@ def _keeps_too_little(number, probability, count, mass, COUNTED: tl.constexpr, M
 
 @triton.jit
 def _in_interval(source, to_end, floor, ceiling, LEAP: tl.constexpr, GROUP: tl.constexpr):
-    """Scores of the next segments of a list, and which of them are in an interval.
+    """Returns the scores of the next segments of a list, and which of them are in an interval.
 
     Args:
-        source: pointers to the first of these segments, a column each.
-        to_end: how far the row goes on behind them.
+        source: pointers to the first of these segments, one per column.
+        to_end: scores from each pointer to the end of the row.
         floor: lowest score of the interval.
-        ceiling: its highest score.
-        LEAP: from a segment to the next one of the same list.
-        GROUP: segments.
+        ceiling: highest score of the interval.
+        LEAP: distance from a segment to the next one of the same list.
+        GROUP: number of segments.
     """
     leaps = tl.arange(0, GROUP)[:, None] * LEAP
     x = tl.load(source[None, :] + leaps, mask=leaps < to_end[None, :], other=float("nan")).to(tl.float32)
@@ -111,9 +111,9 @@ def collect(
     COUNTED: tl.constexpr, MASSED: tl.constexpr, SHIFT: tl.constexpr, PIVOTS: tl.constexpr, CHUNKS: tl.constexpr,
     PARTS: tl.constexpr, ROOM: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The interval in which the lowest kept score of a row lies, and those scores of one list that lie there too.
+    """Finds the interval of the lowest kept score of a row, and copies the scores in it to one list.
 
-    An interval is three numbers: its lowest and its highest key, and how many scores are above it.
+    An interval is three numbers: its lowest key, its highest key, and the number of scores above it.
     """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -131,7 +131,7 @@ def collect(
             number = tl.sum(tl.load(NUMBER + where, mask=part < CHUNKS, other=0), 0)
         if MASSED:
             probability = tl.sum(tl.load(ABOVE + where, mask=part < CHUNKS, other=0.0), 0)
-        # Pivots fall: those that keep too little come first.
+        # Pivots fall: the ones that keep too little come first.
         keeps = _keeps_too_little(number, probability, count, mass, COUNTED, MASSED)
         key = _key(pivot.to(SCORES.dtype.element_ty).to(tl.float32), SHIFT)
         high = tl.where(keeps, key, high)
@@ -141,8 +141,8 @@ def collect(
         pivot -= spacing
     low += 1
     floor, ceiling = _value(low, SHIFT), _value(tl.minimum(high, _MOST >> SHIFT), SHIFT)
-    # A column belongs to a thread. Neighbours are swapped, which changes nothing but that Triton gives each thread one
-    # of them at a time: scores are stored one at a time too, and would have to be exchanged between threads otherwise.
+    # A column belongs to a thread. Swapping neighbours makes Triton give each thread one score at a time. Scores are
+    # also stored one at a time, so without the swap threads would have to exchange them.
     leap: tl.constexpr = CHUNKS * SEGMENT
     begin = chunk * SEGMENT + (tl.arange(0, SEGMENT) ^ 1)
     number = tl.zeros([SEGMENT], tl.int32)
@@ -152,7 +152,7 @@ def collect(
         number += tl.sum(inside.to(tl.int32), 0)
         source += GROUP * leap
         to_end -= GROUP * leap
-    found = tl.where(lse == lse, tl.sum(number, 0), ROOM + 1)  # NaN is in no list
+    found = tl.where(lse == lse, tl.sum(number, 0), ROOM + 1)  # rows with NaN have no list
     tl.store(FOUND + row * CHUNKS + chunk, found)
     if found <= ROOM:  # else the row itself is searched
         source, to_end = SCORES + row * stride_s + begin, vocabulary - begin
@@ -175,7 +175,7 @@ def collect(
 
 @triton.jit
 def _read(source, step, part, at, size, SHIFT: tl.constexpr):
-    """Scores of all lists at some places, and their keys: that of no score behind the end of a list."""
+    """Reads scores and keys of all lists at some places; after the end of a list, the key is below all others."""
     inside = at[None, :] < size[:, None]
     x = tl.load(source + part[:, None] * step + at[None, :], mask=inside, other=0.0).to(tl.float32)
     return x, tl.where(inside, _key(x, SHIFT), (_LEAST >> SHIFT) - 1)
@@ -185,7 +185,7 @@ def _read(source, step, part, at, size, SHIFT: tl.constexpr):
 def _tally(
     numbers, masses, above_number, above_mass, count, mass, COUNTED: tl.constexpr, MASSED: tl.constexpr,
 ):  # fmt: skip
-    """Whether a pivot is kept, given what lies above it at every place of a tile and above the interval."""
+    """Returns whether a pivot is kept, given the sums above it at every place of a tile and above the interval."""
     number, probability = above_number, above_mass
     if COUNTED:
         number += tl.sum(tl.sum(numbers, 1), 0)
@@ -200,7 +200,7 @@ def lowest_kept(
     MASSED: tl.constexpr, SHIFT: tl.constexpr, DIRECT: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
     ROOM: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The lowest score of one row that is kept: the interval is cut into four until it has one key."""
+    """Finds the lowest kept score of one row: the interval is cut into four until it has one key."""
     row = tl.program_id(0).to(tl.int64)
     lse = tl.load(LSE + row)
     part = tl.arange(0, PARTS)
@@ -245,7 +245,7 @@ def lowest_kept(
                 first_mass += tl.where(key > first, p, 0.0)
                 second_mass += tl.where(key > second, p, 0.0)
                 third_mass += tl.where(key > third, p, 0.0)
-        # Of the three, the lowest that is kept ends the interval, and it begins behind the highest that is not.
+        # The lowest kept of the three ends the interval, which begins after the highest one that is not kept.
         if _tally(first_number, first_mass, above_number, above_mass, count, mass, COUNTED, MASSED):
             high = first.to(tl.int64)
         elif _tally(second_number, second_mass, above_number, above_mass, count, mass, COUNTED, MASSED):
@@ -256,7 +256,7 @@ def lowest_kept(
             high = third.to(tl.int64)
         else:
             low = third.to(tl.int64) + 1
-    # Where all are kept, or rounding decides, there may be no score with this key: the next one is it.
+    # If all scores are kept, or rounding decides, no score may have this key: the next higher score is the result.
     nearest = tl.full([PARTS, WIDE], _NAN >> SHIFT, tl.int32)
     for begin in range(0, longest, WIDE):
         _, key = _read(source, step, part, begin + column, size, SHIFT)
@@ -275,7 +275,7 @@ def launch_lowest_kept(scores: Tensor, lse: Tensor, count: int, mass: float) -> 
     counted, massed = count > 1 or mass <= 0, mass > 0
     parts = triton.next_power_of_2(chunks)
     how = {"COUNTED": counted, "MASSED": massed, "CHUNKS": chunks}
-    interval = found = held = lists = lowest  # which nothing is read from
+    interval = found = held = lists = lowest  # placeholders, never read
     if not direct:
         pivots = _pivots(vocabulary, count, mass)
         number, above = (
@@ -303,12 +303,12 @@ def launch_lowest_kept(scores: Tensor, lse: Tensor, count: int, mass: float) -> 
 
 
 def _pivots(vocabulary: int, count: int, mass: float) -> tuple[float, float]:
-    """How far the first pivot is below the log-sum-exp, and how far others are below the one before."""
+    """Returns the distance of the first pivot below the log-sum-exp, and the spacing of the others."""
     if mass > 0:
-        # What is further below than this is less than 1 - mass together.
+        # Scores further below than this have less than 1 - mass together.
         furthest = math.log(vocabulary / max(1 - mass, 1e-4))
         return FIRST, max(furthest - FIRST, 1.0) / PIVOTS
-    # The score of rank k is below the log-sum-exp by the logarithm of k at least, and by far more in peaked rows.
+    # The score of rank k is below the log-sum-exp by at least the logarithm of k, and far more in peaked rows.
     return max(FIRST, math.log(max(count, 1)) + 2), 4.0
 
 

@@ -97,7 +97,7 @@ def test_a_choice_survives_a_file_and_decodes(tmp_path):
 def test_other_files_are_named(tmp_path, damage):
     path = tmp_path / "tuned.json"
     path.write_text(damage)
-    with pytest.raises(ValueError, match="is not what tuning writes"):
+    with pytest.raises(ValueError, match="is not a result of tuning"):
         Tuned.load(path)
 
 

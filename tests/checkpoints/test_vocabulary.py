@@ -241,7 +241,7 @@ def test_graphs_are_made_for_one_tokenizer(tmp_path):
     shutil.rmtree(tmp_path / "draft")
     tiny_checkpoint(tmp_path / "draft", vocab_size=64)
     of(str(tmp_path / "draft"), str(tmp_path / "target"))
-    with pytest.raises(ValueError, match="onnxruntime-genai takes no padding: the draft model has 64 token ids"):
+    with pytest.raises(ValueError, match="onnxruntime-genai takes no padded vocabulary: the draft has 64 token ids"):
         of(str(tmp_path / "draft"), str(tmp_path / "target"), causal=True)
 
 

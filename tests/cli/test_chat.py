@@ -153,7 +153,7 @@ def test_the_tree_of_a_step_marks_what_was_accepted():
     drawn = console.file.getvalue()
     assert drawn.count("✓") == 1
     assert "'6' ✓" in drawn
-    assert "the target adds '9' instead of what it rejected" in drawn
+    assert "the target adds '9' instead of the rejected drafts" in drawn
     assert "3 drafted, 1 accepted: 2 tokens by one forward" in drawn
 
 

@@ -326,7 +326,7 @@ def test_damaged_tunings_are_named(tmp_path, change):
     path = tmp_path / "tuned.json"
     tuned().save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=r"tuned.json is not what tuning writes: .*; run 'arbordraft tune' again"):
+    with pytest.raises(ValueError, match=r"tuned.json is not a result of tuning: .*; run 'arbordraft tune' again"):
         Tuned.load(path)
 
 
@@ -339,5 +339,5 @@ class Mute(Decider):
 
 def test_a_decider_that_does_not_answer_for_all_is_named():
     prompts = {"input_ids": torch.tensor([[5, 9], [7, 8]]), "max_new_tokens": 4, "do_sample": False}
-    with pytest.raises(ValueError, match=r"Mute.* must say of each of 2 samples, said 1"):
+    with pytest.raises(ValueError, match=r"Mute.* must answer for 2 samples, answered for 1"):
         decoder(decider=Mute()).generate(**prompts)

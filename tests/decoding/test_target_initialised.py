@@ -105,7 +105,7 @@ def test_it_says_that_it_is_lossy_and_refuses_what_cannot_work():
     with pytest.warns(UserWarning, match="change the output law"):
         builders.dynasd(ragged(), ragged(seed=3), width=2)
     drafter = ad.LanguageModelDrafter(ragged(seed=3))
-    with pytest.raises(ValueError, match="a single candidate is what every SpeculativeDecoder has"):
+    with pytest.raises(ValueError, match="a single candidate needs no TargetInitialisedDecoder"):
         TargetInitialisedDecoder(ragged(), drafter, ad.TreeTopology.chain(3))
     with pytest.raises(ValueError, match="cannot go on from tokens that it did not choose"):
         TargetInitialisedDecoder(ragged(), ad.NGramDrafter(), TOPOLOGIES[0])

@@ -340,5 +340,5 @@ class Short(Drafter):
 @pytest.mark.parametrize("guesses", [False, True])
 def test_who_says_too_little_is_refused(guesses):
     step = context(PROMPTS, ad.TreeTopology.chain(2), ad.Fixed(1), greedy=True)
-    with pytest.raises(ValueError, match=r"Short.* must say what follows each of 3 nodes, said it of 2"):
+    with pytest.raises(ValueError, match=r"Short.* must give predictions for each of 3 nodes, gave 2"):
         grown(Short(guesses), None, step)

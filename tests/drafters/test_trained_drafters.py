@@ -312,7 +312,7 @@ def test_the_final_norm_follows_the_layers(architecture):
 
 def test_more_than_a_norm_behind_the_layers_is_refused():
     projecting = ragged("opt", word_embed_proj_dim=16)
-    with pytest.raises(ad.UnsupportedModel, match="more than a norm behind"):
+    with pytest.raises(ad.UnsupportedModel, match="more than a norm between"):
         _ = projecting.final_norm
 
 

@@ -121,5 +121,5 @@ def test_sglang_gets_none(exported, tmp_path):
 
 def test_there_are_no_graphs_of_them(exported, tmp_path):
     exported("dspark")
-    with pytest.raises(ValueError, match="holds a DFlash or DSpark head, of which there are no graphs"):
+    with pytest.raises(ValueError, match="holds a DFlash or DSpark head, which has no graphs"):
         sources.of(str(tmp_path / "head"), str(tmp_path / "target"))

@@ -133,7 +133,9 @@ class Mine(FixedDepth):
 
 @pytest.mark.parametrize("part", [Mine(), ad.TopDown, lambda: None])
 def test_parts_that_are_not_data(part):
-    with pytest.raises(ValueError, match=r"cannot be told in plain data|does not say what it was made with"):
+    with pytest.raises(
+        ValueError, match=r"cannot be described as plain data|does not keep the arguments it was made with"
+    ):
         describe(part)
 
 

@@ -284,7 +284,7 @@ def test_the_layouts_of_specforge_and_deepspec(tmp_path):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"architectures": ["DominoDraftModel"]}, "one of Domino; read are EAGLE-1"),
+        ({"architectures": ["DominoDraftModel"]}, "one of Domino; supported are EAGLE-1"),
         ({"architectures": ["EagleSpeculator"]}, "one of EAGLE-1 in speculators"),
         ({"dflash_config": {"shift_label": True}}, "shift_label=True"),
         ({"block_size": 99}, "block_size must be"),
@@ -342,7 +342,7 @@ def test_embeddings_of_the_target_are_not_kept_twice(tmp_path):
         ({"tensors": lambda held: {n: t for n, t in held.items() if n != "d2t"}}, "no head .* it lacks d2t"),
         ({"tensors": lambda held: held | {"d2t": held["d2t"] + 90}}, "draft vocabulary is damaged"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"reads hidden states \[9\]"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "what layer 4 gives in front of the final norm"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "the output of layer 4 before the final norm"),
         ({"transformer_layer_config": {"model_type": "mamba"}}, "layer is of type 'mamba'"),
         ({"transformer_layer_config": {"model_type": "llama"}}, "has no 'hidden_size'"),
         ({"transformer_layer_config": {"model_type": "llama", "hidden_act": "gelu"}}, "hidden_act='gelu'"),

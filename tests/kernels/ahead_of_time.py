@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for GPUs that are not here, and reads what they need off the binaries."""
+"""Compiles Triton kernels for GPUs that this machine lacks, and reads their resource use off the binaries."""
 
 import json
 import os
@@ -32,7 +32,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes a program may have
+SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes per program
 POINTERS = {
     **dict.fromkeys(("LEVEL", "NOISE", "BEST"), "*fp64"),
     "PART": "*fp32",
@@ -58,15 +58,15 @@ BYTES = {name: dtype.itemsize for name, dtype in TYPES.items()}
 
 
 def compiled(kernel, target, dtype, constants, *, warps, stages=2, fusion=True):
-    """A kernel for a target, with the alignments that real calls have.
+    """Compiles a kernel for a target, with the alignments of real calls.
 
     Args:
-        kernel: the jitted function.
-        target: a key of ``TARGETS``.
-        dtype: of the pointers that are not known by name.
-        constants: its compile-time constants; all other arguments whose name is in lower case are numbers.
-        warps: of a program.
-        stages: of its loops.
+        kernel: jitted function.
+        target: key of ``TARGETS``.
+        dtype: element type of the pointers that ``POINTERS`` does not list.
+        constants: compile-time constants. All other arguments with names in lower case are numbers.
+        warps: warps per program.
+        stages: pipeline stages of its loops.
         fusion: whether products and sums may be contracted.
     """
     signature = {
@@ -90,7 +90,7 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2, fusion=True):
 
 
 def resources(binary, target):
-    """Registers of a thread, bytes spilled, shared memory, matrix instructions, and whether loads are 16 bytes wide."""
+    """Returns registers per thread, bytes spilled, shared memory, matrix instructions, and if loads are 16 bytes wide."""
     if target == "gfx942":
         text = binary.asm["amdgcn"]
         registers, spilled = (
@@ -135,12 +135,12 @@ def attention_case(target, rows, size, dtype, group=4, causal=False, options=Fal
 
 
 def options(launched):
-    """How :func:`compiled` is told what a launch says."""
+    """Converts the options of a launch to keywords of :func:`compiled`."""
     return {"warps": launched["num_warps"], "fusion": launched["enable_fp_fusion"]}
 
 
 def fused_cases(target):
-    """Element-wise parts of layers: norms of few and of many channels, rotations of heads or of a part of them."""
+    """Yields element-wise parts of layers: norms of few and many channels, rotations of whole or partial heads."""
     exact = fused_layers.EXACT
     for size, add, offset, wide in ((576, True, 0.0, False), (8192, True, 0.0, False), (2304, False, 1.0, True)):
         how = fused_layers.norm_options(size)
@@ -159,7 +159,7 @@ def fused_cases(target):
 
 
 def row_cases(target):
-    """Products and attention whose rows have the same bits in every batch: on NVIDIA's, whose instructions allow it."""
+    """Yields products and attention with batch-invariant rows; only the instructions of NVIDIA GPUs allow them."""
     if target == "gfx942":
         return
 
@@ -199,7 +199,7 @@ def row_cases(target):
 
 
 def cases(target):
-    """All kernels that are launched, in the configurations that :func:`choose` gives."""
+    """Yields all launched kernels in the configurations that :func:`choose` gives."""
     for size in (64, 128):
         for rows in (4, 8, 16, 64):
             yield attention_case(target, rows, size, "bf16")
@@ -259,7 +259,7 @@ def cases(target):
 
 
 def table(target):
-    """Resources of all kernels, by name."""
+    """Returns the resources of all kernels, by name."""
     return {name: resources(compiled(*what, **how), target) for name, what, how in cases(target)}
 
 

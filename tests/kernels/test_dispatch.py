@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs, and that it is known."""
+"""Each call runs the expected implementation of an operator, and ``choice.ran`` records it."""
 
 import subprocess
 import sys
@@ -37,8 +37,8 @@ def attention(dtype=torch.float32, size=16, use_native=True):
         (lambda: append(*(torch.zeros(4, 1, 2) for _ in range(4)), torch.arange(4)), "kv_append/reference"),
     ],
 )
-def test_what_a_kernel_knows_it_computes(call, ran):
-    """And what it does not know the reference does, which computes all of it where that is chosen."""
+def test_a_kernel_runs_all_calls_that_it_supports(call, ran):
+    """The reference runs all other calls, and every call if it is chosen."""
     choice.ran.clear()
     call()
     assert choice.ran == {ran: 1}
@@ -57,7 +57,7 @@ def test_triton_is_never_replaced_silently(monkeypatch):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("options", [{}, {"size": 8}, {"dtype": torch.float64}], ids=str)
 def test_a_trace_holds_an_operator_that_takes_its_arguments(options):
-    """Whatever their types and sizes: the C++ kernel would refuse some."""
+    """The C++ kernel would refuse some of these types and sizes."""
     case = Case([(3, TreeTopology.k_ary(2, 2))], **{"dtype": torch.float32, "size": 16} | options)
     batch = case.batch
     given = (case.query, case.keys, case.values, batch.layout, None, batch.positions, batch.words, 0.3, 0, 0.0, None)

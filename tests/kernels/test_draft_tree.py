@@ -1,4 +1,4 @@
-"""What the kernels that grow whole trees are given must fit; what they compute is in test_growth.py."""
+"""Kernels that grow whole trees refuse arguments that do not fit; test_growth.py tests their results."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def matrix(outputs, inputs):
 
 
 def draft_run(states=True, **changes):
-    """One layer; it reads hidden states of a target beside its embeddings, or the embeddings alone."""
+    """Builds a drafter of one layer, which reads hidden states of a target beside its embeddings, or these alone."""
     beside = HIDDEN if states else 0
     layer = LayerWeights(
         pre_attention=Norm(torch.ones(HIDDEN)),
@@ -63,7 +63,7 @@ def draft_run(states=True, **changes):
 
 
 def drafted(run=None, **changes):
-    """Three tokens at the first rows of the pools, and a chain of two behind them."""
+    """Drafts a chain of two after three tokens at the first rows of the pools."""
     given = {
         "tokens": torch.tensor([3, 4, 5]),
         "states": torch.randn(3, STATES),
@@ -85,7 +85,7 @@ def draws(seeds=1, positions=1, heat=1.0):
     return {"draws": Draws(torch.zeros(seeds, dtype=torch.int64), torch.zeros(positions, dtype=torch.int64), [heat])}
 
 
-def test_what_fits_is_drafted():
+def test_arguments_that_fit_are_drafted():
     found = drafted()
     assert (found.samples, found.nodes) == ([0, 0], [1, 2])
     assert found.fed == [[0, 1]]
@@ -97,8 +97,8 @@ def test_what_fits_is_drafted():
     assert len(drafted(**growth(levels=[9])).chances) == 2
 
 
-def test_what_is_fed_lies_behind_the_committed_rows():
-    """And nothing else of the pools is touched, or read."""
+def test_fed_rows_follow_the_committed_rows():
+    """No other rows of the pools are read or written."""
     keys, values = (torch.full((ROWS, 1, 16), float("nan")) for _ in range(2))
     keys[7:9], values[7:9] = torch.randn(2, 2, 1, 16)
     before = keys.clone()
@@ -106,7 +106,7 @@ def test_what_is_fed_lies_behind_the_committed_rows():
     assert len(found.chances) == 2
     assert not found.broken
     assert torch.equal(keys[7:9], before[7:9])
-    assert keys[9:13].isfinite().all()  # three that were missing, and the first draft
+    assert keys[9:13].isfinite().all()  # the three missing rows and the first draft
     assert keys[:7].isnan().all()
     assert keys[13:].isnan().all()
 
@@ -139,7 +139,7 @@ def test_what_is_fed_lies_behind_the_committed_rows():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(changes, message):
+def test_arguments_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(RuntimeError, match=message):
         drafted(**changes)
 
@@ -171,7 +171,7 @@ def from_rows(**changes):
     return draft_from_rows(**given | changes)
 
 
-def test_rows_say_what_is_likeliest():
+def test_the_likeliest_tokens_of_rows_are_drafted():
     found = from_rows()
     best = SCORES.max(dim=-1)
     assert (found.samples, found.nodes) == ([0, 0, 1, 1], [1, 2, 1, 2])

@@ -1,7 +1,7 @@
-"""The kernels on processors that this machine is not: built with a cross compiler, without PyTorch, and emulated.
+"""The kernels on emulated processors of other kinds, built with a cross compiler and without PyTorch.
 
-An emulated processor has the instructions of the one it is named after and no others, so that a kernel that takes too
-much for granted dies. Nothing is timed.
+An emulated processor has only the instructions of its model. A kernel that uses any other instruction crashes. Nothing
+is timed.
 """
 
 import shutil
@@ -16,7 +16,7 @@ from arbordraft.kernels.gumbel import gumbel_reference
 from arbordraft.kernels.native import build
 
 MASK = 2**64 - 1
-SEED = torch.tensor([0x9ABCDEF012345678 - 2**64])  # as the driver's, which has no sign
+SEED = torch.tensor([0x9ABCDEF012345678 - 2**64])  # the driver's seed is unsigned
 DRIVER = Path(__file__).with_name("emulated") / "main.cpp"
 PACKAGES = "qemu-user g++ g++-aarch64-linux-gnu"  # of Debian and Ubuntu
 
@@ -36,7 +36,7 @@ def arm(isa: str, cpu: str) -> Processor:
 
 
 PROCESSORS = {
-    "x86-avx2": x86("avx2", "max"),  # which has no AVX512, as the emulator knows none
+    "x86-avx2": x86("avx2", "max"),  # without AVX512, which the emulator does not support
     "arm-neon": arm("neon", "cortex-a72"),
     "arm-neon_dot": arm("neon_dot", "neoverse-n1"),
     "arm-neon_bf16": arm("neon_bf16", "max"),
@@ -45,7 +45,7 @@ PROCESSORS = {
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """All are built side by side."""
+    """Builds all programs in parallel."""
     tools = {processor.compiler for processor in PROCESSORS.values()}
     tools |= {processor.emulator[0] for processor in PROCESSORS.values()}
     if lacking := sorted(tool for tool in tools if shutil.which(tool) is None):
@@ -75,7 +75,7 @@ def report(output: str) -> dict[str, list[str]]:
 
 
 def digest(numbers: torch.Tensor) -> str:
-    """FNV-1a of float64 numbers, a word at a time."""
+    """Hashes float64 numbers by FNV-1a, one 64-bit word at a time."""
     found = 14695981039346656037
     for word in numbers.view(torch.int64).tolist():
         found = (found ^ (word & MASK)) * 1099511628211 & MASK
@@ -88,10 +88,10 @@ def reports(programs):
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_an_emulated_processor_computes_what_it_should(name, reports):
+def test_kernels_are_right_on_emulated_processors(name, reports):
     done = reports[name]
     assert done.returncode == 0, done.stderr
-    found, plain = report(done.stdout), report(reports["arm-neon"].stdout)  # the latter multiplies floats only
+    found, plain = report(done.stdout), report(reports["arm-neon"].stdout)  # arm-neon multiplies floats only
     assert found["isa"] == [PROCESSORS[name].isa]
     assert found["failures"] == ["0"]
     assert [*map(float, found["layers"])] == pytest.approx([*map(float, plain["layers"])], rel=1e-2, abs=1e-2)
@@ -110,8 +110,8 @@ def test_every_check_can_fail(name, programs):
     ("name", "cpu"),
     [("x86-avx2", "qemu64"), ("arm-neon_dot", "cortex-a72"), ("arm-neon_bf16", "neoverse-n1")],
 )
-def test_an_older_processor_has_not_all_of_it(name, cpu, programs):
-    """Each set of instructions is really used, and the emulator really holds them back."""
+def test_an_older_processor_lacks_instructions(name, cpu, programs):
+    """The build uses its instruction set, and the emulator of an older processor rejects it."""
     done = run(programs[name], (PROCESSORS[name].emulator[0], "-cpu", cpu))
     assert done.returncode < 0
     assert "failures" not in report(done.stdout)

@@ -1,4 +1,4 @@
-"""The growth rule of draft trees: what C++ and a recorded draft decide, row for row as its reference does."""
+"""The growth rule of draft trees: C++ and recorded drafts decide like the reference, row for row."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ VOCAB, RANK, TURNS = 24, 16, 500
 
 
 def any_topology(random):
-    """Nodes of a level need not stand in the order of their parents."""
+    """Draws a topology; nodes of a level need not be in the order of their parents."""
     levels = [[0]]
     parents = [-1]
     for _ in range(random.integers(1, 5)):
@@ -35,7 +35,7 @@ def everything(topology, samples):
 
 
 def any_growth(random, topology, samples, chances):
-    """Of any kind; prices may be the very reach of a node, and many nodes may reach as far as each other."""
+    """Draws a growth; a price may equal the reach of a node exactly, and many nodes may have equal reach."""
     known = int(random.integers(1, topology.max_depth + 2))
     plain = random.random() < 0.4
     trust, following = np.ones((2, samples, known)) if plain else random.uniform(0, 2.5, (2, samples, known))
@@ -55,7 +55,7 @@ def any_growth(random, topology, samples, chances):
 def any_scores(random, *shape):
     scores = random.normal(size=shape) * 4
     if random.random() < 0.4:
-        scores = scores.round()  # many equal ones
+        scores = scores.round()  # many ties
     return torch.from_numpy(scores).float()
 
 
@@ -67,13 +67,13 @@ def columns(drafted, samples, nodes):
 
 
 def native_case(seed):
-    """What the C++ kernel grows, and what the reference grows of the same children."""
+    """Grows a tree in the C++ kernel and, from the same children, in the reference."""
     random = np.random.default_rng(seed)
     topology, samples = any_topology(random), int(random.integers(1, 4))
     shape = samples, topology.num_nodes
     depth = topology.max_depth
     options = {"roots": torch.from_numpy(random.integers(0, VOCAB, samples))}
-    if random.random() < 0.5:  # rows that depend on the parents' tokens
+    if random.random() < 0.5:  # rows depend on the parents' tokens
         options |= {
             "table": any_scores(random, VOCAB, RANK) * 0.3,
             "correction": prepack(any_scores(random, VOCAB, RANK) * 0.3),
@@ -96,7 +96,7 @@ def native_case(seed):
 
 
 class Lookup:
-    """A network whose scores are a function of the token alone."""
+    """Network whose scores depend on the token alone."""
 
     device, dtype, states, vocab_size, vocabulary = torch.device("cpu"), torch.float32, 0, VOCAB, None
 
@@ -108,7 +108,7 @@ class Lookup:
 
 
 def recorded_case(seed):
-    """What a draft of fixed shapes grows, and what the reference grows of the same scores."""
+    """Grows a tree in a draft of fixed shapes and, from the same scores, in the reference."""
     random = np.random.default_rng(seed)
     topology, samples = any_topology(random), int(random.integers(1, 4))
     network = Lookup(any_scores(random, VOCAB, VOCAB))
@@ -134,7 +134,7 @@ def recorded_case(seed):
 
 
 class Table(Drafter):
-    """Drafts level by level what a table says of the token."""
+    """Drafts level by level from a table that has a row of scores for each token."""
 
     def __init__(self, table):
         super().__init__()
@@ -145,7 +145,7 @@ class Table(Drafter):
 
 
 def grower_case(seed):
-    """What the grower of all drafters grows level by level, and what the reference grows of the same scores."""
+    """Grows a tree level by level in the grower of all drafters and, from the same scores, in the reference."""
     random = np.random.default_rng(seed)
     topology, samples = any_topology(random), int(random.integers(1, 4))
     table = any_scores(random, VOCAB, VOCAB)
@@ -184,7 +184,7 @@ def differ(found, expected):
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_the_same_rows(kernels, kind):
+def test_trees_are_those_of_the_reference(kernels, kind):
     count = 0
     for seed in range(TURNS):
         found, expected = CASES[kind](seed)
@@ -208,11 +208,11 @@ def one_by_one(gain, able, level, axis=None):
 
 CONTROLS = {
     "trust beyond all bounds": ("reach_below", no_clip),
-    "no node without gain": ("growing", strict),
-    "samples by themselves": ("growing", one_by_one),
+    "nodes without gain stop": ("growing", strict),
+    "each sample decides alone": ("growing", one_by_one),
     "free rows": ("gains", lambda reach, following, row: gains(reach, following, row * 0)),
-    "a draft more": ("fits", lambda reach, drafts, budget: fits(reach, drafts, budget + 1)),
-    "equals do not fit": ("fits", lambda reach, drafts, budget: (drafts >= reach[..., None]).sum(-1) <= budget - 1),
+    "one draft more": ("fits", lambda reach, drafts, budget: fits(reach, drafts, budget + 1)),
+    "ties do not fit": ("fits", lambda reach, drafts, budget: (drafts >= reach[..., None]).sum(-1) <= budget - 1),
 }
 
 

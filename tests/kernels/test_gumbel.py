@@ -14,16 +14,16 @@ from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_refer
 from arbordraft.kernels.gumbel.reference import LANES, gumbel_of, logarithm, philox, words_of
 
 WORD = 2**32 - 1
-LIKELY = 1e-6  # a test of a law may fail once in a million such tests: the numbers are always the same
+LIKELY = 1e-6  # lowest p-value that passes; seeds are fixed, so results never vary
 
 
 def arrays(xp, integers):
-    """The integers as an array of a library."""
+    """Converts integers to an array of numpy or torch."""
     return np.array(integers, dtype=np.uint64) if xp is np else torch.tensor(integers)
 
 
 def noise(rows, vocabulary, seed=0):
-    """``[rows, V]`` in numpy, at neighbouring positions."""
+    """Returns ``[rows, V]`` noise at neighbouring positions, in numpy."""
     return gumbel(torch.full((rows,), seed), torch.arange(rows), vocabulary).numpy()
 
 
@@ -45,14 +45,14 @@ def noise(rows, vocabulary, seed=0):
     ids=["zeros", "ones", "pi"],
 )
 def test_philox_gives_the_published_words(library, counter, key, words):
-    """Those of Random123, the authors' own implementation."""
+    """The words are those of Random123, the authors' own implementation."""
     xp = {"numpy": np, "torch": torch}[library]
     found = philox(tuple(arrays(xp, [word]) for word in counter), tuple(arrays(xp, [word]) for word in key))
     assert tuple(int(word[0]) for word in found) == words
 
 
-def test_which_words_are_a_tokens():
-    """Token 64 g + 16 w + l has word w of counter 16 g + l: the upper one of kind 0, the lower one of kind 1."""
+def test_each_token_has_its_words_of_the_counters():
+    """Token ``64 g + 16 w + l`` has word w of counter ``16 g + l``: kind 0 holds the upper word, kind 1 the lower."""
     seed, position, vocabulary = 0x123456789ABCDEF0, 77, 192
     upper, lower = words_of(torch.tensor([seed]), torch.tensor([position]), torch.arange(vocabulary // 4), torch)
     for token in (0, 15, 16, 63, 64, 100, 191):
@@ -65,7 +65,7 @@ def test_which_words_are_a_tokens():
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_the_logarithm(library):
-    """Within 4 units in the last place, next to 1 as well, where the logarithm is small."""
+    """The error is at most 4 units in the last place, also next to 1, where the logarithm is small."""
     generator = np.random.default_rng(0)
     near = 1 + np.concatenate([generator.uniform(-0.4, 0.5, 500), [-(2.0**-53), 2.0**-52, -(2.0**-20), 2.0**-20]])
     wide = np.exp(generator.uniform(-45, 4, 500))
@@ -96,8 +96,8 @@ def test_extreme_words(library, upper, lower, expected):
     assert abs(float(found[0]) - float(expected)) < 1e-14 * max(1.0, abs(float(expected)))
 
 
-def test_the_noise_is_that_of_its_words_in_high_precision():
-    """Two logarithms, one within the other, cost little: what counts is that rare tokens lose nothing."""
+def test_the_noise_equals_its_formula_in_high_precision():
+    """Nested logarithms lose little precision, so rare tokens keep their probability."""
     seeds, positions, vocabulary = torch.tensor([3, -5]), torch.tensor([0, 9]), 640
     upper, lower = words_of(seeds, positions, torch.arange(vocabulary // 4), torch)
     with mpmath.workdps(40):
@@ -135,7 +135,7 @@ def test_the_kernels_draws_are_the_definition(case, dtype):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("temperature", [0.01, 1.0, 100.0])
 def test_draws_from_large_rows(temperature):
-    """Whether one thread looks at a row or several do."""
+    """One thread or several may read a row."""
     scores, rows = 3 * torch.randn(4, 49_152), torch.arange(4)
     expected = gumbel_argmax_reference(scores, rows, rows, temperature, None)
     for threads in (1, 2):
@@ -171,7 +171,7 @@ def test_the_operators_are_registered_properly(name, arguments, overload):
 
 @pytest.mark.parametrize("vocabulary", [1, 65, 4099])
 def test_the_law(vocabulary):
-    """Mean, variance and Kolmogorov-Smirnov of 200,000 numbers, rows one after the other."""
+    """Tests mean, variance and Kolmogorov-Smirnov statistic of 200,000 numbers, row after row."""
     values = noise(200_000 // vocabulary, vocabulary).flatten()
     error = np.pi / np.sqrt(6 * len(values))
     assert abs(values.mean() - np.euler_gamma) < 5 * error
@@ -198,7 +198,7 @@ BASE = {"seeds": 0x1234, "positions": 1000, "shift": 0}
     ids=str,
 )
 def test_independence(other):
-    """Neither other seeds, other positions nor other tokens tell anything about a number."""
+    """A number is independent of those of other seeds, positions and tokens."""
     count = 100_000
     first, second = (
         stats.gumbel_r.cdf(
@@ -211,10 +211,10 @@ def test_independence(other):
 
 
 def tail(noise):
-    """p-values of two tests of the upper tail ``u = P(G > g)``.
+    """Returns the p-values of two tests of the upper tail ``u = P(G > g)``.
 
-    One counts, in every range of token ids, the numbers by which a token of probability 2**-6 to 2**-17 would be drawn.
-    The other asks where within a step of 2**-24 the smallest u lie: uniforms of float32 are multiples of that.
+    The first counts, in every range of token ids, the numbers that would draw a token of probability 2**-6 to 2**-17.
+    The second tests where the smallest u lie within a step of 2**-24: float32 uniforms are multiples of that step.
     """
     u = -np.expm1(-np.exp(-noise))
     edges = np.concatenate([[0], 2.0 ** np.arange(-17, -5)])
@@ -228,16 +228,16 @@ def tail(noise):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("vocabulary", [49_152, 262_144])
 def test_rare_tokens(vocabulary):
-    """10**7 numbers: every range of token ids is as lucky as it should be, and the tail has no steps."""
+    """In 10**7 numbers, every range of token ids is drawn as often as expected, and the tail has no steps."""
     assert min(tail(noise(-(-(10**7) // vocabulary), vocabulary))) > LIKELY
 
 
-def test_uniforms_of_float32_would_be_noticed():
-    """Negative control: rare tokens would get chances in steps of 2**-24."""
+def test_float32_uniforms_would_be_noticed():
+    """Negative control: probabilities of rare tokens would be multiples of 2**-24."""
     uniforms = torch.rand(38, 262_144, generator=torch.Generator().manual_seed(0)).clamp(min=2.0**-24)
     coarse, fine = tail(-(-uniforms.log()).log().double().numpy())
     assert fine < 1e-100
-    assert coarse > LIKELY  # plain counts of 10**7 draws do not see it
+    assert coarse > LIKELY  # counts of 10**7 draws do not detect it
 
 
 ZEROS = 20  # leading bits that are 0
@@ -245,16 +245,16 @@ ZEROS = 20  # leading bits that are 0
 
 @pytest.mark.parametrize("bits", [64, 24], ids=["64 bits", "negative control: 24 bits"])
 def test_very_rare_tokens(bits):
-    """What can hardly be waited for, draws by numbers whose first bits are 0, made a million times as frequent.
+    """Tests draws too rare to wait for: conditions on leading zeros, so that they are a million times as frequent.
 
-    The bits of a word are independent. So given those zeros, the others are what they always are, and how often a token
-    of probability p is drawn by such numbers follows: when ``E / p < E' / (1 - p)`` for exponential variables E of
-    the token and E' of all others together, and E is small.
+    The bits of a word are independent, so these zeros do not change the law of the other bits. A token of probability p
+    is drawn if ``E / p < E' / (1 - p)``. Here E is the exponential variable of the token, which is small, and E' that
+    of all other tokens together.
     """
     rows = torch.arange(16)
     upper, lower = words_of(rows, rows, torch.arange(4096), torch)
     upper = upper >> ZEROS
-    if bits == 24:  # the uniforms of float32, in the middle of their steps
+    if bits == 24:  # float32 uniforms, at the centres of their steps
         upper, lower = upper >> 8 << 8 | 0x80, lower * 0
     g = gumbel_of(upper.double(), lower.double(), torch).numpy().flatten()
     others = np.random.default_rng(0).gumbel(size=len(g))
@@ -271,7 +271,7 @@ def test_very_rare_tokens(bits):
 
 
 def test_draws_have_the_law_of_the_row():
-    """Chi-square of 60,000 draws, some of which must be of a token of probability 1/2,000."""
+    """Tests 60,000 draws by chi-square; one token has probability 1/2,000."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.0495, 0.0005], dtype=torch.float64)
     count = 60_000
     tokens = gumbel_argmax(p.log().float().expand(count, 5), torch.full((count,), 5), torch.arange(count))
@@ -289,7 +289,7 @@ def test_the_temperature_divides_scores_and_not_noise():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
-def test_what_the_kernels_do_not_know_is_drawn_by_the_definition(dtype):
+def test_dtypes_without_kernels_are_drawn_by_the_definition(dtype):
     scores, rows = torch.randn(50, 90, dtype=dtype), torch.arange(50)
     expected = (scores.to(torch.promote_types(dtype, torch.float32)) / 0.7).double() + gumbel_reference(rows, rows, 90)
     assert torch.equal(gumbel_argmax(scores, rows, rows, 0.7), expected.argmax(dim=-1))

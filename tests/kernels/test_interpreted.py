@@ -1,4 +1,4 @@
-"""Runs the tests of the Triton kernels in a process of their own: the interpreter cannot be switched on later."""
+"""Runs the tests of the Triton kernels in a separate process: the interpreter cannot be switched on later."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Ragged tree attention and the moves of the KV cache against the plainest thing that could be right."""
+"""Ragged tree attention and the row moves of the KV cache against naive implementations."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_append_writes_its_rows_only(run):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("path", ["reference", "auto"])
 def test_compact_moves_rows_over_each_other(path, dtype):
-    """Rows are moved to where others have left, of several samples; nothing else changes."""
+    """Rows of several samples move to places that other rows have left; all other rows stay."""
     pools = [torch.arange(9, dtype=dtype)[:, None, None].repeat(1, *sizes) for sizes in ((2, 3), (1, 5))]
     with choice.use(path):
         compact(pools, [[(3, 2), (4, 3)], [], [(7, 6), (8, 7)]])

@@ -1,4 +1,4 @@
-"""Building and loading the C++ kernels: what goes wrong on other people's machines, on sources that compile at once."""
+"""Building and loading the C++ kernels: failures of other machines, on small sources that compile at once."""
 
 import ctypes
 import fnmatch
@@ -68,7 +68,7 @@ def write_toy(folder: Path, answer: int = 42, source: str = TOY) -> Extension:
 
 
 def again(toy: Extension) -> Extension:
-    """What the next process would see."""
+    """Returns the extension as the next process would see it."""
     return Extension(toy.source, toy.root, toy.loaded)
 
 
@@ -87,7 +87,7 @@ def script(path: Path, text: str) -> str:
 
 
 def unavailable(extension: Extension) -> str:
-    """The problem, after checking that it is reported by one warning and no exception however often one asks."""
+    """Returns the problem, after checking that repeated loads give one warning and no exception."""
     with pytest.warns(NativeKernelsUnavailable) as caught:
         assert [extension.load() for _ in range(3)] == [False] * 3
     assert len(caught) == 1
@@ -112,7 +112,7 @@ def test_built_once_then_found(cache, toy, monkeypatch):
     assert again(toy).load()
 
 
-def test_a_library_that_cannot_be_written_to_is_found_all_the_same(cache, toy, monkeypatch):
+def test_a_built_library_is_found_without_a_scratch_folder(cache, toy, monkeypatch):
     assert toy.load()
     forbid_building(monkeypatch)
     monkeypatch.setattr(build, "_scratch_folder", lambda _: pytest.fail("it needs no scratch folder"))
@@ -160,14 +160,14 @@ def test_unsupported_isa(cache, toy, monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_ISA", "avx512")
     monkeypatch.setattr(machine, "cpu", lambda: {"flags": " ".join(machine.NEEDED_BY["avx2"])})
     assert "lacks avx512bw, avx512cd, avx512dq, avx512f, avx512vl" in unavailable(toy)
-    assert not cache.exists()  # nothing was built, let alone run
+    assert not cache.exists()  # nothing was built or run
 
     monkeypatch.setenv("ARBORDRAFT_ISA", "avx2")
     assert build.Build("avx2", toy.source, toy.root)
 
 
-def test_what_an_arm_processor_says(cache, toy, monkeypatch):
-    """Under another name than x86's, and only one that has it all multiplies bfloat16 fast."""
+def test_arm_features_are_recognised(cache, toy, monkeypatch):
+    """ARM lists its features under another name than x86; fast bfloat16 products need all of them."""
     monkeypatch.setattr(machine, "cpu", lambda: {"Features": "fp asimd asimddp"})
     assert build.Build("neon_dot", toy.source, toy.root)
     with pytest.raises(build.Unavailable, match="this CPU lacks bf16, i8mm, which ARBORDRAFT_ISA=neon_bf16 asks for"):
@@ -200,7 +200,7 @@ def test_isa_reaches_the_compiler(cache, tmp_path, monkeypatch, isa):
     assert tuple(macro() for macro in macros) == expected[isa]
 
 
-def test_off_is_no_reason_to_warn_and_can_be_taken_back(cache, toy, monkeypatch):
+def test_off_gives_no_warning_and_can_be_undone(cache, toy, monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_ISA", "off")
     with warnings.catch_warnings(action="error"):
         assert not toy.load()
@@ -210,7 +210,7 @@ def test_off_is_no_reason_to_warn_and_can_be_taken_back(cache, toy, monkeypatch)
         assert toy.load()
 
 
-def test_windows_is_told_so(cache, toy, monkeypatch):
+def test_windows_is_reported_as_unsupported(cache, toy, monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     assert "Windows" in unavailable(toy)
 
@@ -237,14 +237,14 @@ def test_no_home_folder(toy, monkeypatch, cache):
     "damage",
     [
         lambda library: os.truncate(library, 100),
-        lambda library: os.truncate(library, library.stat().st_size * 2 // 3),  # loading this would kill the process
+        lambda library: os.truncate(library, library.stat().st_size * 2 // 3),  # loading it would kill the process
         lambda library: library.write_bytes(b""),
         lambda library: library.write_bytes((b := b"no library") + build.hashlib.sha256(b).digest()),
     ],
     ids=["no-header", "half", "empty", "sealed-rubbish"],
 )
 def test_damaged_library_is_rebuilt(cache, toy, tmp_path, damage):
-    # It must not have been loaded yet: the loader would take the new file of that name for the one it has open.
+    # The library must not be loaded yet: the loader would take a new file of that name for the open one.
     builder = build.Build("native", toy.source, toy.root)
     library = cache / builder.key / build.LIBRARY
     library.parent.mkdir(parents=True)
@@ -254,7 +254,7 @@ def test_damaged_library_is_rebuilt(cache, toy, tmp_path, damage):
     assert ctypes.CDLL(str(library)).answer() == 42
 
 
-def test_key_changes_with_all_that_matters(cache, toy, monkeypatch):
+def test_key_changes_with_every_input_of_the_build(cache, toy, monkeypatch):
     keys = [key(toy), key(toy, "generic")]
     (toy.root / "unrelated.py").write_text("")
     assert key(toy) == keys[0]
@@ -291,7 +291,7 @@ def fork(target, *arguments) -> multiprocessing.Process:
 
 
 def test_two_processes_at_once(cache, toy, tmp_path, monkeypatch):
-    """Each compiler waits until the other one runs too, so neither process can find the other's library."""
+    """Each compiler waits until the other one runs, so neither process can find the other's library."""
     both = f'touch {tmp_path}/$$.up; while [ $(ls {tmp_path}/*.up | wc -l) -lt 2 ]; do sleep 0.02; done; exec g++ "$@"'
     wrapper = script(tmp_path / "cxx", f'if [ "$1" = --version ]; then exec g++ --version; fi; {both}')
     monkeypatch.setenv("CXX", wrapper)
@@ -303,7 +303,7 @@ def test_two_processes_at_once(cache, toy, tmp_path, monkeypatch):
     assert list(cache.glob(".*")) == []
 
 
-def test_killed_build_is_not_in_the_way(cache, toy, tmp_path, monkeypatch):
+def test_a_killed_build_does_not_block_the_next(cache, toy, tmp_path, monkeypatch):
     half = 'while [ "$1" != -o ]; do shift; done; echo half > "$2"; exec sleep 60'
     slow = script(tmp_path / "cxx", f'[ "$1" = --version ] && exec g++ --version\n{half}')
     with monkeypatch.context() as patch:
@@ -317,7 +317,7 @@ def test_killed_build_is_not_in_the_way(cache, toy, tmp_path, monkeypatch):
     remains = parts[0].parent
 
     assert toy.load()
-    assert remains.exists()  # it might belong to a build that is still running
+    assert remains.exists()  # it might belong to a running build
     os.utime(remains, (0, time.time() - build.SCRATCH_LIFE - 1))
     assert write_toy(tmp_path / "toy", answer=7).load()
     assert not remains.exists()
@@ -342,7 +342,7 @@ def test_threads_try_once(cache, toy, monkeypatch):
 
 
 def test_forked_child_can_load(cache, toy):
-    """What the parent has loaded stays usable, and a lock that a thread of the parent held does not stay shut."""
+    """The parent's library stays usable, and a lock that a thread of the parent held is released in the child."""
     assert toy.load()
     library = ctypes.CDLL(str(cache / key(toy) / build.LIBRARY))
     with native._kernels._lock:
@@ -351,7 +351,7 @@ def test_forked_child_can_load(cache, toy):
     assert process.exitcode == 42
 
 
-def test_announced_on_a_log_that_listens(cache, toy, caplog, capsys):
+def test_a_build_is_announced_on_an_enabled_log(cache, toy, caplog, capsys):
     with caplog.at_level("INFO", logger="arbordraft"):
         assert toy.load()
     assert [record.getMessage() for record in caplog.records] == ["building CPU kernels, once per machine (30 to 60 s)"]
@@ -359,7 +359,7 @@ def test_announced_on_a_log_that_listens(cache, toy, caplog, capsys):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_announced_where_no_log_listens(cache, toy, capsys, monkeypatch, terminal):
+def test_a_build_is_announced_on_stderr_without_an_enabled_log(cache, toy, capsys, monkeypatch, terminal):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     monkeypatch.setattr(build, "PATIENCE", 0.01)
     assert toy.load()
@@ -368,26 +368,26 @@ def test_announced_where_no_log_listens(cache, toy, capsys, monkeypatch, termina
     assert shown == ""
     if terminal:
         assert said.startswith(f"\r{line}: 0 s")
-        assert said.endswith("\r\x1b[K"), "the line goes when the kernels are there"
+        assert said.endswith("\r\x1b[K"), "the line is erased once the kernels are built"
     else:
         assert said == f"{line}\n"
 
 
-def test_a_program_that_sets_the_level_of_our_log_hears_nothing(cache, toy, caplog, capsys, monkeypatch):
+def test_a_log_level_above_info_silences_the_announcement(cache, toy, caplog, capsys, monkeypatch):
     monkeypatch.setattr(build, "PATIENCE", 0.01)
     with caplog.at_level("WARNING", logger="arbordraft"):
         assert toy.load()
     assert (caplog.records, capsys.readouterr()) == ([], ("", ""))
 
 
-def test_a_quick_build_says_nothing(cache, toy, capsys, monkeypatch):
+def test_a_quick_build_is_not_announced(cache, toy, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(build, "PATIENCE", 60.0)
     assert toy.load()
     assert capsys.readouterr() == ("", "")
 
 
-def test_background_build_is_waited_for(cache, toy, monkeypatch):
+def test_load_waits_for_the_background_build(cache, toy, monkeypatch):
     tries, begun, go_on, try_ = [], threading.Event(), threading.Event(), Extension._try
 
     def slow_try(*arguments):
@@ -401,18 +401,18 @@ def test_background_build_is_waited_for(cache, toy, monkeypatch):
     assert begun.wait(10)
     threading.Timer(0.05, go_on.set).start()
     assert toy.load()
-    toy.load_in_background()  # nothing is left to do
+    toy.load_in_background()  # already built
     assert len(tries) == 1
     assert tries[0] is not threading.current_thread()
 
 
-def test_failed_background_build_warns_who_asks(cache, toy, monkeypatch):
+def test_a_failed_background_build_warns_at_the_next_load(cache, toy, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     toy.load_in_background()
     assert "no-such-compiler" in unavailable(toy)
 
 
-def test_a_failure_after_loading_decides(cache, toy):
+def test_a_failure_after_loading_makes_the_kernels_unavailable(cache, toy):
     called = []
     toy.loaded = called.append
     assert toy.load()
@@ -427,7 +427,7 @@ def test_a_failure_after_loading_decides(cache, toy):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_one_openmp_runtime(cache, toy):
-    """In a fresh process, since other tests may load libraries that bring a runtime along."""
+    """Runs in a fresh process, since other tests may load libraries that bring a runtime along."""
     assert toy.load()
     library = cache / key(toy) / build.LIBRARY
     program = f"""
@@ -446,8 +446,8 @@ print(*{{name for name in Path("/proc/self/maps").read_text().split() if re.sear
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.split()) == 1, run.stdout
     content = library.read_bytes()
-    assert b"GOMP_parallel" in content or b"__kmpc_fork_call" in content  # it has a parallel region ...
-    assert not any(name in content for name in (b"libgomp.so", b"libomp.so", b"libiomp5.so"))  # ... and asks for none
+    assert b"GOMP_parallel" in content or b"__kmpc_fork_call" in content  # it has a parallel region
+    assert not any(name in content for name in (b"libgomp.so", b"libomp.so", b"libiomp5.so"))  # and links no runtime
 
 
 def test_sources_are_part_of_the_package():

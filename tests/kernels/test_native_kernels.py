@@ -1,4 +1,4 @@
-"""The C++ kernels compute what their references do, and give a row the same bits whatever runs beside it."""
+"""The C++ kernels agree with their references, and the bits of a row do not depend on the rows beside it."""
 
 import copy
 import itertools
@@ -97,7 +97,7 @@ def test_inputs_of_any_shape_and_layout(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_number_that_is_none_stays_in_its_row(kind):
+def test_nan_and_infinity_stay_in_their_rows(kind):
     for activation in (None, *ACTIVATIONS):
         (x, *weights), options, _, _ = linear_case(kind, 64, 33, rows=20, activation=activation)
         sound = prepacked_linear(x, *weights, **options)
@@ -111,8 +111,8 @@ def test_a_number_that_is_none_stays_in_its_row(kind):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_far_out(activation):
-    """One gate per output, beside an input of one; a gate that is no number is not hidden."""
+def test_activations_of_extreme_gates(activation):
+    """Each output has its own gate, and an up value of one; a NaN gate gives NaN."""
     gates = torch.tensor([-1e30, -200, -90, -30, -8, -1e-3, -0.0, 0.0, 1e-3, 8, 30, 90, 200, 1e30, 1.0, float("nan")])
     weight = interleave(torch.zeros(16, 1), torch.zeros(16, 1))
     bias = interleave(gates[:, None], torch.ones(16, 1)).flatten()
@@ -133,7 +133,7 @@ def test_packing_loses_nothing(outputs, inputs, dtype):
     assert prepacked.to(torch.float64).abs().sum() == weight.to(torch.float64).abs().sum()  # padding is zero
 
 
-def test_prepacking_and_restoring_are_what_the_layout_says():
+def test_prepacking_follows_the_layout():
     weight = torch.arange(32.0 * 6).view(32, 6)
     assert torch.equal(prepack(weight)[1, 4], weight[16:, 4])
     assert torch.equal(prepack(weight.bfloat16())[1, 2, :, 1], weight[16:, 5].bfloat16())
@@ -155,7 +155,7 @@ def test_quantized_weights_are_within_half_a_step(outputs, inputs, dtype):
     assert (eight.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (outputs,))
     assert ((eight.double() * scale[:, None] - weight.double()).abs() <= scale[:, None] * 0.5001).all()
     assert not eight[0].any()
-    assert (eight[1:].abs().amax(dim=1) == 127).all()  # all steps are used
+    assert (eight[1:].abs().amax(dim=1) == 127).all()  # the whole range is used
 
 
 @given(SIZES, st.integers(1, 100), st.sampled_from(DTYPES), st.sampled_from([4, 8]))
@@ -166,7 +166,7 @@ def test_weights_in_groups_are_within_half_a_step(outputs, inputs, dtype, bits):
     assert groups.bits == bits
     assert groups.scale.shape == (outputs, -(-inputs // 32))
     step = groups.wide()[0].double().repeat_interleave(32, dim=1)[:, :inputs]
-    # Scales and minima are rounded, which moves the ends of the range by parts of a step.
+    # Rounding of scales and minima moves the ends of the range by a fraction of a step.
     moved = (0.002 if bits == 8 else 0.007) * weight.double().abs().amax(dim=1, keepdim=True)
     assert ((groups.dense().double() - weight.double()).abs() <= 0.51 * step + moved + 1e-6).all()
     assert not groups.dense()[0].any()
@@ -179,28 +179,28 @@ def test_weights_in_groups_are_within_half_a_step(outputs, inputs, dtype, bits):
 
 
 def test_4_bits_take_less_than_5():
-    """Scales and minima are bytes, which an output's factors make as large as its groups."""
+    """Scales and minima are bytes, multiplied by the factors of their output."""
     weight = torch.randn(64, 1024) * torch.logspace(-3, 3, 64)[:, None]
     groups = quantize_groups(weight, 4)
     assert sum(tensor.nbytes for tensor in groups.prepack()) < 4.6 / 8 * weight.numel()
     error = (groups.dense() - weight).square().mean(dim=1).sqrt() / weight.square().mean(dim=1).sqrt()
     halves = Groups(groups.codes, *(part.half() for part in quantize_groups(weight, 4).wide()))
     assert sum(tensor.nbytes for tensor in halves.prepack()) == 5 / 8 * weight.numel()
-    assert (error < 0.09).all()  # however small an output's weights are
+    assert (error < 0.09).all()  # for outputs with large and small weights
     assert_close(quantize_groups(torch.full((2, 32), 1e9), 4).dense(), torch.full((2, 32), 1e9))
 
 
-def test_weights_that_no_group_can_keep():
+def test_weights_that_groups_cannot_keep_are_refused():
     for bits, most in ((8, 1e9), *itertools.product((4, 8), (float("nan"), float("inf")))):
         with pytest.raises(ValueError, match=f"cannot be kept in groups of {bits} bits"):
             quantize_groups(torch.full((2, 32), most), bits)
 
 
 @pytest.mark.parametrize("kind", GROUPED)
-def test_rows_of_8_bits_are_taken_for_what_they_are(kind):
-    """The controls: rows as they are, and codes of one row for all of its groups, are another product."""
+def test_inputs_in_8_bits_have_one_scale_per_group(kind):
+    """Negative controls: the product differs from that of unrounded rows, and of rows with one scale for all groups."""
     (x, *weights), options, _, error = linear_case(kind, 48, 96, rows=9)
-    x = x * torch.logspace(0, 2, 3).repeat_interleave(32)  # groups of different size
+    x = x * torch.logspace(0, 2, 3).repeat_interleave(32)  # groups of different magnitude
     found = prepacked_linear(x, *weights, **options).double()
     kept = Groups.restore(weights[0], weights[1], 48, 96).dense().double()
     scale = x.abs().amax(dim=1, keepdim=True).double() / 127
@@ -251,7 +251,7 @@ def test_row_maxima(dtype):
     check_row_max(dtype)
     with torch.inference_mode():
         assert row_max(torch.zeros(0, 5, dtype=dtype))[1].shape == (0,)
-    values, tokens = row_max(torch.randn(5, 33, dtype=torch.float64)[:, ::2])  # what the kernels do not know
+    values, tokens = row_max(torch.randn(5, 33, dtype=torch.float64)[:, ::2])  # kernels do not take float64
     assert (values.dtype, tokens.dtype) == (torch.float64, torch.int64)
 
 
@@ -330,7 +330,7 @@ def test_layers_with_weights_of_fewer_bits(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_experts_that_a_row_takes_are_read(kind):
-    """What others hold may be no number, or, where there are only codes, their scales."""
+    """Weights of all other experts may be NaN; of quantised experts, the scales."""
     layer, dtype = mixtures_of(kind)[1], KINDS[kind][0]
     expected = Stack([layer], dtype).text([[5]])[0]
 
@@ -345,7 +345,7 @@ def test_only_experts_that_a_row_takes_are_read(kind):
         return Stack([replace(layer, **matrices)], dtype).text([[5]])[0]
 
     read = [expert for expert in range(layer.experts.routed) if without([expert]).isnan().any()]
-    assert len(read) == layer.experts.chosen  # the control: these do matter
+    assert len(read) == layer.experts.chosen  # control: these experts matter
     others = [expert for expert in range(layer.experts.routed) if expert not in read]
     assert torch.equal(without(others), expected)
 
@@ -383,7 +383,7 @@ def test_another_layer_would_be_seen(fault):
 
 
 @pytest.mark.parametrize("place", ["pre_attention", "key_norm", "post_mlp"])
-def test_a_mean_that_stays_would_be_seen(place):
+def test_a_norm_that_keeps_the_mean_would_be_seen(place):
     layer = random_layer(**PARTS["layer norms"])
     with pytest.raises(AssertionError):
         check_layers([layer], truth=[replace(layer, **{place: Norm(getattr(layer, place).weight)})])
@@ -398,13 +398,13 @@ def test_a_mean_that_stays_would_be_seen(place):
         ("no gates", {"inner": 80}, "weights are not prepacked for 80 outputs"),
     ],
 )
-def test_parts_that_do_not_fit_each_other(part, change, message):
+def test_parts_that_do_not_fit_each_other_are_refused(part, change, message):
     with pytest.raises(RuntimeError, match=message):
         Stack([replace(random_layer(**PARTS[part]), **change)]).text([[5, 6, 7]])
 
 
-def test_what_stands_beside_takes_part():
-    """Its norm and its values: and it must be there, row by row, where a layer reads it, and nowhere else."""
+def test_inputs_beside_the_hidden_states_are_used():
+    """Layers use their norm and values. A layer that reads them needs one for each row, of the right size and type."""
     plain, reading = random_layer(), random_layer(**PARTS["beside"])
     check_layers([plain, reading])
     with pytest.raises(AssertionError):
@@ -422,7 +422,7 @@ def test_what_stands_beside_takes_part():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_without_kernels_computes_the_same(kind, monkeypatch):
+def test_results_are_the_same_with_kernels_off(kind, monkeypatch):
     dtype = KINDS[kind][0]
     turn_kernels_off(monkeypatch)
     if dtype == torch.float32:
@@ -438,7 +438,7 @@ def test_a_layer_without_kernels_computes_the_same(kind, monkeypatch):
 
 
 def operator_calls():
-    """Every operator with arguments that exercise all of its schema."""
+    """Returns every operator with arguments that exercise all of its schema."""
     ops = torch.ops.arbordraft
     (x, *weights), options, _, _ = linear_case("int8-weight-only-bfloat16", 48, 31)
     case = Case(TREES["trees"], dtype=torch.float32, size=16)
@@ -482,7 +482,7 @@ def test_operators_are_registered_properly(index):
 
 
 def test_operators_can_be_compiled():
-    """With equal results, and equal changes of the pools."""
+    """Compiled operators give equal results and equal changes of the pools."""
     for operator, arguments in operator_calls():
         torch._dynamo.reset()
         compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
@@ -490,7 +490,7 @@ def test_operators_can_be_compiled():
         torch.manual_seed(0)
         assert_close(compiled(*traced), operator(*plain), rtol=0, atol=0, equal_nan=True)
         assert_close(traced, plain, rtol=0, atol=0, equal_nan=True)
-    assert not torch.equal(traced[4][0], arguments[4][0])  # they were changed
+    assert not torch.equal(traced[4][0], arguments[4][0])  # the call changed the pools
 
 
 def test_inference_mode():
@@ -566,12 +566,12 @@ print(itself == expected, loaded == expected, after == expected, run() == expect
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_forked_children():
-    """Of a parent that has not loaded the kernels, has only loaded them, has run them; and the parent afterwards."""
+    """The parent has not loaded the kernels, has only loaded them, or has run them. It runs them again at the end."""
     assert script("-c", FORKS).split() == ["True"] * 4
 
 
 def script(*command, **variables):
-    """What a fresh interpreter prints."""
+    """Runs a fresh interpreter and returns its output."""
     here = str(Path(__file__).parents[1])
     environment = os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": here} | variables
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=500, env=environment)
@@ -581,8 +581,8 @@ def script(*command, **variables):
 
 # Other processors
 
-# Each is a build and all checks, a minute of work: those close to others are for the soak. Where there are tiles, all
-# other tests have them.
+# A build and all checks take a minute per instruction set, so sets close to others run in the soak only. On a CPU with
+# tiles, all other tests use them.
 SOAKED = ("amx_bf16", "avx512_bf16", "avx512", "avx_vnni", "generic")
 ISAS = [
     pytest.param(isa, marks=pytest.mark.soak if isa in SOAKED else ())
@@ -593,7 +593,7 @@ ISAS = [
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa):
-    """One after the other: where there are more threads than processors, teams wait for each other."""
+    """Runs alone in its process, with passive waiting: with more threads than processors, teams wait for each other."""
     if not machine.NEEDED_BY[isa] <= machine.cpu_features():
         pytest.skip("this CPU lacks it; test_emulated.py has some of those")
     here = Path(__file__).parents[1] / "support" / "native_checks.py"
@@ -628,7 +628,7 @@ except native.Unavailable as error:
 
 @pytest.mark.skipif(machine.best_isa() != "amx_bf16", reason="this CPU has no tiles")
 def test_refused_tiles():
-    """Linux grants none to a process with a stack for signals that they would not fit on, as here."""
+    """Linux grants no tiles to a process whose signal stack is too small for them, as here."""
     first, second = script("-c", REFUSED).splitlines()
     assert first == "avx512_bf16 None"
     assert "grants this process no tiles" in second

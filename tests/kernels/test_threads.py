@@ -1,4 +1,4 @@
-"""Threads that cannot all run are told of, once."""
+"""More threads than processors cause one warning."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ def test_more_threads_than_processors(monkeypatch, usable, told):
         assert f"set OMP_NUM_THREADS={usable}" in str(notice)
 
 
-def test_it_is_told_once(kernels):
+def test_too_many_threads_give_one_warning(kernels):
     code = f"""
 import torch
 from arbordraft.kernels import native

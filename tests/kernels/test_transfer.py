@@ -1,4 +1,4 @@
-"""What crosses together arrives as it left."""
+"""Tensors that are transferred together arrive unchanged."""
 
 import torch
 from support.pretended_gpu import DEVICE, pretended_gpu
@@ -9,7 +9,7 @@ INTS = torch.tensor([[1, -2], [3, 2**62]])
 REALS = torch.tensor([0.1, -0.0, torch.inf], dtype=torch.float64)
 
 
-def test_all_parts_cross_at_once():
+def test_all_parts_are_transferred_at_once():
     with pretended_gpu() as counts:
         there = upload(DEVICE, INTS, REALS, torch.empty(0, 3))
         assert all(part.device == DEVICE for part in there)
@@ -25,6 +25,6 @@ def test_all_parts_cross_at_once():
     assert here[4].tolist() == [1.0, 0.0]
 
 
-def test_nothing_crosses_within_the_host():
+def test_nothing_is_transferred_within_the_host():
     assert upload(torch.device("cpu"), INTS)[0] is INTS
     assert download(INTS, REALS)[1] is REALS

@@ -1,4 +1,4 @@
-"""Children of a level in plain PyTorch, and what top-k and top-p keep."""
+"""Children of a level in plain PyTorch, and the tokens that top-k and top-p keep."""
 
 import pytest
 import torch

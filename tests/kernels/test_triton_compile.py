@@ -1,6 +1,6 @@
-"""Every Triton kernel is compiled for GPUs that are not here: nothing spills, everything fits.
+"""Every Triton kernel compiles for GPUs that this machine lacks: nothing spills, everything fits.
 
-``python tests/kernels/ahead_of_time.py`` writes the golden table anew.
+``python tests/kernels/ahead_of_time.py`` rewrites the golden table.
 """
 
 import json
@@ -14,11 +14,11 @@ from ahead_of_time import GOLDEN, SHARED, TARGETS, cases, compiled, resources, t
 
 from arbordraft.kernels.gumbel.reference import LN2, ROOT_HALF, TERMS  # noqa: E402
 
-REGISTERS = 65536  # of a processor
-FEW = 16  # bytes or registers that compilers of other versions may spill
+REGISTERS = 65536  # per multiprocessor
+FEW = 16  # bytes or registers that other versions of the compiler may spill
 
 
-# All kernels of a target take half a minute: in every run the youngest GPUs that many have.
+# All kernels of a target take half a minute, so every run compiles only for the newest widespread GPU.
 SOAKED = ("sm_80", "sm_100", "gfx942")
 
 
@@ -35,13 +35,14 @@ def test_kernels_fit(target):
     for name, needs in found.items():
         assert needs["spilled"] <= spilled, name
         assert needs["shared"] <= SHARED[target], name
-        # The first ones read few numbers, the next one stores single scores and so reads them, the others compute.
+        # Kernels of the first two lines read few numbers. `collect` stores single scores, so it reads single scores.
+        # The last two kernels compute more than they read.
         narrow = {"combine", "add_chunks", "left_pick", "lowest_kept", "start_turns", "take_turn", "end_turns"}
         narrow |= {"walk_down", "look_up", "choose_chunk"}
         narrow |= {"collect", "gumbel_noise", "gumbel_draw"}
         assert needs["wide loads"] or name in narrow, name
         if name.startswith(("linear", "gated_tile", "rotated_tile", "attend_row")):
-            # A row's sums are those of one instruction in every tile: another one would add up in another order.
+            # Every tile must use the same matrix instruction: another one would sum in another order.
             assert needs["matrix"] == ["mma.sync"], name
     warps = {name: how["warps"] for name, _, how in cases(target)}
     for name, needs in found.items():
@@ -53,14 +54,14 @@ def test_kernels_fit(target):
         if target == "sm_100" and warps[name] == 8 and "fp32" not in name:
             assert needs["matrix"] == ["tcgen05.mma"], name
         if target != "gfx942":
-            # Two programs of few rows share a processor: while one waits for keys the other one computes.
+            # Two programs of few rows share a multiprocessor: one computes while the other waits for keys.
             programs = 2 if warps[name] == 4 else 1
             assert programs * needs["registers"] * warps[name] * 32 <= REGISTERS, name
             assert programs * needs["shared"] <= SHARED[target], name
 
 
 def test_a_spill_would_be_seen():
-    """Negative control: twice as many rows of wide heads as there are registers for."""
+    """Negative control: the registers hold half of these rows of wide heads."""
     _, (kernel, target, dtype, constants), how = next(
         case for case in cases("sm_80") if "bf16 heads of 256, 32 rows" in case[0]
     )
@@ -70,7 +71,7 @@ def test_a_spill_would_be_seen():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_threads_that_move_rows_do_not_exchange_them(target):
-    """What makes moving rows onto each other safe without a barrier; in attention threads do exchange scores."""
+    """Rows may overwrite each other without a barrier only if threads exchange none; attention does exchange scores."""
     exchanges = {}
     for name, what, how in cases(target):
         if name == "compact_rows" or (name.startswith("attend bf16 heads of 64, 16 rows")):
@@ -80,7 +81,7 @@ def test_threads_that_move_rows_do_not_exchange_them(target):
 
 
 def contracted(assembly):
-    """Products and sums of float64 in one, those apart that divisions on gfx942 are made of: five each."""
+    """Counts contracted float64 products and sums, except those of divisions on gfx942, which have five each."""
     divisions = len(re.findall("v_div_fmas_f64", assembly))
     return len(re.findall(r"fma\.rn\.f64|v_fmac?_f64", assembly)) - 5 * divisions
 
@@ -88,17 +89,17 @@ def contracted(assembly):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", ["gumbel_noise", "gumbel_draw"])
 def test_the_noise_is_rounded_as_it_is_defined(kernel, target):
-    """No product is contracted with a sum, quotients are correctly rounded, constants have all of their digits."""
+    """No product is contracted with a sum, quotients are rounded correctly, and constants keep all digits."""
     what, how = next((what, how) for name, what, how in cases(target) if name == kernel)
     kind = "amdgcn" if target == "gfx942" else "ptx"
     exact, fused = (compiled(*what, **how | {"fusion": fusion}).asm for fusion in (False, True))
     assert contracted(exact[kind]) == 0
     assert contracted(fused[kind]) > 0  # negative control
     if kind == "ptx":
-        # What has no rounding of its own the assembler may contract.
+        # The assembler may contract operations without an explicit rounding mode.
         assert set(re.findall(r"(?:mul|add|sub|div)\.(\w+\.)?f64", exact[kind])) == {"rn."}
         assert set(re.findall(r"div\.(\w+)\.f32", exact[kind])) <= {"rn"}
         for constant in (LN2, *(1 / odd for odd in range(3, 2 * TERMS, 2))):
             assert f"0d{struct.pack('>d', constant).hex().upper()}" in exact[kind]
-        mantissa = int(ROOT_HALF * 2**53) - 2**52  # which is compared as an integer
+        mantissa = int(ROOT_HALF * 2**53) - 2**52  # the kernel compares mantissas as integers
         assert {str(mantissa), str(mantissa - 1)} & set(re.findall(r"setp\.\w+\.[su]64.* (\d+);", exact[kind]))

@@ -40,13 +40,13 @@ from arbordraft.verifiers import KSeq, SharedMatching, TypicalAcceptance
     ids=str,
 )
 def test_no_other_verifier_takes_shared_noise(verifier):
-    with pytest.raises(ValueError, match=r"know of the target's noise: .* Only SharedMatching\(\) is valid"):
+    with pytest.raises(ValueError, match=r"depend on the target's noise: .* Only SharedMatching\(\) is valid"):
         ad.Coupling(SharedNoise(2), verifier)
 
 
 @pytest.mark.parametrize("law", [ad.IID(2), ad.WithoutReplacement(2), ad.TopTail(1, 1), AdaptiveTopTail(2)], ids=str)
 def test_no_law_with_noise_of_its_own_is_matched(law):
-    with pytest.raises(ValueError, match=r"seldom be it: take SharedNoise\(k\) or Fixed\(k\)"):
+    with pytest.raises(ValueError, match=r"seldom are: take SharedNoise\(k\) or Fixed\(k\)"):
         ad.Coupling(law, SharedMatching())
 
 

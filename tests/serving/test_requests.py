@@ -186,7 +186,7 @@ UNCLEAR = {
     "a seed": ({"seed": -2}, "seed", "from 0 to"),
     "a template's own": ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize", "no variable"),
     "its messages": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "no variable"),
-    "more than there may be": ({"min_tokens": 5}, "min_tokens", "may have, 4, got 5"),
+    "more than there may be": ({"min_tokens": 5}, "min_tokens", "longest answer, 4 tokens, got 5"),
     "an end before the end": ({"min_tokens": 2, "stop": "a"}, "min_tokens", "one of the two"),
     "a form that goes on": ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens", "JSON"),
     "an end in a form": ({"stop_token_ids": [5], **TOOLS}, "stop_token_ids", "tools"),
@@ -196,7 +196,7 @@ UNCLEAR = {
     "an answer in a form": (
         {"continue_final_message": True, "response_format": {"type": "json_object"}},
         "continue_final_message",
-        "begun by you",
+        "cannot begin the answer",
     ),
     "two ways to begin": (
         {

@@ -23,6 +23,7 @@ BANNED_IN_PAGES = re.compile(BANNED.pattern.replace("what|", "", 1), re.IGNORECA
 _CODE = re.compile(r"``.*?``|`[^`]*`|:\w+:`[^`]*`", re.DOTALL)
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Examples|Attributes|Shapes|Source|Sources|Note):?\s*$")
 _NO_PROSE = (">>>", "...", "|", "- ", "===", "$ ", "python ", "Shapes:")
+_COLUMNS = re.compile(r"\S+ {3,}\S")  # a table
 _ENTRY = re.compile(r"^\s*\*{0,2}\w[\w.]*(, \*{0,2}\w[\w.]*)*: ")
 
 
@@ -106,7 +107,12 @@ def sentences(docstring: str) -> Iterator[str]:
     paragraph: list[str] = []
     paragraphs = [paragraph]
     for line in docstring.splitlines():
-        if not line.strip() or _SECTION.match(line.strip()) or line.lstrip().startswith(_NO_PROSE):
+        if (
+            not line.strip()
+            or _SECTION.match(line.strip())
+            or line.lstrip().startswith(_NO_PROSE)
+            or _COLUMNS.match(line)
+        ):
             paragraph = []
             paragraphs.append(paragraph)
             if line.lstrip().startswith("- "):

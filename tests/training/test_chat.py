@@ -67,7 +67,7 @@ def test_base_models_get_a_template_from_a_file(tmp_path):
 
 
 def test_a_template_that_changes_what_is_said_is_an_error():
-    with pytest.raises(ValueError, match="does not repeat what was said"):
+    with pytest.raises(ValueError, match="does not repeat messages word by word"):
         ChatFormat(chat_tokenizer(CHATML.replace("message['content']", "message['content'] | upper")))
 
 

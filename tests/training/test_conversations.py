@@ -58,8 +58,8 @@ def test_rows_that_ask_the_same_first_or_nothing_are_left_out(tmp_path):
         ({"messages": [{"role": "User", "content": "why?"}]}, "unknown role 'User'; known are system, user, human"),
         ({"messages": ["why?"]}, "unknown role 'None'"),
         ({"messages": [{"role": ["user"], "content": "why?"}]}, "unknown role"),
-        ({"messages": [{"role": "user", "content": [{"text": "why?"}]}]}, "what the user says must be a text"),
-        ({"messages": [{"from": "human"}]}, "what the human says must be a text"),
+        ({"messages": [{"role": "user", "content": [{"text": "why?"}]}]}, "the user's message must be a text"),
+        ({"messages": [{"from": "human"}]}, "the human's message must be a text"),
     ],
 )
 def test_other_rows_are_errors_that_name_the_line(tmp_path, row, problem):

@@ -1,6 +1,6 @@
-"""Timing whole decodes of the same prompts by several decoders, in turns.
+"""Times whole decodes of the same prompts by several decoders, in turns.
 
-Each batch is decoded by every decoder before the next batch begins: a slow spell of the machine hits all of them.
+Every decoder decodes a batch before the next batch begins, so a slow spell of the machine hits all of them.
 """
 
 import statistics
@@ -29,18 +29,18 @@ class DecodeRow:
     """Speed, acceptance and padding of one decoder on some prompts.
 
     Args:
-        exactness: what the decoder promises about the output law.
-        tokens_per_second: median of the rounds, prompts included.
-        speed_up: over the reference, the first decoder: median of the rounds' ratios.
-        spread: half the distance between the least and the greatest of these ratios.
+        exactness: promise of the decoder about the output law.
+        tokens_per_second: emitted tokens per second, time of prompts included; median of the rounds.
+        speed_up: speed over that of the first decoder, the reference; median of the rounds' ratios.
+        spread: half the difference between the largest and the smallest of these ratios.
         tau: emitted tokens per target forward of a sample.
-        acceptance: by depth, how often a child was accepted when there was one to accept.
-        by_rank: by rank among its siblings, share of the accepted tokens.
+        acceptance: acceptance rate by depth: how often a child was accepted when one was tried.
+        by_rank: share of the accepted tokens by rank among siblings.
         drafted: drafted tokens per target forward of a sample.
         rows: rows of the target's forwards per emitted token.
         pad_rows: share of the rows that belong to no token.
         pad_keys: attended cache columns that belong to no token, per emitted token.
-        seconds: by phase, share of the time.
+        seconds: share of the time by phase.
     """
 
     dtype: str
@@ -67,7 +67,7 @@ Decode = Callable[[dict[str, Any], Workload], DecodeStats]
 
 
 def ours(decoder: SpeculativeDecoder) -> Decode:
-    """Decoding with one of our decoders; samples have their own seeds, the same for every decoder."""
+    """Returns a :data:`Decode` for one of our decoders; every decoder gets the same seed for a sample."""
 
     def decode(inputs: dict[str, Any], workload: Workload) -> DecodeStats:
         seeds = workload.seeds(len(inputs["input_ids"]))
@@ -79,7 +79,7 @@ def ours(decoder: SpeculativeDecoder) -> Decode:
 
 
 def theirs(model: "PreTrainedModel", **options: Any) -> Decode:
-    """Decoding with transformers, one prompt at a time if options make it assist, which supports no batches."""
+    """Returns a :data:`Decode` for transformers; ``options`` select assistance, which takes one prompt at a time."""
 
     def decode(inputs: dict[str, Any], workload: Workload) -> DecodeStats:
         torch.manual_seed(workload.seed)
@@ -95,13 +95,13 @@ def theirs(model: "PreTrainedModel", **options: Any) -> Decode:
 
 
 def answers(output: Any, inputs: dict[str, Any]) -> list[list[int]]:
-    """Emitted tokens of every prompt, without padding."""
+    """Returns the emitted tokens of every prompt, without padding."""
     texts = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     return [text[:count] for text, count in zip(texts, output.stats.emitted, strict=True)]
 
 
 def emitted(answers: Tensor, model: "PreTrainedModel") -> int:
-    """Tokens of ``[B, L]`` answers up to the end of each, which counts, the padding behind it not."""
+    """Counts the tokens of ``[B, L]`` answers: up to and including each end token, without padding."""
     ends = model.generation_config.eos_token_id
     known = torch.tensor(ends if isinstance(ends, list) else [ends] if ends is not None else [])
     over = torch.isin(answers.cpu(), known)
@@ -114,16 +114,16 @@ def take_turns(
     workload: Workload,
     tell: Tell = quiet,
 ) -> Iterator[tuple[Name, float, DecodeStats]]:
-    """Decodes every batch with every decoder in turn, as many rounds as the workload repeats.
+    """Decodes every batch with every decoder in turn, for ``workload.repeats`` rounds.
 
     Args:
         decoders: by name.
         batches: arguments of ``generate``, as from :meth:`Workload.batches`.
-        workload: passed on to every :data:`Decode`; only its ``repeats`` are read here.
-        tell: is told the name of the decoder whose turn it is.
+        workload: passed on to every :data:`Decode`; this function reads only ``repeats``.
+        tell: receives the name of the decoder whose turn it is.
 
     Yields:
-        A decoder's name, the seconds that it took for one batch, and the counts of that batch.
+        A decoder's name, its seconds for one batch, and the counts of that batch.
     """
     decodes = _decodes(decoders)
     done, total = 0, workload.repeats * len(batches) * len(decodes)
@@ -138,7 +138,7 @@ def take_turns(
 
 
 def warm_up(decoders: Mapping[Any, SpeculativeDecoder | Decode], inputs: dict[str, Any], workload: Workload) -> None:
-    """Decodes a few tokens with every decoder: the first call of a model is slower than the others."""
+    """Decodes a few tokens with every decoder, because the first call of a model is slower."""
     for decode in _decodes(decoders).values():
         decode(inputs, replace(workload, new_tokens=min(workload.new_tokens, 8)))
 
@@ -153,7 +153,7 @@ def in_turns(
     workload: Workload,
     tell: Tell = quiet,
 ) -> Iterator[DecodeRow]:
-    """Decodes all prompts with every decoder, in turns; speed-ups are over the first."""
+    """Decodes all prompts with every decoder in turns; yields a row for each, with speed-ups over the first."""
     batches = workload.batches(target)
     warm_up(decoders, batches[0], workload)
 
@@ -184,7 +184,7 @@ def in_turns(
 
 
 def _per_token(stats: DecodeStats) -> dict[str, Any]:
-    """The columns of a :class:`DecodeRow` that follow from the counts; none for decoders of other libraries."""
+    """Returns the :class:`DecodeRow` columns that follow from counts; none for decoders of other libraries."""
     if not stats.forwards:
         return {}
     tokens, forwards = sum(stats.emitted), sum(stats.forwards)

@@ -1,4 +1,4 @@
-"""Compares the tokens of speculative decoding, in batches, with those of plain decoding alone, of the same seeds."""
+"""Compares tokens of batched speculative decoding with plain decoding of single prompts, for the same seeds."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,17 +18,17 @@ from arbordraft.verifiers.coupling import Coupling
 def equal_tokens(
     target: RaggedModel, drafters: Mapping[str, Drafter], workloads: Sequence[Workload], tell: Tell = quiet
 ) -> Iterator[Measurement]:
-    """Measures which share of tokens and answers equals those of plain decoding, one prompt at a time, same seeds.
+    """Measures how many tokens and answers equal plain decoding of single prompts with the same seeds.
 
     Args:
         target: the model.
-        drafters: join lookups and the model's own first layers, by name.
+        drafters: drafters by name, measured besides lookups and the model's own first layers.
         workloads: the same prompts and settings in batches of several sizes.
-        tell: is told the current case.
+        tell: receives the current case.
 
     Yields:
-        A row for each decoder, plain decoding in batches included, and each batch size. The bound is that all tokens
-        are equal; decoders that promise the law alone, or less, have none.
+        A row for each decoder and batch size, plain decoding in batches included. The bound requires all tokens to be
+        equal. Decoders that promise only the law, or less, have no bound.
     """
     reference = _tokens(target, builders.plain(target), replace(workloads[0], batch=1), tell, "plain decoding")
     lookup = NGramDrafter(longest=8, shortest=1)
@@ -87,6 +87,6 @@ def _tokens(
 
 
 def _agreeing(tokens: list[int], wanted: list[int]) -> int:
-    """Tokens up to the first difference."""
+    """Counts the tokens up to the first difference."""
     shorter = min(len(tokens), len(wanted))
     return next((i for i in range(shorter) if tokens[i] != wanted[i]), shorter)

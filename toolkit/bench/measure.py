@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One comparison. Times are medians in milliseconds; the ratio is the median of the pairs' ratios.
+    """One comparison: medians of two times in milliseconds, and the median of the pairs' ratios.
 
     Args:
-        group: which question it belongs to.
-        case: what was varied.
+        group: name that related cases share.
+        case: settings that vary between measurements.
         ours: time of arbordraft.
-        reference: time of what it is compared with.
+        reference: time of the call that arbordraft is compared with.
         ratio: ``ours / reference``, or the speed-up ``reference / ours``.
-        reach: the bound that the project set itself, if any: ``"<= 1.10"``.
+        reach: the project's bound for the ratio, such as ``"<= 1.10"``; empty for none.
         detail: further figures.
         reached: whether the bound holds; ``None`` without one.
     """
@@ -57,7 +57,7 @@ class Measurement:
 
 
 def provenance() -> dict[str, Any]:
-    """Command line, commit, date, machine and versions of a measurement."""
+    """Returns command line, commit, date, machine and versions of a measurement."""
     here = Path(__file__).parent
     commit = _git("describe", "--always", folder=here)  # --dirty would lock the index
     if commit is not None and _git("status", "--porcelain", "-uno", folder=here):
@@ -77,7 +77,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _git(*arguments: str, folder: Path) -> str | None:
-    """Output of a git command that only reads; ``None`` outside of a checkout, or without git."""
+    """Returns the output of a git command that only reads; ``None`` outside of a checkout, or without git."""
     command = ["git", "--no-optional-locks", *arguments]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
@@ -87,7 +87,7 @@ def _git(*arguments: str, folder: Path) -> str | None:
 
 
 def save(path: Path, measurements: Sequence[Any], **settings: Any) -> None:
-    """Writes measurements, which are dataclasses, and their provenance as JSON; it appears when it is complete."""
+    """Writes measurements (dataclasses) and their provenance as JSON; the file appears only when it is complete."""
     report = {"provenance": provenance(), "settings": settings, "measurements": [asdict(row) for row in measurements]}
     write_text(path, json.dumps(report, indent=2) + "\n")
 
@@ -104,18 +104,18 @@ def paired(
     speed_up: bool = False,
     calls: tuple[int, int] = (1, 1),
 ) -> Measurement:
-    """Times both in turns, after a call of each that warms up: a drifting machine slows neighbours alike.
+    """Times two calls in turns, after a warm-up call of each, so that a drifting machine slows both alike.
 
     Args:
-        group: see :class:`Measurement`, as for ``case`` and ``reach``.
-        case: is told, too.
+        group: see :class:`Measurement`.
+        case: see there; ``tell`` receives it, too.
         ours: the measured call.
-        reference: the call that it is compared with.
-        workload: says how many rounds there are.
-        tell: is told the case and the rounds that are done.
-        reach: the bound, if any.
-        speed_up: the ratio is ``reference / ours``.
-        calls: how many of either a timing holds, where one is too short.
+        reference: the call that ``ours`` is compared with.
+        workload: sets the number of rounds, ``repeats``.
+        tell: receives the case and the number of finished rounds.
+        reach: bound of the ratio; empty for none.
+        speed_up: whether the ratio is ``reference / ours``.
+        calls: calls per timing of ``ours`` and of ``reference``, more than one if a call is too short.
     """
     ours()
     reference()
@@ -130,5 +130,5 @@ def paired(
 
 
 def precision(model: "PreTrainedModel") -> str:
-    """Short name of the dtype."""
+    """Returns the short name of a model's dtype."""
     return str(model.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Pictures of measurements: few lines, each named where it ends, and the speed against plain decoding first."""
+"""Plots of measurements: few lines, each named at its end, and the speed against plain decoding first."""
 
 import json
 import math
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_LINES = 6  # of a panel: more cannot be told apart
+MOST_LINES = 6  # of a panel; readers cannot tell more apart
 _PLAIN = "plain"
-_WIDTH = 28  # letters in a line of a name
+_WIDTH = 28  # characters in a line of a name
 _KINDS: tuple[Any, ...] = (DecodeRow, NodeRow, TreeRow)
 
 
 class Line(NamedTuple):
-    """One line of a panel: x, y and half the length of the error bar, 0 for none, of every point, by x."""
+    """One line of a panel; its points, by x, are x, y and half the length of the error bar (0 for none)."""
 
     name: str
     points: list[tuple[float, float, float]]
@@ -35,7 +35,7 @@ Panel = Callable[["Axes", dict[str, str]], None]
 
 
 def plot(rows: Sequence[Any], path: Path) -> None:
-    """Draws measurements as a PNG file; kinds without a picture are left out.
+    """Draws measurements as a PNG file and leaves out kinds that have no plot.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -45,10 +45,10 @@ def plot(rows: Sequence[Any], path: Path) -> None:
 
 
 def read_rows(path: Path) -> list[Any]:
-    """The measurements with a picture in a file that ``arbordraft bench --json`` or ``bench gpu`` wrote.
+    """Reads the measurements that have a plot from a file of ``arbordraft bench --json`` or ``bench gpu``.
 
     Raises:
-        ValueError: if it is another file.
+        ValueError: if the file is not one of these.
     """
     try:
         told = json.loads(read_text(path))
@@ -59,8 +59,8 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def _row(written: dict[str, Any]) -> Any | None:
-    """A row of the kind whose figures it has; what older files lack has a default."""
-    from arbordraft.bench.gpu.pictures import KINDS  # and with it Triton
+    """Builds a row of the kind that has these fields; fields that older files lack get defaults."""
+    from arbordraft.bench.gpu.pictures import KINDS  # imports Triton, too
 
     for kind in (*_KINDS, *KINDS):
         with suppress(TypeError):
@@ -69,11 +69,11 @@ def _row(written: dict[str, Any]) -> Any | None:
 
 
 def speed_picture(rows: Sequence[Any]) -> "Figure":
-    """Only the first figure of :func:`plot`: speed against plain decoding, over batch.
+    """Draws only the first panels of :func:`plot`: speed against plain decoding, over batch.
 
     Raises:
         ImportError: if matplotlib is not installed.
-        ValueError: if there is no decoding at several batch sizes among the rows.
+        ValueError: if the rows hold decoding at fewer than two batch sizes.
     """
     decodes = _of(rows, DecodeRow)
     if len({row.batch for row in decodes}) < 2:
@@ -82,7 +82,7 @@ def speed_picture(rows: Sequence[Any]) -> "Figure":
 
 
 def picture(rows: Sequence[Any]) -> "Figure":
-    """All panels of some measurements; for arguments and errors see :func:`plot`."""
+    """Draws all panels of some measurements; for arguments and errors see :func:`plot`."""
     from arbordraft.bench.gpu import pictures
 
     decodes, trees, nodes = _of(rows, DecodeRow), _of(rows, TreeRow), _of(rows, NodeRow)
@@ -109,7 +109,7 @@ def _by(rows: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[
 
 
 def _figure(panels: Sequence[Panel], decodes: Sequence[DecodeRow]) -> "Figure":
-    """Panels side by side, two or three in a row, none empty; a decoder has one colour in all of them."""
+    """Arranges panels in rows of two or three, none empty; a decoder has one colour in all of them."""
     wide = min(len(panels), 2 if len(panels) <= 4 else 3)
     high = math.ceil(len(panels) / wide)
     figure = new_figure(7.2 * wide, 4.6 * high)
@@ -124,7 +124,7 @@ def _figure(panels: Sequence[Panel], decodes: Sequence[DecodeRow]) -> "Figure":
 
 
 def _speed(setting: tuple[str, float], rows: list[DecodeRow]) -> Panel:
-    """Speed against plain decoding: lines over batch, or a ranking where there are too many or one batch size."""
+    """Builds the panel of speeds: lines over batch, or a ranking if there are too many lines or one batch size."""
     batches = sorted({row.batch for row in rows})
     reference = next((row.decoder for row in rows if row.decoder == _PLAIN), rows[0].decoder)
     title = f"speed against {reference} ({setting[0]}, {_drawn(setting[1])})"
@@ -158,7 +158,7 @@ def _over_batch(axes: "Axes", batches: Sequence[int]) -> None:
 
 
 def _ranking(axes: "Axes", rows: Sequence[DecodeRow], batches: Sequence[int], title: str, reference: str) -> None:
-    """Decoders from the slowest below to the fastest on top, one colour per batch size."""
+    """Draws decoders from the slowest at the bottom to the fastest on top, one colour per batch size."""
     mean = {name: math.prod(row.speed_up for row in group) for name, group in _by(rows, lambda row: row.decoder)}
     order = sorted(mean, key=mean.__getitem__)
     for index, batch in enumerate(batches):
@@ -178,7 +178,11 @@ def _ranking(axes: "Axes", rows: Sequence[DecodeRow], batches: Sequence[int], ti
 
 
 def _cause(setting: tuple[str, float], rows: list[DecodeRow]) -> Panel | None:
-    """What explains the speed: padding where there is any, else tokens per forward, or by depth for one batch size."""
+    """Builds the panel that explains the speed; ``None`` for no lines or too many.
+
+    Over several batch sizes it shows padding if there is any, else tokens per forward. For one size it shows acceptance
+    by depth.
+    """
     batches = sorted({row.batch for row in rows})
     drafting = [row for row in rows if row.tau > 1]
     padded = any(row.pad_rows for row in drafting)
@@ -227,7 +231,7 @@ def _acceptance(setting: tuple[str, float], rows: list[NodeRow]) -> Panel:
 
 
 def _measured(title: str, x: str, y: str, lines: list[Line]) -> Panel:
-    """The lines that end highest; it is said how many are left out."""
+    """Builds a panel of the lines that end highest, with the number of lines left out."""
     best = sorted(lines, key=lambda line: line.points[-1][1], reverse=True)[:MOST_LINES]
 
     def draw(axes: "Axes", _: dict[str, str]) -> None:
@@ -241,9 +245,10 @@ def _measured(title: str, x: str, y: str, lines: list[Line]) -> Panel:
 
 
 def _draw(axes: "Axes", lines: Sequence[Line], colours: dict[str, str], reference: str = "") -> None:
-    """Lines with error bars, at most ``MOST_LINES``, each with its name at its end; axes have their final scales.
+    """Draws at most ``MOST_LINES`` lines with error bars, each with its name at its end.
 
-    Lines without a colour of their own get theirs in order; ``reference`` names the horizontal line at 1.
+    The axes must have their final scales. Lines that ``colours`` lacks get colours in order; ``reference`` names the
+    horizontal line at 1.
     """
     ends = []
     for index, line in enumerate(lines):

@@ -20,12 +20,12 @@ from arbordraft.utils.terminal import bars, terminal
 class Report:
     """Collects measurements within a ``with`` block, and prints them as tables at its end.
 
-    The file is written again with every row, so that an interrupted run loses little.
+    Every new row rewrites the file, so that an interrupted run loses little.
 
     Args:
         json: file for the rows, their settings and their provenance.
         png: file for a picture of the rows.
-        **settings: stand beside the rows; of paths only the last name.
+        **settings: written beside the rows; paths are cut to their last name.
     """
 
     def __init__(self, json: Path | None = None, png: Path | None = None, **settings: Any) -> None:
@@ -54,7 +54,7 @@ class Report:
                 self.console.print(f"wrote {path}", soft_wrap=True)
 
     def take(self, rows: Iterable[Any], workload: Workload | None = None) -> list[Any]:
-        """Collects rows as they come, notes the workload that they were measured with, and returns them."""
+        """Collects rows as they come, notes their workload, and returns them."""
         if workload is not None and (stated := workload.stated()) not in self._workloads:
             self._workloads.append(stated)
         new = []
@@ -69,17 +69,17 @@ class Report:
     def decode(
         self, target: RaggedModel, decoders: Mapping[str, SpeculativeDecoder | Decode], workload: Workload
     ) -> list[Any]:
-        """Decodes with every decoder in turns."""
+        """Decodes with every decoder in turns and collects the rows."""
         return self.take(in_turns(target, decoders, workload, self.tell), workload)
 
     def tell(self, what: str, done: int, of: int) -> None:
-        """Moves the bar: ``done`` of ``of`` rounds of the current case are over."""
+        """Moves the progress bar to ``done`` of ``of`` rounds of the current case."""
         description = f"{len(self.rows)} measured, now {what}"
         self._progress.update(self._task, description=description, completed=done, total=of)
 
 
 def _nameable(value: Any) -> Any:
-    """An option as it may stand in a file: of paths on this machine only the last name."""
+    """Returns an option for a file of results, with paths on this machine cut to their last name."""
     if isinstance(value, list):
         return [_nameable(each) for each in value]
     return Path(value).name if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()) else value

@@ -15,7 +15,7 @@ from arbordraft.target.model import RaggedModel
 def drafter_gain(
     target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload
 ) -> dict[str, SpeculativeDecoder]:
-    """Plain decoding, lookup alone, and chains, trees and lookup-else-tree of every drafter."""
+    """Builds plain decoding, lookup alone, and chains, trees and lookup-else-tree of every drafter."""
     decoders: dict[str, SpeculativeDecoder] = {
         "plain": builders.plain(target),
         "lookup alone": builders.ems_sd(target, NGramDrafter(), 8),
@@ -28,7 +28,7 @@ def drafter_gain(
 
 
 def policy(target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload) -> dict[str, SpeculativeDecoder]:
-    """Plain decoding, and decoders that draft only as far as it pays: none should be slower than plain decoding."""
+    """Builds plain decoding and decoders that draft only as far as it pays; none should be slower than plain."""
     decoders = {"plain": builders.plain(target), "lookup": builders.lookup(target)}
     for name, drafter in drafters.items():
         decoders[name] = builders.fitted(target, drafter)
@@ -37,7 +37,7 @@ def policy(target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workl
 
 
 def whole_batches(workload: Workload) -> Workload:
-    """The same prompts without a last batch of fewer, repeated if they do not fill one."""
+    """Returns a workload of full batches: leaves out an incomplete last batch, or repeats prompts to fill one."""
     prompts, batch = workload.prompts, workload.batch
     count = max(batch, len(prompts)) // batch * batch
     return replace(workload, prompts=tuple(islice(cycle(prompts), count)))
@@ -46,9 +46,10 @@ def whole_batches(workload: Workload) -> Workload:
 def against_transformers(
     target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload
 ) -> dict[str, SpeculativeDecoder | Decode]:
-    """``generate``, its prompt lookup and its assisted generation, and our decoders.
+    """Builds transformers' ``generate``, its prompt lookup and assisted generation, and our decoders.
 
-    transformers runs the target's model as it is, and its assisted modes one prompt at a time; a draft model assists.
+    transformers runs the target's unchanged model, and its assisted modes run one prompt at a time. The assistants are
+    the draft models.
     """
     model = target.model
     decoders: dict[str, SpeculativeDecoder | Decode] = {

@@ -1,4 +1,4 @@
-"""Measurements as people and programs read them: no number is ever cut."""
+"""Tables of measurements for people and for programs; no number is ever cut."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -9,14 +9,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-HIDDEN = {"hidden": True}  # metadata of a field that stands in files only
+HIDDEN = {"hidden": True}  # metadata of a field that appears in files only
 
 
 def print_rows(console: Console, rows: Sequence[Any]) -> None:
-    """Prints measurements of one kind: as a table, or one by one where it is too wide, or as tab-separated values.
+    """Prints measurements of one kind: as a table, one by one if it is too wide, or as tab-separated values.
 
     Args:
-        console: a terminal; anything else, such as a pipe, gets the values, with all columns and their digits.
+        console: a terminal; any other output, such as a pipe, gets tab-separated values of all columns, to six digits.
         rows: dataclasses of one kind, at least one.
     """
     table = rows_table(rows)
@@ -32,7 +32,7 @@ def print_rows(console: Console, rows: Sequence[Any]) -> None:
 
 
 def print_tables(console: Console, rows: Sequence[Any]) -> None:
-    """Prints measurements of several kinds, a table for each kind and title."""
+    """Prints measurements of several kinds, one table for each kind and title."""
     tables: dict[Any, list[Any]] = {}
     for row in rows:
         tables.setdefault((type(row), getattr(row, "table", None)), []).append(row)
@@ -41,7 +41,7 @@ def print_tables(console: Console, rows: Sequence[Any]) -> None:
 
 
 def rows_table(rows: Sequence[Any]) -> Table:
-    """Measurements of one kind as a table; what is the same in all rows stands below."""
+    """Builds a table of measurements of one kind; values that are equal in all rows go into its caption."""
     varied, same = _varied(rows)
     table = Table(title=getattr(rows[0], "table", None), caption=same, caption_justify="left")
     for name, values in varied.items():
@@ -52,7 +52,7 @@ def rows_table(rows: Sequence[Any]) -> Table:
 
 
 def _varied(rows: Sequence[Any]) -> tuple[dict[str, list[Any]], str]:
-    """Columns by name, and what is the same in all rows."""
+    """Returns the columns whose values differ, by name, and a text of values that are equal in all rows."""
     columns = {name: [getattr(row, name) for row in rows] for name in _shown(rows[0])}
     varied = {name: values for name, values in columns.items() if len(rows) == 1 or any(v != values[0] for v in values)}
     alike = {name: values[0] for name, values in columns.items() if name not in varied and values[0] not in (None, "")}
@@ -60,7 +60,7 @@ def _varied(rows: Sequence[Any]) -> tuple[dict[str, list[Any]], str]:
 
 
 def _records(rows: Sequence[Any]) -> Iterator[Text]:
-    """A line for every number, a paragraph for every row."""
+    """Yields a paragraph for every row, with a line for every value."""
     varied, same = _varied(rows)
     if title := getattr(rows[0], "table", None):
         yield Text(title, style="italic")

@@ -1,7 +1,8 @@
 """Finds the fastest way of speculating for a target and a drafter, on this machine and with given prompts.
 
-Costs are measured, and settings compete: all decode some prompts in turns, the slower half drops out, and the rest
-decode more. All of them draft only as far as it pays by these costs; drafters and the size of a tree are chosen.
+Tuning measures costs, then lets settings compete: all decode some prompts in turns, the slower half drops out, and the
+rest decode more. By these costs every setting drafts only as far as it pays. The competition chooses the drafter and
+the size of the tree.
 
 Shapes: B samples.
 """
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TREES = (8, 16, 32)
-_LARGEST = 4096  # batch whose prompts are laid out
+_LARGEST = 4096  # batch size to tune for
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Setting:
     """A way of speculating.
 
     Args:
-        kind: ``plain``, ``lookup``, ``tree``, or ``lookup or tree``: copy where that brings more, else draft a tree.
+        kind: ``plain``, ``lookup``, ``tree``, or ``lookup or tree``: looks up if that brings more, else drafts a tree.
         size: most nodes of a tree, root included.
     """
 
@@ -48,13 +49,13 @@ class Setting:
         return f"{self.kind} of {self.size}" if self.size else self.kind
 
     def decoder(self, target: RaggedModel, drafter: Drafter, costs: StepCosts, batch: int = 1) -> SpeculativeDecoder:
-        """Builds the decoder that it stands for.
+        """Builds the decoder of this setting.
 
         Args:
-            batch: prompts that will be decoded at a time.
+            batch: prompts to decode at a time.
 
         Raises:
-            ValueError: if there is no such kind.
+            ValueError: if ``kind`` is unknown.
         """
         match self.kind:
             case "plain":
@@ -75,10 +76,10 @@ class Choice:
 
     Args:
         batch: prompts at a time.
-        setting: the fastest.
-        tokens_per_second: its speed on the prompts it was chosen on.
-        plain: that of decoding without drafts.
-        rivals: speeds of the others, as far as they got.
+        setting: the fastest setting.
+        tokens_per_second: speed of this setting on the prompts of tuning.
+        plain: speed of decoding without drafts.
+        rivals: speeds of all settings, fastest first, each from the last round that it took part in.
     """
 
     batch: int
@@ -89,13 +90,13 @@ class Choice:
 
     @property
     def pays(self) -> bool:
-        """Whether speculation is faster at all."""
+        """Whether any speculation is faster than plain decoding."""
         return self.setting.kind != "plain"
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The choices of tuning, and the costs that they rest on.
+    """The choices of tuning, and the costs behind them.
 
     Args:
         drafter: name of the drafter, as for :func:`~arbordraft.drafter_names.drafter_named`.
@@ -103,8 +104,8 @@ class Tuned:
         choices: by batch size, ascending.
 
     Raises:
-        TypeError: if a value is no number.
-        ValueError: if one is out of range, or there is no choice.
+        TypeError: if a value is not a number.
+        ValueError: if a value is out of range, or ``choices`` is empty.
     """
 
     drafter: str
@@ -120,17 +121,17 @@ class Tuned:
             check_int(f"choices[{index}].batch", choice.batch, 1)
 
     def choice(self, batch: int) -> Choice:
-        """The choice for the largest tuned batch size that is not above ``batch``, or else for the smallest."""
+        """Returns the choice for the largest tuned batch size up to ``batch``, or else for the smallest."""
         batch = check_int("batch", batch, 1)
         below = [choice for choice in self.choices if choice.batch <= batch]
         return below[-1] if below else self.choices[0]
 
     def decoder(self, target: RaggedModel, batch: int, drafter: Drafter | None = None) -> SpeculativeDecoder:
-        """The decoder chosen for a batch size.
+        """Builds the decoder chosen for a batch size.
 
         Args:
             batch: prompts at a time.
-            drafter: by default loaded by its name.
+            drafter: by default loaded by the stored name.
         """
         from arbordraft.drafter_names import drafter_named
 
@@ -144,10 +145,10 @@ class Tuned:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads a file of :meth:`save`.
+        """Reads a file that :meth:`save` wrote.
 
         Raises:
-            ValueError: if it is something else.
+            ValueError: if the file holds anything else.
         """
         try:
             fields = json.loads(path.read_text())
@@ -155,7 +156,7 @@ class Tuned:
             fields["choices"] = [Choice(**row | {"setting": Setting(**row["setting"])}) for row in fields["choices"]]
             return cls(**fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not what tuning writes: {error}; run 'arbordraft tune' again") from error
+            raise ValueError(f"{path} is not a result of tuning: {error}; run 'arbordraft tune' again") from error
 
 
 def tune(
@@ -170,17 +171,17 @@ def tune(
     new_tokens: int = 96,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Tuned:
-    """Measures and lets settings compete.
+    """Measures costs and chooses the fastest setting for every batch size.
 
     Args:
-        name: of the drafter.
-        prompts: first user turns, such as will be decoded; at least one.
+        name: name of the drafter.
+        prompts: first user turns like those to decode later; at least one.
         batches: batch sizes to choose for, 1 to 4096.
         temperature: 0 for greedy.
-        new_tokens: longest answer, 1 or more.
+        new_tokens: most tokens of an answer, 1 or more.
 
     Raises:
-        TypeError: if an argument is no number of its kind, or ``prompts`` no list of texts.
+        TypeError: if a number is of the wrong type, or ``prompts`` is not a list of texts.
         ValueError: if an argument is out of range, or there is no prompt or batch size.
     """
     batches = check_sequence("batches", batches, lambda name, value: check_int(name, value, 1, _LARGEST))
@@ -198,7 +199,7 @@ def tune(
 
 
 def grid(drafter: Drafter) -> list[Setting]:
-    """All settings that tuning knows for a drafter."""
+    """Returns all settings that tuning tries for a drafter."""
     settings = [_PLAIN, Setting("lookup")]
     if isinstance(drafter, NGramDrafter):
         return settings
@@ -213,7 +214,7 @@ def _compete(
     new_tokens: int,
     tell: Callable[[str], None],
 ) -> Choice:
-    """Successive halving; plain decoding stays to the end, for the choice to be told against it."""
+    """Chooses a setting by successive halving; plain decoding stays to the end as the reference."""
     workload = Workload(batch=batch, new_tokens=new_tokens, temperature=temperature, repeats=1)
     warm_up(decoders, batches[0], workload)
     left, speeds = list(decoders), dict[Setting, float]()
@@ -223,7 +224,7 @@ def _compete(
 
     for more in reversed(range(max(1, (len(left) - 1).bit_length()))):
         counts, seconds = dict.fromkeys(left, 0), dict.fromkeys(left, 0.0)
-        # Fewer prompts rather than shorter answers: lookups find something only when there is some text.
+        # Early rounds decode fewer prompts, not shorter answers: lookups need some text to find anything.
         some = batches[: max(2, len(batches) >> more)]
         for setting, spent, stats in take_turns({key: decoders[key] for key in left}, some, workload, told):
             seconds[setting] += spent

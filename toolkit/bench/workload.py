@@ -13,7 +13,7 @@ from arbordraft.utils.checks import check_float, check_int, check_positive, chec
 if TYPE_CHECKING:
     from arbordraft.target.model import RaggedModel
 
-# Is told the current case, how many of its rounds are done, and how many there are.
+# Receives the current case, the number of its finished rounds, and the number of all its rounds.
 Tell = Callable[[str, int, int], object]
 
 
@@ -22,10 +22,10 @@ def quiet(what: str, done: int, of: int) -> None:
 
 
 def read_texts(prompts: Path | None, limit: int | None = None) -> list[str]:
-    """The first prompts of a file, or of the built-in ones.
+    """Returns the first prompts of a file, or of the built-in ones.
 
     Raises:
-        ValueError: if the file holds none.
+        ValueError: if the file holds no prompts.
     """
     known = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
     if not known:
@@ -40,16 +40,16 @@ class Workload:
     Args:
         prompts: first user turns; by default the built-in ones.
         batch: prompts at a time, 1 or more.
-        new_tokens: longest answer, 1 or more.
+        new_tokens: most tokens of an answer, 1 or more.
         temperature: 0 for greedy decoding.
-        top_p: of nucleus sampling, 1 for the whole vocabulary.
+        top_p: probability mass of nucleus sampling, 1 for the whole vocabulary.
         repetition_penalty: above 0; 1 for none.
         repeats: rounds of every timing, 1 or more; medians are reported.
-        seed: of sampled tokens and of random inputs.
+        seed: seed of sampled tokens and of random inputs.
 
     Raises:
-        TypeError: if a value is of another type.
-        ValueError: if one is out of range.
+        TypeError: if a value is of the wrong type.
+        ValueError: if a value is out of range.
 
     Examples:
         >>> request = Workload(["a", "b"], batch=2).request()
@@ -81,7 +81,7 @@ class Workload:
         return self.temperature > 0
 
     def batches(self, target: "RaggedModel") -> list[dict[str, Any]]:
-        """The prompts as left-padded chats where the target is: ``input_ids`` and ``attention_mask`` of every batch.
+        """Returns left-padded chats on the target's device: ``input_ids`` and ``attention_mask`` of every batch.
 
         Raises:
             ValueError: if the target has no tokenizer.
@@ -94,15 +94,15 @@ class Workload:
         ]
 
     def request(self) -> dict[str, Any]:
-        """Arguments of ``generate``, in which no setting of the model's own counts."""
+        """Returns arguments of ``generate`` that override the model's own settings."""
         penalty = {} if self.repetition_penalty == 1 else {"repetition_penalty": self.repetition_penalty}
         return settings_of(self.new_tokens, self.temperature, self.top_p, 0, None, 1) | penalty
 
     def seeds(self, samples: int, first: int = 0) -> list[int]:
-        """Seeds of the prompts from number ``first`` on, the same for every decoder."""
+        """Returns the seeds of the prompts from number ``first`` on, equal for every decoder."""
         return [1000 * (self.seed + 1) + sample for sample in range(first, first + samples)]
 
     def stated(self) -> dict[str, Any]:
-        """Fields for a file of results; of the prompts only their number and the SHA-256 of their lines."""
+        """Returns fields for a file of results; prompts become their number and the SHA-256 of their lines."""
         digest = hashlib.sha256("\n".join(self.prompts).encode()).hexdigest()
         return asdict(self) | {"prompts": {"count": len(self.prompts), "sha256": digest}}

@@ -1,1 +1,1 @@
-"""Saved models: read strictly, told apart, compared."""
+"""Saved models: strict readers, comparison of tokenizers and translation between them."""

@@ -1,4 +1,4 @@
-"""Reading what was saved, strictly: nothing is unpickled, guessed or initialised anew.
+"""Reads checkpoints strictly: nothing is unpickled, guessed or newly initialised.
 
 A checkpoint is a folder with ``config.json`` and safetensors, or a repository of such files on a hub.
 """
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
-# What may be cast to the dtype of a weight, as safetensors and torch call it.
+# Dtypes that may be cast to that of a weight, by their names in safetensors and torch.
 _FRACTIONS = {"F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64"}
-_ELSEWHERE = {"gguf_file", "subfolder", "variant"}  # options with which weights lie in other files than the usual ones
-_TOKENIZERS = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken")  # what a folder with a tokenizer has
+_ELSEWHERE = {"gguf_file", "subfolder", "variant"}  # options that name other weight files
+_TOKENIZERS = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken")  # files of a tokenizer
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings of a checkpoint; ``model_type``, or ``class`` of a decider, tells its kind.
+    """Returns the settings of a checkpoint; ``model_type``, or ``class`` for a decider, gives its kind.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are none, or they name no kind.
     """
     path = Path(folder)
     if path.suffix in PICKLES and path.is_file():
@@ -51,7 +51,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The files that hold a network's weights.
+    """Returns the files that hold a network's weights.
 
     Raises:
         ValueError: if one is missing, or there are only pickled ones.
@@ -78,10 +78,10 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """All weights of a folder, by name.
+    """Returns all weights of a folder, by name.
 
     Raises:
-        ValueError: if a file is missing, truncated or damaged, or holds numbers that are none.
+        ValueError: if a file is missing, truncated or damaged, or holds NaN or infinities.
     """
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
@@ -92,14 +92,17 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def load_network(read: Callable[..., Any], source: str | os.PathLike[str], **options: Any) -> Any:
-    """A network of a folder or a hub, in eval mode: its weights are those of its files, all of them and no others.
+    """Loads a network from a folder or a hub in eval mode; its weights must match the files exactly.
 
-    ``read`` is a ``from_pretrained`` of transformers, for which the options are.
+    Args:
+        read: a ``from_pretrained`` of transformers.
+        source: a folder, or a name on the hub.
+        **options: options of ``read``.
 
     Raises:
         ImportError: if transformers lacks a library that this checkpoint needs.
-        ValueError: if files are damaged, incomplete, pickled or hold more than the network, weights are of another
-            shape or kind of number than the configuration says, or are NaN or infinite.
+        ValueError: if files are damaged, incomplete or pickled, or hold other weights than the network. Also if weights
+            have another shape or kind of number than the configuration says, or are NaN or infinite.
     """
     place = Path(source)
     if place.is_file():
@@ -113,7 +116,7 @@ def load_network(read: Callable[..., Any], source: str | os.PathLike[str], **opt
             network, info = read(
                 os.fspath(source),
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # or it raises, and does not say which
+                ignore_mismatched_sizes=True,  # otherwise it raises without naming the weights
                 output_loading_info=True,
                 **options,
             )
@@ -123,7 +126,7 @@ def load_network(read: Callable[..., Any], source: str | os.PathLike[str], **opt
         raise ValueError(f"{source} cannot be loaded ({_one_line(error)})") from error
     problems = [f"{what} keys: {few(names)}" for what in ("missing", "unexpected") if (names := info[f"{what}_keys"])]
     mismatched = [f"{name} is {list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]]
-    if not getattr(network.config, "quantization_config", None):  # quantised weights are stored as what they are not
+    if not getattr(network.config, "quantization_config", None):  # quantised weights are stored in other dtypes
         mismatched += _other_numbers(network, stored)
     if mismatched:
         problems.append(f"mismatched keys: {few(mismatched)}")
@@ -137,7 +140,7 @@ def load_network(read: Callable[..., Any], source: str | os.PathLike[str], **opt
 
 
 def load_causal_lm(source: str | os.PathLike[str], dtype: torch.dtype, **options: Any) -> "PreTrainedModel":
-    """A causal LM in eval mode, with weights of a dtype; read as :func:`load_network` does, for errors see there."""
+    """Loads a causal LM in eval mode with weights of ``dtype``; raises the errors of :func:`load_network`."""
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = load_network(AutoModelForCausalLM.from_pretrained, source, dtype=dtype, **options)
@@ -145,14 +148,19 @@ def load_causal_lm(source: str | os.PathLike[str], dtype: torch.dtype, **options
 
 
 def load_tokenizer(source: str | os.PathLike[str], **options: Any) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a folder or a hub, which pads on the left; ``None`` if it has none.
+    """Loads the tokenizer of a folder or a hub, padding on the left; returns ``None`` if there is none.
 
-    The options are for ``AutoTokenizer.from_pretrained``. A damaged one raises ValueError.
+    Args:
+        source: a folder, or a name on the hub.
+        **options: options of ``AutoTokenizer.from_pretrained``.
+
+    Raises:
+        ValueError: if the tokenizer is damaged.
     """
     from transformers import AutoTokenizer
 
     place = Path(source)
-    # Where there is none, transformers may make an empty one.
+    # transformers may make an empty tokenizer if there is none.
     if place.is_dir() and not _ELSEWHERE & options.keys() and not any(any(place.glob(name)) for name in _TOKENIZERS):
         return None
     try:
@@ -169,7 +177,7 @@ def load_tokenizer(source: str | os.PathLike[str], **options: Any) -> "PreTraine
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: str | os.PathLike[str]) -> None:
-    """Raises ValueError if there is a NaN or an infinity among them."""
+    """Raises ValueError if a tensor holds NaN or an infinity."""
     if broken := [name for name, tensor in tensors.items() if not _finite(tensor)]:
         dtype = tensors[broken[0]].dtype
         raise ValueError(
@@ -179,7 +187,7 @@ def check_finite(tensors: Mapping[str, Tensor], source: str | os.PathLike[str]) 
 
 
 def few(names: Sequence[str] | set[str]) -> str:
-    """The first three names of many, for messages."""
+    """Returns at most three of the names and the number of the others, for messages."""
     ordered = sorted(map(str, names))
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
@@ -187,11 +195,11 @@ def few(names: Sequence[str] | set[str]) -> str:
 def _finite(tensor: Tensor) -> bool:
     if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
         return True  # nothing to look at, or quantised
-    return all(bool(end.isfinite()) for end in tensor.aminmax())  # a NaN is both; needs no memory
+    return all(bool(end.isfinite()) for end in tensor.aminmax())  # NaN is both minimum and maximum; takes no memory
 
 
 def _stored_dtypes(folder: Path) -> dict[str, str]:
-    """The dtype of every stored tensor, as safetensors calls it."""
+    """Returns the dtype of every stored tensor, as safetensors calls it."""
     dtypes: dict[str, str] = {}
     for path in weight_files(folder):
         with _damage_of(path), safe_open(path, "pt") as file:
@@ -200,7 +208,7 @@ def _stored_dtypes(folder: Path) -> dict[str, str]:
 
 
 def _other_numbers(network: nn.Module, stored: Mapping[str, str]) -> list[str]:
-    """Stored tensors that are integers where the network has fractions, and the like: casting them says nothing."""
+    """Lists stored tensors whose kind of number (fraction, integer, truth) differs, which a cast would hide."""
 
     def kind(dtype: str) -> str:
         return "fractions" if dtype in _FRACTIONS else "truth" if dtype in ("BOOL", "bool") else "integers"
@@ -229,7 +237,7 @@ def _damage_of(file: Path) -> Iterator[None]:
 
 @contextmanager
 def _without_reports() -> Iterator[None]:
-    """Keeps transformers from printing tables of what does not fit: our error names it."""
+    """Keeps transformers from printing tables of mismatched weights: our error names them."""
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "utils.loading_report")]
 
     def sober(record: logging.LogRecord) -> bool:

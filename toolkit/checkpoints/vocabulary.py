@@ -1,4 +1,4 @@
-"""Whether two models mean the same by a token id, and what to do where one of them has ids that the other lacks.
+"""Compares the token ids of two models, and adapts logits and tokens if one has ids that the other lacks.
 
 Shapes: R rows, D ids of the drafter, V ids of the target.
 """
@@ -20,10 +20,10 @@ class TokenizerMismatch(ValueError):
 
 
 def tokenizer_hashes(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
-    """SHA-256 of what decides about a tokenizer's ids: its tokens, added ones included, and, if it has any, its merges.
+    """Returns SHA-256 hashes of a tokenizer's tokens, added ones included, and of its merges if it has any.
 
     Returns:
-        ``tokenizer_sha256`` and, of a tokenizer that merges, ``merges_sha256``.
+        ``tokenizer_sha256`` and, if the tokenizer merges, ``merges_sha256``.
     """
     hashes = {"tokenizer_sha256": _sha256(sorted(tokenizer.get_vocab().items()))}
     if merges := _merges(tokenizer):
@@ -32,7 +32,7 @@ def tokenizer_hashes(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
 
 
 def check_tokenizers(drafter: "PreTrainedTokenizerBase", target: "PreTrainedTokenizerBase") -> None:
-    """Raises TokenizerMismatch, with the names of both and an example, if two tokenizers are not the same."""
+    """Raises TokenizerMismatch, with both names and an example, if two tokenizers differ."""
     if drafter is target:
         return
     ours, theirs = tokenizer_hashes(drafter), tokenizer_hashes(target)
@@ -52,21 +52,21 @@ def check_tokenizers(drafter: "PreTrainedTokenizerBase", target: "PreTrainedToke
 
 
 def fit_logits(logits: Tensor, size: int) -> Tensor:
-    """``[R, D]`` draft logits as ``[R, V]``: an id that the target lacks is cut, one that the drafter lacks gets -inf.
+    """Resizes ``[R, D]`` draft logits to ``[R, V]``: cuts ids the target lacks, fills ids the drafter lacks with -inf.
 
-    What is drawn from the softmax of these is a law over the target's ids, and no other law was ever meant.
+    The softmax of the result is the draft law: a law over the target's ids.
     """
     missing = size - logits.shape[-1]
     return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
 def fit_tokens(tokens: Tensor, size: int) -> Tensor:
-    """Token ids as a model of ``size`` ids can read them: one that it lacks, which only padding has, becomes 0."""
+    """Replaces token ids that a model of ``size`` ids lacks by 0; only padding has such ids."""
     return torch.where(tokens < size, tokens, 0)
 
 
 def _difference(ours: dict[str, int], theirs: dict[str, int]) -> tuple[str, Any, Any]:
-    """A token and its two ids, or none; the lowest that differs."""
+    """Returns the token with the lowest differing id, and its id, or "no token", in each vocabulary."""
     token = min((ids, token) for token, ids in (ours | theirs).items() if ours.get(token) != theirs.get(token))[1]
     return token, ours.get(token, "no token"), theirs.get(token, "no token")
 
@@ -76,7 +76,7 @@ def _merges(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     if backend is None:
         return []
     merges = json.loads(backend.to_str())["model"].get("merges") or []
-    return [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]  # both ways are in use
+    return [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]  # both formats are in use
 
 
 def _name(tokenizer: "PreTrainedTokenizerBase") -> str:

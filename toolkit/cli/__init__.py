@@ -1,1 +1,1 @@
-"""The command line: the only place that knows typer; it stands above everything."""
+"""Command line: the top layer of the toolkit, and the only one that imports typer."""

@@ -1,4 +1,4 @@
-"""``arbordraft bench``: measurements of whole decoders, each of which prints tables and writes JSON."""
+"""``arbordraft bench``: measures whole decoders, prints tables and writes JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure decoders; whatever is compared takes turns in one run. examples/benchmarks measures their parts.",
+    help="Measure decoders. Compared ones take turns in one run. Scripts in examples/benchmarks measure their parts.",
 )
 
 
@@ -49,7 +49,7 @@ Suite = Callable[["RaggedModel", Mapping[str, "Drafter"], "Workload"], Mapping[s
 
 
 def drafters_of(names: Sequence[str], target: "RaggedModel") -> "dict[str, Drafter]":
-    """Makes drafters, by the names that tables give them."""
+    """Builds drafters; the keys are their names in tables."""
     from arbordraft.drafter_names import drafter_named
 
     return {Path(name).name if Path(name).is_dir() else name: drafter_named(name, target) for name in names}
@@ -64,12 +64,12 @@ def _in_turns(
     *,
     whole: bool = False,
 ) -> Callable[..., None]:
-    """Makes the command that decodes workloads with the decoders of a suite, in turns.
+    """Builds the command that decodes workloads with the decoders of a suite, in turns.
 
     Args:
-        suite: picks it from the module ``suites``, which is imported when the command runs.
-        usual_batches: the default of the option, as are the others; ``...`` for none.
-        whole: repeat prompts until they fill the last batch.
+        suite: picks the suite from the module ``suites``, which is imported when the command runs.
+        usual_batches: default of the option. The other ``usual_`` arguments are defaults, too; ``...`` means none.
+        whole: whether all batches are full: drops the last prompts, or repeats prompts to fill one batch.
     """
 
     def command(
@@ -104,15 +104,15 @@ def _in_turns(
 
 app.command(
     "decode",
-    help="Measure what drafters gain over plain decoding. Lookups, chains, trees, and trees behind lookups.",
+    help="Measure the gain of drafters over plain decoding. Compares lookups, chains, trees, and lookups else trees.",
 )(_in_turns(lambda suites: suites.drafter_gain, "8", "0,1", 1))
 app.command(
     "policy",
-    help="Measure the default, drafting as far as it pays. None of it should be slower than plain decoding.",
+    help="Measure the default policy: draft as far as it pays. It should never be slower than plain decoding.",
 )(_in_turns(lambda suites: suites.policy, "1,2,4,8,16", "0,1", 5, whole=True))
 app.command(
     "compare",
-    help="Measure arbordraft against transformers. ``generate``, prompt lookup and, with a draft model, assistance.",
+    help="Measure arbordraft against transformers. Runs generate, prompt lookup and, with a draft model, assistance.",
 )(_in_turns(lambda suites: suites.against_transformers, "1", "0", 3, []))
 
 
@@ -128,12 +128,12 @@ def equality(
     temperatures: TemperaturesOption = "0",
     top_p: TopPOption = 1.0,
     repetition_penalty: Annotated[
-        float, typer.Option(min=0, max=10, callback=finite, help="Divides scores of tokens that are there, 1 for none.")
+        float, typer.Option(min=0, max=10, callback=finite, help="Divides scores of tokens that occurred; 1 is off.")
     ] = 1.0,
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
-    """Compare speculative answers with plain ones. In batches, with one at a time; status 1 if a promise is broken."""
+    """Compare speculative answers in batches with single plain ones. Exits with 1 if a promise is broken."""
     from arbordraft.bench.equality import equal_tokens
     from arbordraft.bench.report import Report
     from arbordraft.loading import load_target
@@ -159,15 +159,15 @@ def verifiers(
     device: DeviceOption = None,
     children: Annotated[str, typer.Option(callback=whole_numbers, help="Numbers of children of one node.")] = "2,3,4",
     nodes: Annotated[
-        str, typer.Option(callback=whole_numbers, help="Sizes of trees, root included: every shape has so many nodes.")
+        str, typer.Option(callback=whole_numbers, help="Nodes per tree, root included; the same for all shapes.")
     ] = "8,16,32",
-    trees: Annotated[bool, typer.Option(help="Trees as well as single nodes.")] = True,
+    trees: Annotated[bool, typer.Option(help="Measure whole trees, too, not only single nodes.")] = True,
     resolution: Annotated[
-        bool, typer.Option(help="Judge trees by global resolution, too, which takes seconds for a position.")
+        bool, typer.Option(help="Verify trees by global resolution, too; takes seconds per position.")
     ] = False,
     optima: Annotated[
         int,
-        typer.Option(min=1, help="Positions for which the optima of 3 or more draws without replacement are solved."),
+        typer.Option(min=1, help="Positions at which the optima of 3 or more draws without replacement are solved."),
     ] = 100,
     prompts: PromptsOption = None,
     limit: LimitOption = None,
@@ -178,7 +178,7 @@ def verifiers(
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Measure what draft laws and verifiers accept. Expectations on the model's own rows, with standard errors."""
+    """Measure acceptance of draft laws and verifiers. Prints expectations on the model's rows, with standard errors."""
     from arbordraft.bench.report import Report
     from arbordraft.bench.verifiers import node_acceptance, tree_tau
     from arbordraft.loading import load_target
@@ -210,16 +210,16 @@ def verifiers(
 @app.command()
 def gpu(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for gpu.json, written as results come.")],
-    minutes: Annotated[float, typer.Option(min=0.05, callback=finite, help="Time for all phases together.")] = 9,
+    minutes: Annotated[float, typer.Option(min=0.05, callback=finite, help="Minutes for all phases together.")] = 9,
     phases: Annotated[
-        str | None, typer.Option(help="Only these, as in kernels,steps; by default all, which a wrong name lists.")
+        str | None, typer.Option(help="Phases to run, as in kernels,steps; by default all. A wrong name lists them.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or cpu, for tiny problems in Triton's interpreter.")
+        str | None, typer.Option(help="cuda, cuda:1 or cpu; cpu runs tiny problems in Triton's interpreter.")
     ] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Check and time kernels and decoders on a GPU. Takes so many minutes; status 1 if a result is wrong."""
+    """Check and time kernels and decoders on a GPU. Takes about --minutes; exits with 1 if a result is wrong."""
     from arbordraft.bench.gpu.phases import PHASES
     from arbordraft.bench.gpu.run import FILE, GpuBench, print_phase
     from arbordraft.bench.gpu.setting import Setting
@@ -232,7 +232,7 @@ def gpu(
     here = find_device(device)  # before anything imports Triton
     console = terminal()
     if here.type == "cpu":
-        console.print("On a CPU problems are tiny and kernels run in Triton's interpreter: no time says anything.")
+        console.print("On a CPU, problems are tiny and kernels run in Triton's interpreter: times mean nothing.")
     setting = Setting(here, seed, tell=lambda line: console.print(line, soft_wrap=True))
     chosen = {name: phase for name, phase in PHASES.items() if name in names}
     right = GpuBench(out, chosen, setting, minutes, lambda name, result: print_phase(console, name, result)).run()

@@ -26,25 +26,25 @@ def chat(
     drafter: DrafterOption = "auto",
     corpus: CorpusOption = None,
     system: Annotated[str | None, typer.Option(help="System prompt that stands before the conversation.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of every answer; by default each is drawn anew.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of every answer; by default random ones.")] = None,
     dtype: AutoDtypeOption = None,
     device: DeviceOption = None,
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
     generation_config: SettingsOption = Settings.model,
 ) -> None:
-    """Talk to a model. Answers stream, /tree shows how the last tokens were drafted, /help lists the rest.
+    """Talk to a model. Answers stream, /tree draws the last draft tree, /help lists the other commands.
 
-    Without a terminal every line of the input is a message, and the exit status is 1 if one could not be answered.
+    Without a terminal, every line of the input is a message; exits with 1 if one could not be answered.
     """
     from arbordraft.cli.decoders import load_decoder
     from arbordraft.cli.session import Session, converse, typed_lines
 
     console = terminal(highlight=False, soft_wrap=True)
-    with console.status("loading the model"):  # which only a terminal shows
+    with console.status("loading the model"):  # only a terminal shows this
         decoder = load_decoder(
             model,
             drafter,

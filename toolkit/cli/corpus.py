@@ -1,4 +1,4 @@
-"""Texts of files in which lookups find what may come next."""
+"""Fills the text pool of lookups from files."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,15 +13,15 @@ _POOL = ".safetensors"
 
 
 def fill(pool: TextPool, paths: Sequence[Path], tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Adds the texts of files, of folders with all that they hold, and of saved pools.
+    """Adds the texts of files, of folders with their subfolders, and of saved pools to a pool.
 
     Args:
-        pool: takes them in.
-        paths: what is named. Files of folders that hold no text, and hidden ones, are left out.
-        tokenizer: the target's.
+        pool: pool to fill.
+        paths: files and folders. In folders, hidden files and files without text are skipped.
+        tokenizer: tokenizer of the target.
 
     Raises:
-        ValueError: if a file that was named itself holds no text, no pool, or nothing is left at all.
+        ValueError: if a named file is neither text nor a pool, or if the pool stays empty.
     """
     for path in paths:
         if path.suffix == _POOL:

@@ -26,13 +26,13 @@ def load_decoder(
     Args:
         model: name of the target, or the target.
         drafter: name of the drafter.
-        law: how children are drawn; by default as the drafter prefers.
+        law: draft law; by default the drafter's own.
         verifier: how recursive rejection is applied; by default the verifier that suits the law.
-        corpus: files and folders in whose texts lookups look, too.
-        **options: those of ``load``.
+        corpus: files and folders whose texts lookups search, too.
+        **options: other arguments of ``load``.
 
     Raises:
-        ValueError: if there is no tokenizer, or something is wrong with the names or their combination.
+        ValueError: if there is no tokenizer, or if the names or their combination are invalid.
     """
     pool = TextPool() if corpus else None
     decoder = ad.load(model, drafter, pool=pool, **options)

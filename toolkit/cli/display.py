@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from arbordraft.trees.topology import TreeTopology
     from arbordraft.trees.verdict import SampleVerdict
 
-_NOTICED = 0.1  # seconds
+_NOTICED = 0.1  # seconds that drafting must have lost to be reported
 
 
 @contextmanager
@@ -36,11 +36,11 @@ def progress(console: Console, *, transient: bool = False) -> Iterator[Callable[
 
 
 class AnswerStreamer:
-    """Collects one answer while it grows: no further token can change ``text``.
+    """Collects one answer as it grows; later tokens only append to ``text``.
 
     Args:
         pieces: spells tokens as text.
-        show: called with every new piece.
+        show: called with every new piece of text.
     """
 
     def __init__(self, pieces: "Pieces", show: Callable[[str], object] = lambda piece: None) -> None:
@@ -48,13 +48,13 @@ class AnswerStreamer:
         self._pieces, self._begun = pieces, False
 
     def put(self, tokens: "Tensor") -> None:
-        """Takes committed tokens; the first call brings those of the prompt."""
+        """Adds committed tokens; ignores the first call, which brings the prompt."""
         if self._begun:
             self._add(self._pieces.add(tokens.flatten().tolist()))
         self._begun = True
 
     def end(self) -> None:
-        """Takes the rest of the text, which waited for further tokens."""
+        """Adds the rest of the text, which was held back for further tokens."""
         self._add(self._pieces.end())
 
     def _add(self, piece: str) -> None:
@@ -67,12 +67,12 @@ class AnswerStreamer:
 def show_answers(
     console: Console, prompts: Sequence[str], streamers: Sequence[AnswerStreamer], *, quiet: bool = False
 ) -> Iterator[None]:
-    """Shows answers while they grow: each in a panel of its own, or in a pipe as plain text, one after the other.
+    """Shows answers as they grow: each in its own panel, or one after the other as plain text in a pipe.
 
     Args:
-        console: shows them.
-        prompts: the titles.
-        streamers: the answers, in the same order.
+        console: terminal or pipe.
+        prompts: titles of the answers.
+        streamers: answers, in the order of the prompts.
         quiet: show nothing.
     """
     if quiet:
@@ -98,7 +98,7 @@ def show_answers(
 
 
 def show_stats(console: Console, stats: "DecodeStats", seconds: float, kernels: str) -> None:
-    """Prints the figures of a decoding run and its kernels: a table, or in a pipe plain lines."""
+    """Prints the figures of a decoding run and its kernels, as a table or, in a pipe, as plain lines."""
     figures = {
         "output law": stats.exactness,
         "tokens": str(sum(stats.emitted)),
@@ -123,10 +123,10 @@ def show_stats(console: Console, stats: "DecodeStats", seconds: float, kernels: 
 
 
 def verdict(stats: "DecodeStats") -> str | None:
-    """Says in a sentence that drafting cost more than it brought, if that is certain.
+    """Returns a warning if drafting certainly cost more time than it saved, else ``None``.
 
-    Plain decoding needs a forward for every token of the longest answer, none of which takes longer than one with
-    drafts: this bounds its time from above.
+    Plain decoding needs one forward per token of the longest answer. None of them takes longer than a forward with
+    drafts, which bounds the time of plain decoding from above.
     """
     if not stats.drafted or "target" not in stats.seconds:
         return None
@@ -135,13 +135,13 @@ def verdict(stats: "DecodeStats") -> str | None:
     if spent - plain < _NOTICED:
         return None
     return (
-        f"Drafting cost more than it brought: behind the prompts {spent:.2f} s instead of at most {plain:.2f} s. "
+        f"Drafting cost more than it brought: after the prompts {spent:.2f} s instead of at most {plain:.2f} s. "
         "Try --drafter none, or let 'arbordraft tune' choose."
     )
 
 
 def tree_text(topology: "TreeTopology") -> Tree:
-    """A topology as an indented tree."""
+    """Renders a topology as an indented tree."""
     return _indented(dict(enumerate(topology.parent_list)), lambda node: Text(str(node or "0 (last committed token)")))
 
 
@@ -149,16 +149,16 @@ def step_tree(tree: "SampleTree", verdict: "SampleVerdict", spell: Callable[[int
     """Draws the drafts of one sample's step: accepted nodes are marked, and the target's own token follows below.
 
     Args:
-        tree: the drafts.
-        verdict: which of them were accepted.
-        spell: gives the text of a token.
+        tree: draft tree of the sample.
+        verdict: accepted nodes, and the target's own token.
+        spell: returns the text of a token.
     """
 
     def label(row: int) -> Text:
         text = Text(repr(spell(tree.token(row))), style="bold green" if row in verdict.path else "dim")
         return text.append(" ✓") if row in verdict.path[1:] else text
 
-    kind = "instead of what it rejected" if verdict.recovered else "as a bonus"
+    kind = "instead of the rejected drafts" if verdict.recovered else "as a bonus"
     own = Text.assemble("the target adds ", (repr(spell(verdict.token)), "bold cyan"), f" {kind}")
     drafted, accepted_drafts = len(tree.rows) - 1, len(verdict.path) - 1
     tokens = f"{accepted_drafts + 1} tokens" if accepted_drafts else "1 token"
@@ -167,7 +167,7 @@ def step_tree(tree: "SampleTree", verdict: "SampleVerdict", spell: Callable[[int
 
 
 def _indented(parents: Mapping[int, int], label: Callable[[int], Text]) -> Tree:
-    """Nodes with their parents, the first one the root, each below its own."""
+    """Renders nodes, each below its parent; the first one is the root."""
     drawn: dict[int, Tree] = {}
     for node, parent in parents.items():
         drawn[node] = Tree(label(node)) if parent < 0 else drawn[parent].add(label(node))

@@ -1,4 +1,4 @@
-"""``arbordraft doctor``: what this machine has, what runs on it and why, and what is missing."""
+"""``arbordraft doctor``: examines this machine and this installation."""
 
 import json as json_format
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from arbordraft.utils.terminal import terminal
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Only look: run no kernels and measure nothing.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run no kernels and measure nothing.")] = False,
     model: Annotated[
         str | None,
         typer.Option(
             "--measure",
-            help="Measure thoroughly what forwards and drafts of this model (hub name, folder or GGUF file) cost here, "
-            "and keep it. Other commands measure for 10 s at most, once decoding is worth it, and estimate the rest.",
+            help="Measure and store the costs of forwards and drafts of this model (hub name, folder or GGUF file), "
+            "without a time limit. Other commands measure 10 s at most, after some decoding, and estimate the rest.",
         ),
     ] = None,
     drafter: Annotated[str, typer.Option(help=f"With --measure: {DRAFTERS}")] = "auto",
@@ -28,7 +28,7 @@ def doctor(
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
 ) -> None:
-    """Show what this machine has and what is missing. Says which kernels run and why; exits with 1 if broken."""
+    """Examine this machine and this installation. Shows the kernels and missing packages; exits with 1 if broken."""
     from arbordraft.cli.examination import examine, measured
 
     options = {"dtype": dtype, "kernels": kernels, "weights": weights}
@@ -55,7 +55,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Findings as names and values."""
+    """Yields findings as pairs of name and value."""
     machine, memory, kernels = report["machine"], report["memory"], report.get("kernels")
     yield "versions", ", ".join(f"{name} {value}" for name, value in report["versions"].items())
     threads = f", {machine['threads']} threads of torch" if "threads" in machine else ""

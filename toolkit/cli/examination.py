@@ -13,18 +13,18 @@ from packaging.requirements import Requirement
 
 from arbordraft.kernels.machine import available_memory, best_isa, cache_folder, chosen_isa, cores, cpu
 
-_DEVELOPERS = {"dev", "docs"}  # extras that users of the package do not miss
-_MOST_BYTES = 2**28  # read to measure the memory: several times the last cache of most machines
+_DEVELOPERS = {"dev", "docs"}  # extras that users do not need
+_MOST_BYTES = 2**28  # read to measure the memory: several times the last-level cache of most machines
 
 
 def measured(model: str, drafter: str, **options: Any) -> dict[str, Any]:
-    """Measures the parts of a step in milliseconds, without a limit of time; ValueError if nothing is drafted."""
+    """Measures the costs of a step in milliseconds, without a time limit; raises ValueError if nothing is drafted."""
     from arbordraft.deciders import CostAware
     from arbordraft.loading import load
 
     decoder = load(model, drafter, costs="renew", **options)
     if not isinstance(decoder.decider, CostAware):
-        raise ValueError(f"drafter {drafter!r} drafts nothing whose costs could be weighed: name another one")
+        raise ValueError(f"drafter {drafter!r} has no drafting costs to measure: name another one")
     costs = decoder.decider.costs
     return {
         "model": model,
@@ -36,10 +36,10 @@ def measured(model: str, drafter: str, **options: Any) -> dict[str, Any]:
 
 
 def examine(*, quick: bool = False) -> dict[str, Any]:
-    """Collects findings by section, ready for JSON; ``broken`` lists what keeps the package from working.
+    """Collects findings by section, ready for JSON; ``broken`` lists the faults that keep the package from working.
 
     Args:
-        quick: leave out all that needs torch: its threads and GPUs, the kernels, the bandwidth of the memory.
+        quick: skip all that needs torch: its threads and GPUs, the kernels, the memory bandwidth.
     """
     requirements = _requirements()
     missing = [
@@ -49,7 +49,7 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
     processor, broken = cpu(), [*missing, *obstacles]
     try:
         chosen_isa()
-    except ValueError as error:  # a wrong environment variable
+    except ValueError as error:  # an invalid environment variable
         broken.append(str(error))
     report: dict[str, Any] = {
         "versions": {"python": platform.python_version(), **_versions("arbordraft", "torch", "transformers", "scipy")},
@@ -83,13 +83,13 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
 def _versions(*names: str) -> dict[str, str]:
     found = {}
     for name in names:
-        with suppress(PackageNotFoundError):  # which the requirements tell
+        with suppress(PackageNotFoundError):  # the requirements report it
             found[name] = version(name)
     return found
 
 
 def _memory() -> dict[str, float]:
-    """Returns GiB in all and available to this process, where the system tells."""
+    """Returns total memory and memory available to this process in GiB, if the system tells them."""
     total, available = None, available_memory()
     with suppress(AttributeError, ValueError, OSError):
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -98,9 +98,9 @@ def _memory() -> dict[str, float]:
 
 
 def _bandwidth() -> dict[str, float]:
-    """Measures GB/s of reading, which sums a tensor, and of copying, for which read and written bytes count.
+    """Measures GB/s of reading (summing a tensor) and of copying (bytes read plus bytes written).
 
-    The best of a few rounds with torch's threads is the most that a forward, which reads all weights once, can reach.
+    The best of several rounds with torch's threads bounds the speed of a forward, which reads all weights once.
     """
     import torch
 
@@ -111,7 +111,7 @@ def _bandwidth() -> dict[str, float]:
 
 
 def _kernels() -> tuple[dict[str, Any], list[str]]:
-    """Wraps a small model in each precision: the kernels it gets and why, and the faults of its self-test."""
+    """Wraps a small model in each precision; returns its kernels with the reasons, and faults of its self-test."""
     import torch
 
     from arbordraft.kernels import native
@@ -130,7 +130,7 @@ def _kernels() -> tuple[dict[str, Any], list[str]]:
 
 
 def _cache() -> tuple[dict[str, Any], list[str]]:
-    """The cache folder and what lies in it, hidden files left out; and why it cannot be used, if so."""
+    """Returns the cache folder with its visible entries, and the reasons why it cannot be used."""
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def _cache() -> tuple[dict[str, Any], list[str]]:
 
 
 def _requirements() -> dict[str, dict[str, str | None]]:
-    """By extra, "" for the package itself: required distributions, and what is wrong with each, if anything."""
+    """Returns required distributions by extra ("" is the package itself), each with its problem or ``None``."""
     lines = [Requirement(line) for line in requires("arbordraft") or ()]
     extras = {extra for line in lines for extra in re.findall(r'extra == "([^"]+)"', str(line.marker))}
 
@@ -154,7 +154,7 @@ def _requirements() -> dict[str, dict[str, str | None]]:
 
     def parts(extra: str) -> Iterator[tuple[str, str | None]]:
         for line in lines:
-            if not asked(line, extra) or (extra and asked(line, "")):  # elsewhere, or the package's own
+            if not asked(line, extra) or (extra and asked(line, "")):  # not of this extra, or of the package itself
                 continue
             if line.name == "arbordraft":
                 for other in line.extras:

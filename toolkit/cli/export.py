@@ -1,4 +1,4 @@
-"""``arbordraft export``: trained drafters and deciders in the formats of serving engines."""
+"""``arbordraft export``: writes drafters, deciders and targets in the formats of serving engines."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,15 +19,17 @@ app = typer.Typer(no_args_is_help=True, help="Export drafters, deciders and targ
 console = terminal()
 
 OutArgument = Annotated[Path, typer.Argument(help="Folder to write.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace the folder if it is there.")]
-OpsetOption = Annotated[int, typer.Option(help="20, or 23 with attention as one operator.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the folder if it exists.")]
+OpsetOption = Annotated[int, typer.Option(help="ONNX opset: 20, or 23 with attention as one operator.")]
 QuantizeOption = Annotated[
-    Quantization, typer.Option(help="Matrices in 8 bits, or in blocks of 4 bits with the head in 8.")
+    Quantization, typer.Option(help="Precision of matrices: 8 bits, or blocks of 4 bits with the head in 8.")
 ]
 ToleranceOption = Annotated[
     float,
     typer.Option(
-        min=0, callback=finite, help="Greatest difference of a float32 graph's outputs, as a share of the greatest."
+        min=0,
+        callback=finite,
+        help="Greatest difference of a float32 graph's outputs, as a share of the greatest output.",
     ),
 ]
 LeastOption = Annotated[
@@ -49,10 +51,10 @@ def onnx_graphs(
     ],
     out: OutArgument,
     target: Annotated[
-        str | None, typer.Option(help="The model that it drafts for; by default the one that it was trained for.")
+        str | None, typer.Option(help="Model that the drafter drafts for; by default the one that it was trained for.")
     ] = None,
     hidden: Annotated[
-        str, typer.Option(help="Hidden states that a causal LM is to show, as in 2,15,27: what a drafter reads.")
+        str, typer.Option(help="Hidden states that the graph of a causal LM returns for a drafter, as in 2,15,27.")
     ] = "",
     quantize: QuantizeOption = Quantization.none,
     tolerance: ToleranceOption = 1e-4,
@@ -60,7 +62,7 @@ def onnx_graphs(
     opset: OpsetOption = 20,
     force: ForceOption = False,
 ) -> None:
-    """Write graphs for onnxruntime. Of drafters, deciders, targets that verify trees, verification, and draws."""
+    """Write graphs for onnxruntime. Exports drafters, deciders, targets that verify trees, verification, and draws."""
     from arbordraft.exports.onnx import export
 
     try:
@@ -86,7 +88,7 @@ def ort_genai(
     opset: OpsetOption = 20,
     force: ForceOption = False,
 ) -> None:
-    """Write a folder for onnxruntime-genai. It decodes chains at batch 1: target, draft model and tokenizer."""
+    """Write a folder for onnxruntime-genai. Holds target, draft model and tokenizer, and decodes chains at batch 1."""
     from arbordraft.exports.onnx import export_ort_genai
 
     options = {"opset": opset, "quantization": quantize, "tolerance": tolerance, "least_acceptance": least_acceptance}
@@ -94,26 +96,26 @@ def ort_genai(
 
 
 PromptsOption = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="JSON lines with 'messages': held-out prompts.")
+    Path | None, typer.Option(exists=True, dir_okay=False, help="Held-out prompts: JSON lines with 'messages'.")
 ]
 UriOption = Annotated[str | None, typer.Option(help="Tracking server, by default $MLFLOW_TRACKING_URI or ./mlflow.db.")]
 
 
-@app.command("sglang", help="An EAGLE head or a small causal LM for SGLang.")
-@app.command("vllm", help="An EAGLE head, Medusa heads or a small causal LM for vLLM.")
+@app.command("sglang", help="Export an EAGLE head or a small causal LM for SGLang.")
+@app.command("vllm", help="Export EAGLE or Medusa heads or a small causal LM for vLLM.")
 def engine(
     context: typer.Context,
     drafter: Annotated[Path, typer.Argument(help="Folder of a trained drafter, or of a small causal LM.")],
     out: OutArgument,
     layout: Annotated[
         Literal["eagle3", "speculators"],
-        typer.Option(help="Of EAGLE heads; 'speculators' names its target (vLLM only)."),
+        typer.Option(help="Layout of EAGLE heads; 'speculators' names its target (vLLM only)."),
     ] = "eagle3",
     target: Annotated[
-        str | None, typer.Option(help="Hub name or folder of the target; by default the one that the drafter names.")
+        str | None, typer.Option(help="Hub name or folder of the target; by default the one named by the drafter.")
     ] = None,
     speculative_tokens: Annotated[int, typer.Option(min=1, help="Length of the chains that the engine drafts.")] = 4,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights, by default as they are stored.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Precision of the weights; by default as stored.")] = None,
     force: ForceOption = False,
 ) -> None:
     """Export a trained drafter in the layout of a serving engine."""
@@ -123,7 +125,7 @@ def engine(
     options = {"layout": layout, "speculative_tokens": speculative_tokens, "dtype": dtype}
     _write(export, drafter, out, target=target, force=force, **options)
     card = (out / "README.md").read_text()  # how to serve it
-    console.print(card.replace("THIS_FOLDER", str(out)), soft_wrap=True)  # commands are copied
+    console.print(card.replace("THIS_FOLDER", str(out)), soft_wrap=True)  # users copy its commands
 
 
 @app.command("mlflow")
@@ -139,20 +141,22 @@ def mlflow(
     tree: Annotated[str, typer.Option(help="Shape of the draft tree, as for 'arbordraft generate'.")] = "chain:4",
     law: Annotated[Law | None, typer.Option(help="Draft law, as for 'arbordraft generate'.")] = None,
     decider: Annotated[Path | None, typer.Option(help="Folder of a trained decider.")] = None,
-    tuned: Annotated[Path | None, typer.Option(help="What 'arbordraft tune' wrote, instead of these.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts at a time, for which tuning chose.")] = 1,
-    name: Annotated[str | None, typer.Option(help="Registered model; by default it is only logged.")] = None,
-    alias: Annotated[str, typer.Option(help="Of the registered version.")] = "candidate",
-    onnx: Annotated[Path | None, typer.Option(help="Folder with ONNX graphs to log beside it.")] = None,
+    tuned: Annotated[
+        Path | None, typer.Option(help="File of 'arbordraft tune'; replaces --tree, --law and --decider.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size whose tuned choice is logged.")] = 1,
+    name: Annotated[str | None, typer.Option(help="Registered model; by default the decoder is only logged.")] = None,
+    alias: Annotated[str, typer.Option(help="Alias of the registered version.")] = "candidate",
+    onnx: Annotated[Path | None, typer.Option(help="Folder with ONNX graphs to log with the decoder.")] = None,
     training_run: Annotated[str | None, typer.Option(help="Id of the run that the drafter was trained in.")] = None,
     prompts: PromptsOption = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to held-out prompts.")] = 64,
-    experiment: Annotated[str, typer.Option(help="Its name on the server.")] = "arbordraft",
+    new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to held-out prompts, in tokens.")] = 64,
+    experiment: Annotated[str, typer.Option(help="Name of the experiment on the server.")] = "arbordraft",
     uri: UriOption = None,
     dtype: DtypeOption = Dtype.float32,
-    kernels: Annotated[Kernels, typer.Option(help="How weights are read on a CPU.")] = Kernels.auto,
+    kernels: Annotated[Kernels, typer.Option(help="Kernels that run the target's layers.")] = Kernels.auto,
 ) -> None:
-    """Log a whole decoder as an MLflow model. It is registered as a candidate; 'mlflow models serve' serves it."""
+    """Log a whole decoder as an MLflow model. --name registers it as a candidate; 'mlflow models serve' serves it."""
     from arbordraft.bench.tuning import Tuned
     from arbordraft.cli.decoders import load_decoder
     from arbordraft.cli.display import progress
@@ -203,14 +207,14 @@ def mlflow(
 
 @app.command("promote")
 def promote(
-    name: Annotated[str, typer.Argument(help="Registered model.")],
+    name: Annotated[str, typer.Argument(help="Name of the registered model.")],
     prompts: PromptsOption = None,
-    by: Annotated[str, typer.Option(help="Metrics of which one must improve.")] = "tau,tokens_per_second",
-    margin: Annotated[float, typer.Option(min=0, callback=finite, help="By which share.")] = 0.02,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    by: Annotated[str, typer.Option(help="Metrics; at least one of them must improve.")] = "tau,tokens_per_second",
+    margin: Annotated[float, typer.Option(min=0, callback=finite, help="Least improvement, as a share.")] = 0.02,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
     uri: UriOption = None,
 ) -> None:
-    """Make the candidate champion if it gains. It must lose nothing; exits with 1 if it does not gain."""
+    """Make the candidate champion if it is better. Its answers must be the target's own; exits with 1 if it fails."""
     from arbordraft.cli.display import progress
     from arbordraft.exports.mlflow import promote_decoder
     from arbordraft.utils.mlflow_server import explained
@@ -231,7 +235,7 @@ def promote(
 
 
 def _write(export: "Callable[..., Export]", source: str | Path, out: Path, **options: Any) -> None:
-    """Exports, and prints what was written and how near it is to the original."""
+    """Exports, then prints the written files and their differences from the original."""
     from rich.table import Column, Table
 
     from arbordraft.cli.display import progress
@@ -247,7 +251,7 @@ def _write(export: "Callable[..., Export]", source: str | Path, out: Path, **opt
 
 
 def _held_out(path: Path | None) -> Sequence[str]:
-    """Prompts of a file; by default those of the package."""
+    """Reads the prompts of a file; by default returns built-in ones."""
     from arbordraft.decoding.prompts import read_prompts
     from arbordraft.exports.evaluation import HELD_OUT
 

@@ -1,4 +1,4 @@
-"""Ends commands: prints errors in one line, turns interrupts into exit statuses, keeps the logs of others aside."""
+"""Ends commands: prints errors in one line, sets the exit status, holds back logs of other packages."""
 
 import contextlib
 import errno
@@ -21,8 +21,8 @@ from rich.text import Text
 
 from arbordraft.utils.errors import UserError
 
-TRACEBACK = "ARBORDRAFT_TRACEBACK"  # set to 1, it shows where an error comes from
-_RECORDS = 1000  # most log records of other packages that are kept for the case of an error
+TRACEBACK = "ARBORDRAFT_TRACEBACK"  # environment variable: 1 prints the tracebacks of errors
+_RECORDS = 1000  # log records of other packages that are kept for the report of an error
 _FORMAT = logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s")
 _INPUT = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 _PLACES = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -31,15 +31,15 @@ _FOR_USERS = (UserError, ValueError, FloatingPointError, ImportError, OSError)  
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does."""
+    """Raised on SIGTERM, which ends a command as Ctrl-C does."""
 
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
     """Runs a command and turns its failure into one line on stderr and an exit status.
 
-    The status is 2 for wrong input, 1 for any other error, 130 for SIGINT and 143 for SIGTERM. For a bug the line says
-    where its traceback is, together with the noise of other packages before it.
+    The status is 2 for wrong input, 1 for any other error, 130 for SIGINT and 143 for SIGTERM. For a bug, the line
+    names the file that holds the traceback and earlier logs of other packages.
     """
     with _interruptible(), _quiet() as noise:
         try:
@@ -52,7 +52,7 @@ def ending() -> Iterator[None]:
             if not isinstance(cause, (KeyboardInterrupt, typer.Abort)):
                 raise
             status, said = (143, "terminated") if isinstance(cause, Terminated) else (130, "interrupted")
-        except BrokenPipeError:  # as of `| head`; the rest is flushed at exit
+        except BrokenPipeError:  # as with `| head`; the rest is flushed at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             status, said = 1, ""
         except Exception as error:
@@ -73,7 +73,7 @@ def _status(error: Exception) -> int:
 
 
 def _line(error: Exception, noise: list[logging.LogRecord]) -> str:
-    """Describes an error; for a bug, writes its traceback and the noise before it to a file and names that."""
+    """Describes an error; for a bug, writes its traceback and earlier logs to a file and names that file."""
     shown = bool(os.environ.get(TRACEBACK))
     if shown:
         traceback.print_exception(error)
@@ -99,12 +99,12 @@ def _line(error: Exception, noise: list[logging.LogRecord]) -> str:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Makes SIGTERM raise as Ctrl-C does inside the block, and restores both handlers behind it."""
+    """Makes SIGTERM raise as Ctrl-C does inside the block, and restores both handlers after it."""
 
     def terminate(number: int, frame: FrameType | None) -> NoReturn:
         raise Terminated
 
-    if threading.current_thread() is not threading.main_thread():  # others may set no handlers
+    if threading.current_thread() is not threading.main_thread():  # other threads may not set handlers
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -118,7 +118,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[logging.LogRecord]]:
-    """Keeps the load bars, logs and warnings of other packages off the screen; ours are shown, one line each."""
+    """Hides progress bars, logs and warnings of other packages; shows ours, one line each."""
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     noise = BufferingHandler(_RECORDS)
@@ -132,14 +132,14 @@ def _quiet() -> Iterator[list[logging.LogRecord]]:
         else:
             logging.getLogger().warning(warnings.formatwarning(message, category, filename, lineno).rstrip())
 
-    os.environ.setdefault("MLFLOW_CONFIGURE_LOGGING", "false")  # its import would bring a handler of its own
+    os.environ.setdefault("MLFLOW_CONFIGURE_LOGGING", "false")  # its import would add a log handler
     handlers: dict[str, Any] = {name: [noise] for name in ("", "transformers", "huggingface_hub", "mlflow")}
     handlers["arbordraft"] = [logging.lastResort]
     with contextlib.ExitStack() as restored:
         for logger, chosen in ((logging.getLogger(name), chosen) for name, chosen in handlers.items()):
             restored.callback(setattr, logger, "handlers", logger.handlers)
             logger.handlers = chosen
-        # transformers adds a handler of its own when it is imported, which is after this.
+        # transformers adds its own handler when it is imported, which happens later.
         theirs: Any = logging.getLogger("transformers")
         theirs.addHandler = lambda handler: None
         restored.callback(delattr, theirs, "addHandler")
@@ -150,5 +150,5 @@ def _quiet() -> Iterator[list[logging.LogRecord]]:
         if (imported := sys.modules.get("transformers.utils.logging")) and imported.is_progress_bar_enabled():
             imported.disable_progress_bar()
             restored.callback(imported.enable_progress_bar)
-        enable_progress_bars("huggingface_hub")  # downloads do, which take longer than anything else
+        enable_progress_bars("huggingface_hub")  # downloads keep theirs: they take longest
         yield noise.buffer

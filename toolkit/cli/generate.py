@@ -1,4 +1,4 @@
-"""``arbordraft generate``: prompts in, answers out as they grow, and what speculation gained."""
+"""``arbordraft generate``: answers prompts as one batch and prints the figures of speculation."""
 
 import json as json_format
 import time
@@ -41,9 +41,9 @@ def generate(
     drafter: DrafterOption = "auto",
     corpus: CorpusOption = None,
     tree: Annotated[
-        str | None, typer.Option(help=f"Shape of the draft tree, by default what pays here: {SHAPES}.")
+        str | None, typer.Option(help=f"Shape of the draft tree: {SHAPES}. By default one that pays on this machine.")
     ] = None,
-    law: Annotated[Law | None, typer.Option(help="Draft law; by default what suits drafter and tree.")] = None,
+    law: Annotated[Law | None, typer.Option(help="Draft law; by default one that suits drafter and tree.")] = None,
     verifier: Annotated[
         Verifier | None, typer.Option(help="How recursive rejection is applied; all choices are exact.")
     ] = None,
@@ -51,29 +51,31 @@ def generate(
         float | None, typer.Option(min=0, max=1, callback=finite, help="Stop drafting below this draft probability.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt that stands before every prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens per prompt.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Longest answer, in tokens.")] = 128,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = None,
     top_k: Annotated[
         int | None,
-        typer.Option(min=0, help="Sample from this many best tokens, 0 for all; by default the model's own, or all."),
+        typer.Option(
+            min=0, help="Sample from this many top tokens, 0 for all; by default the model's setting, or all."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed; prompt i uses seed + i in any batch.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text before which an answer ends. May be repeated.")] = None,
     json_schema: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="File of a JSON Schema: answers are valid JSON by it."),
+        typer.Option(exists=True, dir_okay=False, help="File of a JSON Schema that answers follow."),
     ] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that answers match as a whole.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print answers and figures as JSON, when all is done.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print answers and figures as JSON at the end.")] = False,
     dtype: AutoDtypeOption = None,
     device: DeviceOption = None,
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
     generation_config: SettingsOption = Settings.model,
 ) -> None:
-    """Answer one or many prompts as a ragged batch. Answers stream, and figures say what speculation gained."""
+    """Answer one or many prompts as a ragged batch. Answers stream; figures of speculation follow."""
     questions = [*(prompts or []), *_lines(file)]
     if not questions:
         raise typer.BadParameter("give at least one prompt, or --file")
@@ -148,7 +150,7 @@ def _figures(
 
 
 def _grammar(json_schema: Path | None, regex: str | None) -> "Grammar | None":
-    """Compiles the grammar of --json-schema or --regex."""
+    """Builds the grammar of --json-schema or --regex."""
     if json_schema is not None and regex is not None:
         raise typer.BadParameter("an answer has one form: give --json-schema or --regex")
     from arbordraft.grammars import Grammar

@@ -1,4 +1,4 @@
-"""``arbordraft import``: drafters that others have published, as ours."""
+"""``arbordraft import``: saves published drafters in our format."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ console = terminal()
 
 
 def _folder(source: str) -> str | os.PathLike[str]:
-    """A folder as it is, or what a name on the hub stands for."""
+    """Returns a folder as it is; downloads a name of the hub and returns its folder."""
     if Path(source).exists():
         return source
     from huggingface_hub import snapshot_download
@@ -35,7 +35,7 @@ def import_drafter(
     model: ModelOption = "smollm2",
     force: ForceOption = False,
 ) -> None:
-    """Keep a published drafter as one of this model. 'auto' then finds it."""
+    """Import a published drafter for a model. Afterwards 'auto' finds it."""
     from arbordraft.cli.display import progress
     from arbordraft.heads.base import fingerprint
     from arbordraft.heads.published import published_head

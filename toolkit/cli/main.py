@@ -1,6 +1,6 @@
-"""The command line: chat, serve, trace, generate, tune, tree, plot, doctor, import, bench, train, export.
+"""Command line: chat, serve, trace, generate, tune, tree, plot, doctor, import, bench, train, export.
 
-Modules of this package import torch and whatever needs it inside the commands that run it: help and usage errors must
+Modules of this package import torch, and modules that need it, only inside their commands: help and usage errors must
 not wait for seconds.
 """
 
@@ -39,7 +39,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # which would import for longer than it takes to print help
+    rich_markup_mode=None,  # its import takes longer than printing help
     help="Multi-draft speculative decoding: several tokens per forward pass, the same output law.",
 )
 app.command()(chat)
@@ -62,9 +62,9 @@ def tune(
     prompts: PromptsOption = None,
     limit: LimitOption = None,
     device: DeviceOption = None,
-    batches: Annotated[str, typer.Option(help="Batch sizes to choose for, as in 1,8.")] = "1,8",
+    batches: Annotated[str, typer.Option(help="Batch sizes to tune for, as in 1,8.")] = "1,8",
     temperature: TemperatureOption = 0.0,
-    new_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 96,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Longest answer, in tokens.")] = 96,
     output: Annotated[Path, typer.Option(callback=output_file, help="File to write, for Tuned.load.")] = Path(
         "tuned.json"
     ),
@@ -72,7 +72,7 @@ def tune(
         Path | None, typer.Option(callback=output_file, help="Write the step costs to this file, too.")
     ] = None,
 ) -> None:
-    """Find the fastest way to speculate here. Measures a drafter on your own prompts, by batch size."""
+    """Find the fastest draft settings on this machine. Measures a drafter on your own prompts, by batch size."""
     from arbordraft.bench.tuning import tune as find_fastest
     from arbordraft.bench.workload import read_texts
     from arbordraft.cli.display import progress
@@ -139,5 +139,5 @@ def draw_tree(
 
 
 def main() -> None:
-    """Entry point: runs the app."""
+    """Runs the app: the entry point of ``arbordraft``."""
     run(app, "arbordraft")

@@ -17,21 +17,21 @@ SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@
 
 
 def finite(value: float | None) -> float | None:
-    """Refuses NaN and infinity, which no bound catches."""
+    """Refuses NaN and infinity, which typer's bounds let through."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
 
 
 def output_file(path: Path | None) -> Path | None:
-    """Finds out at once whether a file can be written."""
+    """Checks early that a file can be written."""
     if path is not None:
         check_writable(path)
     return path
 
 
 def numbers(text: str, kind: type, least: float = 1) -> list[Any]:
-    """Comma-separated numbers, none below ``least``; anything else is a ``typer.BadParameter``."""
+    """Parses comma-separated numbers of at least ``least``; raises ``typer.BadParameter`` for any other text."""
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError as error:
@@ -42,7 +42,7 @@ def numbers(text: str, kind: type, least: float = 1) -> list[Any]:
 
 
 def whole_numbers(text: str) -> str:
-    """Refuses any text but a list of whole numbers from 1."""
+    """Refuses any text but comma-separated whole numbers from 1."""
     numbers(text, int)
     return text
 
@@ -53,10 +53,10 @@ def _temperatures(text: str) -> str:
 
 
 DRAFTERS = (
-    "'auto' (what was trained for the model, the model itself behind lookups, or lookups: what should bring most), "
-    "'ngram' (lookups), 'none', 'self' (the model itself with fewer bits, on a CPU), 'mtp' (the layer for multi-token "
-    "prediction that it brings along), 'early-exit:LAYERS', folder of a trained drafter, or hub name of a draft model "
-    "or a published head."
+    "'auto' (a drafter trained for the model, the model itself after lookups, or lookups: the fastest by estimate), "
+    "'ngram' (lookups), 'none', 'self' (the model itself with fewer bits, on a CPU), 'mtp' (the model's own layer for "
+    "multi-token prediction), 'early-exit:LAYERS', folder of a trained drafter, or hub name of a draft model or a "
+    "published head."
 )
 
 ModelOption = Annotated[
@@ -70,50 +70,53 @@ CorpusOption = Annotated[
     typer.Option(
         "--corpus",
         exists=True,
-        help="Files, or folders of them, in which lookups find what may come next: texts, or a pool that was saved. "
-        "Makes answers faster and changes none. May be repeated.",
+        help="Files or folders that lookups search for next tokens: texts, or a saved pool. Makes answers faster "
+        "without changing them. May be repeated.",
     ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
 DtypesOption = Annotated[list[Dtype], typer.Option("--dtype", help="Precision of the weights. May be repeated.")]
 BOTH = [Dtype.bfloat16, Dtype.float32]
 AutoDtypeOption = Annotated[
-    Dtype | None, typer.Option(help="Precision of the weights; by default bfloat16 where this machine is fast at it.")
+    Dtype | None, typer.Option(help="Precision of the weights; by default bfloat16 if this machine is fast at it.")
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default a GPU if torch sees one.")]
 KernelsOption = Annotated[
-    Kernels, typer.Option(help="What runs a model's layers; 'auto' takes the fastest that work, 'torch' its own.")
+    Kernels,
+    typer.Option(help="Kernels of the model's layers; 'auto' takes the fastest that work, 'torch' those of torch."),
 ]
 WeightsOption = Annotated[
     Weights | None,
-    typer.Option(help="Keep fewer bits of the weights: faster on a CPU, and another model, whose law is preserved."),
+    typer.Option(
+        help="Bits of the weights. Fewer are faster on a CPU, but make another model, whose law is preserved."
+    ),
 ]
-TemperatureOption = Annotated[float, typer.Option(min=0, callback=finite, help="0 decodes greedily.")]
+TemperatureOption = Annotated[float, typer.Option(min=0, callback=finite, help="Temperature; 0 decodes greedily.")]
 TopPOption = Annotated[
     float | None,
-    typer.Option(min=0, max=1, callback=finite, help="Nucleus sampling; by default the model's own, or 1."),
+    typer.Option(min=0, max=1, callback=finite, help="Nucleus sampling; by default the model's setting, or 1."),
 ]
 SettingsOption = Annotated[
     Settings,
     typer.Option(
         "--generation-config",
-        help="Whose settings count where none are given: the model's own, or with 'none' only its special tokens.",
+        help="Source of settings that are not given: 'model' for the model's own, 'none' for only its special tokens.",
     ),
 ]
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
-        exists=True, dir_okay=False, help="JSON lines with 'messages', or 'turns' as MT-Bench's; else built-in ones."
+        exists=True,
+        dir_okay=False,
+        help="JSON lines with 'messages', or 'turns' as in MT-Bench; by default built-in prompts.",
     ),
 ]
-LimitOption = Annotated[int | None, typer.Option(min=1, help="Use only this many prompts, from the first.")]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Number of prompts to use, from the first.")]
 # Options of measurements.
-NewTokensOption = Annotated[int, typer.Option(min=1, help="Tokens per prompt when decoding.")]
+NewTokensOption = Annotated[int, typer.Option(min=1, help="New tokens per prompt.")]
 BatchesOption = Annotated[
     str,
-    typer.Option(
-        "--batches", "--batch", callback=whole_numbers, help="Prompts at a time, one size or several, as in 1,4,8."
-    ),
+    typer.Option("--batches", "--batch", callback=whole_numbers, help="Batch sizes, one or several, as in 1,4,8."),
 ]
 TemperaturesOption = Annotated[
     str,
@@ -122,7 +125,7 @@ TemperaturesOption = Annotated[
     ),
 ]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timings per case; medians are reported.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of sampled tokens and of random inputs.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of sampled tokens and random inputs.")]
 JsonOption = Annotated[
     Path | None, typer.Option(callback=output_file, help="Write the figures and their provenance to this file.")
 ]
@@ -134,7 +137,7 @@ PngOption = Annotated[
 def workloads(
     prompts: Path | None, limit: int | None, batches: str, temperatures: str = "0", **settings: Any
 ) -> "list[Workload]":
-    """Makes a workload for every temperature and batch size; ``settings`` are further ones of its arguments."""
+    """Builds a workload for every temperature and batch size; ``settings`` are its other arguments."""
     from arbordraft.bench.workload import Workload, read_texts
 
     texts = tuple(read_texts(prompts, limit))
@@ -146,7 +149,7 @@ def workloads(
 
 
 def parse_topology(text: str) -> "TreeTopology":
-    """Makes a topology from a description like those of ``SHAPES``; raises ``typer.BadParameter`` for any other."""
+    """Builds a topology from a text like those in ``SHAPES``; raises ``typer.BadParameter`` for any other text."""
     from arbordraft.trees.topology import TreeTopology
 
     kind, _, values = text.partition(":")

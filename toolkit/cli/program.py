@@ -11,11 +11,11 @@ from arbordraft.utils.allocator import keep_freed_memory
 
 
 def run(app: typer.Typer, name: str) -> None:
-    """Runs an app with the arguments of this process; for how it ends see :func:`~arbordraft.cli.failures.ending`."""
+    """Runs an app with the arguments of this process; it ends as in :func:`~arbordraft.cli.failures.ending`."""
     keep_freed_memory()
     with ending():
         command = typer.main.get_command(app)
-        with command.make_context(name, sys.argv[1:]) as context:  # main() would print panels, not lines
+        with command.make_context(name, sys.argv[1:]) as context:  # main() would print errors as panels
             command.invoke(context)
 
 

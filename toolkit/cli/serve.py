@@ -1,4 +1,4 @@
-"""``arbordraft serve``: the OpenAI-compatible server, and the page that shows what it does."""
+"""``arbordraft serve``: an OpenAI-compatible server with a web page."""
 
 import sys
 from importlib.util import find_spec
@@ -26,21 +26,21 @@ def serve(
     model: Annotated[str, typer.Argument(help="Hub name, folder or GGUF file of a causal LM.")] = "smollm2",
     drafter: DrafterOption = "auto",
     corpus: CorpusOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is open to the network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is open to the network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="ARBORDRAFT_API_KEY", help="What clients must show; by default nothing."),
+        typer.Option(envvar="ARBORDRAFT_API_KEY", help="Key that clients must send; by default none."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; by default as above.")] = None,
-    max_samples: Annotated[int, typer.Option(min=1, help="Answers that are decoded at a time.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds, which bounds memory.")] = 65_536,
+    name: Annotated[str | None, typer.Option(help="Model name for clients; by default that of MODEL.")] = None,
+    max_samples: Annotated[int, typer.Option(min=1, help="Most answers decoded at a time.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in the cache; bounds memory.")] = 65_536,
     max_rows: Annotated[
         int | None,
         typer.Option(
             min=1,
             show_default="as many as take 0.2 s",
-            help="Tokens of prompts that are read between two steps, so that no stream stalls.",
+            help="Most prompt tokens read between two steps; bounds how long streams stall.",
         ),
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused with 429.")] = 256,
@@ -52,21 +52,23 @@ def serve(
             help="Origin whose web pages may ask, as http://localhost:3000, or * for all; repeatable. By default none.",
         ),
     ] = None,
-    default_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a request that does not say.")] = 1024,
+    default_tokens: Annotated[
+        int, typer.Option(min=1, help="Longest answer to a request without limit, in tokens.")
+    ] = 1024,
     reasoning: Annotated[
         Literal["auto", "off"],
-        typer.Option(help="auto tells thoughts from answers by the model's marks; off leaves texts alone."),
+        typer.Option(help="'auto' separates thoughts from answers by the model's marks; 'off' leaves texts alone."),
     ] = "auto",
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end when the server does.")] = 30.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds for running answers to end at shutdown.")] = 30.0,
     dtype: AutoDtypeOption = None,
     device: DeviceOption = None,
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
     generation_config: SettingsOption = Settings.model,
 ) -> None:
-    """Serve a model to OpenAI's clients. A page chats and draws every step.
+    """Serve a model to OpenAI clients. A web page chats and draws every step.
 
-    Ctrl-C or SIGTERM ends it once the running answers have ended; a second Ctrl-C at once.
+    Ctrl-C or SIGTERM stops the server after running answers have ended; a second Ctrl-C stops it at once.
     """
     if missing := [library for library in _LIBRARIES if find_spec(library) is None]:
         raise ImportError(f"serving needs {', '.join(missing)}; run: pip install 'arbordraft[serve]'")
@@ -92,7 +94,7 @@ def serve(
                 weights=weights,
                 generation_config=generation_config,
             )
-            decoder.decider.expect(sys.maxsize)  # a server decodes for long: measure the costs of steps now
+            decoder.decider.expect(sys.maxsize)  # a server decodes much: measures the costs of steps now
             rows = max_rows or rows_within(decoder.target)
         with console.status("readying its kernels"):
             decoder.warm_up(max_samples, max_tokens)
@@ -103,7 +105,7 @@ def serve(
 
         def ready() -> None:
             console.print(f"{decoder.target.chosen}", style="dim")
-            console.print(f"{service.name} is at {url}/v1, and to look at: {url}")
+            console.print(f"{service.name} is at {url}/v1, its page at {url}")
 
         Server(app, grace=grace, ready=ready).run(sockets=[listener])
 

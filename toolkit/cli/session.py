@@ -1,4 +1,4 @@
-"""A conversation in the terminal: streams answers, obeys commands, remembers what the last step drafted."""
+"""Conversation in the terminal: streams answers, obeys commands, draws the last draft tree."""
 
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -31,12 +31,12 @@ HELP = """\
 
 @dataclass
 class Session:
-    """A conversation and what its last step did.
+    """Conversation, with the tree and the verdict of its last step.
 
     The engine's cache holds earlier messages, so a turn prefills only new ones.
 
     Args:
-        settings: of every answer, as :class:`~arbordraft.Request` takes them.
+        settings: settings of every answer, as arguments of :class:`~arbordraft.Request`.
         messages: the conversation so far, without the system prompt.
         failed: whether any message could not be answered.
     """
@@ -52,10 +52,10 @@ class Session:
     _seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.engine = Engine(self.decoder, max_samples=1).start()  # so that Ctrl-C never meets a step half done
+        self.engine = Engine(self.decoder, max_samples=1).start()  # its thread keeps Ctrl-C out of steps
 
     def answer(self, text: str) -> None:
-        """Streams the answer to a message; one that fails or is stopped leaves the conversation usable."""
+        """Streams the answer to a message; the conversation stays usable if the answer fails or is stopped."""
         asked = [*self.messages, {"role": "user", "content": text}]
         said: list[str] = []
         start = time.perf_counter()
@@ -67,10 +67,10 @@ class Session:
         except Terminated:
             raise
         except KeyboardInterrupt:
-            if not self.console.is_terminal:  # a pipe does not go on talking
+            if not self.console.is_terminal:  # without a terminal, Ctrl-C ends the command
                 raise
             self.console.print(Text(" [stopped]", style="dim"), end="")
-        except (ValueError, FloatingPointError, RuntimeError) as error:  # too long, NaN logits: the rest may go on
+        except (ValueError, FloatingPointError, RuntimeError) as error:  # such as a prompt that is too long
             self.failed = True
             complain(f"error: {error}")
         self._seconds = time.perf_counter() - start
@@ -79,7 +79,7 @@ class Session:
             self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
     def _pieces(self, asked: list[dict[str, str]]) -> Generator[str]:
-        """Streams the text that answers these messages; closing the generator cancels the answer."""
+        """Yields the text that answers these messages; closing the generator cancels the answer."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         prompt = encode(self.decoder.target.tokenizer, [*system, *asked], raw=False)
         assert self.decoder.target.tokenizer is not None
@@ -92,7 +92,7 @@ class Session:
                 yield spelt.add(event.tokens) if event.finish_reason is None else spelt.end()
 
     def show_tree(self) -> None:
-        """Draws what the last step drafted."""
+        """Draws the draft tree of the last step."""
         tokenizer = self.decoder.target.tokenizer
         if self._last is None or tokenizer is None:
             self.console.print("nothing was drafted yet: say something first")
@@ -134,7 +134,7 @@ def converse(session: Session, lines: Iterator[str]) -> None:
 
 
 def typed_lines(session: Session) -> Iterator[str]:
-    """Reads lines from the terminal until Ctrl-D; the arrows go through earlier ones."""
+    """Yields lines from the terminal until Ctrl-D; arrow keys recall earlier ones."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory
 

@@ -1,4 +1,4 @@
-"""``arbordraft trace``: an answer with all of its steps, as a page to look at."""
+"""``arbordraft trace``: writes an answer with all of its steps as an HTML page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,22 +22,22 @@ from arbordraft.utils.terminal import terminal
 
 
 def trace(
-    prompt: Annotated[str, typer.Argument(help="What to answer.")],
-    output: Annotated[Path, typer.Option("--output", "-o", callback=output_file, help="Page to write.")] = Path(
+    prompt: Annotated[str, typer.Argument(help="Prompt to answer.")],
+    output: Annotated[Path, typer.Option("--output", "-o", callback=output_file, help="HTML page to write.")] = Path(
         "trace.html"
     ),
     model: ModelOption = "smollm2",
     drafter: DrafterOption = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="By default each answer's is drawn anew.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the answer; by default a random one.")] = None,
     dtype: AutoDtypeOption = None,
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
     generation_config: SettingsOption = Settings.model,
 ) -> None:
-    """Write a page with every step of an answer. It shows what was drafted, and what became of it."""
+    """Write a page with every step of an answer. It shows drafted, accepted and rejected tokens."""
     from arbordraft.cli.decoders import load_decoder
     from arbordraft.decoding.engine import Engine
     from arbordraft.decoding.requests import Request

@@ -1,4 +1,4 @@
-"""``arbordraft train``: drafters and deciders through LightningCLI, and what belongs to their data and records."""
+"""``arbordraft train``: trains drafters and deciders with LightningCLI, and generates their data."""
 
 import logging
 import shlex
@@ -38,10 +38,10 @@ def decider(context: typer.Context) -> None:
 @app.command("generate", context_settings=_PASS_ON)
 def generate(
     context: typer.Context,
-    part: Annotated[int, typer.Option(min=0, help="Which share of the shards this process writes.")] = 0,
-    of: Annotated[int, typer.Option(min=1, help="Number of shares: start one process for each.")] = 1,
+    part: Annotated[int, typer.Option(min=0, help="Share of the shards that this process writes, from 0.")] = 0,
+    of: Annotated[int, typer.Option(min=1, help="Number of shares; start one process for each.")] = 1,
 ) -> None:
-    """Only generate the data of a training. Options are those of 'drafter fit'."""
+    """Generate the data of a training, and train nothing. Options are those of 'drafter fit'."""
     from arbordraft.training.fit import data_of
 
     data_of(context.args).generate(part, of)
@@ -60,23 +60,23 @@ def configs() -> None:
 def demo(
     target: ModelOption = SMALL,
     folder: Annotated[
-        Path | None, typer.Option(help="For data, results and checkpoints; by default arbordraft-NAME.")
+        Path | None, typer.Option(help="Folder for data, results and checkpoints; by default arbordraft-NAME.")
     ] = None,
     drafter: Annotated[
-        Literal["eagle", "block", "medusa"], typer.Option(help="What to train; an EAGLE head gets a decider, too.")
+        Literal["eagle", "block", "medusa"], typer.Option(help="Drafter to train; an EAGLE head gets a decider, too.")
     ] = "eagle",
     generation_minutes: Annotated[
-        float, typer.Option(min=0.01, callback=finite, help="Time for writing text, interrupted runs included.")
+        float, typer.Option(min=0.01, callback=finite, help="Minutes for generating text, interrupted runs included.")
     ] = 75,
     training_minutes: Annotated[
-        float, typer.Option(min=0.01, callback=finite, help="Time for training the drafter, likewise.")
+        float, typer.Option(min=0.01, callback=finite, help="Minutes for training it, interrupted runs included.")
     ] = 60,
     conversations: Annotated[
-        int | None, typer.Option(min=1, help="How many to generate, whatever time it takes.")
+        int | None, typer.Option(min=1, help="Number of conversations to generate, without a time limit.")
     ] = None,
     dtype: DtypeOption = Dtype.bfloat16,
 ) -> None:
-    """Train a drafter and a decider from nothing. For any causal LM that chats, in the time and memory there is."""
+    """Train a drafter and a decider from scratch. Takes any causal LM that chats, within available time and memory."""
     from arbordraft.training.demo import gain, train_demo
     from arbordraft.training.targets import Target
 
@@ -96,7 +96,7 @@ def demo(
 
 def _soberly(arguments: list[str]) -> list[str]:
     """Silences Lightning's adverts and its notes on absent hardware; returns the arguments."""
-    import lightning.pytorch  # noqa: F401  # sets the levels itself
+    import lightning.pytorch  # noqa: F401  # its import sets the levels
 
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -107,8 +107,8 @@ def _show_best(trained: Any, measure: str) -> None:
     """Prints the best result of a training, its folder and the command that measures it.
 
     Args:
-        trained: the LightningCLI that ran.
-        measure: the benchmark of it.
+        trained: LightningCLI that ran.
+        measure: arguments of ``arbordraft bench`` that measure the result.
     """
     from arbordraft.training.recording import Recorder
 

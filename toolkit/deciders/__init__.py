@@ -1,4 +1,4 @@
-"""Deciders: before every level of drafting they say which samples go on."""
+"""Deciders say, before every level of drafting, which samples go on."""
 
 from arbordraft.deciders.adaptive import AcceptedAverage, AdaEDL, Bandit, Heuristic
 from arbordraft.deciders.base import Decider

@@ -1,4 +1,4 @@
-"""Deciders that learn, sample by sample, from what became of earlier drafts."""
+"""Deciders that learn, sample by sample, from the acceptance of earlier drafts."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ class _Length:
 
 
 class Heuristic(Decider):
-    """Drafts two levels more after a step that accepted all of them, one less after any other.
+    """Drafts two levels more after a step that accepted all levels, one level less after any other step.
 
     Args:
-        first: levels of a sample's first drafts, 1 or more.
-        longest: they never get more; at least ``first``.
+        first: number of levels in a sample's first step with drafts, 1 or more.
+        longest: greatest number of levels; at least ``first``.
 
     Source: the "heuristic" schedule of Hugging Face's assisted generation, per sample.
     """
@@ -47,11 +47,11 @@ class Heuristic(Decider):
 
 
 class AcceptedAverage(Decider):
-    """Drafts as deep as was accepted on average lately, and ``margin`` levels more.
+    """Drafts ``margin`` levels more than were accepted on average lately.
 
     Args:
-        first: the average that a sample starts with, 0 or more.
-        margin: levels, may be a fraction, above 0.
+        first: average that a sample starts with, 0 or more.
+        margin: levels beyond the average, above 0; may be a fraction.
         decay: share of the old average in the new one, in [0, 1].
 
     Source: the moving average behind SGLang's adaptive draft lengths, without its tiers.
@@ -83,14 +83,15 @@ class _Bound:
 class AdaEDL(EntropyBound):
     """An entropy bound whose threshold follows the sample's own acceptance.
 
-    While fewer than ``wanted`` of the drafted levels are accepted the threshold rises, else it falls.
+    If the share of accepted levels is below ``wanted``, the threshold rises; otherwise it falls.
 
     Args:
-        threshold: that a sample starts with.
+        threshold: threshold that a sample starts with.
         gamma: see :class:`EntropyBound`.
         wanted: share of accepted levels to aim for, in [0, 1].
-        step: by which the threshold tends to change, above 0.
-        decay: share of the old threshold in the new one, in [0, 1]; acceptance is averaged with half of it.
+        step: distance from the threshold to its aim, above 0.
+        decay: share of the old threshold in the new one, in [0, 1]; the rest is its aim. The old average of acceptance
+            always counts half.
 
     Source: AdaEDL (Agrawal et al., 2024) with the update of Draft & Verify (Zhang et al., ACL 2024).
     """
@@ -125,16 +126,16 @@ class _Arms:
 
 
 class Bandit(Decider):
-    """Finds out, sample by sample, which of several deciders pays best: UCB1.
+    """Finds out by UCB1, sample by sample, which of several deciders pays best.
 
-    A step's reward is its tokens by its time, as a share of the best there could be: all of ``longest`` levels
-    accepted. Its time is predicted, not measured, so that the choice does not depend on what else the machine does.
+    A step's reward is its tokens divided by its time, as a share of the greatest possible ratio: that of ``longest``
+    accepted levels. The time is predicted, not measured, so the choice does not depend on the machine's other load.
 
     Args:
-        deciders: to choose from, two or more; one is in charge of a step, all learn from it.
+        deciders: two or more deciders to choose from. One decides in each step; all learn from it.
         cost: time of drafting and verifying one more level, in units of a decoding step without drafts; 0 or more.
-        longest: levels of drafts that the topology allows for, 1 or more.
-        exploration: weight of the bonus for what was tried seldom, 0 or more.
+        longest: number of draft levels that the topology allows, 1 or more.
+        exploration: weight of the bonus for deciders that were seldom tried, 0 or more.
 
     Source: UCB1 (Auer et al., 2002) over stopping rules as in TapOut (2025), over settings as in BanditSpec (2025).
     """

@@ -1,4 +1,4 @@
-"""What every decider is."""
+"""The interface of deciders."""
 
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -13,14 +13,14 @@ from arbordraft.trees.verdict import Outcome
 class Decider(nn.Module):
     """Decides, sample by sample, whether the nodes of the frontier get children.
 
-    A decider sees only what exists before these children are drawn, so whether a token is verified never depends on
-    that token or a later one, and the output law is preserved. A decider that looks further declares itself
-    ``anticipating`` and is refused where that would bias the law: everywhere but under shared noise.
+    A decider sees only values that exist before these children are drawn. Whether a token is verified then never
+    depends on that token or a later one, so the output law is preserved. A decider that looks further declares itself
+    ``anticipating``. It is refused where that would bias the law: everywhere but under shared noise.
 
-    What it remembers of a sample travels with the sample, so one decider serves many batches at once. Samples whose
-    text does not depend on what is drafted, greedy ones and those with shared noise, are shown together and may be
-    weighed against each other. Others are shown one by one, and what is decided about one must follow from its view and
-    its memory alone: then a seeded text does not depend on what shares its batch, or was decoded before.
+    The memory of a sample travels with the sample, so one decider serves many batches at once. Some texts do not depend
+    on the drafts: greedy ones, and those with shared noise. Their samples are shown together and may be weighed against
+    each other. Other samples are shown one by one, and a decision must depend only on the sample's view and memory. So
+    a seeded text depends neither on the other samples of its batch nor on earlier ones.
     """
 
     anticipating = False
@@ -28,36 +28,36 @@ class Decider(nn.Module):
     """Whether :meth:`plan` is asked once per step, instead of :meth:`forward` before every level."""
 
     def start(self) -> Any:
-        """What is remembered of a new sample; changed by :meth:`learn`, shown in ``view.memory``."""
+        """Returns the memory of a new sample; :meth:`learn` changes it, ``view.memory`` shows it."""
 
     def learn(self, memory: Any, outcome: Outcome) -> None:
-        """Learns what became of a sample's drafts, after every step."""
+        """Updates a sample's memory from the acceptance of its drafts, after every step."""
 
     def expect(self, tokens: int, hurry: Callable[[], bool] | None = None) -> None:
-        """Is told while nothing is decoded how many tokens are wanted next: a moment for what takes seconds.
+        """Receives, while nothing is decoded, the number of tokens wanted next; work that takes seconds fits here.
 
         Args:
-            tokens: of all answers together, at most; 0 where nothing is wanted yet.
-            hurry: whether something is wanted now, and the moment is over; ``None`` if the tokens are waited for.
+            tokens: greatest number of tokens of all answers together; 0 if none is wanted yet.
+            hurry: returns whether tokens are wanted now, so that the work must end; ``None`` if the caller waits.
         """
 
     def plan(self, situation: Situation) -> Plan:
-        """How far trees go on, where numbers say it before anything is drafted: a drafter grows them in one call.
+        """Decides before drafting how far trees go on, in numbers, so that a drafter can grow them in one call.
 
-        It is asked if the class states ``can_plan = True``.
+        It is called if the class states ``can_plan = True``.
         """
         raise NotImplementedError
 
     def rests(self, memory: Any) -> bool:
-        """Whether no drafter shall draft for a sample in this step, which saves asking for plans."""
+        """Returns whether no drafter shall draft for a sample in this step; plans are then not asked for."""
         return False
 
     def forward(self, view: StepView) -> Sequence[bool]:
-        """``[B]``: whether each sample goes on."""
+        """Returns ``[B]``: whether each sample goes on."""
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
-        """The plain values that it was made with, by the names of its arguments."""
+        """Returns the plain values that the decider was made with, by argument name."""
         own = {name: vars(self)[name] for name in signature(type(self)).parameters if name in vars(self)}
         return {name: value for name, value in own.items() if isinstance(value, int | float | tuple | None)}
 
@@ -66,7 +66,7 @@ class Decider(nn.Module):
 
 
 def check_answers(decider: Decider) -> None:
-    """Raises TypeError if a class overrides an answer of a decider, and another answer would be taken instead."""
+    """Raises TypeError if a class overrides a method of a decider, but another method would answer instead."""
     kind = type(decider)
     names = ("can_plan", "forward", "plan", "rests")
     stated, forward, plan, rests = (

@@ -1,7 +1,7 @@
-"""The policy that spends a step's time where it brings most tokens.
+"""The decider that spends a step's time where it brings most tokens.
 
-Everything is weighed in tokens: a second is worth the tokens that decoding brings in it, and a draft its chance to be
-accepted. What drafts cost is measured once, what they bring is learned from every verdict.
+Times and drafts are weighed in tokens: a second is worth the tokens that decoding brings in it, a draft its chance of
+acceptance. The cost of drafts is measured once; their gain is learned from every verdict.
 """
 
 import math
@@ -18,37 +18,37 @@ from arbordraft.deciders.simple import PathSurvival
 from arbordraft.trees.verdict import Outcome
 from arbordraft.utils.checks import check_float, check_instance, check_int
 
-_DEPTHS = 4  # depths that are told apart; the last one stands for all that are deeper
-_FALL = 0.85  # acceptance below the first level relative to that there, where nothing is known
-_WEIGHT, _LEAST = 4.0, 0.1  # drafted steps that what is known beforehand counts for, until more is known, and then
-_IDLE = 0.99  # what a step without drafts leaves of what was learned: what was bad for them may have passed
-_AHEAD = 16  # rows of a sample among which the cheapest ones are looked for
-_PACE = 8  # a batch takes as long as its last sample: tokens of those ahead are worth less, by this power
-_SOON = 16  # steps in which what a drafter has to read first is to pay, or in all that are left
-_MARGIN = 1.1  # how much more than they take drafts must bring: not all that they take is known
-_LAG, _MOST = 0.1, 4  # more for every doubling of a batch that ends with its last sample: what others gain is half lost
-_PATIENCE, _PAUSE = 2, 16  # steps without drafts after which fewer look for some, and the fewest: one in so many
-_WORTH, _LARGE = 512, 8192  # tokens, decoded by rough costs or wanted at once, that are worth a measurement
-_ROUNDS = 3  # the rate that drafts bring and the drafts that are worth it settle together
+_DEPTHS = 4  # depths with records of their own; the last one stands for all greater depths
+_FALL = 0.85  # prior acceptance below the first level, relative to that of the first level
+_WEIGHT, _LEAST = 4.0, 0.1  # drafted steps that the prior counts for: at first, and at least
+_IDLE = 0.99  # share of a record that a step without drafts keeps, since the reasons against drafts may have passed
+_AHEAD = 16  # rows per sample among which the cheapest ones are sought
+_PACE = 8  # exponent of a sample's remaining length: the last sample ends a batch, so tokens of others are worth less
+_SOON = 16  # steps, if as many are left, in which the tokens that a drafter must read first have to pay
+_MARGIN = 1.1  # factor by which drafts must bring more than they cost, since part of the cost is unknown
+_LAG, _MOST = 0.1, 4  # added per doubling of a batch that ends with its last sample: other gains are half lost
+_PATIENCE, _PAUSE = 2, 16  # steps without drafts before fewer steps look for drafts; at least one in this many does
+_WORTH, _LARGE = 512, 8192  # tokens decoded at rough costs, or wanted at once, that justify a measurement
+_ROUNDS = 3  # iterations in which the rate and the drafts that are worth it settle together
 
 
 @dataclass
 class _Record:
-    """Of a sample and a drafter, by depth, recent steps counting more."""
+    """Experience with one drafter for one sample, by depth; recent steps count more."""
 
     tried: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # nodes whose children were verified
-    accepted: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # those of which one was accepted
-    stated: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # as many as were expected to
-    presumed: list[float] = field(default_factory=lambda: [_WEIGHT] * _DEPTHS)  # what was known beforehand counts for
+    accepted: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # tried nodes with an accepted child
+    stated: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # tried nodes expected to have one
+    presumed: list[float] = field(default_factory=lambda: [_WEIGHT] * _DEPTHS)  # steps that the prior counts for
     steps: int = 0
-    idle: int = 0  # of them since drafts of this drafter were verified
-    quiet: int = 0  # of them without drafts of anybody, which are still to fade
+    idle: int = 0  # steps since drafts of this drafter were verified
+    quiet: int = 0  # steps without drafts of any drafter, for which the record is still to fade
 
     @property
     def rests(self) -> bool:
-        """Whether this step is not one to look for drafts: to weigh them takes time, too.
+        """Whether this step looks for no drafts, since weighing them takes time, too.
 
-        The longer nothing paid, the fewer are; those of samples that began together are the same ones.
+        The longer no drafts paid, the fewer steps look for any. Samples that began together look in the same steps.
         """
         return self.idle >= _PATIENCE and self.steps % min(_PAUSE, 1 << (self.idle.bit_length() - 1)) > 0
 
@@ -57,7 +57,7 @@ class _Record:
             sums[:] = [share * value for value in sums]
 
     def wake(self) -> None:
-        """Fades for the steps without drafts, at once: most of them are followed by another."""
+        """Fades the record for all steps without drafts at once, since such steps come in rows."""
         if self.quiet:
             share, self.quiet = _IDLE**self.quiet, 0
             self.fade(share)
@@ -65,35 +65,37 @@ class _Record:
 
 
 class CostAware(Decider):
-    """Drafts and verifies what raises expected tokens per second, down to nothing, and more again when it pays again.
+    """Drafts and verifies as much as raises expected tokens per second; stops and resumes drafting accordingly.
 
-    Before a step it follows from the acceptance of the samples' drafts lately and from what forwards and levels cost on
-    this machine which samples draft at all, and what one level more, and one row more, would have to gain. Then trees
-    grow where they gain that by their draft probabilities, corrected by how often such probabilities came true. In the
-    end the likeliest drafts are verified, as many as pay. Samples whose text does not depend on what is drafted, greedy
-    ones and those with shared noise, are weighed together. Any other decides for itself, for a batch of its like (see
-    ``expected_batch`` of :class:`~arbordraft.SpeculativeDecoder`), and its trees are ended, not pruned.
+    Before a step, the decider weighs the recent acceptance of the samples' drafts against the cost of forwards and
+    levels on this machine. This decides which samples draft at all, and the gain that a further level or row must
+    bring. Trees then grow where draft probabilities promise this gain, corrected by how often such probabilities came
+    true. Finally, the likeliest drafts are verified, as many as pay.
+
+    Samples whose text does not depend on drafts, greedy ones and those with shared noise, are weighed together. Any
+    other sample decides for itself, as if its whole batch were like it. For this, see ``expected_batch`` of
+    :class:`~arbordraft.SpeculativeDecoder`. The trees of such a sample are ended, not pruned.
 
     Args:
-        costs: measured by :func:`~arbordraft.decoding.measuring.known_costs`, or by ``arbordraft tune --costs``; a
-            :class:`CostTable` of rows alone takes drafting for free.
-        nodes: most rows of a sample that are verified on average, root included; by default as many as pay.
-        survival: estimates the chances of paths instead of draft probabilities, level by level; its threshold is not
+        costs: costs measured by :func:`~arbordraft.decoding.measuring.known_costs` or ``arbordraft tune --costs``. With
+            a mere :class:`CostTable` of rows, drafting counts as free.
+        nodes: greatest average number of verified rows per sample, root included; by default as many as pay.
+        survival: estimates the chances of paths, level by level, in place of draft probabilities; its threshold is not
             used.
         decay: share of the old averages in the new ones, in [0, 1].
 
     Attributes:
-        measure: where ``costs`` are rough, a function that finds better ones, else ``None``. It is called once decoding
-            is worth it: behind the first 512 tokens, or before thousands are wanted at once, while nothing is decoded.
-            Given a function that says whether to break off, or ``None``, it returns costs, or ``None`` if it did.
+        measure: a function that finds better costs if ``costs`` are rough, otherwise ``None``. It is called while
+            nothing is decoded, after the first 512 tokens or before thousands are wanted at once. Its argument is a
+            function that says whether to break off, or ``None``. It returns costs, or ``None`` if it broke off.
 
     Raises:
-        TypeError: if an argument is of another kind.
-        ValueError: if one is out of range.
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument is out of range.
 
-    Source: the gain of the best (sample, position) pairs from TETRIS (Wu et al., ACL 2025) and DSpark
-    (arXiv:2607.05147); expanding and reranking from EAGLE-2 (Li et al., 2024); weighing gains against the long-run rate
-    is renewal reward theory.
+    Source: the gain of the best (sample, position) pairs is from TETRIS (Wu et al., ACL 2025) and DSpark
+    (arXiv:2607.05147). Expanding and reranking are from EAGLE-2 (Li et al., 2024). Weighing gains against the long-run
+    rate is renewal reward theory.
 
     Examples:
         >>> costs = StepCosts(CostTable((1, 9), (1.0, 2.0)), CostTable((1, 8), (0.3, 0.3)))
@@ -127,7 +129,7 @@ class CostAware(Decider):
 
     @property
     def can_plan(self) -> bool:  # type: ignore[override]
-        """Whether draft probabilities are the chances of paths: ``survival`` has to be asked level by level."""
+        """Whether draft probabilities are the chances of paths; ``survival`` has to be asked level by level."""
         return self.survival is None
 
     def start(self) -> dict[str, _Record]:
@@ -138,10 +140,10 @@ class CostAware(Decider):
             self.settle(hurry)
 
     def settle(self, hurry: Callable[[], bool] | None = None) -> None:
-        """Measures now what is still rough; a failure is warned of, and leaves the costs as they are.
+        """Measures costs that are still rough; if that fails, warns and keeps the rough costs.
 
         Args:
-            hurry: whether to break off, and go on being rough; ``None`` never to.
+            hurry: returns whether to break off and keep the rough costs; ``None`` never breaks off.
         """
         measure, self.measure = self.measure, None
         if measure is None:
@@ -149,13 +151,13 @@ class CostAware(Decider):
         try:
             found = measure(hurry)
         except Exception as error:
-            warnings.warn(f"what steps cost could not be measured, rough costs stay: {error}", stacklevel=2)
+            warnings.warn(f"step costs could not be measured, rough costs stay: {error}", stacklevel=2)
             return
         if found is None:
             self.measure = measure
         else:
             self.costs = found
-            self._slopes, self._times = {}, [0.0]  # of the old ones
+            self._slopes, self._times = {}, [0.0]  # these belonged to the old costs
 
     def learn(self, memory: dict[str, _Record], outcome: Outcome) -> None:
         self._decoded += outcome.accepted + 1
@@ -176,7 +178,7 @@ class CostAware(Decider):
             record.tried[at] += 1
             record.accepted[at] += depth < outcome.accepted
             record.stated[at] += min(1.0, stated)
-        # A promise that does not come true is forgotten, or whoever makes a high one would be drafted with for ever.
+        # A prior that does not come true must fade, or a drafter with a high one would be used for ever.
         for at in range(min(len(outcome.stated), _DEPTHS)):
             record.presumed[at] = max(_LEAST, self.decay * record.presumed[at])
 
@@ -184,7 +186,7 @@ class CostAware(Decider):
         return bool(memory) and all(record.rests for record in memory.values())
 
     def forward(self, view: StepView) -> Sequence[bool]:
-        """Asks for one level what :meth:`plan` answers for all."""
+        """Decides about one level as :meth:`plan` does about all."""
         reaches = (self.survival or PathSurvival()).survival(view)
         max_depth = [view.depth + 1] * len(reaches)
         plan = self.plan(Situation(max_depth, view.memory, view.alike, view.source, view.acceptance))
@@ -206,7 +208,7 @@ class CostAware(Decider):
         base = self._target(samples) + self.costs.rest
         longest = max(situation.left, default=1)
         weights = [(left / longest) ** _PACE for left in situation.left] or [1.0] * len(records)
-        # A token more of everybody who is last saves a step: the fewer these are, the more each of theirs is worth.
+        # Only a further token of every slowest sample saves a step: the fewer these are, the more each token is worth.
         worth = sum(weights) * situation.alike + situation.extra_rows
         margin = _MARGIN + (
             _LAG * min(_MOST, math.log2(len(records) + situation.extra_rows)) if situation.left else 0.0
@@ -217,7 +219,7 @@ class CostAware(Decider):
         if budget is not None:
             situation = replace(situation, max_depth=[min(max_depth, budget) for max_depth in situation.max_depth])
         trust = [_trust(record) for record in records]
-        if situation.free:  # they are found first: how far they go on is for what was found to say
+        if situation.free:  # lookups come first: the drafts that they find decide how far trees go on
             looking = self.costs.looking(samples)
             keep = self._keeping(samples, worth, situation.alike, rate, budget, margin, looking)
             ones = [(1.0,)] * len(records)
@@ -231,7 +233,7 @@ class CostAware(Decider):
         level = draft(1) + self.costs.decide
         each = 0.0 if widest == 1 else (draft(widest) - draft(1)) / (widest - 1)
         row += each
-        # Where drafts are as good as those before them, to stop early saves nothing of what was not known.
+        # If deeper drafts are as good as the first ones, stopping early avoids no unknown cost, so no margin applies.
         ahead = margin if situation.informative else 1.0
         for _ in range(_ROUNDS):
             lengths, gains, gained, seconds = self._chains(situation, following, weights, rate, level, row, each)
@@ -265,10 +267,10 @@ class CostAware(Decider):
         row: float,
         each: float,
     ) -> tuple[list[int], list[float], float, float]:
-        """The chains that bring most: their lengths, what each is worth, and what all together bring and take.
+        """Returns the chains that bring most: their lengths, the worth of each, and the tokens and seconds of all.
 
-        Of what is drafted only the likeliest part is verified, as far as it pays. A row takes ``row`` at least,
-        ``each`` of it in drafting.
+        Only the likeliest drafts are verified, as many as pay. A row takes at least ``row`` seconds, ``each`` of them
+        in drafting.
         """
         alike = situation.alike
         samples, drafted = len(situation.max_depth) * alike + situation.extra_rows, 0
@@ -290,27 +292,27 @@ class CostAware(Decider):
                 time = drafting + self._target(samples + verified * alike) - before
                 if total * alike - rate * time > worth:
                     best, worth, gained, seconds = level + 1, total * alike - rate * time, total * alike, time
-                    share = (start + extra * best) / (verified * alike)  # of the levels, for every row of them
+                    share = (start + extra * best) / (verified * alike)  # time of the levels per verified row
         chains = [chain[:best] for chain in chains]
         worths = [sum(chain) - rate * (row + share) * len(chain) for chain in chains]
         return list(map(len, chains)), worths, gained, seconds
 
     def _target(self, rows: int) -> float:
-        """Seconds of a forward, looked up: they are asked for by the hundred in every step."""
+        """Returns the seconds of a forward from a table, since every step needs hundreds of them."""
         times = self._times  # which another thread may replace
         while len(times) <= rows:
             times.append(self.costs.target(len(times)))
         return times[rows]
 
     def _slope(self, samples: int) -> float:
-        """Seconds of a row more, where rows are cheapest."""
+        """Returns the seconds of a further row, where rows are cheapest."""
         slopes = self._slopes
         if samples not in slopes:
             slopes[samples] = self.costs.target.least_slope(samples, _AHEAD * samples)
         return slopes[samples]
 
     def _price(self, samples: int, alike: int, rate: float) -> Callable[[int], float]:
-        """What the rows of drafts, by their number, could bring elsewhere, where decoding brings ``rate``."""
+        """Returns a function of the number of drafts: the tokens that their rows could bring elsewhere at ``rate``."""
         before = self._target(samples)
         return lambda drafts: rate * (self._target(samples + drafts * alike) - before) / alike
 
@@ -324,9 +326,10 @@ class CostAware(Decider):
         margin: float,
         drafting: float,
     ) -> Callable[[Sequence[float]], int]:
-        """How many drafts are worth their rows by what they bring themselves, and at least ``rate``.
+        """Returns a function that counts the drafts worth their rows, at the rate that they bring, at least ``rate``.
 
-        Without drafts ``samples`` rows bring what counts for ``tokens``; with any the step takes ``drafting`` more.
+        Without drafts, ``samples`` rows bring the worth of ``tokens``. With drafts, the step takes ``drafting`` seconds
+        more.
         """
         before = self._target(samples)
         base = before + self.costs.rest
@@ -345,13 +348,13 @@ class CostAware(Decider):
 
 
 def _expected(record: _Record, acceptance: Sequence[float], fall: float) -> list[float]:
-    """How often some child of a node is accepted, by depth: unless it is known, ``fall`` times as often deeper down."""
+    """Returns how often some child of a node is accepted, by depth; below the first, the prior is ``fall`` times it."""
     known = [acceptance[0], *[fall * acceptance[0]] * (_DEPTHS - 1)]
     sums = zip(record.accepted, record.tried, record.presumed, known, strict=True)
     return [(right + weight * before) / (tried + weight) for right, tried, weight, before in sums]
 
 
 def _trust(record: _Record) -> list[float]:
-    """How often drafts came true for every time that they were expected to, by depth."""
+    """Returns, by depth, how often drafts came true relative to how often they were expected to."""
     sums = zip(record.accepted, record.stated, record.presumed, strict=True)
     return [(right + weight) / (stated + weight) for right, stated, weight in sums]

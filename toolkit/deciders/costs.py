@@ -1,4 +1,4 @@
-"""What forwards and steps cost on this machine: rows are not free on a CPU, nor on a GPU once a batch is large."""
+"""Times of forwards and steps on this machine: rows cost time on a CPU, and on a GPU once a batch is large."""
 
 import json
 from bisect import bisect_left, bisect_right
@@ -14,16 +14,16 @@ from arbordraft.utils.files import write_text
 
 @dataclass(frozen=True)
 class _Measured:
-    """Times that are kept as JSON."""
+    """Times that are stored as JSON."""
 
     _kind: ClassVar[str]  # for messages
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads what :meth:`save` wrote.
+        """Loads a file that :meth:`save` wrote.
 
         Raises:
-            ValueError: if it is something else.
+            ValueError: if the file has other content.
         """
         try:
             return cls.from_fields(json.loads(Path(path).read_text()))
@@ -36,7 +36,7 @@ class _Measured:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """The inverse of ``dataclasses.asdict``, also after a detour through JSON."""
+        """Inverts ``dataclasses.asdict``, also after a detour through JSON."""
         return cls(**fields)
 
 
@@ -46,10 +46,10 @@ class CostTable(_Measured):
 
     Args:
         rows: measured numbers of rows, ascending from 1.
-        seconds: their times, above 0; made not to fall with more rows, since a drop can only be noise.
+        seconds: their times, above 0. A drop with more rows can only be noise and is levelled out.
 
     Raises:
-        TypeError: if they are no lists of numbers.
+        TypeError: if an argument is not a list of numbers.
         ValueError: unless rows ascend from 1 and every time is positive and finite.
 
     Examples:
@@ -74,7 +74,7 @@ class CostTable(_Measured):
         object.__setattr__(self, "seconds", tuple(accumulate(seconds, max)))
 
     def __call__(self, rows: float) -> float:
-        """Seconds of a forward with ``rows`` packed rows; beyond the table along its last slope."""
+        """Returns the seconds of a forward with ``rows`` packed rows; beyond the table, extends its last slope."""
         at = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
         if len(self.rows) == 1:
             return self.seconds[0] * rows
@@ -82,11 +82,11 @@ class CostTable(_Measured):
         return first + (second - first) * (rows - low) / (high - low)
 
     def within(self, seconds: float, most: int) -> int:
-        """Most rows, 1 to ``most``, of a forward that takes no longer; 1 if none is as fast."""
+        """Returns the most rows, 1 to ``most``, of a forward within ``seconds``; 1 if even that takes longer."""
         return max(1, bisect_right(range(1, most + 1), seconds, key=self))
 
     def least_slope(self, rows: int, more: int) -> float:
-        """Seconds of one row more than ``rows``, where up to ``more`` of them are cheapest."""
+        """Returns the least seconds per row that 1 to ``more`` further rows add to a forward of ``rows``."""
         base = self(rows)
         return min((self(rows + extra) - base) / extra for extra in range(1, more + 1))
 
@@ -96,17 +96,17 @@ class StepCosts(_Measured):
     """Seconds of the parts of a decoding step.
 
     Args:
-        target: the target's forward by its rows.
-        draft: what a level adds to a step besides the target's rows, by the rows that the drafter is given.
-        decide: asking a learned decider about a level, if there is one.
-        rest: verification and bookkeeping of a step without drafts.
-        start: what drafting takes besides its levels, once per step.
-        joining: and that of every sample beside the first.
-        lookup: what drafts that were looked up take besides their rows, once per step.
-        finding: and those of every sample beside the first.
+        target: time of the target's forward by its rows.
+        draft: time that a level adds besides the target's rows, by the rows that the drafter is given.
+        decide: time to ask a learned decider about a level, if there is one.
+        rest: time of verification and bookkeeping in a step without drafts.
+        start: time of drafting besides its levels, once per step.
+        joining: time that each sample beyond the first adds to ``start``.
+        lookup: time of looked-up drafts besides their rows, once per step.
+        finding: time that each sample beyond the first adds to ``lookup``.
 
     Raises:
-        TypeError: if a table is none, or a time no number.
+        TypeError: if a table is not a :class:`CostTable`, or a time is not a number.
         ValueError: if a time is negative or not finite.
 
     Examples:
@@ -136,15 +136,15 @@ class StepCosts(_Measured):
         return cls(**{**fields, "target": CostTable(**fields["target"]), "draft": CostTable(**fields["draft"])})
 
     def step(self, samples: int, levels: float) -> float:
-        """Seconds of a step in which ``samples`` chains of ``levels`` drafts, on average, are drafted and verified."""
+        """Returns the seconds of a step that drafts and verifies ``samples`` chains of ``levels`` drafts on average."""
         rows = samples * (1 + levels)
         drafting = self.starting(samples) + levels * (self.draft(samples) + self.decide) if levels else 0.0
         return self.rest + self.target(rows) + drafting
 
     def starting(self, samples: int) -> float:
-        """Seconds that drafting for some samples takes besides its levels."""
+        """Returns the seconds of drafting for some samples besides its levels."""
         return self.start + self.joining * (samples - 1)
 
     def looking(self, samples: int) -> float:
-        """Seconds that drafts take which were looked up for some samples, besides their rows."""
+        """Returns the seconds of looked-up drafts for some samples, besides their rows."""
         return self.lookup + self.finding * (samples - 1)

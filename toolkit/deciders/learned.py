@@ -1,4 +1,4 @@
-"""Deciders that predict what becomes of a row, and the one that was trained for its drafter.
+"""Deciders that predict the survival of rows, and one that is trained for its drafter.
 
 Shapes: R draft rows, V vocabulary, H hidden size of the drafter, K highest probabilities of a row.
 """
@@ -21,29 +21,29 @@ from arbordraft.deciders.simple import PathSurvival
 from arbordraft.utils.checks import check_int, check_positive, check_sequence
 from arbordraft.utils.files import new_file
 
-_WIDEST = 2**16  # of a layer: what is wider is a mistake that would take all memory
-UNLIKELY = 1e-6  # stands for smaller draft probabilities, whose logarithms would drown all other features
+_WIDEST = 2**16  # greatest width of a layer; a larger one is a mistake that would exhaust memory
+UNLIKELY = 1e-6  # replaces smaller draft probabilities, whose logarithms would dominate all other features
 
 
 class RowSurvival(PathSurvival):
     """Goes on while the path to some frontier node is likely enough to survive verification as a whole.
 
-    Of every draft row q it is predicted how much of the target's row p it covers, 1 - TV(p, q): the chance that a token
-    drawn from q is accepted if the path above it is. The chance that a path survives is the product of the chances
-    along it. Nothing is known yet of a root, whose path is empty and always survives: a threshold of up to 1 drafts at
-    least one level, a higher one nothing at all. Where a drafter has no rows, as lookups have none, the draft
-    probability that it states is the chance.
+    For every draft row q, the decider predicts its overlap with the target's row p, 1 - TV(p, q). This is the chance
+    that a token drawn from q is accepted if the path above it is. The chance that a path survives is the product of the
+    chances along it. The path of a root is empty and always survives. So a threshold of up to 1 drafts at least one
+    level, a higher one drafts nothing. If a drafter has no rows, such as a lookup, the draft probability that it states
+    is the chance.
 
     A row exists before the tokens drawn from it, so nothing is anticipated. Siblings beyond the first make a level
-    likelier to survive than predicted: a threshold that suits chains is a little strict for trees.
+    likelier to survive than predicted, so a threshold that suits chains is a little strict for trees.
 
     Args:
         threshold: least chance of survival.
-        hidden_size: H, if it is predicted from what the drafter's head makes its rows from; else 0.
-        top_k: K, at most ``TOP``, if it is predicted from a row's highest probabilities and its entropy; else 0.
+        hidden_size: H, if predictions use the hidden state that the drafter's head turns into the row; otherwise 0.
+        top_k: K, at most ``TOP``, if predictions use a row's highest probabilities and its entropy; otherwise 0.
 
     Raises:
-        TypeError: if an argument is no number of its kind.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is out of range.
     """
 
@@ -61,18 +61,18 @@ class RowSurvival(PathSurvival):
         ]
 
     def chances(self, places: Tensor, statistics: Tensor, hidden: Tensor | None) -> Tensor:
-        """``[R]`` predictions.
+        """Returns ``[R]`` predictions.
 
         Args:
-            places: ``[R, 3]``: depth of the node that the row belongs to, logarithm of the draft probability of the
-                path down to it (each factor at least ``UNLIKELY``), 1 if the target decodes greedily.
+            places: ``[R, 3]``: depth of the row's node, logarithm of the draft probability of the path down to it, and
+                1 if drafts cannot change the text. Each factor of a path's probability is at least ``UNLIKELY``.
             statistics: ``[R, 1 + K]`` entropy in nats and highest probabilities of the row; ``[R, 0]`` if K = 0.
-            hidden: ``[R, H]`` what the head made the row from; ``None`` if H = 0.
+            hidden: ``[R, H]`` hidden states that the head turned into the rows; ``None`` if H = 0.
         """
         raise NotImplementedError
 
     def _all_chances(self, view: StepView) -> dict[Origin, float]:
-        """Predictions for all rows on the way to the frontier."""
+        """Returns the predictions for all rows on the way to the frontier."""
         places: dict[Origin, tuple[int, float, bool]] = {}
         for path in (path for nodes in view.paths for path in nodes):
             reach = 0.0
@@ -82,7 +82,7 @@ class RowSurvival(PathSurvival):
                 reach += math.log(max(draw.probability, UNLIKELY))
         if not places:
             return {}
-        # Entropy and top cost more than the network: they are asked for only if they are read.
+        # Entropy and top cost more than the network, so they are computed only if it reads them.
         known = [[origin.entropy, *origin.top[: self.top_k]] if self.top_k else [] for origin in places]
         chances = self.chances(
             torch.tensor(list(places.values()), dtype=torch.float32),
@@ -102,24 +102,24 @@ class RowSurvival(PathSurvival):
 
 
 class LearnedDecider(RowSurvival):
-    """Goes on while some path is likely enough to survive, by what a small network predicts of every row.
+    """Goes on while a small network predicts, row by row, that some path is likely enough to survive.
 
-    See :class:`RowSurvival` for what is predicted and when it stops.
+    See :class:`RowSurvival` for the prediction and the stopping rule.
 
     Args:
-        hidden_size: H, to read what the drafter's head makes its rows from; 0 leaves it out.
+        hidden_size: H, to read the hidden state that the drafter's head turns into a row; 0 leaves it out.
         top_k: K, to read a row's highest probabilities and its entropy; 0 leaves both out.
         widths: sizes of the network's inner layers.
         threshold: least chance of survival.
-        temperatures: by which the network's logits are divided, above 0, by depth of the row from the root's on; the
-            last one holds for what is deeper.
+        temperatures: divisors of the network's logits, above 0, by depth of the row's node from 0 on. The last one also
+            applies to greater depths.
 
     Raises:
-        TypeError: if an argument is no number of its kind.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is out of range.
 
-    Source: the path's survival as the stop from SpecDec++ (Huang et al., 2024), 1 - TV and the temperatures from DSpark
-    (arXiv:2607.05147), hidden state or entropy and top-10 probabilities from improved MCSD (Lu et al., 2024).
+    Source: stopping by the path's survival is from SpecDec++ (Huang et al., 2024). 1 - TV and the temperatures are from
+    DSpark (arXiv:2607.05147). Hidden state, entropy and top-10 probabilities are from improved MCSD (Lu et al., 2024).
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class LearnedDecider(RowSurvival):
         return (logits / temperatures[depths.to(like.device)]).sigmoid()
 
     def logits(self, places: Tensor, statistics: Tensor, hidden: Tensor | None) -> Tensor:
-        """``[R]`` logits of the chances, before any temperature.
+        """Returns ``[R]`` logits of the chances, before any temperature.
 
         Args:
-            places: as :meth:`chances` takes them.
+            places: as in :meth:`chances`.
             statistics: read if K > 0.
             hidden: read if H > 0.
         """
@@ -174,11 +174,11 @@ class LearnedDecider(RowSurvival):
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], **changes: Any) -> Self:
-        """Reads what :meth:`save_pretrained` wrote.
+        """Loads a decider from a folder that :meth:`save_pretrained` wrote.
 
         Args:
-            folder: where it lies.
-            **changes: settings other than the stored ones, such as ``threshold``.
+            folder: the folder.
+            **changes: settings that replace stored ones, such as ``threshold``.
 
         Raises:
             ValueError: if the folder holds no decider of this class, or a damaged one.

@@ -1,4 +1,4 @@
-"""Deciders that look at the drafts of the present step only."""
+"""Deciders that look only at the drafts of the current step."""
 
 import math
 from collections.abc import Sequence
@@ -27,17 +27,18 @@ class FixedDepth(Decider):
 
 
 class NodeBudget(Decider):
-    """As many of the likeliest drafts as fit into a budget, whatever their rows cost.
+    """Drafts as many of the likeliest tokens as fit into a fixed budget of nodes, regardless of the cost of rows.
 
-    With a topology that offers more nodes than the budget, trees take the shape that suits each step: what EAGLE-2
-    (Li et al., 2024) calls expanding and reranking. It looks at drawn tokens, so sampling needs shared noise.
+    If the topology offers more nodes than the budget, trees take the shape that suits each step. EAGLE-2
+    (Li et al., 2024) calls this expanding and reranking. The decider looks at drawn tokens, so sampling needs shared
+    noise.
 
     Args:
-        nodes: per sample, root included; 1 or more. Samples of a batch share their budgets.
+        nodes: nodes per sample, root included; 1 or more. Samples of a batch share their budgets.
 
     Raises:
-        TypeError: if ``nodes`` is no whole number.
-        ValueError: if it is below 1.
+        TypeError: if ``nodes`` is not a whole number.
+        ValueError: if ``nodes`` is below 1.
 
     Examples:
         >>> plan = NodeBudget(4).plan(Situation(max_depth=[6, 6], memory=[None, None]))
@@ -83,9 +84,9 @@ class ConfidenceThreshold(Decider):
 
 
 class EntropyBound(Decider):
-    """Goes on while the entropy of some draft row still promises an acceptance of at least ``threshold``, in [0, 1].
+    """Goes on while the entropy of some draft row promises an acceptance of at least ``threshold``, in [0, 1].
 
-    The promise is ``1 - sqrt(gamma * H)``, ``H`` in nats and ``gamma`` above 0. SVIP's rule, which stops at
+    The promise is ``1 - sqrt(gamma * H)``, with ``H`` in nats and ``gamma`` above 0. SVIP's rule, which stops at
     ``sqrt(0.15 H) > 0.3``, is ``EntropyBound(0.7, 0.15)``.
 
     Source: AdaEDL (Agrawal et al., 2024), SVIP (Zhang et al., 2024).
@@ -100,16 +101,16 @@ class EntropyBound(Decider):
         return [promise >= self.threshold for promise in self.promises(view)]
 
     def promises(self, view: StepView) -> list[float]:
-        """Of each sample's surest row."""
+        """Returns the promise of each sample's row of least entropy."""
         return [1 - math.sqrt(self.gamma * max(0.0, min(nodes))) for nodes in view.entropy]
 
 
 class PathSurvival(Decider):
     """Goes on while some path to the frontier survives verification as a whole with a chance of at least ``threshold``.
 
-    The chance is the product of the draft probabilities along the path, 1 at the root: with a ``threshold`` above 1
-    nothing is drafted, and it must not be negative.
-    :class:`~arbordraft.deciders.LearnedDecider` puts better ones in their place.
+    The chance is the product of the draft probabilities along the path, 1 at the root. The ``threshold`` must not be
+    negative; if it is above 1, nothing is drafted.
+    :class:`~arbordraft.deciders.LearnedDecider` replaces draft probabilities by better chances.
 
     Source: the product rule of SpecDec++ (Huang et al., 2024), which stops at ``1 - chance > h``.
 
@@ -128,5 +129,5 @@ class PathSurvival(Decider):
         return [max(nodes) >= self.threshold for nodes in self.survival(view)]
 
     def survival(self, view: StepView) -> list[list[float]]:
-        """Chance of the path to each frontier node, sample by sample; 1 for a root."""
+        """Returns the chance of the path to each frontier node, sample by sample; 1 for a root."""
         return [[math.prod(draw.probability for draw in path) for path in nodes] for nodes in view.paths]

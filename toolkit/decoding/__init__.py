@@ -1,1 +1,1 @@
-"""Steps, batches, requests and streams: how parts decode together."""
+"""Decoding: steps, batches, requests and streams."""

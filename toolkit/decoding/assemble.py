@@ -1,4 +1,4 @@
-"""The parts of a decoder: what is left out is derived, and they have to fit."""
+"""Assembles the parts of a decoder: derives omitted parts and checks that all of them fit."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AssembledParts(NamedTuple):
-    """What a decoder is made of, see :class:`~arbordraft.SpeculativeDecoder`."""
+    """Parts of a decoder, see :class:`~arbordraft.SpeculativeDecoder`."""
 
     target: RaggedModel
     drafter: Drafter
@@ -31,11 +31,11 @@ def assemble(
     coupling: Coupling | None = None,
     decider: Decider | None = None,
 ) -> AssembledParts:
-    """All parts of a decoder, of those that were given.
+    """Completes the given parts of a decoder with defaults and checks that they fit.
 
     Raises:
-        TypeError: if one is of another kind, or a decider overrides some of its answers only.
-        ValueError: if they do not fit: vocabulary, tokenizer, draft law or topology.
+        TypeError: if a part has the wrong type, or a decider overrides only some of its answers.
+        ValueError: if the parts do not fit: vocabulary, tokenizer, draft law or topology.
     """
     target, drafter = wrapped(target), as_drafter(drafter)
     topology = drafter.default_topology() if topology is None else topology
@@ -58,12 +58,12 @@ def assemble(
 
 
 def wrapped(target: Any) -> RaggedModel:
-    """A target as it is, or a model of transformers wrapped."""
+    """Returns a :class:`RaggedModel` as it is, and wraps a transformers model in one."""
     return target if isinstance(target, RaggedModel) else RaggedModel(target)
 
 
 def as_drafter(drafter: Any) -> Drafter:
-    """A drafter as it is, a model as a draft model."""
+    """Returns a drafter as it is, and makes a drafter of a draft model."""
     if isinstance(drafter, RaggedModel) or hasattr(drafter, "get_output_embeddings"):
         return LanguageModelDrafter(drafter)
     check_instance("drafter", drafter, Drafter)

@@ -1,4 +1,4 @@
-"""A batch of ``generate()``: its samples, and their decoding to the end.
+"""Builds the samples of one ``generate()`` call and decodes them to the end.
 
 Shapes: B samples, L prompt columns.
 """
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 Constrain = Callable[[Grammar, Sequence[int]], StatefulProcessor]
-_OWN = (FloatingPointError, GrammarError)  # end a sample; the others of its batch go on
+_OWN = (FloatingPointError, GrammarError)  # end one sample; the rest of its batch goes on
 
 
 def batch_of(stepper: Stepper, samples: Sequence[Sample], max_tokens: int | None) -> Scheduler:
-    """A batch of these samples, which no other joins: all of them are admitted.
+    """Builds a fixed batch and admits all of its samples; no others join.
 
     Args:
-        stepper: does the steps.
-        samples: all of them.
-        max_tokens: bound on the rows of each KV cache; ``None`` for none.
+        stepper: runs the steps.
+        samples: all samples of the batch.
+        max_tokens: most rows of each KV cache; ``None`` for no limit.
 
     Raises:
-        CacheOverflow: if they do not fit.
-        ValueError: if one wants what these steps cannot do.
+        CacheOverflow: if the samples do not fit into the cache.
+        ValueError: if a sample asks for something that these steps do not support.
     """
     scheduler = Scheduler(stepper, max_tokens, len(samples), None, stepper.can_share, fixed_batch=True)
     for sample in samples:
@@ -57,7 +57,7 @@ def batch_of(stepper: Stepper, samples: Sequence[Sample], max_tokens: int | None
 
 
 def decode_batch(scheduler: Scheduler, samples: Sequence[Sample]) -> DecodeStats:
-    """Decodes a batch to its end; raises what processors, criteria or streamers of its samples raise."""
+    """Decodes a batch to its end; raises the errors of its samples' processors, criteria and streamers."""
     busy = True
     while busy:
         busy = scheduler.advance()
@@ -82,22 +82,22 @@ def samples_of(
     seeds: Sequence[int] | None = None,
     grammar: Grammar | Sequence[Grammar | None] | None = None,
 ) -> list[Sample]:
-    """The samples of a batch, with what transformers has prepared for it.
+    """Builds the samples of a batch from the inputs that transformers has prepared.
 
     Args:
         input_ids: ``[B, L]``, left-padded.
         attention_mask: ``[B, L]``; ``None`` if nothing is padded.
-        processors: those of the batch.
-        criteria: those of the batch.
+        processors: logits processors of the batch.
+        criteria: stopping criteria of the batch.
         config: the request's settings.
-        target: decodes them.
-        constrain: makes a processor of a grammar and the tokens that end an answer.
-        seeds: one per sample; drawn by torch's generator if ``None``.
-        grammar: one for all, or one per sample.
+        target: decodes the samples.
+        constrain: builds a processor from a grammar and the tokens that end an answer.
+        seeds: one per sample; if ``None``, torch's generator draws them.
+        grammar: one for all samples, or one per sample.
 
     Raises:
-        TypeError: for prompts or seeds of another type.
-        ValueError: for prompts and seeds that cannot be used.
+        TypeError: if prompts or seeds have the wrong type.
+        ValueError: if prompts or seeds cannot be used.
     """
     check_prompts(input_ids, attention_mask, target.vocab_size)
     batch, padded = input_ids.shape
@@ -126,7 +126,7 @@ def _pipelines(
     config: "GenerationConfig",
     constrain: Constrain,
 ) -> list[LogitsPipeline]:
-    """The processors of every sample; where they are the same object, samples are processed together."""
+    """Builds the logits pipeline of each sample; samples that share one object are processed together."""
     ends = config.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     made: dict[tuple[Grammar | None, int, int], LogitsPipeline] = {}

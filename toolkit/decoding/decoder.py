@@ -1,4 +1,4 @@
-"""The decoder: its parts, and Hugging Face's conventions around the steps of a batch.
+"""The decoder: its parts and its interface, which follows Hugging Face's conventions.
 
 Shapes: B samples, L prompt columns.
 """
@@ -51,34 +51,34 @@ if TYPE_CHECKING:
 
 
 class SpeculativeDecoder(nn.Module):
-    """Decodes batches of different samples with draft trees, each at its own pace, without padding.
+    """Decodes batches with one draft tree per sample; each sample advances at its own pace, without padding.
 
     Args:
-        target: the model whose output law is preserved; a model of transformers is wrapped as it is.
-        drafter: proposes tokens; a model of transformers, or a wrapped one, is taken for a draft model.
-        topology: the largest tree to draft; by default what suits the drafter
+        target: the model whose output law is preserved; a transformers model is wrapped.
+        drafter: proposes tokens; a transformers model or a :class:`RaggedModel` serves as a draft model.
+        topology: the largest tree to draft; by default the drafter's
             (:meth:`~arbordraft.drafters.Drafter.default_topology`).
-        coupling: how children are drawn and how trees are judged. By default what suits the drafter: trees and lookups
-            are drafted with the target's own noise and kept where they are the target's own tokens
-            (:meth:`Coupling.shared <arbordraft.Coupling.shared>`), chains are drawn at random and judged as a block.
-            Either decodes greedily and samples, losslessly.
+        coupling: how children are drawn and trees are verified; by default derived from the drafter. Trees and lookups
+            are drafted with the target's own noise (:meth:`Coupling.shared <arbordraft.Coupling.shared>`): a draft is
+            accepted if the target draws the same token. Chains are drawn at random and verified as a block. Both
+            defaults are lossless, for greedy decoding and for sampling.
         decider: how much of the tree is drafted and verified, per sample and step; by default all of it.
-            :class:`~arbordraft.CostAware` drafts what pays: :func:`arbordraft.load` and ``builders.fitted`` use it.
-        expected_batch: samples that any other request takes its batch to have, all of them like itself, where what pays
-            depends on it (:class:`~arbordraft.CostAware`). Its text depends on what is
-            verified, and must not depend on what happens to share its batch.
-        max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
-        buckets: numbers of rows, such as ``(8, 16, 32, 64)``. Each step is then padded to the smallest one that holds
-            its trees (above the largest, to the next power of two) and never asks the host between the upload of its
-            trees and the download of its verdicts; on a GPU it is recorded once per shape as a CUDA graph, which
-            replays. So are the drafts of EAGLE heads and draft models, where the most probable tokens are drafted and
-            the decider plans beforehand. ``stats.pad_rows`` counts the target's padding. Sampling then takes shared
-            noise or recursive rejection (or ``TopTailRule``), and processors that look at the scores alone. By default
-            (``"auto"``) a GPU gets such steps, of 1, 8, 16, 32 and 64 rows, wherever a batch and its requests can take
-            them, and other steps have the shapes that they have, which ``None`` makes of all.
-        compiler: compile these steps with this backend of ``torch.compile``, such as ``"inductor"``.
-        generation_config: where settings come from that a request leaves open: the ``model``'s own
-            ``generation_config``, or ``none`` for its special tokens alone.
+            :class:`~arbordraft.CostAware` drafts only as far as it pays; :func:`arbordraft.load` and
+            ``builders.fitted`` use it.
+        expected_batch: batch size that :class:`~arbordraft.CostAware` assumes for a request whose text depends on the
+            verified drafts. All samples of that batch count as equal. So the text does not depend on the real batch.
+        max_cache_tokens: most rows of each KV cache; unlimited by default.
+        buckets: row counts of fixed step shapes, such as ``(8, 16, 32, 64)``. Each step is padded to the smallest
+            bucket that holds its trees, or above the largest to the next power of two. It runs without the host from
+            the upload of its trees to the download of its verdicts. On a GPU each shape is recorded once as a CUDA
+            graph and replayed. Drafts of EAGLE heads and draft models are recorded, too, if the most probable tokens
+            are drafted and the decider plans beforehand. ``stats.pad_rows`` counts the target's padding. Sampling then
+            needs shared noise, recursive rejection or ``TopTailRule``, and processors that read only the scores. By
+            default (``"auto"``) a GPU takes steps of 1, 8, 16, 32 and 64 rows, if the batch and its requests allow
+            them. All other steps run unpadded. ``None`` runs every step unpadded.
+        compiler: ``torch.compile`` backend for these steps, such as ``"inductor"``.
+        generation_config: source of the settings that a request leaves open: ``model`` for the model's own
+            ``generation_config``, ``none`` for its special tokens alone.
 
     Attributes:
         stepper: takes batches a step further, with the parts that the decoder was built with.
@@ -86,7 +86,7 @@ class SpeculativeDecoder(nn.Module):
             committed; it must change none of the three. :class:`~arbordraft.StepLog` records steps as a table.
 
     Raises:
-        TypeError: if a part is of another kind.
+        TypeError: if a part has the wrong type.
         ValueError: if the parts do not fit: vocabulary, tokenizer, draft law or topology.
     """
 
@@ -119,7 +119,7 @@ class SpeculativeDecoder(nn.Module):
             raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
         self.static: StaticStepping | None = None
         if isinstance(buckets, str):
-            if self.target.backend != "native":  # which is a CPU's
+            if self.target.backend != "native":  # "native" runs on a CPU alone
                 self.static = StaticStepping(*self.parts[:4], DEFAULT_BUCKETS, automatic=True)
         elif buckets is not None:
             self.static = StaticStepping(*self.parts[:4], buckets, compiler)
@@ -140,33 +140,33 @@ class SpeculativeDecoder(nn.Module):
 
     @property
     def own_settings(self) -> "GenerationConfig":
-        """Settings of the model itself, for all that a request leaves open."""
+        """The model's own settings, which hold where a request sets nothing."""
         return own_settings(self.target.model, self.generation_config)
 
     @cached_property
     def compiler(self) -> GrammarCompiler:
-        """Makes processors of grammars for the target."""
+        """Builds grammar processors for the target."""
         return GrammarCompiler(self.target.tokenizer, self.target.vocab_size)
 
     def equality_report(self) -> EqualityReport:
-        """How exactly this decoder's output equals plain decoding of its target, on this machine."""
+        """Reports how exactly this decoder's output equals plain decoding of its target on this machine."""
         return equality_report(self.target, self.coupling.exactness)
 
     @torch.no_grad()
     def warm_up(self, samples: int = 1, max_tokens: int | None = None) -> None:
-        """Compiles kernels and records steps before the first request has to wait for them; ``serve`` begins with it.
+        """Compiles kernels and records steps, so that the first request does not wait; ``serve`` calls it at start.
 
-        It takes a few steps of a made-up text, with trees of many depths, and teaches the decider nothing. Without
-        Triton, as on a CPU, there is nothing to do.
+        It decodes a few steps of a made-up text with trees of many depths. The decider learns nothing from them.
+        Without Triton, as on a CPU, it does nothing.
 
         Args:
-            samples: how many will be decoded at a time, at most: steps are recorded for the cache of such a batch.
-            max_tokens: bound on the rows of its KV caches, as an :class:`~arbordraft.Engine` is given one; by default
+            samples: largest batch that will be decoded; steps are recorded for the cache of such a batch.
+            max_tokens: most rows of its KV caches, as ``max_tokens`` of an :class:`~arbordraft.Engine`; by default
                 ``max_cache_tokens``.
 
         Raises:
-            TypeError: if an argument is no whole number.
-            ValueError: if one is below 1.
+            TypeError: if an argument is not an integer.
+            ValueError: if an argument is below 1.
         """
         bound = self.max_cache_tokens if max_tokens is None else check_int("max_tokens", max_tokens, 1)
         check_int("samples", samples, 1)
@@ -190,33 +190,34 @@ class SpeculativeDecoder(nn.Module):
         stop: str | Sequence[str] | None = None,
         grammar: Grammar | None = None,
     ) -> str | list[str] | texts.TextStream:
-        """Text in, text out: what the model answers to a text, or behind it with ``raw=True``.
+        """Answers a text as a chat message, or continues it with ``raw=True``; takes and returns text.
 
-        All other settings are those of the model's own ``generation_config``.
+        All other settings come from the model's own ``generation_config``.
 
         Args:
-            text: one, or a list of them, which are decoded as one batch.
+            text: one text, or a list of texts, which is decoded as one batch.
             max_new_tokens: longest answer, in tokens.
             temperature: 0 decodes greedily, more samples; ``None`` for the model's own, or 0 if it has none.
             top_p: sample from the fewest tokens whose probabilities reach this sum, 0 to 1; by default the model's own,
                 or 1.
             top_k: sample from this many most probable tokens, 0 for all; by default the model's own, or all.
-            seed: 0 to 2**64 - 1, of the first text; text i gets ``seed + i``. By default torch's generator gives some.
-            stream: return the answer in pieces, as they are decoded in a thread of their own; one text only. Closing
+            seed: seed of the first text, 0 to 2**64 - 1; text i gets ``seed + i``. By default torch's generator draws
+                the seeds.
+            stream: return an iterator of the answer's pieces; one text only. A separate thread decodes them. Closing
                 the iterator ends the decoding.
             raw: continue the text itself, without the tokenizer's chat template.
             system: system prompt of the chat template.
-            stop: the answer ends before this text, or the first of several. By default it ends with the model's own
-                ``stop_strings``, which it keeps.
-            grammar: the form that answers have to have.
+            stop: text, or several, before which the answer ends. By default the answer ends with the model's own
+                ``stop_strings`` and includes them.
+            grammar: grammar that the answers follow.
 
         Returns:
-            The answer, without special tokens; a list of them for a list of texts; with ``stream=True`` an iterator of
-            its pieces.
+            The answer without special tokens; for a list of texts a list of answers; with ``stream=True`` an iterator
+            of the answer's pieces.
 
         Raises:
-            TypeError: for arguments of another type.
-            ValueError: without a tokenizer, for an empty text or one that is too long, and for values out of range.
+            TypeError: for arguments of the wrong type.
+            ValueError: without a tokenizer, for empty or too long texts, and for values out of range.
             DecodingError: as :meth:`generate`.
 
         Examples:
@@ -234,7 +235,7 @@ class SpeculativeDecoder(nn.Module):
         if raw and system is not None:
             raise ValueError("system is for the chat template, which raw=True leaves out: write it into the text")
         if not isinstance(text, Sequence) or isinstance(text, str | bytes):
-            conversations = [texts.user_turn(text, system)]  # refuses what is no text
+            conversations = [texts.user_turn(text, system)]  # raises TypeError unless it is a str
         elif stream:
             raise ValueError("stream=True takes one text at a time: call complete() once for each, or generate()")
         else:
@@ -262,26 +263,26 @@ class SpeculativeDecoder(nn.Module):
         stop: str | Sequence[str] | None = None,
         grammar: Grammar | None = None,
     ) -> str | texts.TextStream:
-        """The next message of a conversation.
+        """Writes the next message of a conversation.
 
         Args:
             messages: the messages so far, each ``{"role": "system" | "user" | "assistant", "content": ...}``.
-            max_new_tokens: as in :meth:`complete`, like the others.
-            temperature: as there.
-            top_p: as there.
-            top_k: as there.
-            seed: as there.
-            stream: as there.
-            raw: continue the contents, a blank line between two, without the chat template.
-            stop: as there.
-            grammar: as there.
+            max_new_tokens: as in :meth:`complete`.
+            temperature: as in :meth:`complete`.
+            top_p: as in :meth:`complete`.
+            top_k: as in :meth:`complete`.
+            seed: as in :meth:`complete`.
+            stream: as in :meth:`complete`.
+            raw: continue the contents, joined by blank lines, without the chat template.
+            stop: as in :meth:`complete`.
+            grammar: as in :meth:`complete`.
 
         Returns:
-            Its content; with ``stream=True`` an iterator of pieces.
+            The content of the message; with ``stream=True`` an iterator of its pieces.
 
         Raises:
-            TypeError: for messages that are none, and as :meth:`complete`.
-            ValueError: as there, and for messages that the chat template refuses.
+            TypeError: for malformed messages, and as :meth:`complete`.
+            ValueError: as :meth:`complete`, and for messages that the chat template refuses.
         """
         settings = texts.settings_of(max_new_tokens, temperature, top_p, top_k, seed, 1, self.own_settings)
         settings["grammar"] = grammar
@@ -293,7 +294,7 @@ class SpeculativeDecoder(nn.Module):
     ) -> list[str] | texts.TextStream:
         tokenizer, ends = self.target.tokenizer, None if stop is None else texts.stops(stop)
         prompts = [texts.encode(tokenizer, messages, raw=raw) for messages in conversations]
-        assert tokenizer is not None  # or encode() has raised
+        assert tokenizer is not None  # else encode() would have raised
         check_positions(self.target, max(map(len, prompts)), settings["max_new_tokens"])
         inputs = {name: tensor.to(self.target.device) for name, tensor in left_padded(prompts).items()}
         answer = texts.stream if streamed else texts.write
@@ -312,37 +313,37 @@ class SpeculativeDecoder(nn.Module):
         """Generates like ``model.generate``, with the same arguments and return types.
 
         Args:
-            input_ids: ``[B, L]``, left-padded if the prompts differ in length; they may lie on another device than the
-                model, and so does what is returned then.
+            input_ids: ``[B, L]``, left-padded if the prompts differ in length. They may be on another device than the
+                model; the output is returned on their device.
             streamer: one, or one per sample; it receives only committed tokens.
-            seeds: one whole number from 0 to 2**64 - 1 per sample; they make a sample's output independent of what
-                shares its batch.
-            grammar: the form that answers have to have: one for all, or one per sample, ``None`` for those that are
-                free.
-            **kwargs: those of ``transformers``' ``generate``: ``attention_mask``, ``generation_config``,
-                ``max_new_tokens``, ``do_sample``, ``temperature`` (at most 1e6; 0 and all below 1e-10 mean greedy),
-                ``logits_processor``, ``stopping_criteria``, ``stop_strings`` (spelt by ``tokenizer``, else
-                the target's), ``return_dict_in_generate``, ... What they leave open is the model's own.
-                ``max_length`` and ``min_length`` count columns, padding included, as
-                transformers does; ``max_new_tokens`` and ``min_new_tokens`` count a sample's own tokens.
+            seeds: one integer from 0 to 2**64 - 1 per sample. With seeds, a sample's output does not depend on the
+                other samples of its batch.
+            grammar: grammar that the answers follow: one for all samples, or one per sample with ``None`` for samples
+                without.
+            **kwargs: arguments of ``transformers``' ``generate``, such as ``attention_mask``, ``generation_config``,
+                ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ``stopping_criteria``,
+                ``stop_strings`` and ``return_dict_in_generate``. Settings left open are the model's own.
+                ``temperature`` is at most 1e6; values below 1e-10 decode greedily. ``stop_strings`` are spelt by
+                ``tokenizer``, by default the target's. ``max_length`` and ``min_length`` count columns, padding
+                included, as in transformers. ``max_new_tokens`` and ``min_new_tokens`` count a sample's own tokens.
 
         Logits processors and stopping criteria see one sample at a time, its own tokens without padding, once per node
-        of its tree. Those of users are called with ``[B, L]`` ids and ``[B, V]`` scores whose rows are all this
-        sample's, and the row with the sample's number is read: what they do to a row may depend on its tokens, its
-        scores and its number, not on other rows and not on earlier calls. One that keeps a state follows
+        of its tree. User-defined ones are called with ``[B, L]`` ids and ``[B, V]`` scores whose rows are all copies of
+        this sample's row. Only the row with the sample's number is read. A processor may use a row's tokens, scores and
+        number, but neither other rows nor earlier calls. A processor with state implements
         :class:`~arbordraft.sampling.stateful.StatefulProcessor`.
 
         Returns:
-            ``[B, L + new]`` token ids, or with ``return_dict_in_generate`` an output with ``sequences`` and ``stats``
+            ``[B, L + new]`` token ids; with ``return_dict_in_generate`` an output with ``sequences`` and ``stats``
             (:class:`~arbordraft.decoding.metrics.DecodeStats`).
 
         Raises:
-            TypeError: for prompts, masks and settings of another type.
+            TypeError: for prompts, masks and settings of the wrong type.
             ValueError: for arguments that speculative decoding cannot honour, for unusable prompts, and if a processor
                 returns scores of another shape.
-            CacheOverflow: if the batch cannot fit into ``max_cache_tokens``; nothing was decoded then.
-            DecodingError: if the target produced NaN or infinite logits for some sample, or a grammar could not be
-                followed to the end of its answer.
+            CacheOverflow: if the batch does not fit into ``max_cache_tokens``; nothing is decoded then.
+            DecodingError: if the target gives NaN or infinite logits for a sample, or an answer cannot follow its
+                grammar to the end.
         """
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)  # transformers' own name for it
@@ -354,16 +355,16 @@ class SpeculativeDecoder(nn.Module):
         if (strings := settings["stop_strings"]) is not None:
             tokenizer = kwargs.pop("tokenizer", None) or self.target.tokenizer
             kwargs["stopping_criteria"] = with_stop_strings(kwargs.get("stopping_criteria"), strings, tokenizer)
-            kwargs.pop("stop_strings", None)  # transformers would want the tokenizer, and drop it
+            kwargs.pop("stop_strings", None)  # transformers would demand the tokenizer, then drop it
             own = changed(own, stop_strings=None)
             if (config := kwargs.get("generation_config")) is not None:
                 kwargs["generation_config"] = changed(config, stop_strings=None)
         if input_ids is not None:
             check_prompts(input_ids, kwargs.get("attention_mask"), self.target.vocab_size)
-            if kwargs.get("max_new_tokens") == 0:  # transformers takes 0 for a mistake; here it means what it says
+            if kwargs.get("max_new_tokens") == 0:  # transformers refuses 0; here it decodes nothing
                 return self._nothing(input_ids, streamer, kwargs)
         model = with_settings(self.target.model, own)
-        # Processors of transformers are made where the prompts lie, and called where the model computes.
+        # transformers builds its processors on the prompts' device, but they are called on the model's.
         home, there = None if input_ids is None else input_ids.device, self.target.device
         if input_ids is not None:
             input_ids = input_ids.to(there)
@@ -396,18 +397,18 @@ class SpeculativeDecoder(nn.Module):
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         **model_kwargs: Any,
     ) -> "Tensor | GenerateDecoderOnlyOutput":
-        """The decoding method behind ``model.generate(..., custom_generate=decoder.decode_loop)``.
+        """Decodes for ``model.generate(..., custom_generate=decoder.decode_loop)``.
 
-        ``streamer`` does not reach a custom method in transformers: pass it as ``spec_streamer``. Neither does
-        ``tokenizer``, without which transformers refuses ``stop_strings``: pass ``StopStringCriteria``, or call
-        :meth:`generate`. For the other arguments, results and errors see there.
+        transformers does not pass ``streamer`` to a custom method: use ``spec_streamer``. It does not pass
+        ``tokenizer`` either, and refuses ``stop_strings`` without one: pass ``StopStringCriteria``, or call
+        :meth:`generate`. Other arguments, results and errors are those of :meth:`generate`.
         """
-        if model._modules is not self.target.model._modules:  # generate() may call it by a second object
+        if model._modules is not self.target.model._modules:  # with_settings() may have copied the model object
             raise ValueError("this decoder was built for another model than the one whose generate() called it")
         own: Any = model.generation_config
         refuse_unsupported(own, generation_config, model_kwargs.get("attention_mask"), model_kwargs)
         streamers = per_sample_streamers(spec_streamer, len(input_ids))
-        # Not a named parameter: transformers would take it for an option of this method and pass it twice.
+        # Not a named parameter: transformers would then pass it twice.
         mask = model_kwargs.get("attention_mask")
         samples = samples_of(
             input_ids,

@@ -1,4 +1,4 @@
-"""What is proposed in a step: the grower is told about the step, unless nothing is to be drafted.
+"""Drafts the trees of a step: asks the grower for them, or skips it where nothing is to be drafted.
 
 Shapes: B samples, V vocabulary.
 """
@@ -20,18 +20,18 @@ from arbordraft.trees.draft_tree import DraftTree, Proposal
 Candidates = Callable[
     [DecodeState, Sequence[Sample], Noise | GumbelNoise | None], Sequence[tuple[Sequence[int], Tensor] | None]
 ]
-"""Of a batch, its active samples and the noise: by sample, children of its root, with the ``[V]`` row that they were
-drawn from."""
+"""Called with the batch, its active samples and the noise. Returns by sample the children of its root and the ``[V]``
+row from which they were drawn."""
 
 
 class Drafting:
-    """Has the drafter propose trees, as far as the decider lets it.
+    """Lets the drafter propose trees, within the limits that the decider sets.
 
     Args:
-        parts: those of the decoder.
+        parts: the decoder's parts.
         expected_batch: see :class:`~arbordraft.SpeculativeDecoder`.
-        candidates: gives roots their children; by default the drafter does. What is drafted then changes the text, so
-            that nothing but the decider may shorten it, and nothing is emitted behind the drafted levels.
+        candidates: chooses the children of the roots; by default the drafter does. With ``candidates`` the text depends
+            on the drafts. So only the decider may shorten them, and no token is emitted after the drafted levels.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Drafting:
         noise: Noise | GumbelNoise | None,
         static: OneCallDrafts | None = None,
     ) -> DraftTree:
-        """The trees of a step.
+        """Drafts the trees of a step.
 
         Args:
             state: the batch.
             active: the samples that take part.
-            noise: that of the step; ``None`` if all of them are greedy.
-            static: grows whole trees in fixed shapes, for batches whose caches are made for that.
+            noise: noise of the step; ``None`` if all active samples are greedy.
+            static: grows whole trees in fixed shapes, for batches whose caches have fixed shapes.
         """
         decider = self.parts.decider
         forced = self.candidates is not None or any(sample.path_state for sample in active)
@@ -72,11 +72,11 @@ class Drafting:
         return grow(self._context(state, active, noise, static), decider, self.parts.drafter, state.drafts)
 
     def waits(self, state: DecodeState, sample: Sample) -> bool:
-        """Whether nothing is drafted for a sample, as prompts wait for this step to end, and no text changes."""
+        """Returns whether a sample drafts nothing, so that waiting prompts are read sooner; its text stays the same."""
         return state.prefilling and self.candidates is None and (sample.greedy or self._shared)
 
     def _roots(self, state: DecodeState, active: Sequence[Sample]) -> DraftTree:
-        """Trees without drafts."""
+        """Builds trees of roots alone, without drafts."""
         tokens: list[int | None] = [None] * len(state.samples)
         for sample in active:
             tokens[sample.number] = sample.tokens[-1]
@@ -89,12 +89,12 @@ class Drafting:
         noise: Noise | GumbelNoise | None,
         static: OneCallDrafts | None,
     ) -> DraftContext:
-        """What the grower and the drafter are told about the step."""
+        """Builds the inputs of the grower and the drafter for this step."""
         target, _, topology, coupling, _ = self.parts
         candidates = None if self.candidates is None else self.candidates(state, active, noise)
         max_depth: list[int | None] = [None] * len(state.samples)
         for sample in active:
-            # The last token of a verdict is not drafted, so a tree need not be deeper than the budget less one.
+            # The last token of a verdict is never a draft, so a tree needs at most budget - 1 levels.
             max_depth[sample.number] = sample.budget - (candidates is None)
         return DraftContext(
             samples=state.samples,
@@ -114,12 +114,12 @@ class Drafting:
 
 
 def noise_of(state: DecodeState, active: Sequence[Sample], nodes: int, *, shared: bool) -> Noise | GumbelNoise | None:
-    """The noise of a step, by the samples' own seeds; ``None`` if all of them are greedy.
+    """Draws the noise of a step from the samples' own seeds; returns ``None`` if all of them are greedy.
 
     Args:
         state: the batch.
         active: the samples that take part.
-        nodes: those of the topology.
+        nodes: number of nodes of the topology.
         shared: whether target and drafter share their noise.
     """
     drawing = [sample for sample in active if not sample.greedy]

@@ -19,48 +19,49 @@ from arbordraft.utils.errors import UserError
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-_FAILURES = 3  # steps in a row after which the next one will fail, too
+_FAILURES = 3  # failed steps in a row after which the next is expected to fail, too
 
 
 class EngineClosed(UserError):
-    """The engine takes no requests any more."""
+    """The engine is closed and takes no more requests."""
 
 
 class QueueFull(UserError):
-    """More requests wait than the engine was told to keep; the same request may be taken later."""
+    """The queue of waiting requests is full; the engine may take the request later."""
 
 
 class Engine:
     """Decodes requests as they come, in one unpadded batch that they join and leave between two steps.
 
-    A request's settings are its own. What it says depends on its prompt, settings and seed alone, and not on what
-    shares the batch: bit for bit where the kernels treat rows alike (``decoder.equality_report()``).
+    Each request has its own settings. Its text depends on its prompt, settings and seed alone, not on other requests.
+    This holds bit for bit if the kernels are row-invariant (``decoder.equality_report()``).
 
-    Slots are shared out between requests, not between answers. A free one goes to the request with the fewest answers
-    that are being decoded, among equals to the one whose last answer ended, or that came, the longest ago: a request
-    for many answers (``n``) holds nobody up until all of them are done. A higher ``priority`` goes before all that. An
-    answer is admitted once the cache holds all that it may need, so an admitted one never fails for lack of room, and
-    nobody overtakes the request that waits for it.
+    The ``max_samples`` slots are shared out between requests, not between answers. A free slot goes to the request with
+    the highest ``priority``, then to the one with the fewest answers in the batch. Ties go to the request that has
+    waited longest since it came or since one of its answers last ended. So a request for many answers (``n``) does not
+    block others.
+    An answer is admitted once the cache has room for all rows that it may need. An admitted answer thus never fails for
+    lack of room. While a request waits for room, no other request overtakes it.
 
-    Prompts are read in portions between the steps of those that decode already, first the one that would be done first
-    if it were alone: a short prompt does not wait for a long one that came with it, and a long one not for all that
-    come later. What a prompt has in common with the beginning of a text that is still there is copied, not computed.
-    Weights, and the settings that requests leave open, are those that the model had when the engine was made.
+    Prompts are read in portions between decoding steps, first the one that would finish first if it were read alone. So
+    a short prompt does not wait for a long one that came with it. A long prompt does not wait for all later ones. If a
+    prompt shares its beginning with a text that is still cached, that part is copied, not computed. Weights, and
+    settings that requests leave open, are those that the model had when the engine was built.
 
     Args:
-        decoder: does the steps; any number of engines and other calls may use it at a time.
-        max_tokens: rows of each KV cache, which bounds the memory; of a finished text they are kept until others need
-            them. Steps of fixed shapes set some aside for padding, the more the higher ``max_samples`` is.
-        max_samples: answers that are decoded at a time.
-        max_rows: tokens of prompts that are read between two steps, which bounds how long a stream can stall;
-            :func:`~arbordraft.decoding.measuring.rows_within` says how many a machine reads in a given time.
-        max_waiting: requests that may wait for their first slot, whatever number of answers they want; any number by
-            default.
-        reuse: copy common beginnings. By default where that gives the same bits as reading them.
+        decoder: runs the steps; any number of engines and other calls may use it at a time.
+        max_tokens: rows of each KV cache, which bounds its memory. Rows of finished texts are kept until others need
+            them. Steps of fixed shapes reserve some rows for padding: more rows if ``max_samples`` is higher.
+        max_samples: most answers decoded at a time.
+        max_rows: most prompt tokens read between two steps, which bounds how long a stream can stall.
+            :func:`~arbordraft.decoding.measuring.rows_within` tells how many a machine reads in a given time.
+        max_waiting: most requests that may wait for their first slot, each counted once for all its answers; unlimited
+            by default.
+        reuse: copy common beginnings; by default only if copies have the same bits as computed rows.
 
     Raises:
-        TypeError: for arguments of another kind.
-        ValueError: for values out of range, and if the model's own settings ask for what cannot be done: decode with
+        TypeError: for arguments of the wrong type.
+        ValueError: for values out of range, and if the model's own settings are not supported: decode with
             ``generation_config="none"``.
 
     Examples:
@@ -99,32 +100,32 @@ class Engine:
         if reuse is None:
             reuse = decoder.stepper.can_share
         self._samples_of = RequestSamples(decoder)
-        self._mutex = threading.Lock()  # over the queue and the flags
+        self._mutex = threading.Lock()  # guards the queue and the flags
         self._scheduler = Scheduler(
             decoder.stepper, self.max_tokens, self.max_samples, self.max_rows, reuse, mutex=self._mutex
         )
-        self._stepping = threading.Lock()  # over the batch
+        self._stepping = threading.Lock()  # guards the batch
         self._wanted = threading.Condition(self._mutex)
         self._thread: threading.Thread | None = None
         self._closed = self._drains = False
-        self._failed = 0  # steps in a row
+        self._failed = 0  # failed steps in a row
 
     def submit(self, *requests: Request) -> Stream:
-        """Asks for answers; may be called from any thread.
+        """Submits requests and returns the stream of their answers; may be called from any thread.
 
         Args:
-            requests: at least one, all of one priority; either all of them are taken, or none. They count as one where
-                slots are shared out, and if one fails, the others end, too.
+            requests: at least one, all of the same priority. The engine takes either all of them or none. They share
+                slots like one request. If one fails, the others end, too.
 
         Returns:
             Their answers, numbered request by request.
 
         Raises:
-            TypeError: if one is no request.
-            ValueError: if one cannot be answered: its tokens are unknown, it is too long, or wants what the decoder's
-                kind of steps cannot do.
-            CacheOverflow: if one can never have as much room as it may need.
-            QueueFull: if too many wait.
+            TypeError: if an argument is not a :class:`Request`.
+            ValueError: if a request cannot be answered: it has unknown tokens, is too long, or asks for something that
+                the decoder's steps do not support.
+            CacheOverflow: if the cache can never have enough room for a request.
+            QueueFull: if too many requests wait.
             EngineClosed: if the engine was closed.
         """
         if not requests:
@@ -150,31 +151,31 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Answers that are still to be admitted."""
+        """Number of answers that wait for admission."""
         return sum(len(job.waiting) for job in list(self._scheduler.waiting))
 
     @property
     def living(self) -> int:
-        """Answers that are being decoded."""
+        """Number of answers that are being decoded."""
         return len(self._scheduler.living)
 
     @property
     def healthy(self) -> bool:
-        """Whether there is reason to ask it: it is not closed, and one of its last three steps succeeded."""
+        """Whether the engine can answer: it is not closed, and its last three steps did not all fail."""
         return not self._closed and self._failed < _FAILURES
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that end an answer unless its request names others: those of the model's own settings."""
+        """Tokens that end an answer unless its request names others; taken from the model's own settings."""
         return self._samples_of.ends
 
     @property
     def own_settings(self) -> "GenerationConfig":
-        """Settings of the model itself, for all that a request leaves open."""
+        """The model's own settings, which hold where a request sets nothing."""
         return self._samples_of.own
 
     def room(self, prompt: int) -> int:
-        """Most new tokens that may be asked for behind a prompt of some tokens; below 1 if it is too long itself."""
+        """Returns how many new tokens fit after a prompt of ``prompt`` tokens; below 1 if the prompt is too long."""
         decoder, cache = self.decoder, self._scheduler.state.cache
         room = self.max_tokens - cache.reserved - decoder.topology.num_nodes
         if decoder.target.max_positions is not None:
@@ -182,10 +183,10 @@ class Engine:
         return room - prompt
 
     def step(self) -> bool:
-        """Admits, reads and decodes a bit; returns whether there is more to do.
+        """Runs one round of admission, prompt reading and decoding; returns whether work remains.
 
-        Whatever goes wrong beyond a single request is raised here, and ends all requests that were being answered; of
-        three such steps in a row, the last one ends those that wait, too.
+        An error that concerns more than one request is raised here and ends all admitted requests. If three such steps
+        fail in a row, the third also ends the waiting requests.
         """
         with self._stepping:
             try:
@@ -194,19 +195,19 @@ class Engine:
                 self._failed += 1
                 reason = error if isinstance(error, Exception) else EngineClosed("the engine was interrupted")
                 with self._mutex:
-                    self._scheduler.lose(reason, everybody=self._failed >= _FAILURES)
+                    self._scheduler.lose(reason, include_waiting=self._failed >= _FAILURES)
                 raise
             self._failed = 0
             return busy
 
     def run(self) -> None:
-        """Steps until nothing is left to do."""
+        """Steps until all requests are answered."""
         self._announce()
         while self.step():
             pass
 
     def start(self) -> Self:
-        """Steps in a thread of its own whenever there is something to do; ``with engine:`` does that, too."""
+        """Starts a thread that steps whenever there is work; ``with engine:`` does that, too."""
         with self._mutex:
             if self._closed:
                 raise EngineClosed("the engine is closed: make another one")
@@ -216,10 +217,10 @@ class Engine:
         return self
 
     def close(self, *, drain: bool = False) -> None:
-        """Takes no more requests, and waits for the step that is being done.
+        """Closes the engine: it takes no more requests and finishes the step in progress.
 
         Args:
-            drain: answer first what was submitted; else that is cancelled.
+            drain: answer the submitted requests first; otherwise they end with :class:`EngineClosed`.
         """
         with self._wanted:
             self._closed, self._drains = True, drain
@@ -249,17 +250,17 @@ class Engine:
                     return
             try:
                 self.step()
-            except BaseException:  # its requests have been told, and there is nobody else to tell
+            except BaseException:  # step() has already passed the error to its requests
                 continue
 
     def _announce(self) -> None:
-        """Tells the decider what is wanted, if nothing is being decoded; a thread does so while it is idle."""
+        """Tells the decider how many tokens are due, if nothing is being decoded; an idle thread does so itself."""
         if not self._scheduler.living:
             waiting = [entry for job in list(self._scheduler.waiting) for entry in job.waiting]
             self.decoder.decider.expect(sum(entry.sample.budget for entry in waiting))
 
     def _driven(self) -> bool:
-        """Whether a thread steps; if none does, takes a step."""
+        """Takes a step if no thread does so; returns whether a thread runs."""
         if self._thread is not None:
             return True
         self._announce()

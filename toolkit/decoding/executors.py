@@ -1,4 +1,4 @@
-"""Who does a step: forward, verification and, on a device, the moves of accepted rows.
+"""Executors of a step: forward, verification and, on a device, compaction of accepted rows.
 
 Shapes: T packed rows, V vocabulary, F hidden states side by side.
 """
@@ -23,17 +23,17 @@ from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.verdict import Verdict
 
-_KINDS_OF_TREES = 64  # that are kept, by the levels of a batch's samples
+_KINDS_OF_TREES = 64  # most cached layouts of whole trees, keyed by the levels of a batch's samples
 
 
 class Judged(NamedTuple):
-    """What a step came to.
+    """Result of a step.
 
     Args:
-        verdict: about all samples but those that were given up.
-        hidden: given a sample and the first rows of its path, their ``[n, F]`` hidden states.
+        verdict: covers all samples except those that failed in this step.
+        hidden: maps a sample and the first n rows of its path to their ``[n, F]`` hidden states.
         keep: commits rows of the cache.
-        logits: ``[T, V]``; ``None`` where they stay on the device.
+        logits: ``[T, V]``; ``None`` if they stay on the device.
     """
 
     verdict: Verdict
@@ -43,24 +43,24 @@ class Judged(NamedTuple):
 
 
 class Executor(Protocol):
-    """Does the steps of a batch."""
+    """Runs the steps of a batch."""
 
     def __call__(self, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None) -> Judged:
-        """Runs the target over the trees of a step and judges them.
+        """Runs the target over the trees of a step and verifies them.
 
         Args:
-            state: the batch; samples whose logits are no numbers are given up.
+            state: the batch; samples with NaN or infinite logits fail.
             tree: the drafts.
-            noise: that of the step; ``None`` if all samples are greedy.
+            noise: noise of the step; ``None`` if all samples are greedy.
         """
 
 
 class EagerExecutor:
-    """Does steps as they come, without padding: one forward, then the judge.
+    """Runs steps eagerly, without padding: one forward, then verification.
 
     Args:
         runner: runs the target.
-        judge: judges the drafts.
+        judge: verifies the drafts.
     """
 
     def __init__(self, runner: TargetRunner, judge: Judge) -> None:
@@ -76,11 +76,11 @@ class EagerExecutor:
 
 
 class RecordedExecutor:
-    """Does steps in fixed shapes, on a GPU recorded as graphs: forward, verification and compaction are one call.
+    """Runs steps of fixed shapes: one call does forward, verification and compaction, on a GPU as a recorded graph.
 
     Args:
-        static: does them.
-        mask: the topology's.
+        static: runs the steps.
+        mask: mask of the topology.
         shared: whether target and drafter share their noise.
     """
 
@@ -89,7 +89,7 @@ class RecordedExecutor:
         self._whole = lru_cache(_KINDS_OF_TREES)(partial(WholeTrees.of, static, mask))
 
     def kinds(self, samples: Sequence[Sample]) -> dict[Hashable, list[Sample]]:
-        """Samples by what the graph of a step is made for; temperatures of shared noise are columns of its table."""
+        """Groups samples that can share one recorded step; with shared noise, temperature is a column of its table."""
         kinds: dict[Hashable, list[Sample]] = {}
         for sample in samples:
             divides = self.shared and sample.pipeline.temperature is not None
@@ -100,7 +100,7 @@ class RecordedExecutor:
     def ahead(
         self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None
     ) -> StepAhead | None:
-        """What drafts and does a step at once, where nothing but numbers has a say in between."""
+        """Prepares draft and step as one call; ``None`` if the batch needs several steps or the host in between."""
         told = (draft_temperature(sample, self.shared) is not None and not sample.path_state for sample in active)
         if len(self.kinds(active)) != 1 or isinstance(noise, Noise) or not all(told):
             return None
@@ -109,7 +109,7 @@ class RecordedExecutor:
         return StepAhead(self.static, state, self._whole, seated, _temperatures(state, seats), seats)
 
     def done(self, state: DecodeState, tree: DraftTree, ahead: StepAhead) -> Judged | None:
-        """What the step came to if it has been done with the draft, of which these are the trees."""
+        """Returns the result of the step if it ran together with the draft of these trees, else ``None``."""
         if (result := ahead.result(tree)) is None:
             return None
         state.stats.count_padding(result.padding)
@@ -134,18 +134,18 @@ class RecordedExecutor:
                 state.give_up([seats[place] for place in result.failed])
                 verdicts.append(_shifted(result.verdict.unseated(seats, len(tree)), part, tree))
                 hidden |= {number: result.hidden[places[number]] for number in part.living}
-        # Of roots and paths already, by sample.
+        # These hold only the rows of roots and paths, by sample.
         return Judged(Verdict.joined(verdicts), lambda sample, rows: hidden[sample][: len(rows)], state.cache.advance)
 
 
 def _temperatures(state: DecodeState, seats: Sequence[int]) -> list[float]:
-    """By place, 0 for a greedy sample."""
+    """Returns the temperature of each seat, 0 for a greedy sample."""
     seated = [state.samples[number] if number >= 0 else None for number in seats]
     return [1.0 if one is None else 0.0 if one.greedy else one.pipeline.temperature or 1.0 for one in seated]
 
 
 def _shifted(verdict: Verdict, part: DraftTree, whole: DraftTree) -> Verdict:
-    """A verdict about a part of a batch, in rows of the whole."""
+    """Converts a verdict about part of a batch to rows of the whole batch."""
     if part is whole:
         return verdict
     firsts = zip(part.offsets, whole.offsets, strict=True)
@@ -155,11 +155,11 @@ def _shifted(verdict: Verdict, part: DraftTree, whole: DraftTree) -> Verdict:
 
 
 def _picked(rows: Tensor, path: Sequence[int]) -> Tensor:
-    """Some rows; consecutive ones, as they nearly always are, without a copy."""
+    """Selects rows; consecutive ones, nearly always the case, without a copy."""
     first, last = path[0], path[-1]
     if last - first == len(path) - 1:
         return rows[first : last + 1]
-    return torch.stack([rows[row] for row in path])  # an index would be uploaded, and takes longer to begin
+    return torch.stack([rows[row] for row in path])  # an index tensor would have to be uploaded, which is slower
 
 
 __all__ = ["EagerExecutor", "Executor", "Judged", "RecordedExecutor"]

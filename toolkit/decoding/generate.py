@@ -1,4 +1,4 @@
-"""How the arguments and results of transformers' ``generate()`` map to ours.
+"""Maps arguments and results of transformers' ``generate()`` to ours.
 
 Shapes: B samples, L prompt columns (padding included).
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Decoded(Protocol):
-    """What of a sample ends up in the output."""
+    """Fields of a sample that the output needs."""
 
     tokens: list[int]
     padding: int
@@ -41,9 +41,9 @@ class DecodingError(UserError):
     """Some samples could not be decoded to their end.
 
     Args:
-        failures: reason by sample.
-        output: everything that was decoded, as ``generate(return_dict_in_generate=True)`` returns it; samples that
-            did not fail are complete.
+        failures: reason of failure by sample.
+        output: all decoded tokens, as ``generate(return_dict_in_generate=True)`` returns them; the other samples are
+            complete.
     """
 
     def __init__(self, failures: dict[int, str], output: "SpeculativeOutput") -> None:
@@ -54,21 +54,22 @@ class DecodingError(UserError):
 
 
 class StopTexts:
-    """A stopping criterion: an answer ends with the token that completes one of several texts.
+    """Stopping criterion: an answer ends with the token that completes one of several texts.
 
-    Unlike transformers' ``StopStringCriteria``, it reads the answer without the prompt, and only tokens that come: how
-    long the texts are and how large the vocabulary is makes no difference. Only decoders of this package know it.
+    Unlike transformers' ``StopStringCriteria``, it reads the answer without the prompt, and each new token once. So its
+    cost depends neither on the length of the texts nor on the size of the vocabulary. Only decoders of this package
+    support it.
 
     Args:
         tokenizer: spells the answers.
-        texts: those that end one.
+        texts: texts that end an answer.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | Spelling", texts: Sequence[str]) -> None:
         self._spelling, self._texts = Spelling.of(tokenizer), texts
 
     def answer(self) -> Pieces:
-        """What reads one answer."""
+        """Creates a reader for one answer."""
         return Pieces(self._spelling, self._texts)
 
 
@@ -76,11 +77,11 @@ class Stopping:
     """Stopping criteria for samples that gain several tokens per step.
 
     Args:
-        criteria: what ``generate()`` prepared. The length limit and end-of-sequence tokens are read off, and answers
-            are read for :class:`StopTexts`; any other criterion is asked about one sample at a time, after each of its
-            tokens.
-        batch_size: samples of the batch that they were prepared for. Criteria that transformers does not know are asked
-            about as many rows, all of them equal, as they may tell rows apart.
+        criteria: criteria that ``generate()`` prepared. The length limit and end-of-sequence tokens are extracted from
+            them. :class:`StopTexts` read the answer. All other criteria are called for one sample at a time, after each
+            of its tokens.
+        batch_size: size of the batch for which the criteria were prepared. Custom criteria are called with
+            ``batch_size`` equal rows, since they may treat rows differently.
         row: the sample's number in that batch.
         ends: further tokens that end a sample.
     """
@@ -103,7 +104,7 @@ class Stopping:
                     self._others.append(criterion)
 
     def __call__(self, token: int, path: Callable[[], Sequence[int]]) -> bool:
-        """Whether a sample ends with ``token``; ``path()`` gives all its tokens up to and with that one."""
+        """Returns whether a sample ends with ``token``; ``path()`` returns all its tokens, this one included."""
         for answer in self._answers:
             answer.add([token])
         if token in self._ends or any(answer.ended for answer in self._answers):
@@ -114,10 +115,10 @@ class Stopping:
         return any(self._ended(criterion, ids) for criterion in self._others)
 
     def _ended(self, criterion: Any, ids: Tensor) -> bool:
-        """Whether a criterion ends the text of ``[1, L]`` tokens, as this sample's row of the batch."""
+        """Returns whether a criterion ends ``[1, L]`` tokens as this sample's row of the batch."""
         count, row = (1, 0) if transformers_name(type(criterion)) else (self._batch_size, self._row)
         said = torch.as_tensor(criterion(ids.repeat(count, 1), None))
-        if said.ndim > 1 or said.numel() not in (1, count):  # some say one bool for all
+        if said.ndim > 1 or said.numel() not in (1, count):  # some return one bool for all rows
             raise ValueError(f"{type(criterion).__name__} returned {list(said.shape)} values for {count} samples")
         return bool(said.expand(count)[row])
 
@@ -128,7 +129,7 @@ def with_stop_strings(
     """Adds stop strings, if there are any, to stopping criteria.
 
     Raises:
-        ValueError: if there is no tokenizer to spell tokens.
+        ValueError: if there are stop strings but no tokenizer.
     """
     from transformers import StoppingCriteriaList, StopStringCriteria
 
@@ -176,10 +177,10 @@ def _described(value: Any) -> str:
 def without_padding(
     processors: "LogitsProcessorList", padding: Sequence[int], config: "GenerationConfig"
 ) -> "list[LogitsProcessor]":
-    """Processors for single samples whose paths hold no padding tokens.
+    """Adapts the processors of a padded batch to single samples without padding.
 
-    ``generate()`` tells the repetition penalty how many columns of the padded batch each row should skip. Here there is
-    no padding to skip. Where it is told a least number of new tokens, it prepares two processors that say so.
+    ``generate()`` sets how many padding columns the repetition penalty skips in each row. A sample has no padding, so
+    that number is dropped. For ``min_new_tokens``, ``generate()`` prepares two processors; one of them is dropped.
     """
     from transformers import MinLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
@@ -198,23 +199,23 @@ def without_padding(
     return kept
 
 
-# What generate() hands to every decoding method, besides the inputs of the model at hand.
+# Arguments that generate() passes to every decoding method, besides the inputs of the particular model.
 _EXPECTED = frozenset({"attention_mask", "logits_to_keep", "position_ids", "use_cache", *CACHE_NAMES, *EXTRA_OUTPUTS})
 
 
 def integral_lengths(options: Mapping[str, Any]) -> dict[str, int]:
-    """Lengths that were given as whole floats, as arithmetic gives them and transformers takes them."""
+    """Converts lengths given as whole floats, which transformers accepts, to integers."""
     names = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
     given = {name: options.get(name) for name in names}
     return {name: int(value) for name, value in given.items() if isinstance(value, float) and value.is_integer()}
 
 
 def check_options(options: Mapping[str, Any], own: "GenerationConfig") -> dict[str, Any]:
-    """All settings that arguments of ``generate()`` and the model's own come to, by name.
+    """Merges arguments of ``generate()`` with the model's own settings, checks the result and returns it by name.
 
     Raises:
-        TypeError: for arguments of another kind.
-        ValueError: for arguments that make no sense, or none here.
+        TypeError: for arguments of the wrong type.
+        ValueError: for arguments that are invalid or not supported here.
     """
     from transformers import GenerationConfig
 
@@ -232,7 +233,7 @@ def check_options(options: Mapping[str, Any], own: "GenerationConfig") -> dict[s
 def refuse_unsupported(
     own: "GenerationConfig", config: "GenerationConfig", attention_mask: Tensor | None, model_kwargs: dict[str, Any]
 ) -> None:
-    """Raises ValueError for options of ``generate()`` and inputs of a model that cannot be honoured here."""
+    """Raises ValueError for options of ``generate()`` and model inputs that are not supported here."""
     check_settings(vars(config), own)
     pasts = [past for name in CACHE_NAMES if (past := model_kwargs.get(name)) is not None]
     if any(past.get_seq_length() > 0 for past in pasts):
@@ -251,7 +252,7 @@ def refuse_unsupported(
 
 
 def _own_positions(positions: Tensor, attention_mask: Tensor | None) -> bool:
-    """Whether ``[B, L]`` positions are those that every token has in its prompt."""
+    """Returns whether ``[B, L]`` positions count each prompt's own tokens from 0."""
     if positions.ndim != 2:
         return False
     mask = torch.ones_like(positions) if attention_mask is None else attention_mask.long()
@@ -261,7 +262,7 @@ def _own_positions(positions: Tensor, attention_mask: Tensor | None) -> bool:
 def per_sample_streamers(
     streamer: "BaseStreamer | Sequence[BaseStreamer] | None", batch: int
 ) -> "Sequence[BaseStreamer]":
-    """One streamer per sample, or none."""
+    """Returns one streamer per sample, or an empty sequence for ``None``."""
     if streamer is None:
         return ()
     streamers = streamer if isinstance(streamer, Sequence) else [streamer]
@@ -276,7 +277,7 @@ def per_sample_streamers(
 def pack_output(
     input_ids: Tensor, samples: Sequence[Decoded], stats: DecodeStats, config: "GenerationConfig"
 ) -> "SpeculativeOutput":
-    """The committed tokens behind the prompts as given, padded on the right."""
+    """Builds the output: the prompts as given, each followed by its new tokens, padded on the right."""
     from arbordraft.decoding.output import SpeculativeOutput
 
     columns = input_ids.shape[1]

@@ -1,4 +1,4 @@
-"""What becomes of the drafts of a step.
+"""Verifies the drafts of a step.
 
 Shapes: T packed rows, V vocabulary.
 """
@@ -18,11 +18,11 @@ from arbordraft.verifiers import matching_verdict
 from arbordraft.verifiers.coupling import Coupling
 
 Judge = Callable[[DecodeState, DraftTree, Tensor, Sequence[int], Noise | GumbelNoise | None, Sequence[int]], Verdict]
-"""Of the drafts of a step: ``judge(state, tree, logits, best, noise, samples)``, see :class:`CouplingJudge`."""
+"""Verifies the drafts of a step: ``judge(state, tree, logits, best, noise, samples)``, see :class:`CouplingJudge`."""
 
 
 class CouplingJudge:
-    """Judges trees by a coupling, and those of greedy samples by the target's most probable tokens."""
+    """Verifies trees by a coupling, and trees of greedy samples by the target's most probable tokens."""
 
     def __init__(self, coupling: Coupling) -> None:
         self.coupling = coupling
@@ -36,15 +36,15 @@ class CouplingJudge:
         noise: Noise | GumbelNoise | None,
         samples: Sequence[int],
     ) -> Verdict:
-        """The verdict about some samples.
+        """Verifies the trees of some samples.
 
         Args:
             state: the batch.
             tree: the drafts.
             logits: ``[T, V]``.
-            best: T most probable tokens.
-            noise: that of the step; ``None`` if all samples are greedy.
-            samples: their numbers.
+            best: the most probable token of each of the T rows.
+            noise: noise of the step; ``None`` if all samples are greedy.
+            samples: numbers of the samples to verify.
 
         Raises:
             SampleError: if a sample's processors fail, or leave no token to draw.
@@ -52,7 +52,7 @@ class CouplingJudge:
         if not samples:
             return Verdict.nothing(len(tree))
         target = target_rows(state, tree, logits, best)
-        # With shared noise a greedy sample is one without noise; uniforms are for samples that are not greedy.
+        # Under shared noise the coupling takes greedy samples, too, as samples without noise. Uniforms cannot say so.
         if noise is None or isinstance(noise, Noise):
             greedy = [sample for sample in samples if noise is None or state[sample].greedy]
         else:
@@ -71,7 +71,7 @@ class CouplingJudge:
         assert noise is not None
         try:
             return self.coupling(tree, target, noise, samples)
-        except ValueError as error:  # nothing can be drawn behind some sample: with equal noise it fails alone, too
+        except ValueError as error:  # no token can be drawn for some sample: the same noise finds which one
             for sample in samples:
                 try:
                     self.coupling(tree, target, noise, [sample])

@@ -1,4 +1,4 @@
-"""Refuses texts that are too long: for the target's positions, and before they are tokenised, which takes long."""
+"""Checks lengths: of prompts against the target's positions, and of texts before slow tokenisation."""
 
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -8,13 +8,13 @@ from arbordraft.target.model import RaggedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BLANKS = "\u2581\u0120\u010a\u0109\u010d"  # how SentencePiece and byte-level tokenizers write blanks and line breaks
-_STRANGE = "\U0010fffd" * 64  # for private use: no token has it
-_MARGIN = 64  # bytes that may change where a text is cut
+_BLANKS = "\u2581\u0120\u010a\u0109\u010d"  # blanks and line breaks in SentencePiece and byte-level vocabularies
+_STRANGE = "\U0010fffd" * 64  # a private-use character, which no token contains
+_MARGIN = 64  # bytes that may change near the cut of a text
 
 
 def check_positions(target: RaggedModel, prompt: int, budget: int) -> None:
-    """Raises ValueError if a prompt of some tokens with its answer is too long; the last token needs no position."""
+    """Raises ValueError if prompt and new tokens exceed the target's positions; the last token needs none."""
     limit = target.max_positions
     if limit is not None and prompt + budget - 1 > limit:
         raise ValueError(
@@ -24,28 +24,28 @@ def check_positions(target: RaggedModel, prompt: int, budget: int) -> None:
 
 
 class TextTooLong(ValueError):
-    """A text has more tokens than fit, however it is tokenised."""
+    """A text has too many tokens, however it is tokenised."""
 
 
 class LengthCheck:
-    """Refuses texts of which it is certain that they have too many tokens.
+    """Refuses texts that certainly have too many tokens, before they are tokenised.
 
-    No token spells more bytes than its name has. Blanks do not count, since some tokenizers drop or join them, and
-    the rest counts as the tokenizer normalises it. A tokenizer that makes one token of a whole stretch that it does not
-    know refuses nothing: no length is too long for it.
+    No token spells more bytes than its name has. Blanks are not counted, since some tokenizers drop or join them. The
+    remaining characters are counted after the tokenizer's normalisation. Some tokenizers map any stretch of unknown
+    characters to one token. For these no text is refused.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str, most: int) -> None:
-        """Refuses a text of more than ``most`` tokens if its length tells.
+        """Refuses a text whose length proves that it has more than ``most`` tokens.
 
         Raises:
-            TextTooLong: with the numbers of characters and of tokens.
+            TextTooLong: if the text is too long; the message states its characters and ``most``.
         """
         if len(text) <= most or (longest := self._longest) is None:
             return
@@ -63,7 +63,7 @@ class LengthCheck:
 
     @cached_property
     def _longest(self) -> int | None:
-        """Most bytes, without blanks, that a token spells; ``None`` if there is no such number."""
+        """Most bytes, without blanks, that a token spells; ``None`` if no bound is known."""
         tokenizer = self._tokenizer
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             return None

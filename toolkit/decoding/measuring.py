@@ -1,4 +1,4 @@
-"""What forwards and steps cost on this machine: measured once, when it pays, and kept in the cache folder."""
+"""Costs of forwards and steps on this machine: measured once, when it pays, and kept in the cache folder."""
 
 import hashlib
 import json
@@ -33,21 +33,20 @@ Kept = TypeVar("Kept", CostTable, StepCosts)
 _MOST_READ = 2048  # tokens of prompts in one forward
 # Kernels take rows in blocks: the first row of a block may cost as much as all of it.
 _KEPT_ROWS = (1, 2, 4, 5, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 49, 64)
-_KEPT_REPEATS, _KEPT_BATCHES = 6, (1, 4, 16)  # what is kept for ever is worth some seconds
-_SECONDS = {"forwards of this model": 4.0, "drafts for it": 6.0}  # of each measurement, unless it is to be thorough
-_METHOD = 2  # what was found by another one is measured anew
+_KEPT_REPEATS, _KEPT_BATCHES = 6, (1, 4, 16)  # a measurement that is kept for good may take some seconds
+_SECONDS = {"forwards of this model": 4.0, "drafts for it": 6.0}  # limit of each measurement, unless renew=True
+_METHOD = 2  # version of the method; a change of it renews all kept measurements
 
 
 def known_rows(target: RaggedModel, *, renew: bool = False) -> CostTable:
-    """What :func:`measure_rows` found on this machine before, for a model of this kind; measured now if it did not.
+    """Loads the costs that :func:`measure_rows` found for this kind of model on this machine, or measures them now.
 
-    What was measured is kept in the cache folder, by processor, threads, versions, the model's shapes, dtype and
-    kernels. A file that is damaged is measured anew, with a warning. Measuring takes some seconds, of which a line on
-    stderr tells (:func:`~arbordraft.kernels.native.progress.progress_line`); after 4 s the rows timed so far make the
-    table.
+    Costs are kept in the cache folder, by processor, threads, versions, the model's shapes, dtype and kernels. If a
+    file is damaged, they are measured again, with a warning. Measuring takes some seconds and reports progress on
+    stderr (:func:`~arbordraft.kernels.native.progress.progress_line`). After 4 s the rows timed so far form the table.
 
     Args:
-        renew: measure anew all the same, for as long as it takes.
+        renew: measure again in any case, without a time limit.
     """
     return _rows_known(target, renew)
 
@@ -62,19 +61,21 @@ def _rows_known(target: RaggedModel, renew: bool, hurry: Callable[[], bool] | No
 
 
 def rows_within(target: RaggedModel, seconds: float = 0.2) -> int:
-    """Tokens of prompts to read at a time (``max_rows`` of an engine), so that streams stall no longer than this.
+    """Returns how many prompt tokens a forward reads in ``seconds``: ``max_rows`` of an engine, to bound stalls.
 
-    By :func:`known_rows`; at least 1, at most the 2,048 that one forward over prompts takes.
+    Costs come from :func:`known_rows`. The result is between 1 and 2,048, the most that one forward over prompts takes.
     """
     return known_rows(target).within(seconds, _MOST_READ)
 
 
 def known_costs(target: RaggedModel, drafter: Drafter, *, renew: bool = False) -> StepCosts:
-    """The same for whole steps with a drafter: :func:`known_rows`, and what :func:`measure_steps` finds on short
-    texts without meaning, in at most 6 s more.
+    """Loads the costs of whole steps with a drafter, or measures them now.
+
+    The costs are those of :func:`known_rows`, and those that :func:`measure_steps` finds on short random texts in at
+    most 6 s more.
 
     Args:
-        renew: measure anew all the same, for as long as it takes.
+        renew: measure again in any case, without a time limit.
     """
     return _costs_known(target, drafter, renew)
 
@@ -94,11 +95,11 @@ def _costs_known(
 
 
 def cost_aware(target: RaggedModel, drafter: Drafter) -> CostAware:
-    """A decider by the costs of this machine, which are measured only once that pays.
+    """Builds a decider that uses the costs of this machine, which are measured only once that pays.
 
-    If they were measured before, they are read from the cache folder. Else they are rough (:func:`rough_costs`) for the
-    first 512 tokens, as to measure takes longer than a short answer; then :func:`known_costs` measures, between two
-    batches or while an engine is idle. What is measured changes no greedy text and none with shared noise.
+    Costs that were measured before are read from the cache folder. Otherwise :func:`rough_costs` serve for the first
+    512 tokens, since measuring takes longer than a short answer. Then :func:`known_costs` measures between two batches
+    or while an engine is idle. Costs change no greedy text and no text with shared noise.
 
     Args:
         target: the target.
@@ -126,10 +127,10 @@ def _known(
     renew: bool,
     hurry: Callable[[], bool] | None,
 ) -> Kept:
-    """What is kept in a file, or is measured now; in a moment that ``hurry`` can end nobody waits, and nothing is said.
+    """Loads costs from a file, or measures and saves them; with ``hurry`` no progress is reported.
 
     Raises:
-        _Hurry: if the moment is over.
+        _Hurry: if ``hurry()`` becomes true during the measurement.
     """
     if not renew and path.exists():
         try:
@@ -153,16 +154,16 @@ def _known(
     try:
         costs.save(path)
     except OSError as error:
-        warnings.warn(f"what steps cost is measured in every process: {error}", stacklevel=4)
+        warnings.warn(f"step costs are measured in every process: {error}", stacklevel=4)
     return costs
 
 
 class _Hurry(Exception):
-    """Breaks a measurement off: what it found so far is too little to be kept."""
+    """Breaks off a measurement, which has found too little to be kept."""
 
 
 def cost_file(target: RaggedModel, drafter: Drafter | None = None) -> Path:
-    """Where :func:`known_rows`, or with a drafter :func:`known_costs`, keeps its measurement."""
+    """Returns the path at which :func:`known_rows`, or with a drafter :func:`known_costs`, keeps its measurement."""
     model = target.model
     shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu()
@@ -179,14 +180,14 @@ def cost_file(target: RaggedModel, drafter: Drafter | None = None) -> Path:
 def measure_costs(
     target: RaggedModel, drafter: Drafter, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]
 ) -> StepCosts:
-    """Times forwards of the target, levels of drafting by their rows, and what a step takes besides.
+    """Times forwards of the target, levels of drafting by their rows, and the remaining work of a step.
 
     Args:
-        prompts: first user turns.
+        prompts: first user turns of conversations.
 
     Raises:
-        TypeError: if ``prompts`` is no list of texts.
-        ValueError: if there is no prompt.
+        TypeError: if ``prompts`` is not a list of texts.
+        ValueError: if ``prompts`` is empty.
     """
     check_texts(prompts)
     texts = [inputs["input_ids"][0].tolist() for inputs in chat_batches(tokenizer, prompts, 1)]

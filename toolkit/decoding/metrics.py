@@ -1,4 +1,4 @@
-"""What a decoding run counts."""
+"""Counts and times of a decoding run."""
 
 import time
 from collections import Counter
@@ -12,15 +12,15 @@ from arbordraft.trees.verdict import Verdict
 
 @dataclass
 class DecodeStats:
-    """Counts of one batch.
+    """Counts and times of one batch.
 
     Args:
-        exactness: what the coupling promises about the output law.
-        emitted: committed tokens of every sample.
-        forwards: target forwards that every sample took part in.
-        drafted: drafted tokens, all samples.
-        tried: by depth, how often some child at that depth was up for acceptance.
-        accepted: by depth, how often one was accepted.
+        exactness: the coupling's promise about the output law, such as ``exact``.
+        emitted: new committed tokens of each sample.
+        forwards: target forwards that each sample took part in.
+        drafted: drafted tokens of all samples.
+        tried: by depth, how often at least one child at that depth was tested.
+        accepted: by depth, how often a child was accepted.
         accepted_rank: by rank among its siblings, how often a child was accepted.
         rows: packed rows of all target forwards.
         pad_rows: rows that belong to no token.
@@ -51,11 +51,11 @@ class DecodeStats:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """``[d - 1]``: share of the times that a child at depth ``d`` was accepted when there was one to accept."""
+        """Entry ``[d - 1]``: share of tests at depth ``d`` in which a child was accepted."""
         return [self.accepted[depth] / self.tried[depth] for depth in sorted(self.tried)]
 
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
-        """Counts of two batches, the samples of the other behind these."""
+        """Adds the counts of two batches; the samples of ``other`` come last."""
         names = ("emitted", "forwards", "drafted", "tried", "accepted", "accepted_rank", "rows", "pad_rows", "pad_keys")
         counts: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
         phases = self.seconds | other.seconds
@@ -71,13 +71,13 @@ class DecodeStats:
         self.pad_keys += attended - keys
 
     def count_padding(self, rows: int) -> None:
-        """Counts the padding rows of a forward; together they attend to one column of no meaning."""
+        """Counts the padding rows of a forward; together they attend to one padding column."""
         self.rows += rows
         self.pad_rows += rows
         self.pad_keys += min(rows, 1)
 
     def record(self, tree: DraftTree, verdict: Verdict, sample: int, emitted: int) -> None:
-        """Counts the verdict about a sample of which ``emitted`` tokens were committed, to the first sample."""
+        """Counts a sample's verdict and ``emitted`` committed tokens, in entry 0 of ``forwards`` and ``emitted``."""
         self.forwards[0] += 1
         self.emitted[0] += emitted
         self.drafted += tree.lengths[sample] - 1
@@ -92,17 +92,17 @@ class DecodeStats:
             self.tried[len(path)] += 1
 
     def phase(self, name: str) -> "_Phase":
-        """Adds the time spent inside to ``seconds[name]``."""
+        """Times a ``with`` block and adds the time to ``seconds[name]``."""
         return _Phase(self.seconds, name)
 
     def shift(self, seconds: float, phase: str, to: str) -> None:
-        """Counts time for another phase than the one that it is measured in."""
+        """Moves measured time from one phase to another."""
         for name, change in ((phase, -seconds), (to, seconds)):
             self.seconds[name] = self.seconds.get(name, 0.0) + change
 
 
 class _Phase:
-    """Times a block: a class of its own costs a third of a generator, and each step enters four."""
+    """Times a block; a class takes a third of a generator's time, and each step enters four."""
 
     __slots__ = ("name", "seconds", "start")
 

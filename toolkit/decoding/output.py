@@ -1,4 +1,4 @@
-"""The result of ``generate(return_dict_in_generate=True)``."""
+"""Output of ``generate(return_dict_in_generate=True)``."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from arbordraft.decoding.metrics import DecodeStats
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """Hugging Face's output with the statistics of speculative decoding.
+    """Hugging Face's generation output with the statistics of speculative decoding.
 
     Args:
         sequences: ``[B, L + new]`` token ids.
-        stats: counts of the run.
+        stats: counts and times of the run.
     """
 
     stats: DecodeStats | None = None

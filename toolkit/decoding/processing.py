@@ -1,6 +1,6 @@
-"""The rows of a batch: those that are no numbers are dropped, others put through their own sample's processors.
+"""Prepares target rows: drops samples with NaN or infinite logits, applies each sample's own processors.
 
-Shapes: T packed rows, R of them, V vocabulary.
+Shapes: T packed rows, R selected rows, V vocabulary.
 """
 
 import math
@@ -19,7 +19,7 @@ from arbordraft.trees.draft_tree import DraftTree
 
 
 def finite_rows(state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int]]:
-    """Gives up samples whose logits are not numbers, so that they cannot disturb or lose the others.
+    """Ends samples with NaN or infinite logits, so that the rest of the batch can go on.
 
     Args:
         state: the batch.
@@ -27,10 +27,10 @@ def finite_rows(state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[li
         logits: ``[T, V]``.
 
     Returns:
-        The samples that are left, and T most probable tokens, which came up on the way.
+        The remaining samples, and the most probable token of each of the T rows.
     """
     highest, best = row_max(logits)
-    # NaN and +inf reach the maximum; -inf alone is a banned token. Plain numbers: an operator takes longer.
+    # NaN and +inf reach the maximum; -inf marks a banned token. On a CPU plain numbers are faster than an operator.
     if best.is_cpu:
         sound, tokens = [math.isfinite(value) for value in highest.tolist()], best.tolist()
     else:  # in one download
@@ -43,13 +43,13 @@ def finite_rows(state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[li
 
 
 def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Sequence[int]) -> SoftmaxRows:
-    """The target's rows, put through processors where they are read, each along its own path.
+    """Returns the target's rows; processors are applied when a row is read, along the path of its node.
 
     Args:
         state: the batch.
         tree: the drafts.
         logits: ``[T, V]``.
-        best: T most probable tokens.
+        best: the most probable token of each of the T rows.
     """
     living = [state[number] for number in tree.living]
     if len(alike(living)) == 1 and (temperature := living[0].pipeline.temperature) is not None:  # nearly always
@@ -73,7 +73,7 @@ def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Seque
 def _rows_of(
     owners: Sequence[Sample], drafted: Callable[[int], list[int]], sample: Sample, logits: Tensor, best: Sequence[int]
 ) -> SoftmaxRows:
-    """All rows as this sample's are processed."""
+    """Returns all rows, processed as those of this sample."""
     pipeline, best_of = sample.pipeline, best if sample.greedy else None
     if (temperature := pipeline.temperature) is not None:
         return SoftmaxRows(logits, temperature=temperature, best=best_of)
@@ -90,7 +90,7 @@ def _rows_of(
                 owners[rows[row]].state(drafted(rows[row])).fail(
                     ValueError("no token may come next: some processor forbids what another one demands")
                 )
-                scores[row] = 0.0  # behind a draft that cannot be gone on from: nothing drawn here is committed
+                scores[row] = 0.0  # a dead end: no token drawn from this row is committed
             return processed
 
         return lambda logits, rows: blamed(process, logits, rows, owners)

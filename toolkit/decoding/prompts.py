@@ -1,4 +1,4 @@
-"""Prompts to try and to measure on, written for this project.
+"""Prompts for trials and measurements, written for this project.
 
 Shapes: B prompts, L columns.
 """
@@ -40,7 +40,7 @@ _GALLERY = _copy(
 _REQUESTS = _copy("server log", (f"192.168.0.{n} - GET /index.html HTTP/1.1 - 200 OK - 512 bytes" for n in range(1, 9)))
 _TOWNS = ("Lisbon", "Porto", "Braga", "Coimbra", "Faro")
 
-# The answers copy from the prompt: lookups should pay.
+# Answers copy from the prompt, so lookups should pay.
 REPEATING = (
     _copy("HTML list", (f'<li class="entry"><a href="/page{n}.html">Page {n}</a></li>' for n in range(1, 8)), "ul"),
     _copy(
@@ -67,7 +67,7 @@ REPEATING = (
     _GALLERY,
 )
 
-# The answers are new text: a drafter without a model should know when to rest.
+# Answers are new text, so a drafter without a model should rest.
 VARIED = (
     "Describe the smell of a bakery at dawn to somebody who has never been awake that early.",
     "Why do leaves change their colour in autumn? Explain it to a ten-year-old.",
@@ -79,7 +79,7 @@ VARIED = (
     "Give me advice for a first conversation with a new neighbour who seems shy.",
 )
 
-# A batch of different lengths: chat, code, and passages that repeat themselves.
+# Chat, code and repetitive passages, of different lengths.
 MIXED = (
     "What is the capital of France?",
     "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
@@ -93,13 +93,13 @@ MIXED = (
 
 
 def read_prompts(path: Path) -> list[str]:
-    """First user turns of a file with one JSON object per line.
+    """Reads the first user turns from a file with one JSON object per line.
 
     Args:
-        path: each line has ``messages`` as chat APIs take them, or ``turns``, a list of texts, as MT-Bench's own.
+        path: file whose lines hold ``messages`` as chat APIs take them, or ``turns``, a list of texts, as in MT-Bench.
 
     Raises:
-        ValueError: if a line is something else, or the file is not UTF-8.
+        ValueError: if a line holds neither, or the file is not UTF-8.
     """
     prompts = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
@@ -119,7 +119,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def left_padded(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """``input_ids`` and ``attention_mask``, both ``[B, L]``, of tokenized prompts."""
+    """Pads tokenized prompts to ``input_ids`` and ``attention_mask``, both ``[B, L]``."""
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     return {
@@ -129,7 +129,7 @@ def left_padded(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> dict[str, Any]:
-    """A left-padded batch of single-turn chats, or of plain texts if the tokenizer has no chat template.
+    """Builds a left-padded batch of single-turn chats, or of plain texts if the tokenizer has no chat template.
 
     Returns:
         ``input_ids`` and ``attention_mask``, both ``[B, L]``.
@@ -146,17 +146,17 @@ def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> 
 
 
 def chat_batches(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], batch: int) -> list[dict[str, Any]]:
-    """The same for many prompts, ``batch`` at a time."""
+    """Builds left-padded batches of ``batch`` prompts each, as :func:`chat_batch` does."""
     return [chat_batch(tokenizer, prompts[first : first + batch]) for first in range(0, len(prompts), batch)]
 
 
 def plain_request(temperature: float, new_tokens: int) -> dict[str, Any]:
-    """Arguments of ``generate`` for sampling from the whole vocabulary, or greedy decoding at temperature 0."""
+    """Returns ``generate`` arguments that sample from the whole vocabulary, or decode greedily at temperature 0."""
     return settings_of(new_tokens, temperature, 1.0, 0, None, 1)
 
 
 def check_texts(prompts: Sequence[str]) -> None:
-    """Raises TypeError unless prompts are a list of texts, and ValueError if there is none."""
+    """Raises TypeError unless ``prompts`` is a list of texts, and ValueError if it is empty."""
     if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
         raise TypeError("prompts must be a list of texts")
     if not prompts:

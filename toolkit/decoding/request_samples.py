@@ -1,4 +1,4 @@
-"""Makes samples of an engine's requests.
+"""Builds samples from an engine's requests.
 
 Shapes: none; samples are counted, not stacked.
 """
@@ -25,13 +25,13 @@ _MOST_PIPELINES = 256
 
 
 class RequestSamples:
-    """Makes the samples of requests, with the settings that the model had when this was made.
+    """Builds samples from requests, with the settings that the model had when this object was built.
 
     Args:
-        decoder: decodes them.
+        decoder: decodes the samples.
 
     Raises:
-        ValueError: if the model's own settings ask for what cannot be done.
+        ValueError: if the model's own settings are not supported.
     """
 
     def __init__(self, decoder: SpeculativeDecoder) -> None:
@@ -43,7 +43,7 @@ class RequestSamples:
         self._stopping = with_stop_strings(None, self.own.stop_strings or (), tokenizer)
         self._bound = bound_to_text(self.own)
         self._pipelines: OrderedDict[tuple[Any, ...], LogitsPipeline] = OrderedDict()
-        self._mutex = threading.Lock()  # over the pipelines
+        self._mutex = threading.Lock()  # guards the pipelines
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -52,16 +52,16 @@ class RequestSamples:
         return () if known is None else (known,) if isinstance(known, int) else tuple(known)
 
     def __call__(self, request: Request, stream: Stream, first: int) -> list[Sample]:
-        """The samples of a request.
+        """Builds the samples of a request.
 
         Args:
             request: the request.
-            stream: takes the answers.
-            first: number of the first answer in it.
+            stream: receives the answers.
+            first: number of the request's first answer in the stream.
 
         Raises:
-            ValueError: if the request cannot be answered: its tokens are unknown, it is too long, or wants what the
-                decoder's kind of steps cannot do.
+            ValueError: if the request cannot be answered: it has unknown tokens, is too long, or asks for something
+                that the decoder's steps do not support.
         """
         decoder, target = self.decoder, self.decoder.target
         if max(request.prompt) >= target.vocab_size:
@@ -100,7 +100,7 @@ class RequestSamples:
         return samples
 
     def _criteria(self, request: Request) -> list[Any]:
-        """Criteria of a request and of the model's own settings, for one answer."""
+        """Builds the stopping criteria of one answer from its request and the model's own settings."""
         from transformers import MaxTimeCriteria
 
         limit = [] if self.own.max_time is None else [MaxTimeCriteria(self.own.max_time)]
@@ -110,7 +110,7 @@ class RequestSamples:
     def _pipeline(
         self, request: Request, ends: tuple[int, ...], constraint: StatefulProcessor | None
     ) -> LogitsPipeline:
-        """The processors of a request; those with the same settings share them, and so are processed together."""
+        """Returns the processors of a request; requests with equal settings share them and are processed together."""
         make = partial(request.logits_pipeline, self.decoder.target.model, self.own, ends, constraint)
         if self._bound or not request.plain:
             return make()

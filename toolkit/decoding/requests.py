@@ -1,4 +1,4 @@
-"""What a user asks of an engine.
+"""Requests to an engine.
 
 Shapes: V vocabulary.
 """
@@ -31,41 +31,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt, and how it is to be answered.
+    """A prompt and the settings of its answers.
 
-    What is ``None`` is left to the model's own ``generation_config``, as are all settings of transformers that have no
-    field here; what that does not say either is off.
+    A field that is ``None`` takes the value of the model's own ``generation_config``. So do all settings of
+    transformers that have no field here. A setting that is missing there, too, is off.
 
     Args:
         prompt: token ids, at least one.
         max_new_tokens: longest answer, in tokens; 0 only with ``prompt_logprobs``.
-        temperature: 0 to 1e6; 0 decodes greedily, as do values below 1e-10, which are stored as 0; more samples.
-            ``None`` for the model's own, or 0 if it has none.
+        temperature: 0 to 1e6. 0 decodes greedily, higher values sample; values below 1e-10 are stored as 0. ``None``
+            for the model's own, or 0 if it has none.
         top_k: sample from this many most probable tokens; 0 for all.
         top_p: sample from the fewest tokens whose probabilities reach this sum, 0 to 1.
         min_p: sample from tokens whose probability is at least this share of the highest, 0 to 1.
-        repetition_penalty: 1e-5 to 1e5; divides positive scores of tokens that occurred, multiplies negative ones.
-        presence_penalty: -2 to 2, taken off the score of every token that the answer has already.
-        frequency_penalty: -2 to 2, taken off for every time that the answer has the token.
+        repetition_penalty: 1e-5 to 1e5; divides positive scores of tokens that occurred, and multiplies negative ones.
+        presence_penalty: -2 to 2, subtracted from the score of every token that occurs in the answer.
+        frequency_penalty: -2 to 2, subtracted once per occurrence of the token in the answer.
         logit_bias: -100 to 100 by token, added to its score.
         processors: further logits processors of transformers, which see this sample's own tokens, or
-            :class:`~arbordraft.sampling.stateful.StatefulProcessor` ones. One of a class that a setting asks for
-            replaces it.
-        grammar: the form that the answer has to have.
-        stop: the answer ends with the first of these texts; they need the target's tokenizer. By default the model's
-            own ``stop_strings``.
+            :class:`~arbordraft.sampling.stateful.StatefulProcessor` objects. A processor replaces the one that a
+            setting would create of its class.
+        grammar: grammar that the answer follows.
+        stop: text, or several; the first that occurs ends the answer. Needs the target's tokenizer. By default the
+            model's own ``stop_strings``.
         ends: token ids that end an answer; by default those of the model's ``generation_config``.
-        stop_token_ids: token ids that end it besides.
-        min_new_tokens: 0 to ``max_new_tokens``; an answer with fewer does not end. Not with ``grammar`` or ``stop``.
-        seed: 0 to 2**64 - 1; answer i gets ``seed + i``. By default torch's generator gives some.
+        stop_token_ids: further token ids that end an answer.
+        min_new_tokens: 0 to ``max_new_tokens``; shortest answer, in tokens. Not with ``grammar`` or ``stop``.
+        seed: 0 to 2**64 - 1; answer i gets ``seed + i``. By default torch's generator draws the seeds.
         n: number of answers.
-        logprobs: log-probabilities of the answer's tokens by the model itself, and of as many of the most probable
-            ones, 0 or more; ``None`` for none.
-        prompt_logprobs: the same of the prompt's tokens behind the first; the whole prompt is read for them.
-        priority: requests with a higher one are admitted first.
+        logprobs: number of most probable tokens, 0 or more, to report with each token of the answer. All of them, and
+            the token itself, come with log-probabilities under the model's raw logits. ``None`` reports none.
+        prompt_logprobs: as ``logprobs``, for the prompt's tokens after the first; the whole prompt is read for them.
+        priority: requests with higher priority are admitted first.
 
     Raises:
-        TypeError: for values of another kind.
+        TypeError: for values of the wrong type.
         ValueError: for values out of range.
     """
 
@@ -132,12 +132,12 @@ class Request:
 
     @property
     def plain(self) -> bool:
-        """Whether all that it wants done to scores is what a grammar, temperature, top-k, top-p and min-p do."""
+        """Whether scores are changed only by a grammar, temperature, top-k, top-p and min-p."""
         penalties = self.repetition_penalty not in (None, 1) or self.presence_penalty or self.frequency_penalty
         return not (penalties or self.logit_bias or self.processors or self.min_new_tokens)
 
     def temperature_of(self, own: "GenerationConfig") -> float:
-        """Its temperature, or the model's own, or 0, which is greedy."""
+        """Returns the request's temperature, else the model's own, else 0 for greedy decoding."""
         return self.temperature if self.temperature is not None else own_temperature(own) or 0.0
 
     def logits_pipeline(
@@ -147,17 +147,18 @@ class Request:
         ends: Sequence[int],
         constraint: StatefulProcessor | None = None,
     ) -> LogitsPipeline:
-        """Its processors and those of the model's own settings, in the order in which transformers applies them.
+        """Builds the processors of the request and of the model's own settings, in transformers' order.
 
         Args:
-            model: the target's.
-            own: its own settings.
+            model: the target's transformers model.
+            own: the model's own settings.
             ends: tokens that end the answer.
-            constraint: follows the grammar, if there is one; comes first, so that nothing else is truncated or drawn.
+            constraint: processor of the grammar, if any; comes first, so that truncation and draws see only allowed
+                tokens.
 
         Raises:
-            TypeError: if one of the user's is none.
-            ValueError: if one cannot judge the nodes of a tree, or cannot be made of the model's own settings.
+            TypeError: if a user's processor is not a logits processor.
+            ValueError: if a processor cannot handle the nodes of a tree, or the model's own settings are invalid.
         """
         temperature = self.temperature_of(own)
         names = ("top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens")
@@ -188,12 +189,12 @@ _OPEN: dict[str, Callable[[str, Any], Any]] = {
 
 
 class CountPenalty:
-    """Presence and frequency penalties as OpenAI defines them: of the answer's own tokens, by how often they occurred.
+    """Presence and frequency penalties as OpenAI defines them, over the tokens of the answer.
 
     Args:
-        prompt: length of the prompt, which does not count.
-        presence: taken off once.
-        frequency: taken off for every time.
+        prompt: length of the prompt, whose tokens do not count.
+        presence: subtracted once from the score of a token that occurred.
+        frequency: subtracted once per occurrence.
     """
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:

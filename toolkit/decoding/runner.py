@@ -1,4 +1,4 @@
-"""The target's forward over the trees of a step, packed.
+"""Packed forward of the target over the trees of a step.
 
 Shapes: n_b nodes of sample b, T = sum of n_b packed rows, V vocabulary, F hidden states side by side.
 """
@@ -16,13 +16,13 @@ from arbordraft.trees.masks import SlicedCausalMask, stack_words
 
 
 class TargetRunner(Protocol):
-    """Runs the target over the trees of a step, on caches of its own making."""
+    """Runs the target over the trees of a step, on caches that it opens itself."""
 
     def open(self, max_tokens: int | None) -> RaggedKVCache:
-        """A cache of at most so many rows; ``None`` for any number."""
+        """Opens a cache of at most ``max_tokens`` rows; ``None`` for no limit."""
 
     def __call__(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        """``[T, V]`` logits and ``[T, F]`` hidden states, counted in ``state.stats``."""
+        """Returns ``[T, V]`` logits and ``[T, F]`` hidden states; counts the forward in ``state.stats``."""
 
 
 class PackedRunner:
@@ -46,8 +46,8 @@ def lay_out(state: DecodeState, tree: DraftTree, mask: SlicedCausalMask, *, caus
     Args:
         state: the batch.
         tree: the drafts.
-        mask: that of their topology.
-        causal: leave out ancestor words where all trees are chains, of which the causal order says all.
+        mask: mask of the trees' topology.
+        causal: omit ancestor words if all trees are chains, for which causal order suffices.
     """
     samples, offsets = [state[number] for number in tree.living], tree.offsets
     spans = [(offsets[number], offsets[number + 1]) for number in tree.living]
@@ -60,7 +60,7 @@ def lay_out(state: DecodeState, tree: DraftTree, mask: SlicedCausalMask, *, caus
 
 
 def count(state: DecodeState, tree: DraftTree, batch: RaggedBatch) -> None:
-    """Counts the forward that was laid out for these trees, or for larger ones."""
+    """Counts the forward of a batch that was laid out for these trees, or for larger ones."""
     committed = sum(len(state[number].tokens) - 1 for number in tree.living)
     state.stats.count_forward(batch, rows=tree.rows, keys=committed + tree.rows)
 

@@ -1,4 +1,4 @@
-"""A batch that samples join and leave: who is admitted, whose prompt is read, who has ended.
+"""Schedules a batch that samples join and leave: admission, prompt reading and retirement.
 
 Shapes: none; samples are counted, not stacked.
 """
@@ -16,25 +16,25 @@ from arbordraft.decoding.step import Stepper
 from arbordraft.sampling.owned_rows import SampleError
 from arbordraft.target.cache import CacheOverflow
 
-_LEAST = 32  # tokens of a common beginning that are worth copying, or waiting for
-_AHEAD = 256  # new tokens for which a sample has room from the start where nothing limits the cache
-_KEPT = 4  # finished texts for every sample at a time
-_PART = 4  # prompts are read together up to this part of what may be read between two steps
+_LEAST = 32  # fewest tokens of a common beginning that are worth copying, or waiting for
+_AHEAD = 256  # most new tokens that get rows at admission if the cache has no limit
+_KEPT = 4  # cached finished texts per slot
+_PART = 4  # prompts are read together until they fill 1 / _PART of max_rows
 
 
 @dataclass(eq=False)
 class Job:
-    """A request as the batch sees it: free slots are shared out between jobs, not between their samples.
+    """The samples of one submission; free slots are shared out between jobs, not between samples.
 
     Args:
-        priority: a higher one is admitted first.
-        cancelled: whether the request was given up.
+        priority: jobs with higher priority are admitted first.
+        cancelled: returns whether the request was cancelled.
 
     Attributes:
-        waiting: its samples that are still to be admitted, in order.
-        living: how many of its samples are in the batch.
-        begun: whether one of its samples was admitted.
-        turn: its place among jobs with as many living samples; the last one again whenever one of its samples ends.
+        waiting: samples that wait for admission, in order.
+        living: number of samples in the batch.
+        begun: whether a sample was admitted.
+        turn: orders jobs with equal priority and ``living``. Whenever a sample of the job ends, the job goes last.
     """
 
     priority: int = 0
@@ -46,19 +46,19 @@ class Job:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """The job with the lowest one gets the next free slot."""
+        """Sort key of admission: the job with the lowest rank gets the next free slot."""
         return -self.priority, self.living, self.turn
 
 
 @dataclass(eq=False)
 class Entry:
-    """A sample on its way.
+    """A sample in the scheduler.
 
     Args:
         sample: the sample.
-        job: the request that it answers.
-        finished: is told when it has ended.
-        due: tokens of prompts that will have been read when its own is, if it is the next one.
+        job: job that the sample belongs to.
+        finished: called with the sample when it has ended.
+        due: prompt tokens that the scheduler will have read by the end of this prompt, if this prompt is read next.
     """
 
     sample: Sample
@@ -68,29 +68,29 @@ class Entry:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """The prompt with the lowest one is read first: by priority, then those that would be done first if alone.
+        """Sort key of prompt reading: by priority, then by earliest finish if the prompt were read alone.
 
-        So a short prompt need not wait for a long one; and a long one is overtaken only by those that are admitted
-        before as many tokens were read as they are shorter, and not for ever.
+        So a short prompt need not wait for a long one. A prompt that is n tokens shorter overtakes a long one only if
+        it is admitted before n more tokens are read. So a long prompt is not overtaken for ever.
         """
         return -self.job.priority, self.due
 
 
 class Scheduler:
-    """Samples from their arrival to their end.
+    """Schedules samples from their arrival to their end.
 
     Args:
-        stepper: does the steps.
-        max_tokens: bound on the rows of each cache; ``None`` for none.
-        max_samples: samples at a time.
-        max_rows: tokens of prompts that are read between two steps; ``None`` for all.
+        stepper: runs the steps.
+        max_tokens: most rows of each cache; ``None`` for no limit.
+        max_samples: most samples in the batch at a time.
+        max_rows: most prompt tokens read between two steps; ``None`` for all.
         reuse: copy common beginnings.
-        fixed_batch: whether all samples are there from the start. Their first step waits until all prompts are read.
-        mutex: held while ``waiting`` and ``living`` change, other than at the end of a round.
+        fixed_batch: whether all samples are there from the start. The first step then waits until all prompts are read.
+        mutex: held while ``waiting`` and ``living`` change, except at the end of a round.
 
     Attributes:
-        waiting: jobs with samples that are still to be admitted.
-        living: what was admitted and has not ended, in that order.
+        waiting: jobs with samples that wait for admission.
+        living: samples that were admitted and have not ended, in order of admission.
     """
 
     def __init__(
@@ -109,16 +109,16 @@ class Scheduler:
         self.living: list[Entry] = []
         self._mutex = mutex or threading.Lock()
         self._turns = itertools.count()
-        self._done = 0  # tokens of prompts that were scheduled
+        self._done = 0  # prompt tokens scheduled so far
         self._kept: OrderedDict[int, Sample] = OrderedDict()  # finished ones by number, the least recently used first
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to do."""
+        """Whether samples wait or are in the batch."""
         return bool(self.waiting or self.living)
 
     def check(self, sample: Sample) -> None:
-        """Raises CacheOverflow if a sample could never have as much room as it may need."""
+        """Raises CacheOverflow if the cache can never have enough room for a sample."""
         limit, rows = self.state.cache.max_tokens, self._rows(sample)
         if limit is not None and rows + self.state.cache.reserved > limit:
             raise CacheOverflow(
@@ -127,7 +127,7 @@ class Scheduler:
             )
 
     def add(self, *entries: Entry) -> None:
-        """Lets samples wait for their admission; those of one job are added together, in their order."""
+        """Queues samples for admission; samples of one job are added together, in order."""
         for entry in entries:
             if not entry.job.waiting:
                 entry.job.turn = next(self._turns)
@@ -135,7 +135,7 @@ class Scheduler:
             entry.job.waiting.append(entry)
 
     def advance(self) -> bool:
-        """Takes the batch a round further; returns whether there is more to do."""
+        """Runs one round: reads prompts, takes a step, retires ended samples; returns whether work remains."""
         if portions := self.schedule():
             self.stepper.prefill(self.state, portions)
         if self.state.active and not (self.state.fixed_batch and self.state.prefilling):
@@ -147,10 +147,10 @@ class Scheduler:
         return self.busy
 
     def schedule(self) -> dict[int, int]:
-        """Admits samples, copies the beginnings of their prompts where it can, and says what is read next.
+        """Admits samples, copies cached beginnings of their prompts, and plans the next prompt reading.
 
         Returns:
-            Tokens of prompts, by the sample's number.
+            Number of prompt tokens to read, by the sample's number.
         """
         with self._mutex:
             self._sweep()
@@ -162,12 +162,12 @@ class Scheduler:
             (entry for entry in self.living if entry.sample.num_unprefilled), key=lambda entry: entry.turn
         ):
             sample = entry.sample
-            # What is copied brings no rows, and so no log-probabilities.
+            # Copied tokens have no target rows, and so no log-probabilities.
             if self.reuse and not sample.num_prefilled and sample.prompt_logprobs is None:
                 source, common = self._longest(sample)
                 ahead = max((_common(sample, other, other.prompt) for other in prefilling), default=0)
                 if ahead >= common + _LEAST:
-                    continue  # another sample is about to read what this one could copy
+                    continue  # wait: another sample is about to read tokens that this one can then copy
                 if source is not None:
                     self.stepper.share(self.state, source, sample, common)
                     if source.number in self._kept:
@@ -176,12 +176,12 @@ class Scheduler:
             count += portions[sample.number]
             prefilling.append(sample)
             if _PART * count >= most:
-                break  # the step that follows brings first tokens, which wait for no further prompt
+                break  # the first tokens of these prompts should not wait for further prompts
         self._done += count
         return portions
 
     def finish(self) -> None:
-        """Retires samples that have ended, and tells those who wait for them."""
+        """Retires samples that have ended and calls their ``finished`` callbacks."""
         for entry in [entry for entry in self.living if entry.sample.ended]:
             self._remove(entry)
             sample = entry.sample
@@ -193,32 +193,32 @@ class Scheduler:
                 self.stepper.remove(self.state, sample)
             entry.finished(sample)
 
-    def lose(self, reason: Exception, everybody: bool = False) -> None:
-        """Ends all that was admitted, and begins anew: nobody knows where a step was left.
+    def lose(self, reason: Exception, include_waiting: bool = False) -> None:
+        """Ends all admitted samples and opens a new state, since a failed step leaves the old one undefined.
 
         Args:
-            reason: what they are told.
-            everybody: end those that wait, too.
+            reason: error with which the samples fail.
+            include_waiting: end the waiting samples, too.
         """
-        lost = self.living + (self._withdraw(self.waiting) if everybody else [])
+        lost = self.living + (self._withdraw(self.waiting) if include_waiting else [])
         self._end(lost, reason)
         self._kept.clear()
         old = self.state
         self.state = self.stepper.open(self.max_samples, old.cache.max_tokens, fixed_batch=old.fixed_batch)
 
     def close(self, reason: Exception) -> None:
-        """Ends everything."""
+        """Ends all samples, admitted and waiting, and closes the batch."""
         self._end(self.living + self._withdraw(self.waiting), reason)
         self.stepper.close(self.state)
 
     def _rows(self, sample: Sample) -> int:
         nodes = self.stepper.topology.num_nodes
-        # Under a limit a sample gets all it can need at once, so that there is room for it or it waits.
+        # With a limit, a sample reserves all rows it may need, or it waits: so it never runs out of room.
         likely = sample.budget if self.state.cache.max_tokens is not None else min(sample.budget, _AHEAD)
         return len(sample.tokens) + likely + nodes
 
     def _withdraw(self, jobs: list[Job]) -> list[Entry]:
-        """Takes the samples of jobs out of the queue."""
+        """Removes the waiting samples of jobs from the queue and returns them."""
         gone = [entry for job in jobs for entry in job.waiting]
         for job in jobs:
             job.waiting.clear()
@@ -226,14 +226,14 @@ class Scheduler:
         return gone
 
     def _end(self, entries: list[Entry], reason: Exception) -> None:
-        """Ends samples, whether admitted or withdrawn, with an error."""
+        """Ends admitted or withdrawn samples with an error."""
         for entry in entries:
             self._remove(entry)
             entry.sample.fail(reason)
             entry.finished(entry.sample)
 
     def _remove(self, entry: Entry) -> None:
-        """Frees the slot of a sample, if it has one."""
+        """Frees the slot of a sample if it has one."""
         if entry in self.living:
             self.living.remove(entry)
             entry.job.living -= 1
@@ -249,7 +249,7 @@ class Scheduler:
             self.stepper.remove(self.state, entry.sample)
 
     def admit(self) -> None:
-        """Gives free slots to the jobs whose turn it is, as far as the cache has room."""
+        """Gives free slots to waiting jobs by rank, as far as the cache has room."""
         free = self.max_samples - len(self.living)
         line = [(job.rank, job) for job in self.waiting] if free > 0 else []  # no two have the same turn
         heapq.heapify(line)
@@ -260,7 +260,7 @@ class Scheduler:
                 self.stepper.add(self.state, sample, self._rows(sample))
             except CacheOverflow:
                 if not self._kept:
-                    break  # until another sample leaves: nobody overtakes the job whose turn it is
+                    break  # until a sample leaves: no job overtakes the one with the lowest rank
                 self.stepper.remove(self.state, self._kept.popitem(last=False)[1])
                 continue
             entry = job.waiting.popleft()
@@ -274,7 +274,7 @@ class Scheduler:
                 self.waiting.remove(job)
 
     def _longest(self, sample: Sample) -> tuple[Sample | None, int]:
-        """Who has read most of a prompt's beginning, and how much of it."""
+        """Returns the sample with the longest common beginning that was read, and its tokens to copy."""
         best, most = None, _LEAST - 1
         for other in self.state.samples:
             if other is not None and other is not sample:
@@ -285,9 +285,9 @@ class Scheduler:
 
 
 def _common(sample: Sample, other: Sample, known: int) -> int:
-    """Tokens of a prompt that could be copied from another sample, which has read ``known`` of its own.
+    """Returns how many tokens of a prompt can be copied from another sample, which has read ``known`` tokens.
 
-    Their next token is equal, too, and at least one more is left to read in front of the prompt's last.
+    The token after the copied ones is equal, too. At least one token before the prompt's last remains to be read.
     """
     limit = min(known, sample.prompt - 2, len(other.tokens) - 1)
     if limit < _LEAST or sample.tokens[:_LEAST] != other.tokens[:_LEAST]:

@@ -1,7 +1,7 @@
-"""Settings of transformers' ``GenerationConfig``: which of them count here, and what a model's own ones mean.
+"""Settings of transformers' ``GenerationConfig``: which ones count, and how a model's own ones apply.
 
-A model brings settings along, its ``generation_config``. One rule holds wherever something is decoded: what a request
-says counts; what it leaves open is what the model says; what neither says is off.
+A model has its own settings, its ``generation_config``. All decoding follows one rule: a request's setting comes first,
+then the model's own. A setting that both leave open is off.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ SOURCES = ("model", "none")
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 
-# Every setting that transformers 5.20 to 5.24 know stands in one of the three tables; a test compares them.
+# Every setting of transformers 5.20 to 5.24 is in one of the three tables; a test compares them.
 HONOURED = frozenset(
     {
         *SPECIAL_TOKENS,
@@ -34,7 +34,7 @@ HONOURED = frozenset(
         *("num_return_sequences", "return_dict_in_generate"),
     }
 )
-# Settings that no token depends on, by the reason.
+# Settings that change no token, by reason.
 HARMLESS = {
     "only beam search reads them": ("diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups"),
     "only transformers' own ways of drafting read them": (
@@ -52,7 +52,7 @@ _OTHER_WAY = (
 )
 _OUTPUT = "{name}: per-token outputs are not kept when several tokens are decided at once"
 _ROWS = "{name} compares every row with one of a second text and cannot judge the nodes of a tree: leave it out"
-# Settings that are refused, by the error.
+# Refused settings, with their error messages.
 REFUSED = {
     **dict.fromkeys(
         (
@@ -68,20 +68,20 @@ REFUSED = {
     "num_beams": "beam search cannot be combined with speculative decoding; set {name}=1",
     "use_cache": "{name}=False cannot be honoured: what was accepted is kept in a cache; leave it out",
 }
-# Arguments of generate() that are no settings, and ask for another way of decoding.
+# Arguments of generate() that are not settings and ask for another way of decoding.
 _OTHER_ARGUMENTS = (
     *("assistant_model", "custom_generate", "negative_prompt_attention_mask", "negative_prompt_ids", "synced_gpus"),
 )
-_MOST_BIAS = 1e6  # scores with greater ones leave the range of float32 when they are divided by a temperature
+_MOST_BIAS = 1e6  # larger biases overflow float32 when scores are divided by a temperature
 _OWN = "; generation_config='none' leaves the model's own settings out"
 
 
 def _biases(name: str, given: Any) -> None:
-    """Raises ValueError for biases above the greatest one; -inf bans a sequence.
+    """Raises ValueError for biases above ``_MOST_BIAS``; -inf is allowed and bans a sequence.
 
     Args:
-        name: of the setting, for the message.
-        given: by sequence, or pairs of a sequence and a bias; transformers refuses what is neither.
+        name: name of the setting, for the message.
+        given: biases by sequence, or pairs of a sequence and a bias; transformers refuses other forms.
     """
     pairs = given.items() if isinstance(given, Mapping) else given
     for bias in (pair[1] for pair in pairs if isinstance(pair, Sequence) and len(pair) == 2):
@@ -107,7 +107,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "no_repeat_ngram_size": partial(check_int, least=0),
     "num_return_sequences": partial(check_int, least=1),
 }
-# Settings of which processors are made that depend on a text's prompt, its limit or what ends it.
+# Settings whose processors depend on a text's prompt, its length limit or its end tokens.
 _BOUND = (
     *("bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
     *("exponential_decay_length_penalty", "forced_eos_token_id", "min_length", "min_new_tokens"),
@@ -115,9 +115,9 @@ _BOUND = (
 
 
 def own_settings(model: "PreTrainedModel", source: str) -> "GenerationConfig":
-    """The model's own settings, or with the source ``none`` its special tokens alone."""
+    """Returns the model's own settings, or with the source ``none`` its special tokens alone."""
     own = model.generation_config
-    assert own is not None  # transformers gives every model that generates one
+    assert own is not None  # every generating model of transformers has one
     if source == "model":
         return own
     from transformers import GenerationConfig
@@ -126,21 +126,21 @@ def own_settings(model: "PreTrainedModel", source: str) -> "GenerationConfig":
 
 
 def own_temperature(own: "GenerationConfig") -> float | None:
-    """The temperature that a model recommends: its own, or 1 if it wants to be sampled; ``None`` if it says nothing."""
+    """Returns the model's own temperature, else 1 if it sets ``do_sample``, else ``None``."""
     if own.temperature is not None:
         return check_temperature("temperature", own.temperature)
     return 1.0 if own.do_sample else None
 
 
 def changed(config: "GenerationConfig", **changes: Any) -> "GenerationConfig":
-    """A copy with some settings replaced."""
+    """Returns a copy with some settings replaced."""
     config = copy(config)
     vars(config).update(changes)
     return config
 
 
 def with_settings(model: "PreTrainedModel", own: "GenerationConfig") -> "PreTrainedModel":
-    """The model with other settings of its own; a second object around its modules, unless they are the same."""
+    """Returns the model if its settings are ``own``, else a copy with these settings that shares its modules."""
     if own is model.generation_config:
         return model
     model = copy(model)
@@ -149,18 +149,18 @@ def with_settings(model: "PreTrainedModel", own: "GenerationConfig") -> "PreTrai
 
 
 def effective(options: Mapping[str, Any], own: "GenerationConfig") -> dict[str, Any]:
-    """Arguments of ``generate()`` over the settings of their ``generation_config``, over the model's own."""
+    """Merges settings: arguments of ``generate()`` first, then their ``generation_config``, then the model's own."""
     config = options.get("generation_config")
     given = {} if config is None else {name: value for name, value in vars(config).items() if value is not None}
     return {**vars(own), **given, **options}
 
 
 def check_settings(settings: Mapping[str, Any], own: "GenerationConfig") -> None:
-    """Raises TypeError or ValueError for settings that make no sense, or none here.
+    """Raises TypeError or ValueError for settings that are invalid or not supported here.
 
     Args:
-        settings: by name; arguments of ``generate()`` may be among them.
-        own: the model's own.
+        settings: settings by name; arguments of ``generate()`` may be among them.
+        own: the model's own settings.
     """
     for name in _OTHER_ARGUMENTS:
         if says_something(settings.get(name)):
@@ -175,8 +175,8 @@ def check_settings(settings: Mapping[str, Any], own: "GenerationConfig") -> None
 
 
 def _asks(name: str, value: Any, settings: Mapping[str, Any], own: "GenerationConfig") -> bool:
-    """Whether a setting that can be refused asks for anything."""
-    if name in ("cache_implementation", "use_cache"):  # a model's own cache is as good as ours
+    """Returns whether a setting from ``REFUSED`` asks for something that must be refused."""
+    if name in ("cache_implementation", "use_cache"):  # ours replaces a model's own choice
         return value not in (None, True, getattr(own, name))
     if name in EXTRA_OUTPUTS:
         return bool(value and settings.get("return_dict_in_generate"))
@@ -186,17 +186,17 @@ def _asks(name: str, value: Any, settings: Mapping[str, Any], own: "GenerationCo
 
 
 def says_something(value: Any) -> bool:
-    """Whether an option could change an answer: it is not nothing, and no empty collection."""
+    """Returns whether an option could change an answer: it is a tensor, or neither ``None`` nor false nor empty."""
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
 def bound_to_text(own: "GenerationConfig") -> bool:
-    """Whether the processors of a model's own settings depend on the text, or on what ends it."""
+    """Returns whether processors of the model's own settings depend on the prompt, length limit or end tokens."""
     return any(says_something(getattr(own, name, None)) for name in _BOUND)
 
 
 def biased(own: "GenerationConfig", bias: Mapping[int, float]) -> list[list[Any]]:
-    """The model's own ``sequence_bias`` with another bias of some tokens."""
+    """Merges biases of single tokens into the model's own ``sequence_bias``, which they override."""
     known = own.sequence_bias or {}
     pairs = known.items() if isinstance(known, Mapping) else known
     merged = {tuple(sequence): value for sequence, value in pairs} | {(token,): value for token, value in bias.items()}
@@ -210,25 +210,26 @@ def processors_of(
     prompt: Sequence[int],
     processors: "Sequence[LogitsProcessor]" = (),
 ) -> "list[LogitsProcessor]":
-    """Logits processors of one text, in the order in which ``generate()`` applies them.
+    """Builds the logits processors of one text, in the order in which ``generate()`` applies them.
 
     Args:
-        model: makes them.
-        own: its settings.
-        changes: what the request says instead, by name; ``max_length`` and ``eos_token_id`` among them.
-        prompt: token ids.
-        processors: further ones of the request; one of a kind that the settings ask for, too, replaces that.
+        model: builds the processors.
+        own: the model's own settings.
+        changes: settings of the request by name, including ``max_length`` and ``eos_token_id``; they override ``own``.
+        prompt: token ids of the prompt.
+        processors: further processors of the request. A processor replaces the one that a setting would create of its
+            class.
     """
     from transformers import LogitsProcessorList
 
     config = changed(own, **changes)
     if not config.min_p:
-        config.min_p = None  # a warper that keeps all
+        config.min_p = None  # min_p=0 would only add a processor that keeps all tokens
     if config.min_new_tokens is not None:
         config.min_length = None  # as generate() takes them
     if not config.eos_token_id:
         config.eos_token_id = None
-        config.exponential_decay_length_penalty = None  # it favours tokens that end a text
+        config.exponential_decay_length_penalty = None  # it favours end tokens, of which there are none
     maker: Any = model
     maker._prepare_special_tokens(config, device=model.device, batch_size=1)
     made = maker._get_logits_processor(

@@ -1,6 +1,6 @@
-"""How tokens are spelt: the text and the bytes of each one, as they come.
+"""Spells tokens as they come: the text and the bytes of each one.
 
-A token may be a part of a character: bytes of byte-level tokenizers, or byte tokens ``<0xE6>`` of SentencePiece.
+A token may be part of a character: some bytes of a byte-level tokenizer, or a SentencePiece byte token like ``<0xE6>``.
 """
 
 from codecs import getincrementaldecoder, utf_8_decode
@@ -17,20 +17,20 @@ from arbordraft.decoding.stops import Stops
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_UNREADABLE = "\ufffd"  # stands in a text for bytes that are no character
-_MOST_KNOWN = 2**14  # tokens that are remembered
-_CONTEXT = 4  # tokens before a new one that may decide how it is spelt: a character has at most four bytes
+_UNREADABLE = "\ufffd"  # replacement for bytes that are not a character
+_MOST_KNOWN = 2**14  # size of the cache of token spellings
+_CONTEXT = 4  # preceding tokens that may affect the spelling of a token: a character has at most four bytes
 
 
 class TokenSpelling(NamedTuple):
-    """How one token is spelt.
+    """Spelling of one token.
 
     Args:
-        text: behind other tokens; bytes that are no whole character show as U+FFFD.
-        first: at the beginning of a text, where SentencePiece drops a blank.
-        data: its bytes behind other tokens; ``None`` if it is a part of a character and the tokenizer does not tell.
-        hidden: left out of texts, as special tokens are.
-        byte: one of SentencePiece's byte tokens. Whether these are characters depends on all that follow each other.
+        text: text after other tokens; bytes that are not a whole character show as U+FFFD.
+        first: text at the beginning, where SentencePiece drops a blank.
+        data: bytes after other tokens; ``None`` for a part of a character whose bytes the tokenizer does not tell.
+        hidden: whether texts omit the token, as special tokens.
+        byte: whether it is a SentencePiece byte token. Whether byte tokens form characters depends on their whole run.
     """
 
     text: str
@@ -41,10 +41,10 @@ class TokenSpelling(NamedTuple):
 
 
 class Spelling:
-    """How the tokens of a tokenizer are spelt, each by itself.
+    """Spellings of a tokenizer's single tokens, cached.
 
     Args:
-        tokenizer: only asked to decode, and for the names of tokens if it has any.
+        tokenizer: used only to decode, and for the names of tokens if it has names.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -53,14 +53,14 @@ class Spelling:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase | Spelling") -> "Spelling":
-        """That of a tokenizer, unless it is one already; sharing one shares what it remembers."""
+        """Builds the spelling of a tokenizer; returns a :class:`Spelling` as it is, so that its cache is shared."""
         return tokenizer if isinstance(tokenizer, Spelling) else cls(tokenizer)
 
     def __getitem__(self, token: int) -> TokenSpelling:
         return self._known(token)
 
     def text(self, tokens: Sequence[int], *, skip: bool = False) -> str:
-        """The tokenizer's decoding, in which blanks before punctuation stay; ``skip`` leaves special tokens out."""
+        """Decodes tokens and keeps blanks before punctuation; ``skip`` omits special tokens."""
         spelt: Any = self._tokenizer.decode(list(tokens), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         return spelt if isinstance(spelt, str) else "".join(spelt)
 
@@ -86,7 +86,7 @@ def _byte(name: str | bytes) -> bytes | None:
 
 
 def _data(name: str | bytes, text: str, first: str) -> bytes | None:
-    """The bytes of a token by its name, if the texts do not tell them."""
+    """Returns the bytes of a token: from its texts, else from its name, else ``None``."""
     if _UNREADABLE not in first:
         return text.encode()
     data = name if isinstance(name, bytes) else bytes(LETTERS[letter] for letter in name if letter in LETTERS)
@@ -96,19 +96,19 @@ def _data(name: str | bytes, text: str, first: str) -> bytes | None:
 
 
 def is_text(data: bytes) -> bool:
-    """Whether these bytes are whole characters in UTF-8."""
+    """Returns whether these bytes are whole characters in UTF-8."""
     return data.decode(errors="replace").encode() == data
 
 
 @dataclass(slots=True)
 class Spelt:
-    """What a token adds to the text that it stands in.
+    """Text and bytes that a token adds to a text.
 
     Args:
-        text: the characters that end with it; of bytes that are none, U+FFFD.
-        data: its bytes. Those of all tokens join to the UTF-8 of the text, but for bytes that are no character, which
-            the text cannot show.
-        begun: bytes of its first character that the tokens before it brought.
+        text: characters that end with this token; U+FFFD for bytes that are not a character.
+        data: bytes of the token. The bytes of all tokens join to the UTF-8 of the text, except bytes that are not a
+            character.
+        begun: number of bytes of its first character that come from earlier tokens.
     """
 
     text: str = ""
@@ -119,29 +119,29 @@ class Spelt:
 class _Decoding:
     """Spells tokens in order: their texts join to the tokenizer's decoding of all of them.
 
-    The tokenizer decodes each new token behind a few others, and the text of those is taken off.
+    The tokenizer decodes each new token together with a few before it. The text of those before it is cut off.
 
     Args:
-        spelling: of the tokenizer.
-        kept: hidden tokens that are spelt all the same.
+        spelling: spelling of the tokenizer.
+        kept: hidden tokens that are spelt nevertheless.
 
     Attributes:
-        undecided: the last tokens, if the next one may decide how they are spelt; with the text that they have if none
-            follows, but for a character that may become whole.
+        undecided: last tokens, if the next token may change their spelling. They have the text that they would have at
+            the end, except a character that may still become whole.
     """
 
     def __init__(self, spelling: Spelling, kept: Collection[int]) -> None:
         self.undecided: list[Spelt] = []
         self._spelling, self._kept = spelling, kept
-        self._window: list[int] = []  # the last tokens that are spelt
-        self._told = 0  # letters of its decoding that tokens have
-        self._begun = b""  # the first bytes of a character
-        self._last = Spelt()  # what brought them
-        self._run: list[Spelt] = []  # byte tokens that follow each other
-        self._utf8 = getincrementaldecoder("utf-8")("replace")  # reads these
+        self._window: list[int] = []  # last spelt tokens, which are decoded with the next
+        self._told = 0  # letters of the decoded window that belong to spelt tokens
+        self._begun = b""  # first bytes of an incomplete character
+        self._last = Spelt()  # token that these bytes come from
+        self._run: list[Spelt] = []  # consecutive byte tokens
+        self._utf8 = getincrementaldecoder("utf-8")("replace")  # decodes the run
 
     def add(self, token: int) -> list[Spelt]:
-        """The tokens that are decided now, in order."""
+        """Adds a token; returns the tokens whose spelling is now decided, in order."""
         known = self._spelling[token]
         if known.hidden and token not in self._kept:
             return self._decided(Spelt(), waits=bool(self.undecided), news=False)
@@ -165,7 +165,7 @@ class _Decoding:
         news, self._told = text[self._told : end], end
         self._forget(waits)
         new = Spelt(news)
-        if begun and news and own and not 0x80 <= own[0] < 0xC0:  # they do not become a character any more
+        if begun and news and own and not 0x80 <= own[0] < 0xC0:  # the bytes before can no longer become a character
             self._last.text += news[0]
             new.text, begun = news[1:], b""
         new.data = new.text.encode() if own is None or is_text(own) else own
@@ -173,7 +173,7 @@ class _Decoding:
         return self._decided(new, waits, bool(news))
 
     def end(self) -> list[Spelt]:
-        """The undecided tokens, if no other follows."""
+        """Decides and returns the undecided tokens; no other token follows."""
         if self._run:
             self._end_run()
         elif self.undecided:
@@ -184,13 +184,13 @@ class _Decoding:
 
     @property
     def ahead(self) -> str:
-        """The text of the undecided tokens if no other follows."""
+        """Text of the undecided tokens if no other token follows."""
         if self._run:
             return self._spelling.text(self._window)[self._told :]
         return "".join(spelt.text for spelt in self.undecided)
 
     def _decided(self, new: Spelt, waits: bool, news: bool) -> list[Spelt]:
-        """What the new token decides: all before it if it has text, and itself unless it waits for the next."""
+        """Returns the tokens decided by ``new``: earlier ones unless it waits without text, itself unless it waits."""
         decided = list[Spelt]()
         if news or not waits:
             decided, self.undecided = self.undecided, []
@@ -198,7 +198,7 @@ class _Decoding:
         return decided
 
     def _end_run(self) -> None:
-        """Byte tokens are no longer followed by others: all of them are characters, or the tokenizer says none is."""
+        """Ends a run of byte tokens; the tokenizer's decoding tells whether all or none of them are characters."""
         text = self._spelling.text(self._window)
         told, run = text[self._told :], self._run
         run[-1].text += self._utf8.decode(b"", True)
@@ -206,7 +206,7 @@ class _Decoding:
         if told != spelt and len(told) == len(run):
             for part, letter in zip(run, told, strict=True):
                 part.text = letter
-        elif told != spelt and spelt.endswith(told):  # blanks at the beginning are dropped
+        elif told != spelt and spelt.endswith(told):  # the tokenizer drops blanks at the beginning
             for part in run[: len(spelt) - len(told)]:
                 part.text, part.data = "", b""
         elif told != spelt:
@@ -224,15 +224,15 @@ class _Decoding:
 
 
 class Pieces:
-    """Turns tokens into text as they come, so that what was said never changes later.
+    """Turns tokens into text as they come; text that was returned never changes later.
 
-    The pieces join to the tokenizer's decoding of all tokens, up to the first stop: the one that ends first, and of
-    several that end together the longest.
+    The pieces join to the tokenizer's decoding of all tokens, up to the first stop. The first stop is the one that ends
+    first; if several end together, the longest.
 
     Args:
-        tokenizer: special tokens are left out.
-        stop: the text ends before the first of these.
-        kept: special tokens that are spelt all the same.
+        tokenizer: spells the tokens; special tokens are omitted.
+        stop: stop texts; the text ends before the first one that occurs.
+        kept: special tokens that are spelt nevertheless.
     """
 
     def __init__(
@@ -240,33 +240,33 @@ class Pieces:
     ) -> None:
         self._decoding = _Decoding(Spelling.of(tokenizer), kept)
         self._stops = Stops(stop)
-        self._ahead = self._stops  # has read what is undecided, too
-        self._held, self._letters = deque[Spelt](), 0  # tokens that may belong to a stop, and the letters they have
+        self._ahead = self._stops  # has read the undecided tokens, too
+        self._held, self._letters = deque[Spelt](), 0  # tokens that may belong to a stop, and their letters
         self._ended = False
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens make certain."""
+        """Adds tokens and returns the text that is now certain."""
         return "".join(spelt.text for spelt in self.spelt(tokens))
 
     def end(self) -> str:
-        """What is left when no tokens follow."""
+        """Returns the remaining text; no tokens follow."""
         return "".join(spelt.text for spelt in self.rest())
 
     @property
     def ended(self) -> bool:
-        """Whether a stop has come."""
+        """Whether a stop was found."""
         return self._ended
 
     def spelt(self, tokens: Sequence[int]) -> list[Spelt]:
-        """The text that these tokens make certain, by the tokens that it is of, which may have been added before.
+        """Adds tokens and returns those, earlier ones included, whose text is now certain.
 
-        Every token comes once, in order, from here or from :meth:`rest`. One that is left out, or that follows a stop,
-        adds nothing; one in which a stop begins adds what is before it.
+        Every token is returned once, in order, from here or from :meth:`rest`. Omitted tokens, and tokens after a stop,
+        have no text. A token in which a stop begins has the text before the stop.
         """
         return [spelt for token in tokens for spelt in self._next(token)]
 
     def rest(self) -> list[Spelt]:
-        """The tokens that are left when none follows."""
+        """Returns the remaining tokens; no tokens follow."""
         ready = [*self._certain(self._decoding.end()), *self._held]
         self._held.clear()
         return ready
@@ -284,12 +284,12 @@ class Pieces:
             news = "".join(spelt.text for spelt in (undecided if decided else undecided[-1:]))
             if self._ahead.find(news):
                 if self._stops.fork().find(self._decoding.ahead):
-                    yield from self._certain(self._decoding.end())  # here the answer ends, so that none follows
+                    yield from self._certain(self._decoding.end())  # the answer ends here: no token follows
                 else:
                     self._ahead = Stops(())
 
     def _certain(self, decided: Sequence[Spelt]) -> Iterator[Spelt]:
-        """Of the tokens that were held back, and these, those that belong to no stop, whatever follows."""
+        """Yields the held and the decided tokens that can no longer belong to a stop."""
         for spelt in decided:
             self._held.append(spelt)
             for letter in "" if self._ended else spelt.text:
@@ -306,12 +306,12 @@ class Pieces:
             yield spelt
 
     def _reach(self) -> int:
-        """Letters of which the first token that is held back has bytes."""
+        """Returns the number of letters that contain bytes of the first held token."""
         others = [*islice(self._held, 1, 2), *self._decoding.undecided[:1]]
         return len(self._held[0].text) + (bool(others) and others[0].begun > 0)
 
     def _cut(self) -> None:
-        """Takes off the tokens that are held back all but the letters before the stop."""
+        """Cuts the held tokens to the letters before the stop."""
         letters = self._letters
         for spelt in self._held:
             if letters <= len(spelt.text):

@@ -1,4 +1,4 @@
-"""What changes while a batch is decoded.
+"""Mutable state of a batch and its samples.
 
 Shapes: B samples, V vocabulary.
 """
@@ -22,15 +22,15 @@ from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.verdict import SampleVerdict
 
 _NOT_FINITE = "the target's logits are NaN or infinite"
-_ROWS = 64  # whose log-probabilities are computed at a time, which bounds their memory
+_ROWS = 64  # rows whose log-probabilities are computed at a time, which bounds their memory
 
 
 class TokenLogprobs(NamedTuple):
-    """Of a token of a prompt or an answer, by the target's own logits: no processor has changed them.
+    """Log-probabilities of a token and of the most probable tokens in its place, under the target's raw logits.
 
     Args:
-        logprob: its log-probability.
-        others: the most probable tokens with theirs, descending.
+        logprob: log-probability of the token.
+        others: most probable tokens with their log-probabilities, descending.
     """
 
     logprob: float
@@ -38,13 +38,13 @@ class TokenLogprobs(NamedTuple):
 
 
 class Emission(NamedTuple):
-    """What a sample gained in a step.
+    """Tokens that a sample gains in a step, with their draft tree and verdict.
 
     Args:
-        tokens: committed ones.
-        tree: what was drafted for it.
-        verdict: what became of that.
-        logprobs: one per token, if they are wanted.
+        tokens: committed tokens.
+        tree: draft tree of the sample.
+        verdict: verdict about the tree.
+        logprobs: one per token, if requested.
     """
 
     tokens: Sequence[int]
@@ -54,12 +54,12 @@ class Emission(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], others: int) -> list[TokenLogprobs]:
-    """Log-probabilities of tokens.
+    """Computes log-probabilities of tokens.
 
     Args:
-        logits: ``[R, V]``, the rows behind which they stand.
-        tokens: R of them.
-        others: how many of the most probable ones are wanted besides.
+        logits: ``[R, V]``, one row per token, which predicts it.
+        tokens: R tokens.
+        others: how many most probable tokens to add to each.
     """
     found = list[TokenLogprobs]()
     for part in logits.split(_ROWS):
@@ -74,34 +74,34 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], others: int) -> list[Toke
 
 @dataclass(eq=False)
 class Sample:
-    """One text and what is wanted of it: its settings are its own, whatever shares its batch.
+    """A text being decoded, with settings of its own that do not depend on the rest of its batch.
 
     Args:
-        tokens: committed tokens, prompt included, padding not.
+        tokens: committed tokens, with the prompt, without padding.
         budget: tokens it may still emit; 0 when it is finished.
-        seed: of its noise, 0 to 2**64 - 1.
-        greedy: whether the target decodes at temperature 0; so it does where ``pipeline`` divides by one next to it.
+        seed: seed of its noise, 0 to 2**64 - 1.
+        greedy: whether the target decodes at temperature 0; set, too, if the temperature of ``pipeline`` is near 0.
         pipeline: its logits processors; samples that share one are processed together.
-        stopping: whether it ends with a token, given that token and what returns all tokens so far.
-        padding: left padding that the caller's batch has in front of the prompt.
-        emit: is told what it gains.
-        logprobs: log-probabilities of emitted tokens are wanted, and of as many of the most probable ones; ``None`` for
-            none.
-        prompt_logprobs: the same of its prompt's tokens behind the first.
-        scored: is told these, portion by portion.
+        stopping: called with a token and a function that returns all tokens so far; returns whether the sample ends.
+        padding: left padding of the prompt in the caller's batch.
+        emit: called with the tokens that it gains in a step.
+        logprobs: number of most probable tokens to report with each emitted token; ``None`` reports no
+            log-probabilities.
+        prompt_logprobs: as ``logprobs``, for the prompt's tokens after the first.
+        scored: called with the log-probabilities of the prompt, portion by portion.
 
     Attributes:
         prompt: length of the prompt.
-        num_unprefilled: tokens of the prompt that the target must read before decoding begins.
+        num_unprefilled: prompt tokens that the target must still read before decoding begins.
         number: its place in the batch.
-        handle: the sample in the target's cache.
-        memory: what the decider remembers of it.
-        emitted: committed tokens behind the prompt.
+        handle: its handle in the target's cache.
+        memory: the decider's memory of it.
+        emitted: committed tokens after the prompt.
         forwards: target forwards that it took part in.
-        stopped: whether its criteria ended it.
-        failure: why it was given up.
-        following: ``[V]`` target row behind the committed tokens, for decoders that draft from it.
-        path_state: its stateful processors behind the committed tokens; ``None`` if it has none.
+        stopped: whether its stopping criteria ended it.
+        failure: error that ended it, if any.
+        following: ``[V]`` target row after the committed tokens, for decoders that draft from it.
+        path_state: its stateful processors after the committed tokens; ``None`` if it has none.
     """
 
     tokens: list[int]
@@ -142,12 +142,12 @@ class Sample:
 
     @property
     def num_prefilled(self) -> int:
-        """Tokens of the prompt that the target has read."""
+        """Number of prompt tokens that the target has read."""
         return self.prompt - 1 - self.num_unprefilled
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to be read or decoded for it."""
+        """Whether it failed, or has no tokens left to read or decode."""
         return self.failure is not None or not (self.budget or self.num_unprefilled)
 
     @cached_property
@@ -155,30 +155,30 @@ class Sample:
         return Noise.source(self.seed)
 
     def uniforms(self, nodes: int) -> "npt.NDArray[np.float64]":
-        """``[3, N]`` noise of its own for this step: the same if the step has to be taken again."""
+        """Returns its ``[3, N]`` noise of this step; the same noise if the step is repeated."""
         if self._uniforms is None:
             self._uniforms = self._generator.random((3, nodes))
         return self._uniforms
 
     @cached_property
     def shared(self) -> SharedSource:
-        """Source of the noise that target and drafter share."""
+        """Source of the noise shared by target and drafter."""
         return SharedSource(self.seed)
 
     def path(self, drafted: Sequence[int] = ()) -> list[int]:
-        """Its own tokens with drafted ones behind: what logits processors and stopping criteria are told."""
+        """Returns its tokens followed by drafted ones, as logits processors and stopping criteria see them."""
         return [*self.tokens, *drafted]
 
     def state(self, drafted: Sequence[int]) -> PathState:
-        """Its stateful processors behind drafted tokens."""
+        """Returns its stateful processors after drafted tokens."""
         assert self.path_state is not None
         return self.path_state.along(drafted)
 
     def append(self, gain: Emission) -> int:
-        """Commits tokens one by one until the sample ends; returns how many.
+        """Commits tokens one by one until the sample ends; returns how many were committed.
 
-        What its own criteria raise ends it, too, with the token that they were asked about; so does a processor that
-        fails behind one.
+        If a criterion raises, the sample fails; its last token is the one that the criterion was called for. If a
+        stateful processor fails after a token, the sample fails, too.
         """
         kept, self._uniforms = 0, None
         try:
@@ -191,7 +191,7 @@ class Sample:
                     break
                 if self.path_state is not None:
                     self.path_state = self.path_state.commit(token)
-                    if self.path_state.failure is not None:  # what follows was not drawn by its processors
+                    if self.path_state.failure is not None:  # its processors had no part in the next tokens
                         break
             self.emitted += kept
             if self.emit is not None:
@@ -203,7 +203,7 @@ class Sample:
         return kept
 
     def score(self, logits: Tensor) -> None:
-        """Tells the log-probabilities of the prompt's tokens behind those that are read next.
+        """Reports the log-probabilities of the prompt tokens that these rows predict.
 
         Args:
             logits: ``[R, V]`` target rows of the next R unread tokens.
@@ -215,7 +215,7 @@ class Sample:
         self.scored(logprobs_of(logits, self.tokens[self.num_prefilled + 1 :][: len(logits)], self.prompt_logprobs))
 
     def fail(self, reason: Exception) -> None:
-        """Ends it."""
+        """Ends the sample with an error."""
         self.failure, self.budget = reason, 0
 
 
@@ -224,14 +224,14 @@ class DecodeState:
     """A batch between two steps.
 
     Args:
-        cache: the target's cache; it holds all committed tokens of a sample but the last, as far as they were read.
+        cache: the target's cache. It holds all committed tokens of a sample that were read, except the last one.
         drafts: the drafter's own state.
-        stats: what is counted, all samples together.
-        samples: by their numbers; ``None`` where a number is free.
-        fixed_batch: whether nobody else will join.
+        stats: counts over all samples.
+        samples: samples by number; ``None`` if a number is free.
+        fixed_batch: whether no further sample joins.
 
     Attributes:
-        most: samples that had not ended at a time, at most.
+        most: largest number of samples so far that were running at the same time.
     """
 
     cache: RaggedKVCache
@@ -242,7 +242,7 @@ class DecodeState:
     most: int = field(init=False, default=0)
 
     def __getitem__(self, number: int) -> Sample:
-        """The sample with a number that is taken."""
+        """Returns the sample with this number, which must be in use."""
         sample = self.samples[number]
         assert sample is not None
         return sample
@@ -254,7 +254,7 @@ class DecodeState:
 
     @property
     def prefilling(self) -> bool:
-        """Whether prompts wait to be read, so that steps are to be short."""
+        """Whether prompts wait to be read, so that steps should be short."""
         return any(sample is not None and sample.num_unprefilled for sample in self.samples)
 
     def enter(self, sample: Sample) -> None:
@@ -264,10 +264,10 @@ class DecodeState:
         self.most = max(self.most, sum(one is not None and not one.ended for one in self.samples))
 
     def seats(self) -> list[int]:
-        """By place in a table of fixed shapes the number of a sample, -1 for none.
+        """Returns the sample number of each seat in a table of fixed shapes, -1 for an empty seat.
 
-        Every number has a place. Beside texts that have ended and are kept, only samples that take part have one, so
-        that tables are no wider than without them.
+        Each number has a seat if there are at most ``most`` numbers. With more numbers, some belong to finished texts
+        that are still cached. Then only active samples have seats, so that the table does not grow.
         """
         if len(self.samples) <= self.most:
             return list(range(len(self.samples)))
@@ -275,7 +275,7 @@ class DecodeState:
         return numbers + [-1] * (self.most - len(numbers))
 
     def give_up(self, numbers: Sequence[int]) -> None:
-        """Ends samples for which the target gave no numbers, and drops what this step wrote for them."""
+        """Ends samples with NaN or infinite logits, and drops the cache rows that this step wrote for them."""
         for number in numbers:
             self[number].fail(FloatingPointError(_NOT_FINITE))
             self.cache.drop([self[number].handle])

@@ -1,4 +1,4 @@
-"""One step of decoding, which reads as the algorithm.
+"""One decoding step: draft, run the target, verify, commit.
 
 Shapes: n_b nodes of sample b, V vocabulary.
 """
@@ -26,25 +26,25 @@ from arbordraft.trees.draft_tree import DraftTree, Proposal
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.verdict import Verdict
 
-_CHUNK = 2048  # rows of a forward over prompts, which bounds its memory
-_SCORED_CHUNK = 256  # the same where their logits are wanted
-# Kinds of samples in a batch whose recorded steps, one after another, take less than an eager step of them all.
+_CHUNK = 2048  # most rows of a forward over prompts, which bounds its memory
+_SCORED_CHUNK = 256  # most rows if their logits are needed
+# Most kinds of samples in a batch for which one recorded step per kind is faster than one eager step.
 _MOST_KINDS = 2
 
 
 class Stepper:
-    """Takes a batch a step further, whatever its samples want: drafts, runs the target, judges, commits.
+    """Takes a batch a step further: drafts, runs the target, verifies, commits.
 
-    A decoder owns one, and any number of batches may use it at a time.
+    A decoder owns one stepper. Any number of batches may use it at a time.
 
     Args:
-        parts: those of the decoder.
-        mask: the topology's.
+        parts: the decoder's parts.
+        mask: mask of the topology.
         expected_batch: see :class:`~arbordraft.SpeculativeDecoder`.
-        static: does steps of fixed shapes, always or where it can; by default steps have none.
-        candidates: gives roots their children; by default the drafter does.
+        static: runs steps of fixed shapes, always or where possible; by default no step has fixed shapes.
+        candidates: chooses the children of the roots; by default the drafter does.
         runner: runs the target; by default packed, without padding. Recorded steps have their own.
-        judge: judges drafts; by default by the coupling. Recorded steps have their own.
+        judge: verifies drafts; by default with the coupling. Recorded steps have their own.
 
     Attributes:
         on_step: see :class:`~arbordraft.SpeculativeDecoder`.
@@ -72,12 +72,12 @@ class Stepper:
         self.on_step: Callable[[DecodeState, DraftTree, Verdict], None] | None = None
 
     def open(self, samples: int, max_tokens: int | None, *, fixed_batch: bool = False) -> DecodeState:
-        """A batch that nobody has joined yet.
+        """Opens a batch without samples.
 
         Args:
-            samples: how many there will be at a time, at most.
-            max_tokens: bound on the rows of each KV cache; ``None`` for none.
-            fixed_batch: whether all of them are there from the start and none follows: then it counts who ends last.
+            samples: most samples of the batch at a time.
+            max_tokens: most rows of each KV cache; ``None`` for no limit.
+            fixed_batch: whether all samples are there from the start, so that it matters which one ends last.
         """
         fixed = self.static.open(samples, max_tokens) if self.static is not None and self.fixed else None
         cache = self.eager.runner.open(max_tokens) if fixed is None else fixed
@@ -86,7 +86,7 @@ class Stepper:
         return DecodeState(cache, self.drafter.open(cache), stats, fixed_batch=fixed_batch)
 
     def close(self, state: DecodeState) -> None:
-        """Ends a batch."""
+        """Closes a batch and removes its samples."""
         for sample in state.samples:
             if sample is not None:
                 self.remove(state, sample)
@@ -95,42 +95,42 @@ class Stepper:
 
     @property
     def fixed(self) -> bool:
-        """Whether batches take steps of fixed shapes."""
+        """Whether batches may take steps of fixed shapes."""
         return self.static is not None and self.static.active
 
     @property
     def can_share(self) -> bool:
-        """Whether beginnings that are copied from another sample have the bits of those that are read."""
+        """Whether beginnings copied from another sample have the same bits as computed ones."""
         return self.target.row_invariant
 
     def least_tokens(self, samples: int) -> int:
-        """Fewest rows of a cache for some samples at a time in which one has room for a token behind another."""
+        """Returns the fewest cache rows that fit a one-token prompt and one new token, padding included."""
         reserved = 0 if self.static is None or self.static.automatic else self.static.reserved(samples)
         return reserved + self.topology.num_nodes + 2
 
     def check(self, sample: Sample) -> None:
-        """Raises ValueError if a sample wants what this decoder's kind of steps cannot do."""
+        """Raises ValueError if a sample asks for something that the decoder's steps do not support."""
         if self.static is None or self.static.automatic:
             return
         if (obstacle := self._obstacle(self.static, sample)) is not None:
             raise ValueError(f"{obstacle}: {INSTEAD}")
 
     def _obstacle(self, static: StaticStepping, sample: Sample) -> str | None:
-        """What a sample wants that steps of fixed shapes cannot do."""
+        """Returns why steps of fixed shapes cannot serve a sample, or ``None`` if they can."""
         if sample.logprobs is not None:
             return "steps of fixed shapes download no log-probabilities"
         return static.obstacle(sample.pipeline, sample.greedy)
 
     def add(self, state: DecodeState, sample: Sample, rows: int) -> None:
-        """Takes in a sample whose prompt is still to be read.
+        """Adds a sample whose prompt is still to be read.
 
         Args:
             state: the batch.
             sample: gets a number and a place in the cache.
-            rows: cache rows to set aside for it; it gets more as it needs them, if there are.
+            rows: cache rows to reserve for it. It gets more when needed, if rows are free.
 
         Raises:
-            CacheOverflow: if there are not as many rows left; nothing has changed then.
+            CacheOverflow: if fewer rows are free; the batch is unchanged then.
         """
         sample.handle = state.cache.open(rows)
         sample.memory = self.decider.start()
@@ -143,24 +143,24 @@ class Stepper:
             raise
 
     def share(self, state: DecodeState, source: Sample, sample: Sample, tokens: int) -> None:
-        """Copies what is known of a prompt's first tokens from another sample, instead of reading them.
+        """Copies the first tokens of a prompt from the caches of another sample, instead of reading them.
 
         Args:
             state: the batch.
-            source: begins with the same ``tokens + 1`` tokens, and has read ``tokens`` of them.
-            sample: has read none; at least one is left to read before the last.
-            tokens: how many.
+            source: sample with the same first ``tokens + 1`` tokens, of which it has read at least ``tokens``.
+            sample: sample that has read no token. At least one token before its last remains to be read.
+            tokens: number of tokens to copy.
         """
         state.cache.share(source.handle, sample.handle, tokens)
         self.drafter.share(state.drafts, source.number, sample.number, tokens)
         sample.num_unprefilled -= tokens
 
     def prefill(self, state: DecodeState, tokens: Mapping[int, int]) -> None:
-        """Lets the target read some more of prompts.
+        """Lets the target and the drafter read the next tokens of prompts.
 
         Args:
             state: the batch.
-            tokens: how many, by the sample's number; at most what each has not read yet.
+            tokens: number of tokens to read, by the sample's number; at most its unread tokens.
         """
         with state.stats.phase("prefill"):
             samples = {state[number].handle: state[number] for number in tokens}
@@ -187,20 +187,20 @@ class Stepper:
             self.drafter.prefill(state.drafts, parts)
 
     def remove(self, state: DecodeState, sample: Sample) -> None:
-        """Gives back all that a sample holds."""
+        """Removes a sample and frees its cache rows and number."""
         self.drafter.remove(state.drafts, sample.number)
         state.cache.close(sample.handle)
         state.samples[sample.number] = None
 
     def step(self, state: DecodeState) -> Verdict:
-        """One round: draft a tree per sample, run the target once over all of them, keep what it accepts.
+        """Takes one step: drafts a tree per sample, runs the target once over all trees, commits accepted tokens.
 
         Args:
-            state: advanced in place; every active sample gains at least one token.
+            state: the batch, updated in place; each active sample gains at least one token.
 
         Raises:
-            SampleError: if a sample's own processors fail; nothing was committed then, and the step can be taken
-                again without that sample.
+            SampleError: if a sample's own processors fail. Nothing is committed then, and the step can be repeated
+                without that sample.
         """
         active = state.active
         noise = noise_of(state, active, self.topology.num_nodes, shared=self.shared)
@@ -221,7 +221,7 @@ class Stepper:
         return judged.verdict
 
     def _executor(self, state: DecodeState, active: Sequence[Sample]) -> Executor:
-        """Who takes this batch a step further."""
+        """Chooses the executor of this batch's step."""
         static = self.static
         if static is None or not isinstance(state.cache, StaticCache) or not static.active:
             return self.eager
@@ -235,33 +235,33 @@ class Stepper:
     def _ahead(
         self, executor: Executor, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None
     ) -> StepAhead | None:
-        """What does the step in one run with the draft, if nobody has to see the drafts before the target does."""
+        """Prepares draft and step as one call; ``None`` if the host must see the drafts first."""
         alone = self.drafting.candidates is None and len(self.drafter.stages(state.drafts)) == 1
         if self.recorded is None or executor is not self.recorded or not alone:
             return None
         return self.recorded.ahead(state, active, noise)
 
     def _static_drafts(self, state: DecodeState) -> StaticDrafts | None:
-        """What grows whole trees of this batch in fixed shapes, unless it turned out that no graph can hold them."""
+        """Returns the grower of whole trees in fixed shapes, or ``None`` if the batch or its model cannot use it."""
         static = self.static
         return static.drafts if static is not None and static.active and isinstance(state.cache, StaticCache) else None
 
     def _given_up(self, executor: Executor, failure: UnsupportedModel) -> bool:
-        """Whether steps are taken otherwise from now on; that no graph holds a model is noticed as it is recorded."""
+        """Gives up recorded steps after a failed recording, if they were only automatic; returns whether it did."""
         if executor is not self.recorded or self.static is None or not self.static.automatic:
             return False
         self.static.give_up(failure)
         return True
 
     def _take_back(self, state: DecodeState, active: Sequence[Sample]) -> None:
-        """Forgets what a step has written that did not come to its end."""
+        """Drops the rows that a failed step wrote into the caches of target and drafter."""
         state.cache.drop([sample.handle for sample in active])
         samples = len(state.samples)
         nothing = DraftTree.roots(self.topology, [None] * samples, Proposal(self.coupling.law))
         self.drafter.commit(state.drafts, nothing, Verdict.nothing(samples))
 
     def _commit(self, state: DecodeState, tree: DraftTree, judged: Judged) -> None:
-        """Takes over what was accepted."""
+        """Commits accepted tokens to samples, caches, statistics, decider and drafter."""
         verdict = judged.verdict
         if self.on_step is not None:
             self.on_step(state, tree, verdict)
@@ -286,12 +286,12 @@ class Stepper:
                 seen[number] = judged.hidden(number, path[:emitted])
             state.stats.record(tree, verdict, number, emitted)
             sample.forwards += 1
-            # What had to be, or was not to be, tells nothing of who drafts.
+            # Forced tokens, and steps in which drafting is suspended, tell the decider nothing about the drafter.
             drafts = tree.lengths[number] - 1
             guesses = tree[number].guesses if forced else drafts
             if guesses or not (drafts or waits):
                 self.decider.learn(sample.memory, verdict.outcome(tree, number))
-            if emitted < len(tokens):  # the text ends there
+            if emitted < len(tokens):  # the sample ended among these tokens
                 paths[number], following[number], recovered[number] = path[:emitted], tokens[emitted - 1], False
             kept[sample.handle] = [row - first for row in path[:emitted]]
         judged.keep(kept)

@@ -1,4 +1,4 @@
-"""Every step of a decoder as a table: what was drafted, and what became of it.
+"""Log of a decoder's steps as a table of drafted, accepted and added tokens.
 
 Shapes: none; rows are counted.
 """
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 
 class StepLog:
-    """Records the steps of a decoder: ``decoder.on_step = log``.
+    """Records the steps of a decoder; set it as ``decoder.on_step = log``.
 
-    Each step gives a row per packed node of every sample, and one for the token that the target adds:
+    Each step adds one row per packed node of each sample, and one row for the token that the target adds:
 
     ========== ========================================================================================
     step       number of the step, from 0
-    sample     number of the sample in its batch; another sample may get it when this one has ended
+    sample     number of the sample in its batch; reused after the sample has ended
     length     committed tokens of the sample before the step, prompt included
     kind       ``root`` (the last committed token), ``draft``, ``recovered`` or ``bonus``
-    node       number in the topology; -1 for the token that the target adds
-    parent     node that it follows; -1 for the root
-    depth      tokens behind the root
-    token      its id
-    text       its text, if the log has a tokenizer
-    chance     draft probability given the parent, where the drafter states it
-    accepted   whether it was kept; always true for the root and the target's own token
-    source     which of several drafters proposed the tree
+    node       node number in the topology; -1 for the token that the target adds
+    parent     parent node; -1 for the root
+    depth      depth below the root
+    token      token id
+    text       text of the token, if the log has a tokenizer
+    chance     draft probability given the parent, if the drafter states it
+    accepted   whether the token was accepted; always true for the root and the target's own token
+    source     kind of drafter that proposed the tree, if there are several
     ========== ========================================================================================
 
-    A step is recorded before it is committed: if an answer ends among the kept tokens, later ones are in the table but
-    not in the answer.
+    A step is recorded before it is committed. If an answer ends among the accepted tokens, the later ones are in the
+    table but not in the answer.
 
     Args:
         tokenizer: spells the tokens.
@@ -60,14 +60,14 @@ class StepLog:
         self._step = 0
 
     def __call__(self, state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
-        """Takes one step down; the signature of ``on_step``."""
+        """Records one step; has the signature of ``on_step``."""
         for sample in tree.living:
             if verdict.paths[sample]:
                 self._record(sample, len(state[sample].tokens), tree, verdict)
         self._step += 1
 
     def to_frame(self) -> "DataFrame":
-        """The rows as a table of pandas.
+        """Returns the rows as a pandas ``DataFrame``.
 
         Raises:
             ImportError: if pandas is not installed.

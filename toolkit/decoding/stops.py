@@ -1,4 +1,4 @@
-"""Finds the text that ends an answer, however long it is."""
+"""Finds texts that end an answer, at a cost that does not depend on their length."""
 
 import copy
 from collections.abc import Iterable
@@ -6,15 +6,15 @@ from typing import Self
 
 
 class Stops:
-    """Finds the first of several texts in another one, letter by letter.
+    """Finds the first of several texts in another text, letter by letter.
 
-    How long these texts are makes no difference to the work per letter (Knuth, Morris and Pratt).
+    The work per letter does not depend on the length of these texts (Knuth, Morris and Pratt).
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = tuple(texts)
-        self._sizes = [0] * len(self._texts)  # letters of each that the text ends with
-        # Per text and length: the longest proper beginning that its first so many letters end with. Made when needed.
+        self._sizes = [0] * len(self._texts)  # by stop: letters of its beginning at the end of the text so far
+        # KMP failure function per text, from length 1: longest proper prefix that is also a suffix. Extended on demand.
         self._borders = [[0] for _ in self._texts]
 
     def __bool__(self) -> bool:
@@ -22,11 +22,11 @@ class Stops:
 
     @property
     def begun(self) -> int:
-        """Letters at the end of the text that may be the beginning of a stop."""
+        """Number of letters at the end of the text that may begin a stop."""
         return max(self._sizes, default=0)
 
     def add(self, letter: str) -> int:
-        """The length of the longest stop that ends with this letter, or 0."""
+        """Adds a letter; returns the length of the longest stop that ends with it, or 0."""
         found = 0
         for index, (text, size, borders) in enumerate(zip(self._texts, self._sizes, self._borders, strict=True)):
             while size and text[size] != letter:
@@ -43,11 +43,11 @@ class Stops:
         return found
 
     def find(self, text: str) -> bool:
-        """Whether a stop ends in some more text."""
+        """Adds text up to the first stop; returns whether there was one."""
         return any(map(self.add, text))
 
     def fork(self) -> Self:
-        """Another one that goes on from here."""
+        """Returns a copy that continues from the same state."""
         other = copy.copy(self)
         other._sizes = [*self._sizes]
         return other

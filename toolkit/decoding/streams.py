@@ -1,4 +1,4 @@
-"""Answers as they come.
+"""Streams of answers.
 
 Shapes: none; tokens are lists.
 """
@@ -18,17 +18,17 @@ from arbordraft.trees.verdict import SampleVerdict
 
 @dataclass
 class Answer:
-    """One answer, as far as it has come.
+    """One answer, as far as it is decoded.
 
     Args:
-        tokens: its token ids, the one that ended it included.
-        finish_reason: ``stop`` if a token or a text ended it, ``length`` if there was no more budget, ``cancelled``;
-            ``None`` as long as it goes on.
+        tokens: token ids, including the one that ended the answer.
+        finish_reason: ``stop`` if a token or a text ended it, ``length`` if its budget was used up, or ``cancelled``;
+            ``None`` while it is being decoded.
         forwards: target forwards that it took part in.
         drafted: tokens that were drafted for it.
-        accepted: how many of them were accepted.
-        logprobs: one per token, if they were wanted.
-        prompt_logprobs: one per token of the prompt behind the first, if they were wanted.
+        accepted: drafted tokens that were accepted.
+        logprobs: one per token, if requested.
+        prompt_logprobs: one per prompt token after the first, if requested.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -41,15 +41,15 @@ class Answer:
 
 
 class Event(NamedTuple):
-    """What is new of one answer.
+    """News of one answer: tokens of a step, log-probabilities of prompt tokens, or the end.
 
     Args:
-        answer: its number, from 0.
-        tokens: those that were committed; none in an event of the prompt, and in the one that says how it ended.
-        logprobs: one per token, if they are wanted.
-        prompt_logprobs: of the next tokens of the prompt, if they are wanted; the first one has none.
-        tree: what was drafted in that step.
-        verdict: what became of it.
+        answer: number of the answer, from 0.
+        tokens: newly committed tokens; empty in events with prompt log-probabilities and in the last event.
+        logprobs: one per token, if requested.
+        prompt_logprobs: one per prompt token that was read, if requested; the first prompt token has none.
+        tree: draft tree of the step.
+        verdict: verdict about the tree.
         finish_reason: see :class:`Answer`.
     """
 
@@ -63,17 +63,17 @@ class Event(NamedTuple):
 
 
 class Stream:
-    """The answers to some requests while they come; to be iterated over, with ``for`` or ``async for``, by one reader.
+    """Events of the answers to some requests, for one reader, who iterates with ``for`` or ``async for``.
 
-    An error that ended an answer is raised where its next event is asked for.
+    If an answer fails, iteration raises its error in place of the next event.
 
     Args:
-        requests: at least one.
-        drive: takes a step of the engine if nobody else does; returns whether somebody else does.
+        requests: at least one request.
+        drive: takes a step of the engine if no thread does so; returns whether a thread does.
 
     Attributes:
-        request: the first of them.
-        answers: one per answer wanted, request by request.
+        request: the first request.
+        answers: the answers, request by request.
     """
 
     def __init__(self, requests: Sequence[Request], drive: Callable[[], bool]) -> None:
@@ -83,7 +83,7 @@ class Stream:
         self._events: deque[Event | Exception] = deque()
         self._news = threading.Condition()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        self._open: set[int | None] = set(range(len(self.answers)))  # those that have not ended
+        self._open: set[int | None] = set(range(len(self.answers)))  # answers that have not ended
         self._cancelled = False
         self._failed = False
 
@@ -94,20 +94,20 @@ class Stream:
 
     @property
     def unwanted(self) -> bool:
-        """Whether what still runs of it is of no use: it was cancelled, or one of its answers failed."""
+        """Whether its running answers are no longer needed: it was cancelled, or an answer failed."""
         return self._cancelled or self._failed
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody has asked for the end."""
+        """Whether :meth:`cancel` was called."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Ends all answers before the next step; what has come stays."""
+        """Ends all answers before the next step; their tokens so far are kept."""
         self._cancelled = True
 
     def result(self) -> list[Answer]:
-        """Waits for the end; raises what ended it early."""
+        """Waits until all answers have ended and returns them; raises the error if one failed."""
         for _ in self:
             pass
         return self.answers
@@ -137,7 +137,7 @@ class Stream:
         try:
             while True:
                 arrived.clear()
-                done = self.done  # before the events are read: what ends later is read in the next round
+                done = self.done  # read before the events: an answer that ends later is read in the next round
                 while self._events:
                     event = self._events.popleft()
                     if isinstance(event, Exception):
@@ -152,7 +152,7 @@ class Stream:
                 self._waiting.clear()
 
     def told(self, index: int) -> Callable[[Emission], None]:
-        """What takes what one of the answers gains."""
+        """Creates the callback that receives the tokens of one answer."""
 
         def take(gain: Emission) -> None:
             answer = self.answers[index]
@@ -166,7 +166,7 @@ class Stream:
         return take
 
     def scored(self, index: int) -> Callable[[Sequence[TokenLogprobs]], None]:
-        """What takes the log-probabilities of the prompt of one of the answers."""
+        """Creates the callback that receives the prompt log-probabilities of one answer."""
 
         def take(found: Sequence[TokenLogprobs]) -> None:
             self.answers[index].prompt_logprobs += found
@@ -175,17 +175,17 @@ class Stream:
         return take
 
     def end(self, index: int, reason: str) -> None:
-        """Says how one of the answers has ended."""
+        """Ends one answer with a finish reason."""
         self.answers[index].finish_reason = reason
         self._put(Event(index, finish_reason=reason), ended=index)
 
     def fail(self, error: Exception) -> None:
-        """Says that the request cannot be answered to its end."""
+        """Ends the stream with an error."""
         if not self._failed:
             self._put(error)
 
     def _put(self, event: Event | Exception, ended: int | None = None) -> None:
-        with self._news:  # the last event is there when the stream is done
+        with self._news:  # one lock, so that a stream that is done has its last event
             self._events.append(event)
             self._open.discard(ended)
             self._failed = self._failed or isinstance(event, Exception)

@@ -1,4 +1,4 @@
-"""Decoding with candidates that the target proposes: the wide mode of improved MCSD.
+"""Decoding with target-initialised candidates: the wide mode of improved MCSD.
 
 Shapes: B samples, R rows, V vocabulary, W candidates.
 """
@@ -28,25 +28,25 @@ from arbordraft.verifiers.longest_branch import LongestBranch
 
 
 class TargetInitialisedDecoder(SpeculativeDecoder):
-    """Commits the longest of W branches that begin with tokens of the target's own choice. Lossy.
+    """Commits the longest of W branches whose first tokens the target itself proposes. Lossy.
 
-    The target's row behind the committed text gives the first level, its W most probable tokens in greedy decoding and
-    W different draws otherwise; the drafter continues them. For what is kept see
-    :class:`~arbordraft.verifiers.LongestBranch`. Not even greedy decoding gives the target's own text. Results say so:
-    their ``stats.exactness`` is "lossy".
+    The target's row after the committed text gives the candidates of the first level. In greedy decoding these are its
+    W most probable tokens, otherwise W different draws. The drafter continues them, and
+    :class:`~arbordraft.verifiers.LongestBranch` decides which branch is committed. Even in greedy decoding the text
+    differs from the target's own. So ``stats.exactness`` of results is "lossy".
 
-    The last committed token is read again as the root of the next tree: one row more than the reference needs.
+    The last committed token is read again as the root of the next tree: one row more than in the reference.
 
     Args:
         target: the target.
         drafter: continues the candidates.
-        topology: W children at the root.
-        decider: stops samples early; the candidates are always there.
+        topology: tree with W children at the root.
+        decider: stops drafting early; the candidates are always drafted.
         max_cache_tokens: see :class:`~arbordraft.SpeculativeDecoder`.
 
     Raises:
-        ValueError: if the drafter cannot go on from tokens that it did not choose, or the root has one child only: that
-            is lossless without this class.
+        ValueError: if the drafter cannot continue tokens that it did not choose, or if W is 1, since
+            :class:`~arbordraft.SpeculativeDecoder` then decodes losslessly.
 
     Source: improved MCSD (Lu et al., 2024).
     """
@@ -68,8 +68,8 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
             )
         if self.width < 2:
             raise ValueError(
-                "a single candidate is what every SpeculativeDecoder has, losslessly: its root is the target's own "
-                "token; use SpeculativeDecoder, or builders.dynasd(width=1)"
+                "a single candidate needs no TargetInitialisedDecoder: every SpeculativeDecoder begins with the "
+                "target's own token, losslessly; use SpeculativeDecoder, or builders.dynasd(width=1)"
             )
         widest = max(map(len, topology.child_list))
         coupling = Coupling(WithoutReplacement(widest), LongestBranch())
@@ -88,11 +88,11 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
 
 
 class TargetCandidates:
-    """Gives every root the tokens that the target's row behind the text prefers.
+    """Chooses the children of each root from the target's row after the committed text.
 
     Args:
         target: the target.
-        topology: W children at the root.
+        topology: tree with W children at the root.
     """
 
     def __init__(self, target: RaggedModel, topology: TreeTopology) -> None:
@@ -116,7 +116,7 @@ class TargetCandidates:
         return candidates
 
     def _look(self, state: DecodeState, samples: Sequence[Sample]) -> None:
-        """Gives samples that have just begun the row behind their text."""
+        """Computes the target row after the text of samples that have just begun."""
         handles = [sample.handle for sample in samples]
         batch = state.cache.lay_out(handles, [[0]] * len(handles))
         logits, _ = self.target.run(torch.tensor([sample.tokens[-1] for sample in samples]), batch, state.cache)
@@ -127,11 +127,11 @@ class TargetCandidates:
 
 
 class LongestBranchJudge:
-    """Judges by :class:`~arbordraft.verifiers.LongestBranch`, and keeps the row behind what is committed.
+    """Verifies with :class:`~arbordraft.verifiers.LongestBranch`, and keeps the row after the committed tokens.
 
     Args:
-        coupling: draws without replacement, judged by that verifier.
-        nodes: those of the topology.
+        coupling: pairs draws without replacement with that verifier.
+        nodes: number of nodes of the topology.
     """
 
     def __init__(self, coupling: Coupling, nodes: int) -> None:
@@ -150,7 +150,7 @@ class LongestBranchJudge:
         greedy = [sample for sample in samples if state[sample].greedy]
         drawing = [sample for sample in samples if not state[sample].greedy]
         verdicts = []
-        if greedy:  # tests are then about certainties
+        if greedy:  # one-hot rows make every acceptance test certain
             certain = functional.one_hot(rows.argmax(dim=-1), rows.shape[-1]).to(rows.dtype)
             nothing = torch.zeros(len(tree), self.nodes, dtype=torch.float64)
             verdicts.append(self.coupling(tree, certain, Noise(nothing, nothing, nothing), greedy))

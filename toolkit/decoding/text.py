@@ -1,4 +1,4 @@
-"""Text in, text out: what stands between a tokenizer and a decoder."""
+"""Connects a tokenizer and a decoder: encodes conversations, decodes answers."""
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -19,16 +19,16 @@ from arbordraft.utils.checks import check_float, check_int, check_temperature
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-    Generate = Callable[..., Any]  # SpeculativeDecoder.generate, which stands above
+    Generate = Callable[..., Any]  # SpeculativeDecoder.generate, in a higher layer
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 def user_turn(text: Any, system: str | None) -> list[dict[str, str]]:
-    """A text as a conversation of one message, behind a system prompt if there is one.
+    """Builds a conversation of one user message, after a system prompt if given.
 
     Raises:
-        TypeError: if one of them is no text.
+        TypeError: if ``text`` or ``system`` is not a str.
     """
     if not isinstance(text, str):
         raise TypeError(f"text must be a str or a list of them, got {type(text).__name__}")
@@ -39,7 +39,7 @@ def user_turn(text: Any, system: str | None) -> list[dict[str, str]]:
 
 
 def check_messages(messages: Any) -> Messages:
-    """Raises TypeError unless these are messages, each with a role and a content, and ValueError if there is none."""
+    """Returns messages as given; raises TypeError unless each has role and content, ValueError if there are none."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise TypeError(f"messages must be a list of dicts with a role and a content, got {type(messages).__name__}")
     if not messages:
@@ -65,22 +65,22 @@ def encode(
     variables: Mapping[str, Any] = MappingProxyType({}),
     check: Callable[[str], object] = lambda text: None,
 ) -> list[int]:
-    """The token ids of a conversation that the model is to continue.
+    """Encodes a conversation that the model is to continue as token ids.
 
     Args:
-        tokenizer: of the model. One without a chat template takes single user messages as they are.
+        tokenizer: the model's tokenizer. Without a chat template it takes a single user message as it is.
         messages: the conversation.
-        raw: as they are, a blank line between two, instead of by the chat template.
-        name: what errors call the text.
-        tools: that the model is told of, if the chat template does.
-        turn: whether the model's own turn begins behind the messages.
-        begun: whether the last message is the beginning of the answer, so that no turn ends or begins behind it.
+        raw: join the contents with blank lines, instead of using the chat template.
+        name: name of the text in error messages.
+        tools: tools for the chat template, if it supports them.
+        turn: whether the model's own turn begins after the messages.
+        begun: whether the last message is the beginning of the answer, so that no turn ends or begins after it.
         variables: further variables of the chat template.
-        check: sees the text before it is tokenised, and may refuse it.
+        check: called with the text before it is tokenised; may raise to refuse it.
 
     Raises:
-        ValueError: without a tokenizer; for messages that the chat template refuses, or that need one where there is
-            none; for a text without tokens.
+        ValueError: without a tokenizer; if the chat template is missing or refuses the messages; for a text without
+            tokens, or with half of a surrogate pair.
     """
     if tokenizer is None:
         raise ValueError(
@@ -103,7 +103,7 @@ def encode(
                 continue_final_message=begun,
                 **variables,
             )
-        except Exception as error:  # templates raise whatever they like
+        except Exception as error:  # templates may raise any type of error
             if begun and "continue_final_message" in str(error):
                 reason = "the chat template does not show the last message as it is, so it cannot be continued"
                 raise ValueError(reason) from error
@@ -129,20 +129,20 @@ def settings_of(
     batch: int,
     own: "GenerationConfig | None" = None,
 ) -> dict[str, Any]:
-    """These settings as ``generate`` takes them; sample i of the batch gets ``seed + i``.
+    """Converts settings to arguments of ``generate``; sample i of the batch gets ``seed + i``.
 
     Args:
-        max_new_tokens: longest answer.
-        temperature: 0 for greedy decoding; ``None`` for the model's own, or 0.
-        top_p: ``None`` for the model's own, or 1.
-        top_k: 0 for all tokens; ``None`` for the model's own, or all.
-        seed: of the first sample.
+        max_new_tokens: longest answer, in tokens.
+        temperature: 0 for greedy decoding; ``None`` for the model's own, or 0 if it has none.
+        top_p: ``None`` for the model's own, or 1 if it has none.
+        top_k: 0 for all tokens; ``None`` for the model's own, or all if it has none.
+        seed: seed of the first sample.
         batch: number of samples.
         own: the model's own settings, which :meth:`~arbordraft.SpeculativeDecoder.generate` adds; by default none.
 
     Raises:
-        TypeError: for a value that is no number of its kind.
-        ValueError: for one out of range.
+        TypeError: if a value is not a number of the right type.
+        ValueError: if a value is out of range.
     """
     settings: dict[str, Any] = {"max_new_tokens": check_int("max_new_tokens", max_new_tokens, 0)}
     settings |= {"num_return_sequences": 1, **dict.fromkeys(EXTRA_OUTPUTS, False)}
@@ -156,18 +156,18 @@ def settings_of(
         truncation["top_k"] = check_int("top_k", top_k or 0, 0)
     if temperature is None:
         temperature = 0.0 if own is None else own_temperature(own) or 0.0
-    temperature = check_temperature("temperature", temperature)  # transformers takes 1 for no number
+    temperature = check_temperature("temperature", temperature)  # transformers rejects integers such as 1
     if temperature == 0:
         return {**settings, "do_sample": False}
     return {**settings, "do_sample": True, "temperature": temperature, **truncation}
 
 
 def stops(stop: Any) -> tuple[str, ...]:
-    """The texts before which an answer ends.
+    """Returns the stop texts as a tuple.
 
     Raises:
-        TypeError: if ``stop`` is neither a text nor a list of them.
-        ValueError: if one is empty.
+        TypeError: if ``stop`` is neither a text nor a list of texts.
+        ValueError: if a text is empty.
     """
     texts = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
@@ -178,27 +178,27 @@ def stops(stop: Any) -> tuple[str, ...]:
 
 
 class TextStream(Iterator[str]):
-    """An answer in pieces, decoded in a thread of its own as long as somebody reads on.
+    """Iterator of an answer's pieces, which a separate thread decodes while the stream is read.
 
-    It begins with the first piece that is asked for; :meth:`close` ends it early, and so does dropping the stream.
-    Errors of the decoding are raised where the next piece is asked for.
+    Decoding begins when the first piece is requested. :meth:`close` ends it early; so does dropping the stream. Errors
+    of the decoding are raised when the next piece is requested.
     """
 
     def __init__(self, generate: "Generate", pieces: Pieces, criteria: Sequence[Any] = ()) -> None:
         self._stats: list[DecodeStats] = []
-        # It knows nothing of self, which would keep it alive.
+        # _follow must hold no reference to self, or a dropped stream would stay alive.
         self._pieces = _follow(generate, pieces, criteria, self._stats)
 
     @property
     def stats(self) -> DecodeStats | None:
-        """What the decoding counted, once it has ended."""
+        """Counts of the decoding, once it has ended; ``None`` before."""
         return self._stats[0] if self._stats else None
 
     def __next__(self) -> str:
         return next(self._pieces)
 
     def close(self) -> None:
-        """Ends the decoding, within one step, and waits for that."""
+        """Ends the decoding within one step, and waits until it has ended."""
         self._pieces.close()
 
 
@@ -211,14 +211,14 @@ def _follow(generate: "Generate", pieces: Pieces, criteria: Sequence[Any], stats
     def work() -> None:
         try:
             stats.append(generate(streamer=arrived, stopping_criteria=[*criteria, over]).stats)
-        except BaseException as error:  # belongs to whoever reads
+        except BaseException as error:  # raised in the reading thread
             arrived.put(error)
         finally:
             arrived.put(None)
 
     thread = threading.Thread(target=work, name="arbordraft-text")
     thread.start()
-    begun = False  # the prompt comes first
+    begun = False  # the first item is the prompt
     try:
         while (item := arrived.get()) is not None:
             if isinstance(item, BaseException):
@@ -234,10 +234,10 @@ def _follow(generate: "Generate", pieces: Pieces, criteria: Sequence[Any], stats
 
 
 class _Arrived(SimpleQueue[Any]):
-    """A streamer that another thread reads: tokens, an error, and None at the end."""
+    """Streamer that another thread reads: tokens, perhaps an error, and ``None`` at the end."""
 
     def end(self) -> None:
-        """Nothing: the thread says when it ends, also by an error."""
+        """Does nothing: the thread itself puts ``None`` when it ends, also after an error."""
 
 
 def write(
@@ -247,7 +247,7 @@ def write(
     settings: Mapping[str, Any],
     stop: Sequence[str] | None,
 ) -> list[str]:
-    """What a decoder writes behind each of several prompts, decoded as one ragged batch."""
+    """Decodes prompts as one ragged batch and returns the answers as texts."""
     output = generate(**_request(tokenizer, inputs, settings, stop))
     columns, answers = inputs["input_ids"].shape[1], []
     for row, emitted in zip(output.sequences.tolist(), output.stats.emitted, strict=True):
@@ -263,7 +263,7 @@ def stream(
     settings: Mapping[str, Any],
     stop: Sequence[str] | None,
 ) -> TextStream:
-    """The same for one prompt, in pieces."""
+    """Decodes one prompt and returns a stream of the answer's pieces."""
     request = _request(tokenizer, inputs, settings, stop)
     criteria = request.pop("stopping_criteria", ())
     return TextStream(partial(generate, **request), Pieces(tokenizer, stop or ()), criteria)
@@ -279,7 +279,7 @@ def _request(
 
 
 def ending(tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str] | None) -> dict[str, Any]:
-    """Settings by which answers end before these texts; ``None`` for the model's own ``stop_strings``."""
+    """Returns settings that end answers before these texts; ``None`` keeps the model's own ``stop_strings``."""
     if stop is None:
         return {}
     return {"stop_strings": [], "stopping_criteria": [StopTexts(tokenizer, stop)] if stop else []}

@@ -1,6 +1,6 @@
-"""Times forwards, drafts and what steps take besides.
+"""Times forwards, drafts and the remaining work of steps.
 
-Shapes: none; what is timed is seconds by rows.
+Shapes: none; results are seconds by rows.
 """
 
 import math
@@ -29,20 +29,20 @@ from arbordraft.utils.checks import check_instance, check_int, check_sequence
 from arbordraft.verifiers.coupling import Coupling
 
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-_MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
+_MOST_ROWS, _LONGEST = 2**14, 2**20  # most rows and longest context of a timed forward, to bound its memory
 _CPU = (
     (1, 4, 8, 16, 64),
     (1.0, 1.25, 1.6, 2.8, 10.0),
-)  # seconds of forwards by rows, where nothing is measured: a bit too dear
+)  # rows, and rough times of their forwards in forwards of one row, slightly too high
 _GPU = (1, 64), (1.0, 1.3)
-_ASIDE = 0.05  # of what a step takes besides, in such forwards
+_ASIDE = 0.05  # rough time of each other part of a step, in forwards of one row
 _BATCHES = (1, 2, 4, 8, 16)
-_WIDTH = 4  # nodes of a sample that get children, where drafts are trees
-_SAID, _TIMES = 8, 4  # tokens that are said again and again, for lookups to find, as models then go on saying them
+_WIDTH = 4  # nodes per sample and level in timed forks
+_SAID, _TIMES = 8, 4  # tokens, and how often prompts repeat them: models then go on repeating, and lookups find drafts
 
 
 def rough_costs(target: RaggedModel, drafter: Drafter) -> StepCosts:
-    """What steps cost about, before anything is measured: in forwards of one row, which is all that plans depend on."""
+    """Estimates step costs without measuring, in forwards of one row, since plans depend only on ratios."""
     on_gpu = target.device.type == "cuda"
     forward = CostTable(*_GPU if on_gpu else _CPU)
     effort = drafter.effort(target)
@@ -59,23 +59,23 @@ def measure_rows(
     repeats: int = 5,
     enough: Callable[[], bool] = lambda: False,
 ) -> CostTable:
-    """Times forwards of a chain behind ``context`` tokens: the best of ``repeats``, which noise disturbs least.
+    """Times forwards of a chain after ``context`` tokens; takes the best of ``repeats``, which noise affects least.
 
-    On a GPU whole steps of fixed shapes are timed, from the upload of a tree to the download of its verdict, as that is
-    how decoders run there.
+    On a GPU whole steps of fixed shapes are timed, since decoders run that way there. Such a step lasts from the upload
+    of a tree to the download of its verdict.
 
-    Every other round goes from the most rows to the fewest. A row alone takes a fifth longer where many were before it
-    than it does in decoding, where few were; and then rows would look cheaper than they are.
+    Every other round goes from the most rows to the fewest. After a forward of many rows, a single row takes a fifth
+    longer than in decoding, where forwards have few rows. Without this order, further rows would look too cheap.
 
     Args:
         rows: numbers of rows to time, ascending from 1 to at most 16384.
-        context: tokens before them, at most 2^20, and less where the target has not so many positions.
-        repeats: measurements of each, 1 or more.
-        enough: asked before every forward but the first: once it says so, the rows timed by then make the table.
+        context: tokens before these rows, at most 2^20; fewer if the target has too few positions.
+        repeats: measurements of each number of rows, 1 or more.
+        enough: called between forwards. Once it returns true, the rows timed so far form the table.
 
     Raises:
-        TypeError: if an argument is no number of its kind.
-        ValueError: if one is out of range.
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument is out of range.
     """
     check_instance("target", target, RaggedModel)
     rows = check_sequence("rows", rows, lambda name, value: check_int(name, value, 1, _MOST_ROWS))
@@ -86,18 +86,18 @@ def measure_rows(
             raise ValueError(f"{max(rows)} rows exceed the target's {target.max_positions} positions")
         context = min(context, target.max_positions - max(rows))
     if SpeculativeDecoder(target, NoDrafter()).stepper.fixed:
-        with suppress(UnsupportedModel):  # then its steps have no fixed shapes
+        with suppress(UnsupportedModel):  # then decoders fall back to steps without fixed shapes
             return _cost_table(_recorded_seconds(target, rows, max(1, context), repeats, enough))
     cache = RaggedKVCache()
     sample = cache.open(context + max(rows))
     target.prefill({sample: [0] * context}, cache)
     best = dict.fromkeys(rows, float("inf"))
     for turn in range(repeats):
-        for count in rows[:: 1 - 2 * (turn % 2)]:  # in turns, so that a slow spell does not hit one number alone
+        for count in rows[:: 1 - 2 * (turn % 2)]:  # in turns, so that a slow spell does not hit one count alone
             batch, tokens = cache.lay_out([sample], [range(count)]), torch.zeros(count, dtype=torch.int64)
             start = time.perf_counter()
             target(tokens, batch, cache)
-            if target.device.type == "cuda":  # which only began
+            if target.device.type == "cuda":  # kernels were only launched
                 torch.cuda.synchronize(target.device)
             best[count] = min(best[count], time.perf_counter() - start)
             cache.drop([sample])
@@ -111,7 +111,7 @@ def measure_rows(
 def _recorded_seconds(
     target: RaggedModel, rows: Sequence[int], context: int, repeats: int, enough: Callable[[], bool]
 ) -> dict[int, float]:
-    """Least seconds of steps that are padded to some rows, which are recorded before they are timed.
+    """Returns the least seconds of steps by padded rows; each step is recorded before it is timed.
 
     Raises:
         UnsupportedModel: if no graph can hold the target's steps.
@@ -125,12 +125,12 @@ def _recorded_seconds(
         decoder.on_step = lambda state, tree, verdict, totals=totals: totals.append(state.stats.seconds["target"])
         ids = torch.zeros(1, context, dtype=torch.int64, device=target.device)
         decoder.generate(ids, attention_mask=torch.ones_like(ids), **plain_request(0.0, repeats + 2), eos_token_id=None)
-        best[count] = min(end - begin for begin, end in pairwise(totals))  # the first one, recorded, is none of them
+        best[count] = min(end - begin for begin, end in pairwise(totals))  # without the first, recorded step
     return best
 
 
 def _cost_table(best: Mapping[int, float]) -> CostTable:
-    """Noise only adds: fewer rows never take longer than more, however often they were unlucky."""
+    """Builds a table in which fewer rows never take longer than more: noise only adds time."""
     best = {count: seconds for count, seconds in best.items() if math.isfinite(seconds)}
     return CostTable(tuple(best), tuple(accumulate(reversed(best.values()), min))[::-1])
 
@@ -147,25 +147,25 @@ def measure_steps(
     rows: Sequence[int] | CostTable = _ROWS,
     enough: Callable[[], bool] = lambda: False,
 ) -> StepCosts:
-    """The same for tokenized prompts, a learned decider and other sizes.
+    """Times the parts of decoding steps on tokenized prompts: forwards, draft levels, lookups and the remaining work.
 
-    Drafts are chains, and of the largest batch forks too, whose levels have more rows; drawn with shared noise, which
-    is what drafts cost at most. What lookups take is measured with whatever drafter, as they may stand before it.
+    Drafts are chains; the largest batch also drafts forks, whose levels have more rows. They are drawn with shared
+    noise, with which drafts cost the most. Lookups are timed with any drafter, since they may run before it.
 
     Args:
-        texts: tokens to begin with.
-        decider: asked before every level, though nothing stops here; none costs nothing.
+        texts: token ids of the prompts.
+        decider: asked before every level, but never stops drafting; without a decider this time is 0.
         batches: numbers of samples to decode at a time, in turn.
-        depth: of the chains, at least 2 whatever is said: a level is what the others take beside the first.
-        new_tokens: length of the answers; who drafts is timed while no tree is cut by their end.
-        rows: numbers of rows to time the target's forward with, see :func:`measure_rows`; or what they cost.
-        enough: asked at every step: once it says so, :func:`rough_costs` stand for what was not timed.
+        depth: levels of the chains, at least 2, since the time of a level is that of the levels after the first.
+        new_tokens: length of the answers; the drafter is timed only while the end of an answer shortens no tree.
+        rows: numbers of rows to time the target's forward with, see :func:`measure_rows`; or its known costs.
+        enough: called at every step. Once it returns true, :func:`rough_costs` replace the parts not yet timed.
     """
     depth, lookups, endless = max(2, depth), NGramDrafter(longest=8, shortest=1), cycle(texts)
     few, many = min(batches), max(batches)
     questions: list[float] = []
-    # Least seconds of a step besides the target's forward: by who drafts, samples, trees and whether tokens are drawn.
-    # Noise only adds, to each of them: a least difference of two would be one that noise has made small.
+    # Least seconds of a step besides the target's forward: by drafter, samples, width, levels and whether sampled.
+    # Noise only adds time. So least times are subtracted later; the least of differences would be too small.
     least: dict[tuple[Drafter, int, int, int, bool], float] = {}
 
     def decode(batch: int, width: int, levels: int, who: Drafter = drafter, sampled: bool = True) -> None:
@@ -175,8 +175,8 @@ def measure_steps(
         topology = TreeTopology.fork(width, levels) if width > 1 else TreeTopology.chain(levels)
         decoder = SpeculativeDecoder(target, who, topology, Coupling.shared(max(1, topology.width)), watch)
         asked = watch.questions if isinstance(watch, _Stopwatch) else []
-        # At every verdict, between two of which lies a whole step. Before the first drafters also read the prompts; and
-        # where a sample is near its end, its tree is cut.
+        # Totals at each verdict; a whole step lies between two of them. The first step counts only for lookups, since
+        # other drafters also read the prompts in it. Steps whose trees are cut by a sample's end do not count.
         spent = [0.0] if who is lookups else []
 
         def note(state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
@@ -190,20 +190,20 @@ def measure_steps(
         decoder.on_step = note
         begun = list(islice(endless, batch))
         if who is lookups:
-            begun = [[*text[-_SAID:]] * _TIMES for text in begun]  # there is something to be found
+            begun = [[*text[-_SAID:]] * _TIMES for text in begun]  # lookups then find drafts
         with suppress(_Enough):
             decoder.generate(
                 **{name: tensor.to(target.device) for name, tensor in left_padded(begun).items()},
                 **plain_request(float(sampled), new_tokens),
                 eos_token_id=None,
-                seeds=range(batch),  # torch's generator is the user's
+                seeds=range(batch),  # leaves torch's generator, the user's, untouched
             )
         step = (spent[-1] - spent[0]) / (len(spent) - 1) if len(spent) > 1 else spent[0]
         key = (who, batch, width, levels, sampled)
         least[key] = min(least.get(key, math.inf), step)
         questions.extend(asked)
 
-    # Forks need no more than two levels, which have as many rows.
+    # Two levels suffice for forks, as both have the same number of rows.
     shapes = {} if drafter.free else {**{(batch, 1): depth for batch in batches}, (many, _WIDTH): 2}
     for batch in batches:
         for (samples, width), deepest in shapes.items():
@@ -217,10 +217,10 @@ def measure_steps(
             for levels in (0, depth):
                 decode(batch, 1, levels, lookups, sampled=False)
     if not isinstance(rows, CostTable):
-        # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
+        # Forwards take longer after long texts: the context is a prompt and half of a usual answer.
         rows = measure_rows(target, rows, context=int(statistics.median(map(len, texts))) + 64, enough=enough)
 
-    guess = rough_costs(target, drafter)  # in forwards of a row
+    guess = rough_costs(target, drafter)  # in forwards of one row
     level, start, looked = dict[int, float](), dict[int, float](), dict[int, float]()
 
     def known(*keys: tuple[Drafter, int, int, int, bool]) -> bool:
@@ -247,17 +247,17 @@ def measure_steps(
 
 
 def _by_sample(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """What the smallest batch takes, and every sample more."""
+    """Returns the time of the smallest batch and the time that each further sample adds."""
     few, many = min(seconds), max(seconds)
     return seconds[few], max(0.0, seconds[many] - seconds[few]) / max(1, many - few)
 
 
 class _Enough(Exception):
-    """Ends a decoding of which no more is to be timed."""
+    """Ends a decoding once enough of it is timed."""
 
 
 class _Stopwatch(Decider):
-    """Never stops; times another decider."""
+    """Times another decider and never stops drafting."""
 
     def __init__(self, decider: Decider) -> None:
         super().__init__()

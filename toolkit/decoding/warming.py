@@ -1,4 +1,4 @@
-"""Steps that nobody asked for, so that no request waits for kernels to be compiled and steps to be recorded."""
+"""Warm-up steps, which compile kernels and record steps before the first request."""
 
 from contextlib import suppress
 
@@ -7,18 +7,18 @@ from arbordraft.decoding.step import Stepper
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import CacheOverflow
 
-_PROMPT = 128  # tokens; as many rows take the largest tiles of the attention
-_SAID = 8  # of which these are said again and again, for lookups to find
-_DEPTHS = 4  # levels that most trees have at most
+_PROMPT = 128  # tokens of the prompt: so many rows use the largest attention tiles
+_SAID = 8  # distinct tokens, which the prompt repeats, so that lookups find drafts
+_DEPTHS = 4  # most trees have at most so many levels
 
 
 def warm_up(stepper: Stepper, samples: int, max_tokens: int | None) -> None:
-    """Takes steps of one sample, greedy and drawn, with trees of every depth up to 4 and the greatest.
+    """Takes greedy and sampled steps of one sample, with trees of every depth up to 4 and of the greatest depth.
 
     Args:
-        stepper: takes them.
-        samples: how many a batch will have at a time, at most.
-        max_tokens: bound on the rows of each KV cache; ``None`` for none.
+        stepper: takes the steps.
+        samples: most samples of a batch at a time.
+        max_tokens: most rows of each KV cache; ``None`` for no limit.
     """
     deepest = stepper.topology.max_depth
     state = stepper.open(samples, max_tokens)

@@ -1,4 +1,4 @@
-"""Drafters: they propose tokens and know the law they were drawn from."""
+"""Drafters, which propose tokens and know the law that these were drawn from."""
 
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.block import BlockDrafter

@@ -1,4 +1,4 @@
-"""What every drafter is.
+"""The base class of drafters, and helpers that drafters share.
 
 Shapes: B samples, R nodes of a level, S samples of them, F hidden states side by side, H hidden size, V vocabulary.
 """
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 Network = TypeVar("Network", bound="Companion")
 
-_EFFORT = 0.1  # of a level where the drafter's weights are not torch's
-_VERIFIED, _LONGEST = 1.1, 12  # a forward that verifies a chain, in forwards of one row, and drafts of the longest one
+_EFFORT = 0.1  # of a level, if the drafter's weights are not torch parameters
+_VERIFIED, _LONGEST = 1.1, 12  # cost of verifying a chain, in one-row forwards; most drafts in a chain
 
 
 class Predictions(NamedTuple):
-    """What a drafter with a model says about the nodes of a level.
+    """A model's predictions for the nodes of a level.
 
     Args:
-        logits: ``[R, V]`` draft logits of what follows them.
-        hidden: ``[R, H]`` what they were made from, for deciders; ``None`` if the drafter does not show it.
+        logits: ``[R, V]`` draft logits for the next token of each node.
+        hidden: ``[R, H]`` states that the logits come from, for deciders; ``None`` if the drafter does not expose them.
     """
 
     logits: Tensor
@@ -42,64 +42,64 @@ class Predictions(NamedTuple):
 
 
 Guesses = Sequence[tuple[Sequence[int], Sequence[float]]]
-"""By node of a level: tokens that may follow it, the likeliest first, and the draft probability of each."""
+"""For each node of a level: candidate next tokens, the likeliest first, and their draft probabilities."""
 
 
 class Drafter(nn.Module):
-    """Proposes draft trees; :func:`~arbordraft.drafters.grower.grow` grows them, whoever proposes.
+    """Proposes tokens for draft trees, which :func:`~arbordraft.drafters.grower.grow` builds.
 
-    It needs :meth:`propose` and nothing else: the other methods have answers that fit who remembers nothing.
+    A subclass needs only :meth:`propose`. The defaults of the other methods suit drafters without state.
 
-    Everything a drafter remembers about a batch (its caches, its indices) is in the state that :meth:`open` returns
-    and that travels with the decoder's own, so one drafter serves many batches at once. Samples join a batch and leave
-    it between two steps; all that is kept of them is kept by their number.
+    All that a drafter remembers about a batch (caches, indices) is in the state that :meth:`open` returns. This state
+    travels with the decoder's own, so one drafter serves many batches at once. Samples join and leave a batch between
+    two steps; their data is stored by sample number.
     """
 
-    certain = False  # whether it chooses tokens itself, without noise, as lookups do: such drafts are never drawn
-    max_positions: int | None = None  # length of the longest text, drafts included, that it can propose; None for any
-    max_levels: int | None = None  # deepest level that it proposes; None for any
-    # How often the next token is its most probable one, its second, and so on: what trees are fitted to.
+    certain = False  # whether it chooses tokens without noise, as lookups do; such drafts are never drawn
+    max_positions: int | None = None  # longest text, drafts included, that it can process; None for no limit
+    max_levels: int | None = None  # deepest level that it proposes; None for no limit
+    # How often its most probable token, its second and so on is the next token. Trees are fitted to these rates.
     acceptance: tuple[float, ...] = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)
-    hidden_layers: tuple[int, ...] = ()  # the target's hidden states that it wants, as transformers numbers them
-    takes_candidates = False  # whether it goes on from first tokens that it did not choose itself
-    informative = True  # whether its probabilities tell drafts that will be accepted from others; else their ranks do
-    free = False  # whether a level takes next to no time beside the target's forward
+    hidden_layers: tuple[int, ...] = ()  # the target's hidden states that it reads, as transformers numbers them
+    takes_candidates = False  # whether it can continue from first tokens that it did not choose
+    informative = True  # whether its probabilities predict acceptance; otherwise ranks do
+    free = False  # whether a level takes almost no time beside the target's forward
 
     # Proposing
 
     def propose(self, state: Any, level: Level) -> Predictions | Tensor | Guesses:
-        """Says what may follow the nodes of a level.
+        """Predicts the next tokens of a level's nodes.
 
         Args:
-            state: what :meth:`open` returned.
+            state: the state from :meth:`open`.
             level: R nodes.
 
         Returns:
-            ``[R, V]`` draft logits, alone or as :class:`Predictions`: then the sample's logits processors are applied,
-            children are drawn by the law, and rows are kept for verification. Or :data:`Guesses`, of a drafter that is
-            ``certain``.
+            ``[R, V]`` draft logits, alone or as :class:`Predictions`. The grower applies the sample's logits
+            processors to them, draws children by the law, and keeps rows for verification. A drafter that is
+            ``certain`` returns :data:`Guesses` instead.
         """
         raise NotImplementedError
 
     def propose_trees(
         self, state: Any, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
     ) -> Drafted | None:
-        """Grows whole trees in one call, as far as numbers say; ``None`` if it cannot, and nothing was done.
+        """Grows whole trees in one call; returns ``None``, with nothing changed, if it cannot.
 
         Args:
-            state: what :meth:`open` returned.
+            state: the state from :meth:`open`.
             context: the step.
-            samples: S of them.
-            growth: how far their trees go on.
-            draws: how tokens are drawn; the most probable ones are drafted without.
+            samples: the S samples that draft.
+            growth: how far their trees go on, in plain numbers.
+            draws: how tokens are drawn; without it, the most probable ones are drafted.
         """
         return None
 
     def proposed(self, state: Any) -> None:
-        """Is told that the trees of a step have been grown."""
+        """Runs after the trees of a step have been grown."""
 
     def depths(self, state: Any, context: DraftContext) -> list[int]:
-        """Greatest depth of what it can propose for each of B samples; 0 for those for which it can propose nothing."""
+        """Returns the greatest depth that it can propose for each of B samples; 0 if it can propose nothing."""
         found = [limit or 0 for limit in context.max_depth]
         if (levels := self.max_levels) is not None:
             found = [min(limit, levels) for limit in found]
@@ -109,67 +109,67 @@ class Drafter(nn.Module):
         return found
 
     def lag(self, state: Any, context: DraftContext) -> Sequence[int]:
-        """Committed tokens of every sample that it would have to read before it drafts; none for all by default."""
+        """Counts the committed tokens of each sample that it must read before it drafts; empty if there are none."""
         return ()
 
     def stages(self, state: Any) -> Sequence[tuple["Drafter", Any]]:
-        """The drafters that propose one after another, each with its state, the later ones where more is hoped for."""
+        """Returns drafters and their states in order; a later one drafts where it is expected to bring more."""
         return ((self, state),)
 
-    # What a batch is to it
+    # State of a batch
 
     def open(self, target_cache: RaggedKVCache) -> Any:
-        """State of a batch that nobody has joined yet.
+        """Creates the state of an empty batch.
 
         Args:
-            target_cache: the target's.
+            target_cache: the target's cache.
         """
 
     def add(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
-        """Takes in a sample whose prompt nobody has read yet.
+        """Adds a sample whose prompt has not been read yet.
 
         Args:
-            state: what :meth:`open` returned.
-            sample: its number, which no other has until it leaves.
-            tokens: its prompt.
-            handle: the sample in the target's cache.
+            state: the state from :meth:`open`.
+            sample: number of the sample, unique in the batch until it leaves.
+            tokens: prompt of the sample.
+            handle: handle of the sample in the target's cache.
         """
 
     def share(self, state: Any, source: int, sample: int, tokens: int) -> None:
-        """Takes over what is known of the first tokens of another sample, with which a prompt begins, too.
+        """Copies the state of another sample's first ``tokens`` tokens, which both texts share.
 
-        The next token is the same in both texts as well, and the target reads at least one itself before the last.
+        Both texts also share the next token. The target itself still reads at least one token before the prompt's last.
         """
 
     def prefill(self, state: Any, tokens: Mapping[int, Sequence[int]]) -> None:
-        """Learns what the target has just read of prompts; it never reads their last tokens beforehand."""
+        """Receives the prompt tokens that the target has just read; a prompt's last token is never among them."""
 
     def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:
-        """Learns what became of a tree and forgets the rest; of a sample without a path nothing is kept."""
+        """Keeps the accepted paths of a tree and drops the other drafts; a sample without a path keeps none."""
 
     def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
-        """Receives the target's hidden states of tokens that it has read, or that were committed: behind both.
+        """Receives the target's hidden states, after prompt tokens are read and after drafts are committed.
 
-        Never called for drafters that want none.
+        It is never called for drafters without ``hidden_layers``.
 
         Args:
-            state: what :meth:`open` returned.
-            hidden: ``[n, F]`` by sample: the states of ``hidden_layers`` side by side, of all tokens behind the last
-                ones observed, except for the last committed one, which the target has not seen yet.
+            state: the state from :meth:`open`.
+            hidden: ``[n, F]`` by sample: the states of ``hidden_layers`` side by side. They cover all tokens since the
+                last call but the last committed one, which the target has not read yet.
         """
         raise NotImplementedError
 
     def remove(self, state: Any, sample: int) -> None:
         """Forgets a sample."""
 
-    # What decoders are made of
+    # Defaults of decoders
 
     def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
-        """The laws of all trees that it proposes when the coupling's is ``law``."""
+        """Returns the laws of all trees that it proposes if the coupling's law is ``law``."""
         return (Fixed(law.k) if self.certain else law,)
 
     def effort(self, target: RaggedModel) -> float:
-        """About how much of the target's forward a level takes, by the weights it reads: until it is measured."""
+        """Estimates a level's share of the time of a target forward, by weights read, until it is measured."""
         if self.free:
             return 0.0
         theirs = {id(parameter) for parameter in target.parameters()}
@@ -177,31 +177,31 @@ class Drafter(nn.Module):
         return own / sum(parameter.numel() for parameter in target.parameters()) or _EFFORT
 
     def gain(self, target: RaggedModel) -> float:
-        """About how many times plain decoding of one text its chains bring, by ``acceptance`` and :meth:`effort`."""
+        """Estimates the speed-up of chains over plain decoding of one text, from ``acceptance`` and :meth:`effort`."""
         likely, level = self.acceptance[0], self.effort(target)
         chains = accumulate((likely**depth for depth in range(1, _LONGEST + 1)), initial=1.0)
         return max(tokens / (_VERIFIED + depth * level) for depth, tokens in enumerate(chains))
 
     def default_topology(self) -> TreeTopology:
-        """The largest tree that decoders draft with it unless they are told otherwise: fitted to its acceptance."""
+        """Returns the largest tree that decoders draft by default, fitted to its acceptance."""
         return TreeTopology.sequoia(self.acceptance[:4], 16, 6)
 
     def fitted_topology(self, nodes: int, max_depth: int) -> TreeTopology:
-        """The tree of so many nodes, and no deeper, that suits its acceptance best."""
+        """Returns the tree of ``nodes`` nodes, at most ``max_depth`` deep, that suits its acceptance best."""
         return TreeTopology.sequoia(self.acceptance, nodes, max_depth)
 
     def default_law(self, width: int) -> DraftLaw:
-        """How it draws up to ``width`` children unless decoders are told otherwise.
+        """Returns the default law for up to ``width`` children.
 
-        Trees with the noise of the target, under which they may take any shape; chains at random, for block
-        verification is the best that a single draft can do.
+        Trees share the noise of the target, so that they may take any shape. Chains are drawn at random, because
+        block verification is the best that a single draft can do.
         """
         if self.certain:
             return Fixed(width)
         return SharedNoise(width) if width > 1 else IID(1)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
-        """Raises ValueError if the drafter cannot propose to this target, or cannot draw by this law."""
+        """Raises ValueError if the drafter cannot draft for this target, or cannot draw by this law."""
         if self.certain and not law.deterministic:
             raise ValueError(
                 f"{type(self).__name__} chooses its tokens, they are not drawn by {law}; couple them as Fixed({law.k})"
@@ -218,7 +218,7 @@ def check_ragged(target: Any) -> None:
 
 
 def expect(kind: type[Network], network: Any) -> Network:
-    """The network as it is; raises TypeError if it is of another kind."""
+    """Returns the network unchanged; raises TypeError if it is of another kind."""
     if not isinstance(network, kind):
         raise TypeError(
             f"the network must be of the kind {kind.__name__}, got {type(network).__name__}: load a trained one with "
@@ -228,16 +228,16 @@ def expect(kind: type[Network], network: Any) -> Network:
 
 
 def adopt(network: Network, target: RaggedModel, leave: str = "") -> Network:
-    """Readies a trained network, in place, to run beside a target: its device, its dtype, its kind of linears.
+    """Prepares a trained network in place for a target: its device, its dtype and its kind of linear layers.
 
     Args:
         network: the network.
         target: the model it drafts for.
-        leave: name of a part whose linears stay as they are.
+        leave: name of a part whose linear layers stay as they are.
 
     Raises:
-        TypeError: if the target is no RaggedModel.
-        ValueError: if the network is damaged, or was made, or trained, for another target.
+        TypeError: if the target is not a RaggedModel.
+        ValueError: if the network is damaged, or was made or trained for another target.
     """
     check_ragged(target)
     network.check()
@@ -249,16 +249,16 @@ def adopt(network: Network, target: RaggedModel, leave: str = "") -> Network:
 
 
 class HeadDrafter(Drafter):
-    """A drafter around a trained head.
+    """Base class of drafters with a trained head.
 
     Args:
-        head: the trained network, which is cast to the target's dtype, or an exported one in its place.
+        head: the trained network, which is cast to the target's dtype, or an exported one.
         target: the model it drafts for.
-        leave: name of a part of the head that is not prepacked by itself.
+        leave: name of a part of the head whose linear layers are not prepacked here.
 
     Raises:
-        TypeError: if one of them is something else.
-        ValueError: if the head is damaged, or it was made, or trained, for another target.
+        TypeError: if the head or the target has another type.
+        ValueError: if the head is damaged, or was made or trained for another target.
     """
 
     def __init__(self, head: Any, target: RaggedModel, leave: str = "") -> None:
@@ -279,7 +279,7 @@ class HeadDrafter(Drafter):
 def num_unprefilled(
     cache: RaggedKVCache, handles: Mapping[int, int], context: DraftContext, last: int = 0
 ) -> list[int]:
-    """Committed tokens of every sample that a drafter's cache lacks, the ``last`` ones aside; 0 for unknown ones."""
+    """Counts each sample's committed tokens that a cache lacks, without the ``last`` ones; 0 without a handle."""
     lacking = [0] * len(context.samples)
     for sample, handle in handles.items():
         lacking[sample] = max(0, len(context.tokens(sample)) - last - cache.length(handle))

@@ -1,4 +1,4 @@
-"""A drafter whose whole tree costs one pass: a block of rows, one per depth.
+"""A drafter that predicts a whole tree in one pass: a block of rows, one per depth.
 
 Shapes: T packed rows, R of them that predict, or nodes of a level, k depths, F hidden states side by side, H hidden
 size, D draft vocabulary, V vocabulary, r rank of the Markov term.
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from arbordraft.heads.block import BlockHead
 
 
-_TOGETHER = 32  # new slots of a sample that share the pass with its masks; both then fit into one word
+_TOGETHER = 32  # most new slots of a sample in the pass of its masks; both then fit into one word
 
 
 @dataclass
 class BlockState(SlotState):
-    """Of a batch; see also :class:`~arbordraft.drafters.slots.SlotState`.
+    """State of a batch; see also :class:`~arbordraft.drafters.slots.SlotState`.
 
     Args:
-        block: of this step, by sample: ``[k, ...]`` each, what the drafter's network gives of a depth.
-        memory: ``[R, r]`` what a recurrent Markov term remembers of the nodes of the level before, if there is one.
+        block: by sample, the network's outputs for each depth of this step, ``[k, ...]`` each.
+        memory: ``[R, r]`` memory of a recurrent Markov term for the nodes of the previous level, if there is one.
     """
 
     block: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -47,18 +47,18 @@ class BlockState(SlotState):
 
 
 class BlockDrafter(SlotDrafter):
-    """Drafts with a block head: one pass makes the rows of all depths, a node adds what follows from its own token.
+    """Drafts with a block head: one pass predicts all depths, and a Markov term adds the effect of a node's token.
 
-    The law of a node depends on committed tokens and on the node's token, which it stands below: any coupling is as
-    lossless with it as with a drafter that runs once a level. Trees end where the block does.
+    The law of a node's children depends only on committed tokens and on the node's own token. Any coupling is
+    therefore as lossless as with a drafter that runs once per level. Trees are at most as deep as the block.
 
     Args:
-        head: the trained network, which is cast to the target's dtype, or an exported one in its place.
+        head: the trained network, which is cast to the target's dtype, or an exported one.
         target: the model it drafts for.
 
     Raises:
-        TypeError: if one of them is something else.
-        ValueError: if the head is damaged, or was made, or trained, for another target.
+        TypeError: if the head or the target has another type.
+        ValueError: if the head is damaged, or was made or trained for another target.
 
     Source: see :class:`~arbordraft.heads.block.BlockHead`.
     """
@@ -68,17 +68,17 @@ class BlockDrafter(SlotDrafter):
     def __init__(self, head: "BlockHead | OnnxBlock", target: RaggedModel) -> None:
         super().__init__(self._expected(head), target)
         self.max_levels = head.config.block_size
-        self.takes_candidates = head.config.markov_rank > 0  # without the term, what it goes on from means nothing
+        self.takes_candidates = head.config.markov_rank > 0  # without the term, predictions ignore the candidates
         self._network = self._on_rows()
 
     def _expected(self, head: Any) -> Any:
-        """The head; raises TypeError unless it is of the drafter's kind."""
+        """Returns the head; raises TypeError unless it is of the drafter's kind."""
         from arbordraft.heads.block import BlockHead
 
         return head if isinstance(head, OnnxBlock) else expect(BlockHead, head)
 
     def _on_rows(self) -> Any:
-        """What runs the head fastest."""
+        """Returns the fastest runner of the head."""
         if isinstance(self.head, OnnxBlock):
             return self.head
         if runs_natively(self.head, self.target):
@@ -93,12 +93,12 @@ class BlockDrafter(SlotDrafter):
         """Loads a head that was saved with ``save_pretrained``, from a folder or a hub.
 
         Args:
-            path: where it is.
+            path: folder or hub name.
             target: the model it drafts for.
             **kwargs: passed on to ``BlockHead.from_pretrained``.
 
         Raises:
-            ValueError: if the checkpoint is damaged, or the head was made, or trained, for another target.
+            ValueError: if the checkpoint is damaged, or the head was made or trained for another target.
         """
         from arbordraft.heads.block import BlockHead
 
@@ -131,7 +131,7 @@ class BlockDrafter(SlotDrafter):
         state.block = {}
 
     def _look_ahead(self, state: BlockState, context: DraftContext, samples: Sequence[int]) -> None:
-        """Fills the slots of committed tokens, and in the same pass predicts all depths behind the last ones."""
+        """Fills the slots of committed tokens, and predicts all depths after the last ones in the same pass."""
         cache, handles = state.cache, [state.handles[sample] for sample in samples]
         lacking = [self.missing(state, context, sample) for sample in samples]
         tokens = {handle: row for handle, (row, _) in zip(handles, lacking, strict=True)}
@@ -149,7 +149,7 @@ class BlockDrafter(SlotDrafter):
     def _ask(
         self, cache: RaggedKVCache, tokens: Mapping[int, Sequence[int]], slots: Mapping[int, Tensor], levels: int
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Fills slots, which end with the tokens of their samples; ``[levels, ...]`` of each, see `_HeadOnRows`."""
+        """Fills each sample's last slots, and returns its ``[levels, ...]`` outputs, see `_HeadOnRows`."""
         packed: list[int] = []
         mask = self.head.config.mask_token_id
         depths: list[int] = []
@@ -161,7 +161,7 @@ class BlockDrafter(SlotDrafter):
             packed += [*text, *[text[-1] if mask is None else mask] * (levels - 1)]
             states += [rows, rows[-1:].expand(levels - 1, -1)]
             depths += [*[0] * count, *range(1, levels)]
-            # A slot sees itself and those before it. A mask sees all slots; in P-EAGLE's form masks up to itself, too.
+            # A slot sees itself and earlier slots. A mask sees all slots; in P-EAGLE's form also masks up to itself.
             last = count if mask is None else count + levels - 1
             words += [(1 << min(row + 1, last)) - 1 for row in range(count + levels - 1)]
             asked += range(len(packed) - levels, len(packed))
@@ -175,9 +175,9 @@ class BlockDrafter(SlotDrafter):
 
 
 class _HeadOnRows:
-    """A block head on the packed rows of a ragged batch, with the embeddings and the attention that it borrows."""
+    """Runs a block head on the packed rows of a ragged batch, with borrowed embeddings and attention."""
 
-    chunk = 2048  # rows of a run, which bounds its memory
+    chunk = 2048  # most rows of a run, to bound its memory
     grows_trees = False  # whether it draws whole trees in one call
 
     def __init__(self, head: "BlockHead", target: RaggedModel) -> None:
@@ -185,16 +185,16 @@ class _HeadOnRows:
         self._native = target.backend == "native"
 
     def refresh(self) -> None:
-        """Reads weights anew that were written to since."""
+        """Reads weights again that have changed."""
 
     @torch.no_grad()
     def fuse(self, states: Tensor) -> Tensor:
-        """``[T, F]`` of the target to ``[T, H]``."""
+        """Fuses ``[T, F]`` hidden states of the target into ``[T, H]``."""
         return self.head.fuse(states.to(self.head.dtype))
 
     @torch.no_grad()
     def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
-        """Writes the keys and values of slots, which nothing is asked of."""
+        """Writes the keys and values of slots that predict nothing."""
         self._layers(self._embed(tokens), hidden, batch, cache)
 
     @torch.no_grad()
@@ -207,13 +207,13 @@ class _HeadOnRows:
         cache: RaggedKVCache,
         rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``[R, D]`` logits without the Markov term, ``[R, H]`` what they were made from, ``[R, r]`` its gates."""
+        """Returns ``[R, D]`` logits without the Markov term, the ``[R, H]`` states before them and ``[R, r]`` gates."""
         out = self._layers(*self.head.ask(self._embed(tokens), hidden, depths.to(hidden.device)), batch, cache)
         final = self.head.norm(out[rows.to(hidden.device)])
         return self.head.lm_head(final), final, self.head.gates(final)
 
     def _layers(self, embeddings: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
-        """``[T, H]`` behind the last layer."""
+        """Returns the ``[T, H]`` output of the last layer."""
         batch = batch.to(hidden.device)
         rotary = self.head.rotary(batch.positions, hidden.dtype)
         scale = self.head.config.head_dim**-0.5
@@ -226,7 +226,7 @@ class _HeadOnRows:
 
     @torch.no_grad()
     def condition(self, logits: Tensor, gates: Tensor, tokens: Tensor) -> Tensor:
-        """``[R, D]`` logits of nodes with these tokens."""
+        """Adds the Markov term of the nodes' tokens to their ``[R, D]`` logits."""
         if self.head.lm_head_markov is None:
             return logits
         return logits + self.head.lm_head_markov(gates * self.head.follow(self._embed(tokens)))
@@ -237,7 +237,7 @@ class _HeadOnRows:
 
 
 class _NativeHead(_HeadOnRows):
-    """The same with a fused layer, and trees in one call behind the pass that makes their rows."""
+    """Runs a block head with fused layers, and grows whole trees in one call from the rows of its pass."""
 
     grows_trees = True
 
@@ -266,7 +266,7 @@ class _NativeHead(_HeadOnRows):
     def drafted(
         self, block: Sequence[tuple[Tensor, ...]], roots: Tensor, growth: Growth, draws: Draws | None
     ) -> Drafted:
-        """Trees from the rows that a pass has made of every sample."""
+        """Grows trees from the rows that a pass has predicted for every sample."""
         logits, _, gates = (torch.stack(parts) for parts in zip(*block, strict=True))
         return draft_from_rows(
             logits.float(),

@@ -1,4 +1,4 @@
-"""The children of the nodes of a level: the most probable tokens of their scores, or tokens drawn from these.
+"""Chooses the children of a level's nodes: their most probable tokens, or tokens drawn from their scores.
 
 Shapes: R nodes, V vocabulary.
 """
@@ -21,9 +21,9 @@ class Children(NamedTuple):
     """The children of R nodes, on the host.
 
     Args:
-        tokens: those of every node; ``None`` for a node whose scores are no numbers.
-        chances: at least as many probabilities.
-        draft_rows: ``[R, V]`` what was drawn from; ``None`` if nothing was drawn at random.
+        tokens: the children of each node; ``None`` for a node whose probabilities are not finite.
+        chances: draft probabilities of these tokens; a list may be longer than its tokens.
+        draft_rows: ``[R, V]`` rows that tokens were drawn from; ``None`` if nothing was drawn at random.
     """
 
     tokens: list[list[int] | None]
@@ -38,17 +38,17 @@ def children_of(
     widths: Sequence[int],
     uniforms: Sequence[Sequence[float]],
 ) -> Children:
-    """Gives the nodes of a level their children, in one download.
+    """Chooses the children of a level's nodes, with one download.
 
-    Tokens of probability 0 are none: a node may get fewer than planned.
+    Tokens of probability 0 are left out, so a node may get fewer children than planned.
 
     Args:
         scores: ``[R, V]``.
-        most: how many of the most probable tokens are looked for. Which of equally probable ones come first may depend
-            on it, so that it is the same at every level.
-        laws: by node what its children are drawn by, at random; ``None`` where they are the most probable tokens.
-        widths: by node how many of these it gets.
-        uniforms: by node, for ``laws``.
+        most: how many of the most probable tokens to find. It is the same at every level, because it may change the
+            order of equally probable tokens.
+        laws: by node, the law that draws its children at random; ``None`` to take the most probable tokens.
+        widths: by node, how many of the most probable tokens to take.
+        uniforms: by node, the uniforms for ``laws``.
     """
     likeliest, chances = tree_expand(scores, min(most if None in laws else 1, scores.shape[1]))
     found, draft_rows = [likeliest, chances.exp()], None
@@ -71,7 +71,7 @@ def children_of(
 
 
 class _Counts(NamedTuple):
-    """What a law draws from a row: numbers, which go to a device."""
+    """A law's draw from one row, in numbers that go to a device."""
 
     most_tops: int = 0
     threshold: float = 0.0
@@ -81,16 +81,16 @@ class _Counts(NamedTuple):
 
 
 def draw_together(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Sequence[Sequence[float]]) -> Tensor:
-    """What :meth:`DraftLaw.draw` draws, for many rows where they lie, with one upload and no question to a device.
+    """Draws for many rows on their device as :meth:`DraftLaw.draw` does, with one upload and no download.
 
     Args:
-        drafts: ``[R, V]`` draft rows, exactly as they will be shown to the verifier.
-        laws: by row how its children are drawn; ``None`` for a row that gets none.
+        drafts: ``[R, V]`` draft rows, exactly as the verifier will see them.
+        laws: by row, the law that draws its children; ``None`` for a row without children.
         uniforms: by row, as :meth:`DraftLaw.draw` takes them.
 
     Returns:
-        ``[R, K]`` int64 tokens in the order in which they must be verified, K the most tails and the most tops of a row
-        together; -1, at any place, is no token.
+        ``[R, K]`` int64 tokens in the order in which they must be verified. K is the most tails plus the most tops of
+        any row. An entry of -1, at any place, is no token.
     """
     counts = [
         _Counts(law.tops_within(drafts, row), law.threshold, law.tails, law.k, law.replacement) if law else _Counts()
@@ -112,7 +112,7 @@ def draw_together(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Seq
         if index == 0 or not all(count.repeats for count in counts):
             sums = rest.double().cumsum(dim=1)  # in float32 a large vocabulary loses its tail
             total = sums[:, -1:]
-        # Below the total, at which the sum need not grow any more: a token at which it grows has probability.
+        # Stays below the total, so that the search ends where the sum grows: at a token of positive probability.
         at = torch.minimum(uniform[index] * total, total.nextafter(torch.zeros_like(total)))
         token = torch.searchsorted(sums, at, right=True).clamp(max=tokens - 1)
         good = (index < wanted) & (total > 0)
@@ -122,9 +122,10 @@ def draw_together(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Seq
 
 
 def draw_children(drafts: Tensor, laws: Sequence[DraftLaw | None], uniforms: Sequence[Sequence[float]]) -> Tensor:
-    """The same by laws of any kind, those of users that draw in a way of their own included: row by row on the host.
+    """Draws children by any laws: on a GPU with :func:`draw_together` if possible, otherwise row by row on the host.
 
-    On a CPU that is quicker than together as well, as long as there are few rows. Rows of NaN give no children.
+    Laws of users may override :meth:`DraftLaw.draw`, which needs the host. On a CPU, few rows are drawn faster one by
+    one than together. Rows of NaN give no children.
     """
     if not drafts.is_cpu and all(type(law).draw is DraftLaw.draw for law in laws if law):
         return draw_together(drafts, laws, uniforms)

@@ -1,4 +1,4 @@
-"""What a drafter is told about the step that it drafts for: data alone.
+"""The data about a step that drafters read.
 
 Shapes: B samples, R nodes of a level, V vocabulary.
 """
@@ -19,12 +19,12 @@ from arbordraft.trees.topology import TreeTopology
 
 
 class OneCallDrafts(Protocol):
-    """Grows the trees of a step with a drafter's network, all levels at once.
+    """Grows the trees of a step with a drafter's network, all levels in one call.
 
     Attributes:
         rows: most tokens that a sample's cache may lack.
-        alone: the same without the target's step behind it. Who changes what was drafted asks that one, or the step is
-            done once more, with what it was changed to.
+        alone: a variant that drafts without the target's step. Callers that change the drafts should use it; otherwise
+            the step runs again with the changed drafts.
     """
 
     rows: int
@@ -41,13 +41,13 @@ class OneCallDrafts(Protocol):
         growth: Growth,
         draws: Draws | None,
     ) -> Drafted:
-        """Feeds what is missing, which is committed, and grows the trees.
+        """Feeds and commits the missing tokens, and grows the trees.
 
         Args:
             network: a :class:`~arbordraft.drafters.model_drafter.DraftNetwork`.
-            cache: the drafter's, which was made beside the target's.
-            samples: the numbers of those that draft.
-            missing: by handle, in the same order; see :data:`~arbordraft.drafters.model_drafter.Missing`.
+            cache: the drafter's cache, which was made beside the target's.
+            samples: numbers of the samples that draft.
+            missing: by handle, in the order of ``samples``; see :data:`~arbordraft.drafters.model_drafter.Missing`.
             growth: how far trees go on.
             draws: how tokens are drawn.
         """
@@ -57,7 +57,7 @@ class ContextSample(RowOwner, Protocol):
     """A sample as drafters see it.
 
     Attributes:
-        memory: what the decider remembers of it.
+        memory: the decider's memory of the sample.
     """
 
     memory: Any
@@ -65,24 +65,24 @@ class ContextSample(RowOwner, Protocol):
 
 @dataclass(frozen=True)
 class DraftContext:
-    """All a drafter may know about the step it drafts for: columns with an entry for each of B samples.
+    """All that a drafter may know about a step: columns with an entry for each of B samples.
 
     Args:
-        samples: those of the batch; ``None`` where there is none.
+        samples: the samples of the batch; ``None`` at a free number.
         max_depth: greatest useful depth of each sample's tree; ``None`` for one that takes no part.
-        topology: the planned shape.
-        law: how children are drawn, of the coupling.
-        greedy_law: the same for greedy samples: the most probable ones, as many.
+        topology: the planned shape of the trees.
+        law: the coupling's draft law.
+        greedy_law: the draft law of greedy samples: the most probable tokens, as many as ``law`` gives.
         shared: whether target and drafter share their noise.
-        noise: of this step: uniforms, or the shared one, which is added to draft scores; ``None`` if all are greedy.
-        expected_batch: samples that a sampled one takes its batch to have, all of them like itself.
+        noise: uniforms of this step, or shared noise that is added to draft scores; ``None`` if all samples are greedy.
+        expected_batch: batch size that a sampled request assumes, with all samples like itself.
         candidates: children that each root has already, with the ``[V]`` row that they were drawn from; ``None`` if the
-            drafter gives roots theirs.
-        vocab_size: V, the target's; ``None`` if the drafter has as many ids, come what may.
-        fixed_batch: whether nobody else will join the batch, so that it counts which sample ends last.
-        resting: nothing is drafted in this step but what constraints force, where no text depends on drafts.
-        static: grows whole trees in fixed shapes, as the target's steps have them; ``None`` where steps have not.
-        extra_rows: rows of the target's forward that belong to samples which take no part.
+            drafter proposes the roots' children.
+        vocab_size: V of the target, to which draft logits are fitted; ``None`` leaves them as they are.
+        fixed_batch: whether no further sample joins the batch, so that it matters which one ends last.
+        resting: whether samples whose texts do not depend on drafts draft only forced tokens in this step.
+        static: grows whole trees in fixed shapes; ``None`` if the target's steps have no fixed shapes.
+        extra_rows: rows of the target's forward for samples that take no part.
     """
 
     samples: Sequence[ContextSample | None]
@@ -102,42 +102,42 @@ class DraftContext:
 
     @cached_property
     def alive(self) -> list[int]:
-        """The samples that take part."""
+        """Numbers of the samples that take part."""
         return [sample for sample, max_depth in enumerate(self.max_depth) if max_depth is not None]
 
     def __getitem__(self, sample: int) -> ContextSample:
-        """A sample that takes part."""
+        """Returns a sample that takes part."""
         found = self.samples[sample]
         assert found is not None
         return found
 
     def tokens(self, sample: int) -> list[int]:
-        """Committed tokens of a sample that takes part, prompt included."""
+        """Returns the committed tokens of a sample that takes part, prompt included."""
         return self[sample].tokens
 
     def pathwise(self, sample: int) -> bool:
-        """Whether a sample's text is the same whatever is drafted, so that drafts may depend on anything.
+        """Tells whether drafts cannot change a sample's text, so that they may depend on anything.
 
-        So it is at temperature 0, and with noise that target and drafter share.
+        This holds at temperature 0, and if target and drafter share their noise.
         """
         return self.shared or self[sample].greedy
 
     def temperature(self, sample: int) -> float | None:
-        """See :func:`~arbordraft.sampling.owned_rows.draft_temperature`."""
+        """Returns :func:`~arbordraft.sampling.owned_rows.draft_temperature` of a sample."""
         return draft_temperature(self[sample], self.shared)
 
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of a depth that get children: R of them, sample after sample, nodes ascending.
+    """The R nodes of one depth that get children, in ascending order of sample and node.
 
     Args:
         context: the step.
-        depth: of all these nodes; 0 for roots.
-        places: ``[R]`` sample and node of the topology.
+        depth: depth of these nodes; 0 for roots.
+        places: ``[R]`` sample and topology node of each.
         tokens: ``[R]`` their own tokens.
         parents: ``[R]`` rows of their parents in the level above; none for roots.
-        above: that level; ``None`` for roots.
+        above: the level above; ``None`` for roots.
     """
 
     context: DraftContext
@@ -149,14 +149,14 @@ class Level:
 
     @cached_property
     def nodes(self) -> dict[int, list[int]]:
-        """The nodes by sample."""
+        """Topology nodes by sample."""
         nodes: dict[int, list[int]] = {}
         for sample, node in self.places:
             nodes.setdefault(sample, []).append(node)
         return nodes
 
     def path(self, row: int) -> list[int]:
-        """Drafted tokens from below the root down to the node of a row."""
+        """Returns the drafted tokens from below the root down to the node of a row."""
         path: list[int] = []
         level = self
         while level.above is not None:
@@ -165,11 +165,11 @@ class Level:
         return path[::-1]
 
     def text(self, row: int) -> list[int]:
-        """Committed and drafted tokens down to the node of a row, its own included."""
+        """Returns the committed and drafted tokens down to the node of a row, its own included."""
         return [*self.context.tokens(self.places[row][0]), *self.path(row)]
 
     def allowed(self, row: int) -> Allowed | None:
-        """What constraints allow behind the node of a row; ``None`` for everything, or where that is not known."""
+        """Returns the tokens that constraints allow after the node of a row; ``None`` for all, or if unknown."""
         state = self.context[self.places[row][0]].path_state
         return None if state is None else state.allowed(self.path(row))
 

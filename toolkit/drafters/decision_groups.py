@@ -1,4 +1,4 @@
-"""The samples of a step that decide together how far their trees go on.
+"""Groups the samples of a step that a decider plans together.
 
 Shapes: S samples of a group.
 """
@@ -21,16 +21,16 @@ from arbordraft.sampling.noise import GumbelNoise
 
 @dataclass
 class DecisionGroup:
-    """Some samples that decide together.
+    """Samples of a step that a decider plans together.
 
     Args:
-        samples: S numbers.
-        told: whether numbers say all that their processors do to draft scores.
-        pathwise: whether their texts do not depend on what is drafted.
-        beside: samples that decide in other groups, each of which has a row at least.
-        depths: ``[S]`` greatest depth of each one's tree.
-        plan: how far their trees go on; ``None`` if the decider wants to be asked before every level.
-        rows: nodes, by their place in the grower's columns, that were added last.
+        samples: numbers of the S samples.
+        told: whether a temperature is all that their processors apply to draft scores.
+        pathwise: whether drafts cannot change their texts.
+        beside: number of samples in other groups, each of which has at least one row.
+        depths: ``[S]`` greatest depth of each sample's tree.
+        plan: how far their trees go on; ``None`` if the decider is asked before every level.
+        rows: nodes that were added last, by their place in the grower's columns.
     """
 
     samples: list[int]
@@ -43,17 +43,17 @@ class DecisionGroup:
 
     @cached_property
     def limits(self) -> dict[int, tuple[int, Sequence[float]]]:
-        """By sample, most levels and the plan's expectations."""
+        """Most levels and the plan's ``next`` by sample."""
         assert self.plan is not None
         told = zip(self.samples, self.plan.levels, self.depths, self.plan.next, strict=True)
         return {sample: (min(levels, depth), following) for sample, levels, depth, following in told}
 
     def alike(self, context: DraftContext) -> int:
-        """Samples that each of them stands for."""
+        """Returns how many samples of a batch each sample of the group stands for."""
         return 1 if self.pathwise else context.expected_batch
 
     def make_plan(self, context: DraftContext, decider: Decider, drafter: Drafter, lag: Sequence[int]) -> None:
-        """Asks the decider, given the committed tokens that the drafter has not read, how far trees go on."""
+        """Asks the decider for a plan; ``lag`` counts the committed tokens that the drafter has not read."""
         if drafter.max_levels == 0 or (context.resting and self.pathwise):
             self.plan = Plan.everything([0] * len(self.samples))
         elif decider.can_plan:
@@ -75,11 +75,11 @@ class DecisionGroup:
 
 
 def decision_groups(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) -> list[DecisionGroup]:
-    """The samples that decide together, with their plans.
+    """Groups samples that are planned together, and plans each group.
 
-    What is drafted never changes a pathwise text: such samples decide together and spend their rows where they gain
-    most, those that can be told in numbers and those whose processors have to be asked each for themselves. The text of
-    any other depends on what is verified: it decides alone, for a batch of its like.
+    Drafts never change a pathwise text. Pathwise samples are therefore planned together and spend rows where they gain
+    most. Those whose processors apply only a temperature form one group, the others form a second one. The text of any
+    other sample depends on its drafts. It is planned alone, for an assumed batch of equal samples.
     """
     told: dict[bool, list[int]] = {True: [], False: []}
     groups = []
@@ -99,7 +99,7 @@ def decision_groups(context: DraftContext, decider: Decider, drafter: Drafter, s
 
 
 def growth_of(context: DraftContext, plan: Plan, depths: Sequence[int], going: Sequence[int]) -> Growth:
-    """The plan for the samples that stand at ``going`` in it."""
+    """Converts a plan to plain numbers, for the samples at its places ``going``."""
     told = [(plan.trust[place], plan.next[place]) for place in going]
     known = range(max(len(factors) for row in told for factors in row))
     return Growth(
@@ -127,7 +127,7 @@ def _keep_all(drafts: int) -> Sequence[float]:
 
 
 def draws_of(context: DraftContext, samples: Sequence[int]) -> Draws | None:
-    """How the tokens of S samples are drawn with shared noise; ``None`` where none is drawn."""
+    """Returns how tokens of S samples are drawn with shared noise; ``None`` if the noise is not shared."""
     noise = context.noise
     if not isinstance(noise, GumbelNoise):
         return None

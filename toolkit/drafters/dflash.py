@@ -1,4 +1,4 @@
-"""A drafter whose whole tree costs one pass of several layers: DFlash and DSpark.
+"""A drafter that predicts a whole tree in one pass of several layers: DFlash and DSpark.
 
 Shapes: T packed rows, R rows of blocks or nodes of a level, b rows of a block, k depths, F hidden states side by side,
 H hidden size, D draft vocabulary, V vocabulary, r rank of the Markov term.
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class DFlashDrafter(BlockDrafter):
-    """Drafts with a DFlash or DSpark head: one pass makes the rows of all depths, the Markov term tells nodes apart.
+    """Drafts with a DFlash or DSpark head: one pass predicts all depths, and a Markov term distinguishes nodes.
 
-    A block always has all its rows, however deep the trees are, for its rows see each other. The law of a node depends
-    on committed tokens and on drafted ones above it alone, so any coupling is lossless with it.
+    A block always has all its rows, even for shallow trees, because its rows see each other. The law of a node's
+    children depends only on committed tokens and on the node's path, so any coupling is lossless.
 
     Args:
         head: the trained network, which is cast to the target's dtype.
         target: the model it drafts for.
 
     Raises:
-        TypeError: if one of them is something else.
-        ValueError: if the head is damaged, or was made, or trained, for another target.
+        TypeError: if the head or the target has another type.
+        ValueError: if the head is damaged, or was made or trained for another target.
 
     Source: see :class:`~arbordraft.heads.dflash.DFlashHead`.
     """
@@ -47,7 +47,7 @@ class DFlashDrafter(BlockDrafter):
     layers = "layers"
 
     def __init__(self, head: "DFlashHead", target: RaggedModel) -> None:
-        super().__init__(head, target)  # type: ignore[arg-type]  # which asks _expected what it may be
+        super().__init__(head, target)  # type: ignore[arg-type]  # _expected checks its type
         self.max_levels = head.config.depths
 
     def _expected(self, head: Any) -> Any:
@@ -63,12 +63,12 @@ class DFlashDrafter(BlockDrafter):
         """Loads a head that was saved with ``save_pretrained``, from a folder or a hub.
 
         Args:
-            path: where it is.
+            path: folder or hub name.
             target: the model it drafts for.
             **kwargs: passed on to ``DFlashHead.from_pretrained``.
 
         Raises:
-            ValueError: if the checkpoint is damaged, or the head was made, or trained, for another target.
+            ValueError: if the checkpoint is damaged, or the head was made or trained for another target.
         """
         from arbordraft.heads.dflash import DFlashHead
 
@@ -85,7 +85,7 @@ class DFlashDrafter(BlockDrafter):
         return Predictions(self.head.widen(logits), final)
 
     def _look_ahead(self, state: BlockState, context: DraftContext, samples: Sequence[int]) -> None:
-        """Fills the context's slots, and predicts all depths of a block behind each sample's."""
+        """Fills the slots of each sample's context, and predicts all depths of a block after it."""
         cache, network = state.cache, self._network
         handles = [state.handles[sample] for sample in samples]
         lacking = [self.missing(state, context, sample)[1] for sample in samples]
@@ -105,9 +105,9 @@ class DFlashDrafter(BlockDrafter):
 
 
 class _Rows:
-    """A head on the packed rows of a ragged batch, with the embeddings and the attention that it borrows."""
+    """Runs a head on the packed rows of a ragged batch, with borrowed embeddings and attention."""
 
-    chunk = 2048  # rows of a run, which bounds its memory
+    chunk = 2048  # most rows of a run, to bound its memory
     grows_trees = False
 
     def __init__(self, head: "DFlashHead", target: RaggedModel) -> None:
@@ -118,14 +118,14 @@ class _Rows:
         self.refresh()
 
     def refresh(self) -> None:
-        """Reads weights anew that were written to since."""
+        """Reads weights again that have changed."""
         network: Any = self.target.network()
-        # The target's is prepacked where its layers are.
+        # The target's output matrix is prepacked if its layers are.
         self._output: Any = self.head.lm_head or network.get_output_embeddings()
 
     @torch.no_grad()
     def context(self, states: Tensor) -> Tensor:
-        """``[T, F]`` of the target to ``[T, H]``."""
+        """Fuses ``[T, F]`` hidden states of the target into ``[T, H]`` and norms them."""
         return self.head.context(states.to(self.head.dtype))
 
     @torch.no_grad()
@@ -138,7 +138,7 @@ class _Rows:
 
     @torch.no_grad()
     def block(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> tuple[Tensor, Tensor]:
-        """``[R, D]`` logits without the Markov term of rows with these tokens, and ``[R, H]`` they were made from."""
+        """Returns ``[R, D]`` logits of block rows without the Markov term, and the ``[R, H]`` states before them."""
         final = self.head.norm(self._layers(self._embed(tokens), batch, cache))
         return self._output(final), final
 
@@ -157,7 +157,7 @@ class _Rows:
     def condition(
         self, logits: Tensor, final: Tensor, tokens: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """``[R, D]`` logits of nodes with these tokens, and what their children remember."""
+        """Adds the Markov term of the nodes' tokens to ``[R, D]`` logits; also returns the memory for children."""
         if (term := self.head.markov_head) is None:
             return logits, None
         follow, memory = term.follow(final, tokens.to(final.device), memory)
@@ -168,14 +168,14 @@ class _Rows:
 
 
 class _NativeRows(_Rows):
-    """The same with fused layers, and trees in one call where the Markov term looks at tokens alone."""
+    """Runs a head with fused layers; grows whole trees in one call if the Markov term reads only tokens."""
 
     def __init__(self, head: "DFlashHead", target: RaggedModel) -> None:
         self.head, self.target = head, target
         self._native = True
         for layer in head.layers:
             attention: Any = layer.self_attn
-            for name in ("k_proj", "v_proj"):  # of the context
+            for name in ("k_proj", "v_proj"):  # all that the context needs
                 setattr(attention, name, PrepackedLinear(getattr(attention, name)))
         self._read()
         self.refresh()
@@ -211,7 +211,7 @@ class _NativeRows(_Rows):
     def drafted(
         self, block: Sequence[tuple[Tensor, ...]], roots: Tensor, growth: Growth, draws: Draws | None
     ) -> Drafted:
-        """Trees from the rows that a pass has made of every sample."""
+        """Grows trees from the rows that a pass has predicted for every sample."""
         logits = torch.stack([rows for rows, _ in block])
         gates = None
         if self._table is not None:

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 class EagleDrafter(SlotDrafter, ModelDrafter):
     """Drafts with an EAGLE-3 head, whose layers read the target's hidden states and then their own.
 
-    Where the target has been, slots are filled from its states; the slots of draft trees are given up after every
-    step, since better states are there by then.
+    The slots of tokens that the target has read are filled from its states. The slots of draft trees are dropped after
+    every step, because the target's states replace them.
 
     Args:
-        head: the trained network, which is cast to the target's dtype, or an exported one in its place.
+        head: the trained network, which is cast to the target's dtype, or an exported one.
         target: the model it drafts for.
 
     Raises:
-        TypeError: if one of them is something else.
-        ValueError: if the head is damaged, or was made, or trained, for another target.
+        TypeError: if the head or the target has another type.
+        ValueError: if the head is damaged, or was made or trained for another target.
 
     Source: EAGLE-3 (Li et al., 2025).
     """
@@ -58,12 +58,12 @@ class EagleDrafter(SlotDrafter, ModelDrafter):
         """Loads a head that was saved with ``save_pretrained``, from a folder or a hub.
 
         Args:
-            path: where it is.
+            path: folder or hub name.
             target: the model it drafts for.
             **kwargs: passed on to ``EagleHead.from_pretrained``.
 
         Raises:
-            ValueError: if the checkpoint is damaged, or the head was made, or trained, for another target.
+            ValueError: if the checkpoint is damaged, or the head was made or trained for another target.
         """
         from arbordraft.heads.eagle import EagleHead
 
@@ -82,7 +82,7 @@ class EagleDrafter(SlotDrafter, ModelDrafter):
         return Outputs(*self._network(tokens, hidden, batch, state.cache, rows))
 
     def take_hidden(self, state: SlotState, hidden: Mapping[int, Tensor]) -> None:
-        if isinstance(self._network, NativeEagle | HeadOnRows):  # graphs norm what they fuse
+        if isinstance(self._network, NativeEagle | HeadOnRows):  # exported graphs norm states themselves
             hidden = {sample: self._network.normed(states) for sample, states in hidden.items()}
         super().take_hidden(state, hidden)
 
@@ -98,7 +98,7 @@ class EagleDrafter(SlotDrafter, ModelDrafter):
 
 
 def on_rows(head: "EagleHead", target: RaggedModel) -> "NativeEagle | HeadOnRows":
-    """What runs a head fastest."""
+    """Returns the fastest runner of a head."""
     if runs_natively(head, target):
         return NativeEagle(head, target)
     if target.backend == "native":
@@ -108,9 +108,9 @@ def on_rows(head: "EagleHead", target: RaggedModel) -> "NativeEagle | HeadOnRows
 
 
 class HeadOnRows:
-    """An EAGLE head on the packed rows of a ragged batch, with the embeddings and the attention that it borrows."""
+    """Runs an EAGLE head on the packed rows of a ragged batch, with borrowed embeddings and attention."""
 
-    chunk = 2048  # rows of a run, which bounds its memory
+    chunk = 2048  # most rows of a run, to bound its memory
 
     def __init__(self, head: "EagleHead", target: RaggedModel) -> None:
         self.head, self.target = head, target
@@ -125,21 +125,21 @@ class HeadOnRows:
 
     @property
     def device(self) -> torch.device:
-        """Where the head is."""
+        """Device of the head."""
         return self.head.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the head."""
+        """Dtype of the head."""
         return self.head.dtype
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """``[D]``; ``None`` if all tokens can be drafted."""
+        """``[D]`` tokens that can be drafted; ``None`` for all."""
         return None if len(self.head.d2t) == self.vocab_size else self.head.tokens
 
     def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
-        """Keys and values of the head's layers."""
+        """Returns the key and value pools of the head's layers."""
         shape, like = (
             (self._attention.kv_heads, self._attention.dim),
             torch.empty(0, dtype=self.dtype, device=self.device),
@@ -148,12 +148,12 @@ class HeadOnRows:
 
     @torch.no_grad()
     def normed(self, states: Tensor) -> Tensor:
-        """``[T, F]`` of the target as :meth:`fuse` takes them."""
+        """Norms ``[T, F]`` hidden states of the target for :meth:`fuse`."""
         return self.head.normed(states)
 
     @torch.no_grad()
     def fuse(self, states: Tensor) -> Tensor:
-        """``[T, F]`` normed states of the target to ``[T, H]``."""
+        """Fuses ``[T, F]`` normed states of the target into ``[T, H]``."""
         states = states.to(self.head.dtype)
         return states if self.head.config.first_generation else self.head.fc(states)
 
@@ -161,7 +161,7 @@ class HeadOnRows:
     def __call__(
         self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` that the next step reads."""
+        """Returns ``[R, V]`` logits, the ``[R, H]`` states before them and those that the next step reads."""
         batch, (tokens, *wanted) = batch.upload(hidden.device, tokens, *(() if rows is None else (rows,)))
         ragged = Forward(batch, cache, self.target.backend == "native")
         out = self._layer(tokens, hidden, batch.positions, ragged, wanted[0] if wanted else None)
@@ -172,7 +172,7 @@ class HeadOnRows:
     def run(
         self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`~arbordraft.drafters.model_drafter.DraftNetwork`."""
+        """Runs packed rows, see :class:`~arbordraft.drafters.model_drafter.DraftNetwork`."""
         assert hidden is not None
         out = self._layer(tokens, hidden, positions, ragged, rows)
         logits, _, following = self.head.predict(out, self.target.model.get_output_embeddings())

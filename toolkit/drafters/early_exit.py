@@ -1,4 +1,4 @@
-"""The target's own first layers as drafter."""
+"""A drafter that runs the target's own first layers."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class EarlyExitDrafter(TargetCacheDrafter):
     """Drafts with the first layers of the target, its final norm and its head.
 
-    The keys and values of these layers are the target's own, so the drafter reads the target's cache, writes its tree
-    behind the committed tokens and leaves nothing to roll back: verification overwrites it.
+    The keys and values of these layers are the target's own, so the drafter reads the target's cache. It writes its
+    tree after the committed tokens, where verification overwrites it, so nothing is rolled back.
 
     Args:
         model: the target.
@@ -29,10 +29,10 @@ class EarlyExitDrafter(TargetCacheDrafter):
         adapter: a trained network between these layers and the norm; it is cast to the target's dtype.
 
     Raises:
-        TypeError: if the target is no RaggedModel, or the adapter something else.
-        ValueError: if ``layers`` does not leave out any layer, or the adapter was made, or trained, for another target
-            or another number of layers.
-        UnsupportedModel: if the architecture does not let its depth be shortened.
+        TypeError: if the target is not a RaggedModel, or the adapter has another type.
+        ValueError: if ``layers`` is below 1 or leaves out no layer, or the adapter was made or trained for another
+            target or another number of layers.
+        UnsupportedModel: if the architecture cannot run fewer layers.
     """
 
     def __init__(self, model: RaggedModel, layers: int, adapter: "ExitAdapter | None" = None) -> None:
@@ -49,20 +49,21 @@ class EarlyExitDrafter(TargetCacheDrafter):
             if expect(ExitAdapter, adapter).config.hidden_layers != [layers]:
                 raise ValueError(f"the adapter was made for {adapter.config.hidden_layers} layers, not for {layers}")
             self.adapter = adopt(adapter, model)
+        # One forward, to raise here if the architecture cannot run fewer layers.
         probe = RaggedKVCache()
-        self._forward(torch.zeros(1, dtype=torch.int64), probe.lay_out([probe.open(1)], [[0]]), probe)  # or says so now
+        self._forward(torch.zeros(1, dtype=torch.int64), probe.lay_out([probe.open(1)], [[0]]), probe)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "EarlyExitDrafter":
-        """Loads an adapter that was saved with ``save_pretrained``, from a folder or a hub; it knows its layers.
+        """Loads an adapter that was saved with ``save_pretrained``; its settings give the number of layers.
 
         Args:
-            path: where it is.
+            path: folder or hub name.
             target: the model it drafts for.
             **kwargs: passed on to ``ExitAdapter.from_pretrained``.
 
         Raises:
-            ValueError: if the checkpoint is damaged, or the adapter was made, or trained, for another target.
+            ValueError: if the checkpoint is damaged, or the adapter was made or trained for another target.
         """
         from arbordraft.heads.exit_adapter import ExitAdapter
 

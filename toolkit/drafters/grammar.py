@@ -1,18 +1,18 @@
-"""What a grammar leaves no choice about, as drafter: no model, no noise."""
+"""A drafter of the tokens that a grammar forces, without a model or noise."""
 
 from arbordraft.drafters.base import Drafter
 from arbordraft.trees.topology import TreeTopology
 
 
 class GrammarDrafter(Drafter):
-    """Proposes the tokens that have to follow, as their sample's grammar allows no other: they are always accepted.
+    """Proposes forced tokens, the only ones that a sample's grammar allows; they are always accepted.
 
-    It proposes nothing for samples without a grammar, and where there is a choice; put it in front of another drafter
-    with :class:`~arbordraft.HybridDrafter`. Lookups need none in front: before any drafter that chooses its tokens
-    itself such tokens are drafted, and lookups draft them also behind what they look up.
+    It proposes nothing for samples without a grammar, or if the grammar allows several tokens. To combine it with
+    another drafter, put it first in a :class:`~arbordraft.HybridDrafter`. Lookups do not need it: forced tokens are
+    drafted before any drafter that is ``certain``, and lookups also draft them after other tokens.
 
-    A token is forced only where the grammar's mask has one bit: which tokens spell a text is as much the target's
-    choice as the text.
+    A token is forced only if the grammar's mask has one bit. If several tokens can spell a forced text, the target
+    chooses among them.
 
     Source: fast-forward tokens of guidance (Microsoft) and jump-forward decoding of SGLang (Zheng et al., 2024), as
     drafts that the target reads in its ordinary forward.

@@ -1,4 +1,4 @@
-"""Grows the trees of one step: who drafts, how far, and what of it is kept.
+"""Grows the trees of one step: chooses drafters, follows the decider's plan and drops drafts not worth a row.
 
 Shapes: B samples, S samples of a group, N nodes of the topology, R nodes of a level, V vocabulary.
 """
@@ -26,22 +26,22 @@ from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.owned_rows import draft_scores
 from arbordraft.trees.draft_tree import NO_ROWS, DraftTree, Proposal, check_drawn
 
-_NOTHING = Origin()  # children that were drawn from no row
+_NOTHING = Origin()  # of children without a draft row
 _ONES = (1.0,)
-_SURE = 1e9  # times any probability is at least 1
+_SURE = 1e9  # a trust whose product with any probability counts as 1
 
 
 def grow(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) -> DraftTree:
-    """The trees of a step.
+    """Grows the trees of a step.
 
-    The stages of a drafter propose one after another: a later one for the samples for which the earlier ones proposed
-    nothing, or less than it is expected to bring. Who drafts depends on committed tokens alone.
+    The stages of a drafter propose one after another. A later stage drafts for a sample if the earlier ones proposed
+    nothing, or less than it is expected to bring. This choice depends only on committed tokens.
 
     Args:
         context: the step.
-        decider: how far trees go on.
-        drafter: proposes them.
-        state: the drafter's, of this batch.
+        decider: decides how far trees go on.
+        drafter: proposes children.
+        state: the drafter's state for this batch.
     """
     (part, own), *others = drafter.stages(state)
     first = TreeGrower(context, decider, part, own)
@@ -63,7 +63,7 @@ def grow(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
 def _waiting(
     context: DraftContext, decider: Decider, drafter: Drafter, state: Any, growers: Mapping[int, "TreeGrower"]
 ) -> set[int]:
-    """The samples for which another drafter is expected to bring more than what was proposed."""
+    """Returns the samples for which another drafter is expected to bring more than the drafts so far."""
     waiting = {sample for sample, grower in growers.items() if not grower.drafts(sample)}
     if len(waiting) < len(growers):
         for group in decision_groups(context, decider, drafter, state):
@@ -78,9 +78,9 @@ class TreeGrower:
 
     Args:
         context: the step.
-        decider: how far they go on.
+        decider: decides how far they go on.
         drafter: proposes children.
-        state: the drafter's.
+        state: the drafter's state.
     """
 
     def __init__(self, context: DraftContext, decider: Decider, drafter: Drafter, state: Any) -> None:
@@ -94,14 +94,14 @@ class TreeGrower:
         self.parent = [-1] * roots  # place in these columns
         self.chance = [0.0] * roots
         self.reach: list[float] = []
-        # Of some nodes, by their places in these columns:
+        # For some nodes, by their places in these columns:
         self.children: dict[int, list[int]] = {}  # in the order in which they were drawn
         self.certain: set[int] = set()
         self.draft_row: dict[int, int] = {}
         self.draft_rows: list[Tensor] = []
-        self.rows = {sample: [row] for row, sample in enumerate(self.sample)}  # by sample, without what was given up
+        self.rows = {sample: [row] for row, sample in enumerate(self.sample)}  # by sample, without dropped drafts
         self._trust: dict[int, Sequence[float]] = {}
-        # How every node's path came about, for deciders that are asked.
+        # The draws along every node's path, for deciders that are asked at each level.
         self._paths: dict[int, tuple[Draw, ...]] = {}
         for group in self.groups:
             plan, first = group.plan, len(self.reach)
@@ -114,13 +114,13 @@ class TreeGrower:
                 self._trust |= zip(group.samples, plan.trust, strict=True)
 
     def drafts(self, sample: int) -> int:
-        """How many drafts a sample has."""
+        """Returns the number of drafts of a sample."""
         return len(self.rows[sample]) - 1
 
     @cached_property
     def gains(self) -> dict[int, float]:
-        """Tokens that every sample's drafts are expected to bring, less what their rows could bring elsewhere."""
-        trunk = self._trunk()  # its rows have to be computed sooner or later
+        """Expected tokens from every sample's drafts, less the price of their rows."""
+        trunk = self._trunk()  # its rows must be computed sooner or later
         return {
             sample: sum(self.reach[row] - price * (row not in trunk) for row in self.rows[sample][1:])
             for group in self.groups
@@ -129,11 +129,11 @@ class TreeGrower:
         }
 
     def law_of(self, sample: int) -> DraftLaw:
-        """How a sample's children are chosen."""
+        """Returns the law of a sample's children."""
         return self.context.greedy_law if self.context[sample].greedy else self.law
 
     def grow(self) -> None:
-        """Grows them to their end."""
+        """Grows the trees to their end."""
         self._add_candidates()
         if self.drafter.certain:
             self._add_forced_tokens()
@@ -164,11 +164,11 @@ class TreeGrower:
                 group.rows = [child for row in group.rows if row in numbers for child in self.children.get(row, ())]
         self.drafter.proposed(self.state)
         for group in self.groups:
-            # Of what was drawn at random nothing is given up.
+            # Trees drawn at random are not trimmed: verification would no longer be lossless.
             if group.plan is not None and self.law_of(group.samples[0]).deterministic:
                 self._trim(group, group.plan)
 
-    # What stands before a drafter is asked
+    # Before the drafter proposes
 
     def _add_candidates(self) -> None:
         for sample, given in enumerate(self.context.candidates or ()):
@@ -177,9 +177,9 @@ class TreeGrower:
                 self._add_children(self.rows[sample][0], tokens, row[tokens].tolist(), Origin(partial(_same, row)))
 
     def _add_forced_tokens(self) -> None:
-        """Gives every root the tokens that have to follow it, as far as the topology's first path goes.
+        """Adds the forced tokens after every root, along the topology's first path.
 
-        They wait for no plan, and no plan gives them up: the target has to read them in any case.
+        No plan delays or drops them, because the target must read them in any case.
         """
         for sample, (row, *_) in self.rows.items():
             state = self.context[sample].path_state
@@ -198,21 +198,21 @@ class TreeGrower:
     # In one call
 
     def _grown_in_one_call(self, group: DecisionGroup) -> bool:
-        """Has whole trees grown by kernels or in fixed shapes, if they can be, or there is nothing to grow."""
+        """Grows a group's whole trees by kernels or in fixed shapes; returns whether the group is finished."""
         context, plan = self.context, group.plan
         if plan is None:
             return False
         going = [place for place, most in enumerate(plan.levels) if most > 0 and group.depths[place] > 0]
         if not going:
             return True
-        # Lookups are not told in numbers how far trees go: to spell that out takes longer than to look something up.
+        # Lookups do not grow whole trees: to spell out the limits in numbers takes longer than a lookup.
         able = group.told and context.candidates is None and (context.static is not None or usable())
         if not able or type(self.drafter).propose_trees is Drafter.propose_trees:
             return False
         samples = [group.samples[place] for place in going]
         growth = growth_of(context, plan, group.depths, going)
         if not self.drafter.informative:
-            growth = growth._replace(trust=[_SURE] * len(growth.trust))  # as many levels as are planned
+            growth = growth._replace(trust=[_SURE] * len(growth.trust))  # so that all planned levels are drafted
         drafted = self.drafter.propose_trees(self.state, context, samples, growth, draws_of(context, samples))
         if drafted is None:
             return False
@@ -246,23 +246,23 @@ class TreeGrower:
     # Level by level
 
     def _proposed(self, level: Level) -> Predictions | Guesses:
-        """What the drafter says about a level."""
+        """Returns the drafter's predictions for a level, one per node."""
         proposed = self.drafter.propose(self.state, level)
         if isinstance(proposed, Tensor):
             proposed = Predictions(proposed)
         nodes, said = len(level.places), len(proposed.logits if isinstance(proposed, Predictions) else proposed)
         if said != nodes:
-            raise ValueError(f"{self.drafter} must say what follows each of {nodes} nodes, said it of {said}")
+            raise ValueError(f"{self.drafter} must give predictions for each of {nodes} nodes, gave {said}")
         return proposed
 
     def _going(self, group: DecisionGroup, depth: int) -> list[int]:
-        """The nodes at ``depth`` that get children, of a group."""
+        """Returns the nodes of a group at ``depth`` that get children."""
         if not group.rows:
             return []
         return self._asked(group, depth) if group.plan is None else self._planned(group, group.plan, depth)
 
     def _planned(self, group: DecisionGroup, plan: Plan, depth: int) -> list[int]:
-        """Those that gain more than they take, if together they are worth a level."""
+        """Returns the nodes that are worth their rows, if together they are worth a level."""
         child_list, rows, following = self.context.topology.child_list, [], []
         for row in group.rows:
             most, factors = group.limits[self.sample[row]]
@@ -284,7 +284,7 @@ class TreeGrower:
         return [row for row, goes_on in zip(rows, going, strict=True) if goes_on]
 
     def _asked(self, group: DecisionGroup, depth: int) -> list[int]:
-        """Those for whose samples the decider says so."""
+        """Returns the nodes of samples for which the decider goes on."""
         living: dict[int, list[int]] = {}
         for row in sorted(group.rows, key=self._place):
             living.setdefault(self.sample[row], []).append(row)
@@ -307,13 +307,13 @@ class TreeGrower:
         )
         answers = self.decider(view)
         if len(answers) != len(living):
-            raise ValueError(f"{self.decider} must say of each of {len(living)} samples, said {len(answers)}")
+            raise ValueError(f"{self.decider} must answer for {len(living)} samples, answered for {len(answers)}")
         child_list = self.context.topology.child_list
         going = [row for rows, goes_on in zip(living.values(), answers, strict=True) if goes_on for row in rows]
         return [row for row in going if child_list[self.node[row]]]
 
     def _take_predictions(self, level: Level, rows: Sequence[int], predicted: Predictions) -> None:
-        """Gives nodes the most probable children, or draws them."""
+        """Adds the most probable children of nodes, or draws them."""
         context, places = self.context, level.places
         owners = [context[sample] for sample, _ in places]
         scores = draft_scores(predicted.logits, owners, level.path, untruncated=context.shared)
@@ -322,7 +322,7 @@ class TreeGrower:
         plans = [context.topology.child_list[node] for _, node in places]
         laws, uniforms = self._random_draws(rows, plans)
         children = children_of(scores, self.law.k, laws, [len(plan) for plan in plans], uniforms)
-        # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
+        # Processors may allow no token after a draft. The target's own row decides whether that is an error.
         if None in children.tokens and not predicted.logits.amax(dim=1).isfinite().all():
             _warn_of_broken_rows()
         first = sum(map(len, self.draft_rows))
@@ -343,14 +343,14 @@ class TreeGrower:
     def _random_draws(
         self, rows: Sequence[int], plans: Sequence[Sequence[int]]
     ) -> tuple[list[DraftLaw | None], list[Sequence[float]]]:
-        """By node the law that draws its children at random, if one does, and the uniforms for that."""
-        made: dict[tuple[int, int], DraftLaw] = {}  # a law is a module, which takes long to make
+        """Returns, by node, the law that draws its children at random, if any, and the uniforms for it."""
+        made: dict[tuple[int, int], DraftLaw] = {}  # a law is a module, which is slow to build
         laws: list[DraftLaw | None] = []
         uniforms: list[Sequence[float]] = []
         for row, plan in zip(rows, plans, strict=True):
             sample = self.sample[row]
             law = self.law_of(sample)
-            if law.deterministic or row in self.children:  # which were given to it
+            if law.deterministic or row in self.children:  # its children were given
                 laws.append(None)
                 uniforms.append(())
                 continue
@@ -367,9 +367,9 @@ class TreeGrower:
     def _add_children(
         self, row: int, tokens: Sequence[int], confidence: Sequence[float], origin: Origin = _NOTHING
     ) -> None:
-        """Gives a node its children, fewer than planned if there are fewer tokens, unless it has some.
+        """Adds the children of a node unless it has some; fewer tokens than planned give fewer children.
 
-        Of tokens that were not drawn at random those that constraints forbid are left out.
+        Tokens that constraints forbid are left out, unless they were drawn at random.
         """
         if row in self.children:
             return
@@ -405,19 +405,19 @@ class TreeGrower:
             self._paths |= {child: (*path, Draw(self.chance[child], origin)) for child in added}
 
     def _by_rank(self, node: int) -> float:
-        """The chance of a draft by its rank among its siblings alone."""
+        """Returns the chance of a draft by its rank among its siblings."""
         topology, acceptance = self.context.topology, self.drafter.acceptance
         rank = topology.child_list[topology.parent_list[node]].index(node)
         return acceptance[min(rank, len(acceptance) - 1)]
 
     def _below(self, row: int, chance: float) -> float:
-        """The reach of a child, whose draft is trusted as often as drafts have been right."""
+        """Returns the reach of a child, whose chance is corrected by the plan's trust."""
         trust, depth = self._trust[self.sample[row]], self.context.topology.depth_list[self.node[row]]
         likely = trust[depth if depth < len(trust) else -1] * chance
         return self.reach[row] * likely if likely < 1 else self.reach[row]
 
     def _path(self, row: int) -> list[int]:
-        """Drafted tokens from below the root down to a node."""
+        """Returns the drafted tokens from below the root down to a node."""
         path: list[int] = []
         while self.parent[row] >= 0:
             path.append(self.token[row])
@@ -425,15 +425,15 @@ class TreeGrower:
         return path[::-1]
 
     def _place(self, row: int) -> tuple[int, int]:
-        """Sample and node."""
+        """Returns the sample and the topology node of a row."""
         return self.sample[row], self.node[row]
 
     def _drafts_of(self, group: DecisionGroup) -> list[int]:
-        """The drafts of a group."""
+        """Returns the drafts of a group."""
         return [row for sample in group.samples for row in self.rows[sample][1:]]
 
     def _trunk(self) -> set[int]:
-        """The nodes that are certain to be accepted."""
+        """Returns the nodes that are certain to be accepted."""
         trunk: set[int] = set()
         for row in sorted(self.certain):  # parents stand before their children
             if self.parent[row] in trunk or self.node[self.parent[row]] == 0:
@@ -441,11 +441,11 @@ class TreeGrower:
         return trunk
 
     def _trim(self, group: DecisionGroup, plan: Plan) -> None:
-        """Gives up the drafts that are too unlikely to be worth their rows."""
+        """Drops the drafts that are too unlikely to be worth their rows."""
         if plan.keep is Plan.keep or not (rows := self._drafts_of(group)):
             return
         trunk = self._trunk()
-        # Parents stand before their children: both the chance, which cannot rise, and the node agree on that.
+        # Parents sort before their children: the reach never rises along a path, and equal reaches sort by node.
         ranked = sorted(rows, key=lambda row: (row not in trunk, -self.reach[row], self.node[row], self.sample[row]))
         kept = max(plan.keep([self.reach[row] for row in ranked]), len(trunk.intersection(rows)))
         for row in ranked[kept:]:
@@ -453,7 +453,7 @@ class TreeGrower:
 
 
 def _packed(context: DraftContext, growers: Mapping[int, TreeGrower]) -> DraftTree:
-    """The trees that growers have grown, each those of some samples, by rows."""
+    """Packs the trees of all growers into rows; each grower has the trees of some samples."""
     topology, count = context.topology, len(context.max_depth)
     if not any(grower.drafts(sample) for sample, grower in growers.items()):
         roots = [context.tokens(sample)[-1] if sample in growers else None for sample in range(count)]

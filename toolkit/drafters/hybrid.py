@@ -1,4 +1,4 @@
-"""Two drafters in one: the cheap one where it has something to say, the other one elsewhere.
+"""A drafter of two: the cheap one drafts first, the other one if the cheap one proposes too little.
 
 Shapes: F hidden states side by side.
 """
@@ -26,18 +26,18 @@ class _State:
 
 
 class HybridDrafter(Drafter):
-    """Asks ``first``, and ``otherwise`` for the samples for which ``first`` proposed nothing, or less than is expected.
+    """Drafts with ``first``, and with ``otherwise`` for samples for which ``first`` proposes nothing or too little.
 
-    What ``otherwise`` is expected to bring is known only to deciders that plan
-    (:class:`~arbordraft.deciders.decisions.Plan`). Which of both drafts depends on committed tokens alone, so the
-    output law is preserved. Where the positions of one end, the other one goes on.
+    ``first`` proposes too little if ``otherwise`` is expected to bring more. Only deciders that plan know this
+    expectation (:class:`~arbordraft.deciders.decisions.Plan`). The choice depends only on committed tokens, so the
+    output law is preserved. If a text exceeds the positions of one drafter, the other one goes on.
 
     Args:
         first: proposes deterministically, as lookups do.
         otherwise: any drafter.
 
     Raises:
-        TypeError: if one of them is no drafter.
+        TypeError: if one of them is not a drafter.
     """
 
     def __init__(self, first: Drafter, otherwise: Drafter) -> None:
@@ -90,7 +90,7 @@ class HybridDrafter(Drafter):
     def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
         count = len(self.hidden_layers)
         for part, own in self._parts(state):
-            if part.hidden_layers == self.hidden_layers:  # nearly always: lookups want none
+            if part.hidden_layers == self.hidden_layers:  # nearly always: lookups read none
                 part.take_hidden(own, hidden)
             elif part.hidden_layers:
                 wanted = [self.hidden_layers.index(layer) for layer in part.hidden_layers]

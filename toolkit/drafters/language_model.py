@@ -1,4 +1,4 @@
-"""A smaller causal LM as drafter.
+"""A drafter that runs a smaller causal LM.
 
 Shapes: T packed rows, R frontier nodes, V vocabulary.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Options of from_pretrained that say where files lie, for weights and tokenizers alike.
+# Options of from_pretrained that locate files, of weights and of tokenizers.
 _PLACES = ("cache_dir", "gguf_file", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 
@@ -43,17 +43,17 @@ class _State(ModelState):
 class LanguageModelDrafter(ModelDrafter):
     """Drafts with any causal LM that shares the target's tokenizer, on its own ragged cache.
 
-    Its vocabulary may be padded to another size than the target's: ids that the target lacks are never proposed, and
-    those that the drafter lacks have the draft probability 0. Beyond its positions it rests: the target decodes alone,
-    and prompts that are longer are not read.
+    Its vocabulary may be padded to another size than the target's. Ids that the target lacks are never proposed, and
+    ids that the drafter lacks have draft probability 0. If a text exceeds its positions, the target decodes alone;
+    longer prompts are not read.
 
     Args:
-        model: the draft model; one of transformers is wrapped. An exported one may stand in its place.
-        same_tokenizer: compare neither tokenizers nor sizes: the user knows that ids agree. Nothing is lost if they do
-            not, but nothing gained either.
+        model: the draft model, which may be exported; a model of transformers is wrapped.
+        same_tokenizer: skip the comparison of tokenizers and sizes, as the user knows that ids agree. If they do not,
+            decoding stays lossless but gains nothing.
 
     Raises:
-        TypeError: if it is no model.
+        TypeError: if ``model`` is not a model.
     """
 
     def __init__(self, model: "RaggedModel | PreTrainedModel | OnnxModel", *, same_tokenizer: bool = False) -> None:
@@ -61,7 +61,7 @@ class LanguageModelDrafter(ModelDrafter):
         self.model = model if isinstance(model, RaggedModel | OnnxModel) else RaggedModel(model)
         self.same_tokenizer = same_tokenizer
         self.max_positions = self.model.max_positions
-        self._native_model: tuple[object, DraftRun | None] = None, None  # with what it was prepacked from
+        self._native_model: tuple[object, DraftRun | None] = None, None  # with the prepacking it was built from
 
     @classmethod
     def from_pretrained(
@@ -70,8 +70,8 @@ class LanguageModelDrafter(ModelDrafter):
         """Loads a causal LM with the target's tokenizer, from a folder or a hub.
 
         Args:
-            path: where it is.
-            target: the model it drafts for; gives device, dtype and how weights are read.
+            path: folder or hub name.
+            target: the model it drafts for, which sets device, dtype and kernels.
             same_tokenizer: as for the class.
             **kwargs: passed on to ``AutoModelForCausalLM.from_pretrained``.
 
@@ -142,7 +142,7 @@ class LanguageModelDrafter(ModelDrafter):
 
     def missing(self, state: _State, context: DraftContext, sample: int) -> Missing:
         handle, tokens = state.handles[sample], context.tokens(sample)
-        state.cache.shorten(handle, len(tokens) - 1)  # a step that is taken again has read the last one
+        state.cache.shorten(handle, len(tokens) - 1)  # a repeated step has already read the last token
         return tokens[state.cache.length(handle) :], None
 
     def whole(self, context: DraftContext) -> DraftRun | DraftNetwork | None:
@@ -164,11 +164,11 @@ class LanguageModelDrafter(ModelDrafter):
 
 @dataclass(frozen=True)
 class ModelOnRows:
-    """A causal LM as fixed shapes run it: a :class:`~arbordraft.drafters.model_drafter.DraftNetwork`.
+    """A causal LM for steps of fixed shapes: a :class:`~arbordraft.drafters.model_drafter.DraftNetwork`.
 
     Args:
         model: the draft model.
-        network: its modules as they are now.
+        network: its current modules.
     """
 
     model: RaggedModel
@@ -181,33 +181,33 @@ class ModelOnRows:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model."""
+        """Dtype of the model."""
         return self.model.model.dtype
 
     @property
     def vocab_size(self) -> int:
-        """Its token ids, which are the target's."""
+        """Number of its token ids, which are the target's."""
         return self.model.vocab_size
 
     def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
-        """Keys and values of all layers; what they are like is seen in a forward."""
+        """Returns the key and value pools of all layers; a forward of ``dummy`` creates them if the cache has none."""
         if next(cache.buffers(), None) is None:
             self.model.prefill({dummy: [0]}, cache)
         return cache.layers(self.model.num_layers)
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Not asked for."""
+        """Returns the states unchanged; never called, as the model reads none."""
         return states
 
     def run(
         self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """``[R, V]`` logits; ``hidden`` is of no account."""
+        """Returns ``[R, V]`` logits; ``hidden`` is ignored."""
         output = self.network(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -219,15 +219,15 @@ class ModelOnRows:
 
 
 def shrink(model: "PreTrainedModel", layers: int | Sequence[int]) -> "PreTrainedModel":
-    """A model of the same class with some of the layers, saved and loaded as any other; nothing is shared.
+    """Copies a model with only some of its layers; the copy shares no weights and is saved like any model.
 
     Args:
         model: a causal LM with one list of decoder layers.
-        layers: which ones, or how many: then evenly spread, from the first to the last.
+        layers: which layers, or how many; that many are spread evenly from the first to the last.
 
     Raises:
         ValueError: if there are no such layers.
-        UnsupportedModel: if the architecture does not let its depth be changed.
+        UnsupportedModel: if the depth of the architecture cannot be changed.
     """
     count = model.config.get_text_config().num_hidden_layers
     if isinstance(layers, int):

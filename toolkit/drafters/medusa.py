@@ -1,4 +1,4 @@
-"""Medusa heads as drafter.
+"""A drafter that runs Medusa heads.
 
 Shapes: R nodes of a level, F hidden states side by side, H hidden size, V vocabulary.
 """
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class _State:
-    seen: dict[int, Tensor] = field(default_factory=dict)  # ``[H]`` of every sample's last observed token
-    prepared: dict[int, Tensor] = field(default_factory=dict)  # what the heads read in this step
+    seen: dict[int, Tensor] = field(default_factory=dict)  # ``[H]`` states of every sample's last observed token
+    prepared: dict[int, Tensor] = field(default_factory=dict)  # inputs of the heads in this step
 
 
 class MedusaDrafter(HeadDrafter):
     """Drafts with Medusa heads: one per depth, all from the hidden state of the token before the root.
 
-    What a head predicts does not depend on the tokens drafted above it, so all nodes of a depth share their row. Trees
-    end where the heads do.
+    A head's prediction does not depend on drafted tokens, so all nodes of a depth share one row. The number of
+    heads bounds the depth of trees.
 
     Args:
-        head: the trained network, which is cast to the target's dtype, or an exported one in its place.
+        head: the trained network, which is cast to the target's dtype, or an exported one.
         target: the model it drafts for.
 
     Raises:
-        TypeError: if one of them is something else.
-        ValueError: if the heads are damaged, or were made, or trained, for another target.
+        TypeError: if the head or the target has another type.
+        ValueError: if the heads are damaged, or were made or trained for another target.
 
     Source: Medusa (Cai et al., 2024).
     """
@@ -58,12 +58,12 @@ class MedusaDrafter(HeadDrafter):
         """Loads heads that were saved with ``save_pretrained``, from a folder or a hub.
 
         Args:
-            path: where they are.
+            path: folder or hub name.
             target: the model they draft for.
             **kwargs: passed on to ``MedusaHead.from_pretrained``.
 
         Raises:
-            ValueError: if the checkpoint is damaged, or the heads were made, or trained, for another target.
+            ValueError: if the checkpoint is damaged, or the heads were made or trained for another target.
         """
         from arbordraft.heads.medusa import MedusaHead
 
@@ -80,13 +80,13 @@ class MedusaDrafter(HeadDrafter):
         state.seen |= {sample: states[-1] for sample, states in hidden.items()}
 
     def depths(self, state: _State, context: DraftContext) -> list[int]:
-        # A text of one token has no state to look ahead from: the target goes first.
+        # A text of one token has no hidden state yet: the target goes first.
         known = super().depths(state, context)
         return [limit if sample in state.seen else 0 for sample, limit in enumerate(known)]
 
     @torch.no_grad()
     def propose(self, state: _State, level: Level) -> Tensor:
-        """``[R, V]``: the row of every sample, once for each of its nodes."""
+        """Returns ``[R, V]`` logits: the row of every sample, repeated for each of its nodes."""
         samples = list(level.nodes)
         if level.depth == 0:
             prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in samples]))
@@ -94,7 +94,7 @@ class MedusaDrafter(HeadDrafter):
         rows = self.head.logits(torch.stack([state.prepared[sample] for sample in samples]), level.depth)
         wide: Tensor = self.head.widen(rows)
         shares = zip(wide.split(1), level.nodes.values(), strict=True)
-        return torch.cat([row.expand(len(nodes), -1) for row, nodes in shares])  # an index would be uploaded
+        return torch.cat([row.expand(len(nodes), -1) for row, nodes in shares])  # indexing would upload the index
 
     @torch.no_grad()
     def propose_trees(

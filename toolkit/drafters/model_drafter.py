@@ -24,21 +24,21 @@ from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import words_of
 from arbordraft.trees.verdict import Verdict
 
-CHUNK = 2048  # rows of a call, which bounds its memory
+CHUNK = 2048  # most rows of a call, to bound its memory
 
 Missing = tuple[
     Sequence[int], Tensor | None
-]  # committed tokens that a cache lacks, and the target's states beside them
+]  # committed tokens that a cache lacks, and the target's hidden states for them
 
 
 class DraftNetwork(Protocol):
-    """A drafting model as fixed shapes run it: by operations on its device alone.
+    """A drafting model for steps of fixed shapes, which runs operations on its device only.
 
     Attributes:
-        device: where it is.
-        dtype: of what it reads and writes.
+        device: its device.
+        dtype: dtype of its inputs and outputs.
         states: F; 0 if it reads no states of the target.
-        vocab_size: the target's token ids.
+        vocab_size: number of the target's token ids.
         vocabulary: ``[D]`` tokens of its outputs; ``None`` for 0 to D - 1.
     """
 
@@ -58,10 +58,10 @@ class DraftNetwork(Protocol):
     def vocabulary(self) -> Tensor | None: ...
 
     def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
-        """Keys and values of its layers in a cache, which need not have any yet; ``dummy`` has room for a token."""
+        """Returns its key and value pools in a cache, creating missing ones; ``dummy`` has room for a token."""
 
     def fuse(self, states: Tensor) -> Tensor:
-        """``[T, F]`` states of the target as the ``[T, H]`` that it reads; unless it reads none."""
+        """Fuses ``[T, F]`` states of the target into the ``[T, H]`` that it reads, if it reads any."""
 
     def run(
         self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
@@ -70,10 +70,10 @@ class DraftNetwork(Protocol):
 
         Args:
             tokens: ``[T]``.
-            hidden: ``[T, H]`` beside them: of the target, or its own output for their parents.
+            hidden: ``[T, H]`` states for the tokens: the target's, or its own output for their parents.
             positions: ``[T]``.
             ragged: stores keys and values and attends to them.
-            rows: ``[R]`` rows that are wanted, all T by default.
+            rows: ``[R]`` rows to predict from, all T by default.
 
         Returns:
             ``[R, D]`` logits, and the ``[R, H]`` output that its next rows read, if they read any.
@@ -81,12 +81,12 @@ class DraftNetwork(Protocol):
 
 
 class Outputs(NamedTuple):
-    """What a network makes of packed rows.
+    """Outputs of a network for packed rows.
 
     Args:
         logits: ``[R, V]``.
-        final: ``[R, H]`` what they were made from, if it shows that.
-        out: ``[R, H]`` what the rows of their children read, if they read any.
+        final: ``[R, H]`` states before the logits, if the network exposes them.
+        out: ``[R, H]`` states that the rows of their children read, if they read any.
     """
 
     logits: Tensor
@@ -96,15 +96,15 @@ class Outputs(NamedTuple):
 
 @dataclass
 class ModelState:
-    """Of a batch.
+    """State of a batch.
 
     Args:
-        cache: the network's.
-        handles: the samples in it.
-        fed: by sample, the nodes whose keys lie behind the committed ones, in their order, and their tokens; -1 for
-            what is no node of the tree.
-        seen: by sample and such a node, a bit for each of them that it sees.
-        out: ``[R, H]`` what the nodes of the next level read, by rows of the last one.
+        cache: the network's cache.
+        handles: by sample, its handle in the cache.
+        fed: by sample, the nodes whose keys follow the committed ones, in order, with their tokens. The token is -1
+            for rows that are no node of the tree.
+        seen: by sample and fed node, a bit for each fed node that it sees.
+        out: ``[R, H]`` states that the next level's nodes read, by row of the last level.
     """
 
     cache: RaggedKVCache
@@ -115,15 +115,15 @@ class ModelState:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a network that attends to what it has read: the text, and the nodes above.
+    """Drafts with a network that attends to the committed text and to the ancestors of a node.
 
-    Subclasses say what the network reads and how it runs.
+    Subclasses define the inputs of the network and how it runs.
     """
 
     takes_candidates = True
-    keeps = True  # whether what it computed of accepted drafts stays in its cache
+    keeps = True  # whether keys and values of accepted drafts stay in its cache
     catches_up = True  # whether it reads committed tokens, the roots included, before it drafts
-    chunk = CHUNK  # rows of a forward, which bounds its memory
+    chunk = CHUNK  # most rows of a forward, to bound its memory
 
     def run(
         self, state: Any, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
@@ -131,24 +131,24 @@ class ModelDrafter(Drafter):
         """Runs the network.
 
         Args:
-            state: what :meth:`open` returned.
+            state: the state from :meth:`open`.
             tokens: ``[T]``.
-            hidden: ``[T, H]`` beside them, of a network that reads any.
-            batch: their places in its cache.
-            rows: ``[R]`` rows that are wanted, all T by default.
+            hidden: ``[T, H]`` states for the tokens, if the network reads any.
+            batch: places of the tokens in its cache.
+            rows: ``[R]`` rows to predict from, all T by default.
         """
         raise NotImplementedError
 
     def missing(self, state: Any, context: DraftContext, sample: int) -> Missing:
-        """What the cache lacks of a sample, which is read next."""
+        """Returns the committed tokens of a sample that the cache lacks; they are read next."""
         raise NotImplementedError
 
     def fuse(self, states: Tensor) -> Tensor:
-        """``[T, F]`` states of the target as the ``[T, H]`` that the network reads."""
+        """Fuses ``[T, F]`` states of the target into the ``[T, H]`` that the network reads."""
         raise NotImplementedError
 
     def whole(self, context: DraftContext) -> DraftRun | DraftNetwork | None:
-        """What grows whole trees, natively or in fixed shapes, if something does."""
+        """Returns the network that grows whole trees, natively or in fixed shapes, if there is one."""
         return None
 
     def propose(self, state: Any, level: Level) -> Predictions:
@@ -160,7 +160,7 @@ class ModelDrafter(Drafter):
             state.fed |= {sample: {} for sample in samples}
         else:
             tokens, batch = self._lay_out(state, level)
-            # Row by row: an index would be uploaded.
+            # Row by row, as indexing would upload the index.
             hidden = None if state.out is None else torch.stack([state.out[parent] for parent in level.parents])
             found = self.run(state, tokens, hidden, batch)
         state.out = found.out
@@ -187,7 +187,7 @@ class ModelDrafter(Drafter):
         kept: dict[int, list[int]] = {}
         for sample, handle in state.handles.items():
             fed, places = list(state.fed.get(sample, {}).items()), []
-            # A leaf was never fed: the next catch-up brings it. What another drafter proposed was not, either.
+            # Leaves and nodes of other drafters were never fed: the next catch-up reads them.
             for row in verdict.paths[sample][1:] if self.keeps and fed else ():
                 accepted = int(tree.node[row]), int(tree.token[row])
                 if accepted not in fed:
@@ -198,7 +198,7 @@ class ModelDrafter(Drafter):
         state.fed, state.seen, state.out = {}, {}, None
 
     def catch_up(self, state: Any, missing: Mapping[int, Missing]) -> Outputs:
-        """Reads and commits what the cache lacks, by handle; returns what is predicted behind the end of each."""
+        """Reads and commits missing tokens, by handle; returns the predictions after the last token of each."""
         states = [part for _, part in missing.values() if part is not None]
         lengths = [len(tokens) for tokens, _ in missing.values()]
         left: dict[int, Tensor] = {}
@@ -215,13 +215,13 @@ class ModelDrafter(Drafter):
             found = self.run(state, packed, hidden, batch, torch.tensor(counts).cumsum(0) - 1)
             if counts != lengths:
                 last |= {handle: _row(found, place) for place, handle in enumerate(part)}
-        if not last:  # all at once, as nearly always
+        if not last:  # all in one portion, as nearly always
             return found
         rows = zip(*(last[handle] for handle in missing), strict=True)
         return Outputs(*(None if parts[0] is None else torch.stack(parts) for parts in rows))  # type: ignore[arg-type]
 
     def _lay_out(self, state: Any, level: Level) -> tuple[Tensor, RaggedBatch]:
-        """Plans the forward of a level: ``[R]`` tokens, behind the nodes that were fed before."""
+        """Plans the forward of a level, whose ``[R]`` tokens follow the nodes that were fed before."""
         parents = level.context.topology.parent_list
         words: list[int] = []
         for (sample, node), token in zip(level.places, level.tokens, strict=True):
@@ -229,7 +229,7 @@ class ModelDrafter(Drafter):
             seen[node] = seen.get(parents[node], 0) | 1 << len(fed)
             fed[node] = token
             words.append(seen[node])
-        depth = level.depth - self.catches_up  # from the committed tokens, to which roots may belong
+        depth = level.depth - self.catches_up  # distance from the committed tokens, which may include the roots
         batch = state.cache.lay_out(
             [state.handles[sample] for sample in level.nodes],
             [[depth] * len(nodes) for nodes in level.nodes.values()],
@@ -239,7 +239,7 @@ class ModelDrafter(Drafter):
 
     @staticmethod
     def _took(state: Any, context: DraftContext, samples: Sequence[int], drafted: Drafted) -> None:
-        """Takes over that nodes were fed behind the committed tokens."""
+        """Records the nodes that a call has fed after the committed tokens."""
         told = zip(drafted.samples, drafted.nodes, drafted.tokens, strict=True)
         tokens = {(place, node): token for place, node, token in told}
         state.fed |= {sample: {} for sample in samples}
@@ -258,7 +258,7 @@ def _row(found: Outputs, row: int) -> Outputs:
 class TargetCacheDrafter(ModelDrafter):
     """Drafts with layers of the target on the target's own cache.
 
-    It writes its tree behind the committed tokens and leaves nothing to roll back: verification overwrites it.
+    It writes its tree after the committed tokens, where verification overwrites it, so nothing is rolled back.
     """
 
     keeps = False
@@ -274,12 +274,12 @@ class TargetCacheDrafter(ModelDrafter):
         del state.handles[sample]
 
     def proposed(self, state: ModelState) -> None:
-        # Nothing stays behind in the target's cache.
+        # No draft rows stay in the target's cache.
         state.cache.drop([state.handles[sample] for sample in state.fed])
         state.fed, state.seen = {}, {}
 
     def commit(self, state: ModelState, tree: DraftTree, verdict: Verdict) -> None:
-        # The cache is the target's, who commits; but growing may have failed halfway.
+        # The target commits its own cache. Entries remain only if growing has failed halfway.
         state.fed, state.seen = {}, {}
 
 
@@ -292,7 +292,7 @@ def feed(
     *,
     commit: bool = True,
 ) -> Drafted:
-    """Runs a model on what its cache lacks, and then on its own drafts.
+    """Runs a model on the tokens that its cache lacks, and then on its own drafts.
 
     Args:
         run: the model.
@@ -300,11 +300,11 @@ def feed(
         missing: by handle, in the order of ``growth``.
         growth: how far trees go on.
         draws: how tokens are drawn.
-        commit: whether the cache keeps what it lacked; if not, that is one token of each sample.
+        commit: whether the cache keeps the missing tokens; if not, each sample must lack exactly one.
     """
     if not commit or sum(len(tokens) for tokens, _ in missing.values()) <= CHUNK:
         return _call(run, cache, missing, growth, draws, commit)
-    ends = {}  # of prompts, of which all but the last token come first
+    ends = {}  # last tokens of the prompts, whose other tokens are read first
     idle = growth._replace(levels=[0], trust=[1.0], next=[1.0], weights=[1.0])
     for handle, (tokens, states) in missing.items():
         for first in range(0, len(tokens) - 1, CHUNK):
@@ -346,12 +346,12 @@ def _call(
 
 
 def caught_up(cache: RaggedKVCache, missing: Mapping[int, Missing]) -> None:
-    """Commits what a cache lacked and has been written."""
+    """Commits missing tokens whose rows have been written to a cache."""
     cache.advance({handle: range(len(tokens)) for handle, (tokens, _) in missing.items()})
 
 
 def _integers(values: Sequence[Any]) -> Tensor:
-    """An int64 tensor; by way of numpy, which is quicker where there are but a few."""
+    """Returns an int64 tensor, made by numpy, which is faster for a few values."""
     return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
@@ -365,7 +365,7 @@ def feed_static(
     growth: Growth,
     draws: Draws | None,
 ) -> Drafted:
-    """The same in fixed shapes, which have room for what a step commits: ``prefill`` goes over prompts before."""
+    """Runs like :func:`feed`, in fixed shapes for the tokens of one step; ``prefill`` reads earlier tokens."""
     early, late = {}, {}
     for handle, (tokens, states) in missing.items():
         first = max(0, len(tokens) - static.rows)

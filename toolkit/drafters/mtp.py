@@ -1,4 +1,4 @@
-"""A drafter that some models bring along: the layer that was trained with them to predict one token more.
+"""A drafter that some models include: a layer that was trained with them to predict one token more.
 
 Shapes: T packed rows, R rows whose predictions are wanted, H hidden size, V vocabulary.
 """
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class MtpDrafter(SlotDrafter, ModelDrafter):
-    """Drafts with the target's own layer for multi-token prediction, as DeepSeek-V3, GLM-4-MoE and others have one.
+    """Drafts with the target's own layer for multi-token prediction, as in DeepSeek-V3, GLM-4-MoE and others.
 
     Slot j holds the target's last hidden state of token j together with token j + 1, as in EAGLE. The layer was trained
-    to predict one token; deeper drafts read its own output in place of the target's state. Of several such layers the
-    first one drafts.
+    to predict one token; deeper drafts read its own output in place of the target's state. If there are several such
+    layers, the first one drafts.
 
     Args:
         target: a model whose configuration has ``num_mtp_layers``.
-        layers: what holds the layer, as transformers builds it; by default it is read from where the target was
-            loaded from.
+        layers: the module that holds the layer, as transformers builds it; by default it is read from the target's
+            own files.
 
     Raises:
         ValueError: if the target has no such layer, its files lack the weights, or transformers is older than 5.24.
@@ -43,7 +43,7 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
     keeps = False
 
     def __init__(self, target: RaggedModel, layers: "MtpModel | None" = None) -> None:
-        Drafter.__init__(self)  # a head of ours is what the other base would take over
+        Drafter.__init__(self)  # skips SlotDrafter, which needs a head of ours
         check_ragged(target)
         self.target = target
         self.mtp: Any = _read(target) if layers is None else layers
@@ -61,7 +61,7 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
 
     def open(self, target_cache: RaggedKVCache) -> SlotState:
         network: Any = self.target.network()
-        self._head = network.get_output_embeddings()  # prepacked, where the target's is
+        self._head = network.get_output_embeddings()  # prepacked if the target's is
         state: SlotState = super().open(target_cache)
         return state
 
@@ -94,7 +94,7 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
         return Outputs(self._logits(out), out, out)
 
     def _logits(self, out: Tensor) -> Tensor:
-        """``[R, V]``, by the head of the target and what some models do around it."""
+        """Returns ``[R, V]`` logits of the target's head, with the scaling that some models apply before it."""
         config = self.mtp.config
         if (multiplier := getattr(config, "logits_mup_width_multiplier", None)) is not None:
             out = out / multiplier
@@ -119,7 +119,7 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
                 found.append(torch.cat(rows).float())
         except UnsupportedModel:
             raise
-        except Exception as failure:  # modules of others may fail in any way
+        except Exception as failure:  # third-party modules may fail in any way
             raise unsupported(self.mtp.layers[0].mtp_block, failure) from failure
         near = 1e-3 if self.target.model.dtype == torch.float32 else 0.1
         whole, halves = found
@@ -134,12 +134,12 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
 
 
 def has_mtp(target: RaggedModel) -> bool:
-    """Whether a model's configuration speaks of layers for multi-token prediction."""
+    """Tells whether a model's configuration has layers for multi-token prediction."""
     return bool(getattr(target.model.config.get_text_config(), "num_mtp_layers", None))
 
 
 def _read(target: RaggedModel) -> "MtpModel":
-    """Reads the layers from where the target came from."""
+    """Reads the layers from the target's own files."""
     name = type(target.model).__name__
     if not has_mtp(target):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Drafting models as the native kernels run them: all levels of a step in one call.
+"""Drafting models for the native kernels, which run all levels of a step in one call.
 
 Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side by side, H hidden size, V vocabulary.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def runs_natively(head: "LayeredHead", target: RaggedModel) -> bool:
-    """Whether there are kernels for the head's layers: they know their sizes, and embeddings are a table."""
+    """Tells whether kernels can run the head: they support its sizes, and its embeddings are a plain table."""
     config, embeddings = head.config, _embeddings(head, target)
     if getattr(config, "first_generation", False):
         return False
@@ -46,13 +46,13 @@ def _embeddings(head: "LayeredHead", target: RaggedModel) -> Any:
 def layer_weights(
     config: "LayersConfig", layer: "Layer", before: Norm | None = None, beside: Norm | None = None
 ) -> LayerWeights:
-    """A head's layer as native kernels read it.
+    """Converts a head's layer for native kernels.
 
     Args:
-        config: of the head.
+        config: settings of the head.
         layer: the layer.
         before: ``[H]`` norm of its input.
-        beside: ``[E]`` norm of embeddings, where it reads these beside its input.
+        beside: ``[E]`` norm of embeddings, if it reads these beside its input.
     """
     attention, mlp = layer.self_attn, layer.mlp
     parts = attention.q_proj, attention.k_proj, attention.v_proj
@@ -84,21 +84,21 @@ def layer_weights(
 
 
 class NativeEagle:
-    """An EAGLE head on a CPU, its layers fused: row by row for whoever asks, or whole trees at once.
+    """An EAGLE head on a CPU with fused layers, which runs packed rows or grows whole trees in one call.
 
     Args:
         head: in the target's dtype; its layers' weights are read from a prepacked copy.
-        target: gives embeddings.
+        target: gives embeddings if the head has none.
     """
 
-    chunk = CHUNK  # rows of a run, which bounds its memory
+    chunk = CHUNK  # most rows of a run, to bound its memory
 
     def __init__(self, head: "EagleHead", target: RaggedModel) -> None:
         self.head, self.target = head, target
         self._prepack()
 
     def refresh(self) -> bool:
-        """Reads weights anew that were written to since; says whether there were any."""
+        """Reads weights again that have changed; returns whether there were any."""
         if changed := self._versions != self._current():
             self._prepack()
         return changed
@@ -131,37 +131,37 @@ class NativeEagle:
         )
 
     def _fused(self, number: int) -> LayerWeights:
-        """A layer's weights."""
+        """Returns a layer's weights."""
         config, layer = self.head.config, self.head.layers[number]
         before = norm_of(layer.input_layernorm)
         if number:
             return layer_weights(config, layer, before)
-        # Embeddings stand before the states.
+        # The first layer concatenates embeddings and states, in this order.
         states = None if config.norm_before_residual else norm_of(self.head.midlayer.hidden_norm)
         return layer_weights(config, layer, states, before)
 
     @torch.no_grad()
     def normed(self, states: Tensor) -> Tensor:
-        """``[T, F]`` of the target as they are fused."""
+        """Norms ``[T, F]`` hidden states of the target for :meth:`fuse`."""
         return self.head.normed(states)
 
     @torch.no_grad()
     def fuse(self, states: Tensor) -> Tensor:
-        """``[T, F]`` normed states of the target to ``[T, H]``."""
+        """Fuses ``[T, F]`` normed states of the target into ``[T, H]``."""
         return self.head.fc(states.to(self.head.dtype))
 
     @torch.no_grad()
     def __call__(
         self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` that the next step reads."""
+        """Returns ``[R, V]`` logits, the ``[R, H]`` states before them and those that the next step reads."""
         embeddings = _embeddings(self.head, self.target)(tokens).to(hidden.dtype)
         out = self.layers(embeddings, hidden, batch, cache)
         logits, final, following = self.head.predict(out if rows is None else out[rows])
         return self.head.widen(logits), final, following
 
     def layers(self, embeddings: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
-        """``[T, H]`` the last layer's output for ``[T, E]`` embeddings beside ``[T, H]`` states."""
+        """Returns the last layer's ``[T, H]`` output for ``[T, E]`` embeddings beside ``[T, H]`` states."""
         cosine, sine = (table[:, 0] for table in self.head.rotary(batch.positions, torch.float32))
         if self.head.config.norm_before_residual:
             hidden = self.head.midlayer.hidden_norm(hidden)
@@ -171,12 +171,12 @@ class NativeEagle:
 
 
 def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None:
-    """A causal LM as one call runs it; ``None`` unless all of it is recognised, and drafts as the model itself does.
+    """Converts a causal LM for one-call drafting; ``None`` if a part is not recognised or its drafts deviate.
 
     Args:
         model: the model.
-        screen: have a copy of its head of 4 bits choose some tokens, of which the head itself then finds the best,
-            unless it has few bits itself.
+        screen: let a 4-bit copy of its head preselect tokens, of which the head itself finds the best. This is ignored
+            if the head already has few bits.
     """
     prepacking = model.prepacking
     found = None if prepacking is None else prepacking.layers()
@@ -212,7 +212,7 @@ def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None
 
 
 def _scale_of(embedding: nn.Module) -> float | None:
-    """By which a table of embeddings multiplies its rows; ``None`` if it is no such table."""
+    """Returns the factor by which a table of embeddings scales its rows; ``None`` if it is no such table."""
     if not isinstance(embedding, nn.Embedding) or not plain(embedding.weight):
         return None
     tokens = torch.arange(min(16, embedding.num_embeddings))
@@ -223,7 +223,7 @@ def _scale_of(embedding: nn.Module) -> float | None:
 
 
 def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
-    """Whether a chain that was drafted in one call is what the model's own forwards predict."""
+    """Tells whether a chain drafted in one call agrees with the model's own forwards."""
     source = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.vocab_size, (5,), generator=source).tolist()
     levels = 3
@@ -242,14 +242,14 @@ def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
     if len(tokens) < levels:
         return False
     drawn = chances[range(levels), tokens]
-    if model.weights is not None:  # a rounding that goes the other way shows itself in all that follows
+    if model.weights is not None:  # one different rounding changes all later values
         return bool(torch.cat([drawn / best, drawn / stated, stated / drawn]).min() > 0.25)
     near = 1e-3 if model.model.dtype == torch.float32 else 0.05
     return all(torch.allclose(theirs, stated, rtol=near, atol=near) for theirs in (drawn, best))
 
 
 def matrix_of(linear: "PrepackedLinear | nn.Linear") -> Matrix:
-    """A linear's weights as native kernels read them, without its bias."""
+    """Converts a linear layer's weights for native kernels, without its bias."""
     return Matrix(*linear.prepacked) if isinstance(linear, PrepackedLinear) else Matrix(prepack(linear.weight))
 
 
@@ -258,7 +258,7 @@ def _wide(bias: Tensor | None) -> Tensor | None:
 
 
 def norm_of(module: nn.RMSNorm | PrepackedNorm) -> Norm:
-    """A norm as native kernels read it."""
+    """Converts a norm for native kernels."""
     return module.norm if isinstance(module, PrepackedNorm) else Norm(module.weight.detach().float().contiguous())
 
 

@@ -1,4 +1,4 @@
-"""Lookup of the text so far as drafter: no model, no noise.
+"""A drafter that looks up the text so far, without a model or noise.
 
 Shapes: R nodes of a level.
 """
@@ -19,18 +19,19 @@ from arbordraft.trees.verdict import Verdict
 from arbordraft.utils.checks import check_instance, check_int
 
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little
-_MOST_PLACES = 4096  # and nor do older places where no more than its end stands
-_LONGEST = 64  # every suffix of a path is followed as far
-_PRIOR = 8.0  # lookups that the expectation counts for
-# Continuations of a suffix of n tokens are wrong in a share n**-power, by votes: fitted to answers of a small model.
+_MOST_PLACES = 4096  # older places that match only the end of a suffix say little, too
+_LONGEST = 64  # greatest length of a suffix that is looked up
+_PRIOR = 8.0  # weight of the expected rate, in lookups
+# By votes, (share, power): continuations of a suffix of n tokens are wrong at the rate share * n**-power.
+# Fitted to answers of a small model.
 _CURVES = {0: (0.87, 0.45), 1: (0.72, 0.75), 2: (0.5, 1.0)}
 
 
 class _Index:
-    """Where n-grams of one length end in a text, and go on: every place leads to the one before.
+    """Index of the places in a text where n-grams of one length end; each place links to the previous one.
 
     Args:
-        size: their length.
+        size: length of the n-grams.
     """
 
     def __init__(self, size: int) -> None:
@@ -39,17 +40,17 @@ class _Index:
         self._before: list[int] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Takes in what has been added to a text; its end has nothing behind it yet."""
+        """Indexes the tokens added to a text, except the last one, which has no next token yet."""
         size, last, before = self.size, self._last, self._before
         for end in range(len(before), len(tokens) - 1):
-            gram = tuple(tokens[end - size + 1 : end + 1])  # shorter at the beginning, where it is looked up by nobody
+            gram = tuple(tokens[end - size + 1 : end + 1])  # shorter at the beginning, where it is never looked up
             before.append(last.get(gram, -1))
             last[gram] = end
 
     def matches(self, tokens: Sequence[int], suffix: tuple[int, ...]) -> list[tuple[int, int]]:
-        """How many tokens of a suffix stand at each place, and what follows there, the latest place first.
+        """Returns the length of each match with a suffix, and the next token there; the latest match comes first.
 
-        Older places than the latest ones at which all of it stands are left out.
+        The search ends after a bounded number of matches of the whole suffix, or of places.
         """
         end, longest = self._last.get(suffix[-self.size :], -1), len(suffix)
         found: list[tuple[int, int]] = []
@@ -65,14 +66,14 @@ class _Index:
 
 
 class Guess(NamedTuple):
-    """A continuation.
+    """A proposed continuation.
 
     Args:
-        token: what came next.
-        size: length of the suffix that speaks for it; 0 if it is the only token that is allowed.
-        votes: how often it came next there: 1, or 2 for more than once; 0 if another token did, too.
-        rank: its place among the continuations of its node.
-        text: of a pool in which it was found, 0 for the sample's own.
+        token: the next token.
+        size: length of the matching suffix; 0 if it is the only allowed token.
+        votes: how often it followed the suffix: 1, or 2 for more than once; 0 if another token did, too.
+        rank: its rank among the continuations of its node.
+        text: number of the pool's text in which it was found; 0 for the sample's own text.
     """
 
     token: int
@@ -83,10 +84,10 @@ class Guess(NamedTuple):
 
 
 class _Odds:
-    """How often lookups came true in a sample, by what speaks for them.
+    """Success rates of a sample's lookups, by length of the suffix, votes and rank.
 
-    They start from what texts of language models show: the longer the suffix and the more it agrees with itself, the
-    surer what follows it. No sample learns from another, since a seeded text must not depend on others.
+    They start from rates in texts of language models: longer suffixes and more consistent ones are right more often.
+    No sample learns from another, because a seeded text must not depend on others.
     """
 
     def __init__(self) -> None:
@@ -112,14 +113,14 @@ class _Odds:
 
 @dataclass
 class _Text:
-    """What is known of a sample.
+    """Lookup state of a sample.
 
     Args:
-        index: of its committed tokens.
-        odds: of its lookups.
-        guesses: what was just looked up below a node, each with its child.
-        tokens: committed ones, for a pool.
-        grew: whether the pool lacks some of them.
+        index: index of its committed tokens.
+        odds: success rates of its lookups.
+        guesses: by node of this step, its children and the continuations looked up for them.
+        tokens: committed tokens, for a pool.
+        grew: whether the pool lacks some of these tokens.
     """
 
     index: _Index
@@ -139,19 +140,18 @@ class NGramDrafter(Drafter):
     """Continues the longest suffix of the text that occurred before in the prompt or in the output.
 
     Every node of the tree looks up its own path: first the longest suffix, then shorter ones while children are
-    missing. Among the continuations of one suffix the most frequent comes first, then the latest. Where a grammar
-    leaves only one token, that is the continuation, and what it forbids is none. The draft probability
-    it states is how often lookups of that length came true so far in the sample: what deciders and costs weigh, and
-    never the law.
+    missing. Among the continuations of one suffix the most frequent comes first, then the latest. Tokens that a grammar
+    forbids are left out; if it allows only one token, this is the continuation. The stated draft probability is the
+    success rate of such lookups in the sample so far. Deciders and costs use it, the output law does not.
 
     Args:
         longest: longest suffix to look up, in tokens; 1 to 64.
-        shortest: shortest suffix worth following; 1 to ``longest``.
-        pool: texts of others, in which it looks, too, wherever the text does not depend on drafts; what it decodes is
-            added to them.
+        shortest: shortest suffix to look up; 1 to ``longest``.
+        pool: finished texts to look up as well, for samples whose text does not depend on drafts. Texts that end are
+            added to it.
 
     Raises:
-        TypeError: if an argument is no whole number, or ``pool`` is no pool.
+        TypeError: if an argument is no whole number, or ``pool`` is not a :class:`~arbordraft.TextPool`.
         ValueError: if an argument is out of range.
 
     Source: LLMA (Yang et al., 2023) and prompt lookup decoding (Saxena, 2023), from one continuation to a tree.
@@ -211,7 +211,7 @@ class NGramDrafter(Drafter):
             if emitted and self.pool is not None:
                 text.tokens += emitted
                 text.grew = True
-            elif not emitted:  # it has ended, and may be kept for those that begin like it
+            elif not emitted:  # it has ended; later texts may begin like it
                 self._keep(text)
 
     def _keep(self, text: _Text) -> None:
@@ -220,7 +220,7 @@ class NGramDrafter(Drafter):
             text.grew = False
 
     def _learn(self, text: _Text, tokens: Sequence[int]) -> None:
-        """Compares what was looked up with what came, whoever drafted and whatever was verified."""
+        """Compares all lookups with the emitted tokens, no matter which drafts were verified."""
         node = 0
         for token in tokens:
             for child, guess in text.guesses.get(node, ()):
@@ -242,13 +242,13 @@ class NGramDrafter(Drafter):
         allowed: Allowed | None,
         pool: TextPool | None = None,
     ) -> list[Guess]:
-        """Up to ``wanted`` different continuations that are allowed, those of the longest suffix first."""
+        """Returns up to ``wanted`` different allowed continuations, those of the longest suffix first."""
         if allowed is not None and allowed.only is not None:
             return [Guess(allowed.only, 0, 0, 0)]
         matches: list[tuple[int, int, int]] = [(size, token, 0) for size, token in index.matches(tokens, suffix)]
-        if pool is not None and not any(size == len(suffix) for size, *_ in matches):  # the text's own words first
+        if pool is not None and not any(size == len(suffix) for size, *_ in matches):  # its own text comes first
             matches += pool.matches(suffix)
-        if len(matches) == 1 and allowed is None:  # as it is nearly always if there are any
+        if len(matches) == 1 and allowed is None:  # the usual case if there are any
             size, token, text = matches[0]
             return [Guess(token, size, 1, 0, text)]
         places = {(size, token): text for size, token, text in reversed(matches)}

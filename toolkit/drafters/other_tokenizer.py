@@ -1,4 +1,4 @@
-"""Drafters whose tokenizer is not the target's.
+"""Drafters whose tokenizer differs from the target's.
 
 Shapes: T packed rows, R nodes of a level, D ids of the drafter, V ids of the target, I that both have.
 """
@@ -27,19 +27,19 @@ from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.trees.verdict import Verdict
 
-_PRIOR, _TRIED = 0.6, 4.0  # how often a retokenised token is right before any was, and how many tries that counts for
+_PRIOR, _TRIED = 0.6, 4.0  # prior success rate of retokenised tokens, and its weight in tries
 
 
 @dataclass
 class _Text:
-    """Of a sample.
+    """Text of a sample in the drafter's tokens.
 
     Args:
-        translation: of its committed tokens.
+        translation: translates its committed tokens.
         read: ids that the cache holds.
-        chain: the target's tokens that are proposed, one below the other.
-        right: proposed tokens that came true.
-        tried: proposed tokens that the target looked at.
+        chain: the target's tokens to propose, each a child of the previous one.
+        right: proposed tokens that were right.
+        tried: proposed tokens that the target checked.
     """
 
     translation: Translation
@@ -56,14 +56,14 @@ class _State(ModelState):
 
 
 class _Foreign(ModelDrafter):
-    """What reads the text in tokens of its own.
+    """Base class of drafters that read the text in tokens of their own.
 
     Args:
         model: the draft model, with its tokenizer.
         target: the model it drafts for, with its own.
     """
 
-    per_token = 1.0  # of its tokens, how many one of the target's is likely to need
+    per_token = 1.0  # expected number of its tokens per token of the target
 
     def __init__(self, model: RaggedModel, target: RaggedModel) -> None:
         super().__init__()
@@ -81,8 +81,8 @@ class _Foreign(ModelDrafter):
         """Loads a causal LM and its tokenizer, from a folder or a hub.
 
         Args:
-            path: where it is.
-            target: the model it drafts for; gives device, dtype and how weights are read.
+            path: folder or hub name.
+            target: the model it drafts for, which sets device, dtype and kernels.
             **kwargs: passed on to ``AutoModelForCausalLM.from_pretrained``.
 
         Raises:
@@ -102,7 +102,7 @@ class _Foreign(ModelDrafter):
 
     def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
         state.texts[sample] = _Text(Translation(self._theirs, self._ours))
-        # Under a bound, as much as the target has: a text that takes more here is drafted for no further.
+        # The target's capacity: in a bounded cache, a text that needs more rows here gets no more drafts.
         state.handles[sample] = state.cache.open(state.target.capacity(handle))
 
     def remove(self, state: _State, sample: int) -> None:
@@ -115,7 +115,7 @@ class _Foreign(ModelDrafter):
             rows = state.cache.capacity(state.handles[sample]) if bounded else None
             most = min(limit for limit in (rows, self.model.max_positions) if limit is not None)
             room = most - len(state.texts[sample].translation(context.tokens(sample))) - 1
-            nodes = context.topology.num_nodes if bounded else 0  # what a tree takes besides its deepest path
+            nodes = context.topology.num_nodes if bounded else 0  # rows of a tree besides its deepest path
             found[sample] = min(found[sample], max(0, int((room - nodes) / self.per_token)))
         return found
 
@@ -129,7 +129,7 @@ class _Foreign(ModelDrafter):
     def missing(self, state: _State, context: DraftContext, sample: int) -> Missing:
         handle, text = state.handles[sample], state.texts[sample]
         tokens = text.translation(context.tokens(sample))
-        held = text.read[: state.cache.length(handle)]  # less where a step was broken off
+        held = text.read[: state.cache.length(handle)]  # shorter if a step was broken off
         pairs = enumerate(zip(held, tokens[:-1], strict=False))
         known = next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(held), len(tokens) - 1))
         state.cache.shorten(handle, known)
@@ -143,17 +143,17 @@ class _Foreign(ModelDrafter):
 
 
 class IntersectionDrafter(_Foreign):
-    """Drafts with a causal LM of another tokenizer, of the tokens that both have: token-level intersection (TLI).
+    """Drafts with a causal LM of another tokenizer, from shared tokens: token-level intersection (TLI).
 
-    Committed text is tokenised anew for the drafter; what it drafts is drawn from its law over the shared tokens, so
-    any coupling is lossless, and trees may branch. Tokens that it lacks are never drafted.
+    Committed text is tokenised anew for the drafter. Drafts are drawn from its law over the shared tokens, so any
+    coupling is lossless, and trees may branch. Tokens that it lacks are never drafted.
 
     Args:
         model: the draft model, wrapped with its tokenizer.
         target: the model it drafts for, wrapped with its own.
 
     Raises:
-        TypeError: if one of them is no RaggedModel.
+        TypeError: if one of them is not a RaggedModel.
         ValueError: if one has no tokenizer, or they have no token in common.
 
     Source: Timor et al., 2025 (arXiv:2502.05202), algorithm 4.
@@ -188,7 +188,7 @@ class IntersectionDrafter(_Foreign):
         return torch.tensor([self._id_of(token) for token in tokens.tolist()]), batch
 
     def _id_of(self, token: int) -> int:
-        """Its id of a token; of one that it lacks, which others have drafted, that of how its text begins."""
+        """Returns the drafter's id of a token; for a token that it lacks, the first id of the token's text."""
         if (known := self._ids.get(token)) is None:
             known = self._ids[token] = (encoded(self._ours, decoded(self._theirs, [token], special=True)) or [0])[0]
         return known
@@ -198,17 +198,17 @@ class IntersectionDrafter(_Foreign):
 
 
 class RetokenizedDrafter(_Foreign):
-    """Drafts with a causal LM of any tokenizer: what it writes is tokenised for the target (SLEM).
+    """Drafts with a causal LM of any tokenizer, whose output is tokenised for the target (SLEM).
 
-    It writes its most probable continuation, which becomes a chain of tokens that are proposed as they are, whatever
-    was drafted of them: no token is out of reach. Like lookups they are certain, not drawn.
+    Its most probable continuation becomes a chain of the target's tokens. They need not be in the drafter's vocabulary,
+    so it can propose any token. Like lookups they are certain, not drawn.
 
     Args:
         model: the draft model, wrapped with its tokenizer.
         target: the model it drafts for, wrapped with its own.
 
     Raises:
-        TypeError: if one of them is no RaggedModel.
+        TypeError: if one of them is not a RaggedModel.
         ValueError: if one has no tokenizer.
 
     Source: string-level exact match, Timor et al., 2025 (arXiv:2502.05202), algorithm 2; here no whole string has to
@@ -221,7 +221,7 @@ class RetokenizedDrafter(_Foreign):
 
     def __init__(self, model: RaggedModel, target: RaggedModel) -> None:
         super().__init__(model, target)
-        self._native: tuple[object, DraftRun | None] = None, None  # with what it was prepacked from
+        self._native: tuple[object, DraftRun | None] = None, None  # with the prepacking it was built from
         text = decoded(self._theirs, range(min(2000, target.vocab_size)), special=False)
         self.per_token = max(0.5, min(3.0, len(encoded(self._ours, text)) / max(1, len(encoded(self._theirs, text)))))
 
@@ -253,7 +253,7 @@ class RetokenizedDrafter(_Foreign):
         state.fed, state.seen, state.out = {}, {}, None
 
     def _write(self, state: _State, context: DraftContext, samples: Sequence[int]) -> None:
-        """Has the model go on, and takes what it writes as the target's tokens."""
+        """Lets the model continue the texts, and converts its output to the target's tokens."""
         depths = self.depths(state, context)
         wanted = min(context.topology.max_depth, max(depths[sample] for sample in samples))
         missing = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
@@ -266,7 +266,7 @@ class RetokenizedDrafter(_Foreign):
             state.texts[sample].chain = [token for token in chain if token < self.target.vocab_size][:wanted]
 
     def _continued(self, state: _State, missing: Mapping[int, Missing], steps: int) -> list[list[int]]:
-        """The model's most probable next tokens behind each text."""
+        """Returns the model's greedy continuation of each text, ``steps`` tokens long."""
         if self.model.backend == "native" and (run := self._natively()) is not None:
             chain, count = TreeTopology.chain(steps), len(missing)
             sure = [1.0] * count

@@ -1,4 +1,4 @@
-"""The target itself as drafter, by a copy of its weights that has fewer bits and so is read faster.
+"""A drafter that runs the target over a copy of its weights in fewer bits, which is read faster.
 
 Shapes: T packed rows, R rows whose logits are wanted, V vocabulary.
 """
@@ -22,8 +22,8 @@ from arbordraft.trees.topology import TreeTopology
 
 BITS = ("int4", "int8")
 _LEVELS = 12
-_AGREED = 0.93  # of a text's tokens: with fewer than these, weights of 4 bits are not taken before 8 were tried
-_ROWS = 128  # of the text in which both are compared
+_AGREED = 0.93  # share of agreeing tokens from which 4-bit weights are taken without trying 8 bits
+_ROWS = 128  # most tokens of the text on which both are compared
 _TEXT = """The river had risen in the night, and by morning the lower road was gone. Three people stood on the bridge \
 and talked about what to do: one wanted to wait, one wanted to walk round by the mill, and the third said nothing.
 
@@ -38,26 +38,25 @@ Answer: 20 minutes are left until 10:00, and 65 minutes later it is 11:05. It ar
 
 
 class SelfDrafter(TargetCacheDrafter):
-    """Drafts with the target's own layers over weights of fewer bits; what is said stays the target's, bit for bit.
+    """Drafts with the target's own layers over weights of fewer bits; outputs stay the target's, bit for bit.
 
-    It needs no training and no other model. It reads the keys and values that the target has computed, writes those of
-    its drafts where verification will overwrite them, and shares the target's embeddings, norms and head. All it adds
-    is a packed copy of the layers' matrices, and one of the head in 4 bits, which finds the tokens that the head itself
-    is asked about.
+    It needs no training and no other model. It reads the keys and values that the target has computed, and writes those
+    of its drafts where verification will overwrite them. It shares the target's embeddings, norms and head. It adds
+    only a packed copy of the layers' matrices and a 4-bit copy of the head. The copy preselects tokens, which the head
+    itself then scores.
 
     Args:
         target: the model it drafts for, which native kernels run.
         weights: ``int4`` or ``int8``, see :class:`~arbordraft.RaggedModel`.
 
     Raises:
-        TypeError: if the target is no RaggedModel.
-        ValueError: for other weights, and for a target that native kernels do not run: on a GPU there are none of fewer
-            bits.
+        TypeError: if the target is not a RaggedModel.
+        ValueError: for other weights, or if native kernels do not run the target: a GPU has no weights of fewer bits.
         UnsupportedModel: if the target cannot be packed.
     """
 
     acceptance: tuple[float, ...] = (0.94, 0.03, 0.01)
-    informative = False  # both waver at the same places: of SmolLM2's drafts of a probability below 0.2, 84 % are right
+    informative = False  # both are unsure at the same places: 84 % of SmolLM2's drafts with chances below 0.2 are right
 
     def __init__(self, target: RaggedModel, weights: str = "int4") -> None:
         super().__init__()
@@ -70,17 +69,17 @@ class SelfDrafter(TargetCacheDrafter):
                 f"kernels={target.backend!r}: load it with kernels='native', or choose another drafter"
             )
         self.target = target
-        # A head of its own precision costs no memory here, and is asked about few tokens.
+        # The target's own head costs no memory here, and scores only a few tokens.
         own = target if target.weights is None else None
         self.model = RaggedModel(target.model, kernels="native", weights=weights, head_of=own, self_test=False)
-        self._native: tuple[object, DraftRun | None] = None, None  # with what it was prepacked from
+        self._native: tuple[object, DraftRun | None] = None, None  # with the prepackings it was built from
 
     @classmethod
     def fitted(cls, target: RaggedModel) -> "SelfDrafter":
-        """The one that should bring most: with 4 bits if these agree with the target, else with those that gain more.
+        """Builds the drafter with 4 bits if these agree with the target, otherwise with the bits that gain more.
 
-        Both are compared on a short text, of random tokens if the target has no tokenizer, whose best continuations
-        they give in one forward each. What is found there becomes the drafter's ``acceptance``.
+        Drafter and target are compared on a short text, by their best next tokens in one forward each. The text has
+        random tokens if the target has no tokenizer. The rate of agreement sets the drafter's ``acceptance``.
         """
         four = cls(target, "int4")._compared()
         if four.acceptance[0] >= _AGREED:
@@ -102,7 +101,7 @@ class SelfDrafter(TargetCacheDrafter):
             best.append(model(tokens, batch, cache).argmax(dim=-1))
         likely, *others = type(self).acceptance
         agreed = float((best[0] == best[1]).float().mean())
-        missed = (1 - agreed) / (1 - likely)  # other ranks have their shares of what the first one misses
+        missed = (1 - agreed) / (1 - likely)  # scales the other ranks with the misses of the first
         self.acceptance = (agreed, *(rate * missed for rate in others))
         return self
 
@@ -118,7 +117,7 @@ class SelfDrafter(TargetCacheDrafter):
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes besides the target's."""
+        """Bytes of memory that it takes besides the target's."""
         assert self.model.prepacking is not None
         screen = None if (run := self._run()) is None or run.weights.exact is None else run.weights.head
         parts = [] if screen is None else [screen.weight, screen.scale]
@@ -131,8 +130,8 @@ class SelfDrafter(TargetCacheDrafter):
         return self.default_topology()  # siblings of its drafts are hardly ever right
 
     def default_law(self, width: int) -> DraftLaw:
-        # Laws of target and drafter are so close that drawing with the same noise gives the same token nearly as often
-        # as block verification keeps one, and then texts are those of plain decoding.
+        # The laws of target and drafter are so close that shared noise accepts tokens nearly as often as block
+        # verification. With shared noise, texts are also those of plain decoding.
         return SharedNoise(width)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
@@ -140,7 +139,7 @@ class SelfDrafter(TargetCacheDrafter):
             raise ValueError("SelfDrafter must be built from the target that it drafts for")
 
     def open(self, target_cache: RaggedKVCache) -> ModelState:
-        self.model.begin(RaggedKVCache())  # packs anew what has changed since
+        self.model.begin(RaggedKVCache())  # packs changed weights again
         return super().open(target_cache)
 
     def missing(self, state: ModelState, context: DraftContext, sample: int) -> Missing:
@@ -172,7 +171,7 @@ class SelfDrafter(TargetCacheDrafter):
 
 @contextmanager
 def _lent(cache: RaggedKVCache) -> Iterator[None]:
-    """Lets another copy of the weights run on a cache, which stays tied to its own."""
+    """Lets another copy of the weights run on a cache, which afterwards is tied to its own weights again."""
     own, cache.weights = cache.weights, None
     try:
         yield

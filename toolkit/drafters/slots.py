@@ -1,4 +1,4 @@
-"""What drafters share whose slots hold the target's hidden states: a cache of their own, and states not read yet.
+"""Base class of drafters whose slots hold the target's hidden states, with their own cache and pending states.
 
 Shapes: F hidden states side by side.
 """
@@ -16,18 +16,18 @@ from arbordraft.drafters.model_drafter import ModelState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 
-_FEW = 64  # rows of states that may be kept as they are
+_FEW = 64  # most rows of states that are kept without a copy
 
 
 @dataclass
 class SlotState(ModelState):
-    """Of a batch.
+    """State of a batch.
 
     Args:
         target: the target's cache.
-        pending: target states whose slots the cache lacks, ``[n, F]`` each, as far as there are positions.
-        slots: how many of a sample's are filled or pending.
-        last: ``[n, F]`` some states, of which the last one is that of the last slot that was filled.
+        pending: by sample, target states whose slots the cache lacks, ``[n, F]`` each, within ``max_positions``.
+        slots: by sample, the number of slots that are filled or pending.
+        last: by sample, ``[n, F]`` states whose last row belongs to the last filled slot.
     """
 
     target: RaggedKVCache = field(kw_only=True)
@@ -37,10 +37,10 @@ class SlotState(ModelState):
 
 
 class SlotDrafter(HeadDrafter):
-    """A drafter whose slot j holds the target's hidden states of token j, together with token j + 1.
+    """Base class of drafters whose slot j holds the target's hidden states of token j, together with token j + 1.
 
     Args:
-        head: the trained network, or an exported one in its place.
+        head: the trained network, or an exported one.
         target: the model it drafts for.
     """
 
@@ -49,7 +49,7 @@ class SlotDrafter(HeadDrafter):
     state_class: type[SlotState] = SlotState
 
     def __init__(self, head: Any, target: RaggedModel) -> None:
-        super().__init__(head, target, leave=self.layers)  # which are prepacked as a whole if they can be
+        super().__init__(head, target, leave=self.layers)  # layers are prepacked as a whole if possible
         self.hidden_layers = tuple(head.config.hidden_layers or ())
         self.max_positions = head.config.max_position_embeddings
 
@@ -68,7 +68,7 @@ class SlotDrafter(HeadDrafter):
             state.pending[sample] = [torch.cat(state.pending[source])[: state.slots[sample] - filled]]
 
     def depths(self, state: Any, context: DraftContext) -> list[int]:
-        # A text of one token has no state to start from: the target goes first.
+        # A text of one token has no hidden state yet: the target goes first.
         known = super().depths(state, context)
         return [limit if limit and len(context.tokens(sample)) > 1 else 0 for sample, limit in enumerate(known)]
 
@@ -78,14 +78,14 @@ class SlotDrafter(HeadDrafter):
         state.last.pop(sample, None)
 
     def missing(self, state: Any, context: DraftContext, sample: int) -> tuple[Sequence[int], Tensor]:
-        """The committed tokens that a sample's slots lack, and the target's states beside them, which are now read."""
+        """Returns the tokens and target states of a sample's missing slots, and clears its pending states."""
         handle, tokens = state.handles[sample], context.tokens(sample)
-        if not state.pending[sample]:  # a step that is taken again has filled the last one
+        if not state.pending[sample]:  # a repeated step has already filled the last slot
             state.cache.shorten(handle, len(tokens) - 2)
             state.pending[sample] = [state.last[sample][-1:]]
         pending = state.pending[sample]
         states = pending[0] if len(pending) == 1 else torch.cat(pending)
-        # A copy lets go of a prompt's states; those of a step are few.
+        # A copy of the last row frees a prompt's states; a step has only a few.
         state.pending[sample], state.last[sample] = [], states if states.shape[0] <= _FEW else states[-1:].clone()
         return tokens[state.cache.length(handle) + 1 :], states
 

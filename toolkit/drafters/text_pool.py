@@ -1,4 +1,4 @@
-"""Finished texts in which lookups find what may come next, shared by all samples of a decoder or an engine."""
+"""A pool of finished texts for lookups, shared by all samples of a decoder or an engine."""
 
 import threading
 from bisect import bisect_right
@@ -12,21 +12,21 @@ from safetensors.torch import load_file, save_file
 from arbordraft.utils.checks import check_int
 from arbordraft.utils.files import new_file
 
-_BYTES = 160  # of a token, with its place in the index
-_END = -1  # behind every text: no suffix runs on into the one before
+_BYTES = 160  # memory of a token and its place in the index
+_END = -1  # ends every text, so that no match runs on into the previous one
 _MOST_MATCHES, _MOST_PLACES = 32, 1024  # older places of a frequent n-gram say little
 
 
 class TextPool:
-    """Texts that have ended, prompts and answers, the least useful of which make room for new ones.
+    """Texts that have ended, prompts and answers; the least useful ones make room for new ones.
 
-    With greedy decoding and shared noise no draft changes a text: what others have said only makes answers faster.
-    Samples whose text depends on what is drafted look into their own text alone.
+    With greedy decoding and shared noise no draft changes a text, so texts of others only make answers faster.
+    Samples whose text depends on drafts look up only their own text.
 
     Any number of threads may read and add.
 
     Args:
-        max_bytes: bound of its memory, roughly; at least 64 KiB.
+        max_bytes: approximate bound of its memory; at least 64 KiB.
         shortest: shortest suffix that is looked up, in tokens; 1 to 16.
 
     Raises:
@@ -46,22 +46,22 @@ class TextPool:
         self.max_bytes = check_int("max_bytes", max_bytes, 1 << 16)
         self.shortest = check_int("shortest", shortest, 1, 16)
         self._lock = threading.Lock()
-        self._used: dict[int, int] = {}  # by text, when something of it was last right; texts by age
-        self._known: dict[int, int] = {}  # texts by what their tokens hash to
+        self._used: dict[int, int] = {}  # by text, oldest first: the clock at its last right draft
+        self._known: dict[int, int] = {}  # texts by the hash of their tokens
         self._clock = self._number = 0
         self._clear()
 
     def __len__(self) -> int:
-        """Texts in it."""
+        """Returns the number of texts."""
         return len(self._used)
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes."""
+        """Approximate memory in bytes."""
         return _BYTES * len(self._tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Takes in a text, once; of one that is longer than half of all it may hold, the end."""
+        """Adds a text unless it is known; a text longer than half of the bound is cut to its end."""
         most = self.max_bytes // _BYTES // 2
         tokens = list(tokens[-most:])
         if len(tokens) <= self.shortest:
@@ -76,9 +76,9 @@ class TextPool:
             self._append(tokens)
 
     def matches(self, suffix: Sequence[int]) -> list[tuple[int, int, int]]:
-        """How many tokens of a suffix stand at a place, what follows there, and in which text; the latest place first.
+        """Returns the length of each match with a suffix, its next token and its text; the latest match comes first.
 
-        Older places than the latest ones at which all of it stands are left out.
+        The search ends after a bounded number of matches of the whole suffix, or of places.
         """
         size, longest = self.shortest, len(suffix)
         found: list[tuple[int, int, int]] = []
@@ -98,14 +98,14 @@ class TextPool:
         return found
 
     def praise(self, text: int) -> None:
-        """Is told that something of a text was right."""
+        """Records that a draft from a text was right."""
         with self._lock:
             if text in self._used:
                 self._clock += 1
                 self._used[text] = self._clock
 
     def texts(self) -> list[list[int]]:
-        """Their tokens, those that were useful last at the end."""
+        """Returns the tokens of all texts, those that were useful last at the end."""
         with self._lock:
             return [self._text(number) for number in sorted(self._used, key=self._used.__getitem__)]
 
@@ -121,10 +121,10 @@ class TextPool:
 
     @classmethod
     def load(cls, path: str | Path, max_bytes: int = 1 << 26) -> "TextPool":
-        """Reads what :meth:`save` wrote; of more than fits, what was useful last.
+        """Reads a file of :meth:`save`; if not all texts fit, keeps those that were useful last.
 
         Raises:
-            ValueError: if it is something else.
+            ValueError: if the file holds no pool.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -139,16 +139,16 @@ class TextPool:
         return pool
 
     def extend(self, texts: Iterable[Sequence[int]]) -> None:
-        """Takes in several."""
+        """Adds several texts."""
         for text in texts:
             self.add(text)
 
     def _clear(self) -> None:
         self._tokens: list[int] = []
-        self._before: list[int] = []  # by place, the one before at which the same n-gram ends
+        self._before: list[int] = []  # by place, the previous one at which the same n-gram ends
         self._last: dict[tuple[int, ...], int] = {}
         self._starts: list[int] = []  # of texts, ascending
-        self._numbers: list[int] = []  # of texts, beside
+        self._numbers: list[int] = []  # of texts, in the order of their starts
 
     def _append(self, tokens: list[int], number: int | None = None) -> None:
         size, start = self.shortest, len(self._tokens)
@@ -158,7 +158,7 @@ class TextPool:
             number = self._number
             self._used[number] = self._clock
             self._known[hash(tuple(tokens))] = number
-        # Readers let go of the lock: they find a place once all that it leads to is there, and lists only grow.
+        # Readers search without the lock: lists only grow, and a place is found only once all that it leads to exists.
         self._tokens += [*tokens, _END]
         self._before += [-1] * (len(tokens) + 1)
         self._starts.append(start)
@@ -175,7 +175,7 @@ class TextPool:
         return self._tokens[start : self._tokens.index(_END, start)]
 
     def _make_room(self, tokens: int) -> None:
-        """Keeps what was right last, about so many tokens of it."""
+        """Keeps the texts that were useful last, up to ``tokens`` tokens."""
         kept: list[tuple[int, list[int]]] = []
         room = tokens
         for number in sorted(self._used, key=self._used.__getitem__, reverse=True):

@@ -1,4 +1,4 @@
-"""Structured output: what an answer may be, and how it is followed token by token."""
+"""Structured output: grammars of answers, enforced token by token."""
 
 from arbordraft.grammars.checking import SchemaCheck
 from arbordraft.grammars.compiler import GrammarCompiler

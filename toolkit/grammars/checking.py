@@ -1,20 +1,20 @@
-"""Whole answers against whole schemas: for keywords that no grammar holds."""
+"""Checks whole answers against whole schemas, for keywords that no grammar enforces."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-_MOST = 50_000  # evaluated keywords: schemas come from clients, and references can multiply
+_MOST = 50_000  # most keywords evaluated: schemas come from clients, and references can multiply
 
 
 class SchemaCheck(NamedTuple):
-    """Whether an answer is valid by its schema.
+    """Result of checking an answer against its schema.
 
     Args:
-        keywords: those that the answer was not held to while it was written.
-        valid: whether it is valid by all keywords.
-        reason: why it is not, or could not be checked; ``None`` if it is.
+        keywords: keywords that were not enforced while the answer was written.
+        valid: whether the answer is valid by all keywords.
+        reason: why the answer is invalid or could not be checked; ``None`` if it is valid.
     """
 
     keywords: tuple[str, ...]
@@ -23,15 +23,15 @@ class SchemaCheck(NamedTuple):
 
 
 def checked(schema: Mapping[str, Any], unheld: Sequence[str], text: str) -> SchemaCheck:
-    """Checks an answer.
+    """Checks an answer against its schema.
 
     Args:
-        schema: that of the answer.
-        unheld: keywords that the answer was not held to.
+        schema: schema of the answer.
+        unheld: keywords that were not enforced while the answer was written.
         text: the answer.
 
     Raises:
-        ModuleNotFoundError: without the extra ``grammar``.
+        ModuleNotFoundError: if the extra ``grammar`` is not installed.
     """
     try:
         from jsonschema import Draft202012Validator, FormatChecker
@@ -42,15 +42,15 @@ def checked(schema: Mapping[str, Any], unheld: Sequence[str], text: str) -> Sche
         raise ModuleNotFoundError("checks need jsonschema: pip install 'arbordraft[grammar]'") from error
     kind = validator_for(schema, default=Draft202012Validator)
     evaluated = count(1)
-    # Texts follow patterns that the grammar holds: there is no need to run an expression that may take for ever.
+    # Texts follow the patterns that the grammar enforces: these expressions, which may take for ever, need not run.
     needed = {name: check for name, check in kind.VALIDATORS.items() if name != "pattern" or name in unheld}
     held = dict.fromkeys(kind.VALIDATORS.keys() - needed.keys(), lambda *_: ())
     bounded = extend(kind, {**{name: _counting(check, evaluated) for name, check in needed.items()}, **held})
     try:
-        # A registry of its own: without one, references would be fetched from wherever they point to.
+        # An empty registry: without one, references would be fetched from any place.
         validator = bounded(schema, registry=Registry(), format_checker=FormatChecker())
         worst = best_match(validator.iter_errors(json.loads(text)))
-    except Exception as problem:  # whatever a schema makes the library stumble over
+    except Exception as problem:  # a schema may make the library raise any exception
         return SchemaCheck(tuple(unheld), False, f"it could not be checked: {type(problem).__name__}: {problem}")
     return SchemaCheck(tuple(unheld), worst is None, None if worst is None else worst.message[:500])
 

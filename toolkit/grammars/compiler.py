@@ -1,4 +1,4 @@
-"""Grammars for the tokens of one model.
+"""Compiles grammars for the tokens of one model.
 
 Shapes: V vocabulary.
 """
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _KEPT = 256  # compiled grammars
-_TRIED = 16  # first tokens
+_TRIED = 16  # most first tokens that are tried
 
 
 class GrammarState:
-    """Where a text is in its grammar: a :class:`~arbordraft.sampling.stateful.Constraint`.
+    """Position of a text in its grammar: a :class:`~arbordraft.sampling.stateful.Constraint`.
 
     Args:
-        matcher: the engine's own state, which nobody else changes.
+        matcher: state of the engine; no other object may change it.
         ends: tokens that end an answer.
     """
 
     def __init__(self, matcher: "LLMatcher", ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, ends
-        self._allowed: Allowed | None = None  # until it is asked for
+        self._allowed: Allowed | None = None  # computed on demand
         self._ended = False
 
     def fork(self) -> Self:
         return type(self)(self._matcher.deep_copy(), self._ends)
 
     def accept(self, token: int) -> None:
-        """Goes on behind a token.
+        """Advances by a token.
 
         Raises:
-            GrammarError: if the grammar forbids the token, or the engine gave up behind it.
+            GrammarError: if the grammar forbids the token, or the engine gave up after it.
         """
         self._allowed = None
         if not self._ended and token in self._ends and self._matcher.is_accepting():
@@ -51,11 +51,11 @@ class GrammarState:
             raise self._failure(f"it forbids the token {token}")
 
     def allowed(self) -> Allowed:
-        """The tokens that may come next.
+        """Returns the tokens that may come next.
 
         Raises:
-            GrammarError: if the engine gave up, since the grammar is too complex at this place; or if the grammar names
-                an end token in the middle, where the answer would end without having met it.
+            GrammarError: if the engine gave up because the grammar is too complex at this place. Also if the grammar
+                has an end token in the middle, where the answer would end unfinished.
         """
         if self._allowed is None:
             bits = self._matcher.compute_bitmask()
@@ -64,7 +64,7 @@ class GrammarState:
             allowed = Allowed(bits)
             if not self._matcher.is_accepting() and any(token in allowed for token in self._ends):
                 raise GrammarError("the grammar has an end token in the middle: the answer would end there, unfinished")
-            self._allowed = allowed  # only now: whoever asks again is told again
+            self._allowed = allowed  # only after the checks: a second call raises again
         return self._allowed
 
     def _failure(self, otherwise: str) -> GrammarError:
@@ -76,15 +76,15 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Makes states of grammars for one tokenizer, and keeps the latest ones.
+    """Compiles grammars for one tokenizer and keeps the latest ones.
 
     Args:
-        tokenizer: a fast one.
-        vocab_size: V, the model's; at least the tokenizer's.
+        tokenizer: fast tokenizer.
+        vocab_size: V of the model; at least that of the tokenizer.
 
     Raises:
-        TypeError: if the tokenizer is no fast one.
-        ValueError: if there is none, or it has more tokens than the model.
+        TypeError: if the tokenizer is not a fast one.
+        ValueError: if there is no tokenizer, or it has more tokens than the model.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int) -> None:
@@ -105,11 +105,11 @@ class GrammarCompiler:
         self._mutex = threading.Lock()
 
     def __call__(self, grammar: Grammar, ends: Sequence[int]) -> GrammarState:
-        """The state in which an answer begins; to be forked, not changed.
+        """Returns the state in which an answer begins; callers must fork it, not change it.
 
         Args:
-            grammar: what the answer may be.
-            ends: tokens that end it, one at least.
+            grammar: grammar of the answer.
+            ends: tokens that end the answer, at least one.
 
         Raises:
             ValueError: if there are no ends, or the grammar cannot be met with this tokenizer.
@@ -135,7 +135,7 @@ class GrammarCompiler:
         return state
 
     def _try(self, state: GrammarState) -> None:
-        """Raises GrammarError if every answer would fail at its first token: better now than then."""
+        """Raises GrammarError early if every answer would fail at its first token."""
         tokens, failure = state.allowed().tokens(), None
         for token in tokens if len(tokens) <= _TRIED else ():
             place = state.fork()

@@ -1,4 +1,4 @@
-"""The library that follows grammars, llguidance: its limits, and its errors as sentences."""
+"""Access to llguidance, the engine that follows grammars: its class, its limits, its errors as sentences."""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Parts of a rule, four for each optional property: thrice that many take a second to compile.
+# Parts of a rule, four for each optional property; three times as many take a second to compile.
 _PARTS = 8_000
-_STEP = 250_000  # parser items of one mask; so many take 0.1 s
+_STEP = 250_000  # parser items of one mask; this many take 0.1 s
 _WORDS = (
     (r"Current row has (\d+) items; max is (\d+)", r"an object or a choice has too many parts: \1 items, at most \2"),
     (r"Too many items|step_max_items|max_items_in_row", "there are too many ways to go on from here"),
@@ -23,14 +23,14 @@ _WORDS = (
 
 
 class GrammarError(ValueError):
-    """An answer cannot be held to its grammar any further; it ends there."""
+    """Raised if an answer cannot follow its grammar any further; the answer ends there."""
 
 
 def matcher_class() -> "type[LLMatcher]":
-    """The engine's class.
+    """Returns the engine's class.
 
     Raises:
-        ModuleNotFoundError: without the extra ``grammar``.
+        ModuleNotFoundError: if the extra ``grammar`` is not installed.
     """
     try:
         from llguidance import LLMatcher
@@ -40,14 +40,14 @@ def matcher_class() -> "type[LLMatcher]":
 
 
 def limits() -> Any:
-    """The engine's limits: high enough for wide schemas, low enough that no mask holds up a batch for long."""
+    """Returns the engine's limits: high enough for wide schemas, low enough that no mask delays a batch for long."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_items_in_row=_PARTS, step_max_items=_STEP, verbose_errors=False)
 
 
 def explained(message: str) -> str:
-    """An error of the engine as one sentence, without its dumps."""
+    """Converts an error of the engine to one sentence, without its dumps."""
     message = message.partition("<")[0] if "<state>" in message or "<non-verbose/>" in message else message
     for pattern, words in _WORDS:
         if found := re.search(pattern, message):

@@ -1,4 +1,4 @@
-"""What an answer may be, as a value."""
+"""Grammars of answers, as values."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,16 @@ from arbordraft.utils.checks import check_instance
 
 @dataclass(frozen=True)
 class Grammar:
-    """The form that an answer has to have; made by one of its class methods, for any tokenizer.
+    """Form that an answer must have; built by its class methods, for any tokenizer.
 
-    An answer follows its grammar from its first token on, and ends where the grammar lets it end: nothing else is
-    possible, whatever the temperature. Only an answer that reaches ``max_new_tokens`` stops in the middle.
+    At any temperature, an answer follows its grammar from its first token on, and ends where the grammar lets it end.
+    Only an answer that reaches ``max_new_tokens`` stops in the middle.
 
     Args:
-        kind: which class method made it.
-        definition: the same as the engine, llguidance, reads it.
-        unheld: keywords of a JSON schema that answers are not held to; :meth:`check` tells whether they are met.
-        schema: JSON text of the schema, if it is one.
+        kind: name of the class method that built it.
+        definition: the grammar as the engine, llguidance, reads it.
+        unheld: keywords of a JSON schema that are not enforced; :meth:`check` tells whether an answer meets them.
+        schema: JSON text of the schema, if the grammar is that of a schema.
     """
 
     kind: str
@@ -34,20 +34,20 @@ class Grammar:
     def json_schema(
         cls, schema: str | Mapping[str, Any], *, whitespace: bool = False, strict: bool = True
     ) -> "Grammar":
-        """JSON that is valid by a schema.
+        """Builds the grammar of JSON that is valid by a schema.
 
         Args:
             schema: JSON Schema (2020-12), as a mapping or as text.
-            whitespace: let the model break and indent lines; by default JSON is written as ``json.dumps`` does, which
-                leaves it less to decide.
-            strict: refuse keywords that cannot be enforced while a text is written, such as ``uniqueItems``. Else
-                answers are held to the rest, ``unheld`` names these keywords, and :meth:`check` checks an answer.
+            whitespace: let the model break and indent lines. By default JSON is written as ``json.dumps`` does, which
+                leaves the model less to decide.
+            strict: refuse keywords that cannot be enforced while a text is written, such as ``uniqueItems``. Else the
+                grammar enforces the rest, ``unheld`` names these keywords, and :meth:`check` checks an answer.
 
         Raises:
-            TypeError: if it is of another type.
-            ValueError: if it is no JSON, no schema, too large, admits nothing, or has a keyword that cannot be
-                enforced; which is said.
-            ModuleNotFoundError: without the extra ``grammar``, here and in the other class methods.
+            TypeError: if ``schema`` is of another type.
+            ValueError: if ``schema`` is no JSON, no schema, too large, admits nothing, or has a keyword that cannot be
+                enforced. The message names the reason.
+            ModuleNotFoundError: if the extra ``grammar`` is not installed; this holds for all class methods.
 
         Examples:
             >>> Grammar.json_schema({"enum": ["yes", "no"]}).kind
@@ -90,12 +90,12 @@ class Grammar:
 
     @property
     def runs_expressions(self) -> bool:
-        """Whether a check runs regular expressions of the schema, which may take any time."""
+        """Whether :meth:`check` runs regular expressions of the schema, which may take any time."""
         found = expressions(json.loads(self.schema or "{}"))
         return "patternProperties" in found or "pattern" in self.unheld
 
     def check(self, text: str) -> SchemaCheck:
-        """Whether a whole answer is valid by the schema, the keywords that it was not held to included.
+        """Checks a whole answer against the schema, including the keywords that the grammar does not enforce.
 
         Args:
             text: the answer, without tokens that end it.
@@ -109,33 +109,33 @@ class Grammar:
 
     @classmethod
     def json(cls, *, whitespace: bool = False) -> "Grammar":
-        """Any JSON object; ``whitespace`` as in :meth:`json_schema`."""
+        """Builds the grammar of any JSON object; ``whitespace`` as in :meth:`json_schema`."""
         return cls.json_schema({"type": "object"}, whitespace=whitespace)
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
-        """Text that a regular expression matches as a whole.
+        """Builds the grammar of texts that a regular expression matches as a whole.
 
         Args:
             pattern: in the syntax of Rust's ``regex``: no look-around, no back references, no anchors.
 
         Raises:
-            TypeError: if it is no text.
-            ValueError: if it is no such expression, or too complex.
+            TypeError: if ``pattern`` is not a text.
+            ValueError: if ``pattern`` is not such an expression, or is too complex.
         """
         check_instance("pattern", pattern, str)
         return cls._checked("regex", matcher_class().grammar_from_regex(pattern))
 
     @classmethod
     def lark(cls, text: str) -> "Grammar":
-        """Text of a context-free grammar in llguidance's variant of Lark's EBNF.
+        """Builds a context-free grammar from llguidance's variant of Lark's EBNF.
 
         Args:
-            text: rules; the first one to be derived is called ``start``.
+            text: rules; derivations begin with the rule ``start``.
 
         Raises:
-            TypeError: if it is no text.
-            ValueError: if it is no such grammar, or too complex.
+            TypeError: if ``text`` is not a text.
+            ValueError: if ``text`` is not such a grammar, or is too complex.
 
         Examples:
             >>> Grammar.lark('start: "a" inner? "b"\\ninner: "(" start ")"').kind
@@ -146,11 +146,11 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "Grammar":
-        """One of several texts.
+        """Builds the grammar of answers that are one of several texts.
 
         Raises:
-            TypeError: if these are no texts.
-            ValueError: if there is none, or one is empty.
+            TypeError: if ``texts`` is not a list of texts.
+            ValueError: if there is no text, or a text is empty.
         """
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise TypeError(f"choices must be a list of texts, got {texts!r}")
@@ -168,11 +168,11 @@ class Grammar:
 
 
 def grammars_of(grammar: Grammar | Sequence[Grammar | None] | None, batch: int) -> list[Grammar | None]:
-    """One grammar per sample, or ``None``.
+    """Returns a list with one grammar, or ``None``, per sample.
 
     Raises:
-        TypeError: if one is something else.
-        ValueError: if there are more or fewer than samples.
+        TypeError: if an entry is neither a grammar nor ``None``.
+        ValueError: if there are more or fewer grammars than samples.
     """
     grammars = list(grammar) if isinstance(grammar, Sequence) else [grammar] * batch
     for one in grammars:

@@ -1,4 +1,4 @@
-"""Whether anything can be valid by a JSON Schema that refers to itself."""
+"""Finds out whether anything can be valid by a JSON Schema that refers to itself."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -7,21 +7,21 @@ _MOST = 20_000
 
 
 def kinds_of(schema: Mapping[str, Any]) -> Collection[str]:
-    """The types that a schema names; none if it leaves them open."""
+    """Returns the types that a schema names; empty if it leaves them open."""
     kinds = schema.get("type", ())
     return [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else ()
 
 
 def productive(root: Mapping[str, Any]) -> bool:
-    """Whether some finite value can be valid by a schema, as far as references decide that."""
+    """Returns whether some finite value can be valid by a schema, judged by its references only."""
     return _Search(root).ends(root, frozenset())
 
 
 class _Search:
-    """Follows references a bounded number of times, as they can multiply; beyond that it objects to nothing.
+    """Follows references a bounded number of times, as they can multiply; beyond that it accepts all schemas.
 
     Args:
-        root: the document that references lead into.
+        root: document that references point into.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ class _Search:
         self._known: set[int] = set()  # ids of schemas for which some value is valid
 
     def ends(self, schema: Any, above: frozenset[int]) -> bool:
-        """Whether some value is valid that needs none of the schemas above, given by their ids."""
+        """Returns whether some value is valid that needs none of the schemas whose ids are ``above``."""
         if not isinstance(schema, Mapping) or id(schema) in self._known:
             return True
         if id(schema) in above:
@@ -81,7 +81,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _target(reference: Any, root: Any) -> Any:
-    """What a local reference points to; ``None`` where it does not lead into this document."""
+    """Returns the target of a local reference; ``None`` if it is not in this document."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     place = root

@@ -1,6 +1,6 @@
-"""JSON Schema as the engine can hold it: what it gets wrong is narrowed, what it lacks is named.
+"""Rewrites JSON Schema for the engine: narrows keywords that it reads wrongly, names keywords that it lacks.
 
-Whatever is written here admits no answer that the schema does not, but for the keywords that are named.
+Apart from the named keywords, a rewritten schema admits no answer that the original does not admit.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from arbordraft.grammars.engine import explained, limits, matcher_class
 from arbordraft.grammars.productive import kinds_of, productive
 
-# Keywords that the engine skips, or cannot read while a text is written.
+# Keywords that the engine skips, or cannot enforce while a text is written.
 _LACKING = frozenset(
     {
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
@@ -21,14 +21,14 @@ _LACKING = frozenset(
         *("$dynamicRef", "$recursiveRef"),
     }
 )
-_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}  # lists of them
-_NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # by names
+_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}  # with lists of schemas
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # with schemas by name
 _SCHEMA = {"items", "additionalItems", "additionalProperties"}
-_EXACT = 2**53  # whole numbers up to it are exact for the engine, which reads doubles
-_MOST = 10**18  # it counts in 64 bits
+_EXACT = 2**53  # whole numbers are exact up to here: the engine reads doubles
+_MOST = 10**18  # the engine counts in 64 bits
 _NUDGE = 1e-9
-_NAMES = 5_000  # letters of the names of an object, up to which other names are told from them by an expression
-# Only control letters have no other spelling in a text that an expression holds: without them none begins with \u.
+_NAMES = 5_000  # most letters of an object's names for which an expression excludes these names
+# In a text that follows an expression, only control letters are spelt with \u: without them nothing begins with \u.
 _PLAIN_LETTERS = "^[^\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f]*$"
 _OTHER_LETTERS = "\\x00-\\x1f\\x7f"
 _WARNINGS = (
@@ -41,11 +41,11 @@ _WARNINGS = (
 
 @dataclass(frozen=True)
 class HeldSchema:
-    """A schema as the engine gets it.
+    """Schema as the engine gets it.
 
     Args:
-        schema: the schema to be held, with the engine's options.
-        unheld: keywords that it does not hold, sorted.
+        schema: schema to be enforced, with the engine's options.
+        unheld: keywords that are not enforced, sorted.
     """
 
     schema: Mapping[str, Any]
@@ -53,14 +53,14 @@ class HeldSchema:
 
 
 def held(schema: Mapping[str, Any], *, whitespace: bool = False) -> HeldSchema:
-    """What can be held of a schema while a text is written.
+    """Rewrites a schema so that it can be enforced while a text is written.
 
     Args:
-        schema: of JSON, as ``json.loads`` reads it.
-        whitespace: lines may be broken and indented.
+        schema: JSON Schema, as ``json.loads`` reads it.
+        whitespace: whether lines may be broken and indented.
 
     Raises:
-        ValueError: if it is no schema, or nothing is valid by it.
+        ValueError: if the schema is invalid, or nothing is valid by it.
     """
     if not productive(schema):
         raise ValueError("nothing is valid by it: to end, a value would have to hold itself")
@@ -80,7 +80,7 @@ def held(schema: Mapping[str, Any], *, whitespace: bool = False) -> HeldSchema:
             lacking = {*reader.lacking, *(name for message in messages for name in _named(message))}
             return HeldSchema(made, tuple(sorted(lacking)))
         failures.append("; ".join(map(explained, messages)))
-    raise ValueError(failures[1])  # of the schema as it was given
+    raise ValueError(failures[1])  # the attempt without added expressions: nearest to the given schema
 
 
 def _validated(schema: Mapping[str, Any]) -> tuple[bool, list[str]]:
@@ -89,7 +89,7 @@ def _validated(schema: Mapping[str, Any]) -> tuple[bool, list[str]]:
 
 
 def _named(warning: str) -> list[str]:
-    """The keywords that a warning of the engine is about."""
+    """Returns the keywords that a warning of the engine is about."""
     for pattern, names in _WARNINGS:
         if found := pattern.search(warning):
             return list(names(found))
@@ -101,12 +101,12 @@ class _Reader:
     """Rewrites a schema.
 
     Args:
-        named: tell other names of an object from its own by an expression.
-        patterns: hold names to expressions of the schema's own, which must exclude each other.
+        named: exclude an object's listed names from its other names by an expression.
+        patterns: enforce the schema's own expressions on names; they must exclude each other.
 
     Attributes:
         lacking: keywords that were left out.
-        closed: no name can be spelt so that it passes for another one.
+        closed: whether no name can be spelt so that it passes for another one.
     """
 
     named: bool
@@ -115,7 +115,7 @@ class _Reader:
     closed: bool = True
 
     def read(self, schema: Any) -> Any:
-        """The schema rewritten; what is none is left to the engine."""
+        """Returns the rewritten schema; leaves values that are no schemas to the engine."""
         if not isinstance(schema, Mapping):
             return schema
         made: dict[str, Any] = {}
@@ -150,8 +150,8 @@ class _Reader:
             elif sign * bound < -_MOST:
                 schema[key] = -sign * _MOST
             elif abs(bound) > _EXACT or (exclusive and not whole and bound == math.floor(bound)):
-                # Larger numbers are rounded away from what is forbidden. And where an exclusive bound is whole, the
-                # engine takes it all the same if the other one is less than one away.
+                # Larger bounds are rounded away from the forbidden side. A whole exclusive bound is moved, too: the
+                # engine would admit the bound itself if the other bound is less than one away.
                 del schema[key]
                 inner = "minimum" if sign > 0 else "maximum"
                 closest = _beyond(bound, sign, exclusive)
@@ -188,7 +188,7 @@ class _Reader:
         self.lacking.add(key)
 
     def _names(self, schema: dict[str, Any]) -> None:
-        """Sees to it that none of an object's further names is another spelling of one with a schema of its own."""
+        """Ensures that no further name of an object is another spelling of a name with its own schema."""
         names = {*schema.get("properties", ()), *schema.get("required", ())}
         if not names or schema.get("additionalProperties") is False:
             return
@@ -201,7 +201,7 @@ class _Reader:
             self.closed = False
 
     def _counts(self, schema: dict[str, Any]) -> None:
-        """Further names may come twice, which counts once."""
+        """Marks ``minProperties`` as lacking where further names may come twice, which counts once."""
         least, required = schema.get("minProperties"), schema.get("required", ())
         open_ = schema.get("additionalProperties") is not False or schema.get("patternProperties")
         if open_ and isinstance(least, int) and least > 1 + len(required):
@@ -209,7 +209,7 @@ class _Reader:
 
 
 def _beyond(bound: float, sign: int, exclusive: bool) -> float:
-    """The number nearest to a bound that lies on its right side, as a double."""
+    """Returns the double nearest to a bound on its admissible side."""
     if abs(bound) <= _EXACT:
         return bound + sign * max(_NUDGE, 2 * math.ulp(bound))
     close = float(bound)
@@ -219,7 +219,7 @@ def _beyond(bound: float, sign: int, exclusive: bool) -> float:
 
 
 def _unheld_number(value: Any) -> int | None:
-    """A whole number in a value that the engine would round, if there is one."""
+    """Finds a whole number in a value that the engine would round; ``None`` if there is none."""
     if isinstance(value, int) and abs(value) >= 2**63:
         return value if value != int(float(value)) or abs(value) > 10**300 else None
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
@@ -227,13 +227,13 @@ def _unheld_number(value: Any) -> int | None:
 
 
 def _followed(pattern: str, *others: Mapping[str, Any]) -> bool:
-    """Whether the engine can hold a text to a regular expression."""
+    """Returns whether the engine can enforce a regular expression."""
     failed, _ = _validated({"type": "string", "allOf": [{"pattern": pattern}, *others]})
     return not failed
 
 
 def _unlike(names: Collection[str]) -> str:
-    """A regular expression of all other texts, without control letters."""
+    """Builds a regular expression of all texts but ``names``, without control letters."""
     heads: dict[str, set[str]] = {}
     for name in names:
         if name:
@@ -245,7 +245,7 @@ def _unlike(names: Collection[str]) -> str:
 
 
 def expressions(value: Any) -> set[str]:
-    """The keywords of regular expressions that occur somewhere in schemas."""
+    """Returns the keywords for regular expressions that occur in a schema, at any depth."""
     if isinstance(value, list):
         return set().union(*map(expressions, value))
     if not isinstance(value, Mapping):

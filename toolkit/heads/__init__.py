@@ -1,4 +1,4 @@
-"""Trainable networks behind drafters, as transformers' ``PreTrainedModel``: saved and loaded like any model.
+"""Trainable networks of drafters, saved and loaded as transformers' ``PreTrainedModel``.
 
-They are imported only where one is used, for transformers takes seconds to import.
+They are imported only where one is used, because transformers takes seconds to import.
 """

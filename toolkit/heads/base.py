@@ -1,4 +1,4 @@
-"""What the networks behind drafters share: a trimmed vocabulary, and the fingerprint of the target they belong to.
+"""Base classes of the networks of drafters, with a trimmed vocabulary and the fingerprint of their target.
 
 Shapes: V vocabulary, D draft vocabulary, R rows, H hidden size.
 """
@@ -19,14 +19,14 @@ from arbordraft.utils.checks import check_float
 
 
 class CompanionConfig(PreTrainedConfig):
-    """Settings that all companions have.
+    """Settings of all companions.
 
     Args:
         vocab_size: token ids of the target (V).
         target_hidden_size: hidden size of the target.
         hidden_layers: the target's hidden states that it reads, as transformers numbers them.
-        target_fingerprint: of the target it was trained for, see :func:`fingerprint`.
-        target_name: its name, for people.
+        target_fingerprint: fingerprint of the target that it was trained for, see :func:`fingerprint`.
+        target_name: name of that target, for display.
     """
 
     vocab_size: int = 32000
@@ -37,7 +37,7 @@ class CompanionConfig(PreTrainedConfig):
 
     @classmethod
     def for_target(cls, model: PreTrainedModel, name: str | None, **own: Any) -> Self:
-        """Those of a companion of this model, which people call ``name``; ``own`` are what it has besides."""
+        """Builds the settings of a companion of this model; ``name`` is for display, ``own`` are further settings."""
         config: Any = model.config.get_text_config()
         return cls(
             vocab_size=vocabulary(model),
@@ -57,7 +57,7 @@ class Companion(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, source: str | os.PathLike[str], **options: Any) -> Self:  # type: ignore[override]
-        """As transformers' own, but strict: every weight comes from the files, and is taken from there.
+        """Loads a network as transformers does, but strictly: the files must hold all its weights and no others.
 
         Args:
             source: a folder or a hub name.
@@ -104,12 +104,12 @@ class Companion(PreTrainedModel):
 
 
 class HeadConfig(CompanionConfig):
-    """Settings that all heads have; see also :class:`CompanionConfig`.
+    """Settings of all heads; see also :class:`CompanionConfig`.
 
     Args:
         draft_vocab_size: tokens that can be drafted (D).
-        acceptance: how often, on held-out text that the target wrote greedily, the next token was the drafter's most
-            probable one, its second, and so on: what trees are fitted to.
+        acceptance: how often the next token was the drafter's most probable one, its second, and so on. These rates are
+            measured on held-out text that the target wrote greedily, and trees are fitted to them.
     """
 
     draft_vocab_size: int = 32000
@@ -119,8 +119,8 @@ class HeadConfig(CompanionConfig):
 class DraftHead(Companion):
     """A companion that predicts tokens by itself.
 
-    The draft vocabulary is stored as EAGLE-3 does: ``d2t[i] + i`` is the target's id of draft token i, and ``t2d``
-    marks the tokens that can be drafted.
+    The draft vocabulary is stored as in EAGLE-3. ``d2t[i] + i`` is the target's id of draft token i, and ``t2d`` marks
+    the tokens that can be drafted.
     """
 
     config: HeadConfig
@@ -160,7 +160,7 @@ class DraftHead(Companion):
         self.t2d[chosen] = True
 
     def widen(self, logits: Tensor) -> Tensor:
-        """``[R, D]`` draft logits as ``[R, V]``: a token that cannot be drafted has probability 0."""
+        """Widens ``[R, D]`` draft logits to ``[R, V]``; tokens that cannot be drafted get probability 0."""
         if logits.shape[-1] == len(self.t2d):
             return logits
         wide = logits.new_full((*logits.shape[:-1], len(self.t2d)), -torch.inf)
@@ -168,7 +168,7 @@ class DraftHead(Companion):
 
 
 class GatedMLP(nn.Module):
-    """A gated MLP as Llama's, of hidden size H and an inner size."""
+    """A gated MLP as in Llama, of hidden size H and an inner size."""
 
     def __init__(self, size: int, inner: int) -> None:
         super().__init__()
@@ -178,18 +178,18 @@ class GatedMLP(nn.Module):
         self.act_fn = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., H]``."""
+        """Maps ``[..., H]`` to ``[..., H]``."""
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 def mlp_settings(config: Any, intermediate_size: int | None) -> dict[str, Any]:
-    """Size and norm of an MLP like those of a target with this configuration, or of another size."""
+    """Returns MLP settings from a target's configuration, in which a given ``intermediate_size`` replaces its size."""
     size = intermediate_size or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return {"intermediate_size": size, "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5)}
 
 
 def vocabulary_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
-    """What is wrong with a draft vocabulary: offsets ``[D]`` to the target's ids, and marks ``[V]`` of these ids."""
+    """Lists the faults of a draft vocabulary: offsets ``[D]`` to the target's ids, and marks ``[V]`` of these ids."""
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         return [f"d2t must be int64 and t2d bool, got {d2t.dtype} and {t2d.dtype}"]
     tokens = d2t + torch.arange(len(d2t), device=d2t.device)
@@ -203,7 +203,7 @@ def vocabulary_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
 
 
 def check_acceptance(table: Sequence[float], most: int) -> None:
-    """Raises ValueError unless this is a drafter's acceptance of at most so many ranks: it sums to at most 1."""
+    """Raises ValueError unless an acceptance table has 1 to ``most`` rates that sum to at most 1."""
     if not 1 <= len(table) <= most:
         raise ValueError(f"its acceptance table must have 1 to {most} entries, one per rank, got {len(table)}")
     rates = [check_float(f"its acceptance of rank {rank}", rate, 0, 1) for rank, rate in enumerate(table)]
@@ -212,9 +212,9 @@ def check_acceptance(table: Sequence[float], most: int) -> None:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A short name for a model's weights that survives quantisation and a change of dtype.
+    """Returns a short hash of a model's weights that survives quantisation and a change of dtype.
 
-    It is made of shapes and of the norms' weights in bfloat16, which quantisers leave as they are and training moves.
+    It covers the model's sizes and the norms' weights in bfloat16. Quantisers keep these weights, training moves them.
     """
     config: Any = model.config.get_text_config()
     hasher = hashlib.sha256(f"{config.model_type} {config.num_hidden_layers} {config.hidden_size}".encode())

@@ -1,17 +1,17 @@
-"""One decoder layer that looks several tokens ahead at once, and a low-rank term that tells nodes of a depth apart.
+"""One decoder layer that predicts several tokens at once, and a low-rank term that distinguishes nodes of a depth.
 
 The layer is EAGLE's, on the same slots: slot j holds the target's hidden states of token j together with token j + 1.
-Where EAGLE runs it once a level, this head has k - 1 masks behind the last slot: learned inputs in place of tokens and
-states that are not there yet. They attend to the slots but not to each other, whose keys and values would be constants:
-in a single layer, masks could hand on nothing that they read. So those of the slots serve all depths, and no depth is
-made of another.
+EAGLE runs it once per level. This head instead has k - 1 masks after the last slot: learned inputs in place of unknown
+tokens and states. Masks attend to the slots but not to each other. In a single layer their keys and values would be
+constants, so masks could pass on nothing that they read. The slots' keys and values therefore serve all depths, and no
+depth is computed from another.
 
-With ``mask_token_id`` the head has the form of P-EAGLE instead, which engines serve: one mask for all depths, and each
-sees itself and the masks before it. There is no Markov term then, and there may be several layers.
+With ``mask_token_id`` the head has the form of P-EAGLE instead, which engines serve. All depths share one mask, and
+each mask sees itself and the masks before it. There is no Markov term then, and there may be several layers.
 
-What the pass predicts of a depth d is the same for all nodes there. The Markov term adds what follows from a node's
-own token y, of low rank and as far as the depth wants it: ``logits(d, y) = W h_d + C (g_d * M e_y)`` with the token's
-embedding e_y and gates ``g_d = 2 sigmoid(G h_d)``.
+The pass predicts the same for all nodes of a depth d. The Markov term adds the effect of a node's own token y, at low
+rank and gated by depth: ``logits(d, y) = W h_d + C (g_d * M e_y)``. Here e_y is the token's embedding, and the gates
+are ``g_d = 2 sigmoid(G h_d)``.
 
 Shapes: ... any leading sizes, E embedding size, H hidden size, D draft vocabulary, r rank.
 """
@@ -32,9 +32,9 @@ class BlockConfig(EagleConfig):
 
     Args:
         block_size: k, the depth of the deepest draft, 1 to 32.
-        markov_rank: r; 0 for no Markov term: all nodes of a depth then predict the same.
-        mask_token_id: for P-EAGLE's form, which needs a ``markov_rank`` of 0: the mask is the embedding of this token
-            with learned states. ``None`` for a mask of its own for every depth.
+        markov_rank: r; 0 for no Markov term, so that all nodes of a depth predict the same.
+        mask_token_id: chooses P-EAGLE's form, which needs a ``markov_rank`` of 0. The mask is the embedding of this
+            token with learned states. ``None`` gives every depth its own mask.
     """
 
     model_type = "arbordraft_block"
@@ -51,9 +51,9 @@ class BlockHead(EagleHead):
         TypeError: if a setting is no whole number.
         ValueError: if one is out of range, or P-EAGLE's form has a Markov term.
 
-    Source: masks as in P-EAGLE (arXiv:2602.01469) and DFlash (arXiv:2602.06036); the term is the gated Markov head of
-    DSpark (Cheng et al., 2026), with a projection of the target's embeddings where that has a table of its own: rare
-    tokens then share what frequent ones have learned, and a short training reaches more.
+    Source: masks as in P-EAGLE (arXiv:2602.01469) and DFlash (arXiv:2602.06036). The term is the gated Markov head of
+    DSpark (Cheng et al., 2026). It projects the target's embeddings, while DSpark learns a table. Rare tokens then
+    learn from frequent ones, and a short training reaches more.
     """
 
     config: BlockConfig
@@ -93,15 +93,15 @@ class BlockHead(EagleHead):
         mask_token_id: int | None = None,
         **options: Any,
     ) -> Self:
-        """A new head, begun as an EAGLE head is, with a Markov term of 0 and gates of 1.
+        """Creates a head that starts like an EAGLE head, with a Markov term of 0 and gates of 1.
 
         Args:
-            model: the target; a decoder of Llama's kind gives its weights, another one only its sizes.
+            model: the target; a decoder like Llama gives its weights, another one only its sizes.
             tokens: target ids that can be drafted.
             block_size: k.
             markov_rank: r.
-            mask_token_id: for P-EAGLE's form.
-            **options: further ones of :meth:`EagleHead.for_target <arbordraft.heads.eagle.EagleHead.for_target>`.
+            mask_token_id: chooses P-EAGLE's form.
+            **options: further options of :meth:`EagleHead.for_target <arbordraft.heads.eagle.EagleHead.for_target>`.
         """
         own: dict[str, Any] = {
             "block_size": block_size,
@@ -111,11 +111,11 @@ class BlockHead(EagleHead):
         return super().for_target(model, tokens, **own, **options)
 
     def ask(self, embeddings: Tensor, hidden: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives the inputs that predict the tokens of some depths: the last slot, or its masks.
+        """Returns the inputs that predict the tokens of some depths: the last slot at depth 0, masks at others.
 
         Args:
-            embeddings: ``[..., E]`` of the last slot's token; in P-EAGLE's form of the mask token at depths above 0.
-            hidden: ``[..., H]`` the last slot's states.
+            embeddings: ``[..., E]`` of the last slot's token; in P-EAGLE's form, of the mask token at depths above 0.
+            hidden: ``[..., H]`` states of the last slot.
             depths: ``[...]`` int64.
         """
         here = depths[..., None] == 0
@@ -125,19 +125,19 @@ class BlockHead(EagleHead):
         return torch.where(here, embeddings, token), torch.where(here, hidden, states)
 
     def follow(self, embeddings: Tensor) -> Tensor:
-        """``[..., r]`` what is known of the tokens behind nodes whose own have the embeddings ``[..., E]``."""
+        """Returns ``[..., r]`` features ``M e_y`` of nodes whose tokens have the embeddings ``[..., E]``."""
         if self.markov is None:
             return embeddings[..., :0]
-        # The layer's norm, for targets scale their embeddings in different ways.
+        # The layer's norm, because targets scale their embeddings in different ways.
         return self.markov(self.midlayer.input_layernorm(embeddings))
 
     def gates(self, final: Tensor) -> Tensor:
-        """``[..., r]`` factors of :meth:`follow` at depths with the states ``h_d``, ``[..., H]``."""
+        """Returns ``[..., r]`` gates ``g_d`` of :meth:`follow` at depths with the states ``h_d``, ``[..., H]``."""
         return final[..., :0] if self.gate is None else 2 * self.gate(final).sigmoid()
 
     @property
     def weight(self) -> Tensor:
-        """``[D, H + r]`` of the whole head, for ``h_d`` with the gated :meth:`follow` behind it."""
+        """``[D, H + r]`` output matrix for ``h_d`` followed by the gated :meth:`follow`."""
         if self.lm_head_markov is None:
             return self.lm_head.weight
         return torch.cat([self.lm_head.weight, self.lm_head_markov.weight], dim=1)

@@ -1,13 +1,13 @@
-"""Layers that predict a whole block of tokens in one pass, and a term for the token before: DFlash and DSpark.
+"""Layers that predict a whole block of tokens in one pass, and a term for the previous token: DFlash and DSpark.
 
-The target's hidden states of all tokens but the last, fused and normed, are context: every layer makes keys and values
-of them, and nothing else. A block begins with the last token, behind which stand masks; its rows see the context and
-each other. With ``from_anchor`` the row of the last token predicts the first draft, as in DSpark, else the first mask
-does, as in DFlash.
+The context is the target's hidden states of all tokens but the last, fused and normed. Every layer computes only keys
+and values from it. A block begins with the last token, followed by masks; its rows see the context and each other. With
+``from_anchor`` the row of the last token predicts the first draft, as in DSpark. Otherwise the first mask does, as in
+DFlash.
 
-What a row predicts is the same for all nodes of its depth. The Markov term adds what follows from a node's own token y:
-``logits(d, y) = W h_d + C m``, where m is the embedding e_y of a table of rank r (``vanilla``); that, times a gate
-``sigmoid(G [h_d; e_y])`` (``gated``); or what a recurrent cell makes of it along the path (``rnn``).
+A row predicts the same for all nodes of its depth. The Markov term adds the effect of a node's own token y:
+``logits(d, y) = W h_d + C m``. For ``vanilla``, m is the token's embedding e_y in a table of rank r. For ``gated``, it
+is e_y times a gate ``sigmoid(G [h_d; e_y])``. For ``rnn``, it is the output of a recurrent cell along the path.
 
 Shapes: ... any leading sizes, R rows, F hidden states side by side, H hidden size, Hq/Hkv heads, C head size, D draft
 vocabulary, r rank.
@@ -28,11 +28,11 @@ class DFlashConfig(LayersConfig):
     """Settings of a :class:`DFlashHead`; see also :class:`~arbordraft.heads.layers.LayersConfig`.
 
     Args:
-        block_size: rows of a block, 1 to 32, or 2 at least where the first predicts nothing.
-        from_anchor: whether the row of the last token predicts, too.
-        mask_token_id: the token whose embedding stands for tokens that are not known yet.
-        own_head: whether it has an output matrix of its own, not the target's.
-        markov_rank: r; 0 for no Markov term: all nodes of a depth then predict the same.
+        block_size: rows of a block, 1 to 32; at least 2 if the first row predicts nothing.
+        from_anchor: whether the row of the last token predicts a draft.
+        mask_token_id: the token whose embedding stands for unknown tokens.
+        own_head: whether it has its own output matrix, in place of the target's.
+        markov_rank: r; 0 for no Markov term, so that all nodes of a depth predict the same.
         markov: kind of the term: ``vanilla``, ``gated`` or ``rnn``.
     """
 
@@ -53,10 +53,10 @@ class DFlashConfig(LayersConfig):
 
 
 class MarkovTerm(nn.Module):
-    """What follows from the token before, of low rank, under the tensor names of DSpark checkpoints.
+    """A low-rank term for the previous token, with the tensor names of DSpark checkpoints.
 
     Args:
-        config: of the head.
+        config: settings of the head.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -71,15 +71,15 @@ class MarkovTerm(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + config.hidden_size, 3 * rank)
 
     def follow(self, final: Tensor, tokens: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Of nodes with these tokens.
+        """Computes m of nodes with these tokens, and the memory for their children.
 
         Args:
-            final: ``[..., H]`` what their depths' rows predict from.
+            final: ``[..., H]`` states of their depths' rows before the logits.
             tokens: ``[...]`` int64.
-            memory: ``[..., r]`` what this gave for their parents; ``None`` for roots, and always but for ``rnn``.
+            memory: ``[..., r]`` memory from their parents; ``None`` for roots, and for all kinds but ``rnn``.
 
         Returns:
-            ``[..., r]``, of which ``markov_w2`` makes what is added to logits, and what children remember.
+            ``[..., r]`` m, which ``markov_w2`` maps to the term, and the memory, which is ``None`` but for ``rnn``.
         """
         embedded = self.markov_w1(tokens)
         if self.kind == "gated":
@@ -93,10 +93,10 @@ class MarkovTerm(nn.Module):
 
 
 class DFlashHead(LayeredHead):
-    """The layers with what stands before and behind them, under the tensor names of DFlash and DSpark checkpoints.
+    """The layers with fusion, norms and output matrix, under the tensor names of DFlash and DSpark checkpoints.
 
-    It has no attention of its own: callers hand :meth:`queries_keys_values` of a layer to the attention that suits them
-    and its output to the layer's ``finish``. Token embeddings are the target's.
+    It computes no attention: callers pass :meth:`queries_keys_values` of a layer to their own attention, and its output
+    to the layer's ``finish``. Token embeddings are the target's.
 
     Raises:
         TypeError: if a setting is no whole number.
@@ -139,16 +139,16 @@ class DFlashHead(LayeredHead):
         name: str | None = None,
         **own: Any,
     ) -> Self:
-        """A new head, begun with the target's last layers, its norm and its rows of the output matrix.
+        """Creates a head that starts from the target's last layers, its norm and its rows of the output matrix.
 
         Args:
-            model: the target; a decoder of Llama's kind gives its weights, another one only its sizes.
+            model: the target; a decoder like Llama gives its weights, another one only its sizes.
             tokens: target ids that can be drafted.
             hidden_layers: hidden states to read, the highest last.
-            mask_token_id: the token whose embedding is that of masks; best one that texts do not hold.
-            num_hidden_layers: layers, at most the target's.
-            intermediate_size: of the MLP, by default the target's.
-            name: of the target.
+            mask_token_id: the token whose embedding is that of masks; best one that does not occur in texts.
+            num_hidden_layers: number of layers, at most the target's.
+            intermediate_size: inner size of the MLP, by default the target's.
+            name: name of the target.
             **own: further settings of :class:`DFlashConfig`.
         """
         config = model.config.get_text_config()
@@ -176,11 +176,11 @@ class DFlashHead(LayeredHead):
             )
 
     def context(self, states: Tensor) -> Tensor:
-        """``[..., F]`` of the target to ``[..., H]``."""
+        """Fuses ``[..., F]`` hidden states of the target into ``[..., H]`` and norms them."""
         return self.hidden_norm(self.fc(states))
 
     def keys_values(self, context: Tensor, rotary: tuple[Tensor, Tensor], layer: int) -> tuple[Tensor, Tensor]:
-        """``[..., Hkv, C]`` keys and values that a layer makes of context ``[..., H]``."""
+        """Returns a layer's ``[..., Hkv, C]`` keys and values of context ``[..., H]``."""
         attention = self.layers[layer].self_attn
         key, value = (
             part(context).unflatten(-1, (-1, self.config.head_dim)) for part in (attention.k_proj, attention.v_proj)
@@ -190,12 +190,12 @@ class DFlashHead(LayeredHead):
     def queries_keys_values(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What a layer's attention needs of a block's rows.
+        """Returns a layer's queries, keys and values of a block's rows.
 
         Args:
-            hidden: ``[..., H]`` the layer's input; of the first one, embeddings.
-            rotary: what :meth:`rotary` gives for their positions.
-            layer: its number.
+            hidden: ``[..., H]`` input of the layer; embeddings for the first one.
+            rotary: result of :meth:`rotary` for their positions.
+            layer: number of the layer.
 
         Returns:
             ``[..., Hq, C]``, ``[..., Hkv, C]`` and ``[..., Hkv, C]``.
@@ -205,7 +205,7 @@ class DFlashHead(LayeredHead):
 
     @torch.no_grad()
     def _begin(self, model: PreTrainedModel) -> None:
-        """Takes over what fits of the target's own weights."""
+        """Copies the target's own weights where they fit."""
         config = self.config
         if self.lm_head is not None:
             self.lm_head.weight.copy_(model.get_output_embeddings().weight[self.tokens])

@@ -1,10 +1,11 @@
 """One decoder layer, or several, that draft from the target's hidden states: EAGLE-3 (Li et al., 2025).
 
-Slot j holds the target's hidden states of token j together with token j + 1 and predicts token j + 2. Where the target
-has not been yet, the layer's own output stands for the hidden states.
+Slot j holds the target's hidden states of token j together with token j + 1 and predicts token j + 2. For tokens that
+the target has not read yet, the layer's own output replaces the hidden states.
 
-EAGLE-1 and EAGLE-2 (Li et al., 2024) have the same slots. They read the target's last hidden state alone, fuse it with
-the embedding in front of a layer without a first norm, have no norm behind it, and use the target's output matrix.
+EAGLE-1 and EAGLE-2 (Li et al., 2024) have the same slots, but read only the target's last hidden state. They fuse it
+with the embedding before a layer without a first norm. They have no norm after the layer, and use the target's output
+matrix.
 
 Shapes: ... any leading sizes, F hidden states side by side, E embedding size, H hidden size, Hq/Hkv heads, C head size,
 D draft vocabulary.
@@ -28,7 +29,7 @@ from arbordraft.heads.layers import (
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """A low, a middle and a high one of the hidden states of a model with ``count`` layers."""
+    """Returns the numbers of a low, a middle and a high hidden state of a model with ``count`` layers."""
     return min(2, count), count // 2, max(count - 3, 0)
 
 
@@ -36,13 +37,13 @@ class EagleConfig(LayersConfig):
     """Settings of an :class:`EagleHead`; see also :class:`~arbordraft.heads.layers.LayersConfig`.
 
     Args:
-        own_embeddings: whether tokens have embeddings of its own, not the target's.
-        first_generation: whether it is one of EAGLE-1 or EAGLE-2.
-        fc_bias: whether what fuses has a bias (HASS); of the first generation alone.
+        own_embeddings: whether it has its own token embeddings, in place of the target's.
+        first_generation: whether it is an EAGLE-1 or EAGLE-2 head.
+        fc_bias: whether the fusing layer has a bias (HASS); only for the first generation.
         fc_norm: whether each of the target's states is normed before they are fused (EAGLE-3.1).
-        norm_before_fc: whether all of them together are.
+        norm_before_fc: whether all these states are normed together.
         norm_before_residual: whether the layer adds to the normed states, not to the states themselves.
-        norm_output: whether the next step reads the output behind the last norm (EAGLE-3.1).
+        norm_output: whether the next step reads the output after the last norm (EAGLE-3.1).
     """
 
     model_type = "arbordraft_eagle"
@@ -56,7 +57,7 @@ class EagleConfig(LayersConfig):
     norm_output: bool = False
 
     def check_plain(self, what: str) -> None:
-        """Raises ValueError unless this is a head as we train them, which alone ``what`` knows."""
+        """Raises ValueError unless this is a head as we train them, the only kind that ``what`` knows."""
         if peculiar := self._peculiar():
             settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in peculiar)
             raise ValueError(f"{what} knows EAGLE-3 heads of one plain layer, this one has {settings}")
@@ -75,10 +76,10 @@ class EagleConfig(LayersConfig):
 
 
 class EagleHead(LayeredHead):
-    """The layers with what stands before and behind them, under the tensor names of EAGLE-3 checkpoints.
+    """The layers with fusion, norms and output matrix, under the tensor names of EAGLE-3 checkpoints.
 
-    It has no attention of its own: callers hand :meth:`queries_keys_values` of a layer to the attention that suits them
-    and its output to :meth:`finish`. Token embeddings are the target's, unless it has some.
+    It computes no attention: callers pass :meth:`queries_keys_values` of a layer to their own attention, and its output
+    to :meth:`finish`. Token embeddings are the target's, unless it has its own.
     """
 
     config: EagleConfig
@@ -116,15 +117,15 @@ class EagleHead(LayeredHead):
         name: str | None = None,
         **own: Any,
     ) -> Self:
-        """A new head, begun with the target's last layer, its norm and its rows of the output matrix.
+        """Creates a head that starts from the target's last layer, its norm and its rows of the output matrix.
 
         Args:
-            model: the target; a decoder of Llama's kind gives its weights, another one only its sizes.
+            model: the target; a decoder like Llama gives its weights, another one only its sizes.
             tokens: target ids that can be drafted.
             hidden_layers: hidden states to read; by default a low, a middle and a high one.
-            intermediate_size: of the MLP, by default the target's.
-            name: of the target.
-            **own: settings that a further kind of head has besides.
+            intermediate_size: inner size of the MLP, by default the target's.
+            name: name of the target.
+            **own: further settings of subclasses.
         """
         config = model.config.get_text_config()
         settings = cls.config_class.for_target(
@@ -141,15 +142,15 @@ class EagleHead(LayeredHead):
         return head
 
     def fuse(self, states: Tensor) -> Tensor:
-        """``[..., F]`` of the target to ``[..., H]``; the first generation fuses later, see :meth:`enter`."""
+        """Fuses ``[..., F]`` states of the target into ``[..., H]``; the first generation fuses in :meth:`enter`."""
         return states if self.config.first_generation else self.fc(self.normed(states))
 
     def enter(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """``[..., H]`` what the first layer reads, of embeddings ``[..., E]`` and :meth:`fuse` or its own output."""
+        """Returns the first layer's ``[..., H]`` input for ``[..., E]`` embeddings and :meth:`fuse` or own states."""
         return self.fc(torch.cat([embeddings, hidden], dim=-1)) if self.config.first_generation else hidden
 
     def normed(self, states: Tensor) -> Tensor:
-        """``[..., F]`` of the target as :attr:`fc` takes them, in their own dtype unless there is a norm."""
+        """Norms ``[..., F]`` states of the target for :attr:`fc`; without a norm, they keep their dtype."""
         if self.input_norm is None and not self.fc_norm:
             return states
         states = states.to(self.dtype)
@@ -160,19 +161,19 @@ class EagleHead(LayeredHead):
 
     @property
     def layers(self) -> list[Layer]:
-        """From the first to the last."""
+        """The layers, from the first to the last."""
         return [self.midlayer, *self.deeper]
 
     def queries_keys_values(
         self, embeddings: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], layer: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the attention of a layer needs.
+        """Returns a layer's queries, keys and values.
 
         Args:
             embeddings: ``[..., E]`` of each slot's token, which the first layer reads.
-            hidden: ``[..., H]`` what :meth:`enter` gives; for deeper layers the output of the one before.
-            rotary: what :meth:`rotary` gives for the slots' positions.
-            layer: its number.
+            hidden: ``[..., H]`` result of :meth:`enter`; for deeper layers the output of the previous one.
+            rotary: result of :meth:`rotary` for the slots' positions.
+            layer: number of the layer.
 
         Returns:
             ``[..., Hq, C]``, ``[..., Hkv, C]`` and ``[..., Hkv, C]``.
@@ -185,16 +186,16 @@ class EagleHead(LayeredHead):
         return self.project(block.self_attn, x, rotary)
 
     def finish(self, hidden: Tensor, attended: Tensor, layer: int = 0) -> Tensor:
-        """``[..., H]`` a layer's output, from its input and what its heads attended to, ``[..., Hq * C]``."""
+        """Returns a layer's ``[..., H]`` output for its input and the attention's output ``[..., Hq * C]``."""
         if layer == 0 and self.config.norm_before_residual:
             hidden = self.midlayer.hidden_norm(hidden)
         return self.layers[layer].finish(hidden, attended)
 
     def predict(self, out: Tensor, head: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the last layer's output ``[..., D]`` logits, the ``[..., H]`` before them, what the next step reads.
+        """Returns ``[..., D]`` logits, the ``[..., H]`` states before them and those that the next step reads.
 
         Args:
-            out: ``[..., H]``.
+            out: ``[..., H]`` output of the last layer.
             head: the target's output matrix, for heads that have none.
         """
         final = self.norm(out)
@@ -203,15 +204,15 @@ class EagleHead(LayeredHead):
 
     @torch.no_grad()
     def _begin(self, model: PreTrainedModel) -> None:
-        """Takes over what fits of the target's own weights."""
+        """Copies the target's own weights where they fit."""
         config = self.config
         self.lm_head.weight.copy_(model.get_output_embeddings().weight[self.tokens])
         if config.hidden_layers:
-            # The highest states stand for all, so that training starts from something close to the last layer.
+            # Passes on mainly the highest states, so that training starts close to the last layer.
             self.fc.weight.normal_(0.0, 0.01)
             self.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
         last = model.config.get_text_config().num_hidden_layers - 1
-        # Embeddings and states are normed by what norms the layer's input in the target; the former begin with ones.
+        # The norm of states starts from the target's norm of the layer's input, the norm of embeddings from ones.
         take_over(
             self.midlayer, model, last, {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": ""}
         )

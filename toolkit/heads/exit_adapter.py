@@ -1,4 +1,4 @@
-"""What makes an early exit better: an MLP that stands for the target's left-out layers.
+"""An MLP that improves early exit by replacing the target's skipped layers.
 
 Shapes: ... any leading sizes, H hidden size.
 """
@@ -12,11 +12,11 @@ from arbordraft.heads.base import Companion, CompanionConfig, GatedMLP, mlp_sett
 class ExitAdapterConfig(CompanionConfig):
     """Settings of an :class:`ExitAdapter`; see also :class:`~arbordraft.heads.base.CompanionConfig`.
 
-    ``hidden_layers`` holds one number, that of the layers to run.
+    ``hidden_layers`` holds one entry, the number of layers to run.
 
     Args:
-        intermediate_size: of the MLP.
-        rms_norm_eps: of the norm.
+        intermediate_size: inner size of the MLP.
+        rms_norm_eps: epsilon of the norm.
     """
 
     model_type = "arbordraft_exit_adapter"
@@ -45,13 +45,13 @@ class ExitAdapter(Companion):
     def for_target(
         cls, model: PreTrainedModel, layers: int, *, intermediate_size: int | None = None, name: str | None = None
     ) -> "ExitAdapter":
-        """A new adapter that changes nothing yet.
+        """Creates an adapter that changes nothing yet.
 
         Args:
             model: the target.
-            layers: how many of its layers are run.
-            intermediate_size: of the MLP, by default the target's.
-            name: of the target.
+            layers: how many of its layers run.
+            intermediate_size: inner size of the MLP, by default the target's.
+            name: name of the target.
         """
         mlp = mlp_settings(model.config.get_text_config(), intermediate_size)
         adapter = cls(ExitAdapterConfig.for_target(model, name, hidden_layers=[layers], **mlp))
@@ -60,9 +60,9 @@ class ExitAdapter(Companion):
 
     @property
     def layers(self) -> int:
-        """How many of the target's layers are run below it; 0 if its settings do not say."""
+        """Number of the target's layers that run before it; 0 if its settings do not say."""
         return (self.config.hidden_layers or [0])[0]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[..., H]`` to the same."""
+        """Maps ``[..., H]`` to ``[..., H]``."""
         return hidden + self.mlp(self.norm(hidden))

@@ -1,4 +1,4 @@
-"""Decoder layers of Llama's and Qwen3's kind, of which heads are made that read the target's hidden states.
+"""Decoder layers as in Llama and Qwen3, for heads that read the target's hidden states.
 
 Shapes: ... any leading sizes, X input size, H hidden size, Hq/Hkv heads, C head size.
 """
@@ -21,15 +21,15 @@ class LayersConfig(HeadConfig):
 
     Args:
         hidden_size: H.
-        intermediate_size: of the MLP.
+        intermediate_size: inner size of the MLP.
         num_attention_heads: Hq.
         num_key_value_heads: Hkv.
         head_dim: C.
-        rms_norm_eps: of the norms.
+        rms_norm_eps: epsilon of the norms.
         rope_theta: base of the rotary embedding.
-        rope_parameters: of a rotary embedding of another kind, as transformers has them; ``rope_theta`` by default.
-        max_position_embeddings: longest text.
-        num_hidden_layers: layers.
+        rope_parameters: transformers' parameters of another kind of rotary embedding; ``rope_theta`` by default.
+        max_position_embeddings: length of the longest text.
+        num_hidden_layers: number of layers.
         qk_norm: whether every head's query and key is normed, as in Qwen3.
         attention_bias: whether queries, keys and values have a bias.
     """
@@ -49,7 +49,7 @@ class LayersConfig(HeadConfig):
 
 
 def layer_settings(config: Any, intermediate_size: int | None) -> dict[str, Any]:
-    """Settings of layers like those of a target with this configuration, the MLP perhaps of another size."""
+    """Returns layer settings from a target's configuration, with another size of the MLP if given."""
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     return {
@@ -64,7 +64,7 @@ def layer_settings(config: Any, intermediate_size: int | None) -> dict[str, Any]
 
 
 class Attention(nn.Module):
-    """Projections of attention, which callers compute.
+    """Projections of an attention that callers compute.
 
     Args:
         config: sizes.
@@ -85,11 +85,11 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer that reads hidden states, or embeddings beside them.
+    """A layer that reads hidden states, with or without embeddings beside them.
 
     Args:
         config: sizes.
-        embeddings: size of the embeddings, which ``input_layernorm`` norms then, and ``hidden_norm`` the states.
+        embeddings: size of the embeddings; 0 for none. ``input_layernorm`` then norms them, ``hidden_norm`` the states.
     """
 
     hidden_norm: nn.RMSNorm
@@ -105,29 +105,29 @@ class Layer(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """``[..., H]`` its output, from its input and what its heads attended to, ``[..., Hq * C]``."""
+        """Returns its ``[..., H]`` output for its input and the attention's output ``[..., Hq * C]``."""
         hidden = hidden + self.self_attn.o_proj(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class LayeredHead(DraftHead):
-    """A head of layers without an attention of their own: callers hand its inputs to the attention that suits them."""
+    """A head of layers that compute no attention: callers pass its inputs to their own attention."""
 
     config: LayersConfig
     config_class = LayersConfig
 
     def __init__(self, config: LayersConfig) -> None:
         super().__init__(config)
-        self._frequencies: Tensor | None = None  # of the rotary embedding, as soon as they are needed
+        self._frequencies: Tensor | None = None  # of the rotary embedding, computed at their first use
         self._factor = 1.0
 
     def project(self, attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """``[..., Hq, C]`` queries, ``[..., Hkv, C]`` keys and values of normed inputs ``[..., X]``.
+        """Projects normed inputs ``[..., X]`` to ``[..., Hq, C]`` queries, ``[..., Hkv, C]`` keys and values.
 
         Args:
-            attention: of the layer.
+            attention: projections of the layer.
             x: the inputs.
-            rotary: what :meth:`rotary` gives for their positions.
+            rotary: result of :meth:`rotary` for their positions.
         """
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         query, key, value = (project(x).unflatten(-1, (-1, self.config.head_dim)) for project in projections)
@@ -137,7 +137,7 @@ class LayeredHead(DraftHead):
         return *turned.split([query.shape[-2], key.shape[-2]], dim=-2), value
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[..., 1, C]`` of positions ``[...]``."""
+        """Returns cosines and sines ``[..., 1, C]`` of positions ``[...]``."""
         if self._frequencies is None or self._frequencies.device != positions.device:
             frequencies, self._factor = self.frequencies(positions.device)
             self._frequencies = frequencies.repeat(2)
@@ -145,7 +145,7 @@ class LayeredHead(DraftHead):
         return (self._factor * angles.cos()).to(dtype), (self._factor * angles.sin()).to(dtype)
 
     def frequencies(self, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
-        """``[C / 2]`` float32 of the rotary embedding, and the factor of its cosines and sines."""
+        """Returns ``[C / 2]`` float32 rotary frequencies, and the factor of their cosines and sines."""
         config = self.config
         kind = (config.rope_parameters or {}).get("rope_type", "default")
         if kind == "default":
@@ -160,13 +160,13 @@ class LayeredHead(DraftHead):
 def take_over(
     layer: nn.Module, model: PreTrainedModel, number: int, like: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Copies those weights of one of a model's layers that have the same name and shape.
+    """Copies the weights of a model's layer that match in name and shape.
 
     Args:
-        layer: the layer that is begun with them.
-        model: a decoder of Llama's kind; of another one nothing may fit.
-        number: of its layer.
-        like: parameters that take the weight of another name, or that of none if it is empty.
+        layer: the layer to initialise.
+        model: a decoder like Llama; of another one nothing may fit.
+        number: number of the model's layer.
+        like: by parameter, the name of the weight that it takes instead; empty for none.
     """
     place = f".layers.{number}."
     given = {name.split(place)[1]: tensor for name, tensor in model.named_parameters() if place in name}
@@ -190,6 +190,6 @@ def take_over_norm(norm: nn.RMSNorm, model: PreTrainedModel) -> None:
 
 
 def turn(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """``[..., heads, C]`` turned by cosines and sines."""
+    """Rotates ``[..., heads, C]`` by cosines and sines."""
     cosine, sine = rotary
     return x * cosine + rotate_half(x) * sine

@@ -1,7 +1,7 @@
 """Several heads that look ahead from one hidden state: Medusa (Cai et al., 2024).
 
-Head h reads what the target's final norm gives at token j and predicts token j + 2 + h; the target's own head predicts
-token j + 1.
+Head h reads the output of the target's final norm at token j and predicts token j + 2 + h. The target's own head
+predicts token j + 1.
 
 Shapes: ... any leading sizes, H hidden size, D draft vocabulary.
 """
@@ -43,7 +43,7 @@ class _Block(nn.Module):
 
 
 class MedusaHead(DraftHead):
-    """The heads, under the tensor names that serving engines read."""
+    """The heads, with the tensor names that serving engines read."""
 
     config: MedusaConfig
     config_class = MedusaConfig
@@ -66,14 +66,14 @@ class MedusaHead(DraftHead):
         num_hidden_layers: int = 1,
         name: str | None = None,
     ) -> "MedusaHead":
-        """New heads, begun with the target's rows of its own output matrix behind layers that do nothing yet.
+        """Creates heads with rows of the target's output matrix, after layers that do nothing yet.
 
         Args:
             model: the target.
             tokens: target ids that can be drafted.
             num_heads: tokens to look ahead.
             num_hidden_layers: residual layers of each head.
-            name: of the target.
+            name: name of the target.
         """
         settings = MedusaConfig.for_target(
             model,
@@ -93,9 +93,9 @@ class MedusaHead(DraftHead):
         return head
 
     def prepare(self, hidden: Tensor) -> Tensor:
-        """What :meth:`logits` of every head reads, made once a step: ``[..., H]`` as it is."""
+        """Prepares the input of :meth:`logits` once per step for all heads; returns ``[..., H]`` unchanged."""
         return hidden
 
     def logits(self, hidden: Tensor, head: int) -> Tensor:
-        """``[..., D]`` logits of one head for ``[..., H]`` outputs of the target's final norm."""
+        """Returns ``[..., D]`` logits of one head for ``[..., H]`` outputs of the target's final norm."""
         return self.lm_heads[head](self.blocks[head](hidden))

@@ -1,8 +1,8 @@
-"""Heads that others have published, in the layouts of speculators, SpecForge, SafeAILab and vLLM, as our heads.
+"""Reads published heads, in the layouts of speculators, SpecForge, SafeAILab and vLLM, as our heads.
 
-Layouts name the same tensors alike but for the layers of EAGLE-3, ``midlayer`` or ``layers.0``; their settings differ.
-Hidden states of the target have other numbers, too: those of speculators and vLLM are ours, a state that i layers have
-made is number i; SpecForge, SGLang and z-lab name the layer that it comes out of, i - 1.
+Tensor names agree but for the layers of EAGLE-3, ``midlayer`` or ``layers.0``. Settings and the numbers of the target's
+hidden states differ. Speculators and vLLM number states as we do: the output of i layers is state i. SpecForge, SGLang
+and z-lab number the layer that outputs the state, i - 1.
 
 Shapes: D draft vocabulary, V vocabulary.
 """
@@ -40,7 +40,7 @@ _KINDS = {  # architectures of other programs
     "Qwen3DSparkModel": "DSpark",
     "MedusaModel": "Medusa",
 }
-_UNREAD = {  # that are known, but not read
+_UNREAD = {  # known, but not supported
     "EagleSpeculator": "EAGLE-1 in speculators' layout",
     "DFlash2Speculator": "DFlash 2",
     "DFlash2DraftModel": "DFlash 2",
@@ -50,15 +50,15 @@ _UNREAD = {  # that are known, but not read
     "MTPDraftModel": "speculators' MTP layer",
 }
 _LAYERS = {"llama": False, "qwen3": True}  # kinds of layers, and whether they norm queries and keys
-# Settings that would change what a head computes, and the only values that are understood.
+# Settings that change the computation of a head, and their only supported values.
 _FIXED = {"hidden_act": ("silu",), "mlp_bias": (False, None), "sliding_window": (None,), "pretraining_tp": (1, None)}
 _FIXED_DFLASH = {"shift_label": (False, None), "pure_draft_prefix_len": (0, None)}
-_UNUSED = ("verifier_", "confidence_head.", "logit_head.confidence_head.")  # tensors that do not change what is drafted
-_DEPTHS = 5  # that P-EAGLE heads draft where nothing says how many
+_UNUSED = ("verifier_", "confidence_head.", "logit_head.confidence_head.")  # tensors that do not change drafts
+_DEPTHS = 5  # depths of P-EAGLE heads that do not state theirs
 
 
 def is_published(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a head in a layout of others, read or not."""
+    """Tells whether a folder holds a head in the layout of another program, supported or not."""
     try:
         config = json.loads((Path(folder) / CONFIG).read_text())
         return bool((_KINDS | _UNREAD).keys() & set(config.get("architectures") or ()))
@@ -67,13 +67,13 @@ def is_published(folder: str | os.PathLike[str]) -> bool:
 
 
 def published_head(folder: str | os.PathLike[str], model: PreTrainedModel) -> DraftHead:
-    """A head of a folder, in eval mode and the dtype of its files.
+    """Loads a published head from a folder, in eval mode and the dtype of its files.
 
-    Embeddings and output matrices are kept only where they are others than the target's.
+    Embeddings and output matrices are kept only if they differ from the target's.
 
     Args:
-        folder: with ``config.json`` and safetensors.
-        model: the target, which says what the settings leave open.
+        folder: a folder with ``config.json`` and safetensors.
+        model: the target, which supplies missing settings.
 
     Returns:
         An :class:`~arbordraft.heads.eagle.EagleHead` of EAGLE-1, 2, 3 or 3.1, a
@@ -81,15 +81,15 @@ def published_head(folder: str | os.PathLike[str], model: PreTrainedModel) -> Dr
         or DSpark, or a :class:`~arbordraft.heads.medusa.MedusaHead`.
 
     Raises:
-        ValueError: if the kind of head is not read, settings are not understood, tensors are missing, left over or of
-            another shape, files are pickled or damaged, or the head was made for a target of other sizes.
+        ValueError: if the kind of head is not supported, settings are not understood, or files are pickled or damaged.
+            It is also raised if tensors are missing, left over or of another shape, or the target has other sizes.
     """
     try:
         given = json.loads((Path(folder) / CONFIG).read_text())
         name = next(name for name in given["architectures"] if name in _KINDS | _UNREAD)
         if (unread := _UNREAD.get(name)) is not None:
             known = ", ".join(dict.fromkeys(_KINDS.values()))
-            raise ValueError(f"it is one of {unread}; read are {known}")
+            raise ValueError(f"it is one of {unread}; supported are {known}")
         kind = "P-EAGLE" if "pard_token" in given else _KINDS[name]
         tensors = {name: tensor for name, tensor in read_tensors(folder).items() if not name.startswith(_UNUSED)}
         make = {"EAGLE-1 and EAGLE-2": _eagle1, "EAGLE-3": _eagle, "P-EAGLE": _peagle, "Medusa": _medusa}.get(
@@ -101,7 +101,7 @@ def published_head(folder: str | os.PathLike[str], model: PreTrainedModel) -> Dr
         raise ValueError(f"{folder} holds no head that can be read: {reason}") from error
     last = model.config.get_text_config().num_hidden_layers
     if kind not in ("Medusa", "EAGLE-1 and EAGLE-2") and last in (head.config.hidden_layers or ()):
-        raise ValueError(f"{folder} reads what layer {last} gives in front of the final norm, which is not to be had")
+        raise ValueError(f"{folder} reads the output of layer {last} before the final norm, which is not available")
     _fill(head, tensors, folder)
     head.check()
     head.check_target(model)
@@ -114,7 +114,7 @@ def _eagle(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str, 
 
 def _eagle1(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> EagleHead:
     settings = _eagle_settings(given, model, tensors)
-    tensors.pop("lm_head.weight", None)  # a copy of the target's, which has it
+    tensors.pop("lm_head.weight", None)  # a copy of the target's
     own = {"first_generation": True, "fc_bias": "fc.bias" in tensors}
     last = model.config.get_text_config().num_hidden_layers
     return EagleHead(EagleConfig(**settings | own | {"hidden_layers": [last]}))
@@ -186,7 +186,7 @@ def _dflash(given: dict[str, Any], model: PreTrainedModel, tensors: dict[str, Te
 
 
 def _eagle_settings(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What EAGLE-3's ``config.json`` means in our words."""
+    """Translates EAGLE-3's ``config.json`` into our settings."""
     layer = _layer(given)
     if "speculators_model_type" not in given and "norm_output" in given:
         raise ValueError(
@@ -213,7 +213,7 @@ def _eagle_settings(given: Mapping[str, Any], model: PreTrainedModel, tensors: d
 
 
 def _layer(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings of the layers; raises ValueError if they are not understood."""
+    """Returns the settings of the layers; raises ValueError if they are not understood."""
     layer: Mapping[str, Any] = given.get("transformer_layer_config") or given.get("model") or given
     kind = layer.get("model_type", "llama")
     if kind not in _LAYERS:
@@ -230,18 +230,18 @@ def _layer(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _strange(given: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> str:
-    """Settings that have other values than the ones that are understood."""
+    """Lists settings with values that are not understood."""
     return "; ".join(
         f"{name}={given[name]!r}" for name, known in fixed.items() if given.get(name, known[0]) not in known
     )
 
 
 def _sizes(given: Mapping[str, Any], layer: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
-    """Of the layers, in our words."""
+    """Translates the sizes of the layers into our settings."""
     hidden, heads = layer["hidden_size"], layer["num_attention_heads"]
     rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
     theta = rope.get("rope_theta") or layer.get("rope_theta") or 10000.0
-    if "type" in rope:  # as it was called before
+    if "type" in rope:  # its former name
         rope["rope_type"] = rope.pop("type")
     return {
         "vocab_size": vocabulary(model),
@@ -261,7 +261,7 @@ def _sizes(given: Mapping[str, Any], layer: Mapping[str, Any], model: PreTrained
 
 
 def _states(given: Mapping[str, Any], eagle: Mapping[str, Any], count: int) -> list[int]:
-    """The target's hidden states that EAGLE-3 reads, by our numbers."""
+    """Returns the target's hidden states that EAGLE-3 reads, by our numbers."""
     if (ids := given.get("eagle_aux_hidden_state_layer_ids")) is not None:
         return list(ids)
     if (ids := eagle.get("eagle_aux_hidden_state_layer_ids")) is not None:
@@ -270,17 +270,17 @@ def _states(given: Mapping[str, Any], eagle: Mapping[str, Any], count: int) -> l
 
 
 def _proposed(given: Mapping[str, Any]) -> int | None:
-    """How many tokens speculators has a head propose."""
+    """Returns how many tokens a head proposes by the settings of speculators."""
     methods = (given.get("speculators_config") or {}).get("proposal_methods") or [{}]
     tokens: int | None = methods[0].get("speculative_tokens")
     return tokens
 
 
 def _add_vocabulary(tensors: dict[str, Tensor], drafted: int, size: int) -> None:
-    """Adds what the draft vocabulary is where the files do not say it."""
+    """Adds ``d2t`` if the files lack it, and computes ``t2d`` from it."""
     if "d2t" not in tensors:
         if drafted != size:
-            raise ValueError(f"it lacks d2t, which says what its {drafted} draft tokens are")
+            raise ValueError(f"it lacks d2t, which maps its {drafted} draft tokens to target ids")
         tensors["d2t"] = torch.zeros(drafted, dtype=torch.int64)
     tensors["d2t"] = tensors["d2t"].long()
     tensors["t2d"] = torch.zeros(size, dtype=torch.bool)
@@ -289,7 +289,7 @@ def _add_vocabulary(tensors: dict[str, Tensor], drafted: int, size: int) -> None
 
 
 def _rename_layers(tensors: dict[str, Tensor]) -> None:
-    """Gives the layers of EAGLE-3 the names that they have in our heads."""
+    """Renames the layers of EAGLE-3 as in our heads."""
     for name in [name for name in tensors if name.startswith("layers.")]:
         _, number, rest = name.split(".", 2)
         tensors[f"midlayer.{rest}" if number == "0" else f"deeper.{int(number) - 1}.{rest}"] = tensors.pop(name)
@@ -300,7 +300,7 @@ def _same(own: Tensor, theirs: Any) -> bool:
 
 
 def _fill(head: DraftHead, tensors: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> None:
-    """Takes all tensors over, in their dtype; raises ValueError unless they are exactly those that the head has."""
+    """Copies all tensors in their dtype; raises ValueError unless they are exactly those of the head."""
     floating = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), None)
     if floating is not None:
         nn.Module.to(head, floating)

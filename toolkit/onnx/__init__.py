@@ -1,1 +1,1 @@
-"""Exported graphs in the places of torch's networks, run by onnxruntime."""
+"""Exported graphs that replace torch networks, run by onnxruntime."""

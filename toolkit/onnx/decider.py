@@ -14,10 +14,10 @@ from arbordraft.onnx.graph import MODEL, Graph
 
 
 class OnnxDecider(RowSurvival):
-    """Decides as the :class:`~arbordraft.deciders.LearnedDecider` that was exported.
+    """Decides like the :class:`~arbordraft.deciders.LearnedDecider` that was exported.
 
     Args:
-        graph: its network.
+        graph: exported network of the decider.
         threshold: least chance of survival; by default the exported decider's.
 
     Raises:
@@ -35,11 +35,11 @@ class OnnxDecider(RowSurvival):
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], threshold: float | None = None) -> "OnnxDecider":
-        """Loads what ``arbordraft export onnx`` wrote.
+        """Loads a decider that ``arbordraft export onnx`` wrote.
 
         Args:
-            path: the folder.
-            threshold: another one than the exported decider's.
+            path: folder of the decider.
+            threshold: least chance of survival; by default the exported decider's.
 
         Raises:
             ImportError: if onnxruntime is not installed.

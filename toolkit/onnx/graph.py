@@ -1,7 +1,7 @@
 """Runs exported graphs with onnxruntime: alone, or on the packed rows of a ragged batch.
 
-Shapes: B samples, T packed rows, n the most rows of one sample, P the most keys behind one sample's rows, L layers,
-Hkv heads, C head size.
+Shapes: B samples, T packed rows, n most rows of a sample, P most keys before a sample's rows, L layers, Hkv heads,
+C head size.
 """
 
 import json
@@ -16,23 +16,23 @@ from torch import Tensor
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 
-MODEL, FUSE = "model.onnx", "fuse.onnx"  # of an EAGLE head, the second graph makes the input of the first
-MARKOV = "markov.onnx"  # of a block head, what a node's own token adds to its logits
-PREFIX = "arbordraft."  # of our entries among a file's metadata
-FORMAT = 1  # of these entries and of what the graphs take and give
+MODEL, FUSE = "model.onnx", "fuse.onnx"  # of an EAGLE head; FUSE makes the input of MODEL
+MARKOV = "markov.onnx"  # of a block head: the term that a node's own token adds to its logits
+PREFIX = "arbordraft."  # prefix of our entries in a file's metadata
+FORMAT = 1  # version of these entries and of the graphs' inputs and outputs
 PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
-HIDDEN = torch.finfo(torch.float32).min  # added to a score that must not count
+HIDDEN = torch.finfo(torch.float32).min  # added to the score of a hidden key
 
 
 class Graph:
-    """A graph of a file that ``arbordraft export onnx`` wrote.
+    """Graph from a file that ``arbordraft export onnx`` wrote.
 
     Args:
         path: the file.
 
     Raises:
         ImportError: if onnxruntime is not installed.
-        ValueError: if the file is missing, damaged, or none of ours.
+        ValueError: if the file is missing, damaged, or of another format.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -47,9 +47,9 @@ class Graph:
         if not self.path.is_file():
             raise ValueError(f"{self.path} is missing: write the folder again with 'arbordraft export onnx'")
         try:
-            # No other provider: what was compared with the original before it was written ran on this one.
+            # No other provider: the export compared the graph with the original on this one.
             self._session = runtime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime has a class of its own for every cause
+        except Exception as error:  # onnxruntime has its own class for every cause
             raise ValueError(f"{self.path} cannot be read as a graph: {str(error).splitlines()[0]}") from error
         entries = self._session.get_modelmeta().custom_metadata_map.items()
         try:
@@ -67,21 +67,21 @@ class Graph:
 
     @property
     def kind(self) -> str:
-        """What it computes."""
+        """Kind of network that the graph computes, such as ``decider`` or ``causal-lm``."""
         return str(self.about.get("kind"))
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Its outputs by name."""
+        """Runs the graph on named inputs and returns its outputs by name."""
         feed = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in inputs.items()}
         arrays = self._session.run(None, feed)
         return {name: torch.from_numpy(array) for name, array in zip(self.outputs, arrays, strict=True)}
 
 
 class RaggedGraph:
-    """A graph with keys and values of its own, run on the packed rows of a ragged batch.
+    """Runs a graph that has its own keys and values on the packed rows of a ragged batch.
 
-    Such graphs take batches ``[B, n]`` with a past ``[B, Hkv, P, C]``. Where samples differ in length, both are filled
-    up and the mask hides what was added.
+    Such graphs take batches ``[B, n]`` with a past ``[B, Hkv, P, C]``. Where samples differ in length, both are padded
+    and the mask hides the padding.
 
     Args:
         graph: takes ``attention_mask`` ``[B, 1, n, P + n]``, ``position_ids`` ``[B, n]``, ``past_key_values.*`` and
@@ -93,12 +93,12 @@ class RaggedGraph:
         self._layers = sum(name.startswith("past_key_values") for name in graph.inputs) // 2
 
     def __call__(self, inputs: Mapping[str, Tensor], batch: RaggedBatch, cache: RaggedKVCache) -> dict[str, Tensor]:
-        """Writes the rows' keys and values into the cache and returns the other outputs.
+        """Runs the graph, writes the rows' keys and values into the cache, and returns the other outputs.
 
         Args:
             inputs: ``[T, ...]`` by name; ``position_ids`` and ``attention_mask`` follow from the batch.
-            batch: what ``cache.lay_out`` returned for these rows.
-            cache: the graph's own.
+            batch: result of ``cache.lay_out`` for these rows.
+            cache: cache of the graph's own keys and values.
 
         Returns:
             ``[T, ...]`` by name.
@@ -129,7 +129,7 @@ class RaggedGraph:
         return {name: tensor.flatten(0, 1)[places] for name, tensor in outputs.items()}
 
     def _past(self, batch: RaggedBatch, behind: Sequence[int], cache: RaggedKVCache) -> dict[str, Tensor]:
-        """``[B, Hkv, P, C]`` keys and values behind the rows of every layer."""
+        """Returns ``[B, Hkv, P, C]`` keys and values before the rows, for every layer."""
         columns = torch.arange(max(behind))
         starts, lengths = torch.tensor(list(batch.starts)), torch.tensor(behind)
         slots = starts[:, None] + torch.where(columns < lengths[:, None], columns, 0)
@@ -139,7 +139,7 @@ class RaggedGraph:
             if len(columns):
                 pools = cache.pools(layer, (), torch.empty(0))
                 feed |= {name: pool[slots].transpose(1, 2) for name, pool in zip(names, pools, strict=True)}
-            else:  # the first run makes the pools: it knows how large keys and values are
+            else:  # no pools before the first run: the graph's inputs tell the sizes
                 sizes = (self.graph.inputs[name] for name in names)
                 empty = (torch.empty(len(behind), heads, 0, size) for _, heads, _, size in sizes)
                 feed |= dict(zip(names, empty, strict=True))
@@ -147,7 +147,7 @@ class RaggedGraph:
 
 
 def _mask(batch: RaggedBatch, behind: Sequence[int], most: int) -> Tensor:
-    """``[B, 1, n, P + n]``: 0 where a row sees a key."""
+    """Returns the mask ``[B, 1, n, P + n]``: 0 where a row sees a key."""
     past = max(behind)
     mask = torch.full((len(batch.rows), 1, most, past + most), HIDDEN)
     taking_part = [sample for sample, rows in enumerate(batch.rows) if rows]

@@ -1,9 +1,9 @@
-"""Exported networks in the places of torch's: what drafters run, computed by onnxruntime.
+"""Exported networks of drafters, run by onnxruntime instead of torch.
 
-Each takes and gives what the torch network in its place does, so that drafters need not know which one they have. The
-weights are in float32 or quantised, whatever the target's dtype, and run on the CPU.
+Each has the inputs and outputs of the torch network that it replaces, so that drafters need not know which one they
+have. The weights are in float32 or quantised, for any dtype of the target, and run on the CPU.
 
-Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side by side, H hidden size, D draft
+Shapes: T packed rows, R rows with predictions, F hidden states side by side, H hidden size, D draft
 vocabulary, V vocabulary, N draft heads.
 """
 
@@ -22,17 +22,17 @@ from arbordraft.target.model import RaggedModel
 
 
 class OnnxNetwork(nn.Module):
-    """Base of the graphs of all drafters: checks the target that they were made for, and maps their vocabulary.
+    """Base of the exported networks of all drafters; checks their target and maps their vocabulary.
 
     Args:
-        graph: the graph.
-        target: the model that it drafts for.
+        graph: exported graph.
+        target: model that the drafter drafts for.
 
     Raises:
         ValueError: if the graph is damaged, or was made for another target, vocabulary or tokenizer.
     """
 
-    chunk = 512  # rows of a run, which bounds the memory of its mask and its logits
+    chunk = 512  # rows per run: bounds the memory of its mask and its logits
 
     def __init__(self, graph: Graph, target: RaggedModel) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class OnnxNetwork(nn.Module):
 
     @property
     def acceptance(self) -> list[float] | None:
-        """Rates at which the next token was the most probable one, the second, and so on, if the file has them."""
+        """Rates at which the next token was the most probable one, the second, and so on; ``None`` if unknown."""
         from arbordraft.heads.base import check_acceptance
 
         table: list[float] | None = self.graph.about.get("acceptance")
@@ -57,14 +57,14 @@ class OnnxNetwork(nn.Module):
         return table
 
     def widen(self, logits: Tensor) -> Tensor:
-        """``[..., D]`` as ``[..., V]`` on the target's device: a token that cannot be drafted has probability 0."""
+        """Widens ``[..., D]`` logits to ``[..., V]`` on the target's device; other tokens get probability 0."""
         if self._tokens is not None:
             wide = logits.new_full((*logits.shape[:-1], self._size), -torch.inf)
             logits = wide.index_copy_(-1, self._tokens, logits)
         return logits.to(self.device)
 
     def check_logits(self, logits: Tensor) -> None:
-        """Raises ValueError unless logits ``[..., D]`` of a first run are finite and as many as the file says."""
+        """Raises ValueError unless logits ``[..., D]`` of a first run are finite and D is that of the file."""
         if self._tokens is not None and logits.shape[-1] != len(self._tokens):
             raise ValueError(
                 f"{self.graph.path} predicts {logits.shape[-1]} tokens, its draft vocabulary has {len(self._tokens)}; "
@@ -104,7 +104,7 @@ class OnnxNetwork(nn.Module):
 
 
 class OnnxModel(OnnxNetwork):
-    """A causal LM, or the target's first layers, where a drafter runs a :class:`RaggedModel`."""
+    """Exported causal LM, or the target's first layers; replaces a drafter's :class:`RaggedModel`."""
 
     def __init__(self, graph: Graph, target: RaggedModel) -> None:
         super().__init__(graph, target)
@@ -118,7 +118,7 @@ class OnnxModel(OnnxNetwork):
         self.vocab_size = first["logits"].shape[-1]  # padding may make it more or less than the target's
 
     def forward(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None) -> Tensor:
-        """``[R, V']`` logits of ``[T]`` tokens, of all rows or of those named."""
+        """Returns ``[R, V']`` logits of ``[T]`` tokens, of all rows or of ``rows``."""
         logits = self._run({"input_ids": tokens}, batch, cache)["logits"]
         return (logits if rows is None else logits[rows]).to(self.device)
 
@@ -129,7 +129,7 @@ class OnnxModel(OnnxNetwork):
 
 
 class _OnnxHead(OnnxNetwork):
-    """A head on hidden states of the target, of which a second graph, ``fuse``, makes its input."""
+    """Head on hidden states of the target; a second graph, ``fuse``, makes its input from them."""
 
     def __init__(self, graph: Graph, fuse: Graph, target: RaggedModel, **settings: Any) -> None:
         super().__init__(graph, target)
@@ -142,17 +142,17 @@ class _OnnxHead(OnnxNetwork):
         self._run, self._fuse = RaggedGraph(graph), fuse
 
     def fuse(self, states: Tensor) -> Tensor:
-        """``[T, F]`` of the target to ``[T, H]``."""
+        """Maps hidden states ``[T, F]`` of the target to ``[T, H]``."""
         return self._fuse.run({"hidden_states": states[None].float()})["fused"][0]
 
 
 class OnnxEagle(_OnnxHead):
-    """An EAGLE head, where a drafter runs an :class:`~arbordraft.heads.eagle.EagleHead`."""
+    """Exported EAGLE head; replaces a drafter's :class:`~arbordraft.heads.eagle.EagleHead`."""
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` output of the layer."""
+        """Returns ``[R, V]`` logits, their ``[R, H]`` final states, and the ``[R, H]`` output of the layer."""
         outputs = self._run({"input_ids": fit_tokens(tokens, self._size), "hidden_states": hidden}, batch, cache)
         logits, final, out = (
             outputs[name] if rows is None else outputs[name][rows]
@@ -162,7 +162,7 @@ class OnnxEagle(_OnnxHead):
 
 
 class OnnxMedusa(OnnxNetwork):
-    """Medusa heads, where a drafter runs a :class:`~arbordraft.heads.medusa.MedusaHead`."""
+    """Exported Medusa heads; replace a drafter's :class:`~arbordraft.heads.medusa.MedusaHead`."""
 
     def __init__(self, graph: Graph, target: RaggedModel) -> None:
         super().__init__(graph, target)
@@ -170,18 +170,18 @@ class OnnxMedusa(OnnxNetwork):
         self.check_logits(self.prepare(torch.ones(1, target.model.config.get_text_config().hidden_size)))
 
     def prepare(self, hidden: Tensor) -> Tensor:
-        """``[R, N, D]``: the graph runs all heads at once."""
+        """Returns ``[R, N, D]`` logits; the graph runs all heads at once."""
         return self.graph.run({"hidden_states": hidden.float()})["logits"]
 
     def logits(self, prepared: Tensor, head: int) -> Tensor:
-        """``[R, D]`` logits of one head."""
+        """Returns ``[R, D]`` logits of one head."""
         return prepared[:, head]
 
 
 class OnnxBlock(_OnnxHead):
-    """A block head, where a drafter runs a :class:`~arbordraft.heads.block.BlockHead`.
+    """Exported block head; replaces a drafter's :class:`~arbordraft.heads.block.BlockHead`.
 
-    ``markov`` is the Markov term of tokens, ``None`` if the head has none.
+    ``markov`` is the graph of the Markov term; ``None`` if the head has none.
     """
 
     grows_trees = False
@@ -195,7 +195,7 @@ class OnnxBlock(_OnnxHead):
         """Does nothing: a graph's weights are never written to."""
 
     def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
-        """Writes the keys and values of slots."""
+        """Writes the keys and values of the batch's slots."""
         self(tokens, hidden, torch.zeros_like(tokens), batch, cache, tokens[:0])
 
     def forward(
@@ -207,14 +207,14 @@ class OnnxBlock(_OnnxHead):
         cache: RaggedKVCache,
         rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``[R, D]`` logits without the Markov term, ``[R, H]`` what they were made from, ``[R, r]`` its gates."""
+        """Returns ``[R, D]`` logits without Markov term, their ``[R, H]`` states and the term's ``[R, r]`` gates."""
         inputs = {"input_ids": fit_tokens(tokens, self._size), "hidden_states": hidden, "depths": depths}
         outputs = self._run(inputs, batch, cache)
         final = outputs["last_hidden_state"][rows]
         return outputs["logits"][rows], final, outputs["gates"][rows] if "gates" in outputs else final[:, :0]
 
     def condition(self, logits: Tensor, gates: Tensor, tokens: Tensor) -> Tensor:
-        """``[R, D]`` logits of nodes with these tokens."""
+        """Adds the Markov term of nodes with these tokens to ``[R, D]`` logits."""
         if self._markov is None:
             return logits
         return logits + self._markov.run({"input_ids": fit_tokens(tokens, self._size), "gates": gates})["logits"]

@@ -1,6 +1,6 @@
-"""What is known of transformers' logits processors, by the identity of their classes: others may have the same names.
+"""Properties of transformers' logits processors, by class identity: other classes may have the same names.
 
-Shapes: none; processors are looked at, not called.
+Shapes: none; processors are inspected, not called.
 """
 
 import math
@@ -12,9 +12,9 @@ from arbordraft.sampling.stateful import StatefulProcessor
 from arbordraft.utils.checks import check_temperature
 
 _MODULES = ("transformers.generation.logits_process", "transformers.generation.stopping_criteria")
-_NAMES: dict[type, str] = {}  # filled when it is first read, which no compiled code may be the first to do
-# Of transformers' own processors, by the names of their classes (subclasses may do other things).
-# These look at the scores alone: they run once over all rows. Any other one runs per row, on the row's path.
+_NAMES: dict[type, str] = {}  # filled on the first read, which must not happen in compiled code
+# Class names of transformers' own processors; subclasses do not count, since they may behave differently.
+# These read only the scores, so they run once over all rows. Any other one runs per row, on the row's path.
 _PATH_FREE = frozenset(
     {
         "EpsilonLogitsWarper",
@@ -31,11 +31,11 @@ _PATH_FREE = frozenset(
     }
 )
 _TRUNCATING = frozenset({"TopKLogitsWarper", "TopPLogitsWarper"})
-# Those of them that are plain arithmetic with a few numbers. The others check their arguments, which takes the host,
-# or index with a mask.
+# Those of `_PATH_FREE` that are plain arithmetic with a few numbers. The others check their arguments, which needs the
+# host, or index with a mask.
 _STATIC = _PATH_FREE - {"EtaLogitsWarper", "SuppressTokensLogitsProcessor", "TopHLogitsWarper"}
-# Processors that keep a state from call to call, or expect a second, unconditional row: the rows of a tree
-# are neither a sequence nor such a pair.
+# Processors that keep state between calls, or expect a second, unconditional row. The rows of a tree are neither one
+# sequence nor such a pair.
 _NOT_FOR_TREES = frozenset(
     {
         "ClassifierFreeGuidanceLogitsProcessor",
@@ -46,9 +46,9 @@ _NOT_FOR_TREES = frozenset(
         "WhisperNoSpeechDetection",
     }
 )
-# Libraries whose processors follow one text token by token, as a matcher of a grammar does.
+# Libraries whose processors follow one text token by token, as a grammar matcher does.
 _FOLLOWING = frozenset({"guidance", "llguidance", "outlines", "outlines_core", "transformers_cfg", "xgrammar"})
-# Processors that count from the first column of the batch, by the attribute that says to where.
+# Processors that count columns from the first one of the batch, and the attribute that holds where they stop.
 _COUNTING = {
     "ExponentialDecayLengthPenalty": "regulation_start",
     "ForcedEOSTokenLogitsProcessor": "max_length",
@@ -57,14 +57,14 @@ _COUNTING = {
     "RepetitionPenaltyLogitsProcessor": "prompt_ignore_length",
     "SuppressTokensAtBeginLogitsProcessor": "begin_index",
 }
-# Processors that keep the prompts of the batch they were built for, padding included.
+# Processors that store the prompts of the batch they were built for, padding included.
 _KEEPING_PROMPTS = frozenset({"EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor"})
-# Processors that ask which row of the batch they see. Those of users may, too.
+# Processors that depend on the number of the row in the batch. User-defined ones may, too.
 _INDEXING = _KEEPING_PROMPTS | {"PrefixConstrainedLogitsProcessor"}
 
 
 def transformers_name(cls: type) -> str:
-    """Name of a logits processor or stopping criterion of transformers; empty for other classes, also derived ones."""
+    """Returns the name of transformers' own processor or stopping criterion; empty for other and derived classes."""
     if not _NAMES:
         known = (entry for module in _MODULES for entry in vars(import_module(module)).values())
         _NAMES.update((one, one.__name__) for one in known if isinstance(one, type) and one.__module__ in _MODULES)
@@ -72,28 +72,28 @@ def transformers_name(cls: type) -> str:
 
 
 def is_path_free(processor: Any) -> bool:
-    """Whether a processor looks at the scores alone."""
+    """Returns whether a processor reads only the scores."""
     return transformers_name(type(processor)) in _PATH_FREE
 
 
 def is_static(processor: Any) -> bool:
-    """Whether a processor looks at the scores alone, and never asks the host about them."""
+    """Returns whether a processor reads only the scores and never needs the host for it."""
     return transformers_name(type(processor)) in _STATIC
 
 
 def is_truncating(processor: Any) -> bool:
-    """Whether a processor is top-k or top-p."""
+    """Returns whether a processor is top-k or top-p."""
     return transformers_name(type(processor)) in _TRUNCATING
 
 
 def heeds_padding(processor: Any) -> bool:
-    """Whether a processor counts the columns in front of a prompt, or keeps what is there."""
+    """Returns whether a processor counts the padding before a prompt, or stores it."""
     heeding = _COUNTING.keys() | _KEEPING_PROMPTS
     return any(transformers_name(cls) in heeding for cls in type(processor).__mro__)
 
 
 def counting_less(processor: Any, columns: int) -> Any:
-    """The processor for texts that begin this many columns later."""
+    """Returns the processor for texts without the batch's first ``columns`` columns."""
     attribute = _COUNTING.get(transformers_name(type(processor)))
     if not columns or attribute is None or getattr(processor, attribute) is None:
         return processor
@@ -103,7 +103,7 @@ def counting_less(processor: Any, columns: int) -> Any:
 
 
 def check_for_trees(processor: Any, padding: int) -> None:
-    """Raises TypeError or ValueError for a processor that rows of draft trees cannot be put through."""
+    """Raises TypeError or ValueError if a processor cannot be applied to rows of draft trees."""
     if not callable(processor):
         raise TypeError(f"a logits processor is a function of input_ids and scores, got {processor!r}")
     if isinstance(processor, StatefulProcessor):
@@ -123,22 +123,22 @@ def check_for_trees(processor: Any, padding: int) -> None:
 
 
 def may_index(processor: Any) -> bool:
-    """Whether what a processor does to a row may depend on the row's number in the batch."""
+    """Returns whether a processor's effect on a row may depend on the row's number in the batch."""
     return not isinstance(processor, StatefulProcessor) and transformers_name(type(processor)) in {"", *_INDEXING}
 
 
 def is_freezing(processor: Any) -> bool:
-    """Whether a processor divides by a temperature so low that the most probable token always wins."""
+    """Returns whether a processor divides by so low a temperature that the most probable token always wins."""
     if transformers_name(type(processor)) != "TemperatureLogitsWarper":
         return False
     return check_temperature("temperature", processor.temperature) == 0
 
 
 def name_of(processor: Any) -> str:
-    """A function's own name, otherwise the class's."""
+    """Returns a function's own name, otherwise the class's."""
     return str(getattr(processor, "__name__", type(processor).__name__))
 
 
 def truncates(processor: Any) -> bool:
-    """Whether a processor is top-k or top-p, and bans what it does not keep."""
+    """Returns whether a processor is top-k or top-p and bans every token that it does not keep."""
     return is_truncating(processor) and processor.filter_value == -math.inf

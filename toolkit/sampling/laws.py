@@ -1,9 +1,9 @@
 """Draft laws: how the children of one node are drawn.
 
-Every law here draws some *tail* tokens at random and then adds some *top* tokens that are certain. Order
-matters: children are listed, and verified, in the order of drawing, the random ones first.
+Every law here draws some *tail* tokens at random and then adds some *top* tokens that are certain. Children
+are listed and verified in the order of drawing, so the random ones come first.
 
-Shapes: V vocabulary, k children. Draft rows hold probabilities; they may be off their sum of 1 by rounding.
+Shapes: V vocabulary, k children. Draft rows hold probabilities, whose sum may differ from 1 by rounding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ class DraftLaw(nn.Module):
     Users pick one of the named laws: :class:`IID`, :class:`WithoutReplacement`, :class:`TopTail`,
     :class:`AdaptiveTopTail`, :class:`Fixed`, :class:`SharedNoise`.
 
-    Tokens of draft probability 0 are never drafted: a row with too small a support yields fewer children. How
-    many depends on the draft row alone, which keeps every verifier lossless.
+    Tokens of draft probability 0 are never drafted, so a row with too small a support yields fewer children. Their
+    number depends on the draft row alone, which keeps every verifier lossless.
 
     Args:
         tops: number of certain tokens. Among equally probable tokens the smaller id comes first.
@@ -29,12 +29,12 @@ class DraftLaw(nn.Module):
         replacement: whether a token may be drawn more than once.
 
     Raises:
-        TypeError: if a count is no whole number.
+        TypeError: if a count is not a whole number.
         ValueError: if a count is negative or both are zero.
     """
 
-    threshold = 0.0  # of the draft probability; what is below it is no top
-    shared = False  # whether the target's own noise is in the rows that children are taken from
+    threshold = 0.0  # least draft probability of a top
+    shared = False  # whether children are taken from rows that contain the target's own noise
 
     def __init__(self, tops: int, tails: int, replacement: bool) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ class DraftLaw(nn.Module):
 
     @property
     def deterministic(self) -> bool:
-        """Whether the children follow from the draft row without any noise."""
+        """Whether the draft row alone determines the children."""
         return self.tails == 0
 
     def narrow(self, children: int) -> "DraftLaw":
-        """The same law for a node with fewer children; the random draw is the last to go.
+        """Returns the law for a node with fewer children: drops all tails but one first, then tops.
 
         Raises:
             ValueError: if more children are asked for than the law draws.
@@ -77,10 +77,10 @@ class DraftLaw(nn.Module):
         return DraftLaw(tops, children - tops, self.replacement)
 
     def draw(self, draft: Tensor, uniforms: Sequence[float]) -> list[int]:
-        """Children in the order in which they must be verified.
+        """Draws children in the order in which they must be verified.
 
         Args:
-            draft: ``[V]`` the draft row, exactly as it will be shown to the verifier.
+            draft: ``[V]`` draft row, exactly as the verifier will receive it.
             uniforms: at least ``tails`` independent uniforms in [0, 1).
 
         Examples:
@@ -98,12 +98,12 @@ class DraftLaw(nn.Module):
         return tails + tops
 
     def proposals(self, draft: Tensor | None, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """The ``[V]`` law of every child given the children before it; ``None`` for one that was certain.
+        """Yields the ``[V]`` law of every child given the children before it; ``None`` for a certain child.
 
         Args:
-            draft: ``[V]`` draft row. If there is none, all children are taken for certain: a deterministic law needs
-                no more, and children drawn by any other stay losslessly verified, only less often accepted.
-            tokens: what :meth:`draw` returned for that row, or the beginning of it.
+            draft: ``[V]`` draft row. If there is none, all children count as certain, which is right for a
+                deterministic law. Under any other law, verification stays lossless but accepts less often.
+            tokens: tokens that :meth:`draw` returned for that row, or the first of them.
 
         Examples:
             >>> import torch
@@ -124,9 +124,9 @@ class DraftLaw(nn.Module):
                 row[token] = 0
 
     def enumerate(self, draft: Tensor) -> Iterator[tuple[float, list[int]]]:
-        """All outcomes of :meth:`draw` with their probabilities, computed in float64; meant for small supports."""
+        """Yields all outcomes of :meth:`draw` with their probabilities in float64; meant for small supports."""
         tops, row = self.split(draft)
-        row = row.double()  # as draws are
+        row = row.double()  # draws use float64, too
 
         def tails(row: Tensor, left: int) -> Iterator[tuple[float, list[int]]]:
             if left == 0:
@@ -144,20 +144,20 @@ class DraftLaw(nn.Module):
             yield probability, tokens + tops
 
     def tops_of(self, draft: Tensor) -> int:
-        """Number of certain tokens for a ``[V]`` draft row, which alone may decide it."""
+        """Returns the number of certain tokens for a ``[V]`` draft row; it must depend on this row alone."""
         return min(int((draft >= self.threshold).sum()), self.most_tops) if self.threshold else self.most_tops
 
     @property
     def asks(self) -> bool:
-        """Whether :meth:`tops_of` is one of its own, which is asked about each row."""
+        """Whether the class overrides :meth:`tops_of`, which must then be called for each row."""
         return type(self).tops_of is not DraftLaw.tops_of
 
     def tops_within(self, drafts: Tensor, row: int) -> int:
-        """Greatest number of certain tokens for one of ``[R, V]`` draft rows, before :attr:`threshold` is applied."""
+        """Returns the greatest number of tops of one of ``[R, V]`` draft rows, before :attr:`threshold` is applied."""
         return self.tops_of(drafts[row]) if self.asks else self.most_tops
 
     def top_tokens(self, draft: Tensor) -> list[int]:
-        """The certain tokens, the most probable one first."""
+        """Returns the certain tokens, the most probable one first."""
         count = min(self.tops_of(draft), len(draft))
         if count == 0:
             return []
@@ -169,13 +169,13 @@ class DraftLaw(nn.Module):
         return candidates[order[:count]].tolist()
 
     def split(self, draft: Tensor) -> tuple[list[int], Tensor]:
-        """The certain tokens of a ``[V]`` draft row, and a copy of the row without them."""
+        """Returns the certain tokens of a ``[V]`` draft row, and a copy of the row without them."""
         tops, row = self.top_tokens(draft), draft.clone()
         row[tops] = 0
         return tops, row
 
     def _tails_of(self, row: Tensor, tops: int) -> int:
-        """How many tokens are drawn from what the tops left of a row."""
+        """Returns how many tokens are drawn from a row whose tops were removed."""
         wanted = min(self.tails, self.k - tops)
         if wanted == 0:
             return 0
@@ -194,17 +194,17 @@ class IID(DraftLaw):
 
 
 class WithoutReplacement(DraftLaw):
-    """``k`` different tokens, at least 1, drawn one after the other from what is left of the row."""
+    """``k`` different tokens, at least 1, drawn one after the other from the rest of the row."""
 
     def __init__(self, k: int) -> None:
         super().__init__(tops=0, tails=check_int("k", k, 1), replacement=False)
 
 
 class TopTail(DraftLaw):
-    """``tails`` tokens drawn without replacement besides the ``tops`` most probable ones, then these.
+    """Draws ``tails`` tokens without replacement from outside the ``tops`` most probable ones, then adds these tops.
 
-    ``TopTail(1, 1)`` is the law of the pair that SpecHub draws (Sun et al., EMNLP 2024),
-    ``TopTail(k - 1, 1)`` the greedy drafting of Hu et al. (ICLR 2025).
+    ``TopTail(1, 1)`` is the law of the pair that SpecHub draws (Sun et al., EMNLP 2024).
+    ``TopTail(k - 1, 1)`` is the greedy drafting of Hu et al. (ICLR 2025).
     """
 
     def __init__(self, tops: int, tails: int) -> None:
@@ -212,20 +212,20 @@ class TopTail(DraftLaw):
 
 
 class AdaptiveTopTail(DraftLaw):
-    """``TopTail(m, k - m)`` with m chosen node by node: the tokens of draft probability ``threshold`` or more are tops.
+    """``TopTail(m, k - m)`` with m chosen per node: tokens of draft probability ``threshold`` or more are tops.
 
-    Certain tokens are accepted as often as the target wants them, so they serve where the drafter is sure; where it is
-    not, draws cover more. The choice follows from the draft row alone, so verification stays lossless. One token at
-    least is always drawn.
+    Certain tokens are accepted as often as the target wants them, so they suit rows of which the drafter is sure. On
+    other rows, random draws cover more. The choice depends on the draft row alone, so verification stays lossless. At
+    least one token is always drawn.
 
     Args:
         k: number of children, at least 1.
-        threshold: of the draft probability, from 0 to 1; 1 makes it :class:`WithoutReplacement`, 0
-            ``TopTail(k - 1, 1)``.
+        threshold: least draft probability of a top, from 0 to 1. With 1 the law is :class:`WithoutReplacement`, with 0
+            it is ``TopTail(k - 1, 1)``.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if it is out of range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is out of range.
 
     Examples:
         >>> import torch
@@ -251,9 +251,9 @@ class AdaptiveTopTail(DraftLaw):
 
 
 class Fixed(DraftLaw):
-    """The ``k`` most probable tokens, at least 1, or any that a drafter chose without noise (an n-gram lookup).
+    """The ``k`` most probable tokens, at least 1, or any chosen without noise, as by an n-gram lookup.
 
-    A drafter that repeats a token among siblings wastes a row; it changes nothing else.
+    A drafter that repeats a token among siblings wastes a row, with no other effect.
     """
 
     def __init__(self, k: int) -> None:
@@ -261,13 +261,13 @@ class Fixed(DraftLaw):
 
 
 class SharedNoise(DraftLaw):
-    """The ``k`` tokens, at least 1, for which ``log q + g`` is highest, g being the target's own noise.
+    """The ``k`` tokens, at least 1, with the highest ``log q + g``, where g is the target's own noise.
 
-    A drafter that is right about the target's row is then right about the token it draws. Valid only if a child is kept
-    where it *is* that token: what the target draws tells of the same noise as the child, so its probability given the
-    child is not p.
+    A drafter that predicts the target's row correctly also predicts the token that the target draws. The law is valid
+    only if a child is kept exactly when it *is* that token. Both depend on the same noise, so the law of the target's
+    token given the child is not p.
 
-    Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft, here for the k best under one noise.
+    Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft; here the k best under one noise.
     """
 
     shared = True
@@ -284,7 +284,7 @@ class SharedNoise(DraftLaw):
 
 
 def given(draft: Tensor | None) -> Tensor:
-    """The draft row of a node, for rules that cannot do without; raises ValueError if there is none."""
+    """Returns the draft row of a node for a rule that needs one; raises ValueError if there is none."""
     if draft is None:
         raise ValueError("this rule needs the draft row its children were drawn from; the drafter gave none")
     return draft

@@ -1,4 +1,4 @@
-"""From probabilities and noise to tokens.
+"""Noise, and tokens drawn with it from probabilities.
 
 Shapes: B samples, N topology nodes, R rows, V vocabulary.
 """
@@ -20,10 +20,10 @@ from arbordraft.utils.checks import check_int
 
 @dataclass(frozen=True)
 class Noise:
-    """The uniforms of one step: one per sample, node and purpose, so that no draw is ever used twice.
+    """The uniforms of one step: one per sample, node and purpose, so no draw is ever used twice.
 
-    All are ``[B, N]`` float64 in [0, 1), indexed by topology node: ``draft`` draws the node's own token,
-    ``accept`` decides about the node, ``final`` draws the recovered or bonus token if the path ends there.
+    All are ``[B, N]`` float64 in [0, 1), indexed by topology node. ``draft`` draws the node's own token, and
+    ``accept`` decides about the node. ``final`` draws the recovered or bonus token if the path ends there.
     """
 
     draft: Tensor
@@ -32,28 +32,28 @@ class Noise:
 
     @staticmethod
     def source(seed: int) -> np.random.Generator:
-        """The generator of a request, in which every bit of its seed counts.
+        """Returns the generator of a request; every bit of the seed counts.
 
-        It is Philox, seeded by way of numpy's ``SeedSequence``. Torch's own generator on the CPU would look at the
-        lower 32 bits alone.
+        It is a Philox generator, seeded through numpy's ``SeedSequence``. Torch's CPU generator would use only the
+        lower 32 bits of the seed.
 
         Args:
             seed: 0 to 2**64 - 1.
 
         Raises:
-            TypeError: if the seed is no whole number.
-            ValueError: if it is out of range.
+            TypeError: if the seed is not a whole number.
+            ValueError: if the seed is out of range.
         """
         return np.random.Generator(np.random.Philox(check_int("seed", seed, 0, 2**64 - 1)))
 
     @classmethod
     def draw(cls, generators: Sequence[np.random.Generator], nodes: int) -> Self:
-        """Draws from one :meth:`source` per sample, always as much, so that a request's stream is its own."""
+        """Draws equally many uniforms from each sample's :meth:`source`, so requests do not affect each other."""
         return cls.of([source.random((3, nodes)) for source in generators], nodes)
 
     @classmethod
     def of(cls, drawn: "Sequence[npt.NDArray[np.float64] | None]", nodes: int) -> Self:
-        """What was drawn for every sample, ``[3, N]``; ``None`` for those that do not take part."""
+        """Stacks the ``[3, N]`` uniforms of every sample; ``None`` stands for a sample that takes no part."""
         uniforms = torch.zeros(3, len(drawn), nodes, dtype=torch.float64)
         for sample, own in enumerate(drawn):
             if own is not None:
@@ -61,51 +61,51 @@ class Noise:
         return cls(*uniforms)
 
     def seated(self, seats: Sequence[int]) -> "Noise":
-        """The same for samples with other numbers: by new number the old one, -1 for nobody."""
+        """Renumbers the samples; ``seats`` holds, by new number, the old one, or -1 for none."""
         if len(seats) == len(self.accept):
             return self
         return Noise(*(uniforms[list(seats)] for uniforms in (self.draft, self.accept, self.final)))
 
 
 class SharedSource:
-    """Where the noise comes from that target and drafter share: for one text, a function of its seed alone.
+    """Source of the noise that target and drafter share: for one text, a function of its seed alone.
 
     Args:
         seed: 0 to 2**64 - 1.
 
     Raises:
-        TypeError: if the seed is no whole number.
-        ValueError: if it is out of range.
+        TypeError: if the seed is not a whole number.
+        ValueError: if the seed is out of range.
     """
 
     def __init__(self, seed: int) -> None:
         seed = check_int("seed", seed, 0, 2**64 - 1)
-        self.seed = seed - 2**64 if seed >= 2**63 else seed  # as int64 has it
-        self.rows: dict[int, Tensor] = {}  # ``[V]`` float32 noise by position, which steps that overlap share
+        self.seed = seed - 2**64 if seed >= 2**63 else seed  # the same bits as int64
+        self.rows: dict[int, Tensor] = {}  # ``[V]`` float32 noise by position, shared by overlapping steps
 
     def forget(self, length: int) -> None:
-        """Gives up the rows of committed positions."""
+        """Drops the rows of committed positions."""
         if self.rows:
             self.rows = {position: row for position, row in self.rows.items() if position >= length}
 
 
 @dataclass(frozen=True)
 class GumbelNoise:
-    """The noise of one step that target and drafter share, by seed, position in the text and token.
+    """The noise of one step that target and drafter share, a function of seed, text position and token.
 
-    Positions count from the beginning of a sample's own text, so the noise behind a node follows from its depth: no
-    matter in which step, at which node or beside which samples it is asked for, it is the same.
+    Positions count from the beginning of a sample's own text, so the noise after a node follows from its depth. It does
+    not depend on the step, the node or the other samples.
 
     Args:
-        sources: by sample; ``None`` where nothing is drawn, since decoding is greedy.
-        lengths: committed tokens of every sample, prompt included: the position of what follows their roots.
+        sources: by sample, the source; ``None`` if decoding is greedy, so nothing is drawn.
+        lengths: committed tokens of every sample, prompt included; equals the position of the token after the root.
     """
 
     sources: Sequence[SharedSource | None]
     lengths: Sequence[int]
 
     def seated(self, seats: Sequence[int]) -> "GumbelNoise":
-        """The same for samples with other numbers: by new number the old one, -1 for nobody."""
+        """Renumbers the samples; ``seats`` holds, by new number, the old one, or -1 for none."""
         if len(seats) == len(self.sources):
             return self
         sources = [self.sources[number] if number >= 0 else None for number in seats]
@@ -116,10 +116,10 @@ class GumbelNoise:
 
         Args:
             scores: ``[R, V]``.
-            places: per row the sample, and the depth of the node whose children it predicts.
+            places: per row, the sample and the depth of the node whose children the row predicts.
 
         Returns:
-            ``[R, V]`` of the same dtype: the noise is rounded, as drafts are but guesses.
+            ``[R, V]`` of the same dtype. The noise is rounded to it, since drafts are only guesses.
         """
         drawn = [row for row, (sample, _) in enumerate(places) if self.sources[sample] is not None]
         if len(drawn) < len(places):
@@ -143,25 +143,25 @@ class GumbelNoise:
 
         Args:
             scores: ``[R, V]``.
-            lowest: ``[R]`` lowest ones to draw, once they are divided; ``None`` for no bound.
-            places: per row the sample, and the depth of the node behind which the token stands.
+            lowest: ``[R]`` lowest scores to draw, after the division; ``None`` for no bound.
+            places: per row, the sample and the depth of the node that the token follows.
             temperature: above 0.
 
         Returns:
-            One per row; -1 where no score is above -inf.
+            One token per row; -1 if no score is above -inf.
         """
         tokens: list[int] = gumbel_argmax(scores, *self.keys(places, scores.device), temperature, lowest).tolist()
         return tokens
 
     def keys(self, places: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """``[R]`` seeds and positions of places, each a sample that draws and a depth, as kernels take them."""
+        """Returns ``[R]`` seeds and ``[R]`` positions for kernels; a place is a sample that draws and a depth."""
         seeds = [self.sources[sample].seed for sample, _ in places]  # type: ignore[union-attr]
         positions = [self.lengths[sample] + depth for sample, depth in places]
         keys = torch.from_numpy(np.array([seeds, positions], dtype=np.int64)).to(device)
         return keys[0], keys[1]
 
     def _rows(self, places: Sequence[tuple[int, int]], vocabulary: int) -> list[Tensor]:
-        """``[V]`` float32 noise at some places."""
+        """Returns the ``[V]`` float32 noise at each place, from the sources' rows where they hold it."""
         rows = [(self.sources[sample].rows, self.lengths[sample] + depth) for sample, depth in places]  # type: ignore[union-attr]
         missing = {
             (sample, depth): None
@@ -176,12 +176,12 @@ class GumbelNoise:
 
 
 def residual(target: Tensor, draft: Tensor) -> Tensor:
-    """Target mass that the draft did not cover, unnormalised: ``(target - draft)+``."""
+    """Returns the target mass that the draft did not cover, unnormalised: ``(target - draft)+``."""
     return (target - draft).clamp_min_(0)
 
 
 def draw(weights: Tensor, uniform: float) -> int:
-    """Inverse-CDF draw from unnormalised weights.
+    """Draws a token from unnormalised weights by inverse CDF.
 
     Args:
         weights: ``[V]``, non-negative with a positive sum.

@@ -13,11 +13,11 @@ from arbordraft.sampling.stateful import PathState
 
 
 class SampleError(Exception):
-    """What one sample brought along has failed: its processors, say. The others can go on.
+    """Failure of one sample, for example in its processors; the other samples can go on.
 
     Args:
-        number: the sample's.
-        cause: what was raised.
+        number: the sample's number.
+        cause: the exception that was raised.
     """
 
     def __init__(self, number: int, cause: Exception) -> None:
@@ -26,14 +26,14 @@ class SampleError(Exception):
 
 
 class RowOwner(Protocol):
-    """A sample as its rows see it: what is to be done to them, and the text in front of them.
+    """A sample as its rows need it: the processors to apply and the text before them.
 
     Attributes:
         number: its place in the batch.
         tokens: committed tokens, prompt included.
         greedy: whether the target decodes at temperature 0.
         pipeline: its logits processors; samples that share one are processed together.
-        path_state: its stateful processors behind the committed tokens; ``None`` if it has none.
+        path_state: its stateful processors after the committed tokens; ``None`` if it has none.
     """
 
     number: int
@@ -43,18 +43,18 @@ class RowOwner(Protocol):
     path_state: PathState | None
 
     def path(self, drafted: Sequence[int] = ()) -> list[int]:
-        """Its own tokens with drafted ones behind: what logits processors are told."""
+        """Returns the committed tokens followed by drafted ones, as logits processors receive them."""
 
     def state(self, drafted: Sequence[int]) -> PathState:
-        """Its stateful processors behind drafted tokens."""
+        """Returns the stateful processors after drafted tokens."""
 
 
 def draft_temperature(owner: RowOwner, shared: bool) -> float | None:
-    """What a sample's draft scores are divided by, if that is all that is done to them; 0 where nothing is drawn.
+    """Returns the divisor of a sample's draft scores, 0 if nothing is drawn; ``None`` if more is done to them.
 
     Args:
         owner: the sample.
-        shared: whether target and drafter share their noise: top-k and top-p are left out then.
+        shared: whether target and drafter share their noise; if so, top-k and top-p are left out.
     """
     if owner.greedy:
         return 0.0 if owner.pipeline.temperature == 1 else None
@@ -64,13 +64,13 @@ def draft_temperature(owner: RowOwner, shared: bool) -> float | None:
 def draft_scores(
     logits: Tensor, owners: Sequence[RowOwner], drafted: Callable[[int], Sequence[int]], *, untruncated: bool
 ) -> Tensor:
-    """Draft logits, put through processors.
+    """Applies each sample's processors to its draft logits.
 
     Args:
         logits: ``[R, V]``.
-        owners: R samples.
-        drafted: of a row, the drafted tokens before its prediction.
-        untruncated: leave out top-k and top-p where tokens are drawn, since drafts are but guesses there.
+        owners: the sample of each of the R rows.
+        drafted: returns the drafted tokens before a row's prediction.
+        untruncated: leave out top-k and top-p where tokens are drawn, since drafts are only guesses there.
 
     Returns:
         ``[R, V]`` scores.
@@ -97,7 +97,7 @@ def draft_scores(
 
 
 def alike(owners: Sequence[RowOwner]) -> dict[tuple[int, bool], list[int]]:
-    """Rows whose samples want the same done to them."""
+    """Groups rows whose samples need the same processing."""
     kinds: dict[tuple[int, bool], list[int]] = {}
     for row, owner in enumerate(owners):
         kinds.setdefault((id(owner.pipeline), owner.greedy), []).append(row)
@@ -110,7 +110,7 @@ def blamed(
     rows: Sequence[int],
     owners: Sequence[RowOwner],
 ) -> Any:
-    """Processes rows of samples that are alike; finds out which of them it is if that fails."""
+    """Processes rows of samples that are alike; if that fails, raises SampleError for the sample at fault."""
     rows, pipeline = list(rows), owners[rows[0]].pipeline
     try:
         return process(logits, rows, pipeline)

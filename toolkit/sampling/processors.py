@@ -30,28 +30,28 @@ from arbordraft.utils.checks import check_int
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, LogitsProcessorList
 
-_ROUNDING = 1e-3  # far above what sums of a row of probabilities lose
+_ROUNDING = 1e-3  # far above the rounding error in the sum of a row
 
 
 class LogitsPipeline:
     """Applies Hugging Face logits processors to one sample's rows of ragged draft trees, each row along its own path.
 
     Args:
-        processors: what ``generate()`` prepared: penalties, temperature, top-k, top-p, user-defined ones.
-            They must be functions of the tokens before a row, of its scores and of the row's number in the batch, or
-            follow a text as a :class:`~arbordraft.sampling.stateful.StatefulProcessor`; others are
-            refused where they are known. Temperatures below 1e-10 are left out, see ``greedy``.
-        batch_size: samples of the batch that the processors were prepared for. Those that may tell its rows apart are
-            called with as many rows, all of them equal.
+        processors: processors that ``generate()`` prepared: penalties, temperature, top-k, top-p, user-defined ones.
+            Each must be a function of the tokens before a row, the row's scores and its number in the batch, or a
+            :class:`~arbordraft.sampling.stateful.StatefulProcessor`. Known processors of another kind are
+            refused. Temperatures below 1e-10 are left out, see ``greedy``.
+        batch_size: samples of the batch that the processors were prepared for. Processors that may depend on the row's
+            number are called with that many equal rows.
         row: the sample's number in that batch. Samples whose :meth:`row_and_padding` is equal may share an object.
-        padding: columns in front of its prompt in that batch, which its paths have not.
+        padding: columns before the sample's prompt in that batch, which its paths lack.
 
     Attributes:
         greedy: whether the temperature is so low that the most probable token always wins.
 
     Raises:
-        TypeError: if a processor cannot be called, or ``batch_size`` is no whole number.
-        ValueError: if a processor keeps state between calls, or padding as part of the prompts.
+        TypeError: if a processor cannot be called, or ``batch_size`` is not a whole number.
+        ValueError: if a processor keeps state between calls, or stores padding as part of the prompts.
     """
 
     def __init__(
@@ -75,22 +75,22 @@ class LogitsPipeline:
 
     @staticmethod
     def row_and_padding(processors: "Sequence[LogitsProcessor]", row: int, padding: int) -> tuple[int, int]:
-        """Row and padding of a sample, 0 where none of the processors asks for it."""
+        """Returns the row and the padding of a sample; 0 replaces a number that no processor uses."""
         return row if any(map(may_index, processors)) else 0, padding if any(map(heeds_padding, processors)) else 0
 
     @cached_property
     def temperature(self) -> float | None:
-        """What scores are divided by if nothing else is done to them; ``None`` if something is."""
+        """Divisor of the scores if the processors do nothing else; ``None`` if they do."""
         return _dividing(self.processors)
 
     @cached_property
     def untruncated_temperature(self) -> float | None:
-        """The same without top-k and top-p."""
+        """The :attr:`temperature` if top-k and top-p are left out."""
         return _dividing([one for one in self.processors if not truncates(one)])
 
     @property
     def constants(self) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
-        """What tells lists of static processors apart: their names and numbers."""
+        """Names and numbers that distinguish lists of static processors."""
         return tuple((type(one).__name__, tuple(sorted(vars(one).items()))) for one in self.processors)
 
     def __call__(
@@ -99,12 +99,12 @@ class LogitsPipeline:
         path_of: Callable[[int], Sequence[int]],
         state_of: Callable[[int], PathState] = lambda row: PathState(()),
     ) -> Tensor:
-        """Processed logits in float32 (float64 stays float64).
+        """Returns the processed logits in float32 (float64 stays float64).
 
         Args:
-            logits: ``[R, V]``, left as they are.
-            path_of: token ids that precede the prediction of a row, prompt included; called only if needed.
-            state_of: the stateful processors behind a row's path; called only if there are some.
+            logits: ``[R, V]``, not modified.
+            path_of: returns the token ids before the prediction of a row, prompt included; called only if needed.
+            state_of: returns the stateful processors after a row's path; called only if there are any.
         """
         return self._processed(logits, path_of, state_of)
 
@@ -114,7 +114,7 @@ class LogitsPipeline:
         path_of: Callable[[int], Sequence[int]],
         state_of: Callable[[int], PathState] = lambda row: PathState(()),
     ) -> Tensor:
-        """The same without top-k and top-p, which take long and which drafts that are but guesses can do without."""
+        """Processes logits without top-k and top-p, which are slow and which drafts, being guesses, do not need."""
         truncating = {place for place, one in enumerate(self.processors) if truncates(one)}
         return self._processed(logits, path_of, state_of, truncating)
 
@@ -124,7 +124,7 @@ class LogitsPipeline:
         path_of: Callable[[int], Sequence[int]],
         state_of: Callable[[int], PathState] = lambda row: PathState(()),
     ) -> "tuple[Tensor, LogitsProcessor | None]":
-        """What to draw from: scores, and top-k or top-p if it comes last and is still to be done."""
+        """Returns scores to draw from, and a top-k or top-p processor still to be applied if it comes last."""
         last = len(self.processors) - 1
         if last < 0 or not truncates(self.processors[last]):
             return self(logits, path_of, state_of), None
@@ -137,7 +137,7 @@ class LogitsPipeline:
         state_of: Callable[[int], PathState],
         skipped: Collection[int] = (),
     ) -> Tensor:
-        """What all processors but those at some places make of logits."""
+        """Applies all processors except those at the ``skipped`` places."""
         scores = widened(logits)
         paths: list[Tensor] = []
         for place, processor in enumerate(self.processors):
@@ -155,10 +155,10 @@ class LogitsPipeline:
         return scores
 
     def _called(self, place: int, path: Tensor, scores: Tensor) -> Tensor:
-        """``[1, V]`` scores behind a ``[1, L]`` path, processed as this sample's row of the batch."""
+        """Processes ``[1, V]`` scores after a ``[1, L]`` path as this sample's row of the batch."""
         processor = self.processors[place]
         count, row = (self._batch_size, self._row) if self._indexing[place] else (1, 0)
-        given = scores.repeat(count, 1)  # a copy: processors are free to write into what they are given
+        given = scores.repeat(count, 1)  # a copy: processors may overwrite their input
         try:
             processed = processor(path.repeat(count, 1), given)
         except AssertionError as error:
@@ -173,7 +173,7 @@ class LogitsPipeline:
 def _followed(
     template: StatefulProcessor, number: int, scores: Tensor, logits: Tensor, state_of: Callable[[int], PathState]
 ) -> Tensor:
-    """What the stateful processor with a number makes of scores, which are overwritten unless they are the logits."""
+    """Applies the stateful processor with a number; overwrites the scores unless they are the logits."""
     scores = scores.clone() if scores is logits else scores
     for row, own in enumerate(scores):
         processed = _like(template, state_of(row).processed(number, own), own)
@@ -190,7 +190,7 @@ def _dividing(processors: Sequence[Any]) -> float | None:
 
 
 def _like(processor: Any, processed: Any, given: Tensor) -> Tensor:
-    """Scores that a processor returned, in the dtype of those given; raises unless they have their shape, too."""
+    """Returns a processor's result in the dtype of the given scores; raises unless it is a tensor of their shape."""
     if not isinstance(processed, Tensor):
         raise TypeError(f"{name_of(processor)} returned a {type(processed).__name__}, not a tensor of scores")
     if processed.shape != given.shape:
@@ -202,14 +202,14 @@ def _like(processor: Any, processed: Any, given: Tensor) -> Tensor:
 
 
 def truncate(processor: Any, scores: Tensor) -> Tensor:
-    """Applies a processor that looks at the scores alone; top-k and top-p, on a GPU, without their sorting."""
+    """Applies a processor that reads only the scores; on a GPU, top-k and top-p run without sorting."""
     if is_truncating(processor) and choice.wants_triton("truncate", scores):
         return scores.masked_fill(scores < _lowest(processor, scores)[:, None], processor.filter_value)
     return processor(scores.new_zeros(len(scores), 1, dtype=torch.long), scores)
 
 
 def truncated(processor: "LogitsProcessor | None", scores: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What :meth:`LogitsPipeline.trimmed` left: truncated scores, or on a GPU these and the ``[R]`` lowest to draw."""
+    """Finishes :meth:`LogitsPipeline.trimmed`: truncates scores, or on a GPU finds the ``[R]`` lowest ones to draw."""
     if processor is None:
         return scores, None
     if choice.wants_triton("truncate", scores):
@@ -218,16 +218,16 @@ def truncated(processor: "LogitsProcessor | None", scores: Tensor) -> tuple[Tens
 
 
 def _lowest(processor: Any, scores: Tensor) -> Tensor:
-    """``[R]`` the lowest scores that top-k or top-p keep."""
+    """Returns the ``[R]`` lowest scores that top-k or top-p keep."""
     if transformers_name(type(processor)) == "TopKLogitsWarper":
         return lowest_kept(scores, min(processor.top_k, scores.shape[1]))
     return lowest_kept(scores, processor.min_tokens_to_keep, processor.top_p)
 
 
 def surely_kept(processor: Any, scores: Tensor, tokens: Sequence[int]) -> list[bool]:
-    """Whether top-k or top-p keep a token of each row, however they treat its equals and round."""
-    chosen = torch.tensor(tokens, device=scores.device).clamp_(min=0)[:, None]  # -1: there is none
-    before = scores >= scores.gather(1, chosen)  # what may come before it, itself not counted
+    """Returns whether top-k or top-p certainly keep a token of each row, however they break ties and round."""
+    chosen = torch.tensor(tokens, device=scores.device).clamp_(min=0)[:, None]  # -1: no token
+    before = scores >= scores.gather(1, chosen)  # tokens that may rank before it; itself is removed next
     before.scatter_(1, chosen, False)
     if transformers_name(type(processor)) == "TopKLogitsWarper":
         return (before.sum(dim=1) < min(processor.top_k, scores.shape[1])).tolist()
@@ -235,5 +235,5 @@ def surely_kept(processor: Any, scores: Tensor, tokens: Sequence[int]) -> list[b
 
 
 def widened(logits: Tensor) -> Tensor:
-    """In float32; float64 stays float64."""
+    """Converts logits to float32; float64 stays float64."""
     return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,4 +1,4 @@
-"""Packed rows, as far as somebody reads them.
+"""Packed rows that are computed when they are read.
 
 Shapes: T packed rows, R of them, V vocabulary.
 """
@@ -22,7 +22,7 @@ RowOut = TypeVar("RowOut", covariant=True)
 
 
 class Rows(Protocol[RowOut]):
-    """Packed rows; a tensor's, or such as are computed when they are asked for."""
+    """Packed rows: a tensor, or an object that computes them when they are read."""
 
     def __len__(self) -> int: ...
 
@@ -30,17 +30,17 @@ class Rows(Protocol[RowOut]):
 
 
 class SoftmaxRows:
-    """The softmax of ``[T, V]`` scores, row by row, as far as somebody reads them.
+    """The softmax of ``[T, V]`` scores, computed row by row when a row is read.
 
-    A verifier that stops at the first rejection leaves most rows of a tree alone.
+    A verifier that stops at the first rejection never reads most rows of a tree.
 
     Args:
-        logits: the scores, or what ``process`` makes scores of.
-        process: given ``[R, V]`` of the logits and the numbers of these rows, returns their scores; row by row.
-        trim: likewise, but what :meth:`~arbordraft.sampling.processors.LogitsPipeline.trimmed` returns; to go with
-            ``process``.
-        temperature: of logits that are divided by it and not processed otherwise; in place of both.
-        best: T most probable tokens, where these and not random ones are wanted.
+        logits: the scores, or the input of ``process``.
+        process: given ``[R, V]`` of the logits and the numbers of these rows, returns their scores; acts row by row.
+        trim: takes the arguments of ``process``; returns scores and a processor still to be applied, see
+            :meth:`~arbordraft.sampling.processors.LogitsPipeline.trimmed`. Needs ``process``, too.
+        temperature: divisor of logits that are not processed otherwise; replaces ``process`` and ``trim``.
+        best: T most probable tokens, if these are wanted instead of random ones.
     """
 
     def __init__(
@@ -65,26 +65,26 @@ class SoftmaxRows:
 
     @property
     def alike(self) -> bool:
-        """Whether the same is done to all rows, whatever stands in front of them."""
+        """Whether all rows are processed alike, independent of the tokens before them."""
         return self._process is None
 
     @cached_property
     def scores(self) -> Tensor:
-        """``[T, V]``, all of them."""
+        """``[T, V]`` scores of all rows."""
         return self.scores_of(range(len(self)))
 
     def scores_of(self, rows: Sequence[int]) -> Tensor:
-        """``[R, V]`` scores of some rows."""
+        """Returns the ``[R, V]`` scores of some rows."""
         logits = self._taken(rows)
         if self._process is not None:
             return self._process(logits, rows)
         return logits if self._temperature is None else widened(logits) / self._temperature
 
     def draw(self, rows: Sequence[int], noise: GumbelNoise, places: Sequence[tuple[int, int]]) -> list[int]:
-        """Draws behind some rows with the noise of ``places``: see :meth:`~arbordraft.sampling.noise.GumbelNoise.draw`.
+        """Draws after some rows with the noise of ``places``: see :meth:`~arbordraft.sampling.noise.GumbelNoise.draw`.
 
-        Greedy rows give their most probable tokens, rows without tokens -1. What would have been drawn without top-k
-        or top-p is also drawn with it if it is kept. That can nearly always be told without sorting the row.
+        Greedy rows give their most probable token, rows without a possible token give -1. A token drawn without top-k
+        or top-p stands if these would keep it. This can nearly always be decided without sorting the row.
         """
         if self._best is not None:
             return self.most_probable(rows)
@@ -105,7 +105,7 @@ class SoftmaxRows:
         return tokens
 
     def most_probable(self, rows: Sequence[int]) -> list[int]:
-        """The most probable tokens behind some rows."""
+        """Returns the most probable token after each of some rows."""
         if self._best is None or self._process is not None:
             found: list[int] = row_max(self.scores_of(rows))[1].tolist()
             return found
@@ -122,8 +122,8 @@ class MixedRows(SoftmaxRows):
     """Rows that are not all processed alike.
 
     Args:
-        kinds: all T rows in each of several ways.
-        kind_of: ``[T]`` which of them is each row's own.
+        kinds: all T rows, processed in each of several ways.
+        kind_of: ``[T]`` index in ``kinds`` of each row's own way.
     """
 
     def __init__(self, kinds: Sequence[SoftmaxRows], kind_of: Sequence[int]) -> None:
@@ -162,7 +162,7 @@ class MixedRows(SoftmaxRows):
         return tokens
 
     def _split(self, rows: Sequence[int]) -> Iterator[tuple[SoftmaxRows, list[int]]]:
-        """The kinds of some rows, each with the places among them that are its own."""
+        """Yields each kind among some rows, with the places of its rows."""
         for number, kind in enumerate(self._kinds):
             if own := [place for place, row in enumerate(rows) if self._kind_of[row] == number]:
                 yield kind, own

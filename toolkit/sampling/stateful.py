@@ -15,26 +15,26 @@ from torch import Tensor
 
 @runtime_checkable
 class StatefulProcessor(Protocol):
-    """A logits processor that knows where it is in a text, as a grammar does.
+    """A logits processor that tracks its place in a text, as a grammar does.
 
-    Trees branch, so it has to be forked: the state behind a node is a fork of its parent's that accepted one token
-    more. What is given to a decoder is a template, which begins behind the prompt; every sample starts from a fork.
+    Trees branch, so states are forked: the state after a node is a fork of its parent's state that accepted one more
+    token. A decoder is given a template, whose state is that just after the prompt. Every sample starts from a fork.
     """
 
     def fork(self) -> Self:
-        """An independent copy in the same state."""
+        """Returns an independent copy in the same state."""
         ...
 
     def accept(self, token: int) -> None:
-        """Goes on behind a token.
+        """Advances the state by a token.
 
-        Drafts are guesses, so it may be one whose score it makes -inf. That never becomes text, nor does what follows
-        it: then any state will do, and it may raise.
+        Drafts are guesses, so the token's score may be one that the processor sets to -inf. Neither such a token nor
+        any token after it becomes text. In this case any state will do, and the method may raise.
         """
         ...
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """``[V]`` scores of the token that comes next, processed; those given may be overwritten."""
+        """Returns the processed ``[V]`` scores of the next token; the given ones may be overwritten."""
         ...
 
 
@@ -42,7 +42,7 @@ class Allowed:
     """The tokens that may come next.
 
     Args:
-        bits: one for every token, the first ones in the lowest bits; tokens beyond them are not allowed.
+        bits: one bit per token, the first tokens in the lowest bits; tokens beyond them are not allowed.
     """
 
     def __init__(self, bits: bytes) -> None:
@@ -55,19 +55,19 @@ class Allowed:
         return Allowed(bytes(map(and_, self._bits, other._bits)))
 
     def tokens(self) -> list[int]:
-        """All of them, ascending."""
+        """Returns all allowed tokens, ascending."""
         bits: list[int] = np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little").nonzero()[0].tolist()
         return bits
 
     @cached_property
     def only(self) -> int | None:
-        """The token, if there is but one."""
+        """The allowed token, if there is exactly one; otherwise ``None``."""
         number = int.from_bytes(self._bits, "little")
         return number.bit_length() - 1 if number and not number & (number - 1) else None
 
     def mask(self, scores: Tensor) -> Tensor:
-        """``[V]`` scores with -inf for all others, overwritten."""
-        if self.only is not None:  # however unlikely a model takes it to be
+        """Sets the ``[V]`` scores of all other tokens to -inf, in place, and returns the scores."""
+        if self.only is not None:  # certain, however low its score
             scores.fill_(-torch.inf)
             scores[self.only : self.only + 1] = 0.0
             return scores
@@ -80,27 +80,27 @@ class Allowed:
 
 @runtime_checkable
 class Constraint(StatefulProcessor, Protocol):
-    """A stateful processor that only forbids tokens, and says which: then none of those is drafted."""
+    """A stateful processor that only forbids tokens and lists the allowed ones, so that no other is drafted."""
 
     def allowed(self) -> Allowed | None:
-        """The tokens that may come next; ``None`` for all of them."""
+        """Returns the tokens that may come next; ``None`` for all of them."""
         ...
 
 
 class PathState:
-    """The stateful processors of a text behind one path of a tree, and behind those that go on from it.
+    """The stateful processors of a text after one path of a tree, and after all paths that extend it.
 
-    A processor may fail, as a grammar does that becomes too complex. Behind committed tokens that ends the sample.
-    Behind drafted ones it is remembered only: the draft may be rejected, and whether a text fails must not depend on
-    drafts. If it is accepted, the sample ends with it.
+    A processor may fail, for example if a grammar becomes too complex. After committed tokens, a failure ends the
+    sample. After drafted ones it is only recorded: the draft may be rejected, and drafts must not decide whether a text
+    fails. If the draft is accepted, the sample ends with it.
 
     Args:
-        processors: in their states behind this path.
+        processors: the processors in their states after this path.
         drafted: whether the path holds tokens that are not committed.
-        failure: why these states cannot be used, if they cannot.
+        failure: the reason why these states cannot be used, if there is one.
 
     Attributes:
-        failure: why one of the processors failed here, as far as they were asked.
+        failure: the reason why a processor failed here, among those called so far.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PathState:
         self._longer: dict[int, PathState] = {}
 
     def along(self, tokens: Sequence[int]) -> "PathState":
-        """The states some drafted tokens later."""
+        """Returns the states after some more drafted tokens."""
         state = self
         for token in tokens:
             if token not in state._longer:
@@ -120,18 +120,18 @@ class PathState:
         return state
 
     def commit(self, token: int) -> "PathState":
-        """The states behind a token that was committed."""
+        """Returns the states after the next token, which was committed."""
         state = self.along([token])
         state._drafted = False
         return state
 
     def processed(self, number: int, scores: Tensor) -> Tensor:
-        """``[V]`` scores of the token that comes next, processed by the processor with a number.
+        """Applies the processor with a number to the ``[V]`` scores of the next token.
 
-        Behind drafted tokens where it fails they stay as they are: nothing that is drawn from them is committed.
+        If it fails after drafted tokens, the scores stay as they are: no token drawn from them is committed.
 
         Raises:
-            Exception: what the processor raised, behind committed tokens.
+            Exception: the processor's own, if it fails after committed tokens.
         """
         if self.failure is None:
             try:
@@ -142,13 +142,13 @@ class PathState:
         return scores
 
     def fail(self, reason: Exception) -> None:
-        """Remembers that no text goes on here; raises that behind committed tokens."""
+        """Records why no text can go on here; after committed tokens, raises the reason."""
         self.failure = reason
         if not self._drafted:
             raise reason
 
     def allowed(self, tokens: Sequence[int]) -> Allowed | None:
-        """What constraints let come next some tokens later: ``None`` for everything, none where a processor fails."""
+        """Returns the tokens that constraints allow after ``tokens``: ``None`` for all, none if a processor fails."""
         return self.along(tokens)._allowed
 
     def _after(self, token: int) -> "PathState":

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server on an engine, and the page that shows what it does."""
+"""OpenAI-compatible server on top of an engine, with its web page."""

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: whole, or as the chunks of a stream."""
+"""Answers in OpenAI's formats: complete, or as chunks of a stream."""
 
 import json
 import secrets
@@ -37,12 +37,12 @@ class Shape(ABC):
     """Writes the answers to one request.
 
     Args:
-        service: what answers.
-        question: what was asked.
+        service: service that answers.
+        question: the request.
     """
 
-    prefix: str  # of ids
-    closing = "data: [DONE]\n\n"  # ends a stream that nothing went wrong in
+    prefix: str  # of response ids
+    closing = "data: [DONE]\n\n"  # ends a stream without errors
 
     def __init__(self, service: Service, question: Question) -> None:
         self.logprobs = question.others is not None
@@ -56,32 +56,32 @@ class Shape(ABC):
 
     @abstractmethod
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
-        """All answers at once."""
+        """Builds the response with all answers."""
 
     @abstractmethod
     def chunks(self, piece: Piece) -> Iterator[BaseModel]:
-        """Writes a new piece as chunks of a stream."""
+        """Yields a new piece as chunks of a stream."""
 
     @abstractmethod
     def last(self, usage: CompletionUsage) -> BaseModel:
-        """The chunk without answers that ends a stream which wants to know its usage."""
+        """Builds the last chunk of a stream that reports its usage; it has no answers."""
 
     def end(self, usage: CompletionUsage, options: StreamOptions) -> Iterator[BaseModel]:
-        """The end of a stream."""
+        """Yields the last chunks of a stream."""
         if options.include_usage:
             yield self.last(usage)
 
     def event(self, chunk: BaseModel) -> str:
-        """A server-sent event."""
+        """Formats a chunk as a server-sent event."""
         return f"data: {written(chunk)}\n\n"
 
     def broken(self, error: HTTPException) -> str:
-        """The event that ends a stream in which something went wrong."""
+        """Formats the event that ends a stream after an error."""
         return f"data: {json.dumps(as_body(error), ensure_ascii=False)}\n\n"
 
 
 def written(answer: BaseModel) -> str:
-    """An answer as JSON."""
+    """Serialises an answer as JSON."""
     return str(answer.model_dump_json(exclude_unset=True))
 
 
@@ -108,7 +108,7 @@ class ChatShape(Shape):
         return ChatCompletion(object="chat.completion", choices=choices, usage=usage, **self.head)
 
     def chunks(self, piece: Piece) -> Iterator[BaseModel]:
-        while self._begun < piece.index:  # clients count answers as they see them
+        while self._begun < piece.index:  # clients number answers in the order of their first chunks
             yield self._news(Piece(self._begun))
         yield self._news(piece)
 
@@ -131,7 +131,7 @@ class ChatShape(Shape):
         return ChatCompletionChunk(object="chat.completion.chunk", **self.head, **content)
 
     def _said(self, piece: Piece) -> dict[str, Any]:
-        """New thoughts, words and calls; an empty text without any, but where the answer may call."""
+        """Returns new thoughts, text and calls; leaves out an empty text beside thoughts, or if the answer may call."""
         said: dict[str, Any] = {} if (self.calling or piece.thoughts) and not piece.text else {"content": piece.text}
         said |= _thoughts(piece)
         return {**said, "tool_calls": [_delta(call) for call in merged(piece.calls)]} if piece.calls else said
@@ -149,14 +149,14 @@ def _of(known: SpeltLogprob) -> dict[str, Any]:
 
 
 class _TextLogprobs(Logprobs):
-    """OpenAI's type knows no first token of a prompt, which has none."""
+    """OpenAI's type, with ``None`` for the first token of a prompt, which has no log-probability."""
 
     token_logprobs: list[float | None] | None = None
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class _TextChoice(CompletionChoice):
-    """OpenAI's type knows no chunk before the last, which has no reason to end."""
+    """OpenAI's type, with ``None`` as the finish reason of chunks before the last."""
 
     finish_reason: Literal["stop", "length"] | None = None
     logprobs: _TextLogprobs | None = None
@@ -211,7 +211,7 @@ class TextShape(Shape):
 
 
 def _by_text(others: Sequence[SpeltLogprob]) -> dict[str, float]:
-    """Log-probabilities by texts, the higher one where two are equal; parts of characters go by their bytes."""
+    """Maps texts to log-probabilities, equal texts to the highest; names parts of characters by their bytes."""
     found: dict[str, float] = {}
     for text, data, logprob, _ in others:
         part = data is not None and "\ufffd" in text and not is_text(data)
@@ -221,11 +221,11 @@ def _by_text(others: Sequence[SpeltLogprob]) -> dict[str, float]:
 
 
 def usage_of(stream: Stream, reasoning: int) -> CompletionUsage:
-    """Counts the tokens of a request so far, in OpenAI's shape with the figures of speculation.
+    """Counts the tokens of a request so far, in OpenAI's format with figures of speculation.
 
     Args:
-        stream: the engine's, with requests and answers.
-        reasoning: tokens of thoughts.
+        stream: the engine's stream, with requests and answers.
+        reasoning: number of tokens of thoughts.
     """
     prompt = sum(len(request.prompt) for request in stream.requests)
     written = sum(len(answer.tokens) for answer in stream.answers)
@@ -260,7 +260,7 @@ def _thoughts(piece: Piece) -> dict[str, Any]:
 
 
 def merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
-    """One piece per call: clients lose the second one of a chunk."""
+    """Merges pieces to one per call: clients lose a second one in the same chunk."""
     calls = dict[int, CallPiece]()
     for piece in pieces:
         calls[piece.index] = calls[piece.index] + piece if piece.index in calls else piece
@@ -276,12 +276,12 @@ def _delta(piece: CallPiece) -> ChoiceDeltaToolCall:
 
 
 def call_id() -> str:
-    """Nine letters and digits: there are chat templates that take no others back."""
+    """Draws an id of nine letters and digits, the only form that some chat templates accept."""
     return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
 
 
 def _extension(piece: Piece) -> dict[str, Any]:
-    """Fields of an answer that are this server's own."""
+    """Returns fields of an answer that extend OpenAI's protocol."""
     shown: dict[str, Any] = {"steps": list(piece.steps)} if piece.steps else {}
     if piece.check is not None:
         keywords, valid, reason = piece.check

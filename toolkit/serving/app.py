@@ -1,4 +1,4 @@
-"""The endpoints; one event loop carries all of their streams."""
+"""HTTP endpoints; one event loop serves all of their streams."""
 
 import hmac
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -32,17 +32,17 @@ from arbordraft.utils.checks import check_int
 def build_app(
     service: Service, *, api_key: str | None = None, max_body: int = 4 * 2**20, cors: Sequence[str] = ()
 ) -> FastAPI:
-    """The server as an ASGI app, for any server of those; :class:`~arbordraft.serving.server.Server` is one.
+    """Builds the ASGI app; :class:`~arbordraft.serving.server.Server` or any other ASGI server runs it.
 
     Args:
-        service: answers; it starts and ends with the app.
-        api_key: what clients of ``/v1`` must show, if they must.
+        service: service that answers; it starts and stops with the app.
+        api_key: key that clients of ``/v1`` must send; by default none.
         max_body: longest body of a request, in bytes.
-        cors: origins whose pages may ask from a browser, ``*`` for all; by default the server's own only.
+        cors: origins whose pages may send requests from a browser, ``*`` for all; by default only the server's own.
 
     Raises:
-        TypeError: for arguments of another kind.
-        ValueError: for values out of range.
+        TypeError: if an argument has the wrong type.
+        ValueError: if a value is out of range.
     """
     check_int("max_body", max_body, 1)
     options = cors_options(cors)
@@ -92,7 +92,7 @@ def _endpoints(service: Service, api_key: str | None) -> APIRouter:
         object="model",
         created=service.created,
         owned_by="arbordraft",
-        exactness=service.exactness,  # ours: what is promised about the law of the answers
+        exactness=service.exactness,  # our extension: the promise about the output law
     )
 
     @router.get("/models")
@@ -129,7 +129,7 @@ async def _answer(
     shape = kind(service, question)
     if question.stream:
         chunks = _chunks(call, http, shape, question.stream_options)
-        first = await anext(chunks)  # what fails before that has a status of its own
+        first = await anext(chunks)  # errors before the first chunk get their own status
         return StreamingResponse(
             _events(shape, first, chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
@@ -154,7 +154,7 @@ async def _chunks(call: Call, http: Request, shape: Shape, options: StreamOption
 
 
 async def _events(shape: Shape, first: BaseModel, others: AsyncGenerator[BaseModel, None]) -> AsyncIterator[str]:
-    """Server-sent events; the last one says that all is done, or what went wrong."""
+    """Yields server-sent events; the last one marks the end or reports an error."""
     async with aclosing(others):
         try:
             yield shape.event(first)
@@ -168,7 +168,7 @@ async def _events(shape: Shape, first: BaseModel, others: AsyncGenerator[BaseMod
 async def _told(http: Request, error: HTTPException) -> Response:
     if error.status_code == 405 and error.headers:
         error.headers = {"Allow": allowed(error.headers["Allow"])}
-        if http.method == "OPTIONS":  # tells the methods, and allows no page of another origin anything
+        if http.method == "OPTIONS":  # lists the methods, and grants nothing to pages of other origins
             return Response(status_code=204, headers=error.headers)
     return JSONResponse(as_body(error), error.status_code, error.headers)
 

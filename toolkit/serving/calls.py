@@ -1,4 +1,4 @@
-"""Finds out how a model writes calls of tools, by having its chat template write some."""
+"""Finds out how a model writes tool calls, by rendering some with its chat template."""
 
 import json
 import re
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 Schema = Mapping[str, Any]
 Written = Callable[..., str]
 
-_ID = "\0"  # stands in the texts of a format where a call's id is written
-_ID_PATTERN = "[a-zA-Z0-9]{9}"  # Mistral's templates take no others
+_ID = "\0"  # placeholder of a call's id in the texts of a format
+_ID_PATTERN = "[a-zA-Z0-9]{9}"  # Mistral's templates accept no others
 _WORDS = "some words"
 _FIRST: dict[str, Any] = {"name": "first_function", "arguments": {"first": 1}, "id": "firstcall"}
 _SECOND: dict[str, Any] = {"name": "second_function", "arguments": {"second": 2}, "id": "secondone"}
@@ -33,17 +33,20 @@ _OFFERED = {
 
 @dataclass(frozen=True)
 class CallFormat:
-    """``opening NAME middle ARGUMENTS``, for every further call ``separator NAME middle ARGUMENTS``, then ``closing``.
+    """Format of an answer's tool calls.
+
+    The first call is ``opening NAME middle ARGUMENTS``, each further one ``separator NAME middle ARGUMENTS``; the last
+    one is followed by ``closing``.
 
     Args:
         opening: text before the name of the first call.
         middle: text between name and arguments.
-        separator: text before the name of a further call; ``None`` if an answer has room for one only.
-        closing: text behind the arguments of the last call.
-        anywhere: whether they may stand behind words; else an answer begins with a call, or is only words.
-        quoted: whether it takes arguments as a JSON text instead of an object.
-        added: the tokenizer's added tokens by their texts, without those that end an answer. A model writes such a
-            text as one token.
+        separator: text before the name of a further call; ``None`` if an answer can have only one call.
+        closing: text after the arguments of the last call.
+        anywhere: whether calls may follow words; else an answer is either calls or words.
+        quoted: whether the chat template takes arguments as JSON text instead of an object.
+        added: the tokenizer's added tokens by text, except those that end an answer. A model writes such a text as one
+            token.
     """
 
     opening: str
@@ -56,29 +59,29 @@ class CallFormat:
 
     @property
     def marks(self) -> frozenset[int]:
-        """Added tokens that show where calls are: to be spelt even if they are special."""
+        """Ids of added tokens in the format's texts; they are spelt even if they are special."""
         pieces = (self.opening, self.middle, self.separator or "", self.closing)
         return frozenset(token for text, token in self.added.items() if any(text in piece for piece in pieces))
 
     def without(self, *marks: str) -> "CallFormat":
-        """The format without some added tokens, which an answer may not use freely."""
+        """Returns the format without some added tokens, which free text may then not contain."""
         return replace(self, added={text: token for text, token in self.added.items() if text not in marks})
 
     def pattern(self, piece: str) -> str:
-        """A regular expression of one of the texts above."""
+        """Returns a regular expression for one of the format's texts."""
         return re.escape(piece).replace(re.escape(_ID), _ID_PATTERN)
 
     def grammar(self, tools: Mapping[str, Schema], *, required: bool, parallel: bool, answer: Schema | None) -> str:
-        """The grammar of an answer, in llguidance's dialect of Lark.
+        """Builds the grammar of an answer, in llguidance's dialect of Lark.
 
         Args:
-            tools: schemas of arguments by the names of the functions; at least one.
-            required: the answer has to call.
-            parallel: it may call more than once, where the template can write that.
-            answer: schema of an answer that calls nothing; by default any text.
+            tools: schemas of arguments, by function name; at least one.
+            required: whether the answer must be calls.
+            parallel: whether several calls are allowed, if the template can write them.
+            answer: schema of an answer without calls; by default any text.
 
         Raises:
-            ValueError: if a call could not be told from such an answer, as it is nothing but JSON itself.
+            ValueError: if calls are plain JSON, so that they look like the JSON of ``answer``.
         """
         further = f"({self._literal(self.separator)} call)*" if parallel and self.separator is not None else ""
         calls = f"call {further} {self._literal(self.closing)}"
@@ -95,15 +98,15 @@ class CallFormat:
         return "\n".join([*rules, f"call: {' | '.join(names)}", *schemas, f"ID: /{_ID_PATTERN}/"])
 
     def _words_or(self, calls: str) -> list[str]:
-        """Rules by which words are free until they turn into calls.
+        """Builds the rules of free words that may end in calls.
 
-        They do at a marker, the shortest beginning of the opening that nothing else begins with: a model that has
-        written it has chosen, and whatever it tends to in the details of the rest, such as blanks, is settled.
+        Calls begin at a marker: the shortest beginning of the opening that nothing else begins with. After it the
+        grammar settles all details, such as blanks.
         """
         first, *_ = filter(None, self._parts.split(self.opening))
         text = "TEXT: /(?s:.+)/"
         if first in self.added:
-            # Spelt letter by letter it would look like a call, and be none.
+            # Excludes the marker spelt letter by letter: it would look like a call, and be none.
             marker, head = first, self._terminal(first)
             rules = [f"{text} & ~MARKED", f"MARKED: /(?s:.*)/ {lark_string(marker)} /(?s:.*)/"]
         else:
@@ -111,12 +114,12 @@ class CallFormat:
             rules = [text, f"head[lazy]: {'TEXT? ' if self.anywhere else ''}{lark_string(marker)}"]
         calls = f"{head} {self._literal(self.opening.removeprefix(marker))} {calls}"
         others = [token for added, token in self.added.items() if added != marker]
-        words = f"TEXT? (<[{ranges(others)}]> TEXT?)*" if others else "TEXT?"  # no text stands for such tokens
+        words = f"TEXT? (<[{ranges(others)}]> TEXT?)*" if others else "TEXT?"  # TEXT does not match such tokens
         return [f"start: {words} ({calls})?" if self.anywhere else f"start: {words} | {calls}", *rules]
 
     @cached_property
     def _parts(self) -> re.Pattern[str]:
-        """Splits a text at ids and at added tokens."""
+        """Pattern that splits a text at ids and at added tokens."""
         return re.compile(f"({'|'.join(map(re.escape, [_ID, *sorted(self.added, key=len, reverse=True)]))})")
 
     def _literal(self, text: str) -> str:
@@ -130,11 +133,11 @@ def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
     """Finds out how the tokenizer's chat template writes messages that call tools.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         ends: token ids that end an answer.
 
     Raises:
-        ValueError: if the template knows no tools, or writes calls in a way that no grammar of JSON can hold.
+        ValueError: if the template knows no tools, or writes calls in a form that no JSON grammar can express.
     """
 
     def written(*messages: Mapping[str, Any]) -> str:
@@ -145,7 +148,7 @@ def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
         raise ValueError("the model has no chat template, which says how tools are written: ask without tools")
     try:
         offered = written()
-    except Exception as error:  # templates raise whatever they like
+    except Exception as error:  # templates may raise any exception
         raise ValueError(f"the model's chat template refuses tools: {error}") from error
     if "offered_function" not in offered:
         raise ValueError("the model's chat template knows no tools: ask without them, or serve a model that does")
@@ -155,17 +158,17 @@ def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
     for quoted in (False, True):
         try:
             texts = _texts(written, quoted, stops)
-        except Exception as error:  # the same
+        except Exception as error:  # templates may raise any exception
             reasons.append((not isinstance(error, ValueError), str(error)))
             continue
-        marked = texts["opening"].startswith(tuple(added))  # by a token that is no word, wherever it stands
+        marked = texts["opening"].startswith(tuple(added))  # an added token marks a call at any place
         return CallFormat(**{**texts, "anywhere": marked or texts["anywhere"]}, quoted=quoted, added=added)
-    reason = min(reasons, key=lambda known: known[0])[1]  # our own first, which know more than a template's
+    reason = min(reasons, key=lambda known: known[0])[1]  # our own errors first: they say more than a template's
     raise ValueError(f"the model's chat template writes calls in a way that is not supported: {reason}")
 
 
 def added_tokens(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> dict[str, int]:
-    """The tokenizer's added tokens by their texts, without those that end an answer."""
+    """Returns the tokenizer's added tokens by text, except those that end an answer."""
     return {str(token.content): index for index, token in tokenizer.added_tokens_decoder.items() if index not in ends}
 
 
@@ -187,7 +190,7 @@ def _texts(written: Written, quoted: bool, stops: Collection[str]) -> dict[str, 
         plain = written({"role": "assistant", "content": _WORDS})
         opening = before.removeprefix(plain[: plain.index(_WORDS)])
         if opening == before:
-            raise ValueError("calls do not stand where words would")
+            raise ValueError("calls are not written in the place of words")
     texts = {"opening": opening, "middle": middle, "separator": None, "closing": _until(after, stops)}
     try:
         rest = calling(_FIRST, _SECOND)[len(before) :]
@@ -195,7 +198,7 @@ def _texts(written: Written, quoted: bool, stops: Collection[str]) -> dict[str, 
         texts["separator"], second_middle, after_second = _around(after_first, _SECOND)
         if (second_middle, _until(after_second, stops)) != (middle, texts["closing"]):
             texts["separator"] = None
-    except Exception:  # one call at a time, says the template
+    except Exception:  # the template allows one call at a time
         texts["separator"] = None
     if not opening or opening.startswith(_ID):
         raise ValueError("nothing shows where a call begins")
@@ -210,7 +213,7 @@ def _message(call: Mapping[str, Any], quoted: bool) -> dict[str, Any]:
 
 
 def _around(text: str, call: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Splits a text into the parts before a call's name, between name and arguments, and behind them."""
+    """Splits a text into the parts before a call's name, between name and arguments, and after the arguments."""
     before, found, after = text.partition(call["name"])
     if not found:
         raise ValueError("it leaves out the names of functions")
@@ -221,27 +224,27 @@ def _around(text: str, call: Mapping[str, Any]) -> tuple[str, str, str]:
             continue
         if arguments == call["arguments"]:
             return before, after[: brace.start()], after[end:]
-    raise ValueError("arguments are not written as JSON behind the name")
+    raise ValueError("arguments are not written as JSON after the name")
 
 
 def _until(text: str, stops: Collection[str]) -> str:
-    """The text before what ends an answer."""
+    """Returns the text before the first stop, else the text without trailing line breaks."""
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text.rstrip("\n")))]
 
 
 def embedded(schema: Schema) -> str:
-    """A schema as grammars hold it."""
+    """Returns the enforceable part of a schema as JSON text, for a grammar."""
     return json.dumps(held(schema).schema, ensure_ascii=False)
 
 
 def ranges(tokens: Collection[int]) -> str:
-    """Token ids as the grammar lists them: some vocabularies have thousands that are added."""
+    """Formats token ids as ranges: some vocabularies have thousands of added tokens."""
     runs = (list(run) for _, run in groupby(enumerate(sorted(tokens)), lambda known: known[1] - known[0]))
     return ",".join(f"{run[0][1]}-{run[-1][1]}" for run in runs)
 
 
 def lark_string(text: str) -> str:
-    """A text as a string of a grammar in llguidance's dialect of Lark."""
+    """Quotes a text as a string of llguidance's dialect of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 

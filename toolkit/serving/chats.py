@@ -20,18 +20,18 @@ from arbordraft.serving.thinking import Thinking
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LAST_WORDS = 32  # tokens of a prompt, which show whether it begins thoughts
-# What cannot be had where a grammar holds the answer.
+_LAST_WORDS = 32  # last tokens of a prompt that show whether it begins thoughts
+# Fields that conflict with a grammar, and the reasons.
 _NOT_WITH_FORMS = {
     "ignore_eos": "with tools and JSON the model must be able to end",
     "min_tokens": "tools and JSON say where an answer ends",
     "stop_token_ids": "tools and JSON say where an answer ends",
-    "continue_final_message": "with tools and JSON an answer cannot be begun by you",
+    "continue_final_message": "with tools and JSON a request cannot begin the answer",
 }
 
 
 class ChatQuestion(Question):
-    """A request of /v1/chat/completions."""
+    """Request of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -43,8 +43,8 @@ class ChatQuestion(Question):
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
 
-    # How the chat template writes the prompt.
-    add_generation_prompt: bool | None = None  # by default, unless an answer is continued
+    # Options of the chat template.
+    add_generation_prompt: bool | None = None  # by default true, unless an answer is continued
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: Text | None = None
@@ -52,7 +52,7 @@ class ChatQuestion(Question):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs is for logprobs: set that to true", param="top_logprobs")
+            raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs")
         names = [tool.function.name for tool in self.tools]
         if twice := {name for name in names if names.count(name) > 1}:
             raise wrong("tools", f"several have the name {min(twice)}")
@@ -74,7 +74,7 @@ class ChatQuestion(Question):
         return self
 
     def _check_begun(self) -> None:
-        """Whether the last message is the beginning of an answer."""
+        """Raises ApiError unless the last message can begin the answer."""
         last = self.messages[-1]
         if last.role != "assistant" or last.tool_calls:
             reason = "only words of the role assistant can be continued: leave continue_final_message out"
@@ -154,7 +154,7 @@ class ChatQuestion(Question):
         return Grammar.lark(text if thinking is None else thinking.grammar(text))
 
     def _calling(self, calls: CallFormat) -> str:
-        """The grammar of an answer that may call, in llguidance's dialect of Lark."""
+        """Builds the grammar of an answer that may call tools, in llguidance's dialect of Lark."""
         arguments = {
             tool.function.name: tool.function.arguments(f"tools.{index}.function.parameters")
             for index, tool in enumerate(self.tools)

@@ -14,11 +14,11 @@ from arbordraft.serving.question import Question
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MOST_ANSWERS = 2048  # to a list of prompts
+_MOST_ANSWERS = 2048  # answers to one request with a list of prompts
 
 
 def _each(prompt: Any) -> Any:
-    """The prompts: one, or a list of them."""
+    """Returns the list of prompts; wraps a single prompt in a list."""
     several = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
     prompts = prompt if several else [prompt]
     for number, one in enumerate(prompts):
@@ -31,14 +31,14 @@ def _each(prompt: Any) -> Any:
 
 
 def _counted(logprobs: Any) -> Any:
-    """How many: 0 brings those of the answer alone, unlike ``false``."""
+    """Returns the number of alternatives; ``None`` for ``false``. 0 asks for the answer's own tokens only."""
     if logprobs is True:
         raise ValueError("it is the number of alternatives, 0 to 20")
     return None if logprobs is False else logprobs
 
 
 class CompletionQuestion(Question):
-    """A request of /v1/completions: texts, or their token ids."""
+    """Request of /v1/completions; prompts are texts or token ids."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_each)]
     max_tokens: int | None = Field(16, ge=0)
@@ -48,7 +48,7 @@ class CompletionQuestion(Question):
     @model_validator(mode="after")
     def _asking(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise wrong("max_tokens", "0 is for prompts that echo shows: set it to 1 or more")
+            raise wrong("max_tokens", "0 needs echo: set echo to true, or max_tokens to 1 or more")
         if self.count > _MOST_ANSWERS:
             reason = f"{len(self.prompt)} prompts with {self.n} answers each, at most {_MOST_ANSWERS} answers in all"
             raise wrong("prompt", f"{reason}: send several requests")

@@ -1,4 +1,4 @@
-"""Prompts in front of their answers."""
+"""Echoes prompts before their answers."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ class Echo:
     """Spells the prompt of one answer.
 
     Args:
-        spelling: of the tokenizer.
-        prompt: its tokens. Special ones are spelt, but for one that the tokenizer puts in front.
-        text: the prompt as it was given, if it was a text. It is shown as it is unless its tokens are, which a
-            tokenizer may spell otherwise.
-        scored: whether the tokens are wanted with their log-probabilities.
-        begin: the token that the tokenizer puts in front, if there is one.
+        spelling: spelling of the tokenizer's tokens.
+        prompt: token ids. Special tokens are spelt, except a leading ``begin``.
+        text: the prompt, if it was given as text. It is shown as given unless ``scored``; its tokens may spell it
+            differently.
+        scored: whether log-probabilities of the prompt's tokens are requested.
+        begin: token that the tokenizer puts before a text, if there is one.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Echo:
         self._logprobs = SpellingLogprobs(spelling, begun=not lead)
 
     def __call__(self, event: Event) -> tuple[str, tuple[SpeltLogprob, ...]]:
-        """Returns the prompt's text with the first event, and its log-probabilities as they come."""
+        """Returns the prompt's text at the first event, and log-probabilities as they arrive."""
         known = list[SpeltLogprob]()
         text, self._text = self._text, None
         if self._waiting is None:
@@ -53,14 +53,14 @@ class Echo:
 
 
 class Echoing:
-    """Spells answers behind their prompts.
+    """Spells answers, each after its prompt.
 
     Args:
         speller: spells the answers.
-        echoes: one for each.
+        echoes: one per answer.
 
     Attributes:
-        reasoning: tokens of thoughts: texts that are continued have none.
+        reasoning: number of tokens of thoughts: 0, since completions have none.
     """
 
     reasoning = 0

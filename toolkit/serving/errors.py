@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI's clients expect."""
+"""Error responses in the format that OpenAI clients expect."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ from arbordraft.decoding.engine import EngineClosed, QueueFull
 from arbordraft.grammars import GrammarError
 
 _LOG = logging.getLogger(__name__)
-# Reasons in words of JSON, by pydantic's kinds of errors.
+# Messages in terms of JSON, by pydantic's error types.
 _REASONS = {
     **dict.fromkeys(("dict_type", "model_attributes_type", "model_type"), "it has to be a JSON object"),
     **dict.fromkeys(("is_instance_of", "list_type", "sequence_type"), "it has to be a list"),
@@ -28,14 +28,14 @@ _KINDS = {429: "rate_limit_error", **dict.fromkeys((400, 401, 404, 405, 413), "i
 
 
 class ApiError(HTTPException):
-    """An answer that is an error.
+    """Error response of the server.
 
     Args:
-        status: of the HTTP response.
-        message: the cause and the fix.
-        param: the field of the request that is to blame.
-        code: a word for programs.
-        headers: of the response.
+        status: status of the HTTP response.
+        message: cause and fix.
+        param: request field that caused the error.
+        code: machine-readable code.
+        headers: headers of the HTTP response.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class ApiError(HTTPException):
 
 
 def wrong(field: str, reason: str, code: str | None = None) -> ApiError:
-    """An error about a field of the request, which the message names first."""
+    """Returns an error about a request field; the message begins with the field's name."""
     return ApiError(400, f"{field}: {reason}", param=field, code=code)
 
 
 def as_body(error: HTTPException) -> dict[str, Any]:
-    """The JSON body that tells of an error; in a stream, an event with it."""
+    """Returns the JSON body of an error response, or of an error event in a stream."""
     return {
         "error": {
             "message": error.detail,
@@ -69,11 +69,11 @@ def as_body(error: HTTPException) -> dict[str, Any]:
 
 
 def invalid(problems: Sequence[Mapping[str, Any]], media_type: str) -> ApiError:
-    """Why a body is no request.
+    """Returns the error for a request body that fails validation.
 
     Args:
-        problems: as pydantic tells them, the first one is told on.
-        media_type: of the body, as the client has it.
+        problems: pydantic's errors; only the first one is reported.
+        media_type: ``Content-Type`` header of the request.
     """
     first = problems[0]
     kind, reason = first["type"], first["msg"]
@@ -92,22 +92,22 @@ def invalid(problems: Sequence[Mapping[str, Any]], media_type: str) -> ApiError:
 
 
 def refused(error: Exception, fields: Collection[str] = ()) -> ApiError:
-    """Why an engine does not take a request.
+    """Returns the error for a request that the engine refused.
 
     Args:
-        error: the engine's, which begins with the name of a field if that is to blame.
-        fields: of the request.
+        error: error of the engine; its message begins with a field's name if that field caused it.
+        fields: names of the request's fields.
     """
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, EngineClosed):
         return closing()
-    name = re.match(r"\w*", str(error))[0]  # type: ignore[index]  # it matches everything
+    name = re.match(r"\w*", str(error))[0]  # type: ignore[index]  # matches any text
     return ApiError(400, str(error), param=name if name in fields else None)
 
 
 def failed(error: Exception) -> HTTPException:
-    """Why an answer that had begun does not come to its end."""
+    """Returns the error for an answer that failed after it had begun."""
     if isinstance(error, HTTPException):
         return error
     if isinstance(error, EngineClosed):
@@ -123,15 +123,15 @@ def failed(error: Exception) -> HTTPException:
 
 
 def crashed() -> ApiError:
-    """An unexpected error, whose details go to the log only."""
+    """Returns the error for an unexpected failure; its details go to the log only."""
     return ApiError(500, "the request failed inside the server, whose log says why", code="internal_error")
 
 
 def closing() -> ApiError:
-    """The server is shutting down and takes no request."""
-    return ApiError(503, "the server is shutting down: ask another one, or again later", code="shutting_down")
+    """Returns the error for a request that arrives during shutdown."""
+    return ApiError(503, "the server is shutting down: retry later, or ask another server", code="shutting_down")
 
 
 def _speakable(text: str) -> str:
-    """Escapes halves of surrogate pairs, so that the text can be encoded."""
+    """Escapes unpaired surrogates so that the text can be encoded."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,11 +1,11 @@
-"""Checks the fields of requests: takes hints and values that ask for nothing, refuses unknown fields by name."""
+"""Checks request fields: ignores hints and values without effect, refuses unknown fields by name."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
-# Hints of a request: they may change what it costs, where it is kept or how soon it is answered, never its answer.
+# Hints of a request: they may change its cost, storage or latency, never its answer.
 REQUEST_HINTS = frozenset(
     (
         *("metadata", "safety_identifier", "service_tier", "store", "user"),
@@ -13,7 +13,7 @@ REQUEST_HINTS = frozenset(
         *("prediction", "priority", "request_id", "verbosity"),
     )
 )
-# Fields of a request that are not supported, or have a default of their own, with values that ask for nothing.
+# Fields that are not supported, or have a default of their own, with their values without effect.
 REQUEST_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "bad_words": ([],),
@@ -44,7 +44,7 @@ REQUEST_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": ({},),
 }
-# What servers and clients' libraries put into messages beside what was said, so that it comes back with them.
+# Fields that servers and client libraries add to messages; clients send them back.
 MESSAGE_HINTS = frozenset(
     (
         *("annotations", "cache_control", "parsed", "prompt_cache_breakpoint", "provider_specific_fields"),
@@ -59,7 +59,7 @@ STREAM_HINTS = frozenset(("include_obfuscation",))
 
 
 def spelt(text: Any) -> Any:
-    """The value; raises ValueError for a text that no encoding has."""
+    """Returns the value; raises ValueError for a text with an unpaired surrogate."""
     if isinstance(text, str) and not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ValueError("half of a surrogate pair is no text")
     return text
@@ -69,13 +69,13 @@ Text = Annotated[str, BeforeValidator(spelt)]
 
 
 class Fields(BaseModel):
-    """Fields of a request: hints and values that ask for nothing count as absent, and what else is unknown is refused.
+    """Base of request models: hints and values without effect count as absent, other unknown fields are refused.
 
-    ``null`` asks for nothing, whatever the field.
+    ``null`` has no effect in any field.
 
     Attributes:
-        hints: fields that are taken with any value and have no effect on the answer.
-        nothing: of other fields the values that ask for nothing.
+        hints: fields that take any value and never affect the answer.
+        nothing: values without effect, by field.
     """
 
     model_config = ConfigDict(extra="forbid")

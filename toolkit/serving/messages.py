@@ -10,7 +10,7 @@ from arbordraft.serving.structure import ToolCall
 
 
 class Part(Fields):
-    """A part of a message: text, or a refusal in words."""
+    """Part of a message: a text or a refusal."""
 
     hints: ClassVar = PART_HINTS
     type: Literal["text", "input_text", "output_text", "refusal"]
@@ -21,7 +21,7 @@ class Part(Fields):
     @classmethod
     def _readable(cls, type: Any) -> Any:
         if type not in get_args(cls.model_fields["type"].annotation):
-            raise ValueError(f"only parts of text can be read, got {type}")
+            raise ValueError(f"only text parts are supported, got {type}")
         return type
 
     @model_validator(mode="after")
@@ -33,7 +33,7 @@ class Part(Fields):
 
 
 def parts_of(content: Any) -> Any:
-    """The parts of a content, which may be a text."""
+    """Returns the parts of a message's content; wraps a text in a list."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -42,7 +42,7 @@ def parts_of(content: Any) -> Any:
 
 
 class Message(Fields):
-    """A message: words, calls or a tool's result; several parts of text are joined by line breaks."""
+    """Message: text, tool calls or a tool's result; several text parts are joined by line breaks."""
 
     hints: ClassVar = MESSAGE_HINTS
     nothing: ClassVar = MESSAGE_NOTHING
@@ -51,33 +51,33 @@ class Message(Fields):
     name: Text | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
-    reasoning: Text | None = None  # another name for the same
+    reasoning: Text | None = None  # alias of ``reasoning_content``
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: Text | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if "content" not in self.model_fields_set and self.role != "assistant":
-            raise ValueError("content is missing: only messages of the role assistant may go without")
+            raise ValueError("content is missing: only messages of the role assistant may omit it")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls are for the role assistant")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("tool_call_id is for the role tool, which cannot do without")
+            raise ValueError("tool_call_id is required for the role tool, and not allowed for other roles")
         return self
 
     @property
     def text(self) -> str:
-        """All that it says."""
+        """Text of the message; a refusal counts as text."""
         return "\n".join(part.text or part.refusal or "" for part in self.content) or self.refusal or ""
 
     def shown(self, names: Mapping[str, str], quoted: bool) -> dict[str, Any]:
-        """The message as chat templates read it.
+        """Returns the message in the format of chat templates.
 
         Args:
-            names: of the functions that were called, by the ids of the calls.
-            quoted: whether the template takes arguments as text.
+            names: names of the called functions, by call id.
+            quoted: whether the template takes arguments as JSON text.
         """
-        role = "system" if self.role == "developer" else self.role  # its newer name, which templates do not know
+        role = "system" if self.role == "developer" else self.role  # OpenAI's newer name; chat templates do not know it
         shown: dict[str, Any] = {"role": role, "content": self.text}
         if self.name is not None:
             shown["name"] = self.name

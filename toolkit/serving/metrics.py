@@ -1,4 +1,4 @@
-"""Counters of a server, for Prometheus."""
+"""Prometheus metrics of a server."""
 
 from time import perf_counter
 
@@ -12,10 +12,10 @@ _ANSWERS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """Counts of one server, in a registry of its own.
+    """Metrics of one server, in their own registry.
 
     Args:
-        engine: whose queue and samples are shown.
+        engine: engine whose queue and samples are reported.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,10 +34,10 @@ class Metrics:
         gauge("living", "Answers that are being decoded").set_function(lambda: engine.living)
         gauge("tau", "Tokens per target forward of an answer since the start").set_function(self._tau)
         self.requests = counter("requests", "Requests that were finished, cancelled, failed or refused", "outcome")
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were taken")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests")
         self.tokens = counter("tokens", "Tokens of answers")
         self.forwards = counter("forwards", "Target forwards, counted for every answer that took part")
-        self.rows = counter("rows", "Rows of these forwards: drafted tokens and the one that they follow")
+        self.rows = counter("rows", "Rows of target forwards: drafted tokens and the committed token before them")
         self.drafted = counter("drafted_tokens", "Drafted tokens")
         self.accepted = counter("accepted_tokens", "Drafted tokens that were accepted")
         self.first = histogram("first_token", "From a request to its first token", _WAITS)
@@ -46,7 +46,7 @@ class Metrics:
         self._totals = [0, 0]
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """Returns all metrics in Prometheus's text format."""
         return bytes(generate_latest(self.registry))
 
     def _tau(self) -> float:
@@ -66,10 +66,10 @@ class Metrics:
 
 
 class Watch:
-    """Follows one request.
+    """Records the metrics of one request.
 
     Args:
-        metrics: the counters.
+        metrics: metrics of the server.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -77,11 +77,11 @@ class Watch:
         self._last: dict[int, float] = {}
 
     def taken(self, prompt: int) -> None:
-        """Counts the tokens of its prompt."""
+        """Counts the request's prompt tokens."""
         self._metrics.prompt_tokens.inc(prompt)
 
     def saw(self, event: Event) -> None:
-        """Counts an event."""
+        """Counts an event of the engine."""
         if event.tree is None:
             return
         now = perf_counter()
@@ -93,7 +93,7 @@ class Watch:
         self._metrics.step(event)
 
     def ended(self, outcome: str) -> None:
-        """Counts how it ended."""
+        """Counts the outcome; times a finished request."""
         self._metrics.requests.labels(outcome).inc()
         if outcome == "finished":
             self._metrics.whole.observe(perf_counter() - self._start)

@@ -1,4 +1,4 @@
-"""Layers around the endpoints: longest body, HEAD, and pages of other origins."""
+"""Middleware of the endpoints: limit on bodies, HEAD requests, and pages of other origins (CORS)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 class BodyLimit:
-    """Refuses long bodies, of which it keeps nothing; they are read to their end, as many clients listen only then."""
+    """Refuses bodies longer than ``most`` bytes.
+
+    A long body is read to its end, since many clients read the response only then; none of it is kept.
+    """
 
     def __init__(self, app: "ASGIApp", most: int) -> None:
         self.app, self.most = app, most
@@ -33,7 +36,7 @@ class BodyLimit:
 
 
 class Head:
-    """Answers HEAD as GET, without the body."""
+    """Answers HEAD requests as GET requests, without the body."""
 
     def __init__(self, app: "ASGIApp") -> None:
         self.app = app
@@ -50,20 +53,20 @@ class Head:
 
 
 def allowed(methods: str) -> str:
-    """The ``Allow`` header of an address, given the methods of its endpoint."""
+    """Returns the ``Allow`` header of an address, given the methods of its endpoint."""
     known = set(methods.split(", ")) | {"OPTIONS"}
     return ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
 
 
 def cors_options(origins: Sequence[str]) -> dict[str, Any]:
-    """Arguments of Starlette's ``CORSMiddleware`` that let pages of these origins ask.
+    """Returns arguments of Starlette's ``CORSMiddleware`` that allow requests from these origins.
 
     Args:
         origins: such as ``http://localhost:3000``; ``*`` for all.
 
     Raises:
-        TypeError: if this is no list of texts.
-        ValueError: if one is no origin.
+        TypeError: if ``origins`` is not a list of texts.
+        ValueError: if an entry is not an origin.
     """
     if isinstance(origins, str) or not all(isinstance(origin, str) for origin in origins):
         raise TypeError(f"cors must be a list of origins, got {origins!r}")

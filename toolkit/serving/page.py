@@ -1,4 +1,4 @@
-"""The page that chats and shows what happens, or only what has happened."""
+"""HTML page that chats and draws every decoding step, or shows a recorded answer."""
 
 import json
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ _MARK = "/* recorded */ null"
 
 
 def page(recorded: Mapping[str, Any] | None = None) -> str:
-    """One file of HTML that fetches nothing but a server's answers.
+    """Returns the page as one HTML file that fetches nothing but the server's answers.
 
     Args:
-        recorded: an answer to show instead of chatting: ``model``, ``exactness``, ``prompt``, ``text`` and ``steps``,
-            which are those of a :class:`~arbordraft.serving.pieces.Piece`.
+        recorded: answer to show instead of a chat, with the keys ``model``, ``exactness``, ``prompt``, ``text`` and
+            ``steps`` (of a :class:`~arbordraft.serving.pieces.Piece`).
     """
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     if recorded is None:
         return text
-    data = json.dumps(recorded).replace("<", "\\u003c")  # or the text could end the script
+    data = json.dumps(recorded).replace("<", "\\u003c")  # else ``</script>`` in the text would end the script
     return text.replace(_MARK, data, 1)

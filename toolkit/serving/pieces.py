@@ -1,4 +1,4 @@
-"""An engine's events as text and as data about its steps."""
+"""Turns an engine's events into text and into data about its steps."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -23,14 +23,14 @@ Step = dict[str, Any]
 
 
 class SpeltLogprob(NamedTuple):
-    """The log-probability of a token, and how that is spelt.
+    """Log-probability of a token, with the token's spelling.
 
     Args:
-        text: what it adds to the answer, see :class:`~arbordraft.decoding.spelling.Spelt`; of another token than
-            the answer's, what it would add, or the name of a special token.
-        data: the bytes of the same; ``None`` if the tokenizer does not tell.
-        logprob: its log-probability; ``None`` of the first token of a prompt, which follows nothing.
-        others: the most probable tokens at its place, descending.
+        text: text that the token adds to the answer, see :class:`~arbordraft.decoding.spelling.Spelt`. For an
+            alternative: the text that it would add, or the name of a special token.
+        data: bytes that the token adds; ``None`` if the tokenizer does not tell them.
+        logprob: log-probability; ``None`` for the first token of a prompt, which has no context.
+        others: most probable tokens at this position, in descending order.
     """
 
     text: str
@@ -41,20 +41,20 @@ class SpeltLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A new piece of one answer; two pieces add up.
+    """New piece of one answer; ``+`` joins two pieces.
 
     Args:
-        index: of the answer.
-        text: what can be shown of it, without its thoughts and its calls of tools.
-        tokens: what was committed.
-        logprobs: one per token that ``text`` is of, if they are wanted: a token waits until it is certain what it adds.
-        steps: see :func:`step_of`, if they are wanted.
-        finish_reason: see :class:`~arbordraft.decoding.streams.Answer`; ``tool_calls`` if the answer ended with those.
-        calls: of tools.
-        thoughts: what the model thought first.
-        check: of the whole answer, if its schema has keywords that no grammar holds.
-        words: of the answer's tokens so far, the first one behind its thoughts, and the one behind the token that made
-            the last of its words certain.
+        index: number of the answer.
+        text: new text, without thoughts and tool calls.
+        tokens: new committed tokens.
+        logprobs: log-probabilities of the tokens whose text has become certain, if requested.
+        steps: see :func:`step_of`; only if requested.
+        finish_reason: see :class:`~arbordraft.decoding.streams.Answer`; ``tool_calls`` if the answer ended with calls.
+        calls: new pieces of tool calls.
+        thoughts: new text of thoughts.
+        check: check of the whole answer, if its schema has keywords that no grammar enforces.
+        words: start and end of the text so far, in tokens. The thoughts end at the start; the token before the end
+            made the last text certain.
     """
 
     index: int
@@ -87,16 +87,16 @@ class Piece:
 
 
 class Speller:
-    """Spells the answers to one request.
+    """Turns the events of one request into pieces of its answers.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model, or its spelling.
         stop: texts before which an answer ends.
         n: number of answers.
-        steps: whether the steps are wanted.
-        calls: how calls of tools are written, if there may be some.
-        functions: names of what may be called.
-        thinking: how thoughts are marked, if they are told from the rest.
+        steps: whether steps are requested.
+        calls: format of tool calls, if there may be some.
+        functions: names of the functions that may be called.
+        thinking: marks of thoughts, if they are separated from the text.
     """
 
     def __init__(
@@ -115,16 +115,16 @@ class Speller:
         self._logprobs = [SpellingLogprobs(self._spelling) for _ in range(n)]
         self._readers = [CallReader(calls, functions) if calls and functions else None for _ in range(n)]
         self._thoughts = [ThoughtReader(thinking) if thinking else None for _ in range(n)]
-        self._read, self._spoken = [0] * n, [0] * n  # tokens: all, and those up to the last of words
+        self._read, self._spoken = [0] * n, [0] * n  # tokens: all, and those up to the last text
         self._start = perf_counter()
 
     @property
     def reasoning(self) -> int:
-        """Tokens of thoughts so far."""
+        """Number of tokens of thoughts so far, in all answers."""
         return sum(thoughts.tokens for thoughts in self._thoughts if thoughts)
 
     def __call__(self, event: Event) -> Piece:
-        """The piece that an event adds."""
+        """Returns the piece that an event adds."""
         answer, reader = self._answers[event.answer], self._readers[event.answer]
         reason = event.finish_reason
         spelt = answer.spelt(event.tokens) if reason is None else answer.rest()
@@ -144,7 +144,7 @@ class Speller:
         return Piece(event.answer, text, tokens, known, steps, reason, called, thoughts, words=words)
 
     def _told(self, index: int, spelt: Sequence[Spelt], ended: bool) -> tuple[str, str, tuple[CallPiece, ...]]:
-        """The thoughts, the words and the calls that the texts of some tokens make certain."""
+        """Returns the thoughts, words and calls that the texts of some tokens make certain."""
         thinking, calling = self._thoughts[index], self._readers[index]
         told, words, calls = "", "", list[CallPiece]()
         for part in [*spelt, *([None] if ended else ())]:
@@ -162,19 +162,19 @@ class Speller:
 
 
 class SpellingLogprobs:
-    """Keeps the log-probabilities of a text's tokens until it is certain how these are spelt."""
+    """Holds log-probabilities back until the spelling of their tokens is certain."""
 
     def __init__(self, spelling: Spelling, begun: bool = False) -> None:
         self._spelling = spelling
         self._waiting: deque[tuple[int, TokenLogprobs]] = deque()
-        self._begun = begun  # a token that is not hidden has come
+        self._begun = begun  # whether a token that is not hidden has come
 
     def add(self, tokens: Iterable[int], known: Iterable[TokenLogprobs]) -> None:
-        """Takes the log-probabilities of the next tokens, if there are any."""
+        """Adds the log-probabilities of the next tokens, if there are any."""
         self._waiting += zip(tokens, known, strict=False)
 
     def of(self, spelt: Sequence[Spelt]) -> Iterable[SpeltLogprob]:
-        """Those of the next tokens, which are spelt like this."""
+        """Yields the log-probabilities of the next tokens, given their spelling."""
         for part in spelt[: len(self._waiting)]:
             token, known = self._waiting.popleft()
             hidden = self._spelling[token].hidden
@@ -195,18 +195,19 @@ class SpellingLogprobs:
 
 
 def step_of(tree: SampleTree, verdict: SampleVerdict, emitted: int, spell: Callable[[int], str]) -> Step:
-    """One step of one answer as plain data.
+    """Returns one step of one answer as plain data.
 
     Args:
-        tree: the drafts.
-        verdict: which of them were accepted.
-        emitted: tokens that were committed: fewer than the verdict has if the answer ended among them.
-        spell: the text of a token.
+        tree: draft tree of the step.
+        verdict: accepted nodes and the target's own token.
+        emitted: number of committed tokens; fewer than in the verdict if the answer ended within them.
+        spell: returns the text of a token.
 
     Returns:
-        ``nodes``, the committed token that the drafts follow first: of each the text, the place of the parent in this
-        list (-1 for the first) and whether it was accepted; then the text of the target's own ``token``, whether that
-        was ``recovered`` in the place of rejected drafts (else it is a bonus), and ``emitted``.
+        ``nodes``, ``token``, ``recovered`` and ``emitted``. The first node is the committed token that the drafts
+        follow. Each node has its ``text``, the index of its ``parent`` (-1 for the first) and whether it was
+        ``accepted``. ``token`` is the text of the target's own token. If ``recovered``, it replaces rejected drafts;
+        else it is a bonus.
     """
     nodes = [
         {

@@ -1,4 +1,4 @@
-"""Fields that chats and completions share; unknown fields are refused by their names."""
+"""Request fields that chats and completions share; unknown fields are refused by name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -24,13 +24,14 @@ _SETTINGS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 _MOST_ENDS = 1024
-_MOST_STOPS, _LONGEST_STOP = 16, 4096  # and characters of each
+_MOST_STOPS, _LONGEST_STOP = 16, 4096  # number, and characters of each
 
 
 class StreamOptions(Fields):
-    """Fields of a stream besides the answers.
+    """Options of a stream.
 
-    ``include_usage``: counts of tokens in a last chunk; ``continuous_usage_stats``: so far, in every chunk.
+    ``include_usage`` adds a last chunk with token counts; ``continuous_usage_stats`` adds the counts so far to every
+    chunk.
     """
 
     hints: ClassVar = STREAM_HINTS
@@ -39,9 +40,9 @@ class StreamOptions(Fields):
 
 
 class Extension(Fields):
-    """Extensions of this server.
+    """Options that only this server has.
 
-    ``steps``: the drafts of every step and their verdicts.
+    ``steps`` returns the drafts and the verdict of every step.
     """
 
     steps: bool = False
@@ -58,7 +59,7 @@ def _short(stop: str) -> str:
 
 
 class Question(Fields, ABC):
-    """Fields of both endpoints; :class:`~arbordraft.decoding.requests.Request` states ranges and defaults."""
+    """Fields of chats and completions; :class:`~arbordraft.decoding.requests.Request` states ranges and defaults."""
 
     hints: ClassVar = REQUEST_HINTS
     nothing: ClassVar = REQUEST_NOTHING
@@ -79,7 +80,7 @@ class Question(Fields, ABC):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
     max_tokens: int | None = Field(None, ge=1)
-    # Not OpenAI's, but other servers have them under these names.
+    # Not part of OpenAI's protocol; other servers have them under these names.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -91,7 +92,7 @@ class Question(Fields, ABC):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.min_tokens and self.stop:
-            raise wrong("min_tokens", "a stop ends an answer: ask for one of the two")
+            raise wrong("min_tokens", "it cannot be combined with stop: leave one of the two out")
         if self.best_of not in (None, self.n):
             reason = f"all answers that are made are returned: leave it out, or set it to n, {self.n}"
             raise wrong("best_of", reason)
@@ -99,17 +100,17 @@ class Question(Fields, ABC):
 
     @property
     def most(self) -> int | None:
-        """Longest answer in tokens, if the client says."""
+        """Longest answer in tokens; ``None`` if the client sets no limit."""
         return self.max_tokens
 
     @property
     @abstractmethod
     def others(self) -> int | None:
-        """How many of the most probable tokens are wanted with their log-probabilities; ``None`` for none at all."""
+        """Number of alternatives per token; ``None`` for no log-probabilities at all."""
 
     @property
     def calling(self) -> bool:
-        """Whether it has to be known how the model writes calls."""
+        """Whether the format of the model's tool calls is needed."""
         return False
 
     @property
@@ -119,74 +120,74 @@ class Question(Fields, ABC):
 
     @property
     def count(self) -> int:
-        """How many answers are wanted."""
+        """Number of answers."""
         return self.n
 
     @property
     def scored(self) -> int | None:
-        """As :attr:`others`, for the tokens of the prompt."""
+        """Number of alternatives per prompt token, as :attr:`others`."""
         return None
 
     @abstractmethod
     def encode(
         self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None, check: Callable[[str], object]
     ) -> list[list[int]]:
-        """The token ids to continue, prompt by prompt; each is answered ``n`` times.
+        """Returns the token ids of each prompt; each prompt is answered ``n`` times.
 
         Args:
-            tokenizer: of the model.
-            calls: how it writes calls, if that has to be known.
-            check: sees the text before it is tokenised, and may refuse it.
+            tokenizer: tokenizer of the model.
+            calls: format of the model's tool calls, if :attr:`calling`.
+            check: is called with the text before it is tokenised, and may refuse it.
 
         Raises:
-            ValueError: if there are none, or the chat template refuses the messages.
+            ValueError: if there are no token ids, or the chat template refuses the messages.
         """
 
     def thoughts(self, thinking: Thinking, prompt: list[int], spelling: Spelling) -> Thinking | None:
-        """How the answer's thoughts are told from it; ``None`` if they are not.
+        """Returns the marks that separate thoughts from the answer; ``None`` if they stay in it.
 
         Args:
-            thinking: how the model marks thoughts.
+            thinking: marks of the model's thoughts.
             prompt: token ids.
-            spelling: of these.
+            spelling: spelling of the tokenizer's tokens.
         """
         return None
 
     @property
     def checks(self) -> Grammar | None:
-        """Checks finished answers; ``None`` if their grammar holds all that is asked."""
+        """Grammar that checks finished answers; ``None`` if the grammar enforces the whole schema."""
         return None
 
     def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
-        """The grammar of the answer; ``None`` for any text.
+        """Builds the grammar of the answer; ``None`` allows any text.
 
         Args:
-            calls: how the model writes calls, if that has to be known.
-            thinking: how the answer's thoughts are marked, if it may have some.
+            calls: format of the model's tool calls, if :attr:`calling`.
+            thinking: marks of the answer's thoughts, if it may have some.
 
         Raises:
-            ApiError: if a schema is none, or cannot be enforced.
+            ApiError: if a schema is invalid, or cannot be enforced.
         """
         return None
 
     def request(
         self, prompt: list[int], most: int, calls: CallFormat | None, thinking: Thinking | None, temperature: float
     ) -> Request:
-        """The request for an engine.
+        """Builds the engine's request for one prompt.
 
         Args:
             prompt: token ids.
-            most: longest answer.
-            calls: how the model writes calls, if that has to be known.
-            thinking: how the answer's thoughts are marked, if it may have some.
-            temperature: of those who name none.
+            most: longest answer, in tokens.
+            calls: format of the model's tool calls, if :attr:`calling`.
+            thinking: marks of the answer's thoughts, if it may have some.
+            temperature: temperature of requests that set none.
 
         Raises:
-            ValueError: for values out of range.
-            ApiError: as :meth:`grammar`.
+            ValueError: if a value is out of range.
+            ApiError: see :meth:`grammar`.
         """
         if (self.min_tokens or 0) > most:
-            raise wrong("min_tokens", f"at most as many as the answer may have, {most}, got {self.min_tokens}")
+            raise wrong("min_tokens", f"at most the longest answer, {most} tokens, got {self.min_tokens}")
         settings = {name: getattr(self, name) for name in _SETTINGS}
         if self.temperature is None:
             settings["temperature"] = temperature

@@ -1,4 +1,4 @@
-"""Tells calls of tools from words, in an answer that is still coming."""
+"""Separates tool calls from text in an answer that is still streaming."""
 
 import re
 from collections.abc import Collection
@@ -9,12 +9,12 @@ from arbordraft.serving.calls import CallFormat
 
 @dataclass(frozen=True)
 class CallPiece:
-    """A new piece of one call; two pieces add up.
+    """New piece of one tool call; ``+`` joins two pieces.
 
     Args:
-        index: of the call in its answer.
-        arguments: further letters of the JSON text.
-        name: of the function, in the call's first piece only.
+        index: number of the call in its answer.
+        arguments: next characters of the arguments' JSON text.
+        name: name of the function, in the call's first piece only.
     """
 
     index: int
@@ -26,20 +26,20 @@ class CallPiece:
 
 
 def begun(text: str, mark: str) -> int:
-    """Counts the letters at the end of a text that may be the beginning of a mark."""
+    """Counts the characters at the end of a text that may begin a mark."""
     sizes = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)
 
 
 class CallReader:
-    """Reads one answer that follows the grammar of a format; words are what comes before the calls.
+    """Reads one answer that follows the grammar of a format: text, then tool calls.
 
     Args:
-        format: how calls are written.
-        names: of the functions that may be called.
+        format: format of the calls.
+        names: names of the functions that may be called.
 
     Attributes:
-        called: whether there are calls, all of them whole.
+        called: whether the answer has calls, all of them complete.
     """
 
     def __init__(self, format: CallFormat, names: Collection[str]) -> None:
@@ -47,16 +47,16 @@ class CallReader:
         self._format = format
         self._first = re.compile(format.pattern(format.opening) + head)
         self._further = re.compile(format.pattern(format.separator) + head) if format.separator is not None else None
-        self._held, self._breaks = "", 0  # of lines, before what is held: they belong to the call if one comes
+        self._held, self._breaks = "", 0  # line breaks before ``_held``: they belong to the call if one follows
         self._calls, self._only_words = 0, False
-        self._inside, self._depth, self._quoted, self._escaped = False, 0, False, False  # of arguments
+        self._inside, self._depth, self._quoted, self._escaped = False, 0, False, False  # state within arguments
 
     @property
     def called(self) -> bool:
         return self._calls > 0 and not self._inside
 
     def add(self, text: str) -> tuple[str, tuple[CallPiece, ...]]:
-        """The words and the pieces of calls that some more text makes certain."""
+        """Adds text; returns the words and the pieces of calls that are now certain."""
         self._held += text
         words, pieces = "", list[CallPiece]()
         if not self._calls:
@@ -73,11 +73,11 @@ class CallReader:
         return words, tuple(pieces)
 
     def end(self) -> str:
-        """Returns the rest of the words at the end; an opening that was cut off is shown as it is."""
+        """Returns the remaining words; an incomplete opening is kept as it is."""
         return "" if self._calls else "\n" * self._breaks + self._held
 
     def _begun(self) -> tuple[str, re.Match[str] | None]:
-        """The words before what is, or may become, the first call; and its beginning, if that is whole."""
+        """Returns the words before a possible first call, and the match of its opening if that is complete."""
         anywhere = self._format.anywhere
         match = None if self._only_words else (self._first.search if anywhere else self._first.match)(self._held)
         place = len(self._held) if self._only_words else match.start() if match else self._doubtful()
@@ -91,7 +91,7 @@ class CallReader:
         return words, match
 
     def _doubtful(self) -> int:
-        """Where the opening stands, or as much of it as there is at the end."""
+        """Returns the place of the opening, or of an incomplete opening at the end."""
         opening, held = self._format.opening, self._held
         if not self._format.anywhere:
             return 0 if held.startswith(opening) or opening.startswith(held) else len(held)
@@ -105,7 +105,7 @@ class CallReader:
         return CallPiece(self._calls - 1, name=match["name"])
 
     def _fragment(self) -> str:
-        """Takes the text that belongs to the arguments, an object, up to the brace that ends them."""
+        """Removes and returns text of the arguments, up to the brace that closes them."""
         end = len(self._held)
         for place, letter in enumerate(self._held, 1):
             if self._quoted:

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: items of an output, whole or as the events of a stream."""
+"""Answers of /v1/responses: output items, complete or as events of a stream."""
 
 import uuid
 from abc import ABC, abstractmethod
@@ -17,15 +17,15 @@ from arbordraft.serving.question import Question, StreamOptions
 from arbordraft.serving.responses import ResponsesQuestion
 from arbordraft.serving.service import Service
 
-Event = tuple[str, dict[str, Any]]  # its type behind "response.", and its fields
+Event = tuple[str, dict[str, Any]]  # type without the prefix "response.", and fields
 
 
 class _Item(ABC):
-    """An item of an output, as far as it has come.
+    """Output item that grows while the answer streams.
 
     Args:
-        prefix: of its id.
-        fields: that it has besides those that grow.
+        prefix: prefix of the item's id.
+        fields: fields that do not grow.
     """
 
     def __init__(self, prefix: str, **fields: Any) -> None:
@@ -35,24 +35,24 @@ class _Item(ABC):
     @property
     @abstractmethod
     def shown(self) -> dict[str, Any]:
-        """All of it."""
+        """Fields of the item so far."""
 
     @abstractmethod
     def add(self, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
-        """Appends some text, with log-probabilities of its tokens."""
+        """Appends text, with log-probabilities of its tokens, and yields the events."""
 
     def begin(self) -> Iterator[Event]:
-        """Begins."""
+        """Yields the events that begin the item."""
         yield "output_item.added", {"item": self.shown}
 
     def end(self, status: str) -> Iterator[Event]:
-        """Ends with a status."""
+        """Ends the item with a status and yields the events."""
         self._fields["status"] = status
         yield "output_item.done", {"item": self.shown}
 
 
 class _Call(_Item):
-    """A call of a function, whose text are its arguments."""
+    """Function call; its text is the arguments."""
 
     def __init__(self, name: str) -> None:
         super().__init__("fc", type="function_call", call_id=call_id(), name=name)
@@ -73,12 +73,12 @@ class _Call(_Item):
 
 
 class _Text(_Item):
-    """Text in the only part of an item's content.
+    """Item whose content is a single part of text.
 
     Args:
-        prefix: of its id.
-        part: before any text has come.
-        fields: that it has besides those that grow.
+        prefix: prefix of the item's id.
+        part: the part, still without text.
+        fields: fields that do not grow.
     """
 
     def __init__(self, prefix: str, part: dict[str, Any], **fields: Any) -> None:
@@ -111,14 +111,14 @@ class _Text(_Item):
 
 
 class _Thoughts(_Text):
-    """The thoughts before the answer."""
+    """Thoughts before the answer."""
 
     def __init__(self) -> None:
         super().__init__("rs", {"type": "reasoning_text", "text": ""}, type="reasoning", summary=[])
 
 
 class _Message(_Text):
-    """The words of the answer."""
+    """Text of the answer."""
 
     def __init__(self) -> None:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -126,24 +126,24 @@ class _Message(_Text):
 
 
 class ResponseShape(ChatShape):
-    """The answer to a request of /v1/responses.
+    """Writes the answer to a request of /v1/responses.
 
     Args:
-        service: what answers.
-        question: the chat that was asked.
+        service: service that answers.
+        question: chat that the request was converted to.
         asked: the request.
     """
 
     prefix = "resp_"
-    closing = ""  # the last event says that it is the last
+    closing = ""  # the type of the last event marks the end
 
     def __init__(self, service: Service, question: Question, asked: ResponsesQuestion) -> None:
         assert isinstance(question, ChatQuestion)
         super().__init__(service, question)
         self._items: list[_Item] = []
         self._events, self._cut = 0, False
-        self._known: list[dict[str, Any]] = []  # log-probabilities of tokens that no event has brought
-        self._past = 0  # tokens before them
+        self._known: list[dict[str, Any]] = []  # log-probabilities that no event has sent yet
+        self._past = 0  # number of tokens before them
         format = asked.text.format.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
         tools = [{**tool.model_dump(), "strict": True} for tool in asked.tools]
         choice = question.tool_choice
@@ -169,7 +169,7 @@ class ResponseShape(ChatShape):
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
         for answer in answers:
             for _ in [*self._added(answer), *self._ended()]:
-                pass  # the items are what is wanted of them
+                pass  # only the items are needed, not their events
         return BaseModel.construct(**self._response(self._outcome, usage))
 
     def chunks(self, piece: Piece) -> Iterator[BaseModel]:
@@ -197,12 +197,12 @@ class ResponseShape(ChatShape):
         return "incomplete" if self._cut else "completed"
 
     def _added(self, piece: Piece) -> Iterator[Event]:
-        """Events of what is new."""
+        """Yields the events of a new piece."""
         if piece.thoughts:
             yield from self._more(_Thoughts, piece.thoughts)
         if self.logprobs:
             self._known += [known.to_dict() for known in self._logprobs(piece)]
-            self._taken(piece.words[0])  # those of thoughts, which have no place for them
+            self._taken(piece.words[0])  # drops those of thoughts: reasoning items have no field for them
         if piece.text:
             yield from self._more(_Message, piece.text, self._taken(piece.words[1]))
         for part in merged(piece.calls):
@@ -213,20 +213,20 @@ class ResponseShape(ChatShape):
         self._cut = piece.finish_reason == "length"
 
     def _taken(self, end: int) -> list[dict[str, Any]]:
-        """The log-probabilities that are left of the tokens before one."""
+        """Removes and returns the pending log-probabilities of tokens before ``end``."""
         count = max(0, end - self._past)
         taken, self._known = self._known[:count], self._known[count:]
         self._past += len(taken)
         return taken
 
     def _more(self, kind: type[_Thoughts | _Message], text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
-        """Appends to the last item, or to a new one if that is of another kind."""
+        """Appends to the last item, or to a new one if the last is of another kind."""
         if not (self._items and isinstance(self._items[-1], kind)):
             yield from self._next(kind())
         yield from self._items[-1].add(text, logprobs)
 
     def _ended(self) -> Iterator[Event]:
-        """Events of the end; an answer without a token is an empty message."""
+        """Yields the events of the end; an answer without tokens becomes an empty message."""
         if not self._items:
             yield from self._next(_Message())
         if self._known and isinstance(self._items[-1], _Message):
@@ -234,7 +234,7 @@ class ResponseShape(ChatShape):
         yield from self._items[-1].end(self._outcome)
 
     def _next(self, item: _Item) -> Iterator[Event]:
-        """Ends the last item and begins another one."""
+        """Ends the last item and begins a new one."""
         if self._items:
             yield from self._items[-1].end("completed")
         self._items.append(item)
@@ -260,7 +260,7 @@ class ResponseShape(ChatShape):
 
 
 def _usage(usage: CompletionUsage) -> dict[str, Any]:
-    """Counts of tokens by the names of /v1/responses."""
+    """Returns token counts under the names of /v1/responses."""
     details = usage.completion_tokens_details.to_dict() if usage.completion_tokens_details else {}
     return {
         "input_tokens": usage.prompt_tokens,

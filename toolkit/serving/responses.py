@@ -1,4 +1,4 @@
-"""Requests of /v1/responses, and the chats that ask for the same."""
+"""Requests of /v1/responses, and their conversion to chats."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from arbordraft.serving.messages import Part, parts_of
 from arbordraft.serving.structure import Arguments, Function, Name
 
 _LOGPROBS = "message.output_text.logprobs"
-# Names of fields in the errors of a chat, and of those that they came from.
+# Field names in a chat's errors, and the fields of /v1/responses that they came from.
 _NAMES = (
     (r"\bresponse_format\.json_schema\.schema\b", "text.format.schema"),
     (r"\bresponse_format\b", "text.format"),
@@ -23,7 +23,7 @@ _NAMES = (
     (r"\breasoning_effort\b", "reasoning.effort"),
     (r"\b(tools\.\d+)\.function\b", r"\1"),
 )
-# Fields that an item of each type has: those that it needs, and the others.
+# Required fields of each type of item, then its optional fields.
 _NEEDED: Mapping[str, frozenset[str]] = {
     "message": frozenset({"role", "content"}),
     "function_call": frozenset({"call_id", "name", "arguments"}),
@@ -34,7 +34,7 @@ _FURTHER = {"reasoning": {"content", "summary"}}
 
 
 class ItemPart(Part):
-    """A part of an item: words said or thought."""
+    """Part of an item: text, refusal or thoughts."""
 
     type: Literal["text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text"]  # type: ignore[assignment]
 
@@ -43,7 +43,7 @@ Content = Annotated[Sequence[ItemPart], BeforeValidator(parts_of)]
 
 
 class Item(Fields):
-    """An item of a conversation: a message, a call, its result, or thoughts of the model."""
+    """Item of a conversation: message, function call, its result, or thoughts of the model."""
 
     hints: ClassVar = MESSAGE_HINTS | {"id", "status", "phase", "encrypted_content"}
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -73,7 +73,7 @@ class Item(Fields):
 
 
 class FunctionTool(Function):
-    """A function that the model may ask to have called."""
+    """Function that the model may call."""
 
     hints: ClassVar = TOOL_HINTS
     type: Literal["function"]
@@ -87,7 +87,7 @@ class FunctionTool(Function):
 
 
 class Format(Fields):
-    """The form of an answer."""
+    """Format of an answer: text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None
@@ -103,29 +103,29 @@ class Format(Fields):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The form in a chat's ``response_format``."""
+        """Format as a chat's ``response_format``."""
         if self.type != "json_schema":
             return {"type": self.type}
         given = self.model_dump(by_alias=True, exclude={"type"}, exclude_unset=True)
-        return {"type": self.type, "json_schema": {**given, "strict": True}}  # an answer has no place for a check
+        return {"type": self.type, "json_schema": {**given, "strict": True}}  # responses have no field for a check
 
 
 class TextOptions(Fields):
-    """How the answer is written."""
+    """Options of the answer's text."""
 
     hints: ClassVar = frozenset({"verbosity"})
     format: Format = Format()
 
 
 class Reasoning(Fields):
-    """How much the model thinks, where its chat template knows that."""
+    """Reasoning effort, for chat templates that have this variable."""
 
     hints: ClassVar = frozenset({"context", "generate_summary", "mode", "summary"})
     effort: Text | None = None
 
 
 def _choice(given: Any) -> Any:
-    """A choice of tools in the form of a chat."""
+    """Converts a choice of tools to the format of chats."""
     if not isinstance(given, dict):
         return given
     if given.get("type") != "function":
@@ -138,7 +138,7 @@ def _items(given: Any) -> Any:
 
 
 class _OfChats(Fields):
-    """Fields that a chat has under the same names; it checks their values."""
+    """Fields that a chat has under the same names; the chat checks their values."""
 
     model: Any = None
     stream: Any = None
@@ -160,7 +160,7 @@ class _OfChats(Fields):
 
 
 class ResponsesQuestion(_OfChats):
-    """A request of /v1/responses; a chat is asked instead, and nothing is kept for later."""
+    """Request of /v1/responses; it is answered as a chat, and nothing is stored."""
 
     hints: ClassVar = (REQUEST_HINTS - {"metadata"}) | {"max_tool_calls", "stream_options"}
     nothing: ClassVar = {
@@ -176,7 +176,7 @@ class ResponsesQuestion(_OfChats):
     tool_choice: Annotated[Any, BeforeValidator(_choice)] = "auto"
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
-    include: Sequence[ResponseIncludable] = ()  # of what other types of tools bring there is nothing
+    include: Sequence[ResponseIncludable] = ()  # entries about other types of tools have no effect
     top_logprobs: int | None = Field(None, ge=0, le=20)
     metadata: dict[str, Text] = Field(default_factory=dict)
 
@@ -194,11 +194,11 @@ class ResponsesQuestion(_OfChats):
         return self
 
     def chat(self) -> ChatQuestion:
-        """The chat that asks for the same.
+        """Converts the request to a chat.
 
         Raises:
-            RequestValidationError: for values that it does not take.
-            ApiError: for those that it does not take together.
+            RequestValidationError: if the chat refuses a value.
+            ApiError: if the chat refuses a combination of values.
         """
         same = {name: value for name in _OfChats.model_fields if (value := getattr(self, name)) is not None}
         try:
@@ -223,7 +223,7 @@ class ResponsesQuestion(_OfChats):
             raise RequestValidationError(found) from error
 
     def _messages(self) -> list[dict[str, Any]]:
-        """The messages: thoughts, words and calls of the model that follow each other are one."""
+        """Converts items to messages; consecutive thoughts, text and calls of the model become one."""
         messages = list[dict[str, Any]]()
         for item in self.input:
             news = _said(item)
@@ -238,14 +238,14 @@ class ResponsesQuestion(_OfChats):
         if self.instructions is not None:
             told = {"type": "text", "text": self.instructions}
             if messages[0]["role"] in ("system", "developer"):
-                messages[0]["content"].insert(0, told)  # many chat templates know no second message of that role
+                messages[0]["content"].insert(0, told)  # many chat templates allow one message of that role
             else:
                 messages.insert(0, {"role": "system", "content": [told]})
         return messages
 
 
 def _said(item: Item) -> dict[str, Any]:
-    """The message of a single item."""
+    """Converts one item to a message."""
     if item.type == "function_call_output":
         return {"role": "tool", "tool_call_id": item.call_id, "content": _texts(item.output)}
     if item.type == "function_call":
@@ -261,7 +261,7 @@ def _texts(parts: Sequence[ItemPart]) -> list[dict[str, Any]]:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """An error of the chat that was asked, in the names of /v1/responses."""
+    """Returns an error of the chat with the field names of /v1/responses."""
     message, param = error.detail, error.param
     for pattern, name in _NAMES:
         message, param = re.sub(pattern, name, message), param and re.sub(pattern, name, param)

@@ -1,4 +1,4 @@
-"""uvicorn, whose shutdown lets running answers end or tells their clients."""
+"""uvicorn server whose shutdown lets running answers end, or fails them with an error."""
 
 import socket
 from collections.abc import Callable
@@ -13,37 +13,37 @@ class Server(uvicorn.Server):
     """Serves an app until SIGINT or SIGTERM.
 
     Then it answers 503 to new requests, lets running answers end for ``grace`` seconds, and fails the rest.
-    A second SIGINT does not wait.
+    A second SIGINT ends the wait.
 
     Args:
-        app: what :func:`~arbordraft.serving.app.build_app` made.
-        grace: seconds.
+        app: result of :func:`~arbordraft.serving.app.build_app`.
+        grace: seconds that running answers have to end.
         ready: called when clients can connect.
     """
 
     def __init__(self, app: FastAPI, *, grace: float = 30.0, ready: Callable[[], None] = lambda: None) -> None:
-        # Clients keep idle connections for five seconds; who closes them first must not be the server.
+        # Clients keep idle connections for five seconds; the server must not close them first.
         patience = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 5}
         super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, **patience))
         self._service, self._grace, self._ready = app.state.service, check_float("grace", grace, 0), ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to listen."""
+        """Starts to listen, then calls ``ready``."""
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends what runs while it still listens, and then listening."""
+        """Ends running answers while still listening, then stops listening."""
         await self._service.close(self._grace, lambda: self.force_exit)
         await super().shutdown(sockets)
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Binds a socket that is not listening yet: an early client is refused instead of left waiting.
+    """Binds a socket without listening, so that an early client is refused instead of left waiting.
 
     Args:
         host: name or address.
-        port: 0 for any that is free.
+        port: 0 for any free port.
 
     Raises:
         ValueError: if the address cannot be used.
@@ -60,6 +60,6 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where the server can be reached."""
+    """Returns the URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""The service behind the endpoints: an engine that is asked for text."""
+"""Service behind the endpoints: submits requests to an engine and streams its answers as text."""
 
 import asyncio
 import time
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 Spells = Speller | Echoing
 
-_POLL = 0.05  # seconds between two looks at what still runs
-_LONG = 2**14  # characters and token ids of a question that is a long one
+_POLL = 0.05  # seconds between two checks for running answers
+_LONG = 2**14  # characters and token ids above which a request counts as long
 
 
 class Service:
-    """Answers questions by an engine.
+    """Answers requests with an engine.
 
     Args:
-        engine: does the work, in a thread of its own.
-        name: of the model, for clients.
-        default_tokens: longest answer to a question that does not say, less where there is no room for it.
-        reasoning: tell the thoughts of answers from the rest, and let grammars begin behind them.
+        engine: engine that decodes, in its own thread.
+        name: model name for clients.
+        default_tokens: longest answer to a request without a limit, or as many tokens as fit.
+        reasoning: whether to separate thoughts from answers; grammars then begin after the thoughts.
 
     Raises:
-        TypeError: for arguments of another kind.
-        ValueError: without a tokenizer, or for values out of range.
+        TypeError: if an argument has the wrong type.
+        ValueError: if the target has no tokenizer, or a value is out of range.
     """
 
     def __init__(self, engine: Engine, name: str, default_tokens: int = 1024, *, reasoning: bool = True) -> None:
@@ -57,10 +57,10 @@ class Service:
         self.default_tokens = check_int("default_tokens", default_tokens, 1)
         tokenizer = engine.decoder.target.tokenizer
         if tokenizer is None:
-            raise ValueError("a server speaks text: build the target as RaggedModel(model, tokenizer)")
+            raise ValueError("a server needs a tokenizer: build the target as RaggedModel(model, tokenizer)")
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.spelling = Spelling(tokenizer)
-        own = engine.own_settings  # for clients who say nothing; OpenAI's defaults are 1
+        own = engine.own_settings  # defaults of requests; OpenAI's own are 1
         recommended = own_temperature(own)
         self.temperature = 1.0 if recommended is None else recommended
         self.top_p = 1.0 if own.top_p is None else own.top_p
@@ -69,24 +69,24 @@ class Service:
         self.created = int(time.time())
         self.exactness = engine.decoder.coupling.exactness.value
         self.closing = False
-        tokenizer("a")  # sets it to its defaults: later nothing changes it, and several threads may use it
+        tokenizer("a")  # applies its default settings: no later call changes them, so threads may share it
         self._check_length = LengthCheck(tokenizer)
-        # Questions are taken in their order beside the event loop; short ones do not wait for long ones.
+        # Requests are prepared in order, off the event loop; short ones do not wait for long ones.
         self._desk, self._long_desk = (ThreadPoolExecutor(1, f"arbordraft-{name}") for name in ("desk", "long-desk"))
 
     @property
     def problem(self) -> str | None:
-        """The reason for which it cannot answer, if there is one."""
+        """Reason why the service cannot answer; ``None`` if it can."""
         if self.closing:
             return "shutting down"
         return None if self.engine.healthy else "one step after the other fails"
 
     async def close(self, seconds: float = 0.0, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Takes no more requests, lets running answers end for some time, and then ends them with an error.
+        """Refuses new requests, lets running answers end for a while, and then fails the rest.
 
         Args:
-            seconds: how long.
-            hurry: whether not to wait any longer.
+            seconds: time for running answers.
+            hurry: returns whether to stop waiting.
         """
         self.closing = True
         end = time.monotonic() + seconds
@@ -97,10 +97,10 @@ class Service:
         self._long_desk.shutdown(wait=False)
 
     async def take(self, question: Question) -> "Call":
-        """Asks the engine.
+        """Submits a request to the engine.
 
         Raises:
-            ApiError: if the question is not taken.
+            ApiError: if the request is refused.
         """
         watch = Watch(self.metrics)
         try:
@@ -112,7 +112,7 @@ class Service:
         return Call(stream, speller, watch, Checker(question.checks))
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError for a name that is not the model's."""
+        """Raises ApiError unless the name is the model's."""
         if name != self.name:
             raise ApiError(404, f"there is no model {name}, only {self.name}", param="model", code="model_not_found")
 
@@ -171,7 +171,7 @@ class Service:
 
     @cached_property
     def _calls(self) -> CallFormat:
-        """The format in which the model writes calls."""
+        """Format in which the model writes tool calls."""
         try:
             return call_format(self.tokenizer, self._ends)
         except ValueError as error:
@@ -179,7 +179,7 @@ class Service:
 
     @cached_property
     def _thinking(self) -> Thinking | None:
-        """The marks of the model's thoughts, if thoughts are told from the rest."""
+        """Marks of the model's thoughts; ``None`` if it has none, or if thoughts stay in the text."""
         return thinking_of(self.tokenizer, self._ends) if self.reasoning else None
 
     @property
@@ -190,12 +190,12 @@ class Service:
 
 
 class Call:
-    """A question that was taken.
+    """Request that the engine accepted.
 
     Args:
-        stream: the engine's events.
-        speller: spells them.
-        watch: counts them.
+        stream: events of the engine.
+        speller: turns events into text.
+        watch: counts events.
         checker: checks finished answers.
     """
 
@@ -203,7 +203,7 @@ class Call:
         self.stream, self.speller, self.watch, self._checker = stream, speller, watch, checker
 
     async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
-        """Streams the pieces of the answers. If the client leaves, or reading stops, the engine stops at once.
+        """Yields the pieces of the answers; cancels the request if the client disconnects or reading stops.
 
         Raises:
             HTTPException: if the answer fails.
@@ -236,7 +236,7 @@ async def _cancel_when_gone(http: HttpRequest, stream: Stream) -> None:
 
 
 def _longer(question: BaseModel, most: int) -> bool:
-    """Whether a question has more characters and token ids; looks no further than that."""
+    """Returns whether a request has more than ``most`` characters and token ids; stops counting there."""
     parts: list[Any] = [question]
     while parts and most >= 0:
         part = parts.pop()

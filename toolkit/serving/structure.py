@@ -1,4 +1,4 @@
-"""Fields of requests about the structure of an answer: JSON, and calls of tools."""
+"""Request fields for the structure of an answer: JSON and tool calls."""
 
 import json
 from collections.abc import Mapping
@@ -17,15 +17,16 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 def grammar_of(schema: Mapping[str, Any], param: str, strict: bool = True) -> Grammar:
-    """The grammar of a schema.
+    """Builds the grammar of a schema.
 
     Args:
-        schema: a client's.
-        param: the field that it came in.
-        strict: refuse keywords that no grammar holds; else they are checked at the end.
+        schema: JSON Schema of a client.
+        param: request field that holds the schema.
+        strict: refuse keywords that no grammar enforces; else finished answers are checked against them.
 
     Raises:
-        ApiError: if it is no schema, or one that can neither be enforced nor, unless ``strict``, be checked.
+        ApiError: if the schema is invalid, or has keywords that can be neither enforced nor checked. Schemas of tools
+            and ``strict`` ones are never checked.
     """
     try:
         grammar = Grammar.json_schema(schema, strict=False)
@@ -45,7 +46,7 @@ def grammar_of(schema: Mapping[str, Any], param: str, strict: bool = True) -> Gr
 
 
 class JsonSchema(Fields):
-    """A schema with a name; all that can be held is held, whether or not ``strict`` asks for it."""
+    """Schema with a name; with or without ``strict``, a grammar enforces every keyword that it can."""
 
     name: Name
     description: Text = ""
@@ -54,7 +55,7 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """The form of an answer."""
+    """Format of an answer: text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
@@ -67,14 +68,14 @@ class ResponseFormat(Fields):
 
     @property
     def content(self) -> Mapping[str, Any] | None:
-        """The schema of the answer, if it is to be JSON."""
+        """Schema of a JSON answer; ``None`` for text."""
         if self.json_schema is not None:
             return self.json_schema.content
         return _OBJECT if self.type == "json_object" else None
 
     @property
     def grammar(self) -> Grammar | None:
-        """The grammar of the form; ``None`` for text.
+        """Grammar of the format; ``None`` for text.
 
         Raises:
             ApiError: see :func:`grammar_of`.
@@ -85,7 +86,7 @@ class ResponseFormat(Fields):
 
 
 class Function(Fields):
-    """A function that can be called; its arguments follow the schema whether or not ``strict`` asks for it."""
+    """Function that can be called; its arguments follow the schema, with or without ``strict``."""
 
     name: Name
     description: Text = ""
@@ -93,10 +94,10 @@ class Function(Fields):
     strict: bool = True
 
     def arguments(self, param: str) -> dict[str, Any]:
-        """The schema of its arguments: that of its parameters, narrowed to objects, which is all that a call can have.
+        """Returns the schema of the arguments: that of the parameters, narrowed to objects.
 
         Raises:
-            ApiError: if it is no schema, cannot be enforced, or admits no object.
+            ApiError: if the schema is invalid, cannot be enforced, or admits no object.
         """
         grammar_of(self.parameters, param)
         narrowed = {**self.parameters, "type": "object"}
@@ -106,31 +107,31 @@ class Function(Fields):
                 raise ValueError(f"its type is {kinds}")
             Grammar.json_schema(narrowed)
         except ValueError as error:
-            reason = f"it admits no object, which the arguments of a call are ({error}): give it the type object"
+            reason = f"it admits no object, but arguments of calls are objects ({error}): give it the type object"
             raise wrong(param, reason, "invalid_schema") from error
         return narrowed
 
 
 class Tool(Fields):
-    """A function that the model may ask to have called."""
+    """Tool: a function that the model may call."""
 
     hints: ClassVar = TOOL_HINTS
     type: Literal["function"]
     function: Function
 
     def shown(self) -> dict[str, Any]:
-        """The description that the model sees."""
+        """Returns the description that the model sees."""
         return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
 
 
 class FunctionName(Fields):
-    """Names a function."""
+    """Name of a function."""
 
     name: str
 
 
 class ToolChoice(Fields):
-    """Whether tools are called, and which: one of three words, or the name of a function."""
+    """Choice of tools: ``none``, ``auto``, ``required``, or the name of a function."""
 
     type: Literal["none", "auto", "required", "function"] = "auto"
     function: FunctionName | None = None
@@ -158,11 +159,11 @@ def _object(arguments: str) -> str:
     return arguments
 
 
-Arguments = Annotated[Text, AfterValidator(_object)]  # JSON text of an object; no text stands for an empty one
+Arguments = Annotated[Text, AfterValidator(_object)]  # JSON text of an object; an empty text means ``{}``
 
 
 class CalledFunction(Fields):
-    """A function with its arguments."""
+    """Name and arguments of a called function."""
 
     hints: ClassVar = CALL_HINTS
     name: Name
@@ -170,7 +171,7 @@ class CalledFunction(Fields):
 
 
 class ToolCall(Fields):
-    """A call that the model made earlier."""
+    """Call that the model made in an earlier turn."""
 
     hints: ClassVar = CALL_HINTS
     id: Text
@@ -178,7 +179,7 @@ class ToolCall(Fields):
     function: CalledFunction
 
     def shown(self, quoted: bool) -> dict[str, Any]:
-        """The call as chat templates read it, with arguments as text or as an object."""
+        """Returns the call in the format of chat templates, with arguments as text or as an object."""
         arguments = self.function.arguments if quoted else json.loads(self.function.arguments)
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 

@@ -1,4 +1,4 @@
-"""Thoughts that a model writes before its answer: which marks they have, grammars behind them, and reading them."""
+"""Thoughts before an answer: their marks, grammars that allow them, and a reader that separates them."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -11,20 +11,20 @@ from arbordraft.serving.reading import begun
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# How models mark thoughts, with the name in place of {}: Qwen and DeepSeek, Mistral, Kimi, Cohere.
+# Marks of thoughts, with {} for the name: Qwen and DeepSeek, Mistral, Kimi, Cohere.
 _SHAPES = (("<{}>", "</{}>"), ("[{}]", "[/{}]"), ("\u25c1{}\u25b7", "\u25c1/{}\u25b7"), ("<|START_{}|>", "<|END_{}|>"))
 _NAME = r"([\w:]*(?:think|thought|reason)\w*)"
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """How a model marks its thoughts.
+    """Marks that a model puts around its thoughts.
 
     Args:
-        opening: text before them.
-        closing: text behind them.
-        added: the tokenizer's added tokens by their texts, without those that end an answer.
-        begun: whether the prompt ends within thoughts, so that an answer goes on with them.
+        opening: text before the thoughts.
+        closing: text after the thoughts.
+        added: the tokenizer's added tokens by text, except those that end an answer.
+        begun: whether the prompt ends within thoughts, so that an answer continues them.
     """
 
     opening: str
@@ -34,15 +34,15 @@ class Thinking:
 
     @property
     def marks(self) -> frozenset[int]:
-        """Added tokens that show where thoughts are: to be spelt even if they are special."""
+        """Ids of marks that are added tokens; they are spelt even if they are special."""
         return frozenset(self.added[mark] for mark in (self.opening, self.closing) if mark in self.added)
 
     def behind(self, prompt: str, said: str = "") -> "Thinking | None":
-        """The marks for an answer to a prompt; ``None`` where its thoughts are over.
+        """Returns the marks for an answer to a prompt; ``None`` if its thoughts have ended.
 
         Args:
-            prompt: its last words.
-            said: the beginning of the answer, if the prompt has one.
+            prompt: last words of the prompt.
+            said: beginning of the answer, if the prompt contains one.
         """
         if said.strip():
             return replace(self, begun=True) if said.rfind(self.opening) > said.rfind(self.closing) else None
@@ -50,19 +50,19 @@ class Thinking:
         return None if end.endswith(self.closing) else replace(self, begun=end.endswith(self.opening))
 
     def grammar(self, answer: str) -> str:
-        """The grammar of thoughts, which may be anything, and an answer behind them.
+        """Builds the grammar of free thoughts, followed by an answer.
 
-        Unless the prompt has begun them, there may be none.
+        Thoughts are optional unless the prompt has begun them.
 
         Args:
-            answer: its grammar, in llguidance's dialect of Lark; its first rule is ``start``.
+            answer: grammar of the answer, in llguidance's dialect of Lark; its first rule is ``start``.
         """
         thoughts = "thoughts" if self.begun else f"({self._terminal(self.opening)} thoughts)?"
         others = [token for text, token in self.added.items() if text != self.closing]
         words = f"THOUGHT? (<[{ranges(others)}]> THOUGHT?)*" if others else "THOUGHT?"
         closing = lark_string(self.closing)
         if self.closing in self.added:
-            # Spelt letter by letter it would look like the end of thoughts.
+            # Excludes the mark spelt letter by letter: it would look like the end of thoughts.
             rules = [f"thoughts: {words} {self._terminal(self.closing)} BLANK?", "THOUGHT: /(?s:.+)/ & ~CLOSED"]
             rules.append(f"CLOSED: /(?s:.*)/ {closing} /(?s:.*)/")
         else:
@@ -75,10 +75,10 @@ class Thinking:
 
 
 def thinking_of(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> Thinking | None:
-    """How a model marks thoughts, by the marks that its chat template knows; ``None`` if it knows none.
+    """Finds the marks of thoughts in a model's chat template; returns ``None`` if it has none.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         ends: token ids that end an answer.
     """
     template = str(tokenizer.chat_template or "")
@@ -90,23 +90,23 @@ def thinking_of(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
 
 
 class ThoughtReader:
-    """Reads one answer; blanks around thoughts belong neither to them nor to the words.
+    """Separates the thoughts of one answer from its text; drops blanks around thoughts.
 
     Args:
-        thinking: how thoughts are marked.
+        thinking: marks of the thoughts.
 
     Attributes:
-        tokens: tokens of thoughts and their marks so far.
+        tokens: number of tokens of thoughts and marks so far.
     """
 
     def __init__(self, thinking: Thinking) -> None:
         self._opening, self._closing = thinking.opening, thinking.closing
         self._place: Literal["before", "inside", "behind"] = "inside" if thinking.begun else "before"
-        self._held, self._leading = "", True  # whether blanks that come next are to be left out
+        self._held, self._leading = "", True  # whether to drop the blanks that come next
         self._waiting = self.tokens = 0
 
     def add(self, text: str) -> tuple[str, str]:
-        """The thoughts and the words that the text of one more token makes certain."""
+        """Adds the text of one token; returns the thoughts and the text that are now certain."""
         self._held += text
         self._waiting += 1
         if self._place == "before":
@@ -120,11 +120,11 @@ class ThoughtReader:
         return thoughts, words
 
     def end(self) -> tuple[str, str]:
-        """Returns the rest at the end of the text; marks that were cut off are shown as they are."""
+        """Returns the remaining thoughts and text; an incomplete mark is kept as it is."""
         return (self._led(self._held), "") if self._place == "inside" else ("", self._held)
 
     def _begin(self) -> None:
-        """Goes on as soon as it is certain whether there are thoughts."""
+        """Enters the thoughts or the text as soon as it is certain which comes first."""
         held = self._held.lstrip()
         if held.startswith(self._opening):
             self._place, self._held = "inside", held.removeprefix(self._opening)
@@ -144,7 +144,7 @@ class ThoughtReader:
         return said
 
     def _led(self, text: str) -> str:
-        """A text without blanks at the beginning of its place."""
+        """Strips leading blanks where thoughts or text begin."""
         text = text.lstrip() if self._leading else text
         self._leading = self._leading and not text
         return text

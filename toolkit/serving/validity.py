@@ -1,4 +1,4 @@
-"""Checks of whole answers, for keywords of their schemas that no grammar holds."""
+"""Checks whole answers against schema keywords that no grammar enforces."""
 
 import asyncio
 from dataclasses import replace
@@ -11,7 +11,7 @@ class Checker:
     """Checks the answers to one request when they have ended, unless they call tools.
 
     Args:
-        grammar: knows the schema; ``None`` checks nothing.
+        grammar: grammar with the schema; ``None`` checks nothing.
     """
 
     def __init__(self, grammar: Grammar | None) -> None:
@@ -19,13 +19,13 @@ class Checker:
         self._texts: dict[int, str] = {}
 
     async def __call__(self, piece: Piece) -> Piece:
-        """The next piece of an answer: the last one with the check of all of them."""
+        """Returns the piece; adds the check of the whole answer to the last one."""
         if self._grammar is None:
             return piece
         text = self._texts[piece.index] = self._texts.get(piece.index, "") + piece.text
         if piece.finish_reason in (None, "tool_calls"):
             return piece
-        # In a thread: some schemas take long, and no other stream is to wait for them.
+        # In a thread: some schemas take long, and other streams must not wait.
         return replace(piece, check=await asyncio.to_thread(self._grammar.check, text))
 
 

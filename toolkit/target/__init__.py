@@ -1,1 +1,1 @@
-"""The boundary to Hugging Face: any causal LM on packed rows, and its fast path."""
+"""Interface to Hugging Face: runs any causal LM on packed rows; ``prepacked`` is the fast path on a CPU."""

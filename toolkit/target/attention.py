@@ -1,4 +1,4 @@
-"""Our attention under a name of transformers', and what a forward carries to the layers that ask for it.
+"""Our attention for transformers' AttentionInterface, and the state that a forward hands to its layers.
 
 Shapes: T packed rows, Hq/Hkv heads, D head size.
 """
@@ -19,12 +19,12 @@ REQUIREMENT = (
     "(falcon, bloom, linear-attention and state-space models do not)"
 )
 _UNTOLD = f"the model does not hand its arguments on to its layers: {REQUIREMENT}"
-# Arguments that models hand to their attention although they concern the caller only.
+# Arguments that models pass on to their attention although only the caller needs them.
 _IGNORED = frozenset({"cache_position", "dropout", "is_causal", "logits_to_keep", "position_ids", "use_cache"})
 
 
 Tables = tuple[Tensor, Tensor]  # cosines and sines of packed rows, [T, D] each
-Ahead = tuple[nn.Module, Tensor, Tensor]  # a norm, what it was taken of, and what came out
+Ahead = tuple[nn.Module, Tensor, Tensor]  # a norm, its input and its output
 
 
 class UnsupportedModel(ValueError):
@@ -32,7 +32,7 @@ class UnsupportedModel(ValueError):
 
 
 def unsupported(model: nn.Module, failure: Exception) -> UnsupportedModel:
-    """What to say of a model that failed on packed rows, which may be no fault of its own."""
+    """Returns the error for a model that failed on packed rows; a failure of Triton is not blamed on the model."""
     if type(failure).__module__.partition(".")[0] == "triton":
         return UnsupportedModel(
             f"Triton fails on this GPU ({failure!r}): install another version of it, or decode within "
@@ -44,7 +44,7 @@ def unsupported(model: nn.Module, failure: Exception) -> UnsupportedModel:
 
 
 class AttentionCall(NamedTuple):
-    """What a layer asks its attention for."""
+    """Arguments with which a layer calls the attention interface."""
 
     heads: int
     kv_heads: int
@@ -57,7 +57,7 @@ class AttentionCall(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """How a layer makes its queries, keys and values of ``[T, H]`` rows; see ``kernels.fused_linear``."""
+    """Inputs and weights from which a layer computes queries, keys and values; see ``kernels.fused_linear``."""
 
     hidden: Tensor
     weights: list[Tensor]
@@ -70,16 +70,17 @@ class Projection(NamedTuple):
 
 @dataclass(kw_only=True)
 class Attending:
-    """What the layers of a model need of the forward that they are part of, and what they leave there.
+    """State of one forward that the model's layers read and write.
 
     Args:
-        layers: the layers that have attended so far; with what they asked for, where a layer did so by itself.
-        hidden: the hidden states that are wanted, by index as in transformers' ``hidden_states``: the input of each
-            decoder layer, and behind the last one the output of the final norm; filled in as the layers run.
-        depth: run only the first layers, as many as this.
-        behind: put this behind them; maps ``[1, T, H]`` to the same.
-        last: what the last of these layers returned.
-        ahead: a norm that a layer has taken of its output for the next layer.
+        layers: indices of the layers that have attended so far. The value is the layer's attention call, or ``None`` if
+            a kernel ran the layer.
+        hidden: hidden states to record, by index in transformers' ``hidden_states``: the input of each decoder layer,
+            then the output of the final norm. Layers fill them in as they run.
+        depth: number of first layers to run, all by default.
+        behind: module to run after these layers; maps ``[1, T, H]`` to ``[1, T, H]``.
+        last: output of the last of these layers.
+        ahead: the next layer's first norm with its input and output, if a layer has computed it in advance.
     """
 
     layers: dict[int, AttentionCall | None] = field(default_factory=dict)
@@ -92,26 +93,26 @@ class Attending:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
     ) -> Tensor:
-        """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find.
+        """Stores ``[T, Hkv, D]`` keys and values of a layer and returns the attention of its ``[T, Hq, D]`` queries.
 
-        With tables, queries and keys are rotated first.
+        If ``tables`` are given, queries and keys are rotated first.
         """
         raise NotImplementedError
 
     def project_and_attend(self, layer: int, projection: Projection, call: AttentionCall, tables: Tables) -> Tensor:
-        """Does the same with queries, keys and values that are still to be made."""
+        """Projects hidden states to queries, keys and values, then attends as :meth:`attend` does with tables."""
         raise NotImplementedError
 
 
 @dataclass
 class Forward(Attending):
-    """What one forward of a :class:`~arbordraft.target.model.RaggedModel` hands to its layers.
+    """One forward of a :class:`~arbordraft.target.model.RaggedModel`, with its rows and its KV cache.
 
     Args:
-        batch: its rows.
-        cache: its keys and values.
+        batch: rows of the forward.
+        cache: KV cache that the forward reads and writes.
         native: use the native attention kernel.
-        row_invariant: give every row the bits that it has alone, on a GPU, too.
+        row_invariant: give every row the bits that it has alone, also on a GPU.
     """
 
     batch: RaggedBatch
@@ -151,7 +152,7 @@ class Forward(Attending):
 
 
 def register() -> None:
-    """Tells transformers the name under which our attention can be asked for."""
+    """Registers our attention with transformers' AttentionInterface."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, _attention)
@@ -171,7 +172,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer: ``[1, H, T, D]`` in, ``[1, T, Hq, D]`` out."""
+    """Maps ``[1, H, T, D]`` to ``[1, T, Hq, D]``; transformers calls it in every attention layer."""
     unknown = [name for name, given in others.items() if not (given is None or given is False or name in _IGNORED)]
     if ragged is None or attention_mask is not None or unknown:
         raise UnsupportedModel(
@@ -190,7 +191,7 @@ def _attention(
 def run_layer(
     index: int, forward: Callable[..., Any], *args: Any, ragged: Attending | None = None, **kwargs: Any
 ) -> Any:
-    """Calls a decoder layer as the forward that it is part of wants it: observed, followed by something, or not."""
+    """Calls a decoder layer, or skips it beyond ``depth``; records its input and runs ``behind`` if asked for."""
     if ragged is None:
         raise UnsupportedModel(_UNTOLD)
     if index in ragged.hidden:
@@ -208,7 +209,7 @@ def run_layer(
 def run_stack(
     count: int, forward: Callable[..., Any], *args: Any, ragged: Attending | None = None, **kwargs: Any
 ) -> Any:
-    """Calls the owner of all ``count`` decoder layers, whose output is that of the final norm."""
+    """Calls the module that holds all ``count`` decoder layers; its output is that of the final norm."""
     if ragged is None:
         raise UnsupportedModel(_UNTOLD)
     output = forward(*args, ragged=ragged, **kwargs)

@@ -1,4 +1,4 @@
-"""A KV cache whose samples have their own lengths.
+"""KV cache in which each sample has its own length.
 
 Shapes: B samples, T packed rows, P pool rows, H key heads, D head size.
 """
@@ -18,7 +18,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.utils.allocator import untouched_zeros
 from arbordraft.utils.errors import UserError
 
-_SHARE = 0.5  # of a GPU's free memory, which a cache may take at once: prompts and graphs need some, too
+_SHARE = 0.5  # share of a GPU's free memory that pools may take at once: prompts and graphs need some, too
 
 
 class CacheOverflow(UserError):
@@ -36,11 +36,12 @@ class _Slab:
 class RaggedKVCache(nn.Module):
     """Keys and values of a batch, without padding: one slab of consecutive pool rows per sample.
 
-    A forward writes its rows *behind* the committed length of each sample. :meth:`commit` then keeps some of them (the
-    accepted path), closes the gaps in place and advances the length; rejected rows are overwritten by the next step.
-    Slabs grow by doubling, so no step copies the cache. With a limit, pools have their final place from the start: no
-    stream waits while they are copied, and graphs of steps are recorded once. On a CPU they take memory as they are
-    filled; on a GPU all of them are allocated whole if they take no more than half of its free memory, and else grow.
+    A forward writes its rows *after* the committed length of each sample. :meth:`commit` then keeps some of them (the
+    accepted path), closes the gaps in place and advances the length. The next step overwrites rejected rows.
+
+    Slabs grow by doubling, so no step copies the cache. With a limit, pools get their final place at the start. No
+    stream then waits for a copy of them, and graphs of steps are recorded once. On a CPU, such pools take memory as
+    they are filled. On a GPU, they are allocated whole if they take at most half of its free memory, else they grow.
 
     Args:
         max_tokens: greatest number of pool rows, draft trees included; unlimited by default.
@@ -51,7 +52,7 @@ class RaggedKVCache(nn.Module):
     def __init__(self, max_tokens: int | None = None) -> None:
         super().__init__()
         self.max_tokens = max_tokens
-        self.weights: object = None  # what the keys and values were computed with
+        self.weights: object = None  # the prepared model that computed the keys and values
         self._whole: dict[str, Tensor] = {}  # pools as large as the limit allows, of which the first rows are used
         self._settled = False
         self._slabs: dict[int, _Slab] = {}
@@ -61,11 +62,11 @@ class RaggedKVCache(nn.Module):
 
     @property
     def reserved(self) -> int:
-        """Rows that no sample can have."""
+        """Number of rows that no sample can use."""
         return 0
 
     def beside(self, owner: object) -> "RaggedKVCache":
-        """A cache for what a drafter, the ``owner``, keeps of the same samples, with the same bound."""
+        """Returns a cache with the same bound for a drafter, the ``owner``, that caches rows of the same samples."""
         return RaggedKVCache(self.max_tokens)
 
     def open(self, tokens: int = 0) -> int:
@@ -83,12 +84,12 @@ class RaggedKVCache(nn.Module):
         """Copies the first committed rows of one sample into another, which is empty and has room for them.
 
         Args:
-            source: handle of the one.
-            handle: handle of the other.
-            tokens: how many rows.
+            source: handle of the sample to copy from.
+            handle: handle of the sample to copy to.
+            tokens: number of rows.
 
         Raises:
-            ValueError: if there are not as many, the other is not empty or has no room.
+            ValueError: if the source has fewer rows, or the destination is not empty or too small.
         """
         ours, theirs = self._slabs[handle], self._slabs[source]
         if not 0 <= tokens <= min(theirs.length, ours.capacity) or ours.length or ours.tree_positions:
@@ -101,7 +102,7 @@ class RaggedKVCache(nn.Module):
         ours.length = tokens
 
     def shorten(self, handle: int, tokens: int) -> None:
-        """Gives up what was committed of a sample behind its first tokens."""
+        """Drops all committed tokens of a sample after the first ``tokens``."""
         slab = self._slabs[handle]
         slab.length = min(slab.length, tokens)
 
@@ -114,22 +115,22 @@ class RaggedKVCache(nn.Module):
         self._release(slab.start, slab.capacity)
 
     def length(self, handle: int) -> int:
-        """Committed tokens of a sample."""
+        """Returns the number of committed tokens of a sample."""
         return self._slabs[handle].length
 
     def capacity(self, handle: int) -> int:
-        """Rows that a sample can hold without growing."""
+        """Returns the number of rows that a sample can hold without growing."""
         return self._slabs[handle].capacity
 
     def lay_out(
         self, handles: Sequence[int], depths: Sequence[Sequence[int]], words: Tensor | None = None
     ) -> RaggedBatch:
-        """Reserves rows behind the committed ones and describes the forward that will fill them.
+        """Reserves rows after the committed ones and describes the forward that will fill them.
 
-        Rows planned earlier and not yet committed or dropped stay: they are the shallower levels of the same tree.
+        Rows that were laid out earlier and are still uncommitted stay: they are shallower levels of the same tree.
 
         Args:
-            handles: handles of the samples that take part.
+            handles: handles of the samples in this forward.
             depths: for every sample, the distance of each new row's position from the committed length.
             words: ``[T, W]`` ancestor words over each sample's uncommitted rows; ``None`` for causal order.
 
@@ -159,14 +160,14 @@ class RaggedKVCache(nn.Module):
         )
 
     def reserve(self, handles: Sequence[int], rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Makes room for rows behind the committed ones, for whoever writes them himself.
+        """Makes room after the committed rows for a caller that writes these rows itself; see :meth:`wrote`.
 
         Args:
             handles: handles of the samples.
-            rows: how many of each.
+            rows: number of rows for each sample.
 
         Returns:
-            The first pool row and the committed tokens of each.
+            The first pool row and the number of committed tokens of each sample.
 
         Raises:
             CacheOverflow: if a slab cannot grow.
@@ -177,12 +178,12 @@ class RaggedKVCache(nn.Module):
         return [(slab.start, slab.length) for slab in slabs]
 
     def wrote(self, handle: int, depths: Sequence[int]) -> None:
-        """Takes over rows that were written into reserved room: uncommitted, at these distances from the last one."""
+        """Records rows written into reserved room as uncommitted, ``depths`` positions after the committed length."""
         slab = self._slabs[handle]
         slab.tree_positions += [slab.length + depth for depth in depths]
 
     def pools(self, layer: int, shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:
-        """The ``[P, *shape]`` pools of one layer, of the dtype and on the device of ``like``."""
+        """Returns the ``[P, *shape]`` pools of one layer, of the dtype and on the device of ``like``."""
         try:
             return self._buffers[f"keys_{layer}"], self._buffers[f"values_{layer}"]  # type: ignore[return-value]
         except KeyError:
@@ -190,15 +191,15 @@ class RaggedKVCache(nn.Module):
             return self._pool(f"keys_{layer}", row), self._pool(f"values_{layer}", row)
 
     def layers(self, number: int) -> list[Tensor]:
-        """The pools of this many layers: keys and values of the first, of the second and so on.
+        """Returns the pools of the first layers: keys, then values, of each layer in turn.
 
-        Those in their final place are whole, so that what was recorded on them stays true as they fill.
+        Pools in their final place are returned whole, so that recorded graphs stay valid as they fill.
         """
         names = [f"{kind}_{layer}" for layer in range(number) for kind in ("keys", "values")]
         return [self._whole[name] if name in self._whole else self._buffers[name] for name in names]  # type: ignore[misc]
 
     def settle(self) -> None:
-        """Gives pools on a GPU their final place, if there is memory: once all of them are there, and no later."""
+        """Allocates pools on a GPU whole if memory allows; acts once, after the first pools exist."""
         if self._settled or not (pools := list(self._pools())):
             return
         self._settled = True
@@ -207,7 +208,7 @@ class RaggedKVCache(nn.Module):
         needed = self.max_tokens * sum(pool[:1].nbytes for pool in pools)
         if needed > _SHARE * torch.cuda.mem_get_info(pools[0].device)[0]:
             return
-        with suppress(torch.OutOfMemoryError):  # free memory may lie in pieces: what found no place grows
+        with suppress(torch.OutOfMemoryError):  # free memory may be fragmented: the other pools grow on demand
             for name, pool in list(self._buffers.items()):
                 if pool is not None:
                     self._whole[name] = pool.new_zeros(self.max_tokens, *pool.shape[1:])
@@ -227,7 +228,7 @@ class RaggedKVCache(nn.Module):
         """Rotates ``[T, H, D]`` queries and keys by ``[T, D]`` cosines and sines, and stores keys and values.
 
         Returns:
-            The queries, and the layer's pools.
+            The rotated queries, and the layer's pools of keys and values.
         """
         key_pool = self._pool(f"keys_{layer}", keys)
         value_pool = self._pool(f"values_{layer}", values)
@@ -238,7 +239,7 @@ class RaggedKVCache(nn.Module):
         """Keeps some uncommitted rows of each sample and drops the others.
 
         Args:
-            kept: for every sample, indices into its uncommitted rows, ascending: the accepted path.
+            kept: for every sample, ascending indices into its uncommitted rows: the accepted path.
 
         Raises:
             ValueError: if an index is out of range or out of order.
@@ -256,7 +257,7 @@ class RaggedKVCache(nn.Module):
         self.advance(kept)
 
     def advance(self, kept: Mapping[int, Sequence[int]]) -> None:
-        """Keeps rows as :meth:`commit` does that have been moved already, on the device."""
+        """Updates lengths as :meth:`commit` does, for rows that the device has moved already."""
         for handle, rows in kept.items():
             slab = self._slabs[handle]
             slab.length += len(rows)
@@ -268,11 +269,11 @@ class RaggedKVCache(nn.Module):
         """Plans forwards that append tokens to several samples; each is committed before the next one is planned.
 
         Args:
-            tokens: to append, by sample; may be empty.
+            tokens: tokens to append to each sample; may be empty.
             chunk: bound on the rows of one forward, and so on its memory.
 
         Yields:
-            The tokens of this forward by sample, the same packed ``[T]``, and their batch.
+            The tokens of this forward by sample, all of them packed as ``[T]``, and their batch.
         """
         left = {handle: row for handle, row in tokens.items() if row}
         while left:
@@ -320,7 +321,7 @@ class RaggedKVCache(nn.Module):
             capacity = 2 * tokens
             start = self._allocate(capacity)
         except CacheOverflow:
-            capacity = tokens  # doubling is a convenience; near the limit the exact need is what counts
+            capacity = tokens  # near the limit, doubling may fail although the exact need fits
             start = self._allocate(capacity)
         used = slab.length + len(slab.tree_positions)
         for pool in self._pools():
@@ -329,7 +330,7 @@ class RaggedKVCache(nn.Module):
         slab.start, slab.capacity = start, capacity
 
     def _allocate(self, rows: int) -> int:
-        """First fit among the free rows; else the pools grow, to twice their size if the limit allows."""
+        """Returns the first free rows that fit; if none do, doubles the pools as far as the limit allows."""
         for index, (start, free) in enumerate(self._free):
             if free >= rows:
                 self._free[index : index + 1] = [(start + rows, free - rows)] if free > rows else []
@@ -341,7 +342,7 @@ class RaggedKVCache(nn.Module):
                 f"the KV cache may hold {self.max_tokens} tokens and cannot make room for {rows} more; raise "
                 "that limit, shorten the prompts, lower max_new_tokens or decode fewer samples at once"
             )
-        # While nothing is stored, growing costs nothing and need not run ahead.
+        # Before the first write, growing copies nothing, so there is no need to grow ahead.
         ahead = 2 * self._rows if self._buffers else total
         grown = max(total, min(ahead, self.max_tokens or ahead))
         for name, pool in self._buffers.items():

@@ -1,4 +1,4 @@
-"""How exactly speculative output equals plain output, for one decoder on one machine.
+"""Reports how exactly speculative output equals plain output, for one decoder on one machine.
 
 Shapes: N nodes, V vocabulary.
 """
@@ -30,16 +30,19 @@ class EqualityReport:
     """How exactly a decoder's output equals plain decoding on this machine.
 
     Args:
-        equality: ``pathwise``: a row of a tree has the bits that plain decoding of the same model gives it, and target
-            and drafter share their noise: the same seed gives the same tokens as plain decoding at every temperature,
-            in any precision. ``bitwise``: rows have those bits, but the noise is not shared, so greedy output alone is
-            identical. ``fp32 tokens``: greedy tokens, and sampled ones with shared noise, equal plain ones unless two
-            scores are closer than float32 rounding. ``law only``: sampled output has the law of the rows the verifier
-            saw; half-precision rounding of these rows depends on the batch. ``lossy``: the verifier changes the law by
-            design.
-        reason: why not a stronger one.
-        rows: rows that were computed both in trees of a batch and one by one.
-        equal: how many of them had the same bits.
+        equality: degree of equality.
+            ``pathwise``: every row of a tree has the bits of plain decoding of the same model, and target and drafter
+            share their noise. The same seed gives the same tokens as plain decoding at every temperature, in any
+            precision.
+            ``bitwise``: rows have those bits, but the noise is not shared, so only greedy output is identical.
+            ``fp32 tokens``: greedy tokens, and sampled ones with shared noise, equal plain ones unless two scores are
+            closer than float32 rounding.
+            ``law only``: sampled output has the law of the rows the verifier saw. Half-precision rounding of these rows
+            depends on the batch.
+            ``lossy``: the verifier changes the law by design.
+        reason: reason against a stronger degree.
+        rows: number of rows that were computed both in trees of a batch and one by one.
+        equal: number of these rows with equal bits both ways.
     """
 
     equality: Equality
@@ -52,13 +55,13 @@ class EqualityReport:
 
 
 def equality_report(target: RaggedModel, promise: Exactness) -> EqualityReport:
-    """Combines what a verifier promises with a probe of random trees on this machine."""
+    """Reports the equality that a verifier's promise and a probe of random trees on this machine support."""
     rows, equal, farthest = _probe(target)
     if not promise.lossless:
         equality, reason = Equality.lossy, f"the verifier is {promise.value}"
     elif target.row_invariant and equal == rows:
         equality = Equality.pathwise if promise is Exactness.PATHWISE else Equality.bitwise
-        reason = "every part of the forward treats a row alike whatever runs beside it"
+        reason = "every part of the forward gives a row the same bits regardless of the rows beside it"
     else:
         wide = target.model.dtype in (torch.float32, torch.float64)
         if target.row_invariant:
@@ -77,7 +80,7 @@ def _probe(target: RaggedModel) -> tuple[int, int, float]:
     """Computes trees of a ragged batch at once, then each of their rows as plain decoding does.
 
     Returns:
-        Number of rows, of those whose logits agree bit for bit, and how far the logits of a row are apart at most,
+        Number of rows, number of rows with bitwise equal logits, and the largest distance between a row's logits,
         relative to their spread.
     """
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,8 @@
-"""Runs the linears of a model, too, in Triton, on a GPU, so that no row's bits depend on the rows beside it.
+"""Runs a model's linears in Triton on a GPU, so that no row's bits depend on the rows beside it.
 
-Where :mod:`arbordraft.target.fused_modules` calls a model's own linears, whose products cuBLAS adds up in an order that
-hangs on the number of rows, these forwards run :mod:`arbordraft.kernels.fused_linear`. Seven launches make a layer.
+:mod:`arbordraft.target.fused_modules` calls a model's own linears. cuBLAS adds up their products in an order that
+depends on the number of rows. The forwards here run :mod:`arbordraft.kernels.fused_linear` instead, with seven launches
+per layer.
 
 Shapes: T packed rows, H hidden size.
 """
@@ -22,15 +23,15 @@ _NO_NORM = NormForm(0.0, 0.0, False)
 
 
 def fuse_linears(model: Any, found: Recognised, layers: Iterable[nn.Module]) -> None:
-    """Gives forwards of Triton products to the attentions, MLPs and the head of a view.
+    """Replaces the forwards of a view's attentions, MLPs and head by ones that multiply in Triton.
 
     Args:
         model: the view.
-        found: what :func:`~arbordraft.target.fused_modules.fuse` has recognised in it.
+        found: modules that :func:`~arbordraft.target.fused_modules.fuse` has recognised in it.
         layers: its decoder layers.
 
     Raises:
-        UnsupportedModel: if a module with weights would compute by other means; names the first ones.
+        UnsupportedModel: if a module with weights has no such kernel; names the first ones.
     """
     done: set[nn.Module] = set(found.norms)
     for attention, call in found.calls.items():
@@ -53,7 +54,7 @@ def fuse_linears(model: Any, found: Recognised, layers: Iterable[nn.Module]) -> 
         vars(head)["forward"] = partial(_run_linear, head)
         done.add(head)
     names = {module: name for name, module in model.named_modules()}
-    known = (nn.Embedding,)  # which looks rows up
+    known = (nn.Embedding,)  # looks rows up, so it needs no kernel
     left = [module for module in names if module._parameters and module not in done and not isinstance(module, known)]
     if left := left or [layer for layer in layers if layer not in found.layers]:
         listed = ", ".join(f"{names[module]} ({type(module).__name__})" for module in left[:5])
@@ -64,7 +65,7 @@ def fuse_linears(model: Any, found: Recognised, layers: Iterable[nn.Module]) -> 
 
 
 def _common_form(norms: list[nn.Module], found: Recognised) -> NormForm | None:
-    """The form of the norms of both queries and keys, or of neither; ``None`` if kernels cannot take them along."""
+    """Returns the form that query and key norms share, or `_NO_NORM`; ``None`` if kernels cannot fuse them."""
     if not norms:
         return _NO_NORM
     forms = {found.norms.get(norm) for norm in norms}
@@ -72,7 +73,7 @@ def _common_form(norms: list[nn.Module], found: Recognised) -> NormForm | None:
 
 
 def _plain(linears: list[Any]) -> bool:
-    """Whether these are torch's own linears to which nobody listens, all with a bias or none."""
+    """Returns whether these are torch's own linears without hooks, all with a bias or all without."""
     return (
         all(
             type(module) is nn.Linear and not hooked(module) and all(map(plain, module.parameters()))
@@ -83,12 +84,12 @@ def _plain(linears: list[Any]) -> bool:
 
 
 def _listened(module: nn.Module) -> bool:
-    """Whether somebody listens to a module that has a forward of ours."""
+    """Returns whether a module whose forward we replaced has hooks."""
     return bool(heard(module._forward_hooks) or heard(module._forward_pre_hooks))
 
 
 def _weights(linears: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights and biases as they are now."""
+    """Returns the current weights and biases."""
     biases = [module.bias for module in linears]
     return [module.weight.contiguous() for module in linears], [] if biases[0] is None else biases
 
@@ -98,7 +99,7 @@ def _run_linear(module: Any, x: Tensor) -> Tensor:
 
 
 def _run_mlp(linears: list[Any], activation: str, x: Tensor) -> Tensor:
-    """``[..., H]``."""
+    """Maps ``[..., H]`` to ``[..., H]``."""
     return _run_linear(linears[2], gated_linear(x, *_weights(linears[:2]), activation))
 
 
@@ -115,9 +116,11 @@ def _run_attention(
     ragged: Attending,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """``[1, T, H]``, and no weights."""
+    """Returns the ``[1, T, H]`` output and no attention weights."""
     if attention_mask is not None or not is_tables(position_embeddings, call.dim, hidden_states):
-        raise UnsupportedModel(f"{type(attention).__name__} was called otherwise than row_invariant=True can do")
+        raise UnsupportedModel(
+            f"{type(attention).__name__} was called with arguments that row_invariant=True does not support"
+        )
     layer: int = attention.layer_idx
     ragged.layers[layer] = call
     weights, biases = _weights(linears[:3])

@@ -1,9 +1,9 @@
-"""Runs a launch or two of Triton where modules of transformers run ten operations, on a GPU.
+"""Replaces modules of transformers that run ten operations on a GPU by one or two Triton launches.
 
 In a view of a model (see :class:`~arbordraft.target.model_view.ModelView`), norms, gated MLPs, attentions and decoder
 layers get forwards that run :mod:`arbordraft.kernels.fused_layers`. They read the same tensors and call the same
-linears as before, so that adapters, listeners and new weights go on to matter. A module gets such a forward only if it
-has the bits of the operators' references on noise; any other one stays as it is.
+linears as before, so adapters, hooks and new weights keep their effect. A module gets such a forward only if it
+reproduces the bits of the operators' references on noise. Any other module stays as it is.
 
 Shapes: T packed rows, H hidden size, N inner size of an MLP, D head size.
 """
@@ -29,14 +29,14 @@ from arbordraft.target.attention import Attending, AttentionCall, Tables
 from arbordraft.target.model_view import ModelView, heard
 from arbordraft.target.prepacked.probing import hooked, noise, plain
 
-_ROWS = 3  # of noise
+_ROWS = 3  # rows of noise
 _INNER = 16  # channels of the linears that an MLP is tried with
 _FORMS = ((0.0, False), (0.0, True), (1.0, True))  # offset of the weights, and whether they are wide
-# So small that epsilon shows, and so large that a bound would.
+# Small enough to reveal epsilon, and large enough to reveal a bound.
 _SIZES = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-# By all parts of a layer: the norms of what its attention says, of the sum behind that, and of what its MLP says.
+# By all parts of a layer: the norms of its attention's output, of the sum after it, and of its MLP's output.
 _LAYERS: dict[frozenset[str], tuple[str | None, str, str | None]] = {
     frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}): (
         None,
@@ -57,7 +57,7 @@ _LAYERS: dict[frozenset[str], tuple[str | None, str, str | None]] = {
 
 
 class NormForm(NamedTuple):
-    """How an RMS norm computes, besides its weights; see :func:`~arbordraft.kernels.fused_layers.rms_norm`."""
+    """Parameters of an RMS norm besides its weights; see :func:`~arbordraft.kernels.fused_layers.rms_norm`."""
 
     epsilon: float
     offset: float
@@ -65,13 +65,13 @@ class NormForm(NamedTuple):
 
 
 class LayerForm(NamedTuple):
-    """The norms of a decoder layer behind its attention, and the form of the second one.
+    """Norms of a decoder layer after its attention.
 
     Args:
-        attended: of what the attention says, if there is one.
-        norm: of the sum of that and the layer's input.
-        form: of this norm.
-        fed: of what the MLP says, if there is one.
+        attended: norm of the attention's output, if there is one.
+        norm: norm of the sum of the attention's (normed) output and the layer's input.
+        form: form of ``norm``.
+        fed: norm of the MLP's output, if there is one.
     """
 
     attended: nn.Module | None
@@ -82,11 +82,11 @@ class LayerForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Recognised:
-    """The modules of a view that run in Triton, and what was found out about each.
+    """The modules of a view that run in Triton, with the form of each.
 
     Args:
         norms: RMS norms.
-        calls: attentions that rotate as Llama does, and what they ask for.
+        calls: attentions that rotate as Llama does, with their calls of the attention interface.
         layers: decoder layers.
         gates: gated MLPs and their activations.
     """
@@ -107,12 +107,12 @@ class Recognised:
 
 
 def fuse(model: Any) -> Recognised:
-    """Gives forwards of Triton kernels to the modules of a view that are recognised, and says which these are.
+    """Replaces the forwards of recognised modules of a view by Triton kernels, and returns these modules.
 
     Args:
-        model: a view of a causal LM whose layers ask for our attention.
+        model: a view of a causal LM whose layers call our attention.
     """
-    own = [module for module in model.modules() if "forward" not in vars(module)]  # of others somebody has replaced it
+    own = [module for module in model.modules() if "forward" not in vars(module)]  # leaves replaced forwards alone
     norms = {module: form for module in own if (form := _known(_norm_form, module))}
     calls = {module: call for module in own if (call := _known(_attention_call, module, model.dtype))}
     layers = {module: form for module in own if (form := _known(_layer_form, module, norms, calls, model.dtype))}
@@ -131,7 +131,7 @@ def fuse(model: Any) -> Recognised:
 
 
 def _known(recognise: Callable[..., Any], module: nn.Module, *others: Any) -> Any:
-    """What a module is recognised as; ``None`` if it is of another kind, and so may fail in any way."""
+    """Returns the form of a module, or ``None`` if it is of another kind, which may fail in any way."""
     try:
         with torch.no_grad(), choice.use("reference"):
             return recognise(module, *others)
@@ -140,7 +140,7 @@ def _known(recognise: Callable[..., Any], module: nn.Module, *others: Any) -> An
 
 
 def _norm_form(norm: Any) -> NormForm | None:
-    """The form of a module whose only tensor is a weight, and which has the bits of an RMS norm with any weight."""
+    """Returns the form of a module whose only tensor is a weight and whose bits are those of an RMS norm."""
     weight = norm._parameters.get("weight")
     epsilon = next((getattr(norm, key) for key in ("variance_epsilon", "eps") if hasattr(norm, key)), None)
     tensors = [*norm.parameters(), *norm.buffers()]
@@ -148,7 +148,7 @@ def _norm_form(norm: Any) -> NormForm | None:
         return None
     size, copy = len(weight), ModelView(norm).model
     forms = [NormForm(epsilon, *form) for form in _FORMS]
-    for dtype in {torch.bfloat16, weight.dtype}:  # of 16 bits, where it shows what is rounded
+    for dtype in {torch.bfloat16, weight.dtype}:  # 16 bits reveal where the module rounds
         other = noise(size).to(dtype)
         vars(copy)["_parameters"] = {"weight": other}
         x = (noise(4, size) * _SIZES).to(dtype)
@@ -158,13 +158,13 @@ def _norm_form(norm: Any) -> NormForm | None:
 
 
 def _run_norm(norm: Any, forward: Callable[..., Tensor], form: NormForm, x: Tensor) -> Tensor:
-    """``[..., H]``."""
+    """Maps ``[..., H]`` to ``[..., H]``."""
     weight = norm.weight
     return rms_norm(x, weight, *form) if x.dtype == weight.dtype else forward(x)
 
 
 def _gated_activation(mlp: Any) -> str | None:
-    """The activation of a module that computes ``down(activation(gate(x)) * up(x))``, whatever its linears are."""
+    """Returns the activation of a module that computes ``down(activation(gate(x)) * up(x))`` with any linears."""
     others = [child for name, child in mlp.named_children() if name not in _MLP]
     tensors = [*mlp._parameters.values(), *mlp._buffers.values(), *(t for o in others for t in o.state_dict().values())]
     if not mlp._modules.keys() >= _MLP or tensors or any(map(hooked, others)):
@@ -174,7 +174,7 @@ def _gated_activation(mlp: Any) -> str | None:
     for linear, weight in zip(linears.values(), weights, strict=True):
         linear.weight = nn.Parameter(weight, requires_grad=False)
     copy._modules.update(linears)
-    # Far out too: some activations are others with a bound.
+    # Large values, too: some activations differ only in a bound.
     x = noise(len(_SIZES), _INNER)[None] * _SIZES
     for activation in ACTIVATIONS:
         gate, up = ACTIVATIONS[activation](linears["gate_proj"](x)), linears["up_proj"](x)
@@ -184,14 +184,14 @@ def _gated_activation(mlp: Any) -> str | None:
 
 
 def _run_mlp(mlp: Any, activation: str, x: Tensor) -> Tensor:
-    """``[..., H]``."""
+    """Maps ``[..., H]`` to ``[..., H]``."""
     out: Tensor = mlp.down_proj(gated_activation(mlp.gate_proj(x), mlp.up_proj(x), activation))
     return out
 
 
 @dataclass
 class _Recorder(Attending):
-    """Stands in for a forward's attention: keeps what layers ask for, and finds noise."""
+    """Stands in for a forward's attention: records queries, keys and values, and returns noise."""
 
     seen: list[Tensor] = field(default_factory=list)
 
@@ -205,7 +205,7 @@ class _Recorder(Attending):
 
 
 def _attention_call(attention: Any, dtype: torch.dtype) -> AttentionCall | None:
-    """What a layer asks its attention for, if it rotates all channels of all heads as Llama does and asks no more."""
+    """Returns a layer's attention call if it rotates all channels of all heads as Llama does and has no sinks."""
     if not attention._modules.keys() >= _ATTENTION or not hasattr(attention, "layer_idx"):
         return None
     given = _attention_inputs(attention, attention.head_dim, dtype)
@@ -221,7 +221,7 @@ def _attention_call(attention: Any, dtype: torch.dtype) -> AttentionCall | None:
 
 
 def _attention_inputs(attention: Any, dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Noise of the shapes that an attention is given, with cosines and sines that no two channels share."""
+    """Returns noise as the inputs of an attention; cosines and sines differ between all channels."""
     device = next(attention.parameters()).device
     rows, *tables = (
         noise(1, _ROWS * count, size)[:, -_ROWS:].to(device, dtype)
@@ -238,7 +238,7 @@ def _run_attention(
     ragged: Attending | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """``[1, T, H]``, and no weights."""
+    """Returns the ``[1, T, H]`` output and no attention weights."""
     hidden: Any = kwargs.get("hidden_states")
     tables: Any = kwargs.get("position_embeddings")
     known = not others and ragged is not None and kwargs.get("attention_mask") is None
@@ -253,14 +253,14 @@ def _run_attention(
 
 
 def is_tables(tables: Any, dim: int, like: Tensor) -> bool:
-    """Whether these are cosines and sines ``[1, T, D]`` of rows of a type."""
+    """Returns whether these are ``[1, T, D]`` cosines and sines of the dtype of ``like``."""
     return isinstance(tables, tuple) and all(
         table.shape[-1] == dim and table.ndim == 3 and table.dtype == like.dtype for table in tables
     )
 
 
 def _heads(attention: Any, name: str, hidden: Tensor, dim: int) -> Tensor:
-    """``[T, heads, D]`` queries, keys or values, behind their norm if they have one."""
+    """Returns ``[T, heads, D]`` queries, keys or values, after their norm if they have one."""
     rows: Tensor = getattr(attention, f"{name}_proj")(hidden).view(hidden.shape[1], -1, dim)
     norm = attention._modules.get(f"{name}_norm")
     return rows if norm is None else norm(rows)
@@ -269,7 +269,7 @@ def _heads(attention: Any, name: str, hidden: Tensor, dim: int) -> Tensor:
 def _layer_form(
     layer: Any, norms: dict[nn.Module, NormForm], calls: dict[nn.Module, AttentionCall], dtype: torch.dtype
 ) -> LayerForm | None:
-    """The form of a layer that adds its attention to its input, and behind a norm its MLP to that."""
+    """Returns the form of a layer that adds its attention to its input, then the MLP of the normed sum to the sum."""
     parts = layer._modules
     attended, name, fed = _LAYERS[frozenset(parts)]
     attention, norm = parts["self_attn"], parts[name]
@@ -283,7 +283,7 @@ def _layer_form(
 
 
 def _following(layer: Any, layers: list[Any], norms: dict[nn.Module, NormForm]) -> tuple[Any, NormForm] | None:
-    """The norm that a layer's output is given to next, as far as nobody listens in between."""
+    """Returns the norm that reads a layer's output next; ``None`` if there is none or a hook runs in between."""
     others = layers[layers.index(layer) + 1 :]
     norm = others[0].input_layernorm if others else None
     if norm not in norms or hooked(norm) or heard(layer._forward_hooks) or heard(others[0]._forward_pre_hooks):
@@ -301,7 +301,7 @@ def _run_layer(
     ragged: Attending | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """``[1, T, H]``; adds up what the MLP says in the launch of the next layer's norm."""
+    """Returns the ``[1, T, H]`` output; adds the MLP's output in the launch of the next layer's norm."""
     weight, first = form.norm.weight, layer.input_layernorm
     if others or ragged is None or hidden_states.dtype != weight.dtype:
         return cast(Tensor, forward(hidden_states, *others, ragged=ragged, **kwargs))

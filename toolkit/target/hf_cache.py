@@ -1,4 +1,4 @@
-"""The cache that a model of transformers keeps for itself, under its name since transformers 5.24 and before."""
+"""Access to transformers' own KV cache, whose argument has another name since transformers 5.24."""
 
 import inspect
 from typing import TYPE_CHECKING
@@ -11,10 +11,10 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_argument(model: "PreTrainedModel") -> str:
-    """The name under which a model's ``forward`` takes its cache: remote code may keep to the older one."""
+    """Returns the name under which a model's ``forward`` takes its cache: remote code may keep the older one."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def returned_cache(outputs: "ModelOutput") -> "Cache | None":
-    """The cache among a model's outputs, if it returned one."""
+    """Returns the cache among a model's outputs, or ``None`` if it returned none."""
     return next((outputs[name] for name in CACHE_NAMES if name in outputs.keys()), None)  # noqa: SIM118

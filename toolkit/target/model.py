@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM, run on the packed rows of a ragged batch.
+"""Runs any Hugging Face causal LM on the packed rows of a ragged batch.
 
 Shapes: T packed rows, R rows whose logits are wanted, F hidden states side by side, V vocabulary, H hidden size.
 """
@@ -49,19 +49,19 @@ if TYPE_CHECKING:
 
 # Rotary embeddings whose frequencies change for the whole batch once one sample is long.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-# Kinds of layers whose keys and values are those of single tokens, each seen by a row or not by its position alone.
+# Layer types with one key and one value per token, whose visibility depends on positions alone.
 _LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 _TRAINING = "the model is in training mode, where dropout would change its output: call model.eval()"
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A view of the model whose layers attend and report to us, with prepacked layers in it if there are any."""
+    """View of the model whose attention runs our kernels, with its prepacked and fused modules."""
 
     owner: "RaggedModel"
     view: ModelView
     prepacking: Prepacking | None
-    layered: bool  # whether its layers stand in one list
+    layered: bool  # whether its layers lie in one ModuleList
     shortcut: Shortcut | None = None
     fused: Recognised | None = None  # modules that run in Triton, if any may
 
@@ -72,40 +72,42 @@ class _Prepared:
 class RaggedModel(nn.Module):
     """Runs a causal LM on packed tokens ``[1, T]`` of many samples at once, for prompts and for draft trees.
 
-    The model itself is not touched: what runs is a second set of modules around the same parameters, whose attention is
+    The model itself stays as it is. Forwards run a second set of modules around the same parameters, whose attention is
     :func:`~arbordraft.kernels.ragged_tree_attention.ragged_tree_attention`. Any number of threads may decode with it,
     and with the model, at once. Changes of the model's weights and modules are noticed when a new cache is begun (see
-    :meth:`refresh` for the one exception); a decoding that is under way goes on with what it began with.
+    :meth:`refresh` for the one exception). A decoding under way keeps the modules and prepacked weights of its start.
 
     Args:
-        model: a causal LM of transformers whose attention follows the ``AttentionInterface``, in eval mode; or what
-            PEFT has made of one, if its adapters hang on layers.
+        model: a causal LM of transformers in eval mode whose attention follows the ``AttentionInterface``. A PEFT model
+            is accepted if its adapters act within layers.
         tokenizer: its tokenizer; lets a decoder check that target and drafter agree.
-        kernels: how the model's layers are run. ``"torch"``: by its own modules. ``"native"``: on a CPU, from a
-            prepacked copy of the weights by C++ kernels, built on first use, which fuse the decoder layers they
-            recognise and give every row the same bits whatever rows run beside it.
-            Active adapters of PEFT are merged into this copy, not into the model. A copy takes as much memory as the
-            weights; it is renewed, with a warning, if they have changed.
-            ``"triton"``: on a GPU, by its own linears, and between them by Triton kernels for the norms, rotary
-            embeddings and gated activations that it recognises. These round where the modules do, and read the model's
-            own weights.
-            ``"auto"``: on a CPU native ones where they work and a copy fits into memory, on a GPU Triton where it is
-            installed, else those of torch; :attr:`chosen` and a line in the log named ``arbordraft`` (level INFO) say
-            which and why.
+        kernels: runner of the model's layers.
+            ``"torch"``: the model's own modules.
+            ``"native"``: C++ kernels on a CPU, built on first use. They read a prepacked copy of the weights and fuse
+            the decoder layers they recognise. Every row gets the same bits regardless of the rows beside it. Active
+            adapters of PEFT are merged into this copy, not into the model. The copy takes as much memory as the
+            weights. If the weights change, it is renewed with a warning.
+            ``"triton"``: the model's own linears on a GPU, and Triton kernels between them. Kernels exist for the
+            norms, rotary embeddings and gated activations that are recognised. They round where the modules do, and
+            read the model's own weights.
+            ``"auto"``: on a CPU, native kernels if they work and a copy fits into memory; on a GPU, Triton if it is
+            installed; else torch. :attr:`chosen` and a log line of the logger ``arbordraft`` (level INFO) give the
+            choice and its reason.
         weights: bits of the copies that native kernels read; by default the model's own. ``"int8"``: groups of 32
-            weights with a scale each, as GGUF's Q8_0; ``"int4"``: with a scale and a minimum each, as its Q4_1. Both
-            multiply activations in 8 bits, brought there group by group of every row alone. ``"int8-weight-only"``: one
-            scale per output, activations as they are. A model whose matrices lie in the blocks of a GGUF file (see
-            :func:`~arbordraft.load`) has these for its own, and what kernels do not read as it is there in 8 bits. What
-            has fewer bits is read faster and is another model: its output law is what decoding preserves.
-        keep_weights: keep the originals of what was prepacked in memory. Otherwise they are left to a file in the cache
-            folder, as large as they are, which is read wherever somebody asks for them: ``state_dict``, LoRA and
-            ``model.generate`` give the same results, at first more slowly. Where nothing is prepacked nothing changes.
-        row_invariant: insist on equal bits for every row, whatever rows run beside it: speculative output then equals
-            plain output in 16 bits, too. Native kernels do so wherever they recognise all of a model. On an NVIDIA GPU
-            the model's linears then run in Triton as well, and attention runs row by row.
-        head_of: another RaggedModel around the same model, whose prepacked head serves this one, too, in its precision.
-        self_test: compare packed with single logits on a few random tokens now.
+            weights with one scale each, as in GGUF's Q8_0. ``"int4"``: such groups with a scale and a minimum each, as
+            in its Q4_1. Both quantise activations to 8 bits, separately for every group of every row.
+            ``"int8-weight-only"``: one scale per output, activations as they are. If the model's matrices lie in the
+            blocks of a GGUF file (see :func:`~arbordraft.load`), the default is these blocks. Matrices that kernels
+            do not read in the file's format are then held in 8 bits. Fewer bits are read faster, but make another
+            model: decoding preserves the output law of that one.
+        keep_weights: keep the original weights of prepacked modules in memory. Otherwise they move to a file of the
+            same size in the cache folder, which is read on access. ``state_dict``, LoRA and ``model.generate`` then
+            give the same results, at first more slowly. If nothing is prepacked, this has no effect.
+        row_invariant: require equal bits for every row, regardless of the rows beside it. Speculative output then
+            equals plain output in 16 bits, too. Native kernels guarantee this if they recognise all of a model. On an
+            NVIDIA GPU, the model's linears then run in Triton as well, and attention runs row by row.
+        head_of: another RaggedModel around the same model; this one shares its prepacked head, in its precision.
+        self_test: compare packed logits with those of single texts now, on a few random tokens.
 
     Examples:
         >>> import transformers
@@ -117,11 +119,11 @@ class RaggedModel(nn.Module):
         "torch: the model's own modules (asked for)"
 
     Raises:
-        ValueError: if the backend asked for cannot be used here, or ``keep_weights=False`` meets weights that are not
-            this process's own.
-        UnsupportedModel: if the architecture does not route all its attention through the interface, an adapter of
-            PEFT does not act within layers alone, the self-test finds different logits, or ``row_invariant`` is asked
-            for and some module has no kernel that is.
+        ValueError: if the backend asked for cannot be used here, or ``keep_weights=False`` is given for weights that
+            this process does not own.
+        UnsupportedModel: if some attention does not go through the interface, or an adapter of PEFT acts outside
+            layers. Also if the self-test finds different logits, or ``row_invariant`` is set and a module has no
+            row-invariant kernel.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class RaggedModel(nn.Module):
         self.weights = "file" if weights is None and holds_blocks(model) else weights
         self._choice = choose(kernels, model, weights=self.weights)
         self.keep_weights, self._invariant = keep_weights, row_invariant
-        vars(self)["_head_of"] = head_of  # no part of this module
+        vars(self)["_head_of"] = head_of  # not registered as a submodule
         if row_invariant and (self.backend == "torch" or (self.backend == "triton" and torch.version.hip is not None)):
             why = self._choice.reason or "Triton's products are row-invariant on NVIDIA's GPUs only"
             raise ValueError(f"row_invariant=True needs kernels='native' on a CPU or 'triton' on an NVIDIA GPU: {why}")
@@ -166,18 +168,18 @@ class RaggedModel(nn.Module):
                 raise
             what = "prepacked weights do" if self.backend == "native" else "Triton's kernels do"
             self._choice = Choice("torch", f"{what} not fit the model: {failure}")
-            self._begin(tested)  # which raises again if that is no fault of the copy
+            self._begin(tested)  # raises again if the copy is not at fault
             warnings.warn(f"kernels='auto' uses the model's own modules: {failure}", stacklevel=2)
         logging.getLogger("arbordraft").info("kernels: %s", self.chosen)
 
     def _begin(self, tested: Any) -> None:
-        """Prepares for the first forward, and compares with what was given unless that is ``None``."""
+        """Prepares for the first forward; compares logits with those of ``tested`` unless it is ``None``."""
         self._prepared = self._prepare()
         if tested is not None:
             check_logits(self, tested)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies, in this process or another one, make their own view of their own model."""
+        """Returns the state without the view: a copy, in this process or another, views its own model."""
         return {name: value for name, value in vars(self).items() if name not in ("_prepared", "_lock", "_process")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -188,12 +190,12 @@ class RaggedModel(nn.Module):
 
     @property
     def backend(self) -> str:
-        """How the model's layers are run: ``"torch"``, ``"native"`` or ``"triton"``."""
+        """Runner of the model's layers: ``"torch"``, ``"native"`` or ``"triton"``."""
         return self._choice.backend
 
     @property
     def chosen(self) -> str:
-        """The backend, what of the model it computes, and why it is no faster one, for people."""
+        """Readable summary: the backend, the modules it computes, and the reason against a faster one."""
         prepared = self._prepared
         what = "the model's own modules" if prepared.prepacking is None else str(prepared.prepacking)
         if prepared.fused is not None and str(prepared.fused):
@@ -204,14 +206,14 @@ class RaggedModel(nn.Module):
 
     @property
     def row_invariant(self) -> bool:
-        """Whether every part of a forward promises each row the same bits, whatever rows run beside it."""
+        """Whether every part of a forward gives each row the same bits, regardless of the rows beside it."""
         if self.backend == "triton":
             return self._invariant
         return self.prepacking is not None and self.prepacking.row_invariant
 
     @property
     def prepacking(self) -> Prepacking | None:
-        """What stands in for the model's own layers and linears, as of the last forward."""
+        """Prepacked modules that replace the model's own layers and linears, as of the last forward."""
         return self._prepared.prepacking
 
     @property
@@ -221,15 +223,15 @@ class RaggedModel(nn.Module):
 
     @cached_property
     def final_norm(self) -> nn.Module:
-        """What stands between the last decoder layer and the head.
+        """Module between the last decoder layer and the head.
 
         Raises:
-            UnsupportedModel: if that is more than one module.
+            UnsupportedModel: if there are several.
         """
-        view = ModelView(self.model, ATTENTION_NAME)  # one that no other forward runs in
+        view = ModelView(self.model, ATTENTION_NAME)  # a private view, as `final_module` adds hooks
         if norm := final_module(view.model, self.num_layers):
             return view.original(norm)
-        raise UnsupportedModel(f"{type(self.model).__name__} has more than a norm behind its decoder layers")
+        raise UnsupportedModel(f"{type(self.model).__name__} has more than a norm between its decoder layers and head")
 
     def forward(
         self,
@@ -240,15 +242,15 @@ class RaggedModel(nn.Module):
         layers: int | None = None,
         behind: nn.Module | None = None,
     ) -> Tensor:
-        """Logits of packed rows; their keys and values are written behind each sample's committed length.
+        """Returns logits of packed rows, and writes keys and values after each sample's committed length.
 
         Args:
             tokens: ``[T]`` int64.
-            batch: what ``cache.lay_out`` returned for these rows.
+            batch: layout of these rows, from ``cache.lay_out``.
             cache: the KV cache to read and write.
             rows: ``[R]`` rows whose logits are wanted, all T by default.
-            layers: run only the first layers, as many as this (early exit).
-            behind: put this behind them, in front of the final norm; maps ``[1, T, H]`` to the same.
+            layers: number of first layers to run (early exit), all by default.
+            behind: module to run between these layers and the final norm; maps ``[1, T, H]`` to ``[1, T, H]``.
 
         Returns:
             ``[R, V]``.
@@ -265,20 +267,20 @@ class RaggedModel(nn.Module):
         hidden: Sequence[int] = (),
         behind: nn.Module | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The same as :meth:`forward`, with hidden states of all rows; asking for them changes no bit of the logits.
+        """Runs :meth:`forward` and also returns hidden states of all rows; the logits' bits are the same without them.
 
         Args:
-            hidden: which ones, as transformers numbers its ``hidden_states``: the input of each decoder layer, and
-                behind the last layer the output of the final norm.
+            hidden: indices of hidden states, as transformers numbers its ``hidden_states``: the input of each decoder
+                layer, then the output of the final norm.
 
         Returns:
             ``[R, V]`` logits and ``[T, F]`` hidden states, side by side in the order asked for.
 
         Raises:
-            ValueError: if there is no such layer.
-            UnsupportedModel: if the architecture does not show them.
+            ValueError: if an index in ``hidden`` is out of range.
+            UnsupportedModel: if the architecture does not expose its layers or hidden states.
         """
-        device = self.device  # which transformers looks for among all parameters
+        device = self.device  # read once: transformers searches all parameters for it
         batch, (tokens, *wanted) = batch.upload(device, tokens, *(() if rows is None else (rows,)))
         rows = wanted[0] if wanted else None
         tokens, positions = tokens[None], batch.positions[None]
@@ -353,7 +355,7 @@ class RaggedModel(nn.Module):
         hidden: Sequence[int] = (),
         scored: Collection[int] = (),
     ) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-        """Does what :meth:`prefill` does, forward by forward.
+        """Runs :meth:`prefill` one forward at a time.
 
         Args:
             prompts: tokens to append to each sample of the cache; may be empty.
@@ -363,39 +365,38 @@ class RaggedModel(nn.Module):
             scored: samples whose logits are wanted.
 
         Yields:
-            For each sample of a forward, the ``[n, F]`` hidden states and ``[n, V]`` logits of its next tokens; of a
-            sample that is not scored there are ``[0, V]``. The tokens are committed when the next forward is asked for.
+            For each sample of a forward, the ``[n, F]`` hidden states and ``[n, V]`` logits of its next tokens. Samples
+            that are not in ``scored`` get ``[0, V]``. The tokens are committed when the next forward is asked for.
         """
         for part, packed, batch in cache.portions(prompts, chunk):
             lengths = [len(tokens) for tokens in part.values()]
             wanted = torch.tensor([sample in scored for sample in part]).repeat_interleave(torch.tensor(lengths))
             rows = wanted.nonzero().flatten()
-            few = rows if len(rows) else torch.zeros(1, dtype=torch.long)  # a model gives logits of one row at least
+            few = rows if len(rows) else torch.zeros(1, dtype=torch.long)  # a model computes logits of at least one row
             logits, states = self.run(packed, batch, cache, few, hidden=hidden)
             counts = [length if sample in scored else 0 for sample, length in zip(part, lengths, strict=True)]
             shares = zip(states.split(lengths), logits[: len(rows)].split(counts), strict=True)
             yield dict(zip(part, shares, strict=True))
 
     def refresh(self) -> None:
-        """Takes the model's weights and modules anew before the next cache is begun.
+        """Reads the model's weights and modules again, for caches that are begun from now on.
 
         Needed only after single elements of prepacked weights were written through ``.data``, through numpy or in
-        inference mode: torch does not count such changes, and few elements of each tensor are compared.
+        inference mode. Torch does not count such changes, and only a few elements of each tensor are compared.
         """
         with self._lock:
             self._prepared = self._prepare()
 
     def begin(self, cache: RaggedKVCache) -> None:
-        """Ties a cache to the weights as they are now, which its first forward would do otherwise.
+        """Ties a cache to the current weights, which its first forward would do otherwise.
 
         Raises:
-            ValueError: if the model is in training mode, or has another vocabulary, or other sizes, than it was wrapped
-                with.
+            ValueError: if the model is in training mode, or its vocabulary or other sizes changed after it was wrapped.
         """
         self._prepared_for(cache)
 
     def network(self) -> nn.Module:
-        """The modules that run: called with ``ragged=``, a :class:`~arbordraft.target.attention.Forward`.
+        """Returns the modules that run; a call takes ``ragged=``, a :class:`~arbordraft.target.attention.Forward`.
 
         Raises:
             ValueError: if the model is in training mode.
@@ -403,11 +404,11 @@ class RaggedModel(nn.Module):
         return self._latest().view.model
 
     def prepared(self, view: ModelView) -> Any:
-        """What a cache's ``weights`` must be for its rows to run in another view of the model."""
+        """Returns the value for a cache's ``weights`` that makes its rows run in another view of the model."""
         return _Prepared(self, view, None, layered=False)
 
     def _prepared_for(self, cache: RaggedKVCache) -> _Prepared:
-        """What a cache was begun with, as it holds results of one set of weights; or what is current now."""
+        """Returns the modules that a cache was begun with, as its rows depend on them, or else the current ones."""
         prepared = cache.weights
         if not isinstance(prepared, _Prepared) or prepared.owner is not self:
             prepared = cache.weights = self._latest()
@@ -418,7 +419,7 @@ class RaggedModel(nn.Module):
             raise ValueError(_TRAINING)
         if os.getpid() != self._process and torch.get_num_threads() > 1:
             raise RuntimeError(
-                "this process was forked from one whose OpenMP threads it did not get, and would wait for them for "
+                "this process was forked without its parent's OpenMP threads, and would wait for them for "
                 "ever: start it with multiprocessing's 'spawn' or 'forkserver', load the model in it, or call "
                 "torch.set_num_threads(1) in it first"
             )
@@ -474,7 +475,7 @@ class RaggedModel(nn.Module):
         return head if isinstance(head, PrepackedLinear) else None
 
     def _prepack(self, view: ModelView) -> Prepacking:
-        """Observes a forward and packs what it saw."""
+        """Observes a forward and prepacks the modules it called."""
         try:
             seen = observe(view.model, self.num_layers, self.vocab_size)
         except UnsupportedModel:
@@ -519,13 +520,13 @@ def check_model(model: Any) -> None:
 
 
 def _sizes(model: Any) -> tuple[int, int, int | None]:
-    """Layers, vocabulary and greatest number of positions."""
+    """Returns the numbers of layers, of tokens in the vocabulary and of positions."""
     config = model.config.get_text_config()
     return config.num_hidden_layers, vocabulary(model), _max_positions(config)
 
 
 def _max_positions(config: Any) -> int | None:
-    """Greatest number of positions for which a sample's logits do not depend on its batch."""
+    """Returns the greatest number of positions for which a sample's logits do not depend on its batch."""
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in rope.values() if all(isinstance(v, dict) for v in rope.values()) else [rope]:

@@ -1,8 +1,7 @@
-"""The model as it is run: module objects of our own around the user's tensors.
+"""Copies of a model's modules that share its tensors; forwards run in these copies.
 
-Our attention, the prepacked modules for prepacked layers and all listeners live in these copies. The user's model is
-never touched, so others may call it, train it or decode with it in other threads meanwhile, and nothing has to be put
-back.
+Our attention, the prepacked modules and all hooks live in the copies. The user's model is never modified, so nothing
+has to be restored. Other threads may call it, train it or decode with it meanwhile.
 """
 
 import operator
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-# The tables in which a module keeps its listeners.
+# Attributes in which a module keeps its hooks.
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name and value is not None)
-# What calls of a model and of its generate() change in it, though no logits depend on it.
+# Attributes that calls of a model and of its generate() change, though no logits depend on them.
 _PASSING = frozenset(
     {
         "training",
@@ -32,19 +31,19 @@ _PASSING = frozenset(
 class ModelView:
     """A copy of a model's modules and configurations that shares every parameter and buffer with it.
 
-    The copy is a snapshot: modules that are exchanged later, attributes that are set and hooks that are hung on show in
-    :meth:`current`, not in the copy. New values of parameters do reach it, since both look into the same tables.
+    The copy is a snapshot. It does not follow later changes of modules, attributes and hooks; :meth:`current` detects
+    them. New values of parameters do reach the copy, since both share the dictionaries of parameters.
 
     Args:
-        model: what to copy.
-        attention: name of the attention that the copy's layers shall ask for; by default the model's own.
+        model: the model to copy.
+        attention: name under which the copy's layers look up their attention function; by default the model's own.
     """
 
     def __init__(self, model: nn.Module, attention: str | None = None) -> None:
         self._attention = attention
         self._inside = {id(module) for module in model.modules()}
         self._copies: dict[int, Any] = {}
-        self._kept: list[Any] = []  # what was copied: its ids must stay its own
+        self._kept: list[Any] = []  # originals, kept alive so that their ids are not reused
         self.model: Any = self._copied(model)
         self._originals = {id(self._copies[id(module)]): module for module in model.modules()}
 
@@ -60,11 +59,11 @@ class ModelView:
         self._heard = self._hooks()
 
     def original(self, module: nn.Module) -> nn.Module:
-        """The user's module that one of the copies was made from."""
+        """Returns the user's module that a copy was made from."""
         return self._originals[id(module)]
 
     def current(self) -> bool:
-        """Whether the model still has the modules, attributes and listeners that were copied."""
+        """Returns whether the model still has the modules, attributes and hooks that were copied."""
         for table, names, values in self._tables:
             if list(table) != names and _lasting(table) != names:
                 return False
@@ -78,11 +77,11 @@ class ModelView:
         return [id(hook) for hooks in self._listeners for hook in heard(hooks)]
 
     def _copied(self, value: Any) -> Any:
-        """The copy of a module or configuration, or what refers to the copies instead of the originals."""
+        """Returns a copy of a module, a configuration or a callable that refers to one, and any other value itself."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         if isinstance(value, nn.Module):
-            # A scripted module keeps its state out of our reach, and holds no attention of ours.
+            # A scripted module hides its state, and cannot hold our attention.
             known = id(value) in self._inside and not isinstance(value, torch.jit.ScriptModule)
             return self._copied_module(value) if known else value
         if is_config(value):
@@ -116,7 +115,7 @@ class ModelView:
         return copy
 
     def _copied_function(self, function: FunctionType) -> FunctionType:
-        """A function that somebody put in a module's place may close over that module or its methods."""
+        """Copies a function, as one that replaces a method may close over its module or the module's methods."""
         if compiled := getattr(function, "_torchdynamo_orig_callable", None):
             return self._copied(compiled)
         if not function.__closure__:
@@ -141,12 +140,12 @@ class ModelView:
 
 
 def is_config(value: Any) -> bool:
-    """Whether a value is a configuration, which names the attention that its model shall ask for."""
+    """Returns whether a value is a model configuration, which names the attention function to use."""
     return hasattr(type(value), "_attn_implementation")
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Whether a value keeps numbers by name, as adapters keep their scales."""
+    """Returns whether a value is a dictionary of numbers, as adapters have for their scales."""
     return type(value) is dict and bool(value) and all(isinstance(number, (int, float)) for number in value.values())
 
 
@@ -155,9 +154,9 @@ def _lasting(table: Mapping[str, Any]) -> list[str]:
 
 
 def heard(hooks: Mapping[int, Any]) -> list[Any]:
-    """Those of a module's hooks that want to be called.
+    """Returns the hooks that have an effect.
 
-    transformers leaves hooks behind once hidden states were asked for; they only act when they are asked for again.
+    After a call that asked for hidden states, transformers leaves hooks that act only when these are asked for again.
     """
     return [h for h in hooks.values() if getattr(h, "__module__", "") != "transformers.utils.output_capturing"]
 

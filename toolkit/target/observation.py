@@ -1,4 +1,4 @@
-"""What one forward of a model shows: its decoder layers, what they are given, what they ask their attention for."""
+"""Observes one forward of a model: its decoder layers, their inputs and their calls of the attention interface."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from arbordraft.trees.topology import TreeTopology, ancestor_words
 
 
 class LayerCall(NamedTuple):
-    """A decoder layer and what it was given in an observed forward on a fresh cache."""
+    """A decoder layer and its arguments in an observed forward on a fresh cache."""
 
     layer: nn.Module
     args: tuple[Any, ...]
@@ -22,12 +22,12 @@ class LayerCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """What one forward of a model showed.
+    """Record of one forward of a model.
 
     Args:
         place: the module that holds the list of decoder layers, and the list's name; ``None`` if there is none.
         layers: the layers that were called, in order.
-        attention: what they asked their attention for, by index.
+        attention: calls of the attention interface by layer index.
         called: all modules that were called.
         batch: the forward's rows, on a fresh cache.
     """
@@ -40,7 +40,7 @@ class Observation:
 
 
 def decoder_list(model: nn.Module, count: int) -> tuple[nn.Module, str] | None:
-    """The module that holds the list of decoder layers, and the list's name: the outermost list of that length."""
+    """Finds the list of decoder layers, the outermost one of length ``count``: returns its owner and its name."""
     for owner in model.modules():
         for name, child in owner.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
@@ -49,11 +49,11 @@ def decoder_list(model: nn.Module, count: int) -> tuple[nn.Module, str] | None:
 
 
 def final_module(model: nn.Module, num_layers: int) -> nn.Module | None:
-    """What makes the output of the decoder layers' owner from theirs; ``None`` if that is not one module alone.
+    """Returns the one module between the last decoder layer and its owner's output; ``None`` if there are several.
 
     Args:
-        model: a copy that nobody else uses, whose layers ask for our attention.
-        num_layers: of the model.
+        model: a private copy whose layers call our attention.
+        num_layers: number of the model's decoder layers.
     """
     if (place := decoder_list(model, num_layers)) is None:
         return None
@@ -72,7 +72,7 @@ def final_module(model: nn.Module, num_layers: int) -> nn.Module | None:
 
 
 def observe(model: nn.Module, num_layers: int, vocab_size: int) -> Observation:
-    """Runs two small trees of random tokens through a model whose layers ask for our attention, and watches."""
+    """Records a forward of two small trees of random tokens, in a model whose layers call our attention."""
     place = decoder_list(model, num_layers)
     layers: list[nn.Module] = list(getattr(*place)) if place else []
     given: dict[nn.Module, LayerCall] = {}
@@ -101,7 +101,7 @@ def observe(model: nn.Module, num_layers: int, vocab_size: int) -> Observation:
 
 
 def fresh_cache(batch: RaggedBatch) -> RaggedKVCache:
-    """An empty cache whose slabs lie where a batch without a past expects them."""
+    """Returns an empty cache whose slabs lie where a batch without a past expects them."""
     cache = RaggedKVCache()
     for rows in batch.rows:
         cache.open(rows)

@@ -1,4 +1,4 @@
-"""Whether packed rows give the logits that a model itself gives to each path alone.
+"""Tests whether packed rows give the logits that the model itself gives for each path alone.
 
 Shapes: V vocabulary.
 """
@@ -19,11 +19,11 @@ from arbordraft.trees.topology import TreeTopology, ancestor_words
 
 TREE = TreeTopology.from_parents([-1, 0, 0, 1])
 PROMPTS = (5, 2)  # tokens
-SPANS = ("attention_chunk_size", "sliding_window")  # what configurations call the reach of a layer's attention
-SHORT = 4  # of these, so that the test goes beyond them
-NUDGES = 16  # forwards that look for steps in what a model computes, as quantised activations have them
-ROUNDING = 1e-3  # how far wide types may move logits, relative to their spread
-COMPANY = 0.2  # and how far a model's own logits may be moved by the rows beside them, or by rounding
+SPANS = ("attention_chunk_size", "sliding_window")  # settings that bound the reach of a layer's attention
+SHORT = 4  # tokens of a shortened span, so that the test's texts exceed it
+NUDGES = 16  # forwards that look for steps in a model's output, as quantised activations cause them
+ROUNDING = 1e-3  # bound on the rounding of float32 and float64 logits, relative to their spread
+COMPANY = 0.2  # bound on how far other rows or rounding may move the model's own logits, relative to their spread
 
 
 class PackedModel(Protocol):
@@ -35,23 +35,24 @@ class PackedModel(Protocol):
     max_positions: int | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Logits of packed rows."""
+        """Returns the logits of packed rows."""
 
     def prefill(self, prompts: Mapping[int, Sequence[int]], cache: RaggedKVCache) -> Any:
         """Reads prompts into a cache."""
 
     def prepared(self, view: ModelView) -> Any:
-        """The model's weights as forwards through this view read them."""
+        """Returns the model's weights as forwards through this view read them."""
 
 
 def check_logits(target: PackedModel, given: Any = None) -> None:
-    """Compares packed logits, of two prompts and a small tree, with single ones; and again with short windows.
+    """Compares packed logits of two prompts and a small tree with those of single texts.
 
-    Beyond a window or chunk of the model's attention both could differ although they agree within it. Where texts may
-    be longer than that, copies of the model's modules whose windows and chunks have a few tokens are compared, too.
+    Within a window or chunk of the model's attention the logits may agree, and beyond it differ. If texts may be longer
+    than that, copies of the modules with windows and chunks of a few tokens are compared, too.
 
     Args:
-        given: what the model was unwrapped from, which must say the same.
+        target: the model to test.
+        given: the wrapper from which the model was taken; it must give the same logits.
 
     Raises:
         ValueError: if the weights are on the meta device, or hold NaN or infinities.
@@ -65,7 +66,7 @@ def check_logits(target: PackedModel, given: Any = None) -> None:
         "more than one softmax, a mask or state of its own): packed logits differ from single ones"
     )
     cache = RaggedKVCache()
-    if target.weights:  # others than the model's own: those are what tells whether it can be packed
+    if target.weights:  # the model's own weights tell whether it can be packed
         cache.weights = target.prepared(ModelView(target.model, ATTENTION_NAME))
         _check_weights(target, fault)
     _compare(target, target.model, cache, fault)
@@ -94,7 +95,7 @@ def check_logits(target: PackedModel, given: Any = None) -> None:
 
 
 def _check_weights(target: PackedModel, fault: str) -> None:
-    """Compares packed logits of weights with fewer bits with single ones of the same weights."""
+    """Compares packed logits of weights with fewer bits with those of single texts and the same weights."""
     prompts, tree, paths = _texts(target)
     packed = _packed_logits(target, prompts, tree, TREE, RaggedKVCache())
     rows = []
@@ -106,7 +107,7 @@ def _check_weights(target: PackedModel, fault: str) -> None:
 
 
 def exceeded_spans(target: PackedModel) -> dict[str, int]:
-    """The windows and chunks of a model's attention that its texts can be longer than."""
+    """Returns the windows and chunks of a model's attention that are shorter than its longest text."""
     config = target.model.config.get_text_config()
     lengths = {span: getattr(config, span, None) for span in SPANS}
     longest = target.max_positions or float("inf")
@@ -114,7 +115,7 @@ def exceeded_spans(target: PackedModel) -> dict[str, int]:
 
 
 def _shorten(model: nn.Module, spans: dict[str, int]) -> None:
-    """Shortens windows and chunks wherever the modules and configurations of a view keep them."""
+    """Shortens windows and chunks in all modules and configurations of a view."""
     places: dict[int, Any] = {}
     for module in model.modules():
         places |= {id(place): place for place in (module, *filter(is_config, vars(module).values()))}
@@ -126,7 +127,7 @@ def _shorten(model: nn.Module, spans: dict[str, int]) -> None:
 
 
 def _compare(target: PackedModel, model: Any, cache: RaggedKVCache, fault: str, *, cached: bool = False) -> None:
-    """Raises unless packed rows give what ``model`` says of single paths, by itself or going on from its own cache."""
+    """Raises unless packed rows give the logits of ``model`` for single paths; with ``cached``, from its own cache."""
     prompts, tree, paths = _texts(target)
     packed = _packed_logits(target, prompts, tree, TREE, cache)
     if cached:
@@ -142,7 +143,7 @@ def _compare(target: PackedModel, model: Any, cache: RaggedKVCache, fault: str, 
 def _explain(
     target: PackedModel, model: Any, texts: list[list[int]], packed: Tensor, expected: Tensor, fault: str
 ) -> None:
-    """Raises the reason for which packed logits differ, unless the model itself rounds coarsely."""
+    """Raises the reason why packed logits differ; only warns if the model itself rounds that coarsely."""
     alone = torch.cat([_own_logits(model, [text]) for text in texts])
     beside = torch.cat([_own_logits(model, [text, text[::-1]])[:1] for text in texts])
     nudged = _nudged(model)
@@ -150,25 +151,25 @@ def _explain(
     moved, name = max(_distance(target, beside, alone), *rounded), type(model).__name__
     if moved < _bound(target):
         if not _distance(target, expected, alone) < _bound(target):
-            raise UnsupportedModel(f"{name} is not causal: its tokens see those behind them (is_decoder=False?)")
+            raise UnsupportedModel(f"{name} is not causal: its tokens see later ones (is_decoder=False?)")
         _check(target, packed, expected, fault)
     if not moved < COMPANY:
         raise UnsupportedModel(
             f"{name} itself gives a text other logits when other texts run beside it or a sum is rounded otherwise, by "
             f"{moved:.1e} of their spread: its rows depend on each other, as where activations are quantised with one "
-            "scale for all rows, or draw random numbers. Drafts would change what it says: quantise weights only, or "
+            "scale for all rows, or draw random numbers. Drafts would change its output: quantise weights only, or "
             "activations row by row"
         )
     _check(target, packed, expected, fault, 3 * moved)
     warnings.warn(
         f"{name} itself gives a text other logits when other texts run beside it or a sum is rounded otherwise, by "
-        f"{moved:.1e} of their spread, as where activations are quantised: so do drafts",
+        f"{moved:.1e} of their spread, as where activations are quantised: drafts have the same effect",
         stacklevel=6,
     )
 
 
 def _nudged(model: Any) -> Any:
-    """A view of a model whose embeddings are off by about as much as float32 rounds, otherwise in each forward."""
+    """Returns a view of a model whose embeddings carry noise of the size of float32 rounding, new in each forward."""
     view = ModelView(model).model
     noise = torch.Generator(model.device).manual_seed(0)
 
@@ -180,7 +181,7 @@ def _nudged(model: Any) -> Any:
 
 
 def _texts(target: PackedModel) -> tuple[list[list[int]], list[int], list[list[int]]]:
-    """Prompts, the tokens of a tree behind each of them, and its paths."""
+    """Returns prompts, the tokens of a tree that follows each of them, and the paths of the tree."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(target.vocab_size, (n,), generator=generator).tolist() for n in PROMPTS]
     tree = torch.randint(target.vocab_size, (TREE.num_nodes,), generator=generator).tolist()
@@ -195,13 +196,13 @@ def _check(target: PackedModel, packed: Tensor, expected: Tensor, fault: str, bo
 
 
 def _bound(target: PackedModel) -> float:
-    """How far rounding may move logits, relative to their spread."""
+    """Returns how far rounding may move logits, relative to their spread."""
     # Half precision rounds differently for every shape; a wrong mask or position is far above any of these bounds.
     return ROUNDING if target.model.dtype in (torch.float32, torch.float64) else 0.1
 
 
 def _distance(target: PackedModel, actual: Tensor, expected: Tensor) -> float:
-    """How far ``[R, V]`` logits are apart, relative to the spread of those expected, which must be finite."""
+    """Returns the distance of ``[R, V]`` logits as :func:`apart` does; raises unless those expected are finite."""
     if not expected.isfinite().all():
         check_finite(target.model.state_dict(), "the model")
         raise ValueError(
@@ -212,7 +213,7 @@ def _distance(target: PackedModel, actual: Tensor, expected: Tensor) -> float:
 
 
 def apart(actual: Tensor, expected: Tensor) -> float:
-    """The distance of ``[R, V]`` logits in the mean square, relative to the spread of those expected."""
+    """Returns the root mean square distance of ``[R, V]`` logits, relative to the spread of those expected."""
     actual, expected = actual.double(), expected.double()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
     return ((actual - expected).square().mean().sqrt() / spread).item()
@@ -221,7 +222,7 @@ def apart(actual: Tensor, expected: Tensor) -> float:
 def _packed_logits(
     target: PackedModel, prompts: list[list[int]], tree: list[int], topology: TreeTopology, cache: RaggedKVCache
 ) -> Tensor:
-    """``[prompts * nodes, V]``: the same tree behind every prompt, in one forward."""
+    """Returns ``[prompts * nodes, V]`` logits of the same tree after every prompt, in one forward."""
     samples = [cache.open() for _ in prompts]
     try:
         target.prefill(dict(zip(samples, prompts, strict=True)), cache)
@@ -235,7 +236,7 @@ def _packed_logits(
 
 
 def _own_logits(model: Any, texts: list[list[int]]) -> Tensor:
-    """``[texts, V]`` behind each of them, by the model alone, in one forward: no text sees what fills its row up."""
+    """Returns the model's own ``[texts, V]`` logits after each text, in one forward; padding lies after each text."""
     longest = max(map(len, texts))
     rows = [text + text[-1:] * (longest - len(text)) for text in texts]
     ends = [len(text) - 1 for text in texts]
@@ -250,7 +251,7 @@ def _own_logits(model: Any, texts: list[list[int]]) -> Tensor:
 
 
 def _cached_logits(model: Any, prompt: list[int], path: list[int]) -> Tensor:
-    """``[V]`` behind a path, by the model alone, going on from its own cache of the prompt."""
+    """Returns the model's own ``[V]`` logits after a path, continued from its own cache of the prompt."""
     before, after = (torch.tensor([tokens], device=model.device) for tokens in (prompt, path))
     with torch.no_grad():
         past = returned_cache(model(before, use_cache=True))

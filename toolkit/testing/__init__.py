@@ -1,4 +1,4 @@
-"""Proofs for parts of your own: exact oracles of output laws, and random models small enough to compare with."""
+"""Tools to test your own parts: exact oracles of output laws, and random models small enough to compare with."""
 
 from arbordraft.testing.models import greedy_reference, left_padded, new_tokens, tiny_model
 from arbordraft.testing.oracles import (

@@ -19,13 +19,13 @@ def tiny_model(
     """Builds a random causal LM in eval mode whose matrices are large enough for every token to matter.
 
     Args:
-        config: any causal LM's; by default a Llama of two layers and 61 tokens.
-        seed: of the weights; torch's global generator is left as it was.
+        config: config of any causal LM; by default of a Llama of two layers and 61 tokens.
+        seed: seed of the weights; torch's global generator keeps its state.
         sharpness: factor of the logits.
-        **settings: change settings of the default config, such as ``vocab_size=32``.
+        **settings: changes to the default config, such as ``vocab_size=32``.
 
     Raises:
-        TypeError: if settings are given beside a config.
+        TypeError: if both a config and settings are given.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -69,12 +69,12 @@ def left_padded(prompts: Sequence[Sequence[int]], pad: int = 0) -> dict[str, Ten
 
 
 def new_tokens(sequences: Tensor, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Returns the tokens that a batch emitted behind left-padded prompts.
+    """Returns the tokens that a batch emitted after left-padded prompts.
 
     Args:
         sequences: ``[B, L + longest answer]``, as ``generate`` returns them.
         prompts: as given to :func:`left_padded`.
-        lengths: tokens of every answer, ``stats.emitted``.
+        lengths: number of tokens of every answer, ``stats.emitted``.
     """
     columns = max(map(len, prompts))
     return [row[columns : columns + length].tolist() for row, length in zip(sequences, lengths, strict=True)]
@@ -86,7 +86,7 @@ def greedy_reference(model: "PreTrainedModel", prompts: Sequence[Sequence[int]],
     Args:
         model: the target.
         prompts: token ids.
-        **options: further ones of ``model.generate``, such as ``max_new_tokens``.
+        **options: further arguments of ``model.generate``, such as ``max_new_tokens``.
     """
     found = []
     for prompt in prompts:

@@ -1,7 +1,7 @@
-"""Exact oracles: the output law of a decoder, by enumerating every draft tree and every decision about it.
+"""Exact oracles: compute the output law of a decoder by enumerating every draft tree and every decision about it.
 
-A *table* maps a prefix of tokens to its target row and its draft row, so the rows of a tree depend on the whole path.
-Everything is computed in float64 on vocabularies of a few tokens: an exact verifier is then off by rounding alone.
+A *table* maps a prefix of tokens to its target row and its draft row. So the rows of a tree depend on the whole path.
+All values are float64 on vocabularies of a few tokens, so an exact verifier errs by rounding alone.
 
 Shapes: V vocabulary, T packed rows.
 """
@@ -38,14 +38,14 @@ def random_rows(kind: str, vocabulary: int, *seed: int) -> tuple[Tensor, Tensor]
     """Draws a ``[V]`` target row and a draft row.
 
     Args:
-        kind: one of ``ROW_KINDS``, the shapes of rows that rules have got wrong.
+        kind: one of ``ROW_KINDS``, shapes of rows that rules have got wrong before.
         vocabulary: V, a few tokens.
         *seed: any integers.
     """
     generator = np.random.default_rng([ROW_KINDS.index(kind), vocabulary, *seed])
     scale = 4.0 if kind == "peaked" else 1.0
     target, draft = np.exp(scale * generator.normal(size=(2, vocabulary)))
-    if kind == "holes":  # as top-p leaves them: different for both, never empty
+    if kind == "holes":  # zeros like those of top-p: other ones in each row, never everywhere
         for values in (target, draft):
             values[generator.permutation(vocabulary)[: generator.integers(vocabulary)]] = 0
     elif kind == "ties":
@@ -62,7 +62,7 @@ def random_rows(kind: str, vocabulary: int, *seed: int) -> tuple[Tensor, Tensor]
 
 
 def random_table(kind: str, vocabulary: int, seed: int = 0) -> Table:
-    """Makes a table of :func:`random_rows`, which depend on every token of the prefix."""
+    """Makes a table of :func:`random_rows` that depend on every token of the prefix."""
 
     @cache
     def table(prefix: Tokens) -> tuple[Tensor, Tensor]:
@@ -83,11 +83,11 @@ def draft_trees(
     """Yields every tree that may be drafted after ``prefix``, with its probability.
 
     Args:
-        topology: its shape.
+        topology: shape of the trees.
         law: how children are drawn.
         table: gives the draft rows.
         prefix: committed tokens.
-        goes_on: decides whether a level is drafted, given the tree above it. That is what deciders may see.
+        goes_on: decides whether a level is drafted, given the tree above it. Deciders may see this tree.
         regrets: decides whether a drafted level is dropped again, given the tree with it. No decider may do that.
     """
 
@@ -118,26 +118,26 @@ def draft_trees(
 def one_tree(
     topology: TreeTopology, law: DraftLaw, tokens: Mapping[int, int], draft_probs: Mapping[int, Tensor] | None = None
 ) -> SampleTree:
-    """The tree of a batch of one sample, given tokens and ``[V]`` draft rows by node of the topology, in any order."""
+    """Builds the tree of a single sample from tokens and ``[V]`` draft rows by node of the topology, in any order."""
     return DraftTree.of(topology, law, [dict(sorted(tokens.items()))], [draft_probs])[0]
 
 
 def told(tree: SampleTree) -> tuple[dict[int, int], dict[int, Tensor]]:
-    """What :func:`one_tree` was told: tokens and draft rows by node of the topology."""
+    """Returns the arguments that :func:`one_tree` got: tokens and draft rows by node of the topology."""
     nodes = {row: int(tree.batch.node[row]) for row in tree.rows}
     probs = {node: probs for row, node in nodes.items() if (probs := tree.drawn_from(row)) is not None}
     return {node: tree.token(row) for row, node in nodes.items()}, probs
 
 
 def target_rows(tree: SampleTree, table: Table, prefix: Tokens = ()) -> dict[int, Tensor]:
-    """The ``[V]`` target rows of a tree, by row."""
+    """Returns the ``[V]`` target rows of a tree, by row."""
     return {row: table((*prefix, *tree.path(row)))[0] for row in tree.rows}
 
 
 def step_law(
     verifier: TreeVerifier, trees: Iterator[tuple[float, SampleTree]], table: Table, prefix: Tokens = ()
 ) -> Law:
-    """Law of what one step appends to ``prefix``: the accepted tokens and the one that follows."""
+    """Computes the law of the tokens that one step appends to ``prefix``: accepted ones and the next."""
     emitted: Law = defaultdict(float)
     for chance, tree in trees:
         for share, path, following in verifier.law(tree, target_rows(tree, table, prefix)):
@@ -164,7 +164,7 @@ def complete(law: Law, table: Table, length: int) -> Law:
 
 
 def total_variation(first: Law, second: Law) -> float:
-    """Half the sum of the differences of two laws' probabilities: 0 for equal ones, at most 1."""
+    """Computes half the sum of the absolute differences of two laws: 0 for equal laws, at most 1."""
     return sum(abs(first.get(tokens, 0.0) - second.get(tokens, 0.0)) for tokens in {*first, *second}) / 2
 
 
@@ -176,18 +176,18 @@ def distance_to_target(
     steps: int = 1,
     draft: Callable[..., Iterator[tuple[float, SampleTree]]] = draft_trees,
 ) -> float:
-    """Total variation between the law that some consecutive steps emit and the target's own.
+    """Computes the total variation between the law of some consecutive steps and the target's own law.
 
     Args:
         verifier: decides about whole trees, such as ``TopDown(rule)`` and ``Lifted(rule)``.
-        topology: of the drafts; a step emits up to its greatest depth plus one token.
+        topology: shape of the draft trees; a step emits up to their greatest depth plus one token.
         law: how children are drawn.
         table: gives target and draft rows.
-        steps: how many; the second one shows a bias that depends on the first one's outcome.
+        steps: number of steps; a second step shows a bias that depends on the outcome of the first.
         draft: yields the trees of a step with their probabilities, as :func:`draft_trees` does.
 
     Returns:
-        Below 1e-12 for an exact verifier.
+        The distance, which is below 1e-12 for an exact verifier.
     """
     emitted: Law = {(): 1.0}
     for _ in range(steps):
@@ -201,7 +201,7 @@ def distance_to_target(
 
 
 def expected_accepted(verifier: TreeVerifier, topology: TreeTopology, law: DraftLaw, table: Table) -> float:
-    """Expected number of accepted tokens of one step."""
+    """Computes the expected number of accepted tokens of one step."""
     return sum(
         chance * share * (len(path) - 1)
         for chance, tree in draft_trees(topology, law, table)
@@ -210,7 +210,7 @@ def expected_accepted(verifier: TreeVerifier, topology: TreeTopology, law: Draft
 
 
 def acceptance(rule: Rule, law: DraftLaw, target: Tensor, draft: Tensor) -> float:
-    """Probability that a rule continues with one of the children."""
+    """Computes the probability that a rule accepts one of the children."""
     return sum(chance * sum(rule(target, 1.0, draft, tokens, law).accept) for chance, tokens in law.enumerate(draft))
 
 
@@ -220,8 +220,8 @@ def packed(
     """Packs trees of one topology as a batch.
 
     Args:
-        trees: of every sample; ``None`` for one that takes no part.
-        targets: of every sample the ``[V]`` target rows of its tree, by row there.
+        trees: tree of every sample; ``None`` for a sample that takes no part.
+        targets: ``[V]`` target rows of every sample's tree, by row of that tree.
 
     Returns:
         The draft tree of the batch and ``[T, V]`` target rows.

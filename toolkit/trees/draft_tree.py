@@ -1,6 +1,6 @@
-"""The draft trees of a batch, from drafting to commit one flat value.
+"""The draft trees of a batch as one flat value, from drafting to commit.
 
-Shapes: B samples, n_b nodes of sample b (root included, 0 if it takes no part), T = sum of n_b packed rows, R draft
+Shapes: B samples, n_b nodes of sample b (root included, 0 if it takes no part), T = sum(n_b) packed rows, R draft
 rows, V vocabulary.
 """
 
@@ -29,11 +29,11 @@ NO_ROWS = torch.empty(0, 0)
 
 
 class Proposal(NamedTuple):
-    """Where the tree of one sample comes from.
+    """Draft law and drafter of one sample's tree.
 
     Args:
-        law: the law by which children were drawn; a node planned with fewer children used ``law.narrow``.
-        source: which drafter proposed it, see :attr:`~arbordraft.deciders.decisions.Situation.source`.
+        law: the law that drew the children; a node planned with fewer children used ``law.narrow``.
+        source: kind of drafter that proposed the tree, see :attr:`~arbordraft.deciders.decisions.Situation.source`.
     """
 
     law: DraftLaw
@@ -44,25 +44,25 @@ class Proposal(NamedTuple):
 class DraftTree:
     """The draft trees of a batch as columns: one packed row per node, sample after sample, nodes ascending.
 
-    A node is there only if its parent is. Siblings are given up from the last drawn to the first, and never because of
-    the token of a node that was drawn at random: verification would no longer be lossless.
+    A node is present only if its parent is. Siblings are dropped from the last drawn to the first. The token of a
+    randomly drawn node must not decide which nodes are dropped, or verification would no longer be lossless.
 
-    Siblings may repeat a token if they were drawn with replacement, or if they are certain. Of equal certain ones only
-    the first is ever accepted: the others waste their rows, no more.
+    Siblings may repeat a token if they were drawn with replacement or are certain. Among equal certain siblings, only
+    the first is ever accepted; the others merely waste their rows.
 
     Args:
         topology: the planned shape.
-        proposals: of every sample; ``None`` for one that takes no part.
-        offsets: ``[B + 1]`` first row of every sample, and where the last one ends.
-        token: ``[T]`` int64. That of a root is the last committed one.
+        proposals: the proposal of every sample; ``None`` for a sample that takes no part.
+        offsets: ``[B + 1]`` first row of every sample, and the end of the last sample.
+        token: ``[T]`` int64; a root holds the last committed token.
         node: ``[T]`` int64 node of the topology.
         parent: ``[T]`` int64 row of the parent, -1 for a root.
         depth: ``[T]`` int64.
-        chance: ``[T]`` float64 draft probability, given the parent; 0 where nobody has stated one.
-        certain: ``[T]`` bool: the token is the only one that constraints allow behind its parent.
-        draft_row: ``[T]`` int64 which draft row the children were drawn from, as it was; -1 for none. Only children
-            drawn by a deterministic law need none.
-        draft_rows: ``[R, V]``.
+        chance: ``[T]`` float64 draft probability, given the parent; 0 if none was stated.
+        certain: ``[T]`` bool: constraints allow no other token after the parent.
+        draft_row: ``[T]`` int64 index of the unmodified draft row that the children were drawn from; -1 for none. Only
+            children drawn by a deterministic law need none.
+        draft_rows: ``[R, V]`` draft rows.
 
     Examples:
         >>> from arbordraft import Fixed
@@ -93,19 +93,19 @@ class DraftTree:
         chances: Sequence[Mapping[int, float] | None] = (),
         source: str = "",
     ) -> Self:
-        """Trees that are told node by node.
+        """Builds trees from tokens given node by node.
 
         Args:
             topology: the planned shape.
-            law: how children were drawn.
-            tokens: by sample the token of every node, node 0 included; ``None`` for a sample that takes no part.
-            draft_probs: by sample the ``[V]`` draft rows of nodes with children, as sampled from.
-            chances: by sample the draft probabilities of nodes below the root.
-            source: which drafter proposed them.
+            law: the law that drew the children.
+            tokens: by sample, the token of every node, node 0 included; ``None`` for a sample that takes no part.
+            draft_probs: by sample, the ``[V]`` draft rows of nodes with children, as sampled from.
+            chances: by sample, the draft probabilities of nodes below the root.
+            source: kind of drafter that proposed the trees.
 
         Raises:
-            ValueError: if a root is missing, nodes are out of order or lack their parents, siblings that were drawn
-                without replacement repeat a token, or other lists have other lengths than that of the tokens.
+            ValueError: if a root is missing, or nodes are out of order or lack their parents. Also if siblings drawn
+                without replacement repeat a token, or another list is not as long as ``tokens``.
         """
         parents, depths, untold = topology.parent_list, topology.depth_list, [None] * len(tokens)
         told: list[tuple[int, int, int, int, int]] = []
@@ -142,7 +142,7 @@ class DraftTree:
 
     @classmethod
     def roots(cls, topology: TreeTopology, tokens: Sequence[int | None], proposal: Proposal) -> Self:
-        """The trees of a step in which nothing is drafted: the last committed tokens alone, and ``None`` for others."""
+        """Builds lone roots from the last committed tokens; ``None`` stands for a sample that takes no part."""
         living = [token for token in tokens if token is not None]
         offsets = [0]
         for token in tokens:
@@ -151,7 +151,7 @@ class DraftTree:
         return cls(topology, proposals, offsets, np.array(living, dtype=np.int64), *_columns_of_roots(len(living)))
 
     def take(self, samples: Sequence[int]) -> "DraftTree":
-        """The trees of some samples alone; the others take no part. Draft rows stay where they are."""
+        """Returns the trees of some samples; the others take no part. Draft rows stay where they are."""
         wanted = np.zeros(len(self.proposals), dtype=np.bool_)
         wanted[list(samples)] = True
         if wanted[[sample for sample, proposal in enumerate(self.proposals) if proposal is not None]].all():
@@ -173,10 +173,10 @@ class DraftTree:
         )
 
     def seated(self, seats: Sequence[int]) -> "DraftTree":
-        """The same rows of samples with other numbers.
+        """Renumbers the samples; rows stay as they are.
 
         Args:
-            seats: by new number the old one, ascending, -1 for none; those that take part are all among them.
+            seats: by new number, the old one, ascending; -1 for none. Includes every sample that takes part.
         """
         if len(seats) == len(self):
             return self
@@ -185,11 +185,11 @@ class DraftTree:
         return replace(self, proposals=proposals, offsets=[0, *accumulate(lengths)])
 
     def __len__(self) -> int:
-        """B."""
+        """Returns B."""
         return len(self.proposals)
 
     def __getitem__(self, sample: int) -> "SampleTree":
-        """The tree of a sample that takes part."""
+        """Returns the tree of a sample that takes part."""
         if self.proposals[sample] is None:
             raise ValueError(f"sample {sample} takes no part in this step")
         return SampleTree(self, sample)
@@ -201,22 +201,22 @@ class DraftTree:
 
     @property
     def rows(self) -> int:
-        """T."""
+        """Number of packed rows T."""
         return len(self.token)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """``n_b`` of every sample."""
+        """Number of nodes ``n_b`` of every sample."""
         return [end - begin for begin, end in pairwise(self.offsets)]
 
     @cached_property
     def owner(self) -> Ints:
-        """``[T]`` the sample of every row."""
+        """``[T]`` sample of every row."""
         return np.repeat(np.arange(len(self.proposals)), self.lengths)
 
     @cached_property
     def children(self) -> list[list[int]]:
-        """By row its children's rows, in the order in which they were drawn."""
+        """By row, the rows of its children in the order of drawing."""
         found: list[list[int]] = [[] for _ in range(self.rows)]
         for row, parent in enumerate(self.parent.tolist()):
             if parent >= 0:
@@ -225,23 +225,23 @@ class DraftTree:
 
     @cached_property
     def are_chains(self) -> bool:
-        """Whether every node but the last of its sample has one child: the causal order says all about such trees."""
+        """Whether every tree is a chain, for which causal order suffices as a mask."""
         parents = self.parent.tolist()
         return all(parent in (-1, row - 1) for row, parent in enumerate(parents))
 
     def rows_of(self, samples: Sequence[int]) -> list[int]:
-        """The rows of some samples."""
+        """Returns the rows of some samples."""
         return [row for sample in samples for row in range(self.offsets[sample], self.offsets[sample + 1])]
 
     def path(self, row: int) -> list[int]:
-        """The rows from the root of its sample down to a row, both included."""
+        """Returns the rows from the root of a row's sample down to that row, both included."""
         path = [row]
         while (above := int(self.parent[path[-1]])) >= 0:
             path.append(above)
         return path[::-1]
 
     def law_of(self, row: int) -> DraftLaw:
-        """The law that drew the children of a row."""
+        """Returns the law that drew the children of a row."""
         return self[int(self.owner[row])].law_of(row)
 
     @cached_property
@@ -249,21 +249,21 @@ class DraftTree:
         return {}
 
     def drawn_from(self, row: int) -> Tensor | None:
-        """The ``[V]`` draft row of a row's children, if there is one."""
+        """Returns the ``[V]`` draft row of a row's children; ``None`` if there is none."""
         place = int(self.draft_row[row])
         return None if place < 0 else self.draft_rows[place]
 
     def tokens(self) -> Tensor:
-        """``[T]`` int64 input of the target's forward."""
+        """Returns the ``[T]`` int64 input of the target's forward."""
         return torch.from_numpy(self.token)
 
 
 class SampleTree(NamedTuple):
-    """The tree of one sample, for people and hooks: a view whose rows are those of the batch.
+    """A view of one sample's tree for users and hooks; rows are numbered as in the batch.
 
     Args:
         batch: all trees.
-        sample: its number.
+        sample: number of the sample.
     """
 
     batch: DraftTree
@@ -271,60 +271,60 @@ class SampleTree(NamedTuple):
 
     @property
     def proposal(self) -> Proposal:
-        """Where it comes from."""
+        """Draft law and drafter of the tree."""
         return self.batch.proposals[self.sample]  # type: ignore[return-value]
 
     @property
     def rows(self) -> range:
-        """Its rows; the first one is the root's."""
+        """Rows of the tree; the first one is the root's."""
         return range(self.batch.offsets[self.sample], self.batch.offsets[self.sample + 1])
 
     @property
     def root(self) -> int:
-        """The root's row."""
+        """Row of the root."""
         return self.batch.offsets[self.sample]
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of its rows."""
+        """Tokens of the tree's rows."""
         return self.batch.token[self.root : self.rows.stop].tolist()
 
     @property
     def parents(self) -> list[int]:
-        """The rows of its rows' parents, -1 for the root's."""
+        """Parent row of each row of the tree, -1 for the root."""
         return self.batch.parent[self.root : self.rows.stop].tolist()
 
     def token(self, row: int) -> int:
-        """The token of a row."""
+        """Returns the token of a row."""
         return int(self.batch.token[row])
 
     def children(self, row: int) -> list[int]:
-        """The rows of a row's children, in the order in which they were drawn."""
+        """Returns the rows of a row's children in the order of drawing."""
         return self.batch.children[row]
 
     def path(self, row: int) -> list[int]:
-        """Drafted tokens from below the root down to a row."""
+        """Returns the drafted tokens from below the root down to a row."""
         return self.batch.token[self.batch.path(row)[1:]].tolist()
 
     def law_of(self, row: int) -> DraftLaw:
-        """The law that drew the children of a row."""
+        """Returns the law that drew the children of a row."""
         law, laws = self.proposal.law, self.batch._laws
         kind = id(law), len(self.batch.topology.child_list[self.batch.node[row]])
-        if kind not in laws:  # a law is a module, which takes long to make
+        if kind not in laws:  # a law is an nn.Module, which is slow to create
             laws[kind] = law.narrow(kind[1])
         return laws[kind]
 
     def drawn_from(self, row: int) -> Tensor | None:
-        """The ``[V]`` draft row of a row's children, if there is one."""
+        """Returns the ``[V]`` draft row of a row's children; ``None`` if there is none."""
         return self.batch.drawn_from(row)
 
     @property
     def guesses(self) -> int:
-        """Drafts that need not be right."""
+        """Number of drafts that are not certain."""
         return len(self.rows) - 1 - int(self.batch.certain[self.root : self.rows.stop].sum())
 
     def to_frame(self) -> "DataFrame":
-        """Its nodes as a table of pandas: row, node, parent, depth, token, chance, certain.
+        """Returns the nodes as a pandas table: row, node, parent, depth, token, chance, certain.
 
         Raises:
             ImportError: if pandas is not installed.
@@ -340,7 +340,7 @@ class SampleTree(NamedTuple):
 
 @lru_cache
 def _columns_of_roots(count: int) -> "tuple[Ints, Ints, Ints, Reals, Flags, Ints]":
-    """What follows the tokens in the columns of roots alone; nobody writes to columns."""
+    """Returns the columns after ``token`` for lone roots; they are cached, since columns are never written to."""
     zeros, nothing = np.zeros(count, dtype=np.int64), np.full(count, -1)
     return zeros, nothing, zeros, np.zeros(count), np.zeros(count, dtype=np.bool_), nothing
 
@@ -358,7 +358,7 @@ def _check_nodes(
 
 
 def check_drawn(law: DraftLaw, node: int, tokens: Sequence[int]) -> None:
-    """Raises ValueError if a law cannot have drawn the children of a node, as it draws different ones."""
+    """Raises ValueError if siblings repeat a token although the law draws distinct ones."""
     if law.deterministic or law.replacement or len(set(tokens)) == len(tokens):
         return
     token = next(token for place, token in enumerate(tokens) if token in tokens[:place])

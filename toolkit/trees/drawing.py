@@ -1,4 +1,4 @@
-"""Pictures of trees, and what all pictures have in common."""
+"""Pictures of trees, and helpers that all pictures share."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Told apart by every kind of eye (Okabe and Ito), the first ones best.
+# Distinct for colour-blind readers, too (Okabe and Ito); the first ones are the easiest to tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#8c8c8c"
 ACCEPTED, OWN = "#009E73", "#0072B2"
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure of a size in inches, whose parts make room for each other.
+    """Returns an empty figure of a size in inches, whose layout keeps its parts from overlapping.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -32,18 +32,18 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def save_png(figure: "Figure", path: Path) -> None:
-    """Writes a PNG file, which appears when it is complete; raises WriteError if it cannot be written."""
+    """Writes a PNG file, which appears only when complete; raises WriteError if it cannot be written."""
     with new_file(path) as partial:
         figure.savefig(partial, format="png", dpi=110)
 
 
 def draw_png(topology: TreeTopology, path: Path) -> None:
-    """A topology and its causal mask as a PNG file; for errors see :func:`new_figure` and :func:`save_png`."""
+    """Draws a topology and its causal mask to a PNG file; for errors see :func:`new_figure` and :func:`save_png`."""
     save_png(tree_picture(topology), path)
 
 
 def columns(topology: TreeTopology) -> list[float]:
-    """Where nodes stand from left to right: leaves side by side, every parent above the middle of its children.
+    """Returns the horizontal place of every node: leaves side by side, every parent at the mean of its children.
 
     Examples:
         >>> columns(TreeTopology.k_ary(2, 1))
@@ -66,7 +66,7 @@ def columns(topology: TreeTopology) -> list[float]:
 
 
 def tree_picture(topology: TreeTopology) -> "Figure":
-    """A topology and its causal mask; for errors see :func:`new_figure`."""
+    """Returns a figure of a topology and its causal mask; for errors see :func:`new_figure`."""
     place = columns(topology)
     leaves = round(max(place)) + 1
     figure = new_figure(4 + 0.5 * leaves, 1 + 0.9 * (topology.max_depth + 1))
@@ -92,11 +92,11 @@ def draw_edges(
     """Draws lines from nodes to their parents.
 
     Args:
-        axes: to draw on.
+        axes: the axes to draw on.
         topology: the tree.
-        place: of every node from left to right, see :func:`columns`.
-        look: of the line above a node.
-        nodes: of which lines are drawn; all by default.
+        place: horizontal place of every node, see :func:`columns`.
+        look: returns the style of the line above a node.
+        nodes: nodes whose lines are drawn; all by default.
     """
     for node in range(topology.num_nodes) if nodes is None else nodes:
         parent, depth = topology.parent_list[node], topology.depth_list[node]

@@ -1,4 +1,4 @@
-"""The topology-aware causal mask: built once for the largest tree, sliced ever after.
+"""The topology-aware causal mask: built once for the largest tree, then sliced.
 
 Shapes: N nodes of the topology, W ancestor words.
 """
@@ -15,17 +15,17 @@ from arbordraft.utils.checks import check_instance
 
 
 class SlicedCausalMask(nn.Module):
-    """Which nodes of a draft tree its nodes may attend to, for every draft length at once.
+    """Says which nodes of a draft tree each node may attend to, for drafts of every length.
 
-    One buffer holds the ancestor words of the largest tree. As nodes are listed level by level, the mask of any shorter
-    draft is a rectangle of it: :meth:`select` then returns a view. Words do not mention the context: all of it is
+    One buffer holds the ancestor words of the largest tree. Nodes are listed level by level, so the mask of a shorter
+    draft is a rectangle of this buffer and :meth:`select` returns a view. Words do not cover the context: all of it is
     visible.
 
     Args:
         topology: the largest tree.
 
     Raises:
-        TypeError: if ``topology`` is none.
+        TypeError: if ``topology`` is not a :class:`TreeTopology`.
 
     Source: improved MCSD (Lu et al., 2024), the topology-aware causal mask.
     """
@@ -38,15 +38,15 @@ class SlicedCausalMask(nn.Module):
         self.register_buffer("words", ancestor_words(topology.visible.cpu()), persistent=False)
 
     def select(self, rows: Sequence[int], columns: Sequence[int]) -> Tensor:
-        """Ancestor words of the nodes ``rows`` when the cache holds the nodes ``columns``, in that order.
+        """Returns the ancestor words of the nodes ``rows`` if the cache holds the nodes ``columns``, in that order.
 
         Args:
-            rows: R nodes, in the order wanted.
+            rows: R nodes, in the order of the result.
             columns: M nodes; bit ``j`` stands for ``columns[j]``.
 
         Returns:
-            ``[R, max(1, ceil(M / 64))]`` int64. A stretch of a prefix of the tree is answered with a view, a tree that
-            lost branches from its parents, any other choice with a gather.
+            ``[R, max(1, ceil(M / 64))]`` int64. Consecutive rows of a prefix of the tree give a view. Words of a
+            pruned tree are computed from its parents, those of any other choice with a gather.
 
         Examples:
             >>> SlicedCausalMask(TreeTopology([-1, 0, 0, 1])).select([1, 3], [0, 1, 3]).tolist() == [[0b11], [0b111]]
@@ -62,7 +62,7 @@ class SlicedCausalMask(nn.Module):
         return ancestor_words(visible[row_index[:, None], column_index])
 
     def _pruned(self, nodes: Sequence[int]) -> Tensor:
-        """Ancestor words of ascending nodes among themselves: a few integers, where a gather takes longer to begin."""
+        """Returns the ancestor words of ascending nodes among themselves; for a few nodes faster than a gather."""
         parents, seen = self.topology.parent_list, {-1: 0}
         for place, node in enumerate(nodes):
             above = parents[node]
@@ -73,7 +73,7 @@ class SlicedCausalMask(nn.Module):
 
 
 def stack_words(words: Sequence[Tensor]) -> Tensor:
-    """One ``[T, W]`` tensor of ancestor words from those of several samples, as wide as the widest."""
+    """Stacks the ancestor words of several samples into one ``[T, W]`` tensor, padded to the widest."""
     if len(words) == 1:
         return words[0]
     width = max((rows.shape[1] for rows in words), default=1)

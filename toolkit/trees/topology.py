@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from arbordraft.utils.checks import check_float, check_int, check_sequence
 
 WORD_BITS = 64
-MOST_NODES = 2048  # the mask of these has 4 MiB; no target verifies as many rows in the time of a few
+MOST_NODES = 2048  # their mask takes 4 MiB; no target verifies this many rows in the time of a few
 MOST_DEPTH = 512  # trees are walked through recursively
-MOST_SIBLINGS = 256  # of one node, where their number must be bounded for itself
+MOST_SIBLINGS = 256  # children of one node, where a separate bound is needed
 Values = npt.NDArray[np.float64]
 
 
@@ -28,17 +28,17 @@ class TreeTopology(nn.Module):
     """Parents, depths, levels and ancestors of a draft tree.
 
     Node 0 is the root: the last committed token of a sample. Nodes are listed level by level, every parent
-    before its children, so the first ``n`` nodes are again a tree. That is what lets a mask be sliced instead
-    of rebuilt. A tree has at most 2,048 nodes, root included, and 512 levels below its root; every constructor
-    counts before it allocates anything.
+    before its children. The first ``n`` nodes are therefore a tree, too, so a mask is sliced instead of rebuilt.
+    A tree has at most 2,048 nodes, root included, and 512 levels below its root. Every constructor checks these
+    limits before it allocates memory.
 
     Args:
         parents: parent of every node, ``-1`` for the root alone. Depths must not decrease along the list.
 
     Raises:
-        TypeError: if an argument is no whole number, or no list of them.
-        ValueError: if the list is empty, node 0 is not the only root, a parent does not come before its
-            child, the nodes are not listed level by level, or the tree is too large.
+        TypeError: if an argument is not a whole number, or not a list of them.
+        ValueError: if the list is empty, or node 0 is not the only root. Also if a parent does not come before its
+            child, nodes are not listed level by level, or the tree is too large.
 
     Examples:
         >>> tree = TreeTopology([-1, 0, 0, 1])
@@ -63,7 +63,7 @@ class TreeTopology(nn.Module):
         self.parent_list = tuple(parents)
         self.depth_list = tuple(depths)
         self.child_list = tuple(tuple(nodes) for nodes in children)  # `children` is a method of every nn.Module
-        self.child_offsets = tuple(accumulate(map(len, children), initial=0))  # where a node's children begin among all
+        self.child_offsets = tuple(accumulate(map(len, children), initial=0))  # each node's start in `child_order`
         self.child_order = tuple(node for nodes in children for node in nodes)
         sizes = Counter(depths).values()  # in order, as depths do not decrease
         self.levels = tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
@@ -74,16 +74,16 @@ class TreeTopology(nn.Module):
 
     @classmethod
     def from_parents(cls, parents: Sequence[int]) -> Self:
-        """A tree from its parent list; see the class for what is checked."""
+        """Builds a tree from its parent list; see the class for the checks."""
         return cls(parents)
 
     @classmethod
     def from_k_config(cls, k_config: Sequence[int]) -> Self:
-        """Every node at depth ``d`` gets ``k_config[d]`` children, as in MCSD; ``(4, 2, 2)`` has 29 nodes.
+        """Gives every node at depth ``d`` ``k_config[d]`` children, as in MCSD; ``(4, 2, 2)`` has 29 nodes.
 
         Raises:
-            TypeError: if a child count is no whole number.
-            ValueError: if one is not positive, or the tree would be too large.
+            TypeError: if a child count is not a whole number.
+            ValueError: if a child count is not positive, or the tree would be too large.
 
         Examples:
             >>> TreeTopology.from_k_config((4, 2, 2)).levels
@@ -102,34 +102,33 @@ class TreeTopology(nn.Module):
 
     @classmethod
     def chain(cls, length: int) -> Self:
-        """One path of ``length`` drafted tokens below the root, 0 to 512; ``chain(0)`` is plain decoding."""
+        """Builds one path of ``length`` drafted tokens below the root, 0 to 512; ``chain(0)`` is plain decoding."""
         return cls.from_k_config([1] * check_int("length", length, 0, MOST_DEPTH))
 
     @classmethod
     def k_ary(cls, k: int, depth: int) -> Self:
-        """The complete ``k``-ary tree, ``k`` at least 1, of a depth from 0 to 512."""
+        """Builds the complete ``k``-ary tree; ``k`` is at least 1 and ``depth`` is 0 to 512."""
         return cls.from_k_config([check_int("k", k, 1)] * check_int("depth", depth, 0, MOST_DEPTH))
 
     @classmethod
     def fork(cls, width: int, depth: int) -> Self:
-        """``width`` chains, at least 1, that part at the root and are 1 to 512 deep: the fork of improved MCSD."""
+        """Builds ``width`` chains, at least 1, of depth 1 to 512 that part at the root: the fork of improved MCSD."""
         return cls.from_k_config([check_int("width", width, 1)] + [1] * (check_int("depth", depth, 1, MOST_DEPTH) - 1))
 
     @classmethod
     def sequoia(cls, acceptance: Sequence[float], nodes: int, max_depth: int | None = None) -> Self:
-        """The tree of ``nodes`` nodes (root included) with the greatest expected number of accepted tokens.
+        """Builds the tree of ``nodes`` nodes (root included) with the greatest expected number of accepted tokens.
 
         Args:
             acceptance: ``acceptance[j]``: probability that the child of rank ``j`` is the one accepted below
-                an accepted node, measured for the draft law in use. Its length bounds the number of siblings;
-                at most 256. It need not decrease, but a child of rank ``j`` is drawn only after those of lower
-                rank.
+                an accepted node, measured for the draft law in use. Its length, at most 256, bounds the number of
+                siblings. Values need not decrease with rank, but children are drawn by ascending rank.
             nodes: size of the tree, root included, 1 to 2,048.
             max_depth: greatest depth, 0 to 512; 512 by default.
 
         Raises:
-            TypeError: if an argument is no number, or ``acceptance`` no list of them.
-            ValueError: if one is out of range, the probabilities sum to more than 1, or no such tree exists.
+            TypeError: if an argument is not a number, or ``acceptance`` is not a list of them.
+            ValueError: if an argument is out of range, the probabilities sum to more than 1, or no such tree exists.
 
         Source: Sequoia (Chen et al., 2024), the dynamic programme of section 3.
 
@@ -146,19 +145,19 @@ class TreeTopology(nn.Module):
 
     @classmethod
     def delayed(cls, chain: Sequence[float], fork: Sequence[float], nodes: int) -> Self:
-        """A trunk that forks late into chains of one length: the best of these with at most ``nodes`` nodes.
+        """Builds the best tree of at most ``nodes`` nodes whose trunk forks late into chains of one length.
 
         Args:
             chain: ``chain[d]``: probability that a lone child at depth ``d + 1`` is accepted below an accepted node,
-                measured for the draft law in use; behind its end the last one stands for all. 1 to 512 of them.
+                measured for the draft law in use. Has 1 to 512 values; the last one also applies to greater depths.
             fork: ``fork[k - 1]``: probability that one of ``k`` children of the root is accepted, measured in the same
-                way. Its length bounds the number of chains; at most 256. Deeper, ``k`` children all miss as much more
-                often as a lone one does.
+                way. Its length, at most 256, bounds the number of chains. At greater depths, the chance that all
+                ``k`` children miss changes by the same factor as that of a lone child.
             nodes: greatest size of the tree, root included, 1 to 2,048.
 
         Raises:
-            TypeError: if an argument is no number, or no list of them.
-            ValueError: if one is out of range, or a list is empty.
+            TypeError: if an argument is not a number, or not a list of them.
+            ValueError: if an argument is out of range, or a list is empty.
 
         Source: delayed tree expansion (Thomas et al., 2026, arXiv 2602.16994), whose selector is a network.
 
@@ -202,11 +201,11 @@ class TreeTopology(nn.Module):
 
     @property
     def width(self) -> int:
-        """Most children of a node; 1 for a tree that is only a root, since a law draws at least one."""
+        """Greatest number of children of a node; 1 for a lone root, since a law draws at least one child."""
         return max(1, *map(len, self.child_list))
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root down to ``node``, both included."""
+        """Returns the nodes from the root down to ``node``, both included."""
         path = [node]
         while path[-1] > 0:
             path.append(self.parent_list[path[-1]])
@@ -234,16 +233,16 @@ def ancestor_words(visible: Tensor) -> Tensor:
     for word in range(words.shape[1]):
         bits = visible[:, word * WORD_BITS : (word + 1) * WORD_BITS].to(torch.int64)
         shifts = torch.arange(bits.shape[1], device=visible.device)
-        words[:, word] = (bits << shifts).sum(dim=1)  # distinct bits, so the sum is their union, the sign bit too
+        words[:, word] = (bits << shifts).sum(dim=1)  # distinct bits, so the sum is their union, sign bit included
     return words
 
 
 def words_of(seen: Sequence[int], columns: int) -> Tensor:
-    """The same words of rows that are told as integers: bit ``j`` of ``seen[i]`` says that row ``i`` sees column ``j``.
+    """Packs rows given as integers into ancestor words, as :func:`ancestor_words` does for a matrix.
 
     Args:
-        seen: R integers of any size.
-        columns: M.
+        seen: R integers of any size; bit ``j`` of ``seen[i]`` says that row ``i`` sees column ``j``.
+        columns: number of columns M.
 
     Examples:
         >>> words_of([0b1, 0b11], 2).tolist()
@@ -273,12 +272,12 @@ def _checked_depths(parents: list[int]) -> list[int]:
 
 
 def _sequoia_parents(acceptance: tuple[float, ...], nodes: int, max_depth: int) -> list[int]:
-    # trees[h][n]: greatest expected number of accepted nodes (its root counts as one) of a tree with n nodes
-    # and height at most h. forests[h][j][n]: the same for the children of rank j and later of such a tree's
-    # root, n nodes in all; a rank is used only after the lower ones, so an empty rank ends the forest.
-    nothing = np.full(nodes + 1, -math.inf)  # values by size, here of a forest without trees
+    # trees[h][n]: greatest expected number of accepted nodes, root included, of a tree with n nodes and height
+    # at most h. forests[h][j][n]: that number for the subtrees of the root's children of rank j and later, n nodes
+    # in all. A rank is used only after the lower ones, so an empty rank ends the forest.
+    nothing = np.full(nodes + 1, -math.inf)  # values by size; a forest without trees has size 0
     nothing[0] = 0.0
-    trees, forests = [np.roll(nothing + 1, 1)], [[nothing]]  # of a tree that is only a root
+    trees, forests = [np.roll(nothing + 1, 1)], [[nothing]]  # height 0: a lone root
     while len(trees) <= max_depth:
         ranks = [nothing]
         for rate in reversed(acceptance):
@@ -312,7 +311,7 @@ def _sequoia_parents(acceptance: tuple[float, ...], nodes: int, max_depth: int) 
 
 
 def _forest(rate: float, trees: Values, later: Values, nothing: Values) -> Values:
-    """Value by size of a forest whose first tree is entered at ``rate``, the others worth ``later``."""
+    """Returns the values, by size, of a forest: its first tree is entered at ``rate``, the others give ``later``."""
     value = nothing.copy()
     for size in range(1, len(trees)):
         if trees[size] > -math.inf:

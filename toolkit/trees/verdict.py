@@ -1,4 +1,4 @@
-"""What a verifier decided about the draft trees of a batch, and what it promises.
+"""A verifier's verdict on the draft trees of a batch, and its promise about the output law.
 
 Shapes: B samples.
 """
@@ -12,9 +12,9 @@ from arbordraft.trees.draft_tree import DraftTree
 
 
 class Exactness(StrEnum):
-    """What a verifier promises about the output law.
+    """A verifier's promise about the output law.
 
-    ``pathwise``: more than the law, the very tokens that plain decoding with the same seed draws.
+    ``pathwise`` promises more than the law: the very tokens that plain decoding with the same seed draws.
     """
 
     PATHWISE = "pathwise"
@@ -24,20 +24,20 @@ class Exactness(StrEnum):
 
     @property
     def lossless(self) -> bool:
-        """Whether the output has the law of the target."""
+        """Whether the output has the target's law."""
         return self in (Exactness.PATHWISE, Exactness.EXACT)
 
 
 class Outcome(NamedTuple):
-    """What became of a sample's drafts in one step; all of it is committed.
+    """Acceptance of a sample's drafts in one committed step.
 
     Args:
-        drafted: levels of drafts that the target verified.
-        accepted: how many of them were accepted.
-        stated: of the root and the accepted nodes below it, as far as they have verified children: the sum of these
-            children's draft probabilities. One more than was accepted, unless the path ended at a leaf.
-        source: which drafter proposed them, see :attr:`~arbordraft.deciders.decisions.Situation.source`.
-        certain: depths of ``stated`` at which nothing was guessed, see :attr:`DraftTree.certain`.
+        drafted: number of draft levels that the target verified.
+        accepted: number of these levels that were accepted.
+        stated: for the root and each accepted node with verified children, the sum of the children's draft
+            probabilities. Has one entry more than ``accepted``, unless the path ended at a leaf.
+        source: kind of drafter that proposed them, see :attr:`~arbordraft.deciders.decisions.Situation.source`.
+        certain: depths of ``stated`` whose children were certain, see :attr:`DraftTree.certain`.
     """
 
     drafted: int
@@ -48,12 +48,12 @@ class Outcome(NamedTuple):
 
 
 class SampleVerdict(NamedTuple):
-    """What was decided about one sample.
+    """The verdict on one sample.
 
     Args:
-        path: rows from its root to the last accepted node.
+        path: rows from the root to the last accepted node.
         token: the recovered or bonus token that follows.
-        recovered: whether drafted children of the last accepted node were rejected; else the token is a bonus.
+        recovered: whether drafted children of the last accepted node were rejected; otherwise the token is a bonus.
     """
 
     path: Sequence[int]
@@ -63,13 +63,13 @@ class SampleVerdict(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What the verifier decided.
+    """The verdict on a batch.
 
     Args:
-        paths: by sample the rows from its root to the last accepted node; empty for one that took no part.
-        tokens: by sample the recovered or bonus token that follows, -1 for one that took no part.
-        recovered: by sample whether drafted children of the last accepted node were rejected; else the token is a
-            bonus.
+        paths: by sample, the rows from the root to the last accepted node; empty for a sample that took no part.
+        tokens: by sample, the recovered or bonus token that follows; -1 for a sample that took no part.
+        recovered: by sample, whether drafted children of the last accepted node were rejected; otherwise the token
+            is a bonus.
     """
 
     paths: Sequence[Sequence[int]]
@@ -78,11 +78,11 @@ class Verdict:
 
     @classmethod
     def of(cls, tree: DraftTree, ends: Mapping[int, tuple[int, int]]) -> Self:
-        """The verdict that ends in these rows.
+        """Builds the verdict whose paths end at the given rows.
 
         Args:
             tree: the drafts.
-            ends: by sample the row of the last accepted node, and the token behind it.
+            ends: by sample, the row of the last accepted node and the token after it.
         """
         paths: list[list[int]] = [[] for _ in tree.proposals]
         tokens, recovered = [-1] * len(paths), [False] * len(paths)
@@ -92,12 +92,12 @@ class Verdict:
 
     @classmethod
     def nothing(cls, samples: int) -> Self:
-        """Of a step that came to no end: nobody took part."""
+        """Returns a verdict in which no sample took part."""
         return cls([[]] * samples, [-1] * samples, [False] * samples)
 
     @classmethod
     def joined(cls, verdicts: Sequence["Verdict"]) -> "Verdict":
-        """Those about several parts of a batch as one; each sample took part in one of them at most."""
+        """Merges verdicts on parts of a batch; each sample took part in at most one of them."""
         if len(verdicts) == 1:
             return verdicts[0]
         chosen = [next((one for one in own if one.path), own[0]) for own in zip(*verdicts, strict=True)]
@@ -105,7 +105,7 @@ class Verdict:
         return cls(paths, tokens, recovered)
 
     def unseated(self, seats: Sequence[int], samples: int) -> "Verdict":
-        """The same by the numbers that :meth:`DraftTree.seated` replaced, of so many samples."""
+        """Restores the sample numbers that :meth:`DraftTree.seated` replaced, for a batch of ``samples``."""
         if len(seats) == samples:
             return self
         paths: list[Sequence[int]] = [[] for _ in range(samples)]
@@ -116,29 +116,29 @@ class Verdict:
         return Verdict(paths, tokens, recovered)
 
     def __len__(self) -> int:
-        """B."""
+        """Returns B."""
         return len(self.paths)
 
     def __getitem__(self, sample: int) -> SampleVerdict:
-        """What was decided about a sample; without a path if it took no part."""
+        """Returns the verdict on one sample; its path is empty if the sample took no part."""
         return SampleVerdict(self.paths[sample], self.tokens[sample], self.recovered[sample])
 
     def accepted(self, sample: int) -> int:
-        """Drafted tokens that were accepted of a sample that took part."""
+        """Returns the number of accepted drafted tokens of a sample that took part."""
         return len(self.paths[sample]) - 1
 
     def emitted(self, tree: DraftTree, sample: int) -> list[int]:
-        """The accepted tokens of a sample that took part, and the one behind them."""
+        """Returns the accepted tokens of a sample that took part, followed by the recovered or bonus token."""
         return [*tree.token[self.paths[sample][1:]].tolist(), self.tokens[sample]]
 
     def outcome(self, tree: DraftTree, sample: int) -> Outcome:
-        """What became of the drafts of a sample that took part."""
+        """Returns the acceptance of the drafts of a sample that took part."""
         if tree.lengths[sample] == 1:
             return Outcome(0, 0, source=tree[sample].proposal.source)
         tried = [children for row in self.paths[sample] if (children := tree.children[row])]
         stated = [sum(tree.chance[children].tolist()) for children in tried]
         certain = [depth for depth, children in enumerate(tried) if tree.certain[children[0]]]
-        deepest = int(tree.depth[tree.offsets[sample + 1] - 1])  # nodes stand level by level
+        deepest = int(tree.depth[tree.offsets[sample + 1] - 1])  # nodes are listed level by level
         return Outcome(deepest, self.accepted(sample), tuple(stated), tree[sample].proposal.source, tuple(certain))
 
 

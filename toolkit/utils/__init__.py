@@ -1,1 +1,1 @@
-"""Checks of arguments, files written whole, memory from the system: nothing that knows of decoding."""
+"""Checks of arguments, atomic file writes, memory from the system: helpers independent of decoding."""

@@ -1,4 +1,4 @@
-"""How this process gets memory from the system."""
+"""Settings of the C library's allocator, and memory that is mapped on demand."""
 
 import ctypes
 import math
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGE = 1 << 30  # bytes; mallopt takes a C int
-_ALWAYS_TAKEN = 1 << 25  # what older versions accept at most
+_ALWAYS_TAKEN = 1 << 25  # the largest value that older versions accept
 
 
 def keep_freed_memory() -> bool:
     """Lets glibc keep freed blocks of up to 1 GiB for the next tensor, instead of giving each back at once.
 
-    By default every block above 32 MB is mapped and unmapped alone, so that the system has to clear and map all its
-    pages again whenever a row of tensors as large as a chunk of a vocabulary is computed. Memory that the process
-    has had stays with it. It concerns the whole process: command lines call it, nothing below them does.
+    By default, every block above 32 MB is mapped and unmapped alone. The system then clears and maps all pages again
+    for each tensor as large as a chunk of a vocabulary. With this setting the process keeps freed memory. It concerns
+    the whole process, so only command lines call it.
 
     Returns:
-        Whether the system's C library knows such settings; without, nothing changes.
+        Whether the system's C library has such settings; otherwise nothing changes.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -36,12 +36,12 @@ def keep_freed_memory() -> bool:
 
 
 def untouched_zeros(*shape: int, dtype: "torch.dtype") -> "Tensor | None":
-    """Zeros on the CPU that take memory only where they are written to.
+    """Returns zeros on the CPU that take memory only where they are written to.
 
     Returns:
-        ``None`` where the system has no such memory, or not as much.
+        The tensor; ``None`` if the system has no such memory or too little.
     """
-    import torch  # not needed by command lines that only ask for help
+    import torch  # `--help` does not need it
 
     size = math.prod(shape) * dtype.itemsize
     if size == 0 or sys.platform == "win32":

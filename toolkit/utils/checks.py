@@ -1,4 +1,4 @@
-"""Checks of plain arguments: the message names the argument, its range and what was given."""
+"""Checks of plain arguments; messages name the argument, its range and the value given."""
 
 import math
 import operator
@@ -10,11 +10,11 @@ Checked = TypeVar("Checked")
 
 
 def check_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """A whole number as Python's own ``int``.
+    """Returns a whole number as Python's own ``int``.
 
     Args:
-        name: of the argument, for the message.
-        value: an ``int``, or what stands for one: numpy's integers and integer tensors without dimensions.
+        name: name of the argument, for the message.
+        value: an ``int``, an integer of numpy or an integer tensor without dimensions.
         least: lowest value allowed; ``None`` for no bound.
         most: highest value allowed; ``None`` for no bound.
 
@@ -33,11 +33,11 @@ def check_int(name: str, value: Any, least: int | None = None, most: int | None 
 
 
 def check_float(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite number as Python's own ``float``.
+    """Returns a finite number as Python's own ``float``.
 
     Args:
-        name: of the argument, for the message.
-        value: an ``int`` or a ``float``, or what stands for one: numpy's numbers and tensors without dimensions.
+        name: name of the argument, for the message.
+        value: an ``int``, a ``float``, a number of numpy or a tensor without dimensions.
         least: lowest value allowed.
         most: highest value allowed.
 
@@ -58,7 +58,7 @@ def check_float(name: str, value: Any, least: float = -math.inf, most: float = m
 
 
 def check_positive(name: str, value: Any) -> float:
-    """A finite number above 0, otherwise as :func:`check_float`."""
+    """Returns a finite number above 0; otherwise works as :func:`check_float`."""
     number = check_float(name, value)
     if number <= 0:
         raise ValueError(f"{name} must be above 0, got {number}")
@@ -66,9 +66,9 @@ def check_positive(name: str, value: Any) -> float:
 
 
 def check_temperature(name: str, value: Any) -> float:
-    """A temperature from 0 to 1e6; below 1e-10 it is 0.0, which decodes greedily.
+    """Returns a temperature from 0 to 1e6; values below 1e-10 become 0.0, which decodes greedily.
 
-    At so low a temperature the most probable token always wins, and quotients would leave the range of float32.
+    Below 1e-10 the most probable token always wins, and quotients would leave the range of float32.
 
     Raises:
         TypeError: as :func:`check_float`.
@@ -81,19 +81,19 @@ def check_temperature(name: str, value: Any) -> float:
 
 
 def check_penalty(name: str, value: Any) -> float:
-    """A factor of scores, 1e-5 to 1e5, beyond which they would leave the range of float32; else :func:`check_float`."""
+    """Returns a factor of scores from 1e-5 to 1e5, which keeps them within float32; see :func:`check_float`."""
     return check_float(name, check_positive(name, value), 1e-5, 1e5)
 
 
 def check_sequence(
     name: str, values: Any, check: Callable[[str, Any], Checked], most: int | None = None
 ) -> tuple[Checked, ...]:
-    """A sequence, an array or a tensor of checked numbers, as a tuple.
+    """Returns the checked numbers of a sequence, an array or a tensor, as a tuple.
 
     Args:
-        name: of the argument, for the message.
-        values: the numbers; no more than ``most`` and one of them are read.
-        check: what each of them is put through, with a name of its own.
+        name: name of the argument, for the message.
+        values: the numbers; at most ``most + 1`` of them are read.
+        check: check of one number, called with its name and value.
         most: greatest length allowed; ``None`` for no bound.
 
     Raises:
@@ -112,14 +112,14 @@ def check_sequence(
 
 
 def check_instance(name: str, value: Any, *kinds: type[Checked]) -> Checked:
-    """The value; raises TypeError unless it is of one of these kinds."""
+    """Returns the value; raises TypeError unless it is of one of these types."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be of type {' or '.join(kind.__name__ for kind in kinds)}, got {_shown(value)}")
     return value
 
 
 def _scalar(value: Any) -> Any:
-    """The value, unless Python, numpy or torch would read a boolean, a text or an array of one as a number."""
+    """Returns the value; raises TypeError for booleans, texts and arrays, which `int` or `float` might accept."""
     truth = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.") == "bool"
     if truth or isinstance(value, str | bytes) or getattr(value, "ndim", 0) > 0:
         raise TypeError

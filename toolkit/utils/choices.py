@@ -1,9 +1,9 @@
-"""Names of what `load` and the command line let users choose; imports nothing that takes time."""
+"""Names of the choices of `load` and the command line; imports nothing slow."""
 
 from enum import StrEnum
 from typing import Literal
 
-SMALL = "smollm2"  # names SmolLM2-135M-Instruct wherever a model is named
+SMALL = "smollm2"  # short name of SmolLM2-135M-Instruct
 
 
 class Dtype(StrEnum):
@@ -24,7 +24,7 @@ class Weights(StrEnum):
 
 
 class Settings(StrEnum):
-    """Where settings come from that a request leaves open; see ``SpeculativeDecoder``."""
+    """Source of the settings that a request leaves open; see ``SpeculativeDecoder``."""
 
     model = "model"
     none = "none"
@@ -43,8 +43,8 @@ class Quantization(StrEnum):
     """Precision of the matrices of an exported graph."""
 
     none = "none"
-    int8 = "int8"  # weights and, when it runs, inputs in 8 bits
-    int4 = "int4"  # blocks of weights in 4 bits, those of the head in 8
+    int8 = "int8"  # weights, and at run time inputs, in 8 bits
+    int4 = "int4"  # blocks of weights in 4 bits; the head's in 8
 
 
 Law = Literal["iid", "without-replacement", "top-tail", "fixed", "shared"]

@@ -1,4 +1,4 @@
-"""Files and folders that appear when they are complete or not at all, and one line for whatever a disk refuses."""
+"""Atomic writes of files and folders, and one-line errors for failed writes."""
 
 import contextlib
 import errno
@@ -19,7 +19,7 @@ _FIXES = {
     errno.EPERM: "name a place that you may write, or ask for the right",
     errno.ENAMETOOLONG: "name a shorter path",
 }
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # a disk failed, whichever library says so
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # errors of the disk itself, by any library
 _OBSTACLES = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 
 StrPath = str | os.PathLike[str]
@@ -29,10 +29,10 @@ class WriteError(OSError):
     """A file or folder could not be written; nothing half-written is left of it.
 
     Args:
-        path: what was to be written.
-        number: why, as ``errno`` counts.
-        kept: what is still there, and how to go on with it.
-        obstacle: the file or folder that is in the way, if one is.
+        path: the file or folder that was to be written.
+        number: cause, as a number of ``errno``.
+        kept: for the message: data that is still there, and how to continue with it.
+        obstacle: the file or folder that is in the way, if there is one.
     """
 
     def __init__(self, path: StrPath, number: int, kept: str = "", obstacle: StrPath | None = None) -> None:
@@ -46,13 +46,13 @@ class WriteError(OSError):
 
 @contextlib.contextmanager
 def new_file(path: StrPath, kept: str = "") -> Iterator[Path]:
-    """A private path to write, which becomes ``path`` when the block ends without an error.
+    """Yields a private path to write, which becomes ``path`` when the block ends without an error.
 
-    Whatever goes wrong inside, an interrupt included, leaves no trace, and an older file as it was.
+    After any error, interrupts included, nothing of it remains and an older file is unchanged.
 
     Args:
-        path: the file to be; its folder is made. Devices and pipes are written directly.
-        kept: for the error: what is still there, and how to go on with it.
+        path: the file to create; its folder is created, too. Devices and pipes are written directly.
+        kept: for the error message: data that is still there, and how to continue with it.
 
     Raises:
         WriteError: if the disk is full, or the path cannot be written.
@@ -76,14 +76,14 @@ def new_file(path: StrPath, kept: str = "") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(path: StrPath, *, force: bool = False, kept: str = "") -> Iterator[Path]:
-    """A private folder to fill, which becomes ``path`` when the block ends without an error.
+    """Yields a private folder to fill, which becomes ``path`` when the block ends without an error.
 
-    Whatever goes wrong inside, an interrupt included, leaves no trace, and an older folder as it was.
+    After any error, interrupts included, nothing of it remains and an older folder is unchanged.
 
     Args:
-        path: the folder to be; its parents are made.
-        force: replace a folder that is there.
-        kept: for the error: what is still there, and how to go on with it.
+        path: the folder to create; its parents are created, too.
+        force: replace an existing folder.
+        kept: for the error message: data that is still there, and how to continue with it.
 
     Raises:
         FileExistsError: if ``path`` exists and ``force`` is not given, before anything is done.
@@ -107,7 +107,7 @@ def new_folder(path: StrPath, *, force: bool = False, kept: str = "") -> Iterato
                 if final.exists():
                     final.rename(old)
                 new.rename(final)
-            except BaseException:  # between the two nothing is in place
+            except BaseException:  # between the renames no folder is in place
                 if old.exists() and not final.exists():
                     old.rename(final)
                 raise
@@ -116,13 +116,13 @@ def new_folder(path: StrPath, *, force: bool = False, kept: str = "") -> Iterato
 
 
 def write_text(path: StrPath, text: str, kept: str = "") -> None:
-    """Writes a text file as :func:`new_file` does; for errors see there."""
+    """Writes a text file as :func:`new_file` does, with the same errors."""
     with new_file(path, kept) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def read_text(path: StrPath) -> str:
-    """The text of a file.
+    """Returns the text of a file.
 
     Raises:
         OSError: if it cannot be read.
@@ -135,14 +135,14 @@ def read_text(path: StrPath) -> str:
 
 
 def check_writable(path: StrPath, *, folder: bool = False) -> None:
-    """Finds out before hours of work that their result could not be written; nothing is created.
+    """Checks before hours of work that their result can be written; creates nothing.
 
     Args:
-        path: the file to be, whose parents may have to be made.
-        folder: a folder is to be made there, not a file.
+        path: the file to write; its parents may be missing.
+        folder: check for a folder instead of a file.
 
     Raises:
-        WriteError: if something is in the way, or may not be written.
+        WriteError: if a file or folder is in the way or may not be written.
     """
     final = Path(os.path.realpath(path))
     nearest = next(place for place in (final, *final.parents) if os.path.lexists(place))
@@ -157,22 +157,22 @@ def check_writable(path: StrPath, *, folder: bool = False) -> None:
 
 @contextlib.contextmanager
 def _explained(path: StrPath, private: Path, kept: str) -> Iterator[None]:
-    """Turns what a disk, or a library about it, says into one line about the path."""
+    """Turns errors of a disk, raised by any library, into a one-line error about ``path``."""
     try:
         yield
     except Exception as error:
         number = _number(error, private)
         if number is None:
             raise
-        before = "what was there before is kept" if os.path.exists(path) else "nothing half-written is left"
+        before = "the previous content is kept" if os.path.exists(path) else "nothing half-written is left"
         raise WriteError(path, number, kept or before, getattr(error, "filename", None)) from error
 
 
 def _number(error: BaseException | None, private: Path) -> int | None:
-    """Finds the errno of a failed write, also where a library words it; ``None`` for any other error."""
+    """Finds the errno of a failed write, also in a library's message; returns ``None`` for any other error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
-            # A file that is named must be our own, or a folder on the way to it.
+            # A named file must be our own, or one of its parent folders.
             place = Path(error.filename) if isinstance(error.filename, str) else None
             if place is None:
                 return error.errno if error.errno in _DISK or isinstance(error, WriteError) else None
@@ -185,13 +185,13 @@ def _number(error: BaseException | None, private: Path) -> int | None:
 
 
 def _settle(file: Path) -> None:
-    """Waits until the disk has it: some say only now that they are full, and a crash must not find an empty file."""
+    """Flushes a file to disk: some disks report only now that they are full, and a crash must not leave it empty."""
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
 
 
 def _remove(path: Path) -> None:
-    """Deletes a file or folder if it is there, and finishes that even if it is interrupted."""
+    """Deletes a file or folder if it exists; finishes even if interrupted."""
     try:
         _delete(path)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""MLflow for trainings and exports: which server, how long to wait for it, valid names, versions of models."""
+"""MLflow for trainings and exports: its server, time limits, valid names and model versions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from arbordraft.utils.files import check_writable
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-DEFAULT_URI = "sqlite:///mlflow.db"  # MLflow's own default, so that a bare `mlflow server` shows it
-CANDIDATE = "candidate"  # alias of a version that a training or an export has just registered
+DEFAULT_URI = "sqlite:///mlflow.db"  # MLflow's own default, which `mlflow server` shows without options
+CANDIDATE = "candidate"  # alias of the latest version that a training or an export registered
 
 
 def resolve_uri(uri: str | None) -> str:
-    """The given tracking server, or else that of ``MLFLOW_TRACKING_URI``, or else a file in the working folder."""
+    """Returns the given tracking server, else ``MLFLOW_TRACKING_URI``, else a database in the working folder."""
     return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
 def import_mlflow() -> Any:
-    """The library; raises ImportError with the command that installs it."""
+    """Returns the ``mlflow`` module; raises ImportError with the command that installs it."""
     try:
         import mlflow
     except ImportError as error:
@@ -35,7 +35,7 @@ def import_mlflow() -> Any:
 
 
 def check_names(registered_model: str | None, alias: str = CANDIDATE) -> None:
-    """Raises ValueError for names that MLflow would refuse only after everything else was done."""
+    """Raises ValueError for names that MLflow would refuse only at the end of the work."""
     if registered_model is not None and not re.fullmatch(r"\w[\w .-]*", registered_model):
         raise ValueError(f"registered_model may hold letters, digits, '_', '-', '.', ' ', not {registered_model!r}")
     if not re.fullmatch(r"(?i:(?!v\d+$|latest$)[\w-]+)", alias):
@@ -43,11 +43,11 @@ def check_names(registered_model: str | None, alias: str = CANDIDATE) -> None:
 
 
 def check_store(uri: str) -> None:
-    """Opens a local database, where MLflow would try for 100 s before it fails.
+    """Opens a local database to detect errors at once, which MLflow would retry for 100 s.
 
     Raises:
-        ValueError: if it is something else.
-        WriteError: if it cannot be written.
+        ValueError: if the file is no database.
+        WriteError: if the file cannot be written.
     """
     database = uri.partition("sqlite:///")[2].partition("?")[0]
     if database and not database.startswith((":", "file:")):
@@ -63,20 +63,20 @@ def check_store(uri: str) -> None:
 def register(
     client: MlflowClient, name: str, alias: str, model_id: str, run: str, tags: Mapping[str, str] | None = None
 ) -> str:
-    """Makes a logged model a version of a registered one; where it fails, no version stays.
+    """Registers a logged model as a version of a registered one; a failure leaves no version.
 
     Returns:
-        The number of the version. Its alias is set last, so that nothing unfinished is found by it.
+        The number of the version. Its alias is set last, so that the alias never finds an unfinished version.
     """
     from mlflow import MlflowException
 
     with contextlib.ExitStack() as undo:
-        with contextlib.suppress(MlflowException):  # it exists; any other trouble shows in the next line
+        with contextlib.suppress(MlflowException):  # it exists; any other error shows in the next line
             client.create_registered_model(name)
             undo.callback(_try, client.delete_registered_model, name)
         client.get_registered_model(name)
         model = client.get_logged_model(model_id)
-        # The source is a place: of `models:/m-...` a database would ask the global server instead of this one.
+        # The source is a location: a database would look `models:/m-...` up on the global server, not on this one.
         made = client.create_model_version(
             name, model.artifact_location, run, dict(tags or {}), await_creation_for=0, model_id=model_id
         )
@@ -89,7 +89,7 @@ def register(
 
 
 def _note_version(client: MlflowClient, model_id: str, name: str, version: Any) -> None:
-    """Shows a version beside its logged model, as a server does by itself, but no database."""
+    """Tags a logged model with its version, as a server does by itself and a database does not."""
     known = json.loads(client.get_logged_model(model_id).tags.get("mlflow.modelVersions", "[]"))
     if (name, str(version)) not in [(entry["name"], str(entry["version"])) for entry in known]:
         known.append({"name": name, "version": version})
@@ -97,31 +97,31 @@ def _note_version(client: MlflowClient, model_id: str, name: str, version: Any) 
 
 
 def _try(undo: Any, *arguments: str) -> None:
-    with contextlib.suppress(Exception):  # the first error is the one to tell
+    with contextlib.suppress(Exception):  # the first error is the one to report
         undo(*arguments)
 
 
 def reason(error: BaseException) -> str:
-    """An error in one short line, without the credentials that a URI may hold."""
+    """Returns an error as one short line, without credentials in URIs."""
     text = public(" ".join(f"{type(error).__name__}: {error}".split()))
     return text if len(text) <= 300 else text[:299] + "…"
 
 
 def public(text: str) -> str:
-    """The text without the credentials of its URIs."""
+    """Returns the text without the credentials in its URIs."""
     return re.sub(r"(?<=://)[^/@\s]*@", "", text)
 
 
 @contextlib.contextmanager
 def explained(uri: str | None) -> Iterator[None]:
-    """Says in one line that a server does not know a name, or that it does not answer.
+    """Turns errors of a server that does not know a name or does not answer into one line.
 
     Args:
         uri: tracking server, as for :func:`resolve_uri`.
 
     Raises:
         ValueError: for a name that the server does not know.
-        ConnectionError: if it does not answer.
+        ConnectionError: if the server does not answer.
     """
     try:
         yield
@@ -139,11 +139,11 @@ def explained(uri: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def limits(retries: int = 0, timeout: int | None = None) -> Iterator[None]:
-    """Bounds the waiting for a server inside the block, as far as the user's environment does not.
+    """Bounds the waiting for a server inside the block, unless the user's environment sets these bounds.
 
     Args:
-        retries: of a failed request. MLflow's own seven take minutes, and being blind may do things twice.
-        timeout: seconds until an unanswered request counts as failed; by default as MLflow says.
+        retries: retries of a failed request. MLflow's own seven take minutes, and may repeat a request that succeeded.
+        timeout: seconds until an unanswered request counts as failed; by default MLflow's own.
     """
     settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(retries)}
     if timeout is not None:

@@ -13,18 +13,18 @@ from torch import Tensor
 
 
 class Table(ABC):
-    """Names and shapes of the parts of an int64 table; some hold float64, as bits."""
+    """Names and shapes of the parts of an int64 table; the parts in ``reals`` hold the bits of float64."""
 
     reals: ClassVar[frozenset[str]]
 
     @property
     @abstractmethod
     def fields(self) -> Mapping[str, tuple[int, ...]]:
-        """The parts with their shapes."""
+        """Shapes of the parts by name."""
 
     @cached_property
     def spans(self) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
-        """Name, beginning, end and shape of every part of the table."""
+        """Name, start, end and shape of every part of the table."""
         sizes = [int(np.prod(shape)) for shape in self.fields.values()]
         ends = list(accumulate(sizes))
         begins = [0, *ends[:-1]]
@@ -36,19 +36,19 @@ class Table(ABC):
         return self.spans[-1][2]
 
     def read(self, table: Tensor) -> dict[str, Tensor]:
-        """The parts of a table, as views."""
+        """Returns the parts of a table, as views."""
         return {
             name: (table[begin:end].view(torch.float64) if name in self.reals else table[begin:end]).view(shape)
             for name, begin, end, shape in self.spans
         }
 
     def blank(self, table: Tensor) -> SimpleNamespace:
-        """Sets a table on the host to 0 and returns its parts, to be written to."""
+        """Sets a table on the host to 0 and returns its parts as writable views."""
         table.numpy().fill(0)
         return self.views(table)
 
     def views(self, table: Tensor) -> SimpleNamespace:
-        """The parts of a table on the host, as numpy's views."""
+        """Returns the parts of a table on the host, as views of numpy."""
         flat = table.numpy()
         return SimpleNamespace(
             **{

@@ -1,4 +1,4 @@
-"""A console and bars for commands and benchmarks."""
+"""Console and progress bars for commands and benchmarks."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def terminal(**options: Any) -> Console:
-    """A console on which texts are texts: brackets in prompts and paths are no markup, colons no emoji."""
+    """Returns a console that prints texts literally: brackets are no markup, colons no emoji."""
     return Console(markup=False, emoji=False, **options)
 
 

@@ -1,4 +1,4 @@
-"""The only way to pair drafting with verifying."""
+"""Couplings: the only way to pair a draft law with a verifier."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -23,7 +23,7 @@ class Coupling(nn.Module):
         verifier: how the tree is judged.
 
     Raises:
-        TypeError: if either is something else (a bare rule, for instance).
+        TypeError: if either has another type, for example a bare rule.
         ValueError: if the verifier would not emit the target's law on such drafts.
 
     Examples:
@@ -48,13 +48,13 @@ class Coupling(nn.Module):
             )
         if law.shared and not verifier.shared:
             raise ValueError(
-                f"{verifier} is not valid for children drawn by {law}, which know of the target's noise: the output "
+                f"{verifier} is not valid for children drawn by {law}, which depend on the target's noise: the output "
                 "law would change. Only SharedMatching() is valid for them: Coupling.shared(k)"
             )
         if verifier.shared and not law.deterministic:
             raise ValueError(
-                f"{verifier} keeps what is the target's own token; children drawn by {law}, with noise of their own, "
-                "would seldom be it: take SharedNoise(k) or Fixed(k)"
+                f"{verifier} keeps a child only if it is the target's own token; children drawn by {law}, with noise "
+                "of their own, seldom are: take SharedNoise(k) or Fixed(k)"
             )
         if not verifier.supports(law):
             raise ValueError(
@@ -66,37 +66,37 @@ class Coupling(nn.Module):
 
     @classmethod
     def shared(cls, width: int = 1) -> Self:
-        """Noise that target and drafter share: the text of a seed is that of plain decoding, whatever is drafted.
+        """Pairs shared noise with matching: for any drafts, a seed's text is that of plain decoding.
 
-        The pair for trees and lookups. Greedy requests are decoded as with any other pair.
+        Suits trees and lookups. Greedy requests are decoded as with any other pair.
 
         Examples:
             >>> Coupling.shared(2).exactness.value
             'pathwise'
 
         Args:
-            width: most children of a node, 1 or more.
+            width: greatest number of children of a node, 1 or more.
         """
         return cls(SharedNoise(width), SharedMatching())
 
     @classmethod
     def matching(cls, width: int = 1) -> Self:
-        """The most probable children, kept where a token drawn with other noise is the same.
+        """Pairs the most probable children with matching: keeps a child if the target draws it with separate noise.
 
-        Sampling with it is lossless; the text of a seed then depends on what is drafted, unlike with :meth:`shared`.
+        Sampling is lossless, but the text of a seed depends on the drafts, unlike with :meth:`shared`.
 
         Examples:
             >>> Coupling.matching(2).law
             Fixed(tops=2, tails=0, replacement=False)
 
         Args:
-            width: most children of a node, 1 or more.
+            width: greatest number of children of a node, 1 or more.
         """
         return cls(Fixed(width), TopDown(Matching()))
 
     @classmethod
     def of(cls, law: DraftLaw) -> Self:
-        """A draft law with the verifier that suits it: for random drafts lifted recursive rejection, else shared noise.
+        """Pairs a law with the verifier that suits it: lifted recursive rejection for random drafts, else shared noise.
 
         Args:
             law: how children are drawn.
@@ -106,7 +106,7 @@ class Coupling(nn.Module):
 
     @property
     def exactness(self) -> Exactness:
-        """What the pair promises about the output law."""
+        """The pair's promise about the output law."""
         return self.verifier.exactness
 
     def check(self, topology: TreeTopology) -> None:

@@ -14,7 +14,7 @@ from arbordraft.verifiers.rules import NodeLaw, Rule, drafted, scaled
 class KSeq(Rule):
     """Tests all IID draws against the same scaled target.
 
-    Each draw ``x`` passes with probability ``min(1, p(x) / (rho q(x)))``; ``rho`` is the smallest scale at
+    Each draw ``x`` passes with probability ``min(1, p(x) / (rho q(x)))``. Here ``rho`` is the smallest scale at
     which no token is emitted more often than the target allows.
 
     Source: SpecTr (Sun et al., NeurIPS 2023), K-SEQ.
@@ -41,23 +41,23 @@ class KSeq(Rule):
 
 
 def _some(beta: float, k: int) -> float:
-    """Probability that one of ``k`` draws passes if each does with probability ``beta``."""
+    """Returns the probability that some of ``k`` draws passes if each does with probability ``beta``."""
     return -math.expm1(k * math.log1p(-beta)) if beta < 1 else 1.0
 
 
 def _scale(p: Tensor, q: Tensor, k: int) -> float:
-    """The root in [1, k] of ``rho * beta - (1 - (1 - beta)^k)``, where ``beta = sum(min(p / rho, q))``."""
+    """Returns the root in [1, k] of ``rho * beta - (1 - (1 - beta)^k)``, where ``beta = sum(min(p / rho, q))``."""
 
     def excess(rho: float) -> float:
         beta = min(1.0, torch.minimum(p / rho, q).sum().item())
         return rho * beta - _some(beta, k)
 
-    # It grows with rho. The signs at the ends are known, up to rounding if a single draw or no overlap makes
-    # it zero.
+    # The excess grows with rho. Its signs at the ends are known, except that a single draw or no overlap makes it
+    # zero up to rounding.
     if excess(1.0) >= 0:
         return 1.0
     if excess(k) <= 0:
         return float(k)
-    from scipy.optimize import brentq  # a fifth of the time that importing this package takes
+    from scipy.optimize import brentq  # slow to import: a fifth of the time for this package
 
     return float(brentq(excess, 1.0, float(k), xtol=1e-15, rtol=4 * torch.finfo(q.dtype).eps))

@@ -18,12 +18,13 @@ from arbordraft.verifiers.trees import Decision, TreeVerifier
 class LongestBranch(TreeVerifier):
     """Commits the longest branch below candidates that the target itself has proposed. Lossy.
 
-    Children of the root stand without a test: they were drawn from the target's own row. Every other node is tested by
-    itself against its own draft probability, siblings too. A node passes if it and all above it do; the first of the
-    deepest ones wins. What follows it is not drawn here: the next step's candidates are, from :meth:`following`.
+    Children of the root pass without a test: they were drawn from the target's own row. Every other node, siblings
+    included, is tested separately against its own draft probability. A node passes if its own test and those of all
+    its ancestors succeed. The first of the deepest passing nodes wins. No token is drawn after it: the next step draws
+    its candidates from :meth:`following`.
 
-    The winner of several candidates is the one whose branch was drafted best, not one drawn from the target's law: with
-    a single candidate at the root and no siblings below it this is plain speculative sampling, with more it is lossy.
+    Among several candidates, the one whose branch was drafted best wins, not one drawn from the target's law. With a
+    single candidate at the root and no siblings below it, this is plain speculative sampling. With more, it is lossy.
 
     Source: improved MCSD (Lu et al., 2024). Its fork and its static mode are this rule on a fork and on any other tree.
     """
@@ -40,7 +41,7 @@ class LongestBranch(TreeVerifier):
             if depths[row] < 2:
                 continue
             parent = int(parents[row])
-            # Every node is asked about, or the number of questions would depend on their answers.
+            # Ask about every node, so that the number of questions does not depend on the answers.
             if (yield row, _ratio(tree, target, parent, row)) and parent in passed:
                 passed.add(row)
         last = max(passed, key=lambda row: (depths[row], -row))
@@ -50,10 +51,10 @@ class LongestBranch(TreeVerifier):
         return int(parents[last]), functional.one_hot(token, len(target[last])).to(target[last].dtype)
 
     def following(self, tree: SampleTree, target: Rows[Tensor], last: int) -> Tensor:
-        """``[V]`` row from which the candidates behind the committed row ``last`` are drawn.
+        """Returns the ``[V]`` row from which the candidates after the committed row ``last`` are drawn.
 
-        As in the reference: the residual where a draft was rejected, but the plain target row if no drafted token at
-        all was accepted. It need not sum to 1.
+        As in the reference, this is the residual if a draft was rejected, but the plain target row if no drafted token
+        was accepted. It need not sum to 1.
         """
         draft = tree.drawn_from(last)
         if tree.batch.depth[last] < 2 or draft is None or not tree.children(last):
@@ -63,7 +64,7 @@ class LongestBranch(TreeVerifier):
 
 
 def _ratio(tree: SampleTree, target: Rows[Tensor], parent: int, row: int) -> float:
-    """min(1, p / q) of a node's token; q = 1 for one that was certain."""
+    """Returns min(1, p / q) of a node's token; q = 1 for a certain token."""
     token, draft = tree.token(row), tree.drawn_from(parent)
     chance = target[parent][token].item()
     return min(1.0, chance if draft is None else chance / draft[token].item())

@@ -24,15 +24,15 @@ from arbordraft.utils.table import Table
 
 
 class InnerRows(NamedTuple):
-    """The rows with children, the higher levels first, and these children.
+    """The rows with children, by ascending depth, and their children.
 
     Args:
-        rows: ``[N]``.
-        depth: ``[N]``.
-        width: ``[N]`` how many children each has.
-        children: ``[C]`` rows of all children, ascending by their parents.
-        parents: ``[C]`` rows of these.
-        rank: ``[C]`` which of its parent's children each of them is, in the order of their verification.
+        rows: ``[N]`` rows with children.
+        depth: ``[N]`` their depths.
+        width: ``[N]`` their numbers of children.
+        children: ``[C]`` rows of all children, ascending by parent.
+        parents: ``[C]`` row of each child's parent.
+        rank: ``[C]`` place of each child among its siblings, in the order of verification.
     """
 
     rows: Ints
@@ -44,7 +44,7 @@ class InnerRows(NamedTuple):
 
     @classmethod
     def of(cls, tree: DraftTree) -> "InnerRows":
-        """Those of a batch."""
+        """Finds the inner rows of a batch."""
         children = np.flatnonzero(tree.depth)
         children = children[tree.parent[children].argsort(kind="stable")]
         parents = tree.parent[children]
@@ -57,32 +57,32 @@ class InnerRows(NamedTuple):
 
 
 class DraftRows(NamedTuple):
-    """Which draft rows children were drawn from at random, and how.
+    """The draft rows that children were drawn from at random, and the laws that drew them.
 
     Args:
-        rows: ``[D]`` their places among those of the trees.
-        laws: of each.
+        rows: ``[D]`` indices into the draft rows of the trees.
+        laws: the law of each row.
     """
 
     rows: Ints
     laws: Sequence[DraftLaw]
 
     def of(self, tree: DraftTree) -> Tensor:
-        """``[D, V]`` rows themselves."""
+        """Returns the ``[D, V]`` rows themselves."""
         first, count = int(self.rows[0]), len(self.rows)
-        if (self.rows == np.arange(first, first + count)).all():  # they stand level by level as well: nothing to upload
+        if (self.rows == np.arange(first, first + count)).all():  # also level by level: no index to upload
             return tree.draft_rows[first : first + count]
         return tree.draft_rows[torch.from_numpy(self.rows).to(tree.draft_rows.device)]
 
 
 @dataclass(frozen=True)
 class TreeTable(Table):
-    """The shapes of a table of trees; it may have room for more than it holds.
+    """The shapes of a table of trees, which may have room for more than it holds.
 
     Args:
         rows: T.
         samples: B.
-        levels: places for inner nodes, by depth; at least one of them.
+        levels: number of places for inner nodes, by depth; at least one place.
         children: K, at least 1.
     """
 
@@ -95,22 +95,24 @@ class TreeTable(Table):
 
     @property
     def nodes(self) -> int:
-        """N."""
+        """Number of places for inner nodes, N."""
         return sum(self.levels)
 
     @property
     def owners(self) -> int:
-        """Samples that own rows."""
+        """Number of samples that own rows."""
         return self.samples
 
     @cached_property
     def fields(self) -> Mapping[str, tuple[int, ...]]:
         """The parts of the table with their shapes.
 
-        By row: its token, its place in the post-order of its sample, its sample. By sample: the row of its root. By
-        place for an inner node (all -1 where there is none): its row, its draft row, the place of its parent, which of
-        the parent's children it is, its children's rows. Of random draws by row the uniforms that decide about it and
-        that draw behind it, and by draft row what makes a token a top.
+        - By row: its token, its place in the post-order of its sample, and its sample.
+        - By sample: the row of its root.
+        - By place for an inner node, -1 if unused: its row, draft row, parent's place, rank among its siblings, and
+          children's rows.
+        - For random draws, by row: the uniforms that decide about it and that draw the token after it.
+        - For random draws, by draft row: the greatest number of tops and their least probability.
         """
         return {
             **dict.fromkeys(("tokens", "order", "sample", "accept", "final"), (self.rows,)),
@@ -128,7 +130,7 @@ class TreeTable(Table):
             getattr(into, name)[:] = -1
         free = np.cumsum([0, *self.levels]) - np.cumsum([0, *np.bincount(inner.depth, minlength=len(self.levels))])
         places = free[inner.depth] + np.arange(len(inner.rows))
-        place_of, rank_of = np.full((2, tree.rows + 1), -1)  # the last one for what roots have for parents
+        place_of, rank_of = np.full((2, tree.rows + 1), -1)  # the last entry is for the parent -1 of roots
         place_of[inner.rows], rank_of[inner.children] = places, inner.rank
         into.inner[places] = inner.rows
         into.parent[places], into.place[places] = place_of[tree.parent[inner.rows]], rank_of[inner.rows]
@@ -143,16 +145,16 @@ class TreeTable(Table):
         return found
 
     def write_noise(self, into: SimpleNamespace, tree: DraftTree, noise: Noise) -> None:
-        """Writes the uniforms of their rows."""
+        """Writes the uniforms of the trees' rows."""
         into.accept[: tree.rows] = noise.accept.numpy()[tree.owner, tree.node]
         into.final[: tree.rows] = noise.final.numpy()[tree.owner, tree.node]
 
     def unpack(self, part: Mapping[str, Tensor], tops: Tensor | None, replacement: bool) -> PackedTree:
-        """The trees as verification takes them.
+        """Returns the trees in the form that verification takes.
 
         Args:
-            part: what :meth:`read` returned.
-            tops: ``[D, M]`` int64 certain tokens of the draft rows, -1 behind the last one; ``None`` without rows.
+            part: parts of the table, from :meth:`read`.
+            tops: ``[D, M]`` int64 certain tokens of the draft rows, padded with -1; ``None`` if there are no rows.
             replacement: whether draws may repeat a token.
         """
         children, draft_row = part["children"], part["draft_row"]
@@ -168,17 +170,17 @@ class TreeTable(Table):
 def verify_packed(
     tree: DraftTree, scores: Tensor, noise: Noise, *, lifted: bool, samples: Sequence[int] | None = None
 ) -> dict[int, tuple[int, int]]:
-    """Recursive rejection for many trees at once.
+    """Runs recursive rejection for many trees at once.
 
     Args:
         tree: the drafts.
-        scores: ``[T, V]`` target scores, processed.
-        noise: of all samples.
-        lifted: judge a path by its end before its beginning.
-        samples: those that are judged; by default all that take part.
+        scores: ``[T, V]`` processed target scores.
+        noise: uniforms of all samples.
+        lifted: judge paths from their ends to the root.
+        samples: samples to judge; by default all that take part.
 
     Returns:
-        By sample the row of its last accepted node, and the token behind it.
+        By sample, the row of the last accepted node and the token after it.
     """
     part = tree if samples is None else tree.take(samples)
     if not part.rows:
@@ -194,11 +196,11 @@ def verify_packed(
 
 
 def pack(tree: DraftTree, noise: Noise, device: torch.device) -> tuple[PackedTree, Tensor, Tensor, Tensor]:
-    """Brings trees to a device, in one upload.
+    """Moves trees to a device in one upload.
 
     Returns:
-        The trees, the ``[D, V]`` draft rows that they name, without their tops, and the ``[T]`` uniforms that decide
-        about rows and that draw behind them.
+        The trees, and the ``[D, V]`` draft rows that they refer to, without their tops. Then the ``[T]`` uniforms that
+        decide about rows, and those that draw the tokens after them.
     """
     inner = InnerRows.of(tree)
     table = TreeTable(
@@ -215,18 +217,18 @@ def pack(tree: DraftTree, noise: Noise, device: torch.device) -> tuple[PackedTre
     tops, draft = None, torch.empty(0, 0, device=device)
     if count:
         draft, most = drawn.of(tree).clone(), int(into.most_tops.max())
-        # A top that was given up cannot be drawn either.
+        # A top that was dropped from the tree cannot be drawn either.
         tops = take_tops(draft, part["most_tops"][:count], part["threshold"][:count], min(most, draft.shape[1]))
     return table.unpack(part, tops, any(law.replacement for law in drawn.laws)), draft, part["accept"], part["final"]
 
 
 def post_order(tree: DraftTree) -> list[int]:
-    """Place of every row in the post-order of its sample."""
+    """Returns the place of every row in the post-order of its sample."""
     parents, sizes = tree.parent.tolist(), [1] * tree.rows
-    for row in reversed(range(tree.rows)):  # children stand behind their parents
+    for row in reversed(range(tree.rows)):  # children come after their parents
         if parents[row] >= 0:
             sizes[parents[row]] += sizes[row]
-    free, order = [0] * tree.rows, []  # the first place that is free in the subtree of a row
+    free, order = [0] * tree.rows, []  # by row, the first free place in its subtree
     for row, parent in enumerate(parents):
         if parent >= 0:
             free[row] = free[parent]

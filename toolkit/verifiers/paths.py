@@ -19,15 +19,15 @@ BLOCK_VERIFICATION = Lifted(RecursiveRejection())  # on a chain
 
 
 class GreedyMultiPath(TreeVerifier):
-    """Picks the best of K independent paths, then judges it as block verification judges a single one.
+    """Picks the best of K independent paths, then judges it by block verification.
 
-    The best path is the one whose tokens have the greatest ratios of target to draft probability, compared at the first
-    token, then at the second where the first is the same, and so on. The law of that path is known: it is the draft law
-    skewed towards great ratios. Block verification of the best path with the skewed rows as its draft rows is lossless.
+    The best path has the greatest ratios of target to draft probability, compared lexicographically: at the first
+    token, then at the second, and so on. Its law is known: the draft law skewed towards great ratios. Block
+    verification of this path, with the skewed rows as its draft rows, is lossless.
 
-    It judges trees that are a trunk of any length, also none, which ends in K chains of one length, such as
-    ``TreeTopology.fork(K, depth)``, whose children are :class:`~arbordraft.sampling.laws.IID`. Those of the paper have
-    no trunk. Equal tokens in different paths stay separate rows.
+    Trees must be a trunk, possibly empty, that ends in K chains of one length, such as ``TreeTopology.fork(K, depth)``.
+    Their children must be :class:`~arbordraft.sampling.laws.IID`. The paper's trees have no trunk. Equal tokens in
+    different paths stay separate rows.
 
     Source: greedy multi-path block verification (Thomas and Pal, 2026, arXiv 2602.16961).
 
@@ -45,7 +45,7 @@ class GreedyMultiPath(TreeVerifier):
         return law.replacement and law.tops == 0
 
     def check(self, topology: TreeTopology) -> None:
-        """Raises ValueError if the paths are no trunk that ends in chains of one length."""
+        """Raises ValueError unless the tree is a trunk that ends in chains of one length."""
         sizes = [len(level) for level in topology.levels]
         widths = [len(children) for children in topology.child_list]
         forks = sum(width > 1 for width in widths)
@@ -76,17 +76,17 @@ class GreedyMultiPath(TreeVerifier):
         return path, chain, [target[row].double() for row in path]
 
     def pick(self, tree: SampleTree, target: Rows[Tensor]) -> tuple[list[int], list[Tensor]]:
-        """The rows of the best path, its leaf included, and the ``[V]`` law of each of its tokens but the root's.
+        """Returns the rows of the best path, leaf included, and the ``[V]`` law of each of its tokens but the root's.
 
         Raises:
             ValueError: if a node has no draft row.
         """
         path, skewed = [tree.root], []
-        alike = [tree.root]  # rows with the tokens of the path so far, one for each draw that gave them
+        alike = [tree.root]  # rows whose paths have the chosen tokens so far, one per draw
         draws = 1
-        below, here = 0.0, 1.0  # shares of paths that come before those with these tokens, and of those
+        below, here = 0.0, 1.0  # share of paths that rank below these tokens, and share of paths that have them
         while children := [child for row in alike for child in tree.children(row)]:
-            if draws == 1:  # a trunk, or its end
+            if draws == 1:  # in the trunk, or at its end
                 draws = len(children)
             q = given(tree.drawn_from(path[-1])).double()
             q = q / q.sum()
@@ -94,18 +94,18 @@ class GreedyMultiPath(TreeVerifier):
             place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
             lower = below + here * (q[order].cumsum(0) - q[order])[place]
             own = here * q
-            # The chance of every token is (lower + own)**draws - lower**draws by (below + here)**draws - below**draws.
+            # P(token) = ((lower + own)**draws - lower**draws) / ((below + here)**draws - below**draws)
             law = q * _sum_of_powers(draws, lower, lower + own) / _sum_of_powers(draws, below, below + here)
             skewed.append(law / law.sum())
             token = max((tree.token(child) for child in children), key=lambda token: int(place[token]))
             alike = [child for child in children if tree.token(child) == token]
             path.append(alike[0])
-            if draws > 1:  # what a trunk has drawn, all paths have
+            if draws > 1:  # in a trunk, all paths have the same tokens
                 below, here = lower[token].item(), own[token].item()
                 below, here = below / (below + here), here / (below + here)
         return path, skewed
 
 
 def _sum_of_powers(draws: int, least: Any, most: Any) -> Any:
-    """``(most**draws - least**draws) / (most - least)``, which does not subtract what may be nearly equal."""
+    """Returns ``(most**draws - least**draws) / (most - least)`` without subtracting nearly equal numbers."""
     return sum(most**power * least ** (draws - 1 - power) for power in range(draws))

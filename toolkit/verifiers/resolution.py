@@ -17,32 +17,33 @@ from arbordraft.utils.checks import check_int, check_positive
 from arbordraft.verifiers.rules import NodeLaw, Rule, scaled
 from arbordraft.verifiers.transport import Array, as_array
 
-STEP = 0.25  # of the logarithm of time; the trapezoid rule is then off by less than a float64 can tell
-LARGEST = 30.0  # logarithm of the ratio of two weights
-LONGEST = 4.0  # step of such a logarithm
-SMALLEST = 1e-3  # slope that a step is divided by
+STEP = 0.25  # of the logarithm of time; the error of the trapezoid rule is then below float64 precision
+LARGEST = 30.0  # bound on the log-ratio of two weights
+LONGEST = 4.0  # bound on a step of a log-weight
+SMALLEST = 1e-3  # least slope that a step is divided by
 
 
 class GlobalResolution(Rule):
     """Picks one of the drafts by a race, then accepts it as a single one; the weights of the race reach the optimum.
 
-    Every draft is given an exponential clock whose rate is the weight of its token, and the first to ring is picked.
-    The law r of the picked token is an integral over time, so that the rest is the coupling of a single draft of law r:
-    it is accepted with probability min(1, p / r), else replaced by the residual of p and r. Any weights are lossless.
+    Every draft gets an exponential clock whose rate is the weight of its token, and the first to ring is picked. The
+    law r of the picked token is an integral over time. This leaves the coupling of a single draft of law r. It is
+    accepted with probability min(1, p / r), otherwise replaced by the residual of p and r. Any weights are lossless.
 
-    The best ones solve two convex problems in at most V variables, on both sides of the set H of tokens that attains
-    the optimum of the draft law: tokens outside H are picked before those inside, and no more often than the target
-    wants them; those inside no less often. Tokens with about the same ratio of p and q have one weight. Weights are
-    improved until the chance of acceptance is within ``tolerance`` of the optimum, as long as that helps.
+    The best weights solve two convex problems in at most V variables, one on each side of a set H of tokens. H is the
+    set that attains the optimum of the draft law. Tokens outside H are picked before those inside, and at most as often
+    as the target wants them. Tokens inside H are picked at least as often. Tokens with about the same ratio of p and q
+    share a weight. Weights are improved until the chance of acceptance is within ``tolerance`` of the optimum, as long
+    as that helps.
 
     Args:
-        tolerance: of the chance of acceptance, above 0.
-        groups: of tokens with one weight, about as many in each half, at least 1.
-        rounds: of improving the weights at most, at least 1.
+        tolerance: distance from the optimal chance of acceptance, above 0.
+        groups: number of groups of tokens that share a weight, about as many in each half; at least 1.
+        rounds: greatest number of rounds that improve the weights, at least 1.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if it is out of range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is out of range.
 
     Source: Thomas and Pal (ICLR 2026, arXiv 2511.15898) for the convex problem and its two halves, Khisti et al.
     (2024, arXiv 2410.18234) for picking one draft and verifying it alone. The race is ours: it replaces their sums over
@@ -82,12 +83,12 @@ class GlobalResolution(Rule):
 
 @dataclass(frozen=True)
 class Race:
-    """Weights with which one of some independent drafts is picked, and what follows from them.
+    """Weights that pick one of several independent drafts, and the law of the picked token.
 
     Args:
-        outside: ``[V]`` whether a token is picked before all that are not.
-        weights: ``[V]`` logarithms.
-        law: ``[V]`` probability that a token is the one picked.
+        outside: ``[V]`` whether a token is outside H, and so picked before all tokens inside.
+        weights: ``[V]`` logarithms of the weights.
+        law: ``[V]`` probability that each token is the one picked.
     """
 
     outside: NDArray[np.bool_]
@@ -96,7 +97,7 @@ class Race:
 
     @classmethod
     def best(cls, p: Array, q: Array, draws: int, *, tolerance: float, groups: int, rounds: int) -> Self:
-        """Weights for ``[V]`` rows of the target, which may sum to less than 1, and of the draft."""
+        """Finds the best weights for ``[V]`` rows of the target, which may sum to less than 1, and of the draft."""
         (drawable,) = q.nonzero()
         order = drawable[np.argsort(p[drawable] / q[drawable], kind="stable")]
         # The set H is a prefix of that order: the one with the least p(H) - q(H)**n (Hu et al., ICLR 2025).
@@ -111,7 +112,7 @@ class Race:
         return race
 
     def shares(self, tokens: Sequence[int]) -> Array:
-        """The chance of each of the drawn tokens to be picked; equal tokens share theirs."""
+        """Returns the chance of each drawn token to be picked; equal tokens split theirs."""
         drawn = np.array(tokens)
         heard = self.outside[drawn] if self.outside[drawn].any() else np.ones(len(drawn), dtype=bool)
         weights = np.where(heard, self.weights[drawn], -np.inf)
@@ -127,8 +128,8 @@ class _Clocks:
     Args:
         p: ``[T]`` target probabilities of the tokens, by ascending ``p / q``.
         q: ``[T]`` their draft probabilities.
-        group: ``[T]`` the group of each.
-        unheard: probability of drafting a token of the other half, which has no clock here.
+        group: ``[T]`` group of each token.
+        unheard: probability of drafting a token that has no clock in this half.
         draws: number of drafts.
     """
 
@@ -140,17 +141,17 @@ class _Clocks:
 
     @classmethod
     def of(cls, p: Array, q: Array, unheard: float, draws: int, groups: int) -> Self:
-        """Groups of about the same mass: what a weight should be follows from the ratio of p and q alone."""
+        """Forms groups of about the same mass along ``p / q``, which alone determines the best weight."""
         mass = (p + q).cumsum()
         _, group = np.unique((mass * (groups / mass[-1])).astype(np.int64), return_inverse=True)
         return cls(p, q, group, unheard, draws)
 
     def improved(self, least: float, most: float, tolerance: float, rounds: int) -> tuple[Array, Array]:
-        """``[T]`` weights within bounds, and the law of the token picked.
+        """Returns ``[T]`` log-weights within bounds, and the law of the picked token.
 
-        Each round moves every weight as if it were alone, by a step of Newton's method: the logarithm of how often its
-        group is picked grows with the weight's by a known slope. As a common factor of all weights changes nothing, a
-        step leaves of the errors an average over the groups.
+        Each round moves every log-weight by a Newton step, as if all others were fixed. The logarithm of its group's
+        chance grows with it at a known slope. A common factor of all weights changes nothing, so a step leaves an
+        average of the groups' errors.
         """
         wanted, drafted = (np.bincount(self.group, row).astype(np.float64) for row in (self.p, self.q))
         weights, before = np.zeros(len(wanted)), np.inf
@@ -159,7 +160,7 @@ class _Clocks:
             law = self.q * chances[self.group]
             lost = float(np.maximum(law - self.p if least < 0 else self.p - law, 0).sum())
             rounds -= 1
-            if rounds <= 0 or lost <= tolerance or lost > 0.98 * before:  # the rest is within groups
+            if rounds <= 0 or lost <= tolerance or lost > 0.98 * before:  # the remaining loss is within groups
                 return weights[self.group], law
             before = lost
             with np.errstate(divide="ignore"):
@@ -167,10 +168,10 @@ class _Clocks:
             weights = np.clip(weights + np.clip(steps, -LONGEST, LONGEST), least, most)
 
     def _chances(self, weights: Array, drafted: Array) -> tuple[Array, Array]:
-        """The probability, by group, that a token is the first to ring, over its draft probability; and its slope.
+        """Returns, by group, the chance that a token rings first, divided by its draft probability, and the slope.
 
-        For weight w it is n w times the integral over s of exp(-s w) F(s)**(n - 1), where F(s) is the chance that a
-        draft has not rung by time s. The slope is that of the logarithms of both.
+        For weight w, the ratio is ``n w`` times the integral over s of ``exp(-s w) F(s)**(n - 1)``. Here F(s) is the
+        chance that a draft has not rung by time s. The slope is that of the ratio's logarithm in the logarithm of w.
         """
         times = np.exp(np.arange(-weights.max() - 38, 7 - weights.min(), STEP))
         rates = np.exp(weights)

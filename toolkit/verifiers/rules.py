@@ -1,7 +1,7 @@
-"""Rules: what happens among the children of one node.
+"""Rules: decisions among the children of one node.
 
 A rule does not sample. It returns its law, for the sub-stochastic target ``weight * target`` plus a null
-token of mass ``1 - weight``; with ``weight = 1`` this is the ordinary rule. A tree verifier samples the law.
+token of mass ``1 - weight``. With ``weight = 1`` this is the ordinary rule. A tree verifier samples the law.
 
 Shapes: V vocabulary, k children.
 """
@@ -24,8 +24,8 @@ class NodeLaw:
 
     Args:
         accept: probability of continuing with each child.
-        stop: ``[V]`` probability of ending here with that token; 0 for tokens that are children.
-        reject: probability of the null token: this prefix gives its mass back.
+        stop: ``[V]`` probability of ending here with each token; 0 for tokens that are children.
+        reject: probability of the null token, which means that this prefix gives its mass back.
     """
 
     accept: list[float]
@@ -37,32 +37,32 @@ class Rule(nn.Module):
     """Couples the drafted children of a node with the target, for one family of draft laws."""
 
     exactness = Exactness.EXACT
-    rejects_in_turn = False  # whether its outcome has the law of recursive rejection, which a device does for all trees
+    rejects_in_turn = False  # whether its law is that of recursive rejection, which a device runs for all trees at once
 
     def supports(self, law: DraftLaw) -> bool:
-        """Whether the rule is valid for children drawn by ``law``."""
+        """Returns whether the rule is valid for children drawn by ``law``."""
         raise NotImplementedError
 
     def node_law(
         self, target: Tensor, weight: float, draft: Tensor | None, tokens: Sequence[int], law: DraftLaw
     ) -> NodeLaw:
-        """The rule itself: may leave stop mass on drafted tokens, must not write to its inputs."""
+        """Implements the rule; may leave stop mass on drafted tokens, must not write to its inputs."""
         raise NotImplementedError
 
     def forward(
         self, target: Tensor, weight: float, draft: Tensor | None, tokens: Sequence[int], law: DraftLaw
     ) -> NodeLaw:
-        """Law of the outcome at one node.
+        """Returns the law of the outcome at one node.
 
         Args:
             target: ``[V]`` target probabilities.
-            weight: in [0, 1]: the share of the target's mass that this prefix still has to emit.
-            draft: ``[V]`` draft row the children were drawn from; ``None`` for deterministic laws.
+            weight: share of the target's mass that this prefix still has to emit, in [0, 1].
+            draft: ``[V]`` draft row that the children were drawn from; ``None`` for deterministic laws.
             tokens: the children in the order of drawing; IID draws and certain children may repeat a token.
-            law: the law that drew them.
+            law: the law that drew the children.
 
         Raises:
-            ValueError: if the row that the children were drawn from is missing or is evidently another one.
+            ValueError: if the draft row is missing, or is evidently not the one that the children were drawn from.
 
         Examples:
             >>> from arbordraft.sampling.laws import IID
@@ -74,7 +74,7 @@ class Rule(nn.Module):
         node = self.node_law(target, weight, draft, tokens, law)
         accept = list(node.accept)
         for child, token in enumerate(tokens):
-            # Emitting a token that is drafted anyway means continuing with it (with the first, if repeated).
+            # To emit a drafted token is to continue with its child (the first one, if the token is repeated).
             accept[child] += node.stop[token].item()
             node.stop[token] = 0
         return NodeLaw(accept, node.stop, node.reject)
@@ -96,10 +96,10 @@ class Matching(Rule):
 
 
 class RecursiveRejection(Rule):
-    """Tries the children one after the other, each against the residual that the ones before it left.
+    """Tries the children one after the other, each against the residual that the earlier ones left.
 
-    With IID draws this is SpecInfer's multi-step sampling, without replacement that of RSD, MCSD and Sequoia.
-    The law supplies the proposal of every child, so with- and without-replacement cannot be mixed up.
+    With IID draws this is SpecInfer's multi-step sampling. With draws without replacement, it is the sampling of RSD,
+    MCSD and Sequoia. The law supplies the proposal of every child, so the two cannot be mixed up.
     """
 
     rejects_in_turn = True
@@ -114,10 +114,10 @@ class RecursiveRejection(Rule):
 
 
 class TopTailRule(Rule):
-    """Recursive rejection among the tail tokens; the tops take what the residual gives them.
+    """Applies recursive rejection to the tail tokens; each top is accepted with its mass in the residual.
 
-    The same law as :class:`RecursiveRejection`, without a pass over the vocabulary per top. Tails go first:
-    trying the certain tokens first is lossless too, but accepts less. With one tail it reaches the optimum of
+    Its law equals that of :class:`RecursiveRejection`, but it needs no pass over the vocabulary per top. Tails go
+    first: trying the certain tokens first is lossless, too, but accepts less. With one tail, it reaches the optimum of
     its draft law.
 
     Source: for one tail, Hu et al. (ICLR 2025).
@@ -137,10 +137,10 @@ class TopTailRule(Rule):
 
 
 class Remembered(Rule):
-    """A rule that works out its answer to the same question once, for enumerations that ask often.
+    """Caches the node laws of a rule, for enumerations that repeat the same node.
 
     Raises:
-        TypeError: if ``rule`` is no :class:`Rule`.
+        TypeError: if ``rule`` is not a :class:`Rule`.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -171,9 +171,9 @@ class Remembered(Rule):
 
 
 def reject_in_turn(target: Tensor, weight: float, tokens: Sequence[int], proposals: Iterable[Tensor | None]) -> NodeLaw:
-    """Rejection sampling of one child after the other; ``None`` is the proposal of a certain child."""
+    """Returns the law of rejection sampling, child by child; the proposal of a certain child is ``None``."""
     accept: list[float] = []
-    # If all children so far were rejected, `rest` and `null` are the law of what is still to be emitted.
+    # `rest` and `null` are the law of the emitted token, given that all children so far were rejected.
     rest, null, left = target * weight, 1 - weight, 1.0
     for token, proposal in zip(tokens, proposals, strict=True):
         chance = rest[token].item()
@@ -195,7 +195,7 @@ def reject_in_turn(target: Tensor, weight: float, tokens: Sequence[int], proposa
 
 
 def drafted(draft: Tensor, token: int) -> float:
-    """Probability with which a token was drafted; raises ValueError if it could not have been."""
+    """Returns the probability with which a token was drafted; raises ValueError if it is not positive."""
     probability = draft[token].item()
     if not probability > 0:
         raise ValueError(
@@ -205,7 +205,7 @@ def drafted(draft: Tensor, token: int) -> float:
 
 
 def scaled(stop: Tensor, null: float, mass: float) -> tuple[Tensor, float]:
-    """Shares ``mass`` between the tokens (in place) and the null token in proportion to what they hold."""
+    """Splits ``mass`` among the tokens (in place) and the null token in proportion to their current masses."""
     total = stop.sum().item() + null
     scale = mass / total if total > 0 else 0.0
     return stop.mul_(scale), null * scale

@@ -15,14 +15,13 @@ class SpecHub(Rule):
     """Verifies the pair of SpecHub: the hub (the most probable draft token) and one token drawn besides it.
 
     Args:
-        order: ``"set"`` looks at the pair as a set and tries the drawn token first: one pass over the
+        order: ``"set"`` treats the pair as a set and tries the drawn token first, in one pass over the
             vocabulary. ``"paper"`` follows the order in which the paper draws the pair, averaged over that
-            order (which is independent of the pair): the hub comes first with probability ``q(hub)``. Both
-            emit the target's law and accept equally often at a single node; lifted over a tree, ``"set"``
-            accepts more.
+            order: independent of the pair, the hub comes first with probability ``q(hub)``. Both emit the
+            target's law and accept equally often at a single node. Lifted over a tree, ``"set"`` accepts more.
 
     Raises:
-        ValueError: if ``order`` is neither.
+        ValueError: if ``order`` is neither of these.
 
     Source: SpecHub (Sun et al., EMNLP 2024), section 4.
     """
@@ -53,10 +52,10 @@ def _by_set(target: Tensor, weight: float, q: Tensor, drawn: int, hub: int) -> N
     p = target if weight == 1 else target * weight
     tail_mass = _mass_besides(q, hub)
     ratio = min(1.0, p[drawn].item() / (drafted(q, drawn) / tail_mass))
-    if ratio == 1:  # never rejected: what would follow need not be known
+    if ratio == 1:  # never rejected, so the law of a rejection is not needed
         return NodeLaw([1.0, 0.0], torch.zeros_like(q), 0.0)
     rest = torch.addcdiv(p, q, q.new_tensor(tail_mass), value=-1).clamp_min_(0)  # (p - q / tail_mass)+
-    rest[hub] = p[hub]  # the hub, never drawn from the tail, is served by the residual's mass on it
+    rest[hub] = p[hub]  # the tail never draws the hub, so the residual keeps all of its mass
     stop, null = scaled(rest, 1 - weight, 1 - ratio)
     return NodeLaw([ratio, 0.0], stop, null)
 
@@ -69,7 +68,7 @@ def _by_order(target: Tensor, weight: float, q: Tensor, drawn: int, hub: int) ->
     tail = q / tail_mass
     tail[hub] = 0
     before, after = tail * hub_first, tail * hub_second
-    left = residual(p, after)  # the target once the pairs (x, hub) took their x
+    left = residual(p, after)  # target mass that the pairs (x, hub) leave after taking x
     left[hub] = 0
     unserved_before = residual(before, left).sum().item()
     unserved_after = residual(after, p).sum().item()
@@ -92,6 +91,6 @@ def _by_order(target: Tensor, weight: float, q: Tensor, drawn: int, hub: int) ->
 
 
 def _mass_besides(q: Tensor, hub: int) -> float:
-    """``1 - q(hub)``; for a dominant hub without the cancellation that would swallow the tail."""
+    """Returns ``1 - q(hub)``; for a dominant hub without the cancellation that would swallow the tail."""
     q_hub = q[hub].item()
     return 1 - q_hub if q_hub < 0.5 else q[:hub].sum().item() + q[hub + 1 :].sum().item()

@@ -1,4 +1,4 @@
-"""Optimal transport between drafts and target: the programs behind SpecHub, and the optimum of every law.
+"""Optimal transport between drafts and target: the linear programs behind SpecHub, and the optimum of every law.
 
 Shapes: V vocabulary, k children.
 """
@@ -23,13 +23,13 @@ Outcomes = dict[tuple[int, ...], float]  # probability of every tuple of drawn t
 class OptimalTransport(Rule):
     """The coupling of drafts and target that emits a drafted token as often as possible.
 
-    Found by linear programming, anew at every node: an inspectable rule and the oracle for all others, for
-    small vocabularies or for rows that top-k or top-p has truncated.
+    It is found by linear programming, anew at every node. This gives an inspectable rule and an oracle for all other
+    rules, for small vocabularies or for rows that top-k or top-p has truncated.
 
-    The solver decides how often drafts are accepted, and never the law: what it proposes is cut down to a plan that
-    serves no outcome and no token beyond its mass, and what that leaves is coupled as a product, which makes both
-    marginals exact whatever the plan. All of it is computed in float64, with rows normalised there. The laws of these
-    rows are met to some 1e-15 therefore, those of float32 rows that miss the sum of 1 too.
+    The solver decides how often drafts are accepted, never the law. Its plan is cut down until it serves no outcome and
+    no token beyond its mass. The remaining masses are coupled as a product, which makes both marginals exact for any
+    plan. Rows are normalised and all steps computed in float64. So the laws of the rows are met to about 1e-15, even if
+    float32 rows do not sum to 1.
 
     Args:
         formulation: ``"full"`` has a variable per outcome of the draft and emitted token; ``"compact"`` keeps
@@ -37,7 +37,7 @@ class OptimalTransport(Rule):
         max_variables: greatest size of a program, at least 1.
 
     Raises:
-        TypeError: if ``max_variables`` is no whole number.
+        TypeError: if ``max_variables`` is not a whole number.
         ValueError: if the formulation is unknown; in the forward pass, if a program would be too large.
 
     Source: SpecTr (Sun et al., 2023) for the full program, SpecHub (Sun et al., 2024) for the compact one. HiGHS
@@ -74,7 +74,7 @@ class OptimalTransport(Rule):
         return NodeLaw([0.0] * len(tokens), stop, float(plan[-1]))
 
     def _outcomes(self, law: DraftLaw, draft: Tensor | None, tokens: tuple[int, ...]) -> Outcomes:
-        """Law of the tokens that could have been drawn instead, as many of them as are left."""
+        """Returns the law of the children's tokens, cut to the number of children that are present."""
         if law.deterministic:
             return {tokens: 1.0}
         draft = given(draft)
@@ -97,17 +97,17 @@ class OptimalTransport(Rule):
 
 
 def optimal_acceptance(law: DraftLaw, target: Tensor, draft: Tensor) -> float:
-    """Greatest probability with which any lossless rule can emit one of the children that ``law`` draws.
+    """Returns the greatest probability with which a lossless rule can emit one of the children that ``law`` draws.
 
     Args:
         law: the draft law.
         target: ``[V]`` target probabilities; normalised in float64, as the draft row is.
         draft: ``[V]`` draft row.
 
-    By duality this is ``1 + min_H (p(H) - Q(H))`` over token sets ``H``, ``Q(H)`` the probability that all
-    children lie in ``H``; the minimum is attained by the tops together with a prefix of the tokens sorted by
-    ``p / q`` (Hu et al., ICLR 2025). Costs one sort, except for three or more draws without replacement,
-    where ``Q`` is an integral over exponential clocks and costs a few microseconds per token.
+    By duality this is ``1 + min_H (p(H) - Q(H))`` over token sets ``H``, where ``Q(H)`` is the probability that all
+    children lie in ``H``. The minimum is attained by the tops together with a prefix of the tokens sorted by ``p / q``
+    (Hu et al., ICLR 2025). The cost is one sort. Only for three or more draws without replacement, ``Q`` is an
+    integral over exponential clocks and costs a few microseconds per token.
 
     Examples:
         >>> import torch
@@ -133,13 +133,13 @@ def optimal_acceptance(law: DraftLaw, target: Tensor, draft: Tensor) -> float:
 
 
 def _all_inside(q: Array, draws: int, replacement: bool) -> Array:
-    """For every prefix of the tokens, the probability that all draws lie in it."""
+    """Returns, for every prefix of the tokens, the probability that all draws lie in it."""
     mass = q.cumsum()
     if replacement or draws == 1:
         inside: Array = mass**draws
     elif draws == 2:
-        # P(x first, both inside) = q(x) / (1 - q(x)) * (mass - q(x)), where a token with nearly all the mass
-        # needs the mass besides it summed up, not subtracted.
+        # P(x first, both inside) = q(x) / (1 - q(x)) * (mass - q(x)). For a token with nearly all the mass, the mass
+        # of the others must be summed up, not subtracted from 1.
         peak = int(q.argmax())
         besides = q.copy()
         besides[peak] = 0
@@ -153,10 +153,10 @@ def _all_inside(q: Array, draws: int, replacement: bool) -> Array:
 
 
 def _first_rings_inside(q: Array, draws: int) -> Array:
-    """The same for draws without replacement, as the first rings of exponential clocks of rates ``q``.
+    """Does the work of :func:`_all_inside` for draws without replacement: first rings of clocks of rates ``q``.
 
-    They all lie in a prefix iff at least ``draws`` of its clocks ring before the first clock outside it,
-    which rings at rate ``1 - mass``. The trapezoid rule over the logarithm of that time converges
+    All draws lie in a prefix iff at least ``draws`` of its exponential clocks ring before the first clock outside it.
+    The latter rings at rate ``1 - mass``. The trapezoid rule over the logarithm of that time converges
     exponentially: the integrand falls off on both sides and is analytic in a strip around the real line.
     """
     step = 0.25
@@ -176,11 +176,11 @@ def _first_rings_inside(q: Array, draws: int) -> Array:
 
 
 def _full_plan(outcomes: Outcomes, drawn: tuple[int, ...], p: Array) -> Array:
-    """Law of the emitted token given the drawn tuple, from the program over all (tuple, token) pairs."""
+    """Returns the law of the emitted token given the drawn tuple, from the program over all (tuple, token) pairs."""
     keys, masses = list(outcomes), np.array(list(outcomes.values()))
     rows, tokens = np.divmod(np.arange(len(keys) * len(p)), len(p))
-    # Every pair is worth something and one with a drafted token twice that, so that all mass is moved in the end. With
-    # equalities instead, the sums of both sides would have to be equal to the last bit for a plan to exist.
+    # Every pair is worth 1, one with a drafted token 2, so that the plan moves all mass. With equality constraints
+    # instead, a plan would exist only if the sums of both sides agreed to the last bit.
     worth = np.ones((len(keys), len(p)))
     for row, key in enumerate(keys):
         worth[row, list(key)] = 2
@@ -190,7 +190,7 @@ def _full_plan(outcomes: Outcomes, drawn: tuple[int, ...], p: Array) -> Array:
 
 
 def _compact_plan(outcomes: Outcomes, drawn: tuple[int, ...], p: Array) -> Array:
-    """The same from the program over drafted tokens only."""
+    """Returns the law of :func:`_full_plan` from the program over drafted tokens only."""
     sets: Outcomes = {}
     for key, mass in outcomes.items():  # only the set of drafted tokens matters
         members = tuple(sorted(set(key)))
@@ -203,13 +203,13 @@ def _compact_plan(outcomes: Outcomes, drawn: tuple[int, ...], p: Array) -> Array
 
 
 def _solve(worth: Array, rows: Indices, tokens: Indices, masses: Array, p: Array) -> Array:
-    """The plan of the greatest worth that serves no row and no token beyond its mass, up to HiGHS' tolerance."""
-    from scipy.optimize import linprog  # a fifth of the time that importing this package takes
+    """Returns the plan of greatest worth that serves no row and no token beyond its mass, up to HiGHS' tolerance."""
+    from scipy.optimize import linprog  # slow to import: a fifth of the time for this package
     from scipy.sparse import csr_array
 
     columns = np.arange(len(rows))
     entries = (np.ones(2 * len(rows)), (np.append(rows, len(masses) + tokens), np.append(columns, columns)))
-    sums = csr_array(entries, shape=(len(masses) + len(p), len(rows)))  # by row, and below that by token
+    sums = csr_array(entries, shape=(len(masses) + len(p), len(rows)))  # constraints of rows, then those of tokens
     tight: Any = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
     limits: Any = {"A_ub": sums, "b_ub": np.append(masses, p)}  # Any: scipy's stubs do not know sparse constraints
     solution: Any = linprog(-worth, method="highs", options=tight, **limits)
@@ -219,11 +219,11 @@ def _solve(worth: Array, rows: Indices, tokens: Indices, masses: Array, p: Array
 
 
 def _completed(rows: Indices, tokens: Indices, served: Array, masses: Array, p: Array, row: int) -> Array:
-    """Law of the emitted token given outcome ``row``: what the plan serves, then a product of the residuals.
+    """Returns the law of the emitted token given outcome ``row``: the plan, completed by a product of the residuals.
 
-    A solver meets its constraints up to a tolerance. What it serves is cut down to them: by tokens, and then by rows,
-    which only lowers it further. Coupling what is left of both sides as a product then gives every row its mass and
-    every token its own, since ``masses`` and ``p`` have the same sum: the law is exact for any plan at all.
+    A solver meets its constraints up to a tolerance. The served mass is cut down to them by tokens, then by rows, which
+    only lowers it further. The remaining masses of both sides are then coupled as a product. Every row and every token
+    gets its mass, since ``masses`` and ``p`` have the same sum: the law is exact for any plan.
     """
     served = served * _at_most_one(p, _sums(served, tokens, len(p)))[tokens]
     served = served * _at_most_one(masses, _sums(served, rows, len(masses)))[rows]
@@ -245,5 +245,5 @@ def _at_most_one(limit: Array, used: Array) -> Array:
 
 
 def as_array(row: Tensor) -> Array:
-    """A row in float64 on the host."""
+    """Returns a row in float64 on the host."""
     return row.detach().double().cpu().numpy()

@@ -1,8 +1,8 @@
 """Tree verifiers: from target rows, a draft tree and noise to an accepted path and the token that follows it.
 
 A verifier describes its decision as a process of yes/no questions, each with a probability. One runner
-answers them from noise, another one follows every answer and returns the law: what is sampled is what is
-enumerated.
+answers them from noise; another follows every answer and returns the law. So the sampled law is the
+enumerated one.
 
 Shapes: B samples, N topology nodes, T packed rows, V vocabulary.
 """
@@ -36,14 +36,14 @@ class TreeVerifier(nn.Module):
     shared = False  # whether it takes the noise that target and drafter share
 
     def supports(self, law: DraftLaw) -> bool:
-        """Whether the verifier is valid for trees whose children were drawn by ``law``."""
+        """Returns whether the verifier is valid for trees whose children were drawn by ``law``."""
         raise NotImplementedError
 
     def check(self, topology: TreeTopology) -> None:
         """Raises ValueError if trees of this shape cannot be judged; most verifiers judge all."""
 
     def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
-        """The decision process for one sample; ``target[row]`` is the ``[V]`` target row of a node."""
+        """Yields the questions of one sample's decision; ``target[row]`` is the ``[V]`` target row of a node."""
         raise NotImplementedError
 
     def forward(
@@ -58,8 +58,8 @@ class TreeVerifier(nn.Module):
         Args:
             tree: the drafts.
             target_probs: ``[T, V]`` target probabilities.
-            noise: the uniforms of this step, ``[B, N]``; the shared noise for :class:`SharedMatching` alone.
-            samples: whom to decide about; by default all that take part.
+            noise: the uniforms of this step, ``[B, N]``. Only :class:`SharedMatching` takes shared noise.
+            samples: samples to decide about; by default all that take part.
 
         Raises:
             TypeError: if the noise is of the other kind.
@@ -82,7 +82,7 @@ class TreeVerifier(nn.Module):
         return Verdict.of(tree, ends)
 
     def law(self, tree: SampleTree, target: Rows[Tensor]) -> list[tuple[float, list[int], Tensor]]:
-        """The exact law of the verdict given the drafts.
+        """Enumerates the exact law of the verdict given the drafts.
 
         Returns:
             ``(probability, path of rows, [V] law of the next token)`` for every end of the decision; a path begins
@@ -118,16 +118,16 @@ class TreeVerifier(nn.Module):
 
 
 class RuleVerifier(TreeVerifier):
-    """Applies one rule at the nodes of a tree; on a device it may reject in turn for all trees at once.
+    """Applies one rule at the nodes of a tree; on a device, recursive rejection may run for all trees at once.
 
     Args:
         rule: decides among the children of a node.
 
     Raises:
-        TypeError: if ``rule`` is no :class:`Rule`.
+        TypeError: if ``rule`` is not a :class:`Rule`.
     """
 
-    lifted: bool  # whether a path is judged by its end before its beginning
+    lifted: bool  # whether paths are judged from their ends to the root
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
@@ -179,12 +179,13 @@ class TopDown(RuleVerifier):
 
 
 class Lifted(RuleVerifier):
-    """Lifts a rule from one node to the whole tree: a path is judged by its end before its beginning.
+    """Lifts a rule from one node to the whole tree: judges paths from their ends to the root.
 
     The tree is walked in post-order. Every prefix carries the share of its target mass that it still has to
-    emit; a prefix whose subtree was rejected stops where it is, or hands the decision back to its parent.
-    With recursive rejection this is traversal verification (Weng et al., NeurIPS 2025), and on a chain block
-    verification (Sun et al., ICLR 2025), the optimum for a single path. Set-based rules gain from it; every
+    emit. A prefix whose subtree was rejected stops there, or hands the decision back to its parent.
+
+    With recursive rejection, this is traversal verification (Weng et al., NeurIPS 2025). On a chain, that is block
+    verification (Sun et al., ICLR 2025), the optimum for a single path. Set-based rules gain from lifting; every
     valid rule stays exact.
     """
 
@@ -209,7 +210,7 @@ class Lifted(RuleVerifier):
                     return end
             left -= accept
         stop = law.stop.sum(dtype=torch.float64).item()
-        # At full weight nothing can be rejected: asking would only let rounding in.
+        # At full weight nothing can be rejected: a question would only add rounding errors.
         if weight >= 1 or (yield row, _share(stop, left)):
             return row, _or_target(law.stop, target[row])
         return None
@@ -218,16 +219,16 @@ class Lifted(RuleVerifier):
 class TypicalAcceptance(TreeVerifier):
     """Accepts every drafted token that the target does not find surprising. Lossy.
 
-    A node passes if its parent did and its target probability exceeds ``min(epsilon, delta * exp(-H))``,
-    ``H`` the entropy of the target row. The deepest passing node wins, ties go to the likelier path.
+    A node passes if its parent did and its target probability exceeds ``min(epsilon, delta * exp(-H))``, where
+    ``H`` is the entropy of the target row. The deepest passing node wins; ties go to the likelier path.
 
     Args:
         epsilon: above 0, at most 1.
         delta: above 0.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if it is out of range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is out of range.
 
     Source: Medusa (Cai et al., 2024), section 2.3.2, with its default thresholds.
     """
@@ -268,17 +269,17 @@ def matching_verdict(
     *,
     at_once: bool = False,
 ) -> Verdict:
-    """The verdict where the target's own tokens are kept as far as they were drafted.
+    """Returns the verdict that keeps the target's own tokens as far as they were drafted.
 
     Args:
         tree: the drafts.
-        tokens_of: the target's own token behind each of some rows, given these, and sample and depth of each; -1 where
+        tokens_of: given rows, and the sample and depth of each, returns the target's own token after each row; -1 if
             there is none.
-        samples: whom to decide about; by default all that take part.
-        at_once: asks about all rows in one call, as a device likes it; else level by level, along the paths alone.
+        samples: samples to decide about; by default all that take part.
+        at_once: ask about all rows in one call, which suits devices. Otherwise asks level by level, along the paths.
 
     Raises:
-        ValueError: if there is no token behind a node that was accepted.
+        ValueError: if there is no token after an accepted node.
 
     Examples:
         >>> from arbordraft.sampling.laws import Fixed
@@ -316,12 +317,12 @@ def matching_verdict(
 
 
 class SharedMatching(TreeVerifier):
-    """Draws the target's token with noise that the drafter shares, and goes on where it was drafted.
+    """Draws the target's token with noise that the drafter shares, and goes on if that token was drafted.
 
-    The token behind a node is the first highest of ``log p + g``, g being Gumbel noise of the sample's seed and the
-    position: of law p, whatever was drafted. So the text is that of plain decoding with the same seed, token for token,
-    and drafts may depend on anything: on the noise (:class:`~arbordraft.sampling.laws.SharedNoise`), on tokens still to
-    be verified, on the other samples, on what rows cost.
+    The token after a node is the first maximum of ``log p + g``, where g is Gumbel noise of the sample's seed and the
+    position. It has law p, independent of the drafts. So the text is that of plain decoding with the same seed, token
+    for token. Drafts may depend on anything, such as the noise (:class:`~arbordraft.sampling.laws.SharedNoise`), tokens
+    still to be verified, other samples, or the cost of rows.
 
     Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft.
     """
@@ -330,7 +331,7 @@ class SharedMatching(TreeVerifier):
     shared = True
 
     def supports(self, law: DraftLaw) -> bool:
-        return law.deterministic  # others draw with noise of their own, for nothing
+        return law.deterministic  # random laws draw with noise of their own, which gains nothing
 
     def forward(
         self,
@@ -342,17 +343,17 @@ class SharedMatching(TreeVerifier):
         """Verifies a batch; see :meth:`TreeVerifier.forward`.
 
         Raises:
-            TypeError: if the noise is none that target and drafter share.
+            TypeError: if the noise is not shared by target and drafter.
         """
         shared = check_instance("noise", noise, GumbelNoise)
         _check_rows(tree, target_probs)
         scores = target_probs if isinstance(target_probs, SoftmaxRows) else _logarithms(target_probs)
-        # On a CPU noise costs more than a call, on a device less.
+        # On a CPU, noise costs more than a call; on a device, less.
         at_once = not scores.logits.is_cpu
         return matching_verdict(tree, lambda rows, places: scores.draw(rows, shared, places), samples, at_once=at_once)
 
     def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
-        """Raises TypeError: given the drafts, which know of its noise, the verdict has no law of its own."""
+        """Raises TypeError: drafts share the noise, so the verdict has no law of its own given the drafts."""
         raise TypeError(f"{self} has no law given the drafts: they share its noise; draw with a GumbelNoise instead")
 
 
@@ -361,7 +362,7 @@ def _logarithms(target_probs: Rows[Tensor]) -> SoftmaxRows:
 
 
 def _on_host(tree: DraftTree, target_probs: Rows[Tensor]) -> tuple[DraftTree, Rows[Tensor]]:
-    """Trees and rows that a device has made, where they can be asked about node by node: in two downloads."""
+    """Moves trees and rows from a device to the host in two downloads, for decisions node by node."""
     if not isinstance(target_probs, SoftmaxRows) or target_probs.logits.is_cpu or not target_probs.alike:
         return tree, target_probs
     rows: Tensor = target_probs.scores.softmax(dim=-1)
@@ -374,7 +375,7 @@ def _check_rows(tree: DraftTree, target_probs: Rows[Tensor]) -> None:
 
 
 def _by_row(uniforms: Tensor, tree: DraftTree) -> list[float]:
-    """``[T]`` of ``[B, N]``."""
+    """Returns the ``[B, N]`` uniforms by packed row, ``[T]``."""
     found: list[float] = uniforms.cpu().numpy()[tree.owner, tree.node].tolist()
     return found
 
@@ -386,12 +387,12 @@ def _node_law(rule: Rule, tree: SampleTree, row: int, children: list[int], targe
 
 
 def _share(part: float, whole: float) -> float:
-    """``part / whole`` as a probability; where rounding has used the whole up, any part of it was certain."""
+    """Returns ``part / whole`` as a probability; if rounding has used up the whole, any part of it is certain."""
     if whole <= part:
         return 1.0 if part > 0 else 0.0
     return part / whole
 
 
 def _or_target(stop: Tensor, target: Tensor) -> Tensor:
-    """Stopping with no mass left happens only by rounding, when rejection had probability 0."""
+    """Returns ``target`` if no stop mass is left, which only rounding causes where rejection has probability 0."""
     return stop if stop.sum() > 0 else target

@@ -1,4 +1,4 @@
-"""Drafters as students: what each predicts from a batch of the target's own text."""
+"""Drafters as students, which predict tokens from a batch of the target's own text."""
 
 from arbordraft.training.students.base import Student
 from arbordraft.training.students.block import BlockStudent

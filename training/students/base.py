@@ -27,13 +27,14 @@ class Prediction(NamedTuple):
     """The predictions of a student's drafting step s: the (s + 1)-th token of every draft.
 
     Args:
-        hidden: ``[B, S, H]`` what its head is given. Slot j predicts token ``j + ahead``, as part of the draft that
-            began at slot j - s.
-        head: ``[D, H]`` weight of that head.
-        bias: ``[D]`` of that head.
-        ahead: distance from a slot to the token it predicts, the same for all steps of a student.
+        hidden: ``[B, S, H]`` inputs of its head. Slot j predicts token ``j + ahead``, as part of the draft that began
+            at slot j - s.
+        head: ``[D, H]`` weight of the head.
+        bias: ``[D]`` bias of the head.
+        ahead: distance from a slot to the token it predicts, equal for all steps of a student.
         first: slots before this one have no prediction.
-        slots: ``[S]`` bool, those behind it that have one; ``None`` if all do, as whenever nothing is trained.
+        slots: ``[S]`` bool: slots from ``first`` on that have a prediction; ``None`` if all have one. Outside training
+            all have one.
     """
 
     hidden: Tensor
@@ -44,7 +45,7 @@ class Prediction(NamedTuple):
     slots: Tensor | None = None
 
     def trained(self, count: int) -> Tensor:
-        """``[count]`` bool: which of the first slots have a prediction."""
+        """Returns ``[count]`` bool: which of the first slots have a prediction."""
         slots = torch.ones(count, dtype=torch.bool, device=self.hidden.device) if self.slots is None else self.slots
         return slots[:count] & (torch.arange(count, device=slots.device) >= self.first)
 
@@ -52,21 +53,21 @@ class Prediction(NamedTuple):
 class Student(nn.Module):
     """A drafter in training.
 
-    ``network`` holds what is trained; it is there once :meth:`build` was called.
+    ``network`` is the module to train; :meth:`build` creates it.
     """
 
     network: PreTrainedModel
-    drafter_class: type[Any]  # made of a network and the target
-    steps_alike = False  # whether all drafting steps predict the same along a text; unroll then yields one for all
+    drafter_class: type[Any]  # constructed from a network and the target
+    steps_alike = False  # whether all drafting steps predict the same along a text; unroll then yields only one
 
     @property
     def tokens(self) -> Tensor | None:
-        """``[D]`` target ids that it can draft, ``None`` for all."""
+        """``[D]`` target ids that the student can draft, ``None`` for all."""
         return self.network.tokens if isinstance(self.network, DraftHead) else None
 
     @abstractmethod
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
-        """The target's hidden states that it reads, as transformers numbers them."""
+        """Returns which of the target's hidden states it reads, as transformers numbers them."""
 
     @abstractmethod
     def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
@@ -74,30 +75,31 @@ class Student(nn.Module):
 
         Args:
             target: the model it is to draft for.
-            frequent: gives the most frequent tokens of the data, as many as asked for.
-            name: of the target.
+            frequent: returns the given number of most frequent tokens of the data.
+            name: name of the target.
 
         Raises:
             ValueError: if it cannot draft for this target.
         """
 
     def begin_with(self, folders: Sequence[str | os.PathLike[str]], target: RaggedModel) -> None:
-        """Puts a trained network in the place of the new one, or the mean of several; with its draft vocabulary.
+        """Replaces the new network and its draft vocabulary by a trained network, or by the mean of several.
 
-        What one training made of another's result lies in the same valley: between them is less of the noise that
-        the last steps of each have left.
-
+        Networks whose trainings went on from one another lie in the same valley of the loss. Their mean has less of
+        the noise that the last steps of each training left.
         Raises:
             ValueError: if one is damaged, of another form or draft vocabulary, or was trained for another target.
 
-        Source: averaging checkpoints of one trajectory is stochastic weight averaging (Izmailov et al., 2018); of
-        several trainings from one beginning, model soups (Wortsman et al., 2022).
+        Source: averaging checkpoints of one trajectory is stochastic weight averaging (Izmailov et al., 2018);
+        averaging several trainings from one beginning, model soups (Wortsman et al., 2022).
         """
         mean, *others = (self._trained(folder, target) for folder in folders)
         with torch.no_grad():
             for folder, other in zip(folders[1:], others, strict=True):
                 if not all(map(torch.equal, mean.buffers(), other.buffers())):
-                    raise ValueError(f"{folder} has another draft vocabulary than {folders[0]}: they have no mean")
+                    raise ValueError(
+                        f"{folder} has another draft vocabulary than {folders[0]}: name folders of one vocabulary"
+                    )
                 for ours, theirs in zip(mean.parameters(), other.parameters(), strict=True):
                     ours.add_(theirs)
             for parameter in mean.parameters():
@@ -105,7 +107,7 @@ class Student(nn.Module):
         self.network = mean
 
     def _trained(self, folder: str | os.PathLike[str], target: RaggedModel) -> PreTrainedModel:
-        read_config(folder)  # or transformers would take it for the name of a repository
+        read_config(folder)  # raises for a missing folder, which transformers would take for a repository's name
         new = self.network
         kind = type(new)
         read = kind.from_pretrained if isinstance(new, Companion) else partial(load_network, kind.from_pretrained)
@@ -122,15 +124,15 @@ class Student(nn.Module):
 
     @abstractmethod
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
-        """Predicts with its first ``steps`` drafting steps, or with fewer if it drafts no further."""
+        """Yields the predictions of its first ``steps`` drafting steps, or of fewer if it drafts no further."""
 
     def drafter(self, target: RaggedModel) -> Drafter:
-        """Makes a drafter with a copy of the network as it is now."""
+        """Builds a drafter with a copy of the network in its current state."""
         drafter: Drafter = self.drafter_class(deepcopy(self.network), target)
         return drafter
 
     def save(self, folder: Path) -> None:
-        """Writes the network as transformers does, in float16: half the size, and drafters need no more."""
+        """Writes the network in the format of transformers, in float16: half the size, and drafters need no more."""
         deepcopy(self.network).half().save_pretrained(folder)
 
 
@@ -141,11 +143,14 @@ def _form(network: PreTrainedModel) -> dict[str, object]:
 
 
 def shift(x: Tensor, by: int = 1) -> Tensor:
-    """``[B, S, ...]`` moved up: row j holds what slot j - by had, the first ones zeros."""
+    """Shifts ``[B, S, ...]`` by ``by`` slots: slot j gets the values of slot j - by, the first slots get zeros."""
     return torch.cat([torch.zeros_like(x[:, :by]), x[:, : x.shape[1] - by]], dim=1)
 
 
 def check_plain_head(target: RaggedModel) -> None:
-    """Raises ValueError if a student with a head like the target's would need more than a matrix for it."""
+    """Raises ValueError if the target caps its logits, since losses do not cap a student's."""
     if TeacherHead(target).softcap is not None:
-        raise ValueError(f"{type(target.model).__name__} caps its logits; of a student's logits no loss knows that")
+        raise ValueError(
+            f"{type(target.model).__name__} caps its logits, and losses do not cap a student's: train one with a head "
+            "of its own"
+        )

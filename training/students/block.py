@@ -18,25 +18,25 @@ from arbordraft.utils.checks import check_float
 
 
 class BlockStudent(EagleStudent):
-    """A layer that looks several tokens ahead at once, with a Markov term that reads the token before.
+    """A layer that looks several tokens ahead at once, with a Markov term that reads the previous token.
 
-    No depth builds on another, so all of them learn from the first step on, and each from drafts that begin somewhere
-    else: depth d at a share ``keep ** d`` of the slots, drawn anew for every batch. Time and memory of a block then
-    stay below ``1 / (1 - keep)`` times those of one depth.
+    No depth builds on another, so all depths learn from the first step on. Depth d learns from drafts that begin at a
+    share ``keep ** d`` of the slots, drawn anew for every depth and batch. Time and memory of a block then stay below
+    ``1 / (1 - keep)`` times those of one depth.
 
     Args:
-        block_size: tokens to look ahead; phases of more drafting steps train no more.
-        markov_rank: of the Markov term, 0 for none.
-        mask_token_id: for a head of P-EAGLE's form, which vLLM serves and which needs a ``markov_rank`` of 0: the token
-            whose embedding is the mask's, best one that texts do not hold.
-        vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
+        block_size: tokens to look ahead; phases with more drafting steps train only these.
+        markov_rank: rank of the Markov term, 0 for none.
+        mask_token_id: token whose embedding is the mask's, best one that texts do not contain. It gives the head
+            P-EAGLE's form, which vLLM serves and which needs a ``markov_rank`` of 0.
+        vocabulary: size of the draft vocabulary, ``None`` for the target's whole vocabulary.
         layers: the target's hidden states to read; by default a low, a middle and a high one.
         intermediate_size: of the MLP, by default the target's.
-        keep: share of drafts, above 0, that is trained on to the next depth.
+        keep: number of drafts at a depth relative to the depth before, above 0.
 
     Raises:
-        TypeError: if ``keep`` is no number.
-        ValueError: if it is out of range.
+        TypeError: if ``keep`` is not a number.
+        ValueError: if ``keep`` is out of range.
 
     Source: sampling of places in training after P-EAGLE (arXiv:2602.01469).
     """
@@ -62,21 +62,21 @@ class BlockStudent(EagleStudent):
 
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
         head, device = self.network, batch.tokens.device
-        slots = batch.tokens.shape[1] - 2  # the last slot that predicts something holds the last token but one
+        slots = batch.tokens.shape[1] - 2  # the last slot with a prediction holds the second to last token
         embed = target.model.get_input_embeddings()
         embeddings = embed(batch.tokens[:, 1:-1]).to(head.dtype)
         hidden = head.fuse(batch.inputs[:, :slots].to(head.dtype))
         at = torch.arange(slots, device=device)
         _, keys, values = head.queries_keys_values(embeddings, hidden, head.rotary(at, head.dtype))
         mask = None
-        if self.mask_token_id is not None:  # masks are the same everywhere but for their places
+        if self.mask_token_id is not None:  # masks differ only in their positions
             mask = embed(torch.tensor([self.mask_token_id], device=device)).to(head.dtype)
             masks = head.ask(mask.expand(1, slots, -1), hidden[:1], torch.ones_like(at))
             _, *masked = head.queries_keys_values(*masks, head.rotary(at, head.dtype))
             keys, values = (
                 torch.cat([part, more.expand_as(part)], 1) for part, more in zip((keys, values), masked, strict=True)
             )
-        # Slot j holds the token before the one that it predicts, the parent, whatever the depth.
+        # Slot j holds the parent of the token that it predicts, at every depth.
         follow, weight = head.follow(embeddings), head.weight
         for step in range(min(steps, self.block_size, slots)):
             begins = self._begins(slots - step, step, device)
@@ -94,13 +94,13 @@ class BlockStudent(EagleStudent):
             yield Prediction(rows, weight, None, ahead=2, first=step, slots=trained)
 
     def _begins(self, count: int, step: int, device: torch.device) -> Tensor:
-        """``[n]`` slots, ascending, at which the drafts begin whose token of this depth is predicted."""
+        """Draws ``[n]`` ascending slots: the beginnings of the drafts whose token of this depth is predicted."""
         kept = max(1, round(count * self.keep**step)) if self.training else count
         return torch.randperm(count, device=device)[:kept].sort().values
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """``[B, n, Hq, C]`` of queries that attend to those keys ``[B, K, Hkv, C]`` that are ``seen``, ``[n, K]``."""
+    """Returns ``[B, n, Hq, C]``: queries attend to the keys ``[B, K, Hkv, C]`` that are ``seen``, ``[n, K]``."""
     query, keys, values = (part.transpose(1, 2) for part in (query, keys, values))
     found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)
     return found.transpose(1, 2)

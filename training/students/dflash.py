@@ -1,7 +1,7 @@
 """Training of a DFlash or DSpark head.
 
-Shapes: B sequences, L tokens, S slots, n drafts that begin in each, b rows of a block, k depths, H hidden size, r rank,
-D draft vocabulary.
+Shapes: B sequences, L tokens, S slots, n drafts per sequence, b rows of a block, k depths, H hidden size, r rank, D
+draft vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,27 +19,28 @@ from arbordraft.utils.checks import check_float
 
 
 class DFlashStudent(LayersStudent):
-    """Layers that predict a block of tokens in one pass, and a Markov term that reads the token before.
+    """Layers that predict a block of tokens in one pass, and a Markov term that reads the previous token.
 
-    All depths learn from the first step on, from drafts that begin at a share of the slots, drawn anew for every batch.
-    Tokens are the text's own. A phase of fewer drafting steps trains as many depths, in blocks of full length.
+    All depths learn from the first step on. Drafts begin at a share of the slots, drawn anew for every batch. The
+    Markov term reads the text's own tokens. A phase with fewer drafting steps trains as many depths, in blocks of full
+    length.
 
     Args:
         depths: k, tokens to look ahead: rows of a block.
-        num_layers: layers.
-        markov_rank: r, 0 for no term.
-        markov: its kind, see :class:`~arbordraft.heads.dflash.DFlashConfig`; ``rnn`` is not trained.
-        mask_token_id: the token whose embedding is that of masks, best one that texts do not hold.
-        vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
+        num_layers: number of layers.
+        markov_rank: r, rank of the Markov term, 0 for none.
+        markov: kind of the Markov term, see :class:`~arbordraft.heads.dflash.DFlashConfig`; ``rnn`` cannot be trained.
+        mask_token_id: token whose embedding is the mask's, best one that texts do not contain.
+        vocabulary: size of the draft vocabulary, ``None`` for the target's whole vocabulary.
         layers: the target's hidden states to read; by default a low, a middle and a high one.
         intermediate_size: of the MLP, by default the target's.
         begins: share of the slots, above 0, at which a draft begins.
 
     Raises:
-        TypeError: if ``begins`` is no number.
-        ValueError: if it is out of range, or the term is recurrent.
+        TypeError: if ``begins`` is not a number.
+        ValueError: if ``begins`` is out of range, or the Markov term is recurrent.
 
-    Source: blocks behind sampled places as in DFlash (arXiv:2602.06036) and DSpark (Cheng et al., 2026).
+    Source: blocks after sampled places as in DFlash (arXiv:2602.06036) and DSpark (Cheng et al., 2026).
     """
 
     network: DFlashHead
@@ -74,8 +75,8 @@ class DFlashStudent(LayersStudent):
 
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
         head, device = self.network, batch.tokens.device
-        slots = batch.tokens.shape[1] - 2  # the last slot that predicts something holds the last token but one
-        # Slot j: the draft behind token j + 1 reads the target's states of tokens 0 to j.
+        slots = batch.tokens.shape[1] - 2  # the last slot with a prediction holds the second to last token
+        # Slot j: the draft after token j + 1 reads the target's states of tokens 0 to j.
         begins = self._begins(slots, device)
         final = self._blocks(batch, target, begins)
         weight = self._head(target)
@@ -92,7 +93,7 @@ class DFlashStudent(LayersStudent):
             yield Prediction(found, weight, None, ahead=2, first=step, slots=trained)
 
     def _blocks(self, batch: Batch, target: RaggedModel, begins: Tensor) -> Tensor:
-        """``[B, n, k, H]`` what drafts that begin at slots ``[n]`` predict from."""
+        """Returns the ``[B, n, k, H]`` final states of drafts that begin at slots ``[n]``."""
         head, config, device = self.network, self.network.config, batch.tokens.device
         slots, size, count = batch.tokens.shape[1] - 2, config.block_size, len(begins)
         at = torch.arange(slots, device=device)
@@ -112,13 +113,13 @@ class DFlashStudent(LayersStudent):
         return head.norm(hidden).unflatten(1, (count, size))[:, :, size - config.depths :]
 
     def _head(self, target: RaggedModel) -> Tensor:
-        """``[D, H + r]`` of the whole head."""
+        """Returns the ``[D, H + r]`` weight of the head, with that of the Markov term."""
         head = self.network
         own = target.model.get_output_embeddings().weight if head.lm_head is None else head.lm_head.weight
         return own if head.markov_head is None else torch.cat([own, head.markov_head.markov_w2.weight], dim=1)
 
     def _begins(self, slots: int, device: torch.device) -> Tensor:
-        """``[n]`` slots, ascending."""
+        """Draws ``[n]`` ascending slots at which drafts begin."""
         kept = max(1, round(slots * self.begins)) if self.training else slots
         return torch.randperm(slots, device=device)[:kept].sort().values
 

@@ -20,10 +20,10 @@ class LayersStudent(Student):
     """A head of layers that read the target's hidden states.
 
     Args:
-        vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
+        vocabulary: size of the draft vocabulary, ``None`` for the target's whole vocabulary.
         layers: the target's hidden states to read; by default a low, a middle and a high one.
         intermediate_size: of the MLP, by default the target's.
-        **settings: further ones that the kind of head has.
+        **settings: further settings of the kind of head.
     """
 
     head_class: type[Any]
@@ -50,15 +50,15 @@ class LayersStudent(Student):
 
 
 class EagleStudent(LayersStudent):
-    """One EAGLE-3 layer, unrolled as it will be used: its own output stands for what the target has not seen yet.
+    """One EAGLE-3 layer, unrolled as in decoding: its own output replaces the target's states of unverified tokens.
 
-    Tokens are the text's own at all steps ("training-time test" of EAGLE-3).
+    All steps read the text's own tokens ("training-time test" of EAGLE-3).
 
     Args:
-        vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
+        vocabulary: size of the draft vocabulary, ``None`` for the target's whole vocabulary.
         layers: the target's hidden states to read; by default a low, a middle and a high one.
         intermediate_size: of the MLP, by default the target's.
-        noise: standard deviation of noise on the target's states, relative to theirs.
+        noise: standard deviation of noise on the target's states, relative to that of the states.
     """
 
     network: EagleHead
@@ -77,7 +77,7 @@ class EagleStudent(LayersStudent):
 
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
         head = self.network
-        slots = batch.tokens.shape[1] - 2  # the last slot that predicts something holds the last token but one
+        slots = batch.tokens.shape[1] - 2  # the last slot with a prediction holds the second to last token
         embeddings = target.model.get_input_embeddings()(batch.tokens[:, 1:-1]).to(head.dtype)
         rotary = head.rotary(torch.arange(slots, device=batch.tokens.device), head.dtype)
         states = batch.inputs[:, :slots].to(head.dtype)
@@ -96,15 +96,15 @@ class EagleStudent(LayersStudent):
 
 
 def attend_unrolled(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Attention of the slots of drafting step s = ``len(keys) - 1``.
+    """Computes the attention of all slots in drafting step s = ``len(keys) - 1``.
 
-    When slot j drafts its s-th step, the target has seen the tokens up to slot j - s; it attends to these slots as
-    they were at step 0, and to slot j - s + t as it was at step t, for t = 1..s.
+    When slot j drafts its s-th step, the target has seen the tokens up to slot j - s. Slot j attends to these slots as
+    they were at step 0. For t = 1..s, it also attends to slot j - s + t as it was at step t.
 
     Args:
         query: ``[B, S, Hq, C]``.
         keys: ``[B, S, Hkv, C]`` of every step so far.
-        values: the same.
+        values: ``[B, S, Hkv, C]`` of every step so far.
 
     Returns:
         ``[B, S, Hq, C]``.

@@ -14,7 +14,7 @@ from arbordraft.training.students.base import Prediction, Student, check_plain_h
 
 
 class EarlyExitStudent(Student):
-    """The adapter behind the target's first layers, whose states are the target's own: all steps are one.
+    """The adapter after the target's first layers. It reads the target's own states, so all drafting steps are alike.
 
     Args:
         layers: number of layers to run.
@@ -33,7 +33,7 @@ class EarlyExitStudent(Student):
 
     def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
         check_plain_head(target)
-        EarlyExitDrafter(target, self.layers)  # refuses what would only fail after training
+        EarlyExitDrafter(target, self.layers)  # raises now, not after training, if these layers cannot be used
         self.network = ExitAdapter.for_target(
             target.model, self.layers, intermediate_size=self.intermediate_size, name=name
         ).float()

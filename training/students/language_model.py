@@ -15,10 +15,10 @@ from arbordraft.training.students.base import Prediction, Student, check_plain_h
 
 
 class LanguageModelStudent(Student):
-    """Some of the target's layers as a model of their own. It reads tokens alone, so all drafting steps are one.
+    """Some of the target's layers as a model of their own. It reads only tokens, so all drafting steps are alike.
 
     Args:
-        layers: which ones, or how many: then evenly spread, from the first to the last.
+        layers: the layers to take, or their number: then evenly spread, from the first to the last.
     """
 
     steps_alike = True
@@ -45,7 +45,7 @@ class LanguageModelStudent(Student):
         return LanguageModelDrafter(RaggedModel(model, target.tokenizer, kernels=target.backend))
 
     def save(self, folder: Path) -> None:
-        """Writes the tokenizer, too: that is how a target tells whether the drafter means the same by its ids."""
+        """Writes the network and its tokenizer, by which a target checks that both share their token ids."""
         super().save(folder)
         if self._tokenizer is not None:
             self._tokenizer.save_pretrained(folder)

@@ -12,12 +12,12 @@ from arbordraft.training.students.base import Prediction, Student, shift
 
 
 class MedusaStudent(Student):
-    """Medusa heads: each learns its own distance from what the target's final norm gives, which every batch holds.
+    """Medusa heads, one per distance; they read outputs of the target's final norm, which every batch holds.
 
     Args:
-        num_heads: tokens to look ahead; phases of more drafting steps train no more.
+        num_heads: tokens to look ahead; phases with more drafting steps train only these.
         num_hidden_layers: residual layers of each head.
-        vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
+        vocabulary: size of the draft vocabulary, ``None`` for the target's whole vocabulary.
     """
 
     network: MedusaHead
@@ -45,4 +45,4 @@ class MedusaStudent(Student):
         for step in range(min(steps, head.config.num_heads)):
             (matrix,) = head.lm_heads[step].parameters()
             yield Prediction(head.blocks[step](hidden), matrix, None, ahead=2, first=step)
-            hidden = shift(hidden)  # all heads of a draft look at the slot where it began
+            hidden = shift(hidden)  # all heads of a draft read the slot where it began

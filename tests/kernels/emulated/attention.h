@@ -1,4 +1,4 @@
-// Rows of a tree, against double precision and against what plain decoding computes.
+// Rows of a tree, against double precision and against plain decoding.
 #pragma once
 
 #include "checking.h"
@@ -30,7 +30,7 @@ void check_attention(int64_t dim, int64_t value_dim, int64_t group, int64_t past
   const Attention<T> a{keys.data(), values.data(), heads, group, dim, value_dim, 0.3f, more ? 2.f : 0.f, more ? sinks.data() : nullptr};
   Visible tree;
   Rows<std::vector<int64_t>> paths(rows);
-  for (int64_t r = 0; r < rows; ++r) {  // a binary tree behind the past
+  for (int64_t r = 0; r < rows; ++r) {  // a binary tree after the past
     if (r) paths[r] = paths[(r - 1) / 2];
     paths[r].push_back(past + 2 * r + 1);
     tree.add(0, past, paths[r]);
@@ -71,7 +71,7 @@ void check_attention(int64_t dim, int64_t value_dim, int64_t group, int64_t past
   for (T x : found) flat.push_back(float(wide(x)));
   near(flat, exact, bound, what);
   const auto drafted_keys = keys, drafted_values = values;
-  for (int64_t r = 0; r < rows; ++r) {  // what plain decoding computes once the row's path is committed
+  for (int64_t r = 0; r < rows; ++r) {  // plain decoding after the row's path is committed
     const auto commit = [&](Rows<T>& pool, const Rows<T>& before, int64_t size) {
       pool = before;
       for (size_t i = 0; i < paths[r].size(); ++i)

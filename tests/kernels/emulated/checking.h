@@ -1,6 +1,6 @@
-// What the checks share: comparisons that count, and numbers by chance.
+// Parts that the checks share: comparisons that are counted, and random numbers.
 //
-// With `fault` every result is altered before it is compared: all checks must then fail.
+// `fault` alters every result before it is compared: all checks must then fail.
 #pragma once
 
 #include <cinttypes>

@@ -1,4 +1,4 @@
-// Sixteen lanes, against scalar code.
+// Vectors of sixteen lanes, against scalar code.
 #pragma once
 
 #include "checking.h"

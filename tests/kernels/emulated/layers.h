@@ -1,4 +1,4 @@
-// Layers fed at once and in portions.
+// Layers that read a text at once, against layers that read it in portions.
 #pragma once
 
 #include "linears.h"
@@ -19,7 +19,7 @@ class Layers {
     for (float& weight : norm_) weight = 1 + weight / 4;
   }
 
-  // What comes out for `count` tokens, fed in portions of some sizes, and the keys that they leave.
+  // Returns the outputs for `count` tokens, fed in these portions, and the keys that they leave.
   std::pair<Rows<float>, Rows<T>> run(int64_t count, const Rows<int64_t>& portions, int threads) {
     Rows<T> keys(kLayers * kPool), values(keys.size());
     Rows<float> outputs(embeddings_.begin(), embeddings_.begin() + count * kHidden);

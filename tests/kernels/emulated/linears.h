@@ -1,4 +1,4 @@
-// Products with prepacked weights, against double precision, and rows beside others against rows alone.
+// Products with prepacked weights, against double precision; rows among others, against rows alone.
 #pragma once
 
 #include "checking.h"
@@ -26,7 +26,7 @@ float half(uint16_t bits) {
   return bits >> 15 ? -size : size;
 }
 
-// Of 4 bits also with scales and minima in bytes.
+// Groups of 4 bits may have scales and minima in bytes.
 template <>
 struct Weights<Grouped> {
   Rows<uint8_t> codes, bytes;
@@ -39,7 +39,7 @@ struct Weights<Grouped> {
       : codes(chance.some<uint8_t>((outputs + 15) / 16 * 16 * inputs / (four ? 2 : 1))), bias(chance.some<float>(outputs)) {
     const int64_t blocks = (outputs + 15) / 16, groups = inputs / kGroupSize;
     for (int64_t i = 0; i < blocks * groups * 16 * (four ? 2 : 1); ++i) {
-      const bool minimum = four && i / 16 % 2;  // which is about as large as the codes' part, and of either sign
+      const bool minimum = four && i / 16 % 2;  // about as large as the codes' part, and negative
       scales.push_back(uint16_t((chance.bits() & 0x3ff) + ((small ? (minimum ? 9 : 6) : (minimum ? 13 : 10)) << 10) + (minimum ? 0x8000 : 0)));
     }
     if (!four)
@@ -56,7 +56,7 @@ struct Weights<Grouped> {
     matrix = {codes.data(), scale, bias.data(), outputs, inputs, four, in_bytes};
   }
 
-  // The scale of an output's group, or its minimum.
+  // Returns the scale of an output's group, or its minimum.
   float scale_of(int64_t output, int64_t group, bool minimum) const {
     const int64_t block = output / kLanes, groups = matrix.groups(), lane = minimum * kLanes + output % kLanes;
     if (!matrix.bytes) return half(scales[(block * groups + group) * kLanes * (matrix.four ? 2 : 1) + lane]);
@@ -67,7 +67,7 @@ struct Weights<Grouped> {
   }
 };
 
-// What a share of the blocks for each of `threads` threads gives, for some rows.
+// Multiplies rows; each of `threads` threads computes its share of the blocks.
 template <class W, class X>
 Rows<float> multiplied(const Prepacked<W>& m, const X* x, int64_t rows, int threads = 1) {
   Rows<float> y(rows * m.outputs);
@@ -113,7 +113,7 @@ void check_linear(int64_t outputs, int64_t inputs, int64_t rows = 19) {
   check_rows(weights.matrix, x.data(), rows, inputs, what);
 }
 
-// The same bits as scalar code, hence on every processor.
+// Checks for the bits of scalar code, which every processor must have.
 void check_groups(bool four, bool in_bytes, int64_t outputs, int64_t inputs, int64_t rows = 19) {
   Chance chance(uint64_t(outputs + inputs + four));
   const Weights<Grouped> weights(chance, outputs, inputs, false, four, in_bytes);

@@ -1,7 +1,7 @@
-// What the kernels compute, checked without PyTorch: test_emulated.py builds this for other processors and emulates them.
+// Checks the kernels without PyTorch; test_emulated.py builds it for other processors and runs it in an emulator.
 //
-// The truth is scalar code in double precision, or in integers where these are exact. Printed are numbers that builds can
-// compare.
+// The reference is scalar code in double precision, or in integers where these are exact. The program prints numbers
+// that can be compared between builds.
 #include "attention.h"
 #include "lanes.h"
 #include "layers.h"

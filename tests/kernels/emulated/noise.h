@@ -1,4 +1,4 @@
-// Noise, of which builds must have the same bits, and what is highest.
+// Noise, whose bits must be the same in every build, and the highest tokens.
 #pragma once
 
 #include "checking.h"

@@ -1,7 +1,7 @@
-"""Tests of the Triton kernels in Triton's interpreter, which a process has from its start or not at all.
+"""Fixtures of the tests of Triton kernels in Triton's interpreter, which must be on when the process starts.
 
-Where there is a GPU they test what is compiled for it, with the same tensors of the CPU: a copy of them is what a
-kernel gets, and what it writes comes back.
+On a GPU, without the interpreter, the same tests run the compiled kernels. Each kernel gets copies of the CPU tensors,
+and its results are copied back.
 
     pytest tests/kernels/interpreted
 """
@@ -31,7 +31,7 @@ collect_ignore = ["test_work.py"] if ON_GPU else []  # it watches the interprete
 
 @pytest.fixture(scope="session", autouse=True)
 def _on_gpu():
-    """Lets kernels that tests run on the CPU run on the GPU."""
+    """Runs the kernels on the GPU, with copies of the CPU tensors of the tests."""
     if not ON_GPU:
         yield
         return
@@ -55,14 +55,14 @@ def _on_gpu():
 
 @pytest.fixture(scope="session", autouse=True)
 def _listed_once():
-    """The interpreter lists all of Triton's language at every call of a function, which takes a third of the time."""
+    """Caches the list of Triton's language, which the interpreter makes at every function call: a third of the time."""
     if ON_GPU:
         yield
         return
     from triton.runtime import interpreter
 
     @cache
-    def names(package):  # of what it looks for, which at first nothing has taken the place of
+    def names(package):  # builtins only; the first call comes before any patch
         return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
 
     once = SimpleNamespace(**vars(inspect))
@@ -74,9 +74,11 @@ def _listed_once():
 
 @pytest.fixture(scope="session", autouse=True)
 def _patched_once(_listed_once):
-    """The interpreter patches Triton's language again at every call of a function within a kernel, looks for the type
-    of numbers in a table that it makes every time, and computes integers twice to see whether they overflow, which
-    compiled kernels do not look for: half of what is left."""
+    """Spares the interpreter three kinds of repeated work, which take half of the remaining time.
+
+    It patches Triton's language at every function call within a kernel. It builds a table of number types at every
+    look-up. It computes integers twice to detect overflow, which compiled kernels do not check.
+    """
     if ON_GPU:
         yield
         return
@@ -96,7 +98,7 @@ def _patched_once(_listed_once):
 
     def patch_lang(function):
         seen = languages(function)
-        if seen and seen in patched:  # by this launch, which undoes it in the end
+        if seen and seen in patched:  # this launch has patched them, and undoes it at its end
             return interpreter._LangPatchScope()
         patched.add(seen)
         return patch_language(function)
@@ -118,7 +120,7 @@ def _patched_once(_listed_once):
 
 @pytest.fixture(autouse=True)
 def compiled_alone():
-    """All operators share one frame of torch's, which is compiled for eight of them and no more."""
+    """Resets TorchDynamo after each test: all operators share one frame, compiled for at most eight of them."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -126,7 +128,7 @@ def compiled_alone():
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Puts NaN before, behind and into every buffer that kernels write to, and in the end looks at the first two."""
+    """Fills output buffers of kernels, and guard bands around them, with NaN. Checks the guard bands at the end."""
     made, plain = [], torch.Tensor.new_empty
 
     def new_empty(self, *size, dtype=None, device=None):

@@ -1,4 +1,4 @@
-"""Ragged tree attention in Triton's interpreter against the plainest thing that could be right."""
+"""Ragged tree attention in Triton's interpreter against a naive implementation."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_head_sizes(guarded, size, value_size):
 
 @pytest.mark.parametrize("last", [99, 1])
 def test_trees_of_several_words(guarded, last):
-    """And their last level alone, whose ancestors are in the pool already."""
+    """Also tests the last level alone, whose ancestors are in the pool already."""
     check(Case([(70, TreeTopology.k_ary(3, 4)), (5, CHAIN(100)), (0, CHAIN(0))], dtype=torch.float32, last=last))
 
 
@@ -100,7 +100,7 @@ def test_trees_of_several_words_row_by_row(guarded, last):
 
 @pytest.mark.parametrize("options", [OPTIONS[name] for name in ("plain", "window over tiles", "all")], ids=str)
 def test_a_node_has_the_bits_of_plain_decoding(options):
-    """Wherever its ancestors stand, and on either side of a tile's end; the other kernel rounds otherwise."""
+    """The bits depend neither on the places of its ancestors nor on ends of tiles; those of the other kernel do."""
     options = dict(options)
     case = Case([(59, TREE), (126, TreeTopology.k_ary(2, 3)), (3, CHAIN(2))], dtype=torch.float32, size=16)
     if options.get("sinks"):
@@ -150,7 +150,7 @@ def arguments(case, **options):
 
 @pytest.mark.parametrize("options", [{}, {"window": 5, "softcap": 2.0, "sinks": torch.randn(4)}], ids=["plain", "all"])
 def test_the_operator_is_registered_properly(options):
-    # The pools are poisoned around the slabs, and opcheck compares what it is given with what comes back.
+    # Pools hold NaN around the slabs, and opcheck compares inputs before and after the call.
     case = Case(RAGGED, dtype=torch.float32)
     case.keys, case.values = case.keys.nan_to_num(), case.values.nan_to_num()
     library.opcheck(attend.portable, arguments(case, **options))
@@ -163,7 +163,7 @@ def test_the_operator_can_be_compiled():
         assert torch.equal(compiled(*arguments(case)), attend(*arguments(case)))
 
 
-def test_a_layout_says_all_that_attention_reads():
+def test_a_batch_is_restored_from_its_layout():
     batch = Case(RAGGED).batch
     again = RaggedBatch.from_layout(batch.layout, batch.region, batch.positions, batch.words)
     for name in ("rows", "starts", "past"):

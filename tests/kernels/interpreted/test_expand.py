@@ -1,4 +1,4 @@
-"""Children of a level in Triton's interpreter, and the truncation of rows without sorting, against the plain ones."""
+"""Children of a level, and truncation of rows without sorting, in Triton's interpreter against the references."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_the_first_of_equal_scores_wins_and_nan_reaches_the_caller(guarded):
 @pytest.mark.parametrize(("count", "mass"), [(1, 0.0), (3, 0.0), (0, 0.3), (2, 0.9), (10_000, 0.0), (0, 0.999)])
 def test_truncation_without_sorting(guarded, vocabulary, count, mass):
     scores = rows(vocabulary, seed=vocabulary)
-    scores[1] = scores[1].round()  # many equal ones
+    scores[1] = scores[1].round()  # many ties
     if vocabulary > 1:
         scores[2, : vocabulary // 2] = -torch.inf
     with choice.use("triton"):
@@ -74,13 +74,13 @@ def test_truncation_without_sorting(guarded, vocabulary, count, mass):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("count", "mass"), [(50, 0.0), (0, 0.9), (40, 0.3)])
 def test_truncation_of_large_vocabularies(guarded, count, mass, dtype):
-    """Where scores are collected in lists, and where there are too many of them."""
+    """Some rows have scores that fit into the lists, others have too many."""
     scores = rows(DIRECT + 1, count=6)
     scores[1] /= 30  # nearly flat: too many for the lists
     scores[2] = 0
-    scores[3, 5:] -= 100  # few of any probability
+    scores[3, 5:] -= 100  # few scores have any probability
     scores[4, : DIRECT - 20] = -torch.inf
-    scores[5, 4000:4900] += 20  # as many as the lists hold, neighbours in one chunk
+    scores[5, 4000:4900] += 20  # exactly as many as the lists hold, all in one chunk
     scores = scores.to(dtype)
     with choice.use("triton"):
         lowest = lowest_kept(scores, count, mass)
@@ -89,8 +89,8 @@ def test_truncation_of_large_vocabularies(guarded, count, mass, dtype):
 
 @pytest.mark.parametrize("vocabulary", [7, DIRECT + 1])
 @pytest.mark.parametrize(("count", "mass"), [(3, 0.0), (2, 0.9)])
-def test_truncation_of_what_is_no_number(guarded, vocabulary, count, mass):
-    """NaN is above all, as in a sort, and has no probability; infinity neither."""
+def test_truncation_of_nan_and_infinity(guarded, vocabulary, count, mass):
+    """NaN ranks above all scores, as in a sort; neither NaN nor infinity has a probability."""
     scores = rows(vocabulary, count=5)
     scores[0, 3] = torch.nan
     scores[1, 2:5] = torch.nan

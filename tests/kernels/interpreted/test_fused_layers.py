@@ -1,6 +1,6 @@
 """Element-wise parts of decoder layers in Triton's interpreter, against the modules of transformers.
 
-The interpreter does not round to bfloat16 as a GPU does: that type is tested where there is one.
+The interpreter does not round to bfloat16 as a GPU does, so that type is tested on GPUs only.
 """
 
 import pytest
@@ -27,7 +27,7 @@ from arbordraft.kernels.fused_layers import (
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if not choice.interpreted() else [])]
 NORMS = {LlamaRMSNorm: (0.0, False), Gemma2RMSNorm: (1.0, True), Olmo2RMSNorm: (0.0, True)}
-EPSILON = 1e-3  # large, so that it shows
+EPSILON = 1e-3  # large, so that errors show
 
 each_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_norm = pytest.mark.parametrize("kind", NORMS, ids=lambda kind: kind.__name__)
@@ -42,7 +42,7 @@ def triton(operator, *arguments):
 
 
 def rows(dtype, *shape):
-    """Rows of very different sizes."""
+    """Draws rows of very different magnitudes."""
     return (torch.randn(*shape) * torch.logspace(-2, 2, shape[-2])[:, None]).to(dtype)
 
 
@@ -58,7 +58,7 @@ def tolerance(dtype, spacings):
 
 
 def near(found, expected, dtype):
-    """Whether all but a few numbers are the same, and those are neighbours; in float32 sums have another order."""
+    """Returns whether nearly all numbers are equal and the others adjacent; float32 sums may have another order."""
     spacings = 8.0 if dtype == torch.float32 else 2.1
     close = torch.allclose(found.float(), expected.float(), **tolerance(dtype, spacings))
     return close and (dtype == torch.float32 or (found != expected).float().mean() < 0.01)
@@ -102,8 +102,8 @@ def test_silu_times_up(guarded, dtype, size):
     expected = F.silu(gate) * up
     assert torch.equal(gated_activation_reference(gate, up, "silu"), expected)
     found = triton(gated_activation, gate, up)
-    # Exponentials of libraries differ in their last places, which seldom shows in 16 bits. A GPU takes them to base 2:
-    # there the rounding of the exponent weighs as much as the exponent itself.
+    # Exponentials of libraries differ in their last places, which seldom shows in 16 bits. A GPU computes them to base
+    # 2, so the relative error grows with the exponent.
     bounds = tolerance(dtype, 4)
     rtol = bounds["rtol"] * (1 + gate.float().abs() / 4)
     away = (found.float() - expected.float()).abs()
@@ -119,7 +119,7 @@ def test_gelu_times_up(dtype, activation):
     expected = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
     assert torch.equal(gated_activation_reference(gate, up, activation), expected)
     found, bounds = triton(gated_activation, gate, up, activation), tolerance(dtype, 4)
-    # Next to 0 on the left, 1 + erf and 1 + tanh are differences that have lost most of their digits.
+    # For negative gates, 1 + erf and 1 + tanh cancel and lose most of their digits.
     lost = 4 * torch.finfo(torch.float32).eps * (gate.float() * up.float()).abs()
     away = (found.float() - expected.float()).abs()
     assert (away <= lost + bounds["rtol"] * expected.float().abs() + bounds["atol"]).all()
@@ -134,7 +134,7 @@ def test_activations_have_their_limits(activation):
     gate = torch.tensor([[-1e4, -100.0, -0.0, 0.0, 100.0, 1e4, float("inf"), float("nan")]])
     found = triton(gated_activation, gate, torch.ones_like(gate), activation)
     assert torch.equal(found[:, :6], ACTIVATIONS[activation](gate)[:, :6])
-    assert found[0, 6] == float("inf")  # of which torch's own GELU makes NaN on some CPUs
+    assert found[0, 6] == float("inf")  # torch's own GELU gives NaN on some CPUs
     assert found[0, 7].isnan()
 
 
@@ -144,7 +144,7 @@ def test_an_unknown_activation_is_refused():
 
 
 def pools(key, value):
-    """Of nine rows, for heads of these sizes; what nobody writes is NaN."""
+    """Returns pools of nine rows full of NaN, for heads of these sizes."""
     return [heads.new_full((9, *heads.shape[1:]), float("nan")) for heads in (key, value)]
 
 
@@ -171,7 +171,7 @@ def test_rotations_have_the_bits_of_transformers(guarded, dtype, heads, kv_heads
 
 
 @each_type
-def test_some_channels_do_not_turn(guarded, dtype):
+def test_channels_beyond_the_tables_are_not_rotated(guarded, dtype):
     query, key = (torch.randn(4, n, 10).to(dtype) for n in (9, 1))
     cosine, sine = (torch.randn(4, 6).to(dtype) for _ in range(2))
     (keys, values), slots = pools(key, key), torch.tensor([7, 0, 3, 8])
@@ -182,7 +182,7 @@ def test_some_channels_do_not_turn(guarded, dtype):
         assert torch.equal(found[..., 6:], given[..., 6:])
 
 
-def test_rows_that_do_not_lie_side_by_side():
+def test_rows_that_are_not_contiguous():
     query, key = torch.randn(3, 5, 8).transpose(0, 1), torch.randn(5, 4, 8)[:, ::2]
     value = torch.randn(8, 2, 5).permute(2, 1, 0)
     tables, slots = (torch.randn(5, 16)[:, ::2], torch.randn(8, 5).T), torch.arange(5)

@@ -1,6 +1,6 @@
-"""Linears and what follows them in Triton's interpreter, against PyTorch's own in float64 and against the reference.
+"""Linears, fused with later operations, in Triton's interpreter against PyTorch in float64 and the references.
 
-The interpreter does not round to bfloat16 as a GPU does: that type is tested where there is one.
+The interpreter does not round to bfloat16 as a GPU does, so that type is tested on GPUs only.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from arbordraft.kernels.fused_linear import (
 )
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if not choice.interpreted() else [])]
-ROWS = [1, 16, 17, 40]  # one tile, a full one, the next size, several
+ROWS = [1, 16, 17, 40]  # part of a tile, a full tile, the next size, several tiles
 
 each_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -36,7 +36,7 @@ def drawn(dtype, *shape, seed=0):
 
 
 def near(found, expected, dtype, roundings=2):
-    """Whether numbers are as close as sums in another order and some roundings of the type make them."""
+    """Returns whether numbers differ only by the order of sums and by some roundings of their type."""
     bound = roundings * torch.finfo(dtype).eps * expected.double().abs() + 1e-5 * expected.double().abs().max()
     return ((found.double() - expected.double()).abs() <= bound).all()
 
@@ -65,7 +65,7 @@ def test_gated_products(guarded, activation, biased, dtype):
 
 
 def heads(dtype, rows, *, biased, normed, count=3, kv_count=1, dim=10, size=70):
-    """Arguments of a layer's queries, keys and values, and the slots that they go to."""
+    """Returns the arguments of a layer's queries, keys and values, and the slots of keys and values."""
     wide = [count * dim, kv_count * dim, kv_count * dim]
     weights = [drawn(dtype, n, size, seed=seed) / 8 for seed, n in enumerate(wide)]
     biases = [drawn(dtype, n, seed=seed) for seed, n in enumerate(wide, 3)] if biased else []
@@ -110,9 +110,9 @@ def test_wide_heads():
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_a_rows_bits_do_not_depend_on_the_others(dtype):
-    """Rows of integers, whose sums every order finds: what is left is which rows and which outputs are combined.
+    """Tests rows of integers, whose sums are exact in every order, so only the rows and outputs of a tile matter.
 
-    On a GPU any rows will do.
+    On a GPU, any rows must pass.
     """
     rows = drawn(dtype, 40, 150)
     if choice.interpreted():

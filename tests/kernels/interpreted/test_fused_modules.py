@@ -1,4 +1,4 @@
-"""Models whose norms, rotations and gated activations run in Triton: as transformers has them, and nothing else is."""
+"""Norms, rotations and gated activations run in Triton only for modules that compute as those of transformers do."""
 
 import copy
 
@@ -14,7 +14,7 @@ from arbordraft.drafters import NGramDrafter
 from arbordraft.kernels import choice
 
 LLAMA = {"norms": 5, "rotations": 2, "gates": 2, "sums": 2}
-# Of two layers and what stands behind them.
+# Fused parts of two layers and the last norm.
 KINDS = {
     "llama": LLAMA,
     "qwen2": LLAMA,
@@ -23,9 +23,9 @@ KINDS = {
     "gemma2": LLAMA | {"norms": 9},
     "gemma3_text": LLAMA | {"norms": 13},
     "mixtral": {"norms": 5, "rotations": 2, "sums": 2},
-    "olmo2": {"norms": 9, "gates": 2},  # whose queries are normalised before they are parted into heads
+    "olmo2": {"norms": 9, "gates": 2},  # normalises queries before it splits them into heads
     "phi3": {"norms": 5},
-    "glm4": {"norms": 9},  # which rotates neighbours
+    "glm4": {"norms": 9},  # rotates neighbouring channels
     "cohere": {"gates": 2},
     "gpt2": {},
 }
@@ -75,7 +75,7 @@ def test_greedy_tokens_are_those_of_the_model(architecture):
 def test_steps_of_fixed_shapes_run_them(compiler):
     model, found = varied("llama"), []
     for target, path, buckets in ((plain(model), "reference", None), (fused(model), "triton", (8,))):
-        with choice.use(path if compiler is None else "reference"):  # a trace can read no choice
+        with choice.use(path if compiler is None else "reference"):  # a trace cannot read the choice
             decoder = SpeculativeDecoder(
                 target, NGramDrafter(), TreeTopology.chain(2), buckets=buckets, compiler=compiler if buckets else None
             )
@@ -86,7 +86,7 @@ def test_steps_of_fixed_shapes_run_them(compiler):
 
 
 def test_a_layer_takes_the_norm_of_the_next_one():
-    """Seldom is a norm left by itself: in front of the first layer, and behind the last one."""
+    """Only the norm before the first layer and the one after the last layer run alone."""
     target = fused(varied("llama"))
     choice.ran.clear()
     logits(target)
@@ -97,8 +97,8 @@ def test_a_layer_takes_the_norm_of_the_next_one():
 
 
 @pytest.mark.parametrize("place", ["behind", "before"])
-def test_what_stands_between_two_layers_is_heeded(place):
-    """Negative control: the tensor that the next layer is given is the same one, with other numbers in it."""
+def test_hooks_between_two_layers_act(place):
+    """Negative control: the hook changes the tensor of the next layer in place."""
     model = varied("llama")
     first, second = model.model.layers
     if place == "behind":
@@ -115,7 +115,7 @@ def test_steps_are_recorded_by_default_on_a_gpu():
     assert decoder.static.automatic
 
 
-# What users do to their models
+# Changes that users make to their models
 
 
 def places(model):
@@ -135,7 +135,7 @@ def places(model):
 
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", places(fusable()))
-def test_whoever_listens_is_called_and_heeded(place, later):
+def test_forward_hooks_are_called_and_act(place, later):
     model, target = varied("llama"), None
     if later:
         target = fused(model)
@@ -148,7 +148,7 @@ def test_whoever_listens_is_called_and_heeded(place, later):
 
 
 @pytest.mark.parametrize("place", [name for name in places(fusable()) if name != "activation"])
-def test_forwards_that_were_replaced_stay(place):
+def test_replaced_forwards_are_called(place):
     model = varied("llama")
     module = places(model)[place]
     own, calls = module.forward, []
@@ -196,7 +196,7 @@ def test_the_model_keeps_its_own_modules():
     assert torch.equal(logits(copied), logits(plain(model)))
 
 
-# Modules that look like those which are known
+# Modules that only look like supported ones
 
 
 def wrapped(module, change):
@@ -247,7 +247,7 @@ def test_weights_of_types_that_kernels_do_not_take_are_refused():
         RaggedModel(fusable().double(), kernels="triton")
 
 
-def test_adapters_go_on_to_act():
+def test_adapters_keep_acting():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "o_proj", "gate_proj", "down_proj"], init_lora_weights=False)
     model = peft.get_peft_model(varied("llama"), config).eval()

@@ -1,4 +1,4 @@
-"""Whole decodes with every Triton kernel there is, token for token those of the reference."""
+"""Whole decodes with all Triton kernels, token for token those of the reference."""
 
 import pytest
 from support.models import PROMPTS, left_padded, new_tokens, ragged
@@ -23,7 +23,7 @@ GREEDY, DRAWN = Coupling(Fixed(2), TopDown(Matching())), Coupling(TopTail(1, 1),
 
 
 @pytest.mark.parametrize("kind", ["greedy", "drawn", "lookup"])
-def test_the_same_tokens(kind):
+def test_triton_gives_the_tokens_of_the_reference(kind):
     target = RaggedModel(ragged().model, kernels="triton")
     small = LanguageModelDrafter(RaggedModel(ragged(seed=3).model, kernels="torch"))
     drafter = NGramDrafter(longest=2, shortest=1) if kind == "lookup" else small
@@ -42,19 +42,19 @@ def test_the_same_tokens(kind):
                 return_dict_in_generate=True,
             )
         found[path] = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
-        # Every operator ran, and always on this path.
+        # Every operator ran, and only on this path.
         operators = {name.partition("/") for name in choice.ran}
         expected = {"ragged_tree_attention", "row_max"}
         expected |= {"rms_norm", "add_rms_norm", "gated_activation", "rotate_append"}
         expected |= {"verify_tree", "truncate"} if kind == "drawn" else set()
         expected |= {"tree_expand", "kv_append"} if kind != "lookup" else set()
         moving = "kv_compact" if path == "triton" else "move_rows"
-        expected |= {moving} if kind == "greedy" else set()  # the others accept no node behind a rejected one
+        expected |= {moving} if kind == "greedy" else set()  # the others accept no node after a rejected one
         assert {name for name, _, _ in operators} >= expected
         assert {which for _, _, which in operators} == {path}
     assert found["reference"] == found["triton"]
 
 
-def test_a_path_that_there_is_not_is_refused():
+def test_an_unknown_path_is_refused():
     with pytest.raises(ValueError, match="no kernels called 'cuda'"), choice.use("cuda"):
         pass

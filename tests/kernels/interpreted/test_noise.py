@@ -1,4 +1,4 @@
-"""The shared noise in Triton's interpreter: the bits of the definition, and the same draws."""
+"""The shared noise in Triton's interpreter: its bits are those of the definition, and so are the draws."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_the_noise(guarded, vocabulary):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", DRAWS)
 def test_draws(guarded, case, dtype):
-    large = [] if case == "close" else [DRAW_BLOCK + 7]  # where a program must find out about every token
+    large = [] if case == "close" else [DRAW_BLOCK + 7]  # one program must then examine every token
     with choice.use("triton"):
         check_draws(case, dtype, rows=3, vocabularies=[1, 70, 200, *large], temperatures=(1.0,))
 

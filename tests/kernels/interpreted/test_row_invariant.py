@@ -1,4 +1,4 @@
-"""Models of which every row has the same bits in any company, in Triton: ``RaggedModel(row_invariant=True)``."""
+"""Triton models whose rows have the same bits in every batch: ``RaggedModel(row_invariant=True)``."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def invariant(model, **options):
 
 @pytest.fixture
 def ordered(monkeypatch):
-    """Products that are added up input by input, as a GPU does: numpy's order hangs on the shapes of both sides."""
+    """Sums products input by input, as a GPU does; numpy's order depends on the shapes of both sides."""
     if not choice.interpreted():
         return
     from triton.runtime import interpreter
@@ -74,7 +74,10 @@ def test_kernels_only_round_otherwise(architecture):
 
 
 def different_rows(target):
-    """Rows on a path of a tree, in a batch, that have other bits one by one, their prompt read in other portions."""
+    """Returns the nodes of a path whose bits in a batched tree differ from those of decoding one by one.
+
+    The prompt is then read in other portions.
+    """
     tree, path = TreeTopology.from_k_config((2, 1)), [0, 2, 4]
     prompts = [[(7 * place) % 37 + 3 for place in range(count)] for count in (5, 62)]
     tokens = torch.tensor([[9, 12, 30, 31, 11], [4, 35, 23, 8, 17]])
@@ -96,13 +99,13 @@ def different_rows(target):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_rows_have_the_same_bits_in_any_company(ordered, architecture):
+def test_rows_have_the_same_bits_in_every_batch(ordered, architecture):
     target = invariant(varied(architecture).to(torch.float16))
     assert different_rows(target) == []
 
 
 def test_other_attention_would_be_seen(ordered, monkeypatch):
-    """Negative control: tiles of keys that begin where a tree does."""
+    """Negative control: tiles of keys begin where a tree begins."""
 
     def elsewhere(query, keys, values, layout, region, positions, words, *options):
         most, longest = int((layout[0, 1:] - layout[0, :-1]).max()), int(layout[2].max())
@@ -112,9 +115,9 @@ def test_other_attention_would_be_seen(ordered, monkeypatch):
     assert different_rows(invariant(varied("llama").to(torch.float16)))
 
 
-def test_a_decoder_says_so():
+def test_the_equality_report_of_a_decoder_says_pathwise():
     decoder = SpeculativeDecoder(invariant(varied("llama")), NGramDrafter(), TreeTopology.chain(2))
-    with choice.use("reference"):  # which has torch's bits, and is soon done: the report must notice if these differ
+    with choice.use("reference"):  # fast, with the bits of torch; the report must notice rows that differ
         report = decoder.equality_report()
     assert report.equality is (Equality.pathwise if report.equal == report.rows else Equality.tokens)
 
@@ -148,7 +151,7 @@ def test_new_weights_are_read():
     assert not torch.equal(logits(target), before)
 
 
-# What cannot be promised is refused
+# Models that cannot be row-invariant are refused
 
 
 @pytest.mark.parametrize("architecture", OTHERS)
@@ -157,7 +160,7 @@ def test_modules_without_kernels_are_named(architecture):
         invariant(varied(architecture))
 
 
-def test_a_listener_is_no_reason_to_break_the_promise():
+def test_a_forward_hook_on_a_row_invariant_model_is_refused():
     model = varied("llama")
     target = invariant(model)
     model.model.layers[1].mlp.down_proj.register_forward_hook(lambda _, __, out: 2 * out)
@@ -178,11 +181,11 @@ def test_other_backends():
     if native.problem() is None:
         assert invariant(fusable(), kernels="native").row_invariant
         with pytest.raises(UnsupportedModel, match="row_invariant=True needs native kernels for all of Llama"):
-            invariant(tiny(), kernels="native")  # whose heads are too small
+            invariant(tiny(), kernels="native")  # its heads are too small
 
 
 def test_other_gpus(monkeypatch):
-    """Which instruction multiplies hangs on the tile there."""
+    """On AMD GPUs, the instruction that multiplies depends on the tile."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ValueError, match="row-invariant on NVIDIA's GPUs only"):
         invariant(varied("llama"))

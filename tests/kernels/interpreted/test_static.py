@@ -1,4 +1,4 @@
-"""Static steps with every Triton kernel there is, token for token those of the ordinary reference."""
+"""Static steps with all Triton kernels give the tokens of ordinary steps in the reference."""
 
 import pytest
 from support.models import PROMPTS, left_padded, new_tokens, ragged
@@ -19,7 +19,7 @@ TOP_TAIL, SHARED = Coupling(TopTail(1, 1), Lifted(RecursiveRejection())), Coupli
     ],
     ids=["greedy", "rejection", "shared noise", "shared noise, truncated"],
 )
-def test_the_same_tokens(coupling, settings):
+def test_static_steps_in_triton_give_the_tokens_of_the_reference(coupling, settings):
     found = {}
     for path, buckets in (("reference", None), ("triton", (8,))):
         drafter = EarlyExitDrafter(ragged(), layers=1)

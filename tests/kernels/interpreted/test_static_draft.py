@@ -1,4 +1,4 @@
-"""Whole drafts in fixed shapes with every Triton kernel there is, against the plain ones level by level."""
+"""Whole drafts in fixed shapes with all Triton kernels, against drafts of the references level by level."""
 
 import pytest
 from support.companions import Rounds
@@ -14,7 +14,7 @@ TEXTS = [[5, 9, 7, 5, 9], [11, 4], [8, 3, 8], [6, 6]]
 
 
 class Switched(Rounds):
-    """Drafts in Triton or in plain torch; the target runs as it does."""
+    """Drafts in Triton or in plain torch; the target runs as usual."""
 
     def propose(self, *given, **options):
         with choice.use("triton" if self.static else "reference"):
@@ -23,11 +23,11 @@ class Switched(Rounds):
 
 @pytest.mark.parametrize("options", [GREEDY, HOT], ids=["greedy", "shared noise"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle, trimmed", "model"])
-def test_the_same_trees(kind, options):
+def test_static_drafts_in_triton_give_the_trees_of_plain_torch(kind, options):
     assert LAW.k >= TOPOLOGY.width
     target, drafter = built(kind, "torch")
     fast, slow = (Switched(drafter, target, TEXTS, static) for static in (StaticDrafts(TOPOLOGY), None))
     choice.ran.clear()
     assert check(fast, slow, TOPOLOGY, at_most(MANY), rounds=2, **options) > 20
     assert choice.ran["static_draft/triton"] == 2
-    assert choice.ran["tree_expand/reference"], "the other one was to run in plain torch"
+    assert choice.ran["tree_expand/reference"], "the second drafter must run in plain torch"

@@ -1,4 +1,4 @@
-"""Passes over rows of scores in Triton's interpreter, against the plain ones; and whole verifications with them."""
+"""Passes over rows of scores in Triton's interpreter against the references, and whole verifications with them."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ SIZES = [1, 7, CHUNK, CHUNK + 1, 2 * CHUNK + 130]
 
 
 def problem(vocabulary, dtype=torch.float32, seed=0):
-    """Scores, draft rows and four nodes, one of which drew from nothing."""
+    """Draws scores, draft rows and four nodes, one of which has no draft row."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(5, vocabulary, generator=generator)
     scores[1, : vocabulary // 2] = -torch.inf
@@ -39,7 +39,7 @@ def problem(vocabulary, dtype=torch.float32, seed=0):
 
 
 def both(operator, *arguments):
-    """What the operator gives in the interpreter and what its reference does."""
+    """Returns the results of the operator in the interpreter and of its reference."""
     with choice.use("triton"):
         return operator(*arguments), operator.reference(*arguments)
 
@@ -49,7 +49,7 @@ def both(operator, *arguments):
 def test_row_stats(guarded, vocabulary, dtype):
     scores = problem(vocabulary, dtype)[0]
     if vocabulary > 1:
-        scores[2, vocabulary // 2 :] = scores[2].max()  # the first of several
+        scores[2, vocabulary // 2 :] = scores[2].max()  # ties: the first token counts
     scores[3] = -torch.inf
     scores[4, -1] = torch.nan
     found, expected = both(row_stats, scores)
@@ -94,7 +94,7 @@ def test_left_pick(guarded, vocabulary):
 
 
 def children(vocabulary):
-    """Nodes of :func:`problem` with three drawn children, a top and a drawn one, two equal tops, and none."""
+    """Gives nodes of :func:`problem` three drawn children, a top and a drawn one, two equal tops, and none."""
     scores, lse, draft, row, draft_row, weight, _, _ = problem(vocabulary)
     tokens = torch.tensor([[3, 5, 6], [2, 4, -1], [1, 1, -1], [-1, -1, -1]])
     certain = torch.tensor([[False, False, False], [True, False, False], [True, True, False], [False, False, False]])
@@ -109,7 +109,7 @@ def test_rejection_laws(guarded, vocabulary, replacement):
 
 
 def walked(generator, nodes=4):
-    """Two trees of four and two nodes; one of four places is free, and ``nodes`` of them are known."""
+    """Draws two trees of four and two nodes; one of four places is free, and the first ``nodes`` are known."""
     rows = torch.tensor([[1, 2, 3], [-1, -1, -1], [5, -1, -1], [-1, -1, -1]])
     inner = torch.tensor([0, -1, 4, 2])
     chances = torch.rand(4, 3, generator=generator, dtype=torch.float64) / 3
@@ -129,11 +129,11 @@ def test_walks_from_the_roots(guarded, nodes):
 
 @pytest.mark.parametrize("nodes", [0, 1, 4])
 @pytest.mark.parametrize("vocabulary", [7, CHUNK + 1])
-def test_draws_behind_ends(guarded, vocabulary, nodes):
+def test_draw_behind(guarded, vocabulary, nodes):
     scores, lse, draft, _, draft_row, weight, tokens, _, _ = children(vocabulary)
     generator = torch.Generator().manual_seed(0)
     mass = torch.rand(4, -(-vocabulary // CHUNK), generator=generator, dtype=torch.float64)
-    mass[2] = 0  # only by rounding
+    mass[2] = 0  # any mass is a rounding error
     of_nodes = (
         torch.tensor([0, -1, 4, 2]),
         draft_row,
@@ -163,7 +163,7 @@ PROCESSORS = [TopKLogitsWarper(1), TopKLogitsWarper(5), TopPLogitsWarper(0.3), T
 
 @pytest.mark.parametrize("processor", PROCESSORS, ids=lambda one: f"{type(one).__name__} {vars(one)}")
 def test_float64_scores_keep_their_tokens(processor):
-    """Scores in float64 are not compared with thresholds in float32."""
+    """Float64 scores are not compared with float32 thresholds."""
     scores = torch.randn(200, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     scores[:, 7] = scores[:, 30] + 1e-12
     expected = processor(None, scores)

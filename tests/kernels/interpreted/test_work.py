@@ -1,4 +1,4 @@
-"""What the kernels are said to move, against the addresses that they touch in Triton's interpreter."""
+"""The bytes that kernels claim to move, against the addresses that they touch in Triton's interpreter."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ CHAIN, TREE = TreeTopology.chain, TreeTopology.k_ary(2, 2)
 
 @pytest.fixture
 def touched(monkeypatch):
-    """Sets of the bytes that Triton kernels read and write, and how many operations matrix products take."""
+    """Records the bytes that Triton kernels read and write, and the operations of matrix products."""
     found = {"read": set(), "written": set(), "products": 0}
     builder = interpreter.InterpreterBuilder
     load, store, dot = builder.create_masked_load, builder.create_masked_store, builder.create_dot
@@ -80,7 +80,7 @@ def test_attention_in_splits(touched):
 
 
 def test_operations_of_attention(touched):
-    """Where the tiles are full: 128 committed keys, a tree of 64, of which the last 8 rows are new, in 16 lanes."""
+    """All tiles are full: 128 committed keys, and a tree of 64 nodes whose last 8 rows are new, in 16 lanes."""
     tree = TreeTopology.from_parents([-1, *range(55), *[55] * 8])
     case = Case([(128, tree)], last=1, dtype=torch.float32, key_heads=1, size=16)
     case.run(ragged_tree_attention)
@@ -141,7 +141,7 @@ def test_products(touched):
 
 
 def test_operations_of_products(touched):
-    """Where the tiles are full."""
+    """All tiles are full."""
     x, weight = torch.randn(16, 128).half(), torch.randn(32, 128).half()
     linear(x, weight)
     assert touched["products"] == work.linear(16, 128, 32, 2).flops
@@ -176,7 +176,7 @@ def test_truncation(touched, vocabulary):
 
 @pytest.mark.parametrize(("count", "mass"), [(5, 0.0), (0, 0.9)])
 def test_truncation_by_lists(touched, count, mass):
-    """Seven scores of each row are collected, all others being far below."""
+    """Seven scores of each row are collected; all others are far below."""
     vocabulary = 2 * CHUNK + 130
     scores = torch.full((2, vocabulary), -30.0).half()
     scores[:, ::1200] = -2.0

@@ -1,1 +1,1 @@
-"""Checks and timings of everything that is meant for a GPU, in phases with deadlines: ``arbordraft bench gpu``."""
+"""Phases of ``arbordraft bench gpu``: checks and timings of all GPU code, each phase with a deadline."""

@@ -1,7 +1,7 @@
 """Phase ``compile``: compiles the kernels side by side, so that later phases find them in Triton's cache.
 
-Each process solves its share of the problems once, decodes with its share of the decoders, and takes a few steps with
-three layers of each shape of a model.
+Each process takes its share of the parts. It solves problems once, decodes with whole decoders, and runs a few steps of
+model shapes with three layers.
 """
 
 import multiprocessing
@@ -21,9 +21,9 @@ from arbordraft.bench.gpu.run import described
 from arbordraft.bench.gpu.setting import Item, Setting
 from arbordraft.bench.gpu.shapes import ON_GPU, ShapeModels
 
-_PROCESSES = 14  # at most; each holds a context of some hundred megabytes on the GPU
+_PROCESSES = 14  # at most, as each holds some hundred megabytes on the GPU
 _MODELS = "transformers.models.llama.modeling_llama"
-_ON_CPU = 1  # problems, as the interpreter compiles nothing
+_ON_CPU = 1  # problem only, as the interpreter compiles nothing
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class CompileRow:
     """One part of the compilation.
 
     Args:
-        seconds: it took in its process, with the making of its problem.
-        error: of a part that failed; the phases behind it meet it again.
+        seconds: time in its process, including the making of its problem.
+        error: message of a part that failed; later phases meet the error again.
     """
 
     part: str
@@ -67,13 +67,13 @@ class Compiled:
 
 
 def compilation(setting: Setting) -> list[Item]:
-    """The items of the phase: a single one, which keeps to the deadline itself."""
+    """Returns the only item of the phase, which keeps to the deadline itself."""
     return [Item("all parts", partial(_side_by_side, setting))]
 
 
 def _side_by_side(setting: Setting) -> Iterator[CompileRow | Compiled]:
     begun, context = time.monotonic(), multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", __name__, _MODELS])  # in one process: in all they take twenty seconds
+    context.set_forkserver_preload(["__main__", __name__, _MODELS])  # once, as imports in all processes take 20 s
     count = max(1, min(_PROCESSES, (os.cpu_count() or 1) - 1)) if setting.on_gpu else 1
     total = len(_parts(setting.device, setting.seed))
     answers: Any = context.Queue()
@@ -116,13 +116,13 @@ def _share(device: str, seed: int, count: int, answers: Any, index: int) -> None
         begun, error = time.monotonic(), ""
         try:
             run()
-        except Exception as failure:  # is reported, and met again in the phases that check
+        except Exception as failure:  # phases that check meet it again
             error = described(failure)
         answers.put((name, time.monotonic() - begun, error))
 
 
 def _parts(device: torch.device, seed: int) -> Sequence[tuple[str, Callable[[], None]]]:
-    """The same list in every process; those that take longest come first."""
+    """Lists all parts, equally in every process; the slowest parts come first."""
     solved = [(name, partial(_solve, make)) for name, make in makers(device)]
     if device.type == "cpu":
         return solved[:_ON_CPU]

@@ -1,8 +1,9 @@
 """Phase ``decoders``: whole decoders of tiny models against transformers, and recorded steps against eager ones.
 
-In float32 tokens must be the same. In types of 16 bits rounding may decide between two tokens that are about as likely.
-Then the distance of their logits is reported, and is wrong only where rounding cannot explain it. With row-invariant
-kernels every token must be that of plain decoding in any type, and every bit of a row the one that it has alone.
+In float32 tokens must be equal. In 16-bit types rounding may decide between two tokens of similar probability. Then the
+distance of their logits is reported, and the row is wrong only if rounding cannot explain the distance. With
+row-invariant kernels all tokens must equal those of plain decoding in any type, and a row must have the bits that it
+has alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,20 +33,20 @@ if TYPE_CHECKING:
 VOCABULARY = 128
 PROMPTS = [[5, 9, 7, 5, 9, 7, 5, 9], [11, 4, 11, 4], list(range(3, 40))]
 TREE = TreeTopology.from_k_config((3, 2, 1))
-ROUNDINGS = 16  # of the largest logit, by which two logits may differ that changed places
+ROUNDINGS = 16  # of the largest logit; two logits that changed places may differ by so much
 MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
 class DecoderRow:
-    """Tokens of a decoder against those of another one.
+    """Comparison of a decoder's tokens with those of another one.
 
     Args:
-        check: which two are compared.
-        tokens: compared ones, of all samples.
-        same: those before each sample's first difference.
+        check: name of the comparison, such as ``eager, transformers``.
+        tokens: compared tokens of all samples.
+        same: tokens before each sample's first difference.
         gap: largest distance of the logits of two tokens that changed places; ``None`` without a difference.
-        explained: the distance that rounding explains; ``None`` where tokens must be the same.
+        explained: distance that rounding explains; ``None`` where tokens must be equal.
         graphs: recorded steps; ``None`` where nothing is recorded.
     """
 
@@ -68,13 +69,13 @@ class DecoderRow:
 
 @dataclass(frozen=True)
 class RowsRow:
-    """How the logits of one row depend on the number of rows beside it.
+    """Dependence of one row's logits on the number of rows beside it.
 
     Args:
-        kernels: ``row-invariant`` ones, or the default.
-        equal_rows: numbers of rows, from 1 to 64, with which they have the bits that they have alone.
-        largest: difference to those alone, as a share of the largest logit.
-        correct: whether they never differ, where that is promised.
+        kernels: ``row-invariant`` or ``default``.
+        equal_rows: numbers of rows, from 1 to 64, at which the logits have the bits of the row alone.
+        largest: largest difference from the row alone, as a share of the largest logit.
+        correct: whether the logits never differ; ``None`` where that is not promised.
     """
 
     model: str
@@ -91,7 +92,7 @@ class RowsRow:
 
 
 def decoders(setting: Setting) -> list[Item]:
-    """The items of the phase."""
+    """Returns the items of the phase."""
     kinds = {"llama": _llama, "qwen3": _qwen3, "gemma2": _gemma2}
     if not setting.on_gpu:
         kinds = {"llama": _llama}
@@ -102,7 +103,7 @@ def decoders(setting: Setting) -> list[Item]:
             parts = _Tiny(name, make, dtype, setting).parts()
             for place, (part, run) in enumerate(parts.items()):
                 items.append((row + column + place, Item(f"{name}, {named(dtype)}, {part}", run)))
-    # A run that is short has some of everything: first of each list the first ones.
+    # Begins with the first entries of each list, so that a short run covers some of everything.
     return [item for _, item in sorted(items, key=itemgetter(0))]
 
 
@@ -115,7 +116,7 @@ class _Tiny:
         self.count = 24 if setting.on_gpu else 8
 
     def parts(self) -> dict[str, Callable[[], Iterator[Any]]]:
-        """What makes each drafter's rows, and the bits by rows; first those that run most kernels."""
+        """Returns makers of each drafter's rows and of the bits by rows, first those that run most kernels."""
         others = ("draft model", "none", "ngram")
         invariant = {"row-invariant": self.invariant} if self.setting.on_gpu else {}
         return {
@@ -153,18 +154,18 @@ class _Tiny:
         yield self.row(target, name, "eager, transformers", greedy, expected)
         found = self.decoded(recorded, do_sample=False)
         yield self.row(target, name, "recorded, transformers", found, expected, self.graphs(recorded))
-        if name == "ngram":  # lookups choose tokens themselves: draws do not share their noise
+        if name == "ngram":  # lookups draw no tokens, so there is no noise to share
             return
         coupling = Coupling.shared(3)
         eager = SpeculativeDecoder(target, drafter, tree, coupling, buckets=None)
         recorded = SpeculativeDecoder(target, drafter, tree, coupling, buckets=(8, 32))
         drawn: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seeds": [3, 4, 5]}
         eagerly, found = self.decoded(eager, **drawn), self.decoded(recorded, **drawn)
-        if self.exact:  # in 16 bits noise of 64 bits decides between scores that rounding moves
+        if self.exact:  # in 16 bits, rounding moves scores, and 64-bit noise decides between them
             yield self.row(target, name, "recorded, eager, drawn", found, eagerly, self.graphs(recorded))
 
     def invariant(self) -> Iterator[DecoderRow | RowsRow]:
-        """Recorded lookups and ordinary drafts of a head against plain decoding, step by step; and the bits."""
+        """Compares recorded lookups and eager drafts of a head with eager plain decoding; yields the bits, too."""
         target = self.target(row_invariant=True)
         plain = SpeculativeDecoder(target, NoDrafter(), buckets=None)
         eagle = self.drafter("eagle", target)
@@ -227,7 +228,7 @@ class _Tiny:
     def gap(
         self, target: RaggedModel, sample: int, place: int, found: list[list[int]], expected: list[list[int]]
     ) -> tuple[float, float]:
-        """Distance of the model's own logits of two tokens, and the one that rounding explains."""
+        """Returns the distance of the model's own logits of two tokens, and the distance that rounding explains."""
         text = torch.tensor([PROMPTS[sample] + expected[sample][:place]], device=target.device)
         logits: Tensor = target.model(text).logits[0, -1].float()
         gap = float((logits[expected[sample][place]] - logits[found[sample][place]]).abs())
@@ -235,7 +236,7 @@ class _Tiny:
 
     @torch.no_grad()
     def bits(self, target: RaggedModel | None = None) -> Iterator[RowsRow]:
-        """Logits of the first row behind a prompt, with 0 to 63 rows behind it, which it does not see."""
+        """Compares the logits of the first row after a prompt with 0 to 63 later rows, which that row does not see."""
         target, text = target or self.target(), [*range(3, 3 + MOST_ROWS)]
 
         def first(rows: int) -> Tensor:
@@ -255,7 +256,7 @@ class _Tiny:
 
 
 def ranges(numbers: list[int]) -> str:
-    """Ascending numbers in words.
+    """Formats ascending numbers as ranges.
 
     Examples:
         >>> ranges([1, 2, 3, 7])
@@ -295,7 +296,7 @@ def _gemma2(seed: int) -> "PreTrainedModel":
     from transformers import Gemma2Config
 
     config = Gemma2Config(**_sizes(), sliding_window=16, query_pre_attn_scalar=32)
-    config._attn_implementation = "eager"  # which alone bounds the scores
+    config._attn_implementation = "eager"  # only eager attention bounds the scores
     return tiny_model(config, seed=seed)
 
 

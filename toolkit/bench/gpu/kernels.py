@@ -1,6 +1,6 @@
 """The phases that check and time the Triton kernels, and the problems that both share with the compilation.
 
-A maker makes one problem, or several that share their inputs; it is called when its turn comes, as problems may be
+A maker makes one problem, or several that share their inputs. It is called only when its turn comes, as problems may be
 large.
 """
 
@@ -17,15 +17,15 @@ from arbordraft.kernels.verify.reference import CHUNK
 
 Maker = tuple[str, Callable[[], Iterator[Problem]]]
 
-TYPES = (torch.bfloat16, torch.float32, torch.float16)  # the one that most models have comes first
+TYPES = (torch.bfloat16, torch.float32, torch.float16)  # first the type of most models
 RAGGED = [2085, 0, 700, 1, 130, 64]  # committed keys of the samples of a batch
-HEADS = [(32, 4, 128), (14, 7, 80), (9, 3, 64)]  # query heads, of which so many share a key head; size of a head
+HEADS = [(32, 4, 128), (14, 7, 80), (9, 3, 64)]  # query heads, query heads per key head, head size
 CHECKED = Stepped(4, (3, 2, 1), 2 * CHUNK + 1031, layers=3, context=24, level=2)
 WIDE = Stepped(1, (3, 1), 128256, layers=1, context=24, level=2)  # the vocabulary of Llama 3
 SHAPES = [Shape(32768, 1, 16, 4, 128), Shape(4096, 2, 64, 4, 128), Shape(700, 3, 20, 3, 64, 9)]
 TINY = Stepped(
     2, (2, 1), CHUNK + 130, 2, 12, kv_heads=2, size=8, level=1, heads=4, hidden=40, inner=24
-)  # what the interpreter can take
+)  # small enough for the interpreter
 TIMED = [
     *(Shape(4096, 1, tree, 4, 128) for tree in (16, 1, 64)),
     *(Shape(32768, 1, tree, 4, 128) for tree in (16, 1)),
@@ -36,7 +36,7 @@ TIMED = [
 
 
 def makers(device: torch.device) -> list[Maker]:
-    """All problems of every kernel in every type, the most telling first."""
+    """Returns makers of all problems of every kernel in every type, the most telling first."""
     if device.type == "cpu":
         return list(_tiny(device))
     found: list[Maker] = []
@@ -62,7 +62,7 @@ def _tiny(device: torch.device) -> Iterator[Maker]:
 
 
 def _stepped(stepped: Stepped, device: torch.device) -> list[Maker]:
-    """The kernels other than attention."""
+    """Returns makers for the kernels other than attention."""
     parts: dict[str, Callable[[], Iterator[Problem]]] = {
         "layers": partial(layer_problems.layers, stepped, device),
         "append": lambda: iter([problems.kv_append(stepped, device), problems.kv_compacted(stepped, device)]),
@@ -86,7 +86,7 @@ def _shape(shape: Shape, device: torch.device) -> Iterator[Problem]:
 
 
 def checks(setting: Setting) -> list[Item]:
-    """Phase ``kernels``: every kernel in every type against float64, with poisoned outputs and guard bands."""
+    """Returns phase ``kernels``: every kernel and type against float64, with poisoned outputs and guard bands."""
 
     def solved(make: Callable[[], Iterator[Problem]]) -> Iterator[KernelRow]:
         torch.manual_seed(setting.seed)
@@ -96,7 +96,7 @@ def checks(setting: Setting) -> list[Item]:
 
 
 def bounds(setting: Setting) -> list[Item]:
-    """Phase ``roofline``: times against a copy's bandwidth and peers; least times by the data sheets of three GPUs."""
+    """Returns phase ``roofline``: times against a copy and peers; least times by the data sheets of three GPUs."""
     stepped = STEPPED
 
     def predicted() -> Iterator[Prediction]:

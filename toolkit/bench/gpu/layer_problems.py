@@ -1,4 +1,4 @@
-"""Problems of the parts of decoder layers besides attention, each element within what its own roundings explain.
+"""Problems for the parts of decoder layers besides attention; each element has its own rounding bound.
 
 Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, P pool rows.
 """
@@ -31,12 +31,12 @@ from arbordraft.kernels.fused_linear import (
     project_rotate_append_reference,
 )
 
-EPSILON = 1e-3  # of norms; large, so that it shows
+EPSILON = 1e-3  # of norms; large, so that it matters
 SINGLE = torch.finfo(torch.float32)
 
 
 def layers(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
-    """Norms, gated activations and rotations of the rows of all trees; products of a few rows."""
+    """Yields norms, gated activations and rotations of all trees' rows, and products of a few rows."""
     yield from norms(stepped, device)
     yield from activations(stepped, device)
     yield rotation(stepped, device)
@@ -44,7 +44,7 @@ def layers(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
 
 def norms(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
-    """Norms as Llama and Gemma have them, alone and behind a sum."""
+    """Yields norms like those of Llama and Gemma, alone and after a sum."""
     x, residual = (_rows(stepped.rows, stepped.hidden, stepped.dtype, device, seed) for seed in (0, 1))
     weight = torch.randn(stepped.hidden, generator=torch.Generator().manual_seed(2)).to(device, stepped.dtype)
 
@@ -77,7 +77,7 @@ def norms(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
 
 def activations(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
-    """Each activation of gates from very small to very large, times another number."""
+    """Yields each activation of gates from very small to very large, times another number."""
     gate = _rows(stepped.rows, stepped.inner, stepped.dtype, device, 3)
     up = torch.randn(gate.shape, generator=torch.Generator().manual_seed(4)).to(device, stepped.dtype)
 
@@ -88,7 +88,7 @@ def activations(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
         bound = (2 * rounding(stepped.dtype) + (4 + wide.abs()) * SINGLE.eps) * truth.abs()
         if activation != "silu":  # 1 + erf and 1 + tanh have lost most of their digits next to 0
             bound = bound + 4 * SINGLE.eps * (wide * other).abs()
-        # exp overflows before the quotient is 0, and what is left may be below the smallest number of the type.
+        # exp overflows before the quotient is 0, and the result may be below the smallest number of the type.
         bound = bound + (wide * other).abs() / SINGLE.max + _least(stepped.dtype) * (1 + other.abs())
         return share_of(gated_activation(gate, up, activation), truth, bound)
 
@@ -100,7 +100,7 @@ def activations(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
 
 def rotation(stepped: Stepped, device: torch.device) -> Problem:
-    """Rotated queries and keys, written with their values to a pool of which the rest stays as it is."""
+    """Builds the problem of rotating queries and keys and writing keys and values to a pool, with no other change."""
     generator, kind, rows = torch.Generator().manual_seed(5), stepped.dtype, stepped.rows
     shapes = [(rows, heads, stepped.size) for heads in (stepped.heads, stepped.kv_heads, stepped.kv_heads)]
     query, key, value = (torch.randn(shape, generator=generator).to(device, kind) for shape in shapes)
@@ -116,7 +116,7 @@ def rotation(stepped: Stepped, device: torch.device) -> Problem:
         found = run()
         if bands.broken():
             return math.inf
-        if rounding(kind) == torch.finfo(kind).eps / 2:  # the bits are those of torch, unless the interpreter cuts off
+        if rounding(kind) == torch.finfo(kind).eps / 2:  # bits equal torch's, unless the interpreter truncates
             return max(unequal(*pair) for pair in zip((found, keys, values), (by_torch, *wanted), strict=True))
         turned = [_turned(heads, cosine, sine) for heads in (query, key)]
         shares = [share_of(one, *exact) for one, exact in zip((found, keys[slots]), turned, strict=True)]
@@ -127,7 +127,7 @@ def rotation(stepped: Stepped, device: torch.device) -> Problem:
 
 
 def products(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
-    """Linears, gated ones, and those that make queries, keys and values, rotated behind a norm of each head."""
+    """Yields linears, gated linears, and projections to queries, keys and values with norms and rotations."""
     generator, kind = torch.Generator().manual_seed(6), stepped.dtype
     rows, size, inner = min(stepped.rows, FEW_ROWS), stepped.hidden, stepped.inner
 
@@ -180,7 +180,7 @@ def products(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
         found = run()
         if bands.broken():
             return math.inf
-        # Six roundings, of numbers that are no larger than the largest.
+        # Six roundings, each of a number that is at most the largest.
         pairs = [
             (found, query),
             *((pool[slots], truth[slots]) for pool, truth in zip((keys, values), exact, strict=True)),
@@ -192,12 +192,12 @@ def products(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
 
 def _sums(x: Tensor, weight: Tensor) -> Tensor:
-    """Bounds of what adding up in float32 errs by: four roundings of the sum of all magnitudes."""
+    """Returns bounds of the errors of float32 sums: four roundings of the sum of all magnitudes."""
     return 4 * SINGLE.eps * (x.double().abs() @ weight.double().abs().T)
 
 
 def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotated heads in float64, and the bound of what three roundings make of each number."""
+    """Returns rotated heads in float64, and each number's bound for three roundings."""
     wide = heads.double()
     first, second = wide.chunk(2, dim=-1)
     products = wide * cosine.double()[:, None], torch.cat([-second, first], dim=-1) * sine.double()[:, None]
@@ -206,13 +206,13 @@ def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor
 
 
 def _rows(count: int, size: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
-    """Rows of very different magnitudes."""
+    """Draws rows of very different magnitudes."""
     drawn = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
     return (drawn * torch.logspace(-2, 2, count)[:, None]).to(device, dtype)
 
 
 def _least(dtype: torch.dtype) -> float:
-    """The distance of the smallest numbers of a type."""
+    """Returns the distance between the smallest numbers of a type."""
     kind = torch.finfo(dtype)
     return kind.smallest_normal * kind.eps
 

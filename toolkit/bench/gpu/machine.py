@@ -35,7 +35,7 @@ class Figure:
 
 
 def machine(setting: Setting) -> list[Item]:
-    """The items of the phase."""
+    """Returns the items of the phase."""
     parts = {"versions": _versions, "host": _host, "device": _device, "ceilings": _ceilings, "launches": _launches}
     return [Item(name, partial(part, setting)) for name, part in parts.items()]
 
@@ -91,7 +91,7 @@ def _ceilings(setting: Setting) -> Iterator[Figure]:
 
 
 def _launches(setting: Setting) -> Iterator[Figure]:
-    """Time of the host per launch, without waiting for the GPU."""
+    """Yields the host's time per launch, without waiting for the GPU."""
     names = ("launch of an empty kernel of torch", "launch of a kernel of Triton", "replay of a graph")
     if not setting.on_gpu:
         yield from (Figure(name, None, "us") for name in names)
@@ -110,7 +110,7 @@ def _host_us(run: Callable[[], object]) -> float:
     for _ in range(5):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        for _ in range(_CALLS // 5):  # the queue of the GPU has room for as many
+        for _ in range(_CALLS // 5):  # as many as the GPU's queue holds
             run()
         times.append((time.perf_counter() - begun) / (_CALLS // 5))
     torch.cuda.synchronize()

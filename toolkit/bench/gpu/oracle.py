@@ -1,4 +1,4 @@
-"""Drafters of a known acceptance: they replay recorded greedy tokens, some of them made wrong."""
+"""Drafters of known acceptance: they replay recorded greedy tokens, with wrong tokens in some places."""
 
 import random
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ from arbordraft.target.model import RaggedModel
 
 
 class Recorded:
-    """Texts of which each token is replayed rightly with a given probability.
+    """Recorded texts; each token is replayed correctly with a given probability.
 
     Args:
         texts: token ids, prompts included.
-        acceptance: probability that a token is the recorded one, 0 to 1; decided by seed and position alone.
-        vocab_size: of the target.
-        seed: of the wrong tokens' positions.
+        acceptance: probability that a token is the recorded one, 0 to 1; only seed and position decide.
+        vocab_size: vocabulary size of the target.
+        seed: seed of the wrong tokens' positions.
     """
 
     def __init__(self, texts: Sequence[Sequence[int]], acceptance: float, vocab_size: int, seed: int = 0) -> None:
         self.texts, self.acceptance, self.vocab_size, self.seed = texts, acceptance, vocab_size, seed
 
     def belonging_to(self, prompt: Sequence[int]) -> Sequence[int]:
-        """The text that begins with a prompt; an empty one if none does."""
+        """Returns the text that begins with a prompt; an empty text if none does."""
         return next((text for text in self.texts if list(text[: len(prompt)]) == list(prompt)), ())
 
     def token(self, text: Sequence[int], position: int) -> int | None:
-        """The draft of a position; ``None`` behind the end of the text."""
+        """Returns the draft of a position; ``None`` after the end of the text."""
         if position >= len(text):
             return None
         right = random.Random(f"{self.seed}-{position}").random() < self.acceptance
@@ -80,7 +80,7 @@ class OracleOnHead(EagleDrafter):
 
     Args:
         recorded: the texts.
-        head: of any weights.
+        head: EAGLE head of any weights.
         target: the target.
     """
 
@@ -97,7 +97,7 @@ class OracleOnHead(EagleDrafter):
         self, state: Any, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
     ) -> Drafted | None:
         if context.static is not None:
-            context = replace(context, static=context.static.alone)  # the step is to see what is changed below
+            context = replace(context, static=context.static.alone)  # so that the step sees the tokens changed below
         drafted = super().propose_trees(state, context, samples, growth, draws)
         if drafted is None:
             return None
@@ -110,7 +110,7 @@ class OracleOnHead(EagleDrafter):
                 token = self.recorded.token(self._texts[sample], position)
                 if not siblings or token is None:
                     break
-                for row in siblings[1:]:  # siblings differ
+                for row in siblings[1:]:  # siblings must differ
                     if tokens[row] == token:
                         tokens[row] = tokens[siblings[0]]
                 tokens[siblings[0]] = token

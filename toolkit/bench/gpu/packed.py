@@ -1,4 +1,4 @@
-"""Random packed rows for attention: the same problem for the Triton kernel, for its truth and for its peers.
+"""Random packed rows for attention, which the Triton kernel, its float64 reference and its peers share.
 
 Shapes: T packed rows, B samples, P pool rows, n most rows of a sample, L most keys, Hq/Hkv query and key heads,
 G = Hq / Hkv, D head size.
@@ -19,12 +19,12 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_at
 from arbordraft.trees.masks import stack_words
 from arbordraft.trees.topology import TreeTopology, ancestor_words
 
-_WIDE = 64  # masks as wide as a multiple of this are read as they are
+_WIDE = 64  # masks whose width is a multiple of this are read without changes
 
 
 @dataclass
 class Packed:
-    """The rows of some trees, and their keys in slabs side by side.
+    """Packed rows of some trees, and their keys in adjacent slabs.
 
     If ``causal``, the trees are prompts instead: every row sees the rows before it.
     """
@@ -49,7 +49,7 @@ class Packed:
         causal: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> "Packed":
-        """Normal numbers."""
+        """Draws normal numbers."""
         batch = _layout(past, trees, causal, device)
         pool = sum(past) + sum(batch.rows)
         query, keys, values = (
@@ -64,11 +64,11 @@ class Packed:
         return float(self.query.shape[-1]) ** -0.5
 
     def lengths(self) -> list[int]:
-        """Keys of every sample."""
+        """Returns the number of keys of every sample."""
         return [p + n for p, n in zip(self.batch.past, self.batch.rows, strict=True)]
 
     def exact(self, sample: int, **options: Any) -> Tensor:
-        """``[n_b, Hq, D]`` of one sample in float64."""
+        """Computes ``[n_b, Hq, D]`` attention of one sample in float64."""
         first, rows, start = sum(self.batch.rows[:sample]), self.batch.rows[sample], self.batch.starts[sample]
         slab = slice(start, start + self.lengths()[sample])
         batch = _layout([self.batch.past[sample]], [self.trees[sample]], self.causal, self.query.device)
@@ -78,21 +78,21 @@ class Packed:
         return ragged_tree_attention_reference(query, keys, values, batch, scale=self.scale, **options)
 
     def padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``[B, Hq, n, D]`` queries, ``[B, Hkv, L, D]`` keys and values, and the ``[B, n, L]`` mask of what is seen."""
+        """Returns ``[B, Hq, n, D]`` queries, ``[B, Hkv, L, D]`` keys and values, and their ``[B, n, L]`` mask."""
         batch, lengths = self.batch, self.lengths()
         query = pad_sequence(self.query.split(list(batch.rows)), batch_first=True).transpose(1, 2).contiguous()
         more = -max(lengths) % _WIDE
         pools = (pad_sequence(pool.split(lengths), batch_first=True) for pool in (self.keys, self.values))
         keys, values = (F.pad(pool, (0, 0, 0, 0, 0, more)).transpose(1, 2).contiguous() for pool in pools)
         sees = query.new_zeros(len(lengths), query.shape[2], keys.shape[2], dtype=torch.bool)
-        sees[:, :, 0].fill_(True)  # rows that are padding see something, lest they be NaN
+        sees[:, :, 0].fill_(True)  # padding rows must see a key, or they become NaN
         for sample, (n, past) in enumerate(zip(batch.rows, batch.past, strict=True)):
             sees[sample, :n, :past].fill_(True)
             sees[sample, :n, past : past + n].copy_(self.visible(sample))
         return query, keys, values, sees
 
     def visible(self, sample: int) -> Tensor:
-        """``[n_b, n_b]`` bool: what the rows of a sample see of each other."""
+        """Returns ``[n_b, n_b]`` bool: which rows of a sample each of its rows sees."""
         visible = self.trees[sample].visible
         return torch.ones_like(visible).tril() if self.causal else visible
 
@@ -115,7 +115,10 @@ def _layout(past: Sequence[int], trees: Sequence[TreeTopology], causal: bool, de
 
 
 def sdpa(packed: Packed) -> Callable[[], Tensor]:
-    """PyTorch's attention, ``[B, Hkv, G * n, D]``: a padded batch, a dense mask, a group's heads stacked as rows."""
+    """Returns a call of PyTorch's attention, ``[B, Hkv, G * n, D]``, on a padded batch with a dense mask.
+
+    The heads of a group are stacked as rows.
+    """
     query, keys, values, sees = packed.padded()
     group = query.shape[1] // keys.shape[1]
     stacked = query.unflatten(1, (-1, group)).flatten(2, 3)
@@ -124,9 +127,9 @@ def sdpa(packed: Packed) -> Callable[[], Tensor]:
 
 
 def flash(packed: Packed) -> Callable[[], object]:
-    """flash-attention for packed samples, without padding; causal, as it knows no trees.
+    """Returns a call of flash-attention, ``[T, Hq, D]``, on packed samples; causal, as it supports no trees.
 
-    It is the package's, if that is installed, or else PyTorch's own build; it gives ``[T, Hq, D]``.
+    The call uses the package ``flash_attn`` if it is installed, or else PyTorch's own build.
     """
     device, batch = packed.query.device, packed.batch
     rows, keys = (
@@ -141,7 +144,7 @@ def flash(packed: Packed) -> Callable[[], object]:
         from torch.nn.attention.varlen import varlen_attn
 
         options: dict[str, Any] = {"scale": packed.scale, "window_size": (-1, 0)}
-        if "enable_gqa" in signature(varlen_attn).parameters:  # torch 2.11 shares key heads without being told
+        if "enable_gqa" in signature(varlen_attn).parameters:  # torch 2.11 shares key heads without this option
             options["enable_gqa"] = True
         return lambda: varlen_attn(*tensors, **options)
     return lambda: flash_attn_varlen_func(*tensors, softmax_scale=packed.scale, causal=True)

@@ -1,4 +1,4 @@
-"""The phases of ``arbordraft bench gpu``, in their order; nothing is imported before a phase begins."""
+"""The phases of ``arbordraft bench gpu``, in their order; each imports its module only when it begins."""
 
 from arbordraft.bench.gpu.run import Planned
 

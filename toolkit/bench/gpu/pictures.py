@@ -1,4 +1,4 @@
-"""Pictures of a GPU's measurements: how near kernels come to the roofline, what steps take and of what."""
+"""Plots of GPU measurements: kernels against the roofline, times of steps, and parts of a step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 KINDS = (KernelRow, StepRow, ProfileRow)
-_WIDTH = 52  # letters of a name
-_SUMS = ("step", "launches of kernels and copies")  # figures that are made of others
+_WIDTH = 52  # characters of a name
+_SUMS = ("step", "launches of kernels and copies")  # totals of other figures
 
 
 def panels(rows: Sequence[Any]) -> Iterator[Callable[["Axes", dict[str, str]], None]]:
-    """What draws each of the pictures that some measurements have."""
+    """Yields a drawing function for each plot of some measurements."""
     kernels = [row for row in rows if isinstance(row, KernelRow) and row.of_roofline is not None]
     if kernels:
         shares = [(f"{row.kernel}, {row.case}", row.of_roofline, f"{row.us:.0f} µs") for row in kernels]
@@ -45,7 +45,7 @@ def _said(row: StepRow) -> str:
 
 
 def _bars(title: str, label: str, told: Sequence[tuple[str, Any, str]]) -> Callable[["Axes", dict[str, str]], None]:
-    """Bars with names at their left and notes behind them, in the order of the rows."""
+    """Builds a panel of bars, names at their left and notes at their right, in the order of the rows."""
 
     def draw(axes: "Axes", _: dict[str, str]) -> None:
         places = range(len(told))

@@ -1,4 +1,4 @@
-"""A problem for one kernel: its result against float64 within what rounding explains, its time against its peers."""
+"""Problems for single kernels: results against float64 up to rounding, times against peers."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +14,12 @@ from arbordraft.kernels import choice
 from arbordraft.kernels.work import Work
 
 ATTENTION = "ragged_tree_attention"
-GUARD = 64  # elements in front of a buffer and behind it
-_POISON = -77  # of integers
+GUARD = 64  # elements before and after a buffer
+_POISON = -77  # fills integer buffers
 
 
 class Goal(NamedTuple):
-    """The bound that a kernel should reach: a share ``of copy`` at least, or microseconds (``us``) at most."""
+    """A bound that a kernel should reach: at least a share ``of copy``, or fewer than some microseconds (``us``)."""
 
     figure: str
     bound: float
@@ -28,7 +28,7 @@ class Goal(NamedTuple):
         return f">= {self.bound:.0%} of copy" if self.figure == "of copy" else f"< {self.bound:.0f} us"
 
     def reached(self, us: float, of_copy: float) -> bool:
-        """Whether a measurement does."""
+        """Returns whether a measurement reaches the bound."""
         return of_copy >= self.bound if self.figure == "of copy" else us < self.bound
 
 
@@ -40,12 +40,12 @@ class Problem:
         kernel: its operator.
         case: sizes and options.
         run: the call.
-        error: calls it and returns its error against float64, or 0 and infinity for integers and copies.
+        error: makes the call and returns its error against float64; 0 or infinity for integers and copies.
         allowed: the largest error that rounding explains, in the same unit.
-        dtype: of its floating-point inputs.
-        work: bytes and operations; without them it is not timed.
-        goal: the time that it should reach.
-        peers: calls of other libraries for the same result. Each is made when it is timed, as it needs memory.
+        dtype: type of the floating-point inputs.
+        work: bytes and operations; ``None`` for a problem that is not timed.
+        goal: bound for the time.
+        peers: makers of calls of other libraries for the same result; each runs only when timed, as it needs memory.
     """
 
     kernel: str
@@ -65,15 +65,15 @@ class KernelRow:
 
     Args:
         error: against float64, in the unit of ``allowed``; ``None`` where only time is measured.
-        allowed: what rounding explains.
-        correct: whether the error is no larger; ``None`` where only time is measured.
-        us: median microseconds, those of peers beside it; ``None`` without a GPU.
-        of_copy: bytes that have to be moved per second, as a share of a large copy's.
+        allowed: largest error that rounding explains.
+        correct: whether the error is at most ``allowed``; ``None`` where only time is measured.
+        us: median microseconds, like the times of peers; ``None`` without a GPU.
+        of_copy: necessary bytes per second, as a share of a large copy's.
         of_roofline: least time by this device's own copy and matrix product, as a share of the time.
-        sdpa_us: PyTorch's attention with a dense mask, padded.
-        flash_us: flash-attention for packed samples, causal: it knows no trees.
-        torch_us: PyTorch's own operators, for kernels other than attention.
-        reached: ``"reached"`` or ``"missed"``; a goal of bandwidth only where memory is what bounds the kernel.
+        sdpa_us: time of PyTorch's attention, padded, with a dense mask.
+        flash_us: time of flash-attention for packed samples; causal, as it supports no trees.
+        torch_us: time of PyTorch's own operators, for kernels other than attention.
+        reached: ``"reached"`` or ``"missed"``; a bandwidth goal counts only if memory bounds the kernel.
     """
 
     kernel: str
@@ -93,7 +93,7 @@ class KernelRow:
 
     @property
     def table(self) -> str:
-        """Title of the table that it belongs to: attention has peers of its own."""
+        """Title of the row's table: attention has peers of its own."""
         return "attention" if self.kernel == ATTENTION else "other kernels"
 
 
@@ -112,7 +112,7 @@ def timed(problem: Problem, watch: Stopwatch, tell: Callable[[str], object] = pr
     needed = problem.work
     assert needed is not None
     us = watch.seconds(problem.run) * 1e6
-    throughput = watch.throughput if needed.matrix else math.inf  # of other operations nothing is known
+    throughput = watch.throughput if needed.matrix else math.inf  # unknown for other operations
     of_copy = needed.bytes / (us * 1e-6) / watch.bandwidth
     times: dict[str, Any] = {
         "us": us,
@@ -122,8 +122,8 @@ def timed(problem: Problem, watch: Stopwatch, tell: Callable[[str], object] = pr
     for name, make in problem.peers.items():
         try:
             times[f"{name}_us"] = watch.seconds(make()) * 1e6
-        except (RuntimeError, ImportError) as failure:  # it may not know the case, or want too much memory
-            tell(f"{name} has no time for {problem.case}: {str(failure).splitlines()[0]}")
+        except (RuntimeError, ImportError) as failure:  # it may lack the case or need too much memory
+            tell(f"{name} cannot be timed for {problem.case}: {str(failure).splitlines()[0]}")
             torch.cuda.empty_cache()
     goal = problem.goal
     computes = needed.flops / throughput > needed.bytes / watch.bandwidth
@@ -133,22 +133,22 @@ def timed(problem: Problem, watch: Stopwatch, tell: Callable[[str], object] = pr
 
 
 def named(dtype: torch.dtype) -> str:
-    """Short name of a type."""
+    """Returns the short name of a type."""
     return str(dtype).removeprefix("torch.")
 
 
 def largest_error(result: Tensor, exact: Tensor) -> float:
-    """The largest difference, as a share of the largest exact value."""
+    """Returns the largest difference, as a share of the largest exact value."""
     return float((result.double() - exact).abs().max() / exact.abs().max())
 
 
 def share_of(result: Tensor, exact: Tensor, bound: Tensor) -> float:
-    """The largest difference, as a share of a bound for each element; NaN where the result is."""
+    """Returns the largest difference, as a share of each element's bound; NaN if the result holds one."""
     return float(((result.double() - exact).abs() / bound).max())
 
 
 def unequal(result: Tensor, expected: Tensor) -> float:
-    """0 if all bits are the same, else infinity."""
+    """Returns 0 if all bits are equal, else infinity."""
     return 0.0 if torch.equal(_bits(result), _bits(expected)) else math.inf
 
 
@@ -157,13 +157,13 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The largest relative error of rounding to a type; the interpreter cuts bfloat16 off, which errs twice as much."""
+    """Returns the largest relative rounding error of a type, doubled where the interpreter truncates bfloat16."""
     cut = choice.interpreted() and dtype == torch.bfloat16
     return torch.finfo(dtype).eps * (1.0 if cut else 0.5)
 
 
 class Bands:
-    """Buffers of NaN, or of ``-77``, with guard bands on both sides that nobody may write to."""
+    """Buffers filled with NaN or ``-77``, between guard bands that no kernel may write to."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Tensor, int]] = []
@@ -172,7 +172,7 @@ class Bands:
         return len(self._made)
 
     def empty(self, like: Tensor, shape: torch.Size, **kind: Any) -> Tensor:
-        """A poisoned buffer, contiguous."""
+        """Returns a poisoned contiguous buffer."""
         numel = shape.numel()
         buffer = _NEW_EMPTY(like, numel + 2 * GUARD, **kind)
         buffer.fill_(float("nan") if buffer.is_floating_point() else _POISON)
@@ -180,7 +180,7 @@ class Bands:
         return buffer[GUARD : GUARD + numel].view(shape)
 
     def broken(self) -> bool:
-        """Whether a band has been written to."""
+        """Returns whether a kernel has written to a guard band."""
         for buffer, numel in self._made:
             for band in (buffer[:GUARD], buffer[GUARD + numel :]):
                 kept = band.isnan() if band.is_floating_point() else band == _POISON
@@ -194,7 +194,7 @@ _NEW_EMPTY = torch.Tensor.new_empty
 
 @contextmanager
 def poisoned() -> Iterator[Bands]:
-    """Makes ``Tensor.new_empty``, of which kernels get all their buffers, return poisoned ones with guard bands."""
+    """Makes ``Tensor.new_empty``, which allocates all buffers of kernels, return poisoned ones with guard bands."""
     bands = Bands()
 
     def new_empty(self: Tensor, *size: Any, dtype: Any = None, device: Any = None) -> Tensor:

@@ -30,17 +30,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def explained(dtype: torch.dtype, size: int) -> float:
-    """The error of attention that rounding explains, as a share of the largest value.
+    """Returns the attention error that rounding explains, as a share of the largest value.
 
-    A step of the type, for weights and results that are rounded to it, which the interpreter cuts off. In float32 a
-    score is a sum of ``size`` products, about the root of ``size`` as large and off by four times the root of as many
-    roundings.
+    The first term is one step of the type: weights and results are rounded to it, or truncated by the interpreter. The
+    second term is the error of scores in float32, sums of ``size`` products. They are about ``sqrt(size)`` large and
+    off by ``4 * sqrt(size)`` roundings.
     """
     return torch.finfo(dtype).eps + 4 * size * 2.0**-24
 
 
 def attention(shape: Shape, device: torch.device) -> Problem:
-    """Equal trees behind equal prefixes; only the last sample is checked."""
+    """Builds the problem of equal trees after equal prefixes; only the last sample is checked."""
     tree = TreeTopology.from_parents([(node - 1) // 2 if node else -1 for node in range(shape.tree)])
     packed = Packed.random(
         [shape.context] * shape.batch,
@@ -75,7 +75,7 @@ def attention_options(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:
-    """Ragged prefixes and trees, with one option or another; every row is checked."""
+    """Builds the problem of ragged prefixes and trees with some options; every row is checked."""
     options = dict(options)
     causal, row_invariant = options.pop("causal", False), options.pop("row_invariant", False)
     shapes = [TreeTopology.from_k_config((3, 2, 1)), TreeTopology.chain(0), TreeTopology.chain(70)]
@@ -104,7 +104,7 @@ def _attention(packed: Packed, **options: Any) -> Callable[[], Tensor]:
 
 
 def kv_append(stepped: Stepped, device: torch.device) -> Problem:
-    """The rows of all trees, written to every layer."""
+    """Builds the problem of writing the rows of all trees to every layer."""
     rows, layers, bands = stepped.rows, range(stepped.layers), Bands()
     heads = stepped.kv_heads, stepped.size
     new = [[torch.randn(rows, *heads, device=device).to(stepped.dtype) for _ in range(2)] for _ in layers]
@@ -126,7 +126,7 @@ def kv_append(stepped: Stepped, device: torch.device) -> Problem:
 
 
 def kv_compacted(stepped: Stepped, device: torch.device) -> Problem:
-    """Every other row of each tree moves towards the front, in every layer."""
+    """Builds the problem of moving every other row of each tree towards the front, in every layer."""
     bands, rows = Bands(), stepped.samples * stepped.context
     drawn = [torch.randn(rows, stepped.kv_heads, stepped.size, device=device) for _ in range(2 * stepped.layers)]
     pools = [_pool(bands, rows, one.to(stepped.dtype)).copy_(one) for one in drawn]
@@ -150,7 +150,7 @@ def kv_compacted(stepped: Stepped, device: torch.device) -> Problem:
 
 
 def _pool(bands: Bands, rows: int, like: Tensor) -> Tensor:
-    """A pool of heads as those of ``like``, NaN wherever nothing has been written."""
+    """Returns a pool of heads like those of ``like``, NaN until rows are written."""
     return bands.empty(like, torch.Size((rows, *like.shape[1:])), dtype=like.dtype)
 
 

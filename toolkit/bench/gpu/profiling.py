@@ -13,8 +13,8 @@ from arbordraft.bench.gpu.setting import Item, Setting
 from arbordraft.bench.gpu.shapes import ON_GPU, Decode, ShapeModels
 
 _STEPS = 8
-_KERNELS = 8  # largest ones that are listed
-_NAME = 90  # letters of a kernel's name
+_KERNELS = 8  # largest kernels that are listed
+_NAME = 90  # characters of a kernel's name
 _CALLS = (
     "cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernelEx", "cuLaunchKernel", "cudaMemcpyAsync",
     "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaEventRecord",
@@ -26,10 +26,10 @@ class ProfileRow:
     """One figure of a recorded step; ``None`` without a GPU.
 
     Args:
-        figure: what is counted, or a kernel's name.
-        per_step: times that it happens in a step, or the figure itself.
-        us: microseconds of it in a step.
-        share: of the step.
+        figure: name of the counted event or of a kernel.
+        per_step: number of events in a step, or the figure itself.
+        us: microseconds of the events in a step.
+        share: share of the step's time.
     """
 
     model: str
@@ -45,7 +45,7 @@ class ProfileRow:
 
 
 def profiles(setting: Setting) -> list[Item]:
-    """The items of the phase."""
+    """Returns the items of the phase."""
     models = ShapeModels(setting.device, setting.seed)
     names = ON_GPU[:2] if setting.on_gpu else ("tiny",)
     return [Item(name, partial(_step, models, name, setting)) for name in names]
@@ -77,7 +77,7 @@ def _step(models: ShapeModels, name: str, setting: Setting) -> Iterator[ProfileR
 
 
 def _events(decode: Decode, steps: int, on_gpu: bool) -> tuple["_Counts", "_Counts"]:
-    """Counts and microseconds of all events of a decode, by device and name."""
+    """Returns counts and microseconds of all events of a decode, by device and name."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
         decode(steps)
@@ -93,7 +93,7 @@ def _events(decode: Decode, steps: int, on_gpu: bool) -> tuple["_Counts", "_Coun
 
 
 class _Counts(dict[str, float]):
-    """Numbers by name, 0 for names that it lacks."""
+    """Numbers by name, 0 for missing names."""
 
     def __missing__(self, name: str) -> float:
         return 0.0

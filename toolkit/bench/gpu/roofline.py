@@ -1,4 +1,4 @@
-"""Lower bounds of the Triton kernels' times: bytes over bandwidth, or operations over throughput, whichever is more.
+"""Lower bounds of the Triton kernels' times: the larger of bytes / bandwidth and operations / throughput.
 
 Shapes: V vocabulary.
 """
@@ -15,20 +15,20 @@ from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.work import Work
 
 QUERY_HEADS = 32
-FEW_ROWS = 32  # of products with weights, about as many as a tree has
+FEW_ROWS = 32  # rows of products with weights, about those of one tree
 FAST = Goal("us", 100)
 Out = TypeVar("Out")
 
 
 class Device(NamedTuple):
-    """Figures of a data sheet.
+    """Figures of a GPU's data sheet.
 
     Args:
-        bandwidth: of its memory, bytes per second.
-        throughput: of its matrix units in bfloat16, dense, operations per second.
-        vector: of all else, one operation per lane and clock: half of the float32 flops of a data sheet.
+        bandwidth: bytes per second of its memory.
+        throughput: operations per second of its matrix units in bfloat16, dense.
+        vector: operations per second of all other units, one per lane and clock: half the float32 flops of the sheet.
         processors: streaming multiprocessors or compute units.
-        hip: whether it is AMD's.
+        hip: whether it is an AMD GPU.
     """
 
     name: str
@@ -46,12 +46,12 @@ DEVICES = (H100, A100, MI300X)
 
 
 class Shape(NamedTuple):
-    """One attention problem: ``batch`` trees of one size behind ``context`` committed keys.
+    """One attention problem: ``batch`` trees of one size, each after ``context`` committed keys.
 
     Args:
         tree: rows of each tree.
         group: query heads that share a key head.
-        size: numbers of a head.
+        size: head size.
         heads: query heads.
     """
 
@@ -68,7 +68,7 @@ class Shape(NamedTuple):
         return f"{self.batch} x {self.context} keys, trees of {self.tree}, {heads}"
 
     def work(self, splits: int = 1) -> Work:
-        """Bytes and operations."""
+        """Returns bytes and operations."""
         return work.attention(
             [self.tree] * self.batch,
             [self.context] * self.batch,
@@ -82,23 +82,23 @@ class Shape(NamedTuple):
         )
 
     def splits(self, processors: int, hip: bool = False) -> int:
-        """Into how many parts prefixes are cut on a device."""
+        """Returns the number of parts that each prefix is split into on a device."""
         tiles, key_bytes = self.batch * self.heads // self.group, 2 * self.size * self.dtype.itemsize
         return choose(self.tree, self.group, tiles, self.context, processors, key_bytes, hip=hip).splits
 
 
 class Stepped(NamedTuple):
-    """Shapes of the kernels other than attention: a batch of equal trees, which are grown, verified and compacted.
+    """Shapes for the kernels other than attention: a batch of equal trees to grow, verify and compact.
 
     Args:
         tree: children of every node of each level, as for ``TreeTopology.from_k_config``.
         context: pool rows of a sample.
-        moves: rows of a sample that move.
-        level: nodes of a sample whose ``children`` are found at a time.
+        moves: rows of a sample that compaction moves.
+        level: nodes of a sample that get their ``children`` at a time.
         heads: query heads of a layer.
-        hidden: numbers of a row between layers.
-        inner: numbers of a row within an MLP.
-        dtype: of scores and of rows.
+        hidden: hidden size of the model.
+        inner: inner size of an MLP.
+        dtype: type of scores and rows.
     """
 
     samples: int = 32
@@ -130,7 +130,7 @@ class Stepped(NamedTuple):
         return self.samples * sum(self.levels)
 
     def parts(self) -> Iterator[tuple[str, str, Work]]:
-        """``(kernel, case, work)`` of every kernel, and of a whole verification."""
+        """Yields ``(kernel, case, work)`` of every kernel, and of a whole verification."""
         inner, children, row_size = self.samples * sum(self.levels[:-1]), max(self.tree), self.kv_heads * self.size
         cache = f"{self.layers} layers of {self.kv_heads} heads of {self.size}"
         rows = f"V={self.vocabulary}"
@@ -180,7 +180,7 @@ class Stepped(NamedTuple):
         note: str = "",
         peer: Callable[[], object] | None = None,
     ) -> Problem:
-        """One of them as a problem to solve in Triton; ``peer`` does the same with PyTorch's operators."""
+        """Builds the problem of one kernel in Triton; ``peer`` does the same work with PyTorch's operators."""
         case, needed = {name: (case, needed) for name, case, needed in self.parts()}.get(kernel, ("", None))
         goal = FAST if kernel in ("row_stats", "verify_tree") else None
         peers = {"torch": lambda: peer} if peer is not None else {}
@@ -188,7 +188,7 @@ class Stepped(NamedTuple):
 
 
 def in_triton(call: Callable[[], Out]) -> Callable[[], Out]:
-    """The call, with Triton for all operators."""
+    """Wraps a call so that all operators run in Triton."""
 
     def run() -> Out:
         with choice.use("triton"):
@@ -206,10 +206,10 @@ class Prediction:
 
     Args:
         intensity: flops per byte.
-        bound: ``memory``, or the devices on which it is bound by compute.
-        splits: parts of the prefixes on the three, for attention.
-        partial: partial results that the first of them writes and reads, which the L2 cache may hold, as a share of the
-            bytes above, in which they do not count.
+        bound: ``memory``, or the devices on which compute bounds the kernel.
+        splits: parts of each prefix on the three devices, for attention.
+        partial: partial results that the H100 writes and reads, as a share of ``megabytes``, which excludes them. The
+            L2 cache may hold them.
     """
 
     kernel: str
@@ -226,12 +226,12 @@ class Prediction:
 
     @property
     def table(self) -> str:
-        """Title of the table that it belongs to: only attention has splits."""
+        """Title of the row's table: only attention has splits."""
         return "bounds of attention" if self.kernel == ATTENTION else "bounds of other kernels"
 
 
 def predictions(shapes: Sequence[Shape], stepped: Stepped) -> Iterator[Prediction]:
-    """The roofline of every kernel and problem."""
+    """Yields the lower bounds of every attention problem and every other kernel."""
     for shape in shapes:
         cuts = [shape.splits(device.processors, device.hip) for device in DEVICES]
         needed = shape.work()
@@ -264,7 +264,7 @@ def _predicted(kernel: str, case: str, needed: Work) -> Prediction:
 
 
 def fitting_shapes(shapes: Sequence[Shape], memory: int, tell: Callable[[str], object]) -> list[Shape]:
-    """The shapes whose keys fit into ``memory`` bytes twice, once packed and once padded, with a fifth to spare."""
+    """Returns the shapes whose keys fit into ``memory`` bytes twice, packed and padded, with a fifth to spare."""
     small = [shape for shape in shapes if 2.5 * shape.work().bytes < memory]
     for shape in set(shapes) - set(small):
         tell(f"left out, as it does not fit into {memory / 1e9:.0f} GB: {shape}")

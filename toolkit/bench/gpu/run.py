@@ -28,10 +28,10 @@ class PhaseResult:
 
     Args:
         state: ``waiting``, ``running``, ``done``, ``out of time``, ``failed`` or ``interrupted``.
-        seconds: spent on it.
+        seconds: time of the phase.
         left_out: names of the items that its deadline left no time for.
-        errors: of items that failed, by name.
-        rows: its measurements, which are dataclasses.
+        errors: messages of the items that failed, by name.
+        rows: measurements of the phase, which are dataclasses.
     """
 
     state: str = "waiting"
@@ -42,7 +42,7 @@ class PhaseResult:
 
     @property
     def wrong(self) -> list[Any]:
-        """Rows that say that a result is wrong."""
+        """Rows of wrong results."""
         return [row for row in self.rows if getattr(row, "correct", None) is False]
 
 
@@ -53,9 +53,9 @@ class Planned:
     Args:
         items: the function that makes its items, a :data:`~arbordraft.bench.gpu.setting.Phase`, as
             ``"package.module:function"``.
-        weight: share of the time, relative to the phases behind it.
-        checks: whether it checks correctness, so that its failure is the command's.
-        interpreted: whether on a CPU its kernels run in Triton's interpreter, and not in plain PyTorch.
+        weight: share of the remaining time, relative to the later phases.
+        checks: whether it checks correctness, so that the command fails if the phase does.
+        interpreted: whether its kernels run in Triton's interpreter on a CPU, and not in plain PyTorch.
     """
 
     items: str
@@ -71,8 +71,8 @@ class GpuBench:
         folder: where ``gpu.json`` is written.
         phases: by name, in their order.
         setting: device and seed.
-        minutes: of all phases together. A phase may use its share of those that are left.
-        shown: is called with the name and the result of each phase that has ended.
+        minutes: time of all phases together. A phase may use its share of the remaining minutes.
+        shown: receives the name and the result of each phase that has ended.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class GpuBench:
 
     @property
     def right(self) -> bool:
-        """Whether all checks that ran agree, and none has failed."""
+        """Whether all checks that ran agree and none has failed."""
         checking = [self.results[name] for name, phase in self.phases.items() if phase.checks]
         return not any(result.wrong or result.errors for result in checking)
 
@@ -98,7 +98,7 @@ class GpuBench:
         """Runs all phases; returns :attr:`right`.
 
         Raises:
-            KeyboardInterrupt: if it is interrupted; the file then holds all rows until there.
+            KeyboardInterrupt: if it is interrupted; the file then holds all rows so far.
             WriteError: if the file cannot be written.
         """
         self._about = provenance()
@@ -124,7 +124,7 @@ class GpuBench:
                     break
                 try:
                     result.rows.extend(item.run())
-                except Exception as error:  # whatever a driver, a compiler or a model raises
+                except Exception as error:  # drivers, compilers and models raise errors of any type
                     result.errors[item.name] = described(error)
                     self.setting.free()
                 if time.monotonic() > saved + _SAVED:
@@ -150,12 +150,12 @@ class GpuBench:
             return []
 
     def save(self) -> None:
-        """Writes what there is."""
+        """Writes all results so far."""
         device = self.setting.device.type
         report = {
             "provenance": self._about,
             "settings": {"device": device, "minutes": self.minutes, "seed": self.setting.seed},
-            "timed": self.setting.on_gpu,  # or times say nothing
+            "timed": self.setting.on_gpu,  # times of a CPU are meaningless
             "right": self.right,
             "phases": {
                 name: vars(result) | {"rows": [asdict(row) for row in result.rows]}
@@ -167,7 +167,7 @@ class GpuBench:
 
 @contextmanager
 def _in_plain_torch() -> Iterator[None]:
-    """Lets operators run in plain PyTorch, also those that would run in Triton's interpreter."""
+    """Makes all operators run in plain PyTorch, even if Triton's interpreter is on."""
     kept = os.environ.pop(choice.INTERPRETER, None)
     try:
         with choice.use("reference"):
@@ -178,7 +178,7 @@ def _in_plain_torch() -> Iterator[None]:
 
 
 def print_phase(console: Console, name: str, result: PhaseResult) -> None:
-    """Prints the outcome of a phase: its tables, wrong results first, and what failed or was left out."""
+    """Prints the outcome of a phase: its tables, wrong results first, then items that failed or were left out."""
     console.print(f"{name}: {result.state}, {result.seconds or 0:.1f} s", style="bold")
     print_tables(console, [*result.wrong, *(row for row in result.rows if row not in result.wrong)])
     for item, error in result.errors.items():
@@ -193,7 +193,7 @@ def print_phase(console: Console, name: str, result: PhaseResult) -> None:
 
 
 def described(error: Exception) -> str:
-    """Kind and message of an error, in one line of at most 400 letters."""
+    """Returns type and message of an error, in one line of at most 400 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 

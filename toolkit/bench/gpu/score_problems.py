@@ -1,4 +1,4 @@
-"""Problems of the kernels that read scores: verification, truncation and tree growth.
+"""Problems for the kernels that read scores: verification, truncation and tree growth.
 
 Shapes: R rows of scores, N nodes, V vocabulary.
 """
@@ -24,11 +24,11 @@ from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import Lifted, RecursiveRejection, TopDown
 from arbordraft.verifiers.packed import pack
 
-SUMS = 1e-4  # of float32 sums over a vocabulary
+SUMS = 1e-4  # allowed error of float32 sums over a vocabulary
 
 
 def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
-    """The passes over scores of which verification consists, one by one."""
+    """Yields a problem for each pass over scores that verification consists of."""
     generator = torch.Generator().manual_seed(0)
     vocabulary, rows, inner = stepped.vocabulary, stepped.rows, stepped.samples * sum(stepped.levels[:-1])
     scores = _scores(rows, stepped, device)
@@ -48,7 +48,7 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
     def highest() -> float:
         values, place = row_max(scores)
-        best, first = scores.max(dim=-1)  # of several, torch returns any
+        best, first = scores.max(dim=-1)  # among equal maxima, torch returns any
         right = unequal(values, best.float()) + unequal(scores.gather(1, place[:, None])[:, 0], best)
         return right if bool((place <= first).all()) else torch.inf
 
@@ -63,7 +63,7 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     arguments = (scores, lse.float(), draft, row, row, weight, taken, special)
 
     def left(nodes: slice) -> tuple[Tensor, Tensor]:
-        """R and q of some nodes in float64, by chunk."""
+        """Returns r and q of some nodes in float64, by chunk."""
         p = (scores[row[nodes]].double() - lse[row[nodes], None]).exp() * weight[nodes, None]
         q = draft[row[nodes]].double()
         r = (p - taken[nodes, None] * q).clamp(min=0)
@@ -74,7 +74,7 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     def sums() -> float:
         masses = left_mass(*arguments)
         errors = []
-        for begin in range(0, inner, 32):  # in float64 a few rows at a time
+        for begin in range(0, inner, 32):  # a few rows at a time, as float64 takes memory
             nodes = slice(begin, begin + 32)
             errors += [largest_error(f[nodes], e.sum(dim=-1)) for f, e in zip(masses, left(nodes), strict=True)]
         return max(errors)
@@ -94,11 +94,11 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
 
 def truncation(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
-    """Thresholds of top-k and of top-p."""
+    """Yields problems of finding the thresholds of top-k and top-p."""
     scores = _scores(stepped.rows, stepped, device)
 
     def error(count: int, mass: float, find: Callable[[], Tensor]) -> float:
-        """Scores above a threshold must be too few; together with those that equal it, enough."""
+        """Checks that scores above the threshold are too few, and that scores at or above it are enough."""
         lowest = find()[:, None]
         above, kept = scores > lowest, scores >= lowest
         if count:
@@ -116,13 +116,13 @@ def truncation(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
 
 def expansion(stepped: Stepped, device: torch.device) -> Problem:
-    """The most probable children of a level."""
+    """Builds the problem of finding the most probable children of a level."""
     rows, k = stepped.samples * stepped.level, stepped.children
     scores = _scores(rows, stepped, device)
     run = partial(tree_expand, scores, k)
 
     def error() -> float:
-        """The scores of the children, against the highest there are; and their log-probabilities."""
+        """Compares the children's scores with the highest scores, and their log-probabilities with exact ones."""
         tokens, log_probs = run()
         exact = scores.double()
         chosen, best = exact.gather(1, tokens), exact.topk(k, dim=-1).values
@@ -132,7 +132,7 @@ def expansion(stepped: Stepped, device: torch.device) -> Problem:
 
 
 def drawing(stepped: Stepped, device: torch.device) -> Problem:
-    """A token behind every row, with shared noise; the first rows are compared with the definition."""
+    """Builds the problem of drawing a token per row with shared noise; compares the first rows with the definition."""
     seeds, scores = torch.arange(stepped.rows, device=device), _scores(stepped.rows, stepped, device)
     run = partial(gumbel_argmax, scores, seeds, seeds, 0.7)
 
@@ -148,7 +148,7 @@ def drawing(stepped: Stepped, device: torch.device) -> Problem:
 
 
 def noise(stepped: Stepped, device: torch.device) -> Problem:
-    """Shared noise itself, bit for bit."""
+    """Builds the problem of computing shared noise, bit for bit."""
     seeds, positions = (torch.arange(stepped.samples, device=device) + start for start in (-1, 2**31))
     run = partial(gumbel, seeds, positions, stepped.vocabulary)
     expected = partial(gumbel_reference, seeds, positions, stepped.vocabulary)
@@ -156,7 +156,7 @@ def noise(stepped: Stepped, device: torch.device) -> Problem:
 
 
 def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
-    """Whole trees from scores to tokens; the truth is the walk through one tree after the other, in float64."""
+    """Yields problems of verifying whole trees, from scores to tokens; the truth is a float64 walk, tree by tree."""
     law, topology = WithoutReplacement(max(stepped.tree)), TreeTopology.from_k_config(stepped.tree)
     generator = torch.Generator().manual_seed(0)
     scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).to(stepped.dtype)
@@ -166,7 +166,7 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     tables, draft, accept, final = pack(replace(tree, draft_rows=tree.draft_rows.to(device)), noise, device)
 
     def missed(verdicts: tuple[Tensor, Tensor], verifier: TopDown | Lifted) -> float:
-        """Distance of the tokens from those that the noise picks; infinite if a path ends elsewhere."""
+        """Returns the distance of the tokens from those that the noise picks; infinite if a path ends elsewhere."""
         wide, target = replace(tree, draft_rows=tree.draft_rows.double()), scores.double().softmax(dim=-1)
         misses = []
         for sample in wide.living:
@@ -184,7 +184,7 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
 
 def drafted_trees(topology: TreeTopology, law: DraftLaw, scores: Tensor, generator: torch.Generator) -> DraftTree:
-    """Full trees whose draft rows resemble the target's ``[B * N, V]`` scores."""
+    """Draws full trees whose draft rows resemble the target's ``[B * N, V]`` scores."""
     told = []
     for own in scores.split(topology.num_nodes):
         tokens, rows = {0: 0}, {}
@@ -203,7 +203,7 @@ def _scores(rows: int, stepped: Stepped, device: torch.device) -> Tensor:
 
 
 def _drawn(rows: int, columns: int, device: torch.device, seed: int = 0) -> Tensor:
-    """Normal numbers, which a GPU draws itself."""
+    """Draws normal numbers, on the GPU itself if ``device`` is one."""
     here = device if device.type == "cuda" else torch.device("cpu")
     drawn = torch.randn(rows, columns, generator=torch.Generator(here).manual_seed(seed), device=here)
     return drawn.to(device)
@@ -212,7 +212,7 @@ def _drawn(rows: int, columns: int, device: torch.device, seed: int = 0) -> Tens
 def _walked(
     verifier: TopDown | Lifted, tree: SampleTree, target: Tensor, accept: Sequence[float]
 ) -> tuple[int, Tensor]:
-    """The row of the last accepted node, and the ``[V]`` weights of the token behind it."""
+    """Returns the row of the last accepted node, and the ``[V]`` weights of the token after it."""
     decision = verifier.decide(tree, target)
     try:
         row, chance = next(decision)
@@ -223,7 +223,7 @@ def _walked(
 
 
 def _miss(weights: Tensor, level: Tensor, token: Tensor) -> float:
-    """Distance of a token's interval of the running sum from a level, as a share; infinite if its weight is 0."""
+    """Returns the relative distance of a level from a token's interval of the running sum; infinite for weight 0."""
     if not 0 <= token < len(weights) or weights[token] <= 0:
         return torch.inf
     above = weights[: int(token) + 1].sum()

@@ -14,13 +14,13 @@ from arbordraft.bench.gpu.timing import Stopwatch
 
 @dataclass
 class Setting:
-    """Where phases run, and until when.
+    """Device, seed and deadline of the phases.
 
     Args:
         device: a GPU; on a CPU all problems are tiny and kernels run in Triton's interpreter.
-        seed: of random weights, problems and drafts.
-        tell: is told one line at a time, for people.
-        deadline: of the current phase, as ``time.monotonic`` counts.
+        seed: seed of random weights, problems and drafts.
+        tell: receives one line at a time, for people.
+        deadline: end of the current phase, as ``time.monotonic`` counts.
     """
 
     device: torch.device
@@ -30,21 +30,21 @@ class Setting:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether times mean something."""
+        """Whether the device is a GPU, so that times are meaningful."""
         return self.device.type == "cuda"
 
     @cached_property
     def watch(self) -> Stopwatch | None:
-        """Measures times on the GPU; ``None`` on a CPU."""
+        """Stopwatch for the GPU; ``None`` on a CPU."""
         return Stopwatch(8) if self.on_gpu else None
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the deadline, 0 behind it."""
+        """Seconds until the deadline, 0 after it."""
         return max(0.0, self.deadline - time.monotonic())
 
     def free(self) -> None:
-        """Returns unused memory of the GPU."""
+        """Frees unused memory of the GPU."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
@@ -54,7 +54,7 @@ class Item(NamedTuple):
     """A part of a phase that runs whole or is left out.
 
     Args:
-        name: names it where it is left out or fails.
+        name: shown if the item is left out or fails.
         run: returns its rows, which are dataclasses.
     """
 

@@ -62,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 ON_GPU = ("llama-3.1-8b", "smollm2-135m", "qwen3-0.6b")
-DRAFT_VOCABULARY = 32000  # most tokens of a head
+DRAFT_VOCABULARY = 32000  # most tokens that a head drafts
 CHAIN, TREE = TreeTopology.chain(4), TreeTopology.from_k_config((4, 2, 1))
 _WARM = 3  # tokens of a first decode, which compiles and records
 
@@ -71,7 +71,7 @@ class Decoded(NamedTuple):
     """A decode with the times of its steps.
 
     Args:
-        times: of the ends of all steps, in seconds.
+        times: ends of all steps, in seconds.
         text: tokens of the first sample, its prompt included.
         stats: counts; ``None`` for transformers' own ``generate``.
     """
@@ -82,7 +82,7 @@ class Decoded(NamedTuple):
 
     @property
     def ms(self) -> float:
-        """Median milliseconds from one step to the next, without the first ones if there are enough; 0 for one step."""
+        """Median milliseconds between steps, without the first interval if there are enough; 0 for one step."""
         times = self.times[1:] if len(self.times) > 3 else self.times
         return 1e3 * median(end - begin for begin, end in pairwise(times)) if len(times) > 1 else 0.0
 
@@ -91,13 +91,13 @@ Decode = Callable[[int], Decoded]
 
 
 class ShapeModel:
-    """One model with its targets and a head of random weights; a prompt of random tokens.
+    """One model of random weights, its targets, a random head and a prompt of random tokens.
 
     Args:
         name: a key of ``SHAPES``.
-        device: of the weights, which are bfloat16 on a GPU and float32 elsewhere.
-        seed: of weights and prompt.
-        layers: by default as many as the shape has.
+        device: device of the weights, which are bfloat16 on a GPU and float32 elsewhere.
+        seed: seed of weights and prompt.
+        layers: number of layers; by default the shape's own.
     """
 
     def __init__(self, name: str, device: torch.device, seed: int, layers: int | None = None) -> None:
@@ -119,7 +119,7 @@ class ShapeModel:
 
     @cached_property
     def invariant(self) -> RaggedModel:
-        """The target with Triton kernels that give every row the bits that it has alone."""
+        """The target with row-invariant Triton kernels: every row has the bits that it has alone."""
         return RaggedModel(self.model, kernels="triton", row_invariant=True, self_test=False)
 
     @cached_property
@@ -131,12 +131,12 @@ class ShapeModel:
         return head.to(self.device, self.model.dtype)
 
     def request(self, count: int) -> dict[str, Any]:
-        """Arguments of ``generate`` for so many greedy tokens."""
+        """Returns arguments of ``generate`` for ``count`` greedy tokens."""
         greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         return {"attention_mask": torch.ones_like(self.ids), "max_new_tokens": count, **greedy}
 
     def generated(self, count: int) -> Decoded:
-        """Decodes by transformers' own ``generate``."""
+        """Decodes with transformers' own ``generate``."""
         clock, generate = _clock(), self.model.generate
         text: Tensor = generate(  # type: ignore[operator]
             self.ids, streamer=clock, min_new_tokens=count, **self.request(count)
@@ -144,7 +144,7 @@ class ShapeModel:
         return Decoded(clock.times[1:], text[0].tolist(), None)  # the prompt comes first
 
     def by(self, decoder: SpeculativeDecoder) -> Decode:
-        """Decodes by a decoder."""
+        """Returns a function that decodes with ``decoder``."""
 
         def decode(count: int) -> Decoded:
             times: list[float] = []
@@ -155,15 +155,15 @@ class ShapeModel:
         return decode
 
     def plain(self, rows: int | None = 1, target: RaggedModel | None = None) -> SpeculativeDecoder:
-        """A decoder without drafts whose steps have so many rows, or are not recorded for ``None``."""
+        """Builds a decoder without drafts whose steps have ``rows`` rows; ``None`` leaves steps unrecorded."""
         return SpeculativeDecoder(target or self.target, NoDrafter(), buckets=None if rows is None else (rows,))
 
     def drafting(self, tree: TreeTopology) -> SpeculativeDecoder:
-        """A decoder with the head."""
+        """Builds a decoder that drafts with the head."""
         return SpeculativeDecoder(self.target, EagleDrafter(self.head, self.target), tree, buckets=(tree.num_nodes,))
 
     def warm_up(self) -> None:
-        """Compiles all that the decoders of this model need."""
+        """Compiles all kernels that the decoders of this model need."""
         plain = [self.plain(rows) for rows in (1, 8, 32, 128)]
         if self.device.type == "cuda":
             plain += [self.plain(rows, self.invariant) for rows in (1, 32)]
@@ -172,14 +172,14 @@ class ShapeModel:
 
 
 class ShapeModels:
-    """Makes models when they are asked for and keeps the last one alone; for arguments see :class:`ShapeModel`."""
+    """Makes models on demand and keeps only the last one; for arguments see :class:`ShapeModel`."""
 
     def __init__(self, device: torch.device, seed: int, layers: int | None = None) -> None:
         self.device, self.seed, self.layers = device, seed, layers
         self._kept: ShapeModel | None = None
 
     def get(self, name: str) -> ShapeModel:
-        """The model of a name."""
+        """Returns the model of a name."""
         if self._kept is None or self._kept.name != name:
             self._kept = None
             gc.collect()
@@ -208,7 +208,7 @@ def _model(name: str, device: torch.device, layers: int | None) -> "PreTrainedMo
 
 
 def _clock() -> Any:
-    """A streamer that notes when tokens come."""
+    """Returns a streamer that notes the times of tokens."""
     from transformers.generation.streamers import BaseStreamer
 
     class Clock(BaseStreamer):

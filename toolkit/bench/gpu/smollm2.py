@@ -1,4 +1,4 @@
-"""Phase ``smollm2``: tau and tokens per second of SmolLM2 on real prompts, where its weights are in the cache."""
+"""Phase ``smollm2``: tau and tokens per second of SmolLM2 on real prompts, if its weights are in the cache."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +18,7 @@ from arbordraft.utils.choices import SMALL, Dtype, Kernels
 
 
 def smollm2(setting: Setting) -> list[Item]:
-    """The items of the phase."""
+    """Returns the items of the phase."""
     return [Item("plain, lookups and the trained head", partial(_decoded, setting))]
 
 

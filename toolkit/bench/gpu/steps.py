@@ -1,6 +1,6 @@
-"""Phase ``steps``: times of steps of models of known shapes, with random weights and drafts of known acceptance.
+"""Phase ``steps``: times of steps for known model shapes, with random weights and drafts of known acceptance.
 
-Random weights draft nothing well. So an oracle replays the target's own greedy tokens, some of them made wrong.
+Heads with random weights draft badly. So an oracle replays the target's own greedy tokens, with some wrong ones.
 """
 
 import time
@@ -21,23 +21,24 @@ from arbordraft.trees.topology import TreeTopology
 
 PROFILED = 8  # steps
 _REPLAYED = 96  # tokens that oracles replay
-_RECORDINGS = 3  # of a text, until replaying it changes no token
+_RECORDINGS = 3  # at most, until replaying a text changes no token
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """What a step takes.
+    """Time, kernels and acceptance of a step.
 
     Args:
         steps: ``transformers``, ``eager`` or ``recorded``.
-        kernels: of the layers, ``torch``, ``triton`` or ``row-invariant``; see ``RaggedModel``.
-        drafts: of every sample, ``none``, those of an EAGLE head or an oracle's.
+        kernels: kernels of the layers, ``torch``, ``triton`` or ``row-invariant``; see ``RaggedModel``.
+        drafts: drafts of every sample: ``none``, or those of an EAGLE head or an oracle.
         rows: rows of the target's forward, padding included.
-        ms: median of a step's milliseconds, from one verdict (or token) to the next; on a CPU it says nothing.
+        ms: median milliseconds from one verdict (or token) to the next; meaningless on a CPU.
         launches: kernels that a step runs on the GPU.
-        busy_ms: sum of their times.
-        first_s: seconds of a first decode, in which kernels are compiled and graphs recorded.
-        acceptance: share of the oracle's drafts that are right; ``accepted`` of those that were up for acceptance.
+        busy_ms: sum of these kernels' times.
+        first_s: seconds of the first decode, which compiles kernels and records graphs.
+        acceptance: share of the oracle's drafts that are correct.
+        accepted: share of the tried drafts that the target accepted.
         tau: emitted tokens per target forward.
         tokens_per_second: ``tau`` over ``ms``.
     """
@@ -63,7 +64,7 @@ class StepRow:
 
 
 class _Shape:
-    """The rows of one model, made when they are asked for."""
+    """Makes the rows of one model on demand."""
 
     def __init__(self, models: ShapeModels, name: str, setting: Setting) -> None:
         self.models, self.name, self.setting = models, name, setting
@@ -110,7 +111,7 @@ class _Shape:
                 drafter = OracleOnHead(recorded, model.head, model.target)
             return SpeculativeDecoder(model.target, drafter, tree, buckets=(tree.num_nodes,))
 
-        # In bfloat16 a step of more rows may choose another token: record what steps of this very shape choose.
+        # In bfloat16 a step of more rows may choose another token: record the tokens of steps of this shape.
         text = model.by(model.plain())(count).text
         for _ in range(_RECORDINGS):
             again = model.by(decoder(text, 1.0))(count).text
@@ -134,7 +135,7 @@ class _Shape:
 
 
 def steps(setting: Setting) -> list[Item]:
-    """The items of the phase: what tells most of each model, then the rest."""
+    """Returns the items of the phase, first the most telling ones of every model."""
     models = ShapeModels(setting.device, setting.seed)
     first: list[Item] = []
     second: list[Item] = []
@@ -162,7 +163,7 @@ def steps(setting: Setting) -> list[Item]:
         }
         first += [Item(f"{name}: {part}", run) for part, run in telling.items()]
         second += [Item(f"{name}: {part}", run) for part, run in rest.items()]
-    if not setting.on_gpu:  # others tell no more there
+    if not setting.on_gpu:  # the others show nothing more on a CPU
         first = [item for item in first if "row-invariant" not in item.name]
         wanted = ("tree of a head", "chain", "tree with a head")
         second = [item for item in second if item.name.endswith(wanted)]
@@ -170,7 +171,7 @@ def steps(setting: Setting) -> list[Item]:
 
 
 def _profile(decode: Decode) -> tuple[float, float]:
-    """Kernels of a step and their milliseconds, without the prompt's."""
+    """Returns the kernels of a step and their milliseconds, without those of the prompt."""
 
     def spent(count: int) -> Counter[str]:
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -1,4 +1,4 @@
-"""Times of calls on a GPU: in CUDA graphs, without the host's share, with a cold L2 cache, as medians."""
+"""Times calls on a GPU: medians of CUDA graphs, without the host's share, with a cold L2 cache."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ MULTIPLIED = 8192  # rows of the matrices that measure the throughput
 
 
 def device(wanted: str | None = None) -> torch.device:
-    """Where kernels run: on a GPU, or on a CPU in Triton's interpreter, which is switched on if need be.
+    """Chooses the device of kernels: a GPU, or a CPU with Triton's interpreter, which it switches on if necessary.
 
     Args:
         wanted: ``cuda``, ``cuda:1``, which becomes torch's current device, or ``cpu``; by default a GPU if torch sees
@@ -45,7 +45,7 @@ def device(wanted: str | None = None) -> torch.device:
 
 
 class Stopwatch:
-    """Times calls on a GPU, spending ``milliseconds`` on each, and measures its bandwidth and throughput.
+    """Times calls on a GPU, spending ``milliseconds`` on each, and measures the GPU's bandwidth and throughput.
 
     Attributes:
         bandwidth: of a large copy, bytes read and written per second.
@@ -63,14 +63,14 @@ class Stopwatch:
         self.least = self.seconds(lambda: number.zero_())
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Median time of a call that finds nothing in the L2 cache."""
+        """Returns the median time of a call that finds nothing in the L2 cache."""
         from triton.testing import do_bench
 
         return 1e-3 * do_bench(captured(run), warmup=self.milliseconds / 4, rep=self.milliseconds, return_mode="median")
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph, after it has compiled what it compiles."""
+    """Captures a call as a CUDA graph, after runs that compile its kernels; returns the graph's replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

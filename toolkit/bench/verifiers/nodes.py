@@ -70,7 +70,7 @@ def node_acceptance(
 ) -> Iterator[NodeRow]:
     """Yields the acceptance of the children of one node by every law and rule, on the same rows.
 
-    Every second prompt chooses the threshold of the adaptive law. The figures of all laws are those of the other prompts.
+    Every second prompt chooses the threshold of the adaptive law. All figures are those of the other prompts.
 
     Args:
         workload: two prompts or more, at a temperature above 0; ``new_tokens`` is the number of positions per prompt.
@@ -181,9 +181,9 @@ def shared_acceptance(p: Tensor, q: Tensor, k: int, seed: int, *, lists: bool) -
         q: ``[V]`` draft row.
         k: number of children.
         seed: seed of the noise.
-        lists: whether each child has its own list of noise. Then the target takes the highest of them for every token, as
-            in Gumbel list sampling (Rowan et al., NeurIPS 2025, arXiv 2506.05632). Otherwise there is one list, and the
-            children are the k highest tokens under it.
+        lists: whether each child has its own list of noise, of which the target takes the highest for every token.
+            This is Gumbel list sampling (Rowan et al., NeurIPS 2025, arXiv 2506.05632). Otherwise the children are the
+            k highest tokens under one list.
 
     Returns:
         ``[k]`` by rank, and how often the target's token differs from its token under the first list alone.

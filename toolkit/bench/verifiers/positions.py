@@ -73,8 +73,8 @@ def watch(
 ) -> None:
     """Shows every position of texts that the target samples, each with a tree drafted there.
 
-    The workload's ``new_tokens`` is the number of positions per prompt. Each value of ``other`` gives other drafts of the
-    same texts.
+    The workload's ``new_tokens`` is the number of positions per prompt. Each value of ``other`` gives other drafts of
+    the same texts.
     """
     first = 0
 

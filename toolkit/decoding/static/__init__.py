@@ -1,1 +1,1 @@
-"""Steps of fixed shapes, which never ask the host."""
+"""Steps of fixed shapes that never ask the host."""

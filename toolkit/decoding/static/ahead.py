@@ -1,6 +1,6 @@
-"""Runs drafts with the target's step behind them: lays both out, fills their table, reads what came of it.
+"""Runs drafts with the target's step after them: lays both out, fills their table, reads their results.
 
-Shapes: S samples that draft, N nodes of the topology down to the drafted levels, B samples of the batch, T rows of the
+Shapes: S samples that draft, N nodes of the topology down to the drafted levels. B samples of the batch, T rows of the
 step, F hidden states side by side.
 """
 
@@ -35,13 +35,13 @@ from arbordraft.trees.verdict import Verdict
 
 @dataclass(frozen=True, eq=False)
 class WholeTrees:
-    """Trees of all nodes down to some levels, with all of a step's table that follows from that.
+    """Trees of all nodes down to given levels, with the parts of a step's table that they determine.
 
     Args:
         tree: the trees, whose tokens are still to be drafted.
-        depths: by sample that takes part, those of its nodes.
+        depths: by sample that takes part, the depths of its nodes.
         bucket: the shapes of their step.
-        table: of the step, without roots, noise and places in the cache.
+        table: the step's table, without roots, noise and places in the cache.
     """
 
     tree: DraftTree
@@ -51,7 +51,7 @@ class WholeTrees:
 
     @classmethod
     def of(cls, static: StaticStepping, mask: SlicedCausalMask, levels: tuple[int | None, ...]) -> Self:
-        """Those down to these levels, by sample; ``None`` for one that takes no part."""
+        """Builds the trees down to these levels, by sample; ``None`` for a sample that takes no part."""
         topology = static.topology
         lengths = [0 if level is None else topology.levels[level].stop for level in levels]
         offsets = np.cumsum([0, *lengths])
@@ -75,21 +75,21 @@ class WholeTrees:
         return cls(tree, [[topology.depth_list[node] for node in nodes] for nodes in known], bucket, table)
 
     def sources(self, samples: Sequence[int], nodes: int) -> Ints:
-        """``[T]`` where the tokens of rows stand among ``nodes`` drafts of each of these samples; -1 for roots."""
+        """Returns ``[T]`` places of the rows' tokens among ``nodes`` drafts of each of these samples; -1 for roots."""
         place = np.zeros(len(self.tree), dtype=np.int64)
         place[list(samples)] = np.arange(len(samples))
         return np.where(self.tree.node > 0, place[self.tree.owner] * nodes + self.tree.node, -1)
 
 
 class _Found(NamedTuple):
-    """What a run came to.
+    """The results of a run.
 
     Args:
-        whole: trees whose rows it had.
-        batch: places of these rows.
-        said: see :meth:`StaticStep.forward`.
-        hidden: likewise.
-        tokens: what was verified, by sample and node.
+        whole: the trees whose nodes were its rows.
+        batch: layout of these rows.
+        said: integers by sample, see :meth:`StaticStep.forward`.
+        hidden: hidden states, see :meth:`StaticStep.forward`.
+        tokens: verified tokens, by sample and node.
     """
 
     whole: WholeTrees
@@ -100,18 +100,18 @@ class _Found(NamedTuple):
 
 
 class StepAhead:
-    """Grows the trees of one step and does the step: see :class:`~arbordraft.drafters.context.OneCallDrafts`.
+    """Grows the trees of one step and runs the step: see :class:`~arbordraft.drafters.context.OneCallDrafts`.
 
-    It drafts alone where the rows of whole trees are too many, or the host has to say what is kept.
+    If whole trees have too many rows, or the host has to decide which drafts are kept, it only drafts.
 
     Args:
-        static: does such steps.
-        state: the batch, all of whose active samples have texts that do not depend on what is drafted, want the same
-            of a step, and are told to drafters in numbers.
-        whole: trees of all nodes down to some levels, by sample.
+        static: runs such steps.
+        state: the batch. All its active samples need one kind of step, and drafts cannot change their texts. Numbers
+            alone describe to drafters how their scores are processed.
+        whole: returns the trees of all nodes down to given levels, by sample.
         noise: shared noise of the step; ``None`` if all samples are greedy.
         temperatures: see :meth:`StaticStepping.__call__`.
-        seats: see :meth:`~arbordraft.decoding.state.DecodeState.seats`; noise and temperatures are by these places.
+        seats: see :meth:`~arbordraft.decoding.state.DecodeState.seats`; noise and temperatures follow this order.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class StepAhead:
         growth: Growth,
         draws: Draws | None,
     ) -> Drafted:
-        """See :class:`~arbordraft.drafters.context.OneCallDrafts`."""
+        """Drafts, and runs the step if it can; see :class:`~arbordraft.drafters.context.OneCallDrafts`."""
         static, own = self.static, self.state.cache
         assert isinstance(own, StaticCache)
         assert isinstance(cache, StaticCache)
@@ -188,9 +188,9 @@ class StepAhead:
         return drafted
 
     def result(self, tree: DraftTree) -> StepResult | None:
-        """What the step came to with the trees that were grown of it; ``None`` if it is still to be done.
+        """Returns the result of the step for the trees grown from its drafts; ``None`` if the step is still to be run.
 
-        So it is where nothing was drafted, or where somebody changed what was.
+        It is still to be run if this object ran no step, or if its drafts were changed.
         """
         if self._found is None:
             return None

@@ -1,6 +1,6 @@
-"""The shapes of a step that always has the same ones, and the one table that says what is different this time.
+"""The static shapes of a step, and the table of its inputs that change from step to step.
 
-Shapes: T rows of a bucket, S samples (and one more, the dummy, that owns the padding rows), N places for nodes with
+Shapes: T rows of a bucket, S samples (and one more, the dummy, that owns the padding rows). N places for nodes with
 children, K children, W ancestor words.
 """
 
@@ -22,7 +22,7 @@ from arbordraft.trees.topology import WORD_BITS, TreeTopology
 from arbordraft.utils.checks import check_int, check_sequence
 from arbordraft.verifiers.packed import DraftRows, InnerRows, TreeTable
 
-MOST_ROWS = 2**16  # the logits of more would not fit anywhere
+MOST_ROWS = 2**16  # no device could hold the logits of more
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Bucket(TreeTable):
     Args:
         rows: T.
         samples: S.
-        levels: places for nodes with children, by depth; at least one of them.
+        levels: number of places for nodes with children, by depth; at least one place.
         children: K, at least 1.
         words: W.
-        depth: most tokens that a step can accept.
+        depth: greatest number of tokens that a step can accept.
     """
 
     reals: ClassVar[frozenset[str]] = TreeTable.reals | {"temperature"}
@@ -45,7 +45,7 @@ class Bucket(TreeTable):
 
     @classmethod
     def of(cls, topology: TreeTopology, rows: int, samples: int) -> "Bucket":
-        """The smallest bucket for trees of a topology, ``rows`` rows and ``samples`` samples."""
+        """Returns the smallest bucket for trees of a topology, ``rows`` rows and ``samples`` samples."""
         inner = [sum(bool(topology.child_list[node]) for node in level) for level in topology.levels]
         most = [_most_inner(depth, number, rows, samples) for depth, number in enumerate(inner)]
         levels = tuple(number for number in most if number)
@@ -60,15 +60,16 @@ class Bucket(TreeTable):
 
     @property
     def owners(self) -> int:
-        """The samples, and the dummy behind them."""
+        """Number of samples, the dummy included, which comes last."""
         return self.samples + 1
 
     @cached_property
     def fields(self) -> Mapping[str, tuple[int, ...]]:
-        """Those of any table of trees, and what else a step needs.
+        """The parts of any table of trees, and further parts that a step needs.
 
-        By row: its position, its pool row, the row of its parent (-1 for none), its depth, its ancestor words.
-        ``layout`` is that of :class:`RaggedBatch`. By sample: the pool row of its root, its seed, its temperature.
+        - By row: its position, its pool row, the row of its parent (-1 for none), its depth, and its ancestor words.
+        - By sample: the pool row of its root, its seed, and its temperature.
+        - ``layout`` is that of :class:`RaggedBatch`.
         """
         return {
             **super().fields,
@@ -93,12 +94,12 @@ class Bucket(TreeTable):
             table: ``[size]`` int64.
             tree: the drafts.
             batch: the plan of their forward, on the host.
-            noise: that of this step; ``None`` at temperature 0.
-            dummy: the dummy's first pool row, which it has committed; behind it there is room for T more.
-            temperatures: of the samples, where noise is shared; those without a source of it draw nothing.
+            noise: noise of this step; ``None`` at temperature 0.
+            dummy: first pool row of the dummy, which is committed. There must be room for T more rows after it.
+            temperatures: temperatures of the samples, for shared noise. Samples without a source draw nothing.
 
         Returns:
-            The draft rows that the table names.
+            The draft rows that the table refers to.
         """
         into = self.blank(table)
         drawn = self.fill_trees(into, tree, batch.words)
@@ -107,13 +108,13 @@ class Bucket(TreeTable):
         return drawn
 
     def fill_trees(self, into: SimpleNamespace, tree: DraftTree, words: Tensor | None) -> DraftRows:
-        """Writes what trees of these nodes always are into a blank table; ``words`` are their ancestors."""
+        """Writes the parts that the trees' nodes determine into a blank table; ``words`` are their ancestor words."""
         drawn, count = self.write(into, tree, InnerRows.of(tree)), tree.rows
         into.above[:count], into.above[count:] = tree.parent, -1
         into.depth[:count] = tree.depth
         into.sample[count:] = self.samples
         if count:
-            into.tokens[count:] = into.tokens[0]  # not 0: models warn of what looks like padding without a mask
+            into.tokens[count:] = into.tokens[0]  # not 0: without a mask, models warn about padding tokens
         if words is not None:
             into.words[:count, : words.shape[1]] = words.cpu().numpy()
         # First rows and first keys of the tree; padding rows see one key and no tree.
@@ -123,7 +124,7 @@ class Bucket(TreeTable):
         return drawn
 
     def fill_places(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
-        """Writes where the rows of these trees stand in the cache."""
+        """Writes the places of the trees' rows in the cache."""
         count, living = tree.rows, tree.living
         into.positions[:count], into.positions[count:] = batch.positions.numpy(), 1
         into.slots[:count], into.slots[count:] = batch.slots.numpy(), dummy + 1 + np.arange(self.rows - count)
@@ -140,7 +141,7 @@ class Bucket(TreeTable):
         noise: Noise | GumbelNoise | None,
         temperatures: Sequence[float],
     ) -> None:
-        """Writes uniforms, or seeds and temperatures."""
+        """Writes uniforms, or the seeds and temperatures of shared noise."""
         if isinstance(noise, Noise):
             self.write_noise(into, tree, noise)
         elif noise is not None:
@@ -149,17 +150,17 @@ class Bucket(TreeTable):
             into.temperature[: len(temperatures)] = [heat if source else 0.0 for source, heat in heats]
 
     def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int) -> None:
-        """Writes a step of padding rows alone."""
+        """Writes a step that has only padding rows."""
         tree = DraftTree.of(topology, Fixed(1), [None] * self.samples)
         batch = RaggedBatch([], [], [], [], torch.empty(0), torch.empty(0))
         self.fill(table, tree, batch, None, dummy)
 
 
 def bucket_sizes(buckets: Sequence[int]) -> tuple[int, ...]:
-    """Checked and ascending; at most 64 of 1 to 65,536 rows each.
+    """Checks and sorts numbers of rows: at most 64 of them, each from 1 to 65,536.
 
     Raises:
-        TypeError: if one is no whole number.
+        TypeError: if a number is not a whole number.
         ValueError: if there is none, or one is out of range.
     """
     rows = check_sequence("buckets", buckets, partial(check_int, least=1, most=MOST_ROWS), 64)
@@ -169,19 +170,19 @@ def bucket_sizes(buckets: Sequence[int]) -> tuple[int, ...]:
 
 
 def bucket_for(buckets: Sequence[int], rows: int) -> int:
-    """The smallest bucket for this many rows; above the largest the next power of two."""
+    """Returns the smallest bucket for this many rows; above the largest, the next power of two."""
     return next((bucket for bucket in buckets if bucket >= rows), power_of_two(rows))
 
 
 def power_of_two(number: int) -> int:
-    """The smallest one that is not below a number."""
+    """Returns the smallest power of two that is not below ``number``."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def _most_inner(depth: int, inner: int, rows: int, samples: int) -> int:
-    """How many of a topology's ``inner`` nodes with children at a depth all samples together can have.
+    """Returns how many of a topology's ``inner`` nodes with children at a depth all samples together can have.
 
-    Each of them comes with a child, and each sample that has some with a node at least at every depth above.
+    Each such node needs a child. Each sample that has such nodes also needs at least one node at every smaller depth.
     """
     number = min(samples * inner, rows // 2)
     while number and 2 * number + depth * -(-number // inner) > rows:

@@ -2,15 +2,15 @@
 
 from arbordraft.target.cache import RaggedKVCache
 
-_SHORT = 512  # rows of texts that need no graphs of their own
+_SHORT = 512  # texts of up to this many rows share graphs
 
 
 class StaticCache(RaggedKVCache):
-    """A cache with the dummy in it, whose pools can be handed to a step.
+    """A KV cache that includes the dummy sample and hands its pools to a step.
 
     Args:
         max_tokens: as for :class:`~arbordraft.target.cache.RaggedKVCache`; the dummy's rows count.
-        rows: padding rows that there can be at a time.
+        rows: greatest number of padding rows at a time.
     """
 
     def __init__(self, max_tokens: int | None, rows: int) -> None:
@@ -29,12 +29,12 @@ class StaticCache(RaggedKVCache):
 
     @property
     def longest(self) -> int:
-        """Rows that the largest slab has, rounded up to a power of eight from 512 on: graphs are recorded for each."""
+        """Rows of the largest slab, at least 512, rounded up to a power of eight; each value has its own graphs."""
         rows = max(_SHORT, *(slab.capacity for slab in self._slabs.values()))
         return 8 ** -(-(rows - 1).bit_length() // 3)
 
     def beside(self, owner: object) -> RaggedKVCache:
-        """The same one whenever a batch begins, as graphs are recorded for its pools."""
+        """Returns the owner's cache, the same for every batch, since graphs are recorded for its pools."""
         if owner not in self._beside:
             self._beside[owner] = StaticCache(self.max_tokens, self.reserved - 1)
         return self._beside[owner]

@@ -1,10 +1,10 @@
-"""The whole draft of a step in fixed shapes: every level of every tree, without a question to the host.
+"""The whole draft of a step in fixed shapes: every level of every tree, without asking the host.
 
-What is different from step to step stands in one table: committed tokens that the drafter's cache lacks, and how far
-the trees go on. All nodes of a level run for all samples. What does not go on runs along, and is not planted.
+Values that change from step to step are in one table: committed tokens that the drafter's cache lacks, and how far the
+trees go on. All nodes of a level run for all samples. Nodes that a tree lacks run, too, but are not added to it.
 
-Shapes: S samples, C rows to catch up with of each, K levels, N nodes of the topology down to these; at some depth m
-nodes, n of which have children, k at most; R rows, H hidden size, V vocabulary, D outputs of the drafter's head.
+Shapes: S samples, C rows to catch up with of each, K levels, N nodes of the topology down to these. At some depth m
+nodes, n of which have children, k at most. R rows, H hidden size, V vocabulary, D outputs of the drafter's head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,10 +51,12 @@ class DraftBucket(Table):
     def fields(self) -> Mapping[str, tuple[int, ...]]:
         """The parts of the table with their shapes.
 
-        By row to catch up with: its token, its place among the target's states. By sample: its first pool row, its
-        committed rows and those that are missing, its levels, its seed, the position of what follows its root, its
-        temperature (0 draws nothing), what its tokens are worth. By sample and depth: the trust in drafts, how many are
-        expected. Tokens that a level must gain and that a node must, and most drafts of all.
+        - By row to catch up with: its token, and its place among the target's states.
+        - By sample: its first pool row, its numbers of committed and missing rows, its levels, its seed.
+        - Also by sample: the position after its root, its temperature (0 draws nothing), the weight of its tokens.
+        - By sample and depth: the trust in drafts, and how often some child is expected to be accepted.
+        - ``prices``: tokens that a level must gain, and those that a node must gain.
+        - ``budget``: greatest number of drafts of all samples.
         """
         samples = dict.fromkeys(("starts", "committed", "missing", "levels", "seeds", "positions"), (self.samples,))
         return {
@@ -82,21 +84,21 @@ class DraftBucket(Table):
 
         Args:
             table: ``[size]`` int64.
-            missing: of every sample that drafts, 1 to C tokens.
-            places: first pool row and committed rows of each.
+            missing: the 1 to C missing tokens of every sample that drafts.
+            places: first pool row and number of committed rows of each such sample.
             growth: how far their trees go on.
             draws: how their tokens are drawn.
-            spare: first pool rows for the others, which there are none of.
+            spare: first pool rows for the unused samples of the bucket.
         """
         into, count = self.blank(table), len(missing)
         first = 0
         for sample, (tokens, _) in enumerate(missing):
             last = len(tokens) - 1
-            rows = np.minimum(np.arange(self.rows), last)  # what is behind the last row repeats it
+            rows = np.minimum(np.arange(self.rows), last)  # rows after the last one repeat it
             into.tokens[sample], into.source[sample] = np.asarray(tokens)[rows], first + rows
             into.missing[sample] = last + 1
             first += last + 1
-        # Not token 0: models warn of what looks like padding without a mask.
+        # Not token 0: without a mask, models warn about tokens that look like padding.
         into.tokens[count:], into.missing[count:] = into.tokens[0, 0], 1
         into.starts[:] = [*(start for start, _ in places), *spare]
         into.committed[:count] = [length for _, length in places]
@@ -113,18 +115,18 @@ class DraftBucket(Table):
 
 
 class _Level(nn.Module):
-    """What is the same in every step about a depth at which nodes have children.
+    """Constants of one depth at which nodes have children.
 
     Args:
         topology: the tree.
-        mask: its mask.
+        mask: mask of the tree.
         depth: the depth.
     """
 
-    inner: Tensor  # [n] places of those with children among the nodes of the depth
-    above: Tensor  # [n] places of their parents among such nodes of the depth above
-    parent: Tensor  # [m'] of the nodes below: places of their parents among the n
-    rank: Tensor  # [m'] which of these parents' children they are
+    inner: Tensor  # [n] places of the nodes with children among all nodes of this depth
+    above: Tensor  # [n] places of their parents among the nodes with children one depth above
+    parent: Tensor  # [m'] by node one depth below: place of its parent among the n
+    rank: Tensor  # [m'] by node one depth below: its rank among its parent's children
     words: Tensor  # [n, W] ancestor words over the rows of this depth and those above, without the root
     depths: Tensor  # depths of these rows
 
@@ -154,7 +156,7 @@ class GrownTrees:
     """Trees while they grow, depth by depth: ``[S, m]`` each.
 
     Args:
-        tokens: -1 where there is none.
+        tokens: -1 where there is no node.
         chances: draft probabilities, given the parents.
         reach: see :class:`~arbordraft.deciders.decisions.Plan`; -1 where there is no node.
     """
@@ -167,14 +169,14 @@ class GrownTrees:
 class DraftStep(nn.Module):
     """The device's part of a draft.
 
-    It writes to pool rows that are not committed alone, so that running it once more changes nothing.
+    It writes only to pool rows that are not committed, so running it again changes nothing.
 
     Args:
         network: the drafting model.
         topology: the trees' shape, of which K levels are drafted.
         bucket: the other shapes.
-        shared: tokens are drawn with the noise that the target shares.
-        longest: about the longest prefix: how attention is split follows from it.
+        shared: draw tokens with the noise that the target shares.
+        longest: approximate longest prefix, which determines how attention is split.
     """
 
     operator = "static_draft"
@@ -190,22 +192,22 @@ class DraftStep(nn.Module):
         self.levels.to(network.device)
 
     def forward(self, table: Tensor, states: Tensor, pools: Pools) -> Tensor:
-        """One draft.
+        """Runs one draft.
 
         Args:
-            table: what :meth:`DraftBucket.fill` wrote.
-            states: ``[S C, F]`` the target's states beside the tokens, for a network that reads them; else ``[0, 0]``.
-            pools: the drafter's cache, to which rows are appended.
+            table: the table that :meth:`DraftBucket.fill` wrote.
+            states: ``[S C, F]`` target states at the tokens, for a network that reads them; otherwise ``[0, 0]``.
+            pools: pools of the drafter's cache, to which rows are appended.
 
         Returns:
-            ``[2, S, N]`` float64: the tokens, -1 where there is no node, and their draft probabilities; for the roots
-            instead how many rows of the sample's scores were no numbers.
+            ``[2, S, N]`` float64: tokens, -1 where there is no node, and their draft probabilities. In place of a
+            root's probability stands the number of the sample's rows whose scores were not numbers.
         """
         trees = self.grow(self.bucket.read(table), states, pools)
         return torch.stack([torch.cat(trees.tokens, dim=1).double(), torch.cat(trees.chances, dim=1)])
 
     def grow(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> GrownTrees:
-        """The trees, given the parts of the table."""
+        """Grows the trees, given the parts of the table."""
         logits, out = self._catch_up(part, states, pools)
         roots = part["tokens"][:, -1:]
         trees = GrownTrees([roots], [roots.new_zeros(roots.shape, dtype=torch.float64)], [part["weight"][:, None]])
@@ -220,7 +222,7 @@ class DraftStep(nn.Module):
         return trees
 
     def _catch_up(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> tuple[Tensor, Tensor | None]:
-        """``[S, D]`` logits behind the roots, and ``[S, 1, H]`` what the network puts out there."""
+        """Feeds missing tokens; returns ``[S, D]`` logits after the roots and the network's ``[S, 1, H]`` output."""
         samples, rows = part["tokens"].shape
         numbers = torch.arange(rows, device=states.device)
         offsets = torch.minimum(numbers, part["missing"][:, None] - 1)
@@ -242,11 +244,11 @@ class DraftStep(nn.Module):
         level: _Level,
         pools: Pools,
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the nodes of a depth, what is no node as another root: ``[S n, D]`` and ``[S, n, H]``."""
+        """Runs the nodes of a depth, missing ones with the root's token; returns ``[S n, D]`` and ``[S, n, H]``."""
         past = part["committed"] + part["missing"]
         tokens = trees.tokens[depth][:, level.inner]
         tokens = torch.where(tokens < 0, trees.tokens[0], tokens)
-        # Below its last level a sample has no nodes: there may be no such positions.
+        # Below its last level a sample has no nodes, and the model may not have such positions.
         region = past[:, None] - 1 + torch.minimum(level.depths, part["levels"][:, None])
         positions = region[:, level.first :].flatten()
         slots = (part["starts"] + past + level.first)[:, None] + torch.arange(level.size, device=past.device)
@@ -267,7 +269,7 @@ class DraftStep(nn.Module):
     def _likeliest(
         self, part: Mapping[str, Tensor], logits: Tensor, depth: int, level: _Level
     ) -> tuple[Tensor, Tensor]:
-        """``[S, n, k]`` the most probable tokens behind nodes, and float64 draft probabilities."""
+        """Returns the ``[S, n, k]`` most probable tokens after nodes, and their float64 draft probabilities."""
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = scores.unflatten(0, (self.bucket.samples, level.size))
         vocabulary = self.network.vocabulary
@@ -280,12 +282,12 @@ class DraftStep(nn.Module):
         count = min(level.width, scores.shape[2])
         tokens, chances = tree_expand(scores.flatten(0, 1), count)
         tokens = tokens if vocabulary is None else vocabulary[tokens]
-        lacking = (0, level.width - count)  # tokens that there are not: of chance 0
+        lacking = (0, level.width - count)  # missing tokens have chance 0
         tops = F.pad(tokens, lacking), F.pad(chances.exp().double(), lacking)
         return tops[0].unflatten(0, (-1, level.size)), tops[1].unflatten(0, (-1, level.size))
 
     def _going(self, part: Mapping[str, Tensor], trees: GrownTrees, depth: int, level: _Level) -> Tensor:
-        """``[S, n]`` which nodes get children, by the growth rule."""
+        """Returns ``[S, n]``: whether each node gets children, by the growth rule."""
         reach = trees.reach[depth][:, level.inner]
         able = (reach >= 0) & (depth < part["levels"])[:, None]
         if depth:
@@ -296,7 +298,7 @@ class DraftStep(nn.Module):
 def _add_children(
     trees: GrownTrees, level: _Level, going: Tensor, tokens: Tensor, chances: Tensor, trust: Tensor
 ) -> None:
-    """Gives the nodes that go on their children."""
+    """Adds the children of the nodes that go on."""
     chance = chances[:, level.parent, level.rank]
     added = going[:, level.parent] & (chance > 0)
     reach = reach_below(trees.reach[-1][:, level.inner][:, level.parent], trust, chance)
@@ -306,7 +308,7 @@ def _add_children(
 
 
 def _layout(starts: Tensor, past: Tensor, rows: int, keys: int) -> Tensor:
-    """:attr:`RaggedBatch.layout` of samples that all have as many rows, and as many keys behind the committed ones."""
+    """Returns :attr:`RaggedBatch.layout` of samples with equally many rows, and with equally many uncommitted keys."""
     numbers = torch.arange(len(starts) + 1, device=starts.device)
     return torch.stack([numbers * rows, F.pad(starts, (0, 1)), F.pad(past, (0, 1)), numbers * keys])
 

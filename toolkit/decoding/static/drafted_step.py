@@ -1,7 +1,7 @@
-"""A draft and the target's step behind it in one run: what was drafted does not come up in between.
+"""A draft and the target's step after it in one run: the drafts are not downloaded in between.
 
-All nodes that the topology has down to the drafted levels are rows of the step. Which of them the plan keeps is found
-out on the device; the tokens of the others become -1, which nothing accepts.
+All nodes of the topology down to the drafted levels are rows of the step. The device finds out which of them the plan
+keeps. The tokens of the others become -1, which is never accepted.
 
 Shapes: S samples that draft, N nodes of the topology down to the drafted levels, T rows of the step.
 """
@@ -23,13 +23,13 @@ from arbordraft.utils.table import Table
 
 @dataclass(frozen=True)
 class DraftedBucket(Table):
-    """The shapes of a draft and of the step behind it.
+    """The shapes of a draft and of the step after it.
 
     Args:
-        draft: of the draft.
-        step: of the step.
+        draft: shapes of the draft.
+        step: shapes of the step.
         nodes: N.
-        trims: whether some drafts may be given up.
+        trims: whether some drafts may be dropped.
     """
 
     reals: ClassVar = frozenset({"prices"})
@@ -41,9 +41,10 @@ class DraftedBucket(Table):
 
     @cached_property
     def fields(self) -> Mapping[str, tuple[int, ...]]:
-        """Both tables. By row of the step, where its token stands among the S N drafts; -1 for one in its own table.
+        """Both tables, and two further parts.
 
-        By number of drafts, what they must bring together to be verified.
+        - By row of the step: the place of its token among the S N drafts; -1 for a token in the step's own table.
+        - By number of drafts: the tokens that they must bring together to be verified.
         """
         return {
             "draft": (self.draft.size,),
@@ -54,13 +55,13 @@ class DraftedBucket(Table):
 
 
 class DraftedStep(nn.Module):
-    """The device's part of both.
+    """The device's part of a draft and the step after it.
 
     Args:
-        draft: drafts.
+        draft: grows the trees.
         step: runs the target and verifies.
         bucket: the shapes.
-        pools: how many of the target's pools stand before those of the drafter.
+        pools: number of the target's pools, which come before those of the drafter.
     """
 
     operator = "static_step"
@@ -71,16 +72,16 @@ class DraftedStep(nn.Module):
         self.title = f"{step.title} behind {draft.title}"
 
     def forward(self, table: Tensor, states: Tensor, pools: Pools) -> tuple[Tensor, Tensor]:
-        """Drafts and takes the step.
+        """Drafts, then runs the step.
 
         Args:
-            table: what :meth:`StepAhead.__call__` wrote.
+            table: the table that :meth:`StepAhead.__call__` wrote.
             states: see :meth:`DraftStep.forward`.
-            pools: the target's cache and the drafter's.
+            pools: pools of the target's cache, then of the drafter's.
 
         Returns:
-            float64: what :meth:`DraftStep.forward` returns, without what is not verified, then what
-            :meth:`StaticStep.forward` says of samples, all in one row. And its hidden states.
+            One float64 row: the result of :meth:`DraftStep.forward` without drafts that are not verified, then the
+            samples' integers from :meth:`StaticStep.forward`. And the hidden states of the latter.
         """
         part = self.bucket.read(table)
         trees = self.draft.grow(self.bucket.draft.read(part["draft"]), states, pools[self.pools :])
@@ -90,7 +91,7 @@ class DraftedStep(nn.Module):
         given, source = self.bucket.step.read(part["step"]), part["source"]
         own = given["tokens"]
         drafted = torch.where(source < 0, own, tokens.flatten()[source.clamp(min=0)])
-        # Not token 0: models warn of what looks like padding without a mask.
+        # Not token 0: without a mask, models warn about tokens that look like padding.
         inputs = torch.where(drafted < 0, own[0], drafted)
         nothing = states.new_empty(0, 0)
         said, hidden = self.step.run(given | {"tokens": drafted}, nothing, pools[: self.pools], inputs)
@@ -99,9 +100,9 @@ class DraftedStep(nn.Module):
 
 
 def kept(trees: GrownTrees, prices: Tensor) -> Tensor:
-    """``[S, N - 1]`` which nodes below the roots are verified: the likeliest ones, as many as are worth it.
+    """Returns ``[S, N - 1]``: whether each node below the roots is verified; the likeliest are, as many as pay.
 
-    Of nodes that are as likely the one that stands first in the topology comes first, then the first sample's.
+    Among equally likely nodes, the first in the topology takes precedence, then that of the first sample.
     """
     reach = torch.cat(trees.reach[1:], dim=1)
     likely, order = reach.T.flatten().sort(descending=True, stable=True)

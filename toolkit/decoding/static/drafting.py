@@ -23,14 +23,14 @@ from arbordraft.trees.topology import TreeTopology
 
 
 class DraftLayout(NamedTuple):
-    """Where a draft reads and writes, and what it reads.
+    """Inputs of a draft, and its places in the drafter's cache.
 
     Args:
-        bucket: its shapes.
-        pools: of the drafter's cache.
-        missing: what that lacks, by sample.
-        places: first pool row and committed rows of each.
-        spare: first pool rows for samples that there are none of.
+        bucket: shapes of the draft.
+        pools: pools of the drafter's cache.
+        missing: tokens that this cache lacks, by sample.
+        places: first pool row and number of committed rows of each sample.
+        spare: first pool rows for the unused samples of the bucket.
         growth: how far trees go on.
         draws: how tokens are drawn.
     """
@@ -53,32 +53,32 @@ class DraftLayout(NamedTuple):
 class StaticDrafts:
     """Grows the trees of a step in one run of fixed shapes: see :class:`~arbordraft.drafters.context.OneCallDrafts`.
 
-    The number of samples is rounded up to a power of two, and as many levels run as some sample may have. The topology
-    says all the rest.
+    The number of samples is rounded up to a power of two. The number of levels is the greatest that a sample may have.
+    The topology determines all other shapes.
 
     Args:
         topology: the trees' shape.
-        recorder: keeps and records them; by default one of their own, which records nothing.
+        recorder: keeps and records the runs; by default a separate recorder, which records nothing.
     """
 
     def __init__(self, topology: TreeTopology, recorder: Recorder | None = None) -> None:
         self.topology, self.recorder = topology, recorder or Recorder()
-        self.rows = topology.max_depth + 1  # as many as a step commits at most
+        self.rows = topology.max_depth + 1  # the most that a step commits
         self._bucket = functools.cache(DraftBucket)
         self._inner = [node for level in topology.inner[1:] for node in level]
 
     @property
     def alone(self) -> "StaticDrafts":
-        """Itself."""
+        """This object, which always drafts without the target's step."""
         return self
 
     @property
     def each(self) -> int:
-        """Cache rows that a sample takes besides its committed ones, at most."""
+        """Greatest number of cache rows that a sample takes besides its committed ones."""
         return self.rows + len(self._inner)
 
     def spare(self, batch: int) -> int:
-        """Cache rows for the samples that a batch of up to so many lacks to a power of two, at most."""
+        """Returns the most cache rows that pad a batch of up to ``batch`` samples to a power of two."""
         return max(0, power_of_two(batch) // 2 - 1) * self.each
 
     def __call__(
@@ -90,7 +90,7 @@ class StaticDrafts:
         growth: Growth,
         draws: Draws | None,
     ) -> Drafted:
-        """See :class:`~arbordraft.drafters.context.OneCallDrafts`."""
+        """Grows the trees; see :class:`~arbordraft.drafters.context.OneCallDrafts`."""
         assert isinstance(cache, StaticCache)
         layout = self.lay_out(network, cache, missing, growth, draws)
         with self.recorder.turn(network.device):
@@ -107,24 +107,24 @@ class StaticDrafts:
         growth: Growth,
         draws: Draws | None,
     ) -> DraftLayout:
-        """Finds room in the drafter's cache; see :meth:`__call__`."""
+        """Reserves room in the drafter's cache for a draft; see :meth:`__call__`."""
         counts = [len(tokens) for tokens, _ in missing.values()]
-        # Rows behind a sample's last one are written to as well.
+        # Rows after a sample's last one are written to as well.
         wanted = [max(count + len(self._inner), self.rows) for count in counts]
         places = cache.reserve(list(missing), wanted)
         network.pools(cache, cache.dummy)
-        cache.settle()  # before something is recorded on them
+        cache.settle()  # before a graph is recorded on the pools
         pools = network.pools(cache, cache.dummy)
         bucket = self._bucket(power_of_two(len(missing)), self.rows, max(growth.levels))
         spare = [cache.dummy_start + 1 + number * self.each for number in range(bucket.samples - len(missing))]
         return DraftLayout(bucket, pools, list(missing.values()), places, spare, growth, draws)
 
     def drafted(self, found: Reals, bucket: DraftBucket, *, trimmed: bool = False) -> Drafted:
-        """Reads what :meth:`DraftStep.forward` returned of S samples that draft: ``[2, S, N]``."""
+        """Reads the ``[2, S, N]`` result of :meth:`DraftStep.forward` for S samples that draft."""
         tokens, chances = found[0].astype(np.int64), found[1]
         samples, nodes = np.nonzero(tokens[:, 1:] >= 0)
         places = samples, nodes + 1
-        # Those of the last level were planted and not run.
+        # Nodes of the last level were added but did not run.
         fed = [node for node in self._inner if node < self.topology.levels[bucket.depth].start]
         return Drafted(
             samples.tolist(),
@@ -145,7 +145,7 @@ class StaticDrafts:
 
 
 def inputs_of(network: DraftNetwork, bucket: DraftBucket) -> Tensor:
-    """Room for the states of the target that a draft reads."""
+    """Returns a buffer for the target's states that a draft reads."""
     rows = bucket.samples * bucket.rows if network.states else 0
     return torch.zeros(rows, network.states, dtype=network.dtype, device=network.device)
 

@@ -1,4 +1,4 @@
-"""Steps that always run on the same buffers: recorded as CUDA graphs where there is a GPU."""
+"""Steps that always run on the same buffers; on a GPU they are recorded as CUDA graphs."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -13,7 +13,7 @@ from arbordraft.target.attention import UnsupportedModel
 from arbordraft.utils.table import Table
 
 INSTEAD = "build the decoder with buckets=None"
-_MOST = 32  # recordings of a decoder: each has buffers and perhaps a graph
+_MOST = 32  # recordings of a decoder; each has buffers and perhaps a graph
 _RECOMPILE_LIMIT = 128
 Pools = Sequence[Tensor]  # keys and values of layer 0, of layer 1, ...: [P, Hkv, D] each
 Fill = Callable[[Tensor], object]  # writes into a table on the host
@@ -21,12 +21,12 @@ Out = TypeVar("Out")
 
 
 class FixedStep(Protocol):
-    """A step of fixed shapes, which never asks the host.
+    """A step of fixed shapes that never asks the host.
 
     Attributes:
-        bucket: the shapes of the table that says what is different this time.
-        operator: its name among the kernels.
-        title: what it is, for people.
+        bucket: the shapes of the table of inputs that change from step to step.
+        operator: name of the step among the kernels.
+        title: description of the step for messages.
     """
 
     @property
@@ -39,17 +39,17 @@ class FixedStep(Protocol):
     def title(self) -> str: ...
 
     def __call__(self, table: Tensor, inputs: Tensor, pools: Pools) -> Any:
-        """Runs it on a table, what it reads besides, and the pools of a cache."""
+        """Runs the step on a table, its other inputs, and the pools of a cache."""
 
 
 class Recording:
-    """A step with the buffers that it reads, which stay where they are; on a GPU recorded as a CUDA graph.
+    """A step with its input buffers, which never move; on a GPU it is recorded as a CUDA graph.
 
     Args:
         step: the step.
-        inputs: what it reads besides its table, on its device.
-        compiler: backend of ``torch.compile``; by default it runs as it is.
-        memory: what graphs share; ``None`` where nothing is recorded.
+        inputs: the step's inputs besides its table, on its device.
+        compiler: backend of ``torch.compile``; by default the step is not compiled.
+        memory: memory pool that graphs share; ``None`` if nothing is recorded.
     """
 
     def __init__(self, step: FixedStep, inputs: Tensor, compiler: str | None = None, memory: Any = None) -> None:
@@ -59,16 +59,16 @@ class Recording:
         self._table = torch.zeros(step.bucket.size, dtype=torch.int64, device=inputs.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._out: Any = None
-        self._places: tuple[int, ...] = ()  # of the pools that it was recorded with
+        self._places: tuple[int, ...] = ()  # addresses of the pools that the graph was recorded with
         self._addresses: object = None
 
     def __call__(self, pools: Pools, fill: Fill, idle: Fill | None = None) -> Any:
-        """Runs the step: an upload, the step, and what there is to download, which the next run overwrites.
+        """Uploads the table, runs the step and returns its result, which the next run overwrites.
 
         Args:
-            pools: of the cache.
-            fill: writes the table, and the inputs.
-            idle: writes a table with which recording changes no row that counts; by default ``fill`` does.
+            pools: pools of the cache.
+            fill: writes the table and the inputs.
+            idle: writes a table for recording, with which the step changes no row in use; ``fill`` by default.
 
         Raises:
             ValueError: if the chosen kernels cannot do without the host.
@@ -87,11 +87,11 @@ class Recording:
 
     @property
     def recorded(self) -> bool:
-        """Whether runs overwrite what earlier ones returned."""
+        """Whether runs overwrite the results of earlier runs."""
         return self._graph is not None
 
     def record(self, pools: Pools) -> None:
-        """Records the step on the pools as they lie now."""
+        """Records the step on the pools at their current addresses."""
         from arbordraft.kernels.kv_cache.triton import address_table
 
         addresses = address_table(list(pools))
@@ -108,13 +108,13 @@ class Recording:
 
 
 class Recorder:
-    """The recordings of a decoder, those that were used last; they run one at a time and share their memory.
+    """The most recently used recordings of a decoder, which run one at a time and share their memory.
 
     Args:
-        compiler: backend of ``torch.compile``; by default steps run as they are.
+        compiler: backend of ``torch.compile``; by default steps are not compiled.
 
     Attributes:
-        recordings: by what tells them apart, the one least recently used first.
+        recordings: recordings by key, the least recently used one first.
     """
 
     def __init__(self, compiler: str | None = None) -> None:
@@ -124,19 +124,19 @@ class Recorder:
         self._lock = threading.RLock()
 
     def reset(self, device: torch.device) -> None:
-        """Forgets what was recorded and compiled."""
+        """Drops all recordings, compiled code included."""
         with self._lock:
             self.recordings.clear()
             self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     @contextmanager
     def turn(self, device: torch.device) -> Iterator[None]:
-        """Whoever runs a recording has all of them for itself until it has downloaded what came out."""
+        """Gives the caller exclusive use of all recordings until it has downloaded its result."""
         with self._lock, on(device):
             yield
 
     def recording(self, key: Hashable, make: Callable[[], tuple[FixedStep, Tensor]]) -> Recording:
-        """The recording of a step; ``make`` returns the step and its inputs if there is none."""
+        """Returns the recording of a step; if there is none, ``make`` builds the step and its inputs."""
         found = self.recordings.pop(key, None) or Recording(*make(), self.compiler, self.memory)
         self.recordings[key] = found
         if len(self.recordings) > _MOST:
@@ -145,11 +145,11 @@ class Recorder:
 
 
 def _compiled(step: FixedStep, backend: str) -> Callable[..., Any]:
-    """A step through ``torch.compile``, in one piece."""
+    """Compiles a step with ``torch.compile`` as a single graph."""
     found = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
 
     def call(*inputs: Any) -> Any:
-        # The limit is one for all steps together, as they share their code; each of them is traced for good reason.
+        # All steps share their code, and so one limit on recompilations, each of which is intended.
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
             return found(*inputs)
 
@@ -157,32 +157,32 @@ def _compiled(step: FixedStep, backend: str) -> Callable[..., Any]:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Records and replays on a GPU that need not be torch's current one."""
+    """Makes a GPU current while it records and replays, since it need not be torch's current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def check_kernels(operator: str, tensor: Tensor) -> None:
-    """Raises ValueError if the kernels that run on a tensor's device would ask the host; counts what runs."""
+    """Raises ValueError if the kernels that run on a tensor's device would ask the host; counts the call."""
     if not choice.wants_triton(operator, tensor) and tensor.is_cuda:
         raise ValueError(f"without Triton a step asks the host: use kernels 'auto' or 'triton', or {INSTEAD}")
 
 
-def record(run: Callable[[], Out], memory: Any, what: str) -> tuple[torch.cuda.CUDAGraph, Out]:
-    """Records a call that reads and writes the same buffers whenever it runs.
+def record(run: Callable[[], Out], memory: Any, title: str) -> tuple[torch.cuda.CUDAGraph, Out]:
+    """Records a call that reads and writes the same buffers in every run.
 
     Other threads may go on using the GPU meanwhile.
 
     Args:
-        run: the call; it runs three times, so that once more must make no difference.
-        memory: what graphs share that never run at once. It lives as long as some graph does: whoever makes a graph
-            anew keeps the old one until the new one is there.
-        what: for people.
+        run: the call. It runs three times, so repeated runs must not change the outcome.
+        memory: memory pool that is shared by graphs which never run at once. It lives as long as one of its graphs. A
+            caller that renews a graph must therefore keep the old one until the new one exists.
+        title: description of the call for messages.
 
     Returns:
-        The graph and what the call returned, which every replay overwrites.
+        The graph and the result of the call, which every replay overwrites.
 
     Raises:
-        UnsupportedModel: if the call does what no graph can, such as to ask the host.
+        UnsupportedModel: if no graph can hold the call, for example because it asks the host.
     """
     try:
         beside = torch.cuda.Stream()
@@ -195,7 +195,7 @@ def record(run: Callable[[], Out], memory: Any, what: str) -> tuple[torch.cuda.C
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             out = run()
     except RuntimeError as failure:
-        raise UnsupportedModel(f"{what} cannot be recorded as a CUDA graph ({failure}): {INSTEAD}") from failure
+        raise UnsupportedModel(f"{title} cannot be recorded as a CUDA graph ({failure}): {INSTEAD}") from failure
     return graph, out
 
 

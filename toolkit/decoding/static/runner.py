@@ -1,4 +1,4 @@
-"""Runs steps of fixed shapes: chooses their shapes, fills their tables, reads what they found.
+"""Runs steps of fixed shapes: chooses their shapes, fills their tables, reads their results.
 
 Shapes: T rows of a bucket, S samples besides the dummy, F hidden states side by side.
 """
@@ -35,19 +35,19 @@ from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import Lifted, Rule, RuleVerifier
 from arbordraft.verifiers.coupling import Coupling
 
-# Rows that are used when nobody says which: on a GPU a step of 64 rows takes little longer than one of a single row.
+# Default numbers of rows. On a GPU, a step of 64 rows takes little longer than a step of one row.
 DEFAULT_BUCKETS = (1, 8, 16, 32, 64)
-_ROOMY = 4  # how many times the rows for padding a cache has at least, unless it must have these steps
+_ROOMY = 4  # least ratio of a cache's rows to its padding rows for these steps to run by default
 
 
 class StepResult(NamedTuple):
-    """What a step came to.
+    """The result of a step.
 
     Args:
-        verdict: those that failed take no part in it.
+        verdict: verdict on the samples; failed ones take no part in it.
         failed: samples whose logits are not numbers.
         hidden: ``[S + 1, depth + 1, F]`` hidden states of all samples' roots and accepted nodes.
-        padding: rows of the step that hold nothing.
+        padding: number of the step's rows that hold no node.
     """
 
     verdict: Verdict
@@ -59,8 +59,8 @@ class StepResult(NamedTuple):
 class StaticStepping:
     """Runs the steps of a decoder in buckets.
 
-    A step has the rows of the smallest bucket into which all trees of the batch fit; above the largest bucket, the next
-    power of two. Its number of samples is that of the batch, rounded up to a power of two.
+    The number of rows of a step is that of the smallest bucket that holds all trees of the batch. Above the largest
+    bucket, it is the next power of two. The number of samples is that of the batch, rounded up to a power of two.
 
     Args:
         target: the target.
@@ -68,9 +68,9 @@ class StaticStepping:
         topology: the largest tree.
         coupling: judges them.
         buckets: numbers of rows.
-        compiler: backend of ``torch.compile``, such as ``"inductor"``; by default the step runs as it is.
-        automatic: whether nobody asked for steps of fixed shapes: then they are taken on a GPU alone, by batches and
-            requests that can take them.
+        compiler: backend of ``torch.compile``, such as ``"inductor"``; by default the step is not compiled.
+        automatic: whether steps of fixed shapes are a default that the user did not ask for. They then run only on a
+            GPU, for batches and requests that allow them.
 
     Raises:
         ValueError: if the target has prepacked linears, or a bucket is not positive.
@@ -99,14 +99,14 @@ class StaticStepping:
         self.drafts = StaticDrafts(topology, self.recorder)
         self._drafter = drafter
         self._idle: StaticCache | None = None
-        self._in_use: WeakSet[StaticCache] = WeakSet()  # a batch that failed is not closed: its cache goes with it
+        self._in_use: WeakSet[StaticCache] = WeakSet()  # weak, since a failed batch is never closed
         self._failed = False
         self._weights: tuple[object, ...] = ()
         self._lock = threading.Lock()
 
     @property
     def shapes(self) -> list[Bucket]:
-        """The shapes of all steps so far."""
+        """Shapes of all steps so far."""
         buckets = {recording.step.bucket for recording in self.recorder.recordings.values()}
         shapes = {bucket.step if isinstance(bucket, DraftedBucket) else bucket for bucket in buckets}
         return sorted(
@@ -114,30 +114,29 @@ class StaticStepping:
         )
 
     def reset(self) -> None:
-        """Forgets what was recorded and compiled, and the idle cache; steps are made anew when they are needed.
+        """Drops all recordings, compiled code and the idle cache; steps are rebuilt when they are needed.
 
-        Weights that move (to another device or dtype) are noticed whenever a batch begins, and so are other modules and
-        attributes of a target, such as adapters that are switched on. What else changes between two batches calls for
-        this.
+        At the start of a batch, weights that moved to another device or dtype are noticed. Other modules and attributes
+        of a target, such as adapters that were switched on, are noticed, too. After any other change, call this method.
         """
         self.recorder.reset(self.target.device)
         self._idle = None
 
     @property
     def active(self) -> bool:
-        """Whether batches take steps of fixed shapes: always, or, if nobody asked for them, on a GPU with Triton."""
+        """Whether batches take steps of fixed shapes: always if requested; by default, only on a GPU with Triton."""
         if not self.automatic:
             return True
         on_gpu = self.target.device.type == "cuda" and choice.triton_chosen(next(self.target.model.parameters()))
         return on_gpu and not self._failed
 
     def give_up(self, failure: Exception) -> None:
-        """Takes no such step any more, and says so, as the model or the drafter cannot be recorded."""
+        """Takes no such step any more and logs a warning, since the model or the drafter cannot be recorded."""
         logging.getLogger("arbordraft").warning("steps run without CUDA graphs, which is slower: %s", failure)
         self._failed = True
 
     def obstacle(self, pipeline: LogitsPipeline, greedy: bool) -> str | None:
-        """What a request asks for that only the host can do; ``None`` if there is no such thing."""
+        """Returns the reason why a request needs the host during a step; ``None`` if it does not."""
         if asking := [type(one).__name__ for one in pipeline.processors if not is_static(one)]:
             return f"{asking[0]} looks at more than the scores of a row, or asks the host"
         verifier = self.coupling.verifier
@@ -154,15 +153,17 @@ class StaticStepping:
         return None
 
     def reserved(self, batch: int) -> int:
-        """Rows of a cache for this many samples at a time that no sample can have: for padding, and one more."""
+        """Returns the cache rows that no sample can use, for batches of this size: padding rows, and one more."""
         return 1 + max(bucket_for(self.buckets, batch * self.topology.num_nodes), self.drafts.spare(batch))
 
     def open(self, batch: int, max_tokens: int | None) -> StaticCache | None:
-        """A cache for this many samples; the last one again if it is idle, as graphs are recorded for its pools.
+        """Returns a cache for this many samples; reuses the idle one, since graphs are recorded for its pools.
 
-        If nobody asked for steps of fixed shapes, ``None`` where another batch is under way, as two would record each
-        other's graphs anew in every step; where padding would take much of the room; and where somebody listens to a
-        module, as graphs call no hooks.
+        If steps of fixed shapes are only a default, returns ``None`` in three cases:
+
+        - Another batch is under way. Two batches would record each other's graphs anew in every step.
+        - Padding would take much of the room.
+        - A module has hooks, which graphs do not call.
 
         Raises:
             CacheOverflow: if ``max_tokens`` does not even allow the rows for padding.
@@ -212,11 +213,11 @@ class StaticStepping:
 
         Args:
             tree: the drafts.
-            batch: what ``cache.lay_out`` returned for them.
-            noise: that of this step; ``None`` at temperature 0.
-            cache: what :meth:`open` returned; :meth:`RaggedKVCache.advance` commits the accepted rows.
+            batch: the layout that ``cache.lay_out`` returned for them.
+            noise: noise of this step; ``None`` at temperature 0.
+            cache: the cache that :meth:`open` returned; :meth:`RaggedKVCache.advance` commits the accepted rows.
             pipeline: the request's processors.
-            temperatures: of the samples, where noise is shared and the processors do no more than divide by them.
+            temperatures: temperatures of the samples, if noise is shared and the processors only divide by them.
 
         Raises:
             ValueError: if the chosen kernels cannot do without the host.
@@ -244,18 +245,18 @@ class StaticStepping:
         return StepResult(Verdict.of(tree, ends), failed, hidden, bucket.rows - tree.rows)
 
     def bucket(self, tree: DraftTree) -> Bucket:
-        """The shapes of a step over these trees."""
+        """Returns the shapes of a step over these trees."""
         return self._bucket(bucket_for(self.buckets, tree.rows), power_of_two(len(tree)))
 
     def step(self, bucket: Bucket, kind: StepKind, pipeline: LogitsPipeline) -> StaticStep:
-        """A step of these shapes; ``kind`` is what :meth:`kind` says of the pipeline."""
+        """Builds a step of these shapes; ``kind`` is the result of :meth:`kind` for the pipeline."""
         most_rows = min(bucket.rows, self.topology.num_nodes)
         return StaticStep(self.target, bucket, kind, pipeline, most_rows, self.hidden_layers)
 
     def kind(self, longest: int, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline) -> StepKind:
-        """What is fixed in a step besides its shapes."""
+        """Returns the fixed properties of a step besides its shapes."""
         sampled, shared = isinstance(noise, Noise), isinstance(noise, GumbelNoise)
-        divides = not sampled and pipeline.temperature is not None  # the most probable token is the same
+        divides = not sampled and pipeline.temperature is not None  # division keeps the most probable token
         kind = StepKind(sampled, shared, processors=() if divides else pipeline.constants, longest=longest)
         if sampled:
             kind = replace(

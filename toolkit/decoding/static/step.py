@@ -1,11 +1,10 @@
-"""A decoding step of fixed shapes that never asks the host: what CUDA graphs and compilers want.
+"""A decoding step of fixed shapes that never asks the host, as CUDA graphs and compilers require.
 
-Everything between an upload and a download is one module of tensors: the target's forward over all trees, verification,
-the drawing of the next tokens, compaction of the cache. What is different from step to step stands in one table. Shapes
-are those of a few buckets; rows that a step does not need belong to a sample of their own, the dummy, with pool rows of
-its own.
+Everything between an upload and a download is one module of tensors. It runs the target's forward over all trees,
+verifies, draws the next tokens and compacts the cache. Values that change from step to step are in one table. Shapes
+are those of a few buckets. Rows that a step does not need belong to an extra sample, the dummy, with its own pool rows.
 
-Shapes: T rows of a bucket, S samples besides the dummy, N places for nodes with children, V vocabulary, F hidden states
+Shapes: T rows of a bucket, S samples besides the dummy, N places for nodes with children. V vocabulary, F hidden states
 side by side, P pool rows.
 """
 
@@ -32,7 +31,7 @@ from arbordraft.target.model import RaggedModel
 
 @dataclass
 class StaticForward(Attending):
-    """A forward whose batch is described by tensors alone.
+    """A forward whose batch is described only by tensors.
 
     Args:
         pools: keys and values of all layers.
@@ -41,9 +40,9 @@ class StaticForward(Attending):
         positions: ``[T]``.
         slots: ``[T]``.
         words: ``[T, W]``; ``None`` for causal order.
-        most_rows: rows of a sample, at most.
-        longest: about the most committed keys of a sample.
-        row_invariant: give every row the bits that it has alone.
+        most_rows: greatest number of rows of a sample.
+        longest: approximate greatest number of committed keys of a sample.
+        row_invariant: give every row the same bits as if it ran alone.
     """
 
     pools: Pools
@@ -71,7 +70,7 @@ class StaticForward(Attending):
         return self._attended(layer, project_rotate_append(*projection, *tables, keys, values, self.slots), call)
 
     def _attended(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
-        # An operator always, as the reference reads the layout's numbers; the C++ kernel knows few sizes of heads.
+        # Always an operator, since the reference reads the layout's numbers; the C++ kernel supports few head sizes.
         run = attend.default if query.is_cuda else attend.portable
         keys, values = self.pools[2 * layer : 2 * layer + 2]
         return run(
@@ -94,19 +93,20 @@ class StaticForward(Attending):
 
 @dataclass(frozen=True)
 class StepKind:
-    """What a step is made for besides its shapes; steps of one kind can share a graph.
+    """Fixed properties of a step besides its shapes; steps of one kind can share a graph.
 
     Args:
-        sampled: verify by recursive rejection; else keep the target's own tokens, which are the most probable ones, or
-        shared: drawn with the noise that the drafter shares, by samples of a temperature above 0.
+        sampled: verify by recursive rejection; otherwise keep the target's own tokens.
+        shared: draw these tokens with the noise that the drafter shares, for samples of a temperature above 0;
+            otherwise take the most probable ones.
         lifted: see :class:`~arbordraft.Lifted`.
         replacement: whether draws may repeat a token.
-        most_tops: certain tokens of a node that was drawn at random, at most.
-        processors: what tells the request's processors from others; nothing if they only divide shared noise's scores
-            by temperatures, which the table holds.
-        longest: about the longest prefix, from which the number of splits of the attention follows: a dimension of what
-            a graph launches. It is rounded to powers of eight, which few texts see more than two of; as many splits as
-            the longest text could need would make every short one wait for a second kernel in each layer.
+        most_tops: greatest number of certain tokens of a node that was drawn at random.
+        processors: identifies the request's processors. Empty if they only divide the scores by temperatures, which
+            the table holds for shared noise.
+        longest: approximate longest prefix. It determines the number of attention splits, a dimension of the kernels
+            that a graph launches. It is rounded to powers of eight, so few texts see more than two values. If every
+            graph had splits for the longest possible text, short texts would wait for a second kernel in each layer.
     """
 
     sampled: bool
@@ -119,15 +119,15 @@ class StepKind:
 
 
 class StaticStep(nn.Module):
-    """The device's part of a step, in static shapes and without a question to the host.
+    """The device's part of a step, in static shapes and without asking the host.
 
     Args:
         target: the target.
         bucket: the shapes.
-        kind: what else is fixed.
-        pipeline: the request's processors, which must look at the scores alone.
-        most_rows: rows of a sample, the dummy aside, at most.
-        hidden_layers: the target's hidden states that are wanted.
+        kind: the other fixed properties.
+        pipeline: the request's processors, which must read only the scores.
+        most_rows: greatest number of rows of a sample other than the dummy.
+        hidden_layers: layers of the target whose hidden states are returned.
     """
 
     operator = "static_step"
@@ -153,26 +153,26 @@ class StaticStep(nn.Module):
         self.title = f"a step of {type(target.model).__name__}"
 
     def forward(self, table: Tensor, draft: Tensor, pools: Pools) -> tuple[Tensor, Tensor]:
-        """One step.
+        """Runs one step.
 
         Args:
-            table: what :meth:`Bucket.fill` wrote.
-            draft: ``[N, V]`` draft rows, the tops of which are set to 0 in place; ``[0, V]`` if nothing is sampled.
-            pools: the cache, to which rows are appended and in which the accepted ones move up.
+            table: the table that :meth:`Bucket.fill` wrote.
+            draft: ``[N, V]`` draft rows, whose tops are set to 0 in place; ``[0, V]`` if nothing is sampled.
+            pools: pools of the cache, to which rows are appended and in which accepted rows move up.
 
         Returns:
-            ``[S + 1, 3]`` int64: of every sample the row of the last accepted node, the token behind it, and whether
-            its logits are no numbers. And ``[S + 1, depth + 1, F]`` hidden states of its root and the accepted nodes.
+            ``[S + 1, 3]`` int64, by sample: the row of the last accepted node, the token after it, and the number of
+            rows whose logits are not numbers. And ``[S + 1, depth + 1, F]`` hidden states of roots and accepted nodes.
         """
         return self.run(self.bucket.read(table), draft, pools)
 
     def run(
         self, part: Mapping[str, Tensor], draft: Tensor, pools: Pools, inputs: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same, given the parts of the table.
+        """Runs one step, given the parts of the table; see :meth:`forward`.
 
         Args:
-            inputs: ``[T]`` what the target reads, where some tokens are -1: such rows hold no node.
+            inputs: ``[T]`` tokens that the target reads, if some tokens of the table are -1; those rows hold no node.
         """
         tokens = part["tokens"]
         run = StaticForward(
@@ -210,7 +210,7 @@ class StaticStep(nn.Module):
                 best = self._drawn(part, logits, best)
             elif self.kind.processors:
                 _, best = row_max_reference(self.pipeline(logits, _no_path))
-            # A row without children is compared with nothing: -1 is no token.
+            # Missing children are -1, which equals no token.
             end = walk(tree, tree.tokens == best[tree.inner.clamp(min=0)][:, None])
             token = best[end]
 
@@ -221,7 +221,7 @@ class StaticStep(nn.Module):
         return torch.stack([end, token, broken], dim=1), hidden[path.clamp(min=0)]
 
     def _drawn(self, part: Mapping[str, Tensor], logits: Tensor, best: Tensor) -> Tensor:
-        """``[T]`` the target's token behind every row; any one where logits are no numbers."""
+        """Returns the target's token after every row, ``[T]``; arbitrary where logits are not numbers."""
         seeds, positions = part["seeds"][part["sample"]], part["positions"] + 1
         if self.kind.processors:
             scores, processor = self.pipeline.trimmed(logits, _no_path)
@@ -234,7 +234,7 @@ class StaticStep(nn.Module):
         return torch.where(draws, drawn.clamp(min=0), best)
 
     def _path(self, part: Mapping[str, Tensor], end: Tensor) -> Tensor:
-        """``[S + 1, depth + 1]`` rows from each root to where its path ends, -1 behind."""
+        """Returns ``[S + 1, depth + 1]`` rows from each root to the end of its path, padded with -1."""
         path = end.new_full((len(end), self.bucket.depth + 1), -1)
         row = end
         for _ in range(self.bucket.depth + 1):
@@ -244,9 +244,9 @@ class StaticStep(nn.Module):
         return path
 
     def _compact(self, part: Mapping[str, Tensor], path: Tensor, pools: Pools) -> None:
-        """Moves the accepted rows up behind their roots; every other move is one of a sample's root to itself.
+        """Moves accepted rows up to their roots; every other move copies a sample's root onto itself.
 
-        A sample that does not take part has the dummy's committed row for a root, which nobody changes.
+        A sample that does not take part has the dummy's committed row as its root, which never changes.
         """
         depth, samples = self.bucket.depth, self.bucket.samples
         if depth == 0:

@@ -1,1 +1,1 @@
-"""The fast path of a target on a CPU: layers recognised, weights prepacked, files read in place."""
+"""Fast path of a target on a CPU: recognises layers, prepacks weights, reads GGUF blocks in place."""

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: which of them act within layers, and what linear a layer with adapters amounts to."""
+"""Checks whether adapters of PEFT act within layers, and merges them into copies of linears."""
 
 import copy
 import sys
@@ -10,7 +10,7 @@ from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.prepacked.gguf_blocks import in_memory
 from arbordraft.target.prepacked.probing import TOLERANCE, Unrecognised, distance, noise, rows_of, tried
 
-# Kinds that compute more than a row of a layer from that row of its input, by PEFT's name of their type.
+# Kinds whose output rows depend on more than the same row of a layer's input, by PEFT's name of the type.
 _OUTSIDE = {
     "LILY": "its routers average over all tokens of a forward, so that a draft would change the tokens before it",
     "POLY": "PEFT's own forward hands the task_ids of each call to its layers",
@@ -20,17 +20,17 @@ _OUTSIDE = {
 
 
 def unwrapped(model: Any) -> Any:
-    """A model without the wrapper that PEFT has put around it; its layers keep their adapters.
+    """Returns a model without its PEFT wrapper; its layers keep their adapters.
 
     Raises:
-        UnsupportedModel: if the wrapper computes something itself, as with prompts that were learned.
+        UnsupportedModel: if the wrapper computes something itself, such as learned prompts.
     """
-    peft = sys.modules.get("peft")  # whoever has wrapped a model has imported it
+    peft = sys.modules.get("peft")  # a wrapped model implies that it is imported
     if peft is None or not isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
         return model
     for name, config in model.peft_config.items():
         if config.is_prompt_learning:
-            reason = "prompts that PEFT learned put positions before each text that no token stands for"
+            reason = "prompts that PEFT learned add positions without tokens before each text"
             raise _refused(name, config, reason)
         if _type_of(config) == "XLORA":  # its layers know LoRA only
             raise _refused(name, config, _OUTSIDE["XLORA"])
@@ -41,7 +41,7 @@ def check_adapters(model: Any) -> None:
     """Raises UnsupportedModel if an active adapter does not act within its layers, row by row.
 
     Args:
-        model: of transformers, with or without adapters in it.
+        model: a model of transformers, with or without adapters.
     """
     configs = getattr(model, "peft_config", None) or {}
     layers = [part for part in model.modules() if configs and not getattr(part, "disable_adapters", True)]
@@ -78,24 +78,24 @@ def _type_of(config: Any) -> str:
 
 
 def has_adapters(module: nn.Module | None) -> bool:
-    """Whether a module is a layer with adapters that can be merged into it."""
+    """Returns whether a module is a layer with adapters that can be merged into it."""
     return hasattr(module, "base_layer") and hasattr(module, "merge")
 
 
 def merged(module: Any) -> nn.Module:
-    """The linear that a layer amounts to together with its active adapters; the layer itself stays as it is.
+    """Returns a new linear equal to a layer with its active adapters; the layer itself stays as it is.
 
     Sums are taken in float32 and rounded to the layer's type once.
 
     Raises:
-        Unrecognised: if that is no linear.
+        Unrecognised: if the layer with its adapters is no linear.
     """
     x = noise(3, module.in_features)
     try:
         wide: Any = copy.deepcopy(module).float()
         expected = tried(wide, x)
         linear = wide.get_base_layer()
-        linear.weight = nn.Parameter(in_memory(linear.weight), requires_grad=False)  # nothing is added to a file
+        linear.weight = nn.Parameter(in_memory(linear.weight), requires_grad=False)  # a file cannot be written to
         if not (wide.merged or wide.disable_adapters):
             wide.merge()
     except Exception as reason:  # some adapters cannot be merged, and each kind says so in its own way

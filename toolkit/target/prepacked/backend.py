@@ -1,4 +1,4 @@
-"""Which kernels run a model's layers on this machine."""
+"""Chooses the kernels that run a model's layers on this machine."""
 
 import warnings
 from typing import NamedTuple
@@ -15,11 +15,11 @@ KERNELS = ("auto", "native", "torch", "triton")
 
 
 class Choice(NamedTuple):
-    """How a model's layers are run.
+    """Backend that runs a model's layers.
 
     Args:
         backend: ``"torch"``, ``"native"`` or ``"triton"``.
-        reason: why it is no faster one; empty if there is none.
+        reason: reason against a faster one; empty if there is none.
     """
 
     backend: str
@@ -27,10 +27,10 @@ class Choice(NamedTuple):
 
 
 def choose(kernels: str, model: nn.Module, *, weights: str | None = None) -> Choice:
-    """What ``kernels`` means for this model on this machine.
+    """Returns the backend that ``kernels`` selects for this model on this machine.
 
     Raises:
-        ValueError: if the word is unknown, or a backend asked for by name cannot be used.
+        ValueError: if ``kernels`` is unknown, or a backend asked for by name cannot be used.
     """
     if kernels not in KERNELS:
         raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, got {kernels!r}")
@@ -49,7 +49,7 @@ def choose(kernels: str, model: nn.Module, *, weights: str | None = None) -> Cho
         unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
     elif kernels == "auto":
         unfit = _too_large(model, weights)
-    problem = unfit or native.problem()  # in this order: asking for the kernels may build them
+    problem = unfit or native.problem()  # in this order: `native.problem` may build the kernels
     if problem is None:
         return Choice("native")
     if kernels != "auto":
@@ -60,7 +60,7 @@ def choose(kernels: str, model: nn.Module, *, weights: str | None = None) -> Cho
 
 
 def _triton_problem(weight: Tensor) -> str | None:
-    """Why layers with such weights cannot run in Triton, if they cannot."""
+    """Returns why layers with such weights cannot run in Triton, or ``None`` if they can."""
     if not choice.installed():
         return "Triton is not installed; run: pip install 'arbordraft[triton]'"
     if not (weight.is_cuda or choice.interpreted()):
@@ -69,13 +69,13 @@ def _triton_problem(weight: Tensor) -> str | None:
 
 
 def _too_large(model: nn.Module, weights: str | None) -> str | None:
-    """Why no prepacked copy of a model's weights fits into memory, if it does not."""
+    """Returns why no prepacked copy of a model's weights fits into memory, or ``None`` if it does."""
     needed, free = copy_bytes(model, weights), available_memory()
-    if free is None or needed <= 0.9 * free:  # caches need some, too
+    if free is None or needed <= 0.9 * free:  # KV caches need memory, too
         return None
     return (
         f"a prepacked copy of the weights takes {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
-        "kernels='native' takes them all the same"
+        "kernels='native' makes the copy anyway"
     )
 
 

@@ -1,4 +1,4 @@
-"""A causal LM of a GGUF file whose matrices stay in the file's own blocks."""
+"""Loads a causal LM from a GGUF file whose matrices stay in the file's own blocks."""
 
 import logging
 from collections import Counter
@@ -15,18 +15,18 @@ from arbordraft.target.prepacked.gguf_blocks import BLOCKS, FileBlocks, halves, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Architectures whose files have every tensor as transformers has it, but for the order of rows in some matrices. Of
-# others transformers makes the numbers, which then say where they came from.
+# Architectures whose files store every tensor as transformers does, except for the order of rows in these matrices. For
+# others, transformers makes the numbers, which then identify the blocks they came from.
 _HALVED: dict[str, tuple[str, ...]] = {"llama": ("attn_q.", "attn_k."), "qwen2": (), "qwen3": ()}
 _FRACTIONS = ("F32", "F16", "BF16")
 
 
 def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
-    """The model of a GGUF file in eval mode; its matrices are :class:`FileBlocks`, everything else is in memory.
+    """Returns the model of a GGUF file in eval mode; its matrices are :class:`FileBlocks`, all else is in memory.
 
     Args:
         file: the GGUF file, which stays in use as long as the model.
-        dtype: of what is in memory, and of the numbers that are made of blocks.
+        dtype: dtype of tensors in memory and of numbers dequantised from blocks.
 
     Raises:
         ValueError: if the file is damaged or incomplete, or has no blocks that kernels read.
@@ -47,7 +47,7 @@ def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
 
 
 def _contents(file: Path) -> tuple[dict[str, Any], str]:
-    """The tensors by name, mapped, and the architecture; the reader's copy of the vocabulary does not stay."""
+    """Returns memory-mapped tensors by name, and the architecture; frees the reader's copy of the vocabulary."""
     import gguf
 
     try:
@@ -82,7 +82,7 @@ def _as_they_lie(file: Path, tensors: dict[str, Any], architecture: str, dtype: 
 
 
 def _held(tensor: Any, dtype: torch.dtype, order: Tensor | None) -> Tensor:
-    """A tensor of the file: matrices in their blocks, everything else as numbers."""
+    """Returns a tensor of the file: quantised matrices in their blocks, all else as numbers."""
     from gguf import dequantize
 
     shape, kind = [int(size) for size in reversed(tensor.shape)], tensor.tensor_type.name
@@ -95,7 +95,7 @@ def _held(tensor: Any, dtype: torch.dtype, order: Tensor | None) -> Tensor:
 def _as_transformers_has_them(
     file: Path, tensors: dict[str, Any], architecture: str, dtype: torch.dtype
 ) -> "PreTrainedModel":
-    """Exchanges what equals the file's blocks, in one order of rows or another."""
+    """Loads a model with transformers; replaces each matrix that equals blocks of the file, in any known row order."""
     model = load_causal_lm(file.parent, dtype, gguf_file=file.name)
     name_of = _names(architecture, model)
     config: Any = model.config.get_text_config()
@@ -114,14 +114,14 @@ def _as_transformers_has_them(
                 break
     if not holds_blocks(model):
         raise ValueError(
-            f"{file}: transformers has no matrix as it lies in this file of the kind {architecture!r}; choose "
-            "weights='int8' or 'int4', which quantise the model anew"
+            f"{file}: no matrix of the model equals blocks of this file, whose architecture is {architecture!r}; "
+            "choose weights='int8' or 'int4', which quantise the model anew"
         )
     return model
 
 
 def _exchange(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
-    """Wherever the parameter is: tied ones have several places."""
+    """Replaces a parameter in all its places: a tied one has several."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is old:
@@ -129,7 +129,7 @@ def _exchange(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
 
 
 def _names(architecture: str, model: "PreTrainedModel") -> Callable[[str], str]:
-    """What the file calls a parameter of the model."""
+    """Returns a function from a parameter's name in the model to its name in the file."""
     import gguf
 
     kind = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
@@ -140,7 +140,7 @@ def _names(architecture: str, model: "PreTrainedModel") -> Callable[[str], str]:
 
 
 def _tell_others(file: Path, model: nn.Module) -> None:
-    """Says which matrices kernels do not read as they are."""
+    """Logs which matrices kernels do not read in the file's format."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     kinds = Counter(
         matrix.kind if isinstance(matrix, FileBlocks) else str(matrix.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Matrices that stay in the quantised blocks of a GGUF file, as the kernels read them: no weight is rounded twice.
+"""Matrices that stay in the quantised blocks of a GGUF file; kernels read them without rounding a weight twice.
 
 Shapes: O outputs, I inputs, G = I / 32 groups.
 """
@@ -12,30 +12,30 @@ from torch.utils._pytree import tree_map_only
 
 from arbordraft.kernels.prepacked_linear import Groups
 
-# Blocks of 32 weights of the kinds that kernels read; codes of 4 bits are two in a byte that are 16 weights apart.
+# Layouts of 32 weights that kernels read. A byte holds two codes of 4 bits, whose weights are 16 apart.
 BLOCKS = {
     "Q4_0": np.dtype([("scale", "<f2"), ("codes", "u1", 16)]),
     "Q4_1": np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("codes", "u1", 16)]),
-    "Q8_0": np.dtype([("scale", "<f2"), ("codes", "u1", 32)]),  # whose codes are signed
+    "Q8_0": np.dtype([("scale", "<f2"), ("codes", "u1", 32)]),  # signed codes
 }
-_CENTRE = np.float32(128)  # what is added to signed codes
+_CENTRE = np.float32(128)  # offset that makes signed codes unsigned
 _Array = np.ndarray[Any, Any]
-_DENSE = 1 << 20  # weights that are made at a time
+_DENSE = 1 << 20  # weights that are dequantised at a time
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class FileBlocks(Tensor):
-    """A parameter ``[O, I]`` that lies in blocks in its file, and takes memory only while somebody computes with it.
+    """A parameter ``[O, I]`` that stays in blocks in its file and takes memory only during a computation.
 
-    To torch it is a dense matrix: whatever uses it is given one that lasts as long as the call, and of a table of
-    embeddings only the rows that are looked up. It cannot be written to.
+    Torch sees a dense matrix. Each operator gets a temporary dense copy, and an embedding lookup only the rows that it
+    needs. The parameter cannot be written to.
 
     Args:
-        raw: ``[O, bytes]`` uint8, the file's rows, mapped.
-        kind: what GGUF calls the blocks.
+        raw: ``[O, bytes]`` uint8, the file's memory-mapped rows.
+        kind: GGUF's name of the type of blocks.
         shape: ``(O, I)``.
-        dtype: of the numbers.
-        order: ``[O]`` int64, which of the file's rows each one is; in the file's order without it.
+        dtype: dtype of the dequantised numbers.
+        order: ``[O]`` int64 index of each row in the file; by default in the file's order.
     """
 
     raw: _Array
@@ -73,7 +73,7 @@ class FileBlocks(Tensor):
         return function(*tree_map_only(cls, cls.dense, args), **tree_map_only(cls, cls.dense, kwargs or {}))
 
     def untyped_storage(self) -> NoReturn:
-        """There is none, and whoever saves a model looks for it."""
+        """Raises RuntimeError: there is no storage, and savers of models ask for one."""
         raise RuntimeError("blocks of a file are not saved again: copy the file, or load it without weights='file'")
 
     storage = untyped_storage
@@ -85,7 +85,7 @@ class FileBlocks(Tensor):
         return _parameter, (np.asarray(self.raw), self.kind, tuple(self.shape), self.dtype, self.order)
 
     def rows(self, index: Tensor) -> Tensor:
-        """``[n, I]`` numbers of ``[n]`` rows."""
+        """Returns the ``[n, I]`` numbers of ``[n]`` rows."""
         raw = self._raw(index)
         if self.kind not in BLOCKS:
             from gguf import GGMLQuantizationType, dequantize
@@ -97,14 +97,14 @@ class FileBlocks(Tensor):
         return torch.from_numpy(numbers.reshape(len(raw), -1)).to(self.dtype)
 
     def dense(self) -> Tensor:
-        """``[O, I]`` numbers."""
+        """Returns all ``[O, I]`` numbers."""
         found = torch.empty(self.shape, dtype=self.dtype)
         for index in torch.arange(len(found)).split(max(1, _DENSE // found.shape[1])):
             found[index[0] : index[-1] + 1] = self.rows(index)
         return found
 
     def groups(self) -> Groups | None:
-        """The blocks as the kernels know them; ``None`` for kinds that they do not read."""
+        """Returns the blocks in the kernels' layout; ``None`` for kinds that kernels do not read."""
         if self.kind not in BLOCKS:
             return None
         raw = self._raw(torch.arange(len(self.raw)))
@@ -121,22 +121,22 @@ class FileBlocks(Tensor):
 
 
 def holds_blocks(model: nn.Module) -> bool:
-    """Whether some of a model's parameters lie in blocks in a file."""
+    """Returns whether some of a model's parameters lie in blocks in a file."""
     return any(isinstance(parameter, FileBlocks) for parameter in model.parameters())
 
 
 def groups_of(weight: Tensor) -> Groups | None:
-    """What a parameter is in groups already."""
+    """Returns the quantised groups of a parameter that lies in a file; ``None`` for any other."""
     return weight.groups() if isinstance(weight, FileBlocks) else None
 
 
 def in_memory(weight: Tensor) -> Tensor:
-    """A parameter for those who read it by its address."""
+    """Returns a parameter as a dense tensor, for code that reads memory by address."""
     return weight.dense() if isinstance(weight, FileBlocks) else weight.detach()
 
 
 def halves(outputs: int, heads: int) -> Tensor:
-    """The file's rows in transformers' order: Llama's files have the channels that rotate together side by side."""
+    """Returns the file's rows in transformers' order: files of Llama put the two channels of a pair side by side."""
     return torch.arange(outputs).unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten()
 
 
@@ -145,7 +145,7 @@ def _parameter(*args: Any) -> nn.Parameter:
 
 
 def _parts(raw: _Array, kind: str) -> tuple[_Array, _Array, _Array | None]:
-    """``[n, G, 32]`` codes from 0 on, ``[n, G]`` scales, and minima where there are 4 bits."""
+    """Returns unsigned ``[n, G, 32]`` codes, ``[n, G]`` scales and, for codes of 4 bits, ``[n, G]`` minima."""
     blocks = raw.view(BLOCKS[kind])
     codes, scale = blocks["codes"], blocks["scale"]
     if kind == "Q8_0":

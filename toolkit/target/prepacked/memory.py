@@ -15,16 +15,16 @@ from arbordraft.target.prepacked.mlps import stacked
 from arbordraft.target.prepacked.probing import is_linear, plain
 from arbordraft.utils.files import new_file
 
-_ALIGNED = 64  # bytes, so that a tensor of any dtype may begin there
+_ALIGNED = 64  # bytes; any dtype may begin at a multiple of it
 _LARGE_PAGE = 1 << 21  # bytes
 
 
 def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
-    """Bytes of a prepacked copy of a model's linears and experts."""
+    """Returns the bytes of a prepacked copy of a model's linears and experts."""
     held = {getattr(module, "weight", None) for module in model.modules() if is_linear(module)}
     held.update(weight for module in model.modules() if stacked(module) for weight in module.parameters())
     originals = [weight for weight in held if plain(weight)]
-    # Of weights in groups with their scales and minima; of a file's at most.
+    # Bytes per weight, with scales and minima of groups; for a file's blocks, an upper bound.
     bytes_each = {"int4": 0.5625, "int8": 1.0625, "int8-weight-only": 1.0, "file": 1.0625}
     return int(sum(tensor.numel() * bytes_each.get(weights or "", tensor.element_size()) for tensor in originals))
 
@@ -47,13 +47,13 @@ def check_movable(model: nn.Module) -> None:
 
 
 def move_to_file(tensors: Sequence[Tensor]) -> None:
-    """Exchanges the memory of tensors for a private file that is mapped into it: the same numbers, read when needed.
+    """Moves tensors to a private memory-mapped file; they keep their values and are read when needed.
 
-    The operating system keeps of them what is in use, and may forget the rest at any time. Writing to one takes memory
-    for what is written; the file is never changed, has no name any more, and goes with the last of them.
+    The operating system caches pages in use and may drop others at any time. Writing to a tensor takes memory for the
+    pages written and never changes the file. The file has no name any more and is freed with the last tensor.
 
     Args:
-        tensors: on the CPU, each named once; see :func:`check_movable`.
+        tensors: tensors on the CPU without duplicates; see :func:`check_movable`.
 
     Raises:
         WriteError: if the cache folder has no room for them.
@@ -76,20 +76,20 @@ def move_to_file(tensors: Sequence[Tensor]) -> None:
 
 
 def move_together(tensors: Sequence[Tensor]) -> None:
-    """Exchanges the memory of tensors for one stretch, in which they stand in this order, on large pages if it can be.
+    """Moves tensors into one stretch of memory in this order, on large pages if the system has them.
 
-    What is read from end to end again and again is read faster there: fewer addresses are looked up, and processors do
-    not fetch ahead beyond the end of a page. Tensors move one after the other, so that no more than one is there twice.
+    Repeated sequential reads are faster there: fewer addresses are translated, and processors do not prefetch beyond
+    the end of a page. Tensors move one by one, so at most one exists twice at a time.
 
     Args:
-        tensors: contiguous, on the CPU, each named once.
+        tensors: contiguous tensors on the CPU without duplicates.
     """
     starts = [0]
     for tensor in tensors:
         starts.append(starts[-1] + tensor.nbytes + -tensor.nbytes % _ALIGNED)
     if not (hasattr(mmap, "MADV_HUGEPAGE") and starts[-1] >= _LARGE_PAGE):
         return
-    pages = mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # taken as it is written
+    pages = mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # takes memory as it is written
     with contextlib.suppress(OSError):  # a system built without large pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     stretch = torch.frombuffer(pages, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Takes MLPs apart: single ones, and mixtures of experts: who chooses, what there is to choose, and what all rows take.
+"""Extracts and packs MLPs: single ones, and mixtures of experts with their router, experts and shared experts.
 
 Shapes: E experts to choose from, S shared ones, H hidden size, N inner size of an MLP, K experts that a row chooses.
 """
@@ -24,7 +24,7 @@ from arbordraft.target.prepacked.probing import (
 )
 from arbordraft.target.prepacked.weight_collector import Linear, WeightCollector
 
-# What MLPs are made of, by the names that transformers' models give the parts.
+# Parts of MLPs by their names in transformers' models.
 _KINDS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("gate_up_proj",), "down_proj"),
@@ -34,7 +34,7 @@ _KINDS = (
 
 
 class Mlp(NamedTuple):
-    """An MLP or several, as :class:`~arbordraft.kernels.decoder_layers.LayerWeights` has them; whether with gates."""
+    """An MLP or a mixture of experts, packed for :class:`~arbordraft.kernels.decoder_layers.LayerWeights`."""
 
     gate_up: Matrix
     down: Matrix
@@ -45,21 +45,21 @@ class Mlp(NamedTuple):
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """Whether a module has the parts of an MLP or of a mixture of experts."""
+    """Returns whether a module has the parts of an MLP or of a mixture of experts."""
     return _is_mixture(module) or parts_named(module, _KINDS) is not None
 
 
 def mlp_of(collector: WeightCollector, module: nn.Module) -> Mlp:
-    """What :func:`is_mlp` found.
+    """Packs an MLP or a mixture of experts that :func:`is_mlp` found.
 
     Raises:
-        Unrecognised: if it is of another kind all the same.
+        Unrecognised: if the module computes something else.
     """
     return mixture(collector, module) if _is_mixture(module) else single(collector, module)
 
 
 def single(collector: WeightCollector, mlp: nn.Module) -> Mlp:
-    """An MLP, with gates or without."""
+    """Packs an MLP, with gates or without."""
     readers, down, activation = _linears(collector, mlp)
     inner = down.weight.shape[1]
     gated = sum(len(linear.weight) for linear in readers) == 2 * inner
@@ -68,7 +68,7 @@ def single(collector: WeightCollector, mlp: nn.Module) -> Mlp:
 
 
 def _linears(collector: WeightCollector, mlp: nn.Module) -> tuple[list[Linear], Linear, str]:
-    """Gates and inputs, or inputs alone, the linear behind them, and the activation."""
+    """Returns the linears of gates and inputs (or inputs alone), the linear of outputs, and the activation."""
     if not (names := parts_named(mlp, _KINDS)):
         raise Unrecognised(f"{type(mlp).__name__} is no MLP")
     readers, down = collector.linears(mlp, *names[0]), collector.linear(mlp, names[1])
@@ -83,7 +83,7 @@ def _linears(collector: WeightCollector, mlp: nn.Module) -> tuple[list[Linear], 
 
 def _activation(mlp: nn.Module) -> str:
     function = next((getattr(mlp, key) for key in ("act_fn", "activation_fn", "act") if hasattr(mlp, key)), None)
-    # Far out too: some activations are others with a bound.
+    # Large values, too: some activations differ only in a bound.
     points = torch.cat([torch.linspace(-8, 8, 129), torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])])
     curve = None if function is None else tried(function, points)
     for name, known in ACTIVATIONS.items():
@@ -93,7 +93,7 @@ def _activation(mlp: nn.Module) -> str:
 
 
 def stacked(module: nn.Module) -> bool:
-    """Whether a module holds experts as transformers keeps them: ``[E, 2 N, H]`` and ``[E, H, N]``."""
+    """Returns whether a module holds experts as transformers stacks them: ``[E, 2 N, H]`` and ``[E, H, N]``."""
     gate_up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
     if not (plain(gate_up) and plain(down) and gate_up.ndim == down.ndim == 3):
         return False
@@ -102,14 +102,14 @@ def stacked(module: nn.Module) -> bool:
 
 
 def _is_mixture(module: nn.Module) -> bool:
-    """Whether a part of the module holds experts."""
+    """Returns whether a child of the module holds experts."""
     return any(map(stacked, module.children()))
 
 
 def mixture(collector: WeightCollector, block: nn.Module) -> Mlp:
-    """Router, experts and perhaps an MLP that every row takes, with or without a gate of its own.
+    """Packs a mixture: a router, experts and at most one MLP shared by all rows, with or without its own gate.
 
-    The shared MLP is taken for so many experts of the size of the others: its inner channels are parted among them.
+    The shared MLP is split by its inner channels into experts of the size of the others.
 
     Raises:
         Unrecognised: if the block has other parts, or its router or experts compute something else.
@@ -140,7 +140,7 @@ def mixture(collector: WeightCollector, block: nn.Module) -> Mlp:
         raise Unrecognised(f"{type(block).__name__} has sizes or types that the kernel does not know")
     for module in (router, experts):
         collector.remember(module)
-    # With fewer bits in the router, rows would take other experts.
+    # The router keeps its bits: rounding its scores would choose other experts.
     choice = Experts(Matrix(prepack(scores)), number, chosen, len(down) - number, normalised, bool(gates))
     halves = [half.flatten(0, 1) for half in gate_up.chunk(2, dim=1)]
     first, second = (Matrix(*pack(rows, collector.weights)) for rows in (interleave(*halves), down.flatten(0, 1)))
@@ -148,7 +148,7 @@ def mixture(collector: WeightCollector, block: nn.Module) -> Mlp:
 
 
 def _parted(collector: WeightCollector, mlp: nn.Module, inner: int, activation: str) -> tuple[Tensor, Tensor]:
-    """``[S, 2 N, H]`` and ``[S, H, N]``: a gated MLP as several of this inner size, with zeros where it ends."""
+    """Splits a gated MLP into zero-padded ones of this inner size: ``[S, 2 N, H]`` and ``[S, H, N]``."""
     readers, down, own = _linears(collector, mlp)
     rows, back = torch.cat([linear.weight.detach() for linear in readers]), down.weight.detach().T
     if len(rows) != 2 * len(back) or own != activation or any(linear.bias is not None for linear in (*readers, down)):
@@ -160,7 +160,7 @@ def _parted(collector: WeightCollector, mlp: nn.Module, inner: int, activation: 
 
 
 def _routing(router: nn.Module) -> tuple[int, bool]:
-    """How many experts a router chooses, and whether their factors add up to 1, read off what it does to noise."""
+    """Returns how many experts a router chooses and whether their factors sum to 1, identified on noise."""
     weight = router._parameters.get("weight")
     own = [*router.parameters(), *router.buffers()]
     if len(own) != 1 or own[0] is not weight or weight.ndim != 2:
@@ -182,18 +182,18 @@ def _routing(router: nn.Module) -> tuple[int, bool]:
 
 
 def _activation_of(experts: nn.Module) -> str:
-    """The activation of experts that compute ``down(activation(gate) * up)``, as what they do to noise shows."""
+    """Returns the activation of experts that compute ``down(activation(gate) * up)``, identified on noise."""
     name = _activation(experts)
     gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()  # type: ignore[operator]
     if len(list(experts.parameters())) != 2 or list(experts.buffers()) or not gate_up.is_cpu:
         raise Unrecognised(f"{type(experts).__name__} has parts of another kind")
     if gate_up.dtype not in (torch.float32, torch.bfloat16):
         raise Unrecognised(f"{type(experts).__name__} is {gate_up.dtype}")
-    # Far out too: some clamp their gates.
+    # Large values, too: some experts clamp their gates.
     x = (noise(4, down.shape[1]) * torch.tensor([0.1, 1.0, 30.0, 1000.0])[:, None]).to(down.dtype)
     taken = torch.arange(4)[:, None] % len(down)
     found = tried(experts, x, taken, torch.ones(4, 1, dtype=x.dtype))
-    # In bfloat16 a few numbers are rounded on the way.
+    # bfloat16 experts round intermediate results.
     tolerance = max(TOLERANCE, 8 * torch.finfo(x.dtype).eps)
     for row, expert in enumerate(taken.flatten().tolist()):
         gate, up = (gate_up[expert].float() @ x[row].float()).chunk(2)

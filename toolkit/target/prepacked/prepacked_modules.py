@@ -1,4 +1,4 @@
-"""Modules that take the places of a model's own and read weights prepacked for this processor.
+"""Modules that replace a model's own and read weights prepacked for this processor.
 
 Shapes: T packed rows, H hidden size.
 """
@@ -19,9 +19,9 @@ class PrepackedLayers(nn.Module):
     """Consecutive decoder layers of a model, in one kernel call.
 
     Args:
-        layers: their weights, from the first to the last; none where an earlier call has computed this place.
-        first: index of the first one.
-        side_by_side: whether the model has the two cosines or sines of a pair of channels next to each other.
+        layers: weights of the layers in order; empty if an earlier call has computed this layer.
+        first: index of the first layer.
+        side_by_side: whether the model puts the two cosines or sines of a pair of channels next to each other.
     """
 
     def __init__(self, layers: Sequence[LayerWeights], first: int = 0, side_by_side: bool = False) -> None:
@@ -39,7 +39,7 @@ class PrepackedLayers(nn.Module):
         attention_mask: Tensor | None = None,
         **__: Any,
     ) -> Tensor:
-        """``[1, T, H]`` to ``[1, T, H]``, called as the model calls a layer of its own."""
+        """Maps ``[1, T, H]`` to ``[1, T, H]``; takes the arguments of the model's own layers."""
         if any(isinstance(given, Tensor) for given in (attention_mask, *others)):
             raise ValueError("prepacked layers take their mask from the batch, but the model made one of its own")
         depth = self.indices.stop if ragged.depth is None else ragged.depth
@@ -69,7 +69,7 @@ class PrepackedNorm(nn.Module):
     """An RMS norm or LayerNorm, computed in float32.
 
     Args:
-        norm: its numbers.
+        norm: weights and offsets.
         epsilon: added to the mean square.
     """
 
@@ -78,7 +78,7 @@ class PrepackedNorm(nn.Module):
         self.norm, self.epsilon = norm, epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., H]``."""
+        """Maps ``[..., H]`` to ``[..., H]``."""
         return apply_norm(x, self.norm, self.epsilon)
 
 
@@ -86,9 +86,9 @@ class PrepackedGatedMLP(nn.Module):
     """``down(activation(gate(x)) * up(x))`` in two kernel calls.
 
     Args:
-        gate_up: gates and inputs, interleaved.
-        down: the matrix behind them.
-        activation: of the gates.
+        gate_up: matrices of gates and inputs, interleaved.
+        down: matrix of the outputs.
+        activation: activation of the gates.
     """
 
     def __init__(self, gate_up: Matrix, down: Matrix, activation: str) -> None:
@@ -96,18 +96,18 @@ class PrepackedGatedMLP(nn.Module):
         self.gate_up, self.down, self.activation = gate_up, down, activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., H]``."""
+        """Maps ``[..., H]`` to ``[..., H]``."""
         for m, activation in ((self.gate_up, self.activation), (self.down, None)):
             x = prepacked_linear(x, m.weight, m.scale, m.bias, outputs=len(m.weight) * LANES, activation=activation)
         return x
 
 
 def prepack_linears(module: nn.Module, leave: str = "") -> None:
-    """Replaces all linears and RMS norms inside a module for good by prepacked ones.
+    """Replaces all linears and RMS norms inside a module permanently by prepacked ones.
 
     Args:
-        module: neither a linear or norm itself nor a model that others use.
-        leave: name of a part that stays as it is.
+        module: a module that contains such parts, is none itself and is not used elsewhere.
+        leave: name of a direct child that stays as it is.
     """
     for name, child in module.named_children():
         if name == leave:

@@ -1,4 +1,4 @@
-"""Looks at parts of a user's model, and tries them on noise, to find out what they compute."""
+"""Inspects parts of a user's model and runs them on noise to identify their computation."""
 
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -9,35 +9,35 @@ from torch import Tensor, nn
 from arbordraft.target.model_view import ModelView, heard
 from arbordraft.target.prepacked.gguf_blocks import FileBlocks, in_memory
 
-TOLERANCE = 1e-4  # relative to what a part computes, in float32
+TOLERANCE = 1e-4  # relative to the output of a part, in float32
 
 
 class Unrecognised(Exception):
-    """A module is not of the kind that a kernel computes; says why."""
+    """A module is not of a kind that a kernel computes; the message says why."""
 
 
 def noise(*sizes: int) -> Tensor:
-    """The same at every call."""
+    """Returns normal noise, the same at every call."""
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(0))
 
 
 def tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor | None:
-    """What a part of somebody's model returns; ``None`` if it does not take such arguments or returns no tensor."""
+    """Returns the output of a part of a user's model; ``None`` if it rejects the arguments or returns no tensor."""
     try:
         with torch.no_grad():
             output = function(*args, **kwargs)
-    except Exception:  # it could be any, and only means that this part is of another kind
+    except Exception:  # any error only means that the part is of another kind
         return None
     return output if isinstance(output, Tensor) else None
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """Relative, in the mean square."""
+    """Returns the root mean square distance, relative to ``expected``."""
     return ((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody listens to the module or a part of it, or has replaced a forward: nobody would be called."""
+    """Returns whether the module or a part has hooks or a replaced forward, which a kernel would not call."""
     return any(
         heard(part._forward_hooks) or heard(part._forward_pre_hooks) or "forward" in vars(part)
         for part in module.modules()
@@ -45,18 +45,18 @@ def hooked(module: nn.Module) -> bool:
 
 
 def parts_named(module: nn.Module, kinds: Any) -> Any:
-    """The first of the kinds, names of readers and the name of what leads back, of which a module has all parts."""
+    """Returns the first of ``kinds``, names of input parts and of an output part, that the module has in full."""
     return next((kind for kind in kinds if all(hasattr(module, name) for name in (*kind[0], kind[1]))), None)
 
 
 def plain(tensor: Any) -> TypeGuard[Tensor]:
-    """Whether a tensor's numbers are those in its memory or file: quantisers have subclasses that compute them."""
+    """Returns whether a tensor stores its numbers in memory or a file; subclasses of quantisers compute them."""
     known = type(tensor) in (Tensor, nn.Parameter, FileBlocks)
     return known and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def rows_of(module: nn.Module | None) -> Tensor | None:
-    """The ``[O, I]`` weights of a plain linear, be they kept like that or transposed; ``None`` for other modules."""
+    """Returns the ``[O, I]`` weights of a plain linear, stored as such or transposed; ``None`` for other modules."""
     from transformers.pytorch_utils import Conv1D
 
     if module is None or type(module) not in (nn.Linear, Conv1D) or not all(map(plain, module.parameters())):
@@ -66,7 +66,7 @@ def rows_of(module: nn.Module | None) -> Tensor | None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear, whatever form its weights have, perhaps with adapters around it."""
+    """Returns whether a module is a linear with weights of any form, with or without adapters around it."""
     if isinstance(base := getattr(module, "base_layer", None), nn.Module):
         return is_linear(base)
     sized = isinstance(getattr(module, "in_features", None), int) and not any(map(is_linear, module.children()))
@@ -74,24 +74,24 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def kind_of(module: Any) -> str:
-    """What to call a module that is no plain linear: its class, and that of its weights if these are a subclass."""
+    """Names a module that is no plain linear, by its class and by that of its weights if these are a subclass."""
     weight = getattr(module, "weight", None)
     odd = isinstance(weight, Tensor) and not plain(weight)
     return type(module).__name__ + (f" with weights of {type(weight).__name__}" if odd else "")
 
 
 def vocabulary(model: Any) -> int:
-    """The number of tokens that a causal LM has logits for."""
+    """Returns the number of tokens for which a causal LM has logits."""
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     return int(weight.shape[0] if plain(weight) else head.out_features)  # quantised weights may be packed
 
 
 def widened(module: nn.Module) -> Any:
-    """A float32 copy of a part of a user's model, to be tried: its modules and tensors are new, all else is shared.
+    """Returns a float32 copy of a part of a model for tests; its modules and tensors are new, all else is shared.
 
     Raises:
-        Unrecognised: if its tensors are of other kinds than torch's own.
+        Unrecognised: if its tensors are not torch's own kinds.
     """
     if not all(map(plain, (*module.parameters(), *module.buffers()))):
         raise Unrecognised(f"{type(module).__name__} has tensors of another kind")

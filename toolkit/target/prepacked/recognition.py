@@ -1,7 +1,7 @@
 """Finds decoder layers that the fused kernels can compute, and proves that they do.
 
-Transformers' models name their parts alike. A layer whose parts are found is copied in float32 and run both ways, on
-what it was given in an observed forward and on noise; the kernel takes its place only if both agree.
+Transformers' models share names of parts. If all parts of a layer are found, a float32 copy is compared with the
+kernel, on an observed input and on noise. The kernel replaces the layer only if both agree.
 
 Shapes: H hidden size, D head size, N inner size of the MLP.
 """
@@ -31,8 +31,8 @@ from arbordraft.target.prepacked.probing import (
 from arbordraft.target.prepacked.rotation import Rotation, apart, side_by_side
 from arbordraft.target.prepacked.weight_collector import WeightCollector
 
-# What layers are made of, by the names that transformers' models give the parts: which linears of an attention and of
-# an MLP read hidden states and which one leads back, and where norms stand.
+# Parts of layers by their names in transformers' models: the linears of an attention that read hidden states, the one
+# that leads back, and the places of norms.
 _ATTENTIONS = (
     (("q_proj", "k_proj", "v_proj"), "o_proj"),
     (("q_proj", "k_proj", "v_proj"), "dense"),
@@ -42,7 +42,7 @@ _ATTENTIONS = (
 _NORM_PLACES = {
     frozenset(places.values()): places
     for places in (
-        {"pre_attention": "input_layernorm"},  # and the MLP reads the same
+        {"pre_attention": "input_layernorm"},  # the MLP reads the same norm
         {"pre_attention": "input_layernorm", "pre_mlp": "post_attention_layernorm"},
         {"pre_attention": "ln_1", "pre_mlp": "ln_2"},
         {
@@ -60,13 +60,13 @@ _NORM_PLACES = {
         {"post_attention": "post_attention_layernorm", "post_mlp": "post_feedforward_layernorm"},
     )
 }
-_INTERNALS = frozenset(vars(nn.Module()))  # what every module has
+_INTERNALS = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def layer_of(
     collector: WeightCollector, layer: nn.Module, call: AttentionCall, rotation: Rotation | None
 ) -> LayerWeights:
-    """A whole decoder layer."""
+    """Extracts and packs the weights of a decoder layer."""
     children = dict(layer.named_children())
     attention_name = next((name for name, child in children.items() if parts_named(child, _ATTENTIONS)), "")
     mlp_name = next((name for name, child in children.items() if is_mlp(child)), "")
@@ -125,7 +125,7 @@ def _norms(
     call: AttentionCall,
     in_order: Callable[[Tensor], Tensor],
 ) -> tuple[dict[str, Norm | None], float]:
-    """The norms of a layer, those of heads with their channels in order, and the epsilon that all of them share."""
+    """Returns the norms of a layer, with channels of head norms in order, and their common epsilon."""
     found = {place: collector.norm(owner, name) for place, (owner, name) in places.items()}
     norms = {place: found[place][0] if place in found else None for place in LayerWeights.NORMS}
     sizes = {place: len(norm.weight) for place, norm in norms.items() if norm}
@@ -141,7 +141,7 @@ def _norms(
 
 
 def same_mlp(mlp: nn.Module, run: Any) -> bool:
-    """Whether ``run(gate_up, down, activation)(x)`` is what a float32 copy makes of noise ``x``."""
+    """Returns whether ``run(gate_up, down, activation)`` agrees with a float32 copy of the MLP on noise."""
     wide = widened(mlp)
     parts = single(WeightCollector(), wide)
     x = noise(3, LANES * len(parts.down.weight))
@@ -152,12 +152,12 @@ def same_mlp(mlp: nn.Module, run: Any) -> bool:
 def same_layer(
     index: int, call: LayerCall, attention: AttentionCall, batch: RaggedBatch, rotation: Rotation | None
 ) -> bool:
-    """Whether the kernel does what a float32 copy of the layer does, on its observed input and on noise.
+    """Returns whether the kernel agrees with a float32 copy of the layer, on its observed input and on noise.
 
-    The layer must ask for our attention.
+    The layer must call our attention.
 
     Raises:
-        Unrecognised: if it has other parts than the kernel knows.
+        Unrecognised: if the layer has parts that the kernel does not know.
     """
     wide = widened(call.layer)
     wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())
@@ -177,7 +177,7 @@ def same_layer(
 
 
 def settings(module: nn.Module) -> Any:
-    """What tells modules of one class apart, other than their weights and their number."""
+    """Returns a key of a module's settings: equal for modules that differ in weights and layer index only."""
     own = {k: _told(value) for k, value in vars(module).items() if k not in _INTERNALS and k != "layer_idx"}
     shapes = [(name, tensor.shape) for name, tensor in module._parameters.items() if tensor is not None]
     inner = [(name, settings(child)) for name, child in module.named_children()]
@@ -185,7 +185,7 @@ def settings(module: nn.Module) -> Any:
 
 
 def _told(value: Any) -> Any:
-    """A value, by its contents as far as these are plain."""
+    """Returns a hashable key of a value: its contents if they are plain, else its id."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if type(value) is dict:

@@ -1,8 +1,7 @@
 """Puts prepacked modules into a view of a model.
 
-Decoder layers that are recognised become one kernel call for all of them together; of other layers the linears, norms
-and gated MLPs are replaced one by one. They take these places in our view of the model; the model itself keeps
-its own modules.
+Recognised decoder layers become one kernel call for all of them together. In other layers, linears, norms and gated
+MLPs are replaced one by one. Only our view of the model changes; the model itself keeps its own modules.
 """
 
 import itertools
@@ -30,7 +29,7 @@ from arbordraft.target.prepacked.recognition import layer_of, same_layer, same_m
 from arbordraft.target.prepacked.rotation import RotaryTables, rotary_tables, rotations, side_by_side
 from arbordraft.target.prepacked.weight_collector import WeightCollector
 
-# Besides prepacked modules, the kinds that treat every row by itself.
+# Kinds that treat every row by itself, besides prepacked modules.
 _ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
 
 _VERSION = operator.attrgetter("_version")
@@ -41,13 +40,13 @@ Place = tuple[nn.Module, str, nn.Module]  # owner, name, prepacked module
 
 
 class Prepacking:
-    """All prepacked modules of one model, and the proof that they still match its weights.
+    """All prepacked modules of one model; detects when they no longer match its weights.
 
     Args:
-        model: a view of the model whose layers ask for our attention.
-        seen: what one of its forwards showed.
+        model: a view of the model whose layers call our attention.
+        seen: record of one of its forwards.
         weights: bits of the copies, see :class:`~arbordraft.RaggedModel`; ``"file"`` for a file's own blocks.
-        head: what is prepacked of the model's head already, and serves here, too.
+        head: the model's head if it is prepacked already; it is shared.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Prepacking:
         self.fused = sum(layer is not None for layer in self._layers)
         self._originals = [call.layer for call in seen.layers]
         self._place = seen.place
-        # One call for neighbouring layers that the model hands the same tables.
+        # One call for neighbouring layers to which the model hands the same tables.
         self._tables = [call.kwargs.get("position_embeddings") for call in seen.layers]
         given = enumerate(zip(map(id, self._tables), self._layers, strict=True))
         alike = [table if layer else -1 - n for n, (table, layer) in given]
@@ -90,7 +89,7 @@ class Prepacking:
         self._watch()
 
     def _watch(self) -> None:
-        """Notes what the weights are now; spelled out, as all of it is compared whenever a cache is begun."""
+        """Records the current weights in lists that are fast to compare, as they are whenever a cache is begun."""
         sources = self._collector.sources
         self._holders = [source.module._parameters for source in sources], [source.parameter for source in sources]
         self._tensors = [source.tensor for source in sources]
@@ -102,10 +101,10 @@ class Prepacking:
         self._fingerprint = self._read()
 
     def current(self) -> bool:
-        """Whether the model still has the weights that were prepacked.
+        """Returns whether the model still has the weights that were prepacked.
 
-        What is written through ``.data``, through numpy or in inference mode counts no version. It is noticed if it
-        reaches one of a few elements of each tensor, spread evenly.
+        Writes through ``.data``, through numpy or in inference mode change no version counter. They are noticed only if
+        they change one of a few sampled elements, spread evenly over each tensor.
         """
         return (
             all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
@@ -121,7 +120,7 @@ class Prepacking:
         return layers if self._together else None
 
     def layers(self) -> tuple[list[LayerWeights], list[RotaryTables]] | None:
-        """All of the model's layers and the tables by which they rotate, if all are fused."""
+        """Returns all of the model's layers and their rotary tables, or ``None`` unless all layers are fused."""
         places: dict[int, int] = {}
         for table in self._tables:
             places.setdefault(id(table), len(places))
@@ -137,11 +136,11 @@ class Prepacking:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the prepacked matrices, without a head that others hold."""
+        """Bytes of the prepacked matrices, without a shared head."""
         return sum(tensor.nbytes for m in self._matrices() for tensor in (m.weight, m.scale) if tensor is not None)
 
     def move_originals(self) -> None:
-        """Leaves the prepacked weights to a file, from which whoever reads them reads them; see `move_to_file`.
+        """Moves the original weights to a memory-mapped file; see `move_to_file`.
 
         Raises:
             WriteError: if there is no room for the file.
@@ -152,7 +151,7 @@ class Prepacking:
             self._watch()
 
     def __str__(self) -> str:
-        """What was prepacked, in a few words."""
+        """Returns a short summary of the prepacked modules."""
         linears = sum(isinstance(module, PrepackedLinear) for module in self._prepacked_modules.values())
         prepacked = f"{linears} linears prepacked"
         adapted = (
@@ -164,7 +163,7 @@ class Prepacking:
         return f"{layers}{others}{adapted}{left}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
 
     def _matrices(self) -> Iterator[Matrix]:
-        """The prepacked ones, in the order in which a forward reads them."""
+        """Yields the prepacked matrices in the order in which a forward reads them."""
         for layer in self._layers:
             yield from layer.matrices if layer else ()
         for prepacked_module in self._prepacked_modules.values():
@@ -176,13 +175,13 @@ class Prepacking:
                 yield from (prepacked_module.gate_up, prepacked_module.down)
 
     def _read(self) -> Tensor:
-        """Bits of the sampled elements, as NaN equals nothing."""
+        """Returns the sampled elements' bits as integers, since NaN never equals NaN."""
         if not self._samples:
             return torch.empty(0, dtype=torch.int32)
         return torch.cat(self._samples).float().view(torch.int32)
 
     def _stack(self) -> Iterator[nn.Module]:
-        """What stands in the list of layers: of a call for several of them the first place, unless there is but one."""
+        """Yields the new list of layers: a call for each run, then empty layers unless there is only one run."""
         for run in self._runs:
             layers = [layer for layer in self._layers[run[0] : run[-1] + 1] if layer]
             if layers:
@@ -207,7 +206,7 @@ class Prepacking:
                     weights = layer_of(collector, call.layer, attention, rotation)
                     self._collector.take(collector)
                     return weights
-        except Exception:  # modules of users may fail in any way when they are looked at: this one runs as it is
+        except Exception:  # modules of users may fail in any way when inspected: this one runs as it is
             pass
         return None
 
@@ -234,7 +233,7 @@ class Prepacking:
         prepacked_module: nn.Module | None = None
         try:
             if is_linear(module):
-                # In 4 bits, the head alone would lose ten times what all other weights lose together.
+                # In 4 bits, the head alone would lose ten times as much as all other weights together.
                 weights = "int8" if collector.weights == "int4" and module is self._head else collector.weights
                 linear = collector.linear(owner, name)
                 options: Any = {
@@ -257,10 +256,10 @@ class Prepacking:
         return prepacked_module
 
     def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Modules that ran, are still the model's own, and of which nobody says that they treat every row alike."""
+        """Yields modules that ran, are still the model's own and are not known to treat every row by itself."""
         prepacked = {part for module in self._prepacked_modules for part in module.modules()}
         for module in model.modules():
-            calls = not self._called.isdisjoint(module.children())  # others compute with what their parts hold
+            calls = not self._called.isdisjoint(module.children())  # a module that calls no child may read its tensors
             inner = module in prepacked or (calls and not has_adapters(module))
             inner = inner or isinstance(module, _ROWWISE) or _is_rotary(module)
             if module in self._called and not inner:
@@ -268,12 +267,12 @@ class Prepacking:
 
 
 def _is_rotary(module: nn.Module) -> bool:
-    """Whether a module makes tables of positions alone; others than transformers' may have such names, too."""
+    """Returns whether a module of transformers makes rotary tables; other libraries may use such names, too."""
     return type(module).__module__.startswith("transformers.models.") and "RotaryEmbedding" in type(module).__name__
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    """A few elements of a tensor, as a view of its storage."""
+    """Returns a few elements of a tensor, as a view of its storage."""
     flat = tensor.detach().flatten()
     return flat[:: max(1, len(flat) // _SAMPLED)]
 

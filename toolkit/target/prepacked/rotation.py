@@ -1,6 +1,6 @@
-"""How layers rotate queries and keys, and how that becomes the rotation that the kernels know.
+"""Rotary embeddings of layers, and their conversion to the form that the kernels know.
 
-They turn pairs of channels that stand half of the rotated ones apart, as Llama does. Some models turn neighbours.
+Kernels rotate pairs of channels ``(i, i + R / 2)``, as Llama does. Some models rotate neighbours ``(2 i, 2 i + 1)``.
 
 Shapes: T packed rows, R rotated channels of a head.
 """
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 
 class Rotation(NamedTuple):
-    """How a layer rotates queries and keys.
+    """Rotation that a layer applies to queries and keys.
 
     Args:
-        channels: of a head, that turn, from the first one on.
-        neighbours: whether two that stand side by side turn together, or two that stand half of these channels apart.
+        channels: number of rotated channels of a head, which are its first ones.
+        neighbours: whether adjacent channels form a pair, instead of channels that are half of ``channels`` apart.
     """
 
     channels: int
     neighbours: bool
 
     def in_halves(self, rows: Tensor, dim: int) -> Tensor:
-        """Rows of heads of ``dim`` channels, in which those that turn together stand half of them apart.
+        """Reorders rows of heads of ``dim`` channels so that the channels of a pair are half of ``channels`` apart.
 
-        Scores do not notice: they add up over the channels of queries and keys, which are put in the same order.
+        Attention scores stay equal: they are sums over channels, and queries and keys are reordered alike.
         """
         if not self.neighbours:
             return rows
@@ -35,27 +35,27 @@ class Rotation(NamedTuple):
 
 
 def rotations(tables: Any) -> list[Rotation | None]:
-    """What a layer may do with the cosines and sines that it is given; some are given them and do not rotate."""
+    """Returns the rotations that a layer given these cosines and sines may apply; ``None`` stands for no rotation."""
     if tables is None:
         return [None]
     if not (isinstance(tables, tuple) and len(tables) == 2 and all(table.ndim == 3 for table in tables)):
-        return []  # angles of another kind
+        return []  # not cosines and sines
     return [*(Rotation(tables[0].shape[-1], neighbours) for neighbours in (False, True)), None]
 
 
 def side_by_side(tables: tuple[Tensor, Tensor] | None) -> bool:
-    """Whether the two numbers of a pair of channels are neighbours in both ``[1, T, R]``, not half of them apart."""
+    """Returns whether both ``[1, T, R]`` tables hold the two equal numbers of a pair next to each other."""
     return tables is not None and all(torch.equal(table[..., ::2], table[..., 1::2]) for table in tables)
 
 
 def apart(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Puts them half of them apart, as the kernels take them."""
+    """Moves the two numbers of a pair from next to each other to half of the channels apart, as kernels take them."""
     cosine, sine = (table.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for table in tables)
     return cosine, sine
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines as a model made them, put as the kernels take them.
+    """Cosines and sines that a model made, in the order that the kernels take.
 
     Args:
         positions: ``[T]``.
@@ -68,7 +68,7 @@ class RotaryTables(NamedTuple):
     sine: Tensor
 
     def made_by(self, model: nn.Module) -> tuple[Tensor, float] | None:
-        """The ``[R / 2]`` frequencies among a model's buffers that give these, and their factor, if any do."""
+        """Finds the ``[R / 2]`` frequencies in a model's buffers that give these tables, and their factor."""
         for module in model.modules():
             for name, frequencies in module.named_buffers(recurse=False):
                 if not name.endswith("inv_freq") or 2 * frequencies.numel() != self.cosine.shape[-1]:
@@ -83,7 +83,7 @@ class RotaryTables(NamedTuple):
 
 
 def rotary_tables(positions: Tensor, tables: tuple[Tensor, Tensor]) -> RotaryTables:
-    """A layer's ``[1, T, R]`` cosines and sines of ``[T]`` positions."""
+    """Builds the tables of a layer from its ``[1, T, R]`` cosines and sines of ``[T]`` positions."""
     cosine, sine = apart(tables) if side_by_side(tables) else tables
     return RotaryTables(positions, cosine[0], sine[0])
 

@@ -1,6 +1,6 @@
-"""A model whose layers run in one call, without what else transformers does around them.
+"""Runs a model whose layers take one call, without transformers' own code around the layers.
 
-Checks of arguments, masks that nobody reads and output classes take a good part of a forward of one row.
+Checks of arguments, unused masks and output classes take a good part of a forward of one row.
 """
 
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from arbordraft.target.model_view import heard
 from arbordraft.target.prepacked.prepacked_modules import PrepackedLayers
 from arbordraft.target.prepacked.probing import vocabulary
 
-_IDLE = (nn.ModuleList, nn.Dropout, nn.Identity)  # what of the layers' owner computes nothing itself
-_ROWS = 5  # of the forward that both ways are compared in
-_LOUD = 64.0  # times what the head says meanwhile: a cap of large logits must not pass unseen; exact in binary
+_IDLE = (nn.ModuleList, nn.Dropout, nn.Identity)  # children of the layers' owner that compute nothing
+_ROWS = 5  # rows of the forward that compares both ways
+_LOUD = 64.0  # factor on the head's logits in the comparison, to reveal a cap of large ones; exact in binary
 
 
 @dataclass(frozen=True)
 class Shortcut:
-    """Embeddings, rotations, all layers, the final norm and the head, one after the other.
+    """Embeddings, rotations, all layers, the final norm and the head, run in sequence.
 
     Args:
-        embedding: of tokens.
-        rotary: makes the tables of positions that the layers read.
-        layers: all of them.
-        norm: behind them.
-        head: behind the norm.
+        embedding: token embedding.
+        rotary: module that makes the tables of positions for the layers.
+        layers: all layers.
+        norm: norm after the layers.
+        head: head after the norm.
     """
 
     embedding: nn.Module
@@ -40,11 +40,11 @@ class Shortcut:
 
     @classmethod
     def of(cls, model: Any, owner: nn.Module) -> "Shortcut | None":
-        """The short way through a model; ``None`` if its parts are others, or its logits differ by a single bit.
+        """Builds the shortcut of a model; ``None`` if the model has other parts or any bit of its logits differs.
 
         Args:
             model: a view of the model that runs prepacked layers.
-            owner: of the layers.
+            owner: the module that holds the layers.
         """
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         inside = [child for child in owner.children() if not isinstance(child, _IDLE) and child is not embedding]
@@ -56,11 +56,11 @@ class Shortcut:
         found = cls(embedding, rotary[0], stacks[0], norms[0], head)
         try:
             return found if found._agrees_with(model) else None
-        except Exception:  # it could be any, and only means that some part is of another kind
+        except Exception:  # any error only means that a part is of another kind
             return None
 
     def __call__(self, tokens: Tensor, positions: Tensor, run: Forward, rows: Tensor | None) -> Tensor:
-        """``[R, V]`` logits of the wanted rows of ``[1, T]`` tokens."""
+        """Returns ``[R, V]`` logits of the wanted rows of ``[1, T]`` tokens."""
         x = self.embedding(tokens)
         x = self.norm(self.layers(x, ragged=run, position_embeddings=self.rotary(x, positions)))
         if (last := self.layers.indices.stop) in run.hidden:
@@ -81,7 +81,7 @@ class Shortcut:
         return torch.equal(*found)
 
     def _logits(self, tokens: Tensor, model: Any) -> Tensor:
-        """Of one text, by a whole model or without one."""
+        """Returns the logits of one text, by ``model`` or, if it is ``None``, by the shortcut."""
         cache = RaggedKVCache()
         batch = cache.lay_out([cache.open(_ROWS)], [range(_ROWS)])
         run, positions = Forward(batch, cache, native=True), batch.positions[None]
@@ -94,7 +94,7 @@ class Shortcut:
 
 
 def unheard(model: nn.Module, layers: nn.Module) -> bool:
-    """Whether nobody listens to what stands around a model's layers, and nobody has replaced a forward there."""
+    """Returns whether the modules around a model's layers have no hooks and no replaced forwards."""
     inside = set(layers.modules())
     return not any(
         heard(part._forward_hooks) or heard(part._forward_pre_hooks) or "forward" in vars(part)

@@ -1,4 +1,4 @@
-"""Takes linears and norms out of a user's modules, and remembers every tensor it used.
+"""Extracts linears and norms from a user's modules, and records every tensor it used.
 
 Shapes: I inputs and O outputs of a linear.
 """
@@ -29,7 +29,7 @@ from arbordraft.target.prepacked.probing import (
 
 
 class Source(NamedTuple):
-    """A tensor that a prepacked module was made from, and where it was found."""
+    """A tensor from which a prepacked module was made, and its place in the model."""
 
     module: nn.Module
     parameter: str
@@ -37,7 +37,7 @@ class Source(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """What a linear computes with, ``[O, I]`` and ``[O]``, and the module that holds it: a copy, if it has adapters."""
+    """``[O, I]`` weight and ``[O]`` bias of a linear, and its module: a merged copy if it has adapters."""
 
     weight: Tensor
     bias: Tensor | None
@@ -45,11 +45,11 @@ class Linear(NamedTuple):
 
 
 class WeightCollector:
-    """Takes modules apart and remembers every tensor it used.
+    """Extracts weights from modules and records every tensor it used.
 
     Args:
-        weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack`; ``"file"``
-            for blocks of a file as they are, and everything else in 8 bits.
+        weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack`. ``"file"``
+            keeps blocks of a file as they are and packs all other matrices in 8 bits.
     """
 
     def __init__(self, weights: str | None = None) -> None:
@@ -59,12 +59,12 @@ class WeightCollector:
         self.weights = "int8" if self.as_stored else weights
 
     def take(self, others: "WeightCollector") -> None:
-        """Counts what others have taken apart as its own."""
+        """Adds the records of another collector to its own."""
         self.sources += others.sources
         self.adapted += others.adapted
 
     def linear(self, owner: nn.Module, name: str) -> Linear:
-        """A linear of ``owner`` that nothing but adapters has been hung on, those merged into a copy."""
+        """Returns a linear of ``owner`` without hooks; if it has adapters, merges them into a copy."""
         module: Any = getattr(owner, name, None)
         adapted = has_adapters(module)
         base = module.get_base_layer() if adapted else module
@@ -84,14 +84,14 @@ class WeightCollector:
         return Linear(weight, module.bias, module)
 
     def linears(self, owner: nn.Module, *names: str) -> list[Linear]:
-        """Several linears, all of them with a bias or all without."""
+        """Returns several linears, all of them with a bias or all without."""
         linears = [self.linear(owner, name) for name in names]
         if len({linear.bias is None for linear in linears}) > 1:
             raise Unrecognised(f"only some of {', '.join(names)} have a bias")
         return linears
 
     def norm(self, owner: nn.Module, name: str) -> tuple[Norm, float]:
-        """An RMS norm or LayerNorm and its epsilon, read off what it does to noise."""
+        """Returns an RMS norm or LayerNorm and its epsilon, identified by its output on noise."""
         module = getattr(owner, name)
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         epsilon = next((getattr(module, key) for key in ("variance_epsilon", "eps") if hasattr(module, key)), None)
@@ -99,7 +99,7 @@ class WeightCollector:
         unknown = own != {id(tensor) for tensor in (weight, bias) if tensor is not None}
         if unknown or not plain(weight) or weight.ndim != 1 or epsilon is None or hooked(module):
             raise Unrecognised(f"{name} is {type(module).__name__}")
-        # So small that epsilon shows, and so large that a bound would.
+        # Small enough to reveal epsilon, and large enough to reveal a bound.
         sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
         x = noise(4, len(weight)) * sizes
         expected = tried(widened(module), x)
@@ -112,7 +112,7 @@ class WeightCollector:
         raise Unrecognised(f"{name} ({type(module).__name__}) is neither an RMS norm nor a LayerNorm")
 
     def matrix(self, linears: Sequence[Linear], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
-        """Packs linears below each other, with rows in another order."""
+        """Concatenates the rows of several linears, reorders them with ``order`` and packs them."""
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = order(torch.cat(biases)).float().contiguous() if biases else None
         stored = [groups_of(linear.weight) for linear in linears] if self.as_stored else []
@@ -122,5 +122,5 @@ class WeightCollector:
         return Matrix(*pack(order(torch.cat([linear.weight.detach() for linear in linears])), self.weights), bias)
 
     def remember(self, module: nn.Module) -> None:
-        """Notes a module's own parameters: when they change, what was made of them must, too."""
+        """Records a module's own parameters: if they change, the module must be prepacked again."""
         self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
