@@ -26,9 +26,9 @@ from arbordraft.verifiers import GlobalResolution, Rule, TopTailRule, optimal_ac
 from arbordraft.verifiers.resolution import Race
 from arbordraft.verifiers.transport import Array
 
-DRAWS = 16  # of children at every position
+DRAWS = 8  # of children at every position
 TRIES = 4  # of them for every threshold
-SHARED_DRAWS = 32  # of noise that target and drafter share, at every position
+SHARED_DRAWS = 16  # of noise that target and drafter share, at every position
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
 
 
@@ -123,10 +123,13 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
     laws[f"GumbelLists({k})"] = IID(k), {"list matching": None}
     best = max(THRESHOLDS, key=tried)
     laws[f"AdaptiveTopTail({k}, {best:g})"] = AdaptiveTopTail(k, best), {"TopTail": TopTailRule()}
+    optimum: dict[str, list[float]] = {}
     for law_name, (law, rules) in laws.items():
         drawn = WithoutReplacement(k) if law.shared else law  # the law of the highest perturbed tokens
         every = 1 if drawn.replacement or drawn.tails < 3 else max(1, len(judged) // optima)
-        solved = [optimal_acceptance(drawn, rows[i][1], rows[i][2]) for i in judged[::every]]
+        if str(drawn) not in optimum:
+            optimum[str(drawn)] = [optimal_acceptance(drawn, rows[i][1], rows[i][2]) for i in judged[::every]]
+        solved = optimum[str(drawn)]
         for rule_name, rule in ({"SharedMatching": None} if law.shared else rules).items():
             changes.clear()
             accepts = [ranks(law, rule, index) for index in judged]
