@@ -129,7 +129,7 @@ def _judges(law: DraftLaw, rules: Mapping[str, Rule], topology: TreeTopology) ->
         for kind in (TopDown, Lifted)
     }
     paths = GreedyMultiPath()
-    if paths.supports(law):
+    if paths.supports(law) and law.k > 1:  # a single path is judged by block verification, as by Lifted(RRS)
         with contextlib.suppress(ValueError):
             paths.check(topology)
             judges["multi-path"] = GreedyMultiPath
