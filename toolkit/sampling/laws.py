@@ -267,7 +267,8 @@ class SharedNoise(DraftLaw):
     only if a child is kept exactly when it *is* that token. Both depend on the same noise, so the law of the target's
     token given the child is not p.
 
-    Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft; here the k best under one noise.
+    Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft. In Gumbel list sampling (Rowan, Phan and
+    Khisti, NeurIPS 2025, arXiv 2506.05632) each of k drafts has its own noise. Here they are the k best under one noise.
     """
 
     shared = True

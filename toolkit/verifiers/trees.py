@@ -185,8 +185,9 @@ class Lifted(RuleVerifier):
     emit. A prefix whose subtree was rejected stops there, or hands the decision back to its parent.
 
     With recursive rejection, this is traversal verification (Weng et al., NeurIPS 2025). On a chain, that is block
-    verification (Sun et al., ICLR 2025), the optimum for a single path. Set-based rules gain from lifting; every
-    valid rule stays exact.
+    verification (Sun et al., ICLR 2025), the optimum for a single path. UniVer (Weng et al., 2026, arXiv 2605.04543)
+    describes this construction for optimal transport at every node. It allocates mass from the root down and decides in
+    post-order. Set-based rules gain from lifting; every valid rule stays exact.
     """
 
     lifted = True
@@ -324,7 +325,8 @@ class SharedMatching(TreeVerifier):
     for token. Drafts may depend on anything, such as the noise (:class:`~arbordraft.sampling.laws.SharedNoise`), tokens
     still to be verified, other samples, or the cost of rows.
 
-    Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft.
+    Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft. Gumbel list sampling (Rowan, Phan and
+    Khisti, NeurIPS 2025, arXiv 2506.05632) came first for several; its text depends on their number, ours does not.
     """
 
     exactness = Exactness.PATHWISE
