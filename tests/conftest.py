@@ -1,4 +1,4 @@
-"""Settings of the whole suite: deterministic, and kind to small machines."""
+"""Settings of the whole suite: tests are deterministic, and small machines can run them."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ settings.load_profile("arbordraft")
 
 
 def pytest_collection_modifyitems(items):
-    """Files that wait for processes of their own, or that soak, begin first: they would leave the others idle last."""
+    """Runs files that start processes, or that soak, first: at the end they would leave other workers idle."""
     waiting = {"ray", "runpy", "subprocess"}
     first = {
         item.path
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """Thousands of collected tests are not searched for garbage over and over, which takes a tenth of all the time."""
+    """Excludes the collected tests from garbage collection, which would take a tenth of all time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -41,7 +41,7 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(autouse=True)
 def _reproducible():
-    """One thread (tiny models are slower with more), and the same seed for every test."""
+    """Sets one thread (tiny models are slower with more), and the same seed for every test."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def _reproducible():
 
 @pytest.fixture(autouse=True)
 def _quoted(monkeypatch):
-    """Decoders that draft what pays do not measure what it costs, which takes seconds and is never twice the same."""
+    """Gives cost-aware decoders fixed costs: a measurement takes seconds and never gives the same costs twice."""
     for module in (builders, loading):
         monkeypatch.setattr(module, "known_costs", lambda *_, **__: PAYS)
     monkeypatch.setattr(loading, "cost_aware", lambda *_: CostAware(PAYS))
@@ -59,13 +59,13 @@ def _quoted(monkeypatch):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    """Names that only the hub might know are unknown at once; without a network it is asked for half a minute."""
+    """Turns the Hub off, so that unknown names fail at once; without a network, requests take half a minute."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _native_problem():
-    """Builds the native kernels before any test reads stderr, where a line says that they are being built."""
+    """Builds the native kernels before any test reads stderr, where a line announces the build."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", native.NativeKernelsUnavailable)
         return native.problem()
@@ -73,14 +73,14 @@ def _native_problem():
 
 @pytest.fixture(scope="session")
 def kernels(_native_problem):
-    """Skips tests of the native kernels where there are none, for a reason that is no fault of theirs."""
+    """Skips tests of the native kernels on machines that cannot build them."""
     if _native_problem:
         pytest.skip(_native_problem)
 
 
 @pytest.fixture(scope="session")
 def uri(tmp_path_factory):
-    """One database of MLflow for all tests, as it takes seconds to set one up; each test has its own experiment."""
+    """Creates one MLflow database for all tests, which takes seconds; each test has its own experiment."""
     from mlflow import MlflowClient
 
     folder = tmp_path_factory.mktemp("mlflow")
@@ -91,7 +91,7 @@ def uri(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def client(uri):
-    """MLflow's, of that database."""
+    """Returns the MLflow client of that database."""
     from mlflow import MlflowClient
 
     return MlflowClient(uri)
@@ -99,11 +99,11 @@ def client(uri):
 
 @pytest.fixture(scope="session")
 def graphs(request, tmp_path_factory):
-    """Exports by name, each made once by one of the processes that run tests."""
+    """Returns exports by name; only one of the processes that run tests makes each."""
     from support.onnx_graphs import Graphs
 
     folder = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):  # this process is one of several, whose folders are side by side
+    if hasattr(request.config, "workerinput"):  # parallel workers have folders side by side
         folder = folder.parent
     folder /= "graphs"
     folder.mkdir(exist_ok=True)

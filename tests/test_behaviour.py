@@ -1,4 +1,4 @@
-"""Tokens and counts of two thousand decoders are those that were recorded; ``support/behaviour.py`` says of which."""
+"""Tokens and counts of two thousand decoders equal the recorded ones; ``support/behaviour.py`` lists the decoders."""
 
 import pytest
 from support import behaviour
@@ -9,7 +9,7 @@ REWRITE = "if the change is wanted, rewrite the file: .venv/bin/python tests/sup
 
 
 def differing(names):
-    """Lines about configurations whose hash is not that of the file."""
+    """Returns a line for each configuration whose hash differs from the file."""
     known, missing = behaviour.recorded(), native.problem()
     names = [name for name in names if not (missing and behaviour.everything()[name].kernels == "native")]
     found = {name: behaviour.hash_of(name) for name in names}
@@ -23,13 +23,13 @@ def check(names):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_tenth(part):
+def test_a_tenth_of_the_configurations(part):
     check(behaviour.tenth()[part::4])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(behaviour.CHUNKS))
-def test_all(number):
+def test_all_configurations(number):
     check(behaviour.chunk(number))
 
 
@@ -47,7 +47,7 @@ def test_a_tenth_has_all_values():
         assert {getattr(one, axis) for one in chosen if isinstance(one, behaviour.Configuration)} == set(values)
 
 
-def test_all_triples_and_pairs_are_there():
+def test_all_triples_and_pairs_are_covered():
     found = behaviour.configurations().values()
     triples = {(one.drafter, one.coupling, one.decider) for one in found}
     triples |= {tuple(name.split()[:3]) for name in behaviour.FRAGILE}
@@ -61,8 +61,8 @@ def test_all_triples_and_pairs_are_there():
         assert len(pairs) == len(behaviour.DRAFTERS) * len(behaviour.AXES[axis])
 
 
-def test_one_token_or_count_makes_another_hash():
-    """Negative control."""
+def test_one_token_or_count_changes_the_hash():
+    """Negative control: one token or count changes; the order of counts does not matter."""
     found = behaviour.outcome(behaviour.everything()[behaviour.tenth()[-1]])
     other_tokens = [[*found.tokens[0][:-1], found.tokens[0][-1] ^ 1], *found.tokens[1:]]
     assert found._replace(tokens=other_tokens).hash != found.hash
@@ -73,7 +73,7 @@ def test_one_token_or_count_makes_another_hash():
 
 
 def test_another_decoder_is_named(monkeypatch):
-    """Negative control: a decider that stops a level earlier."""
+    """Negative control: a decider stops one level earlier."""
     names = [name for name in behaviour.everything() if name.startswith("model iid") and " depth2 " in name]
     assert len(names) > 2
     monkeypatch.setitem(behaviour.DECIDERS, "depth2", lambda: behaviour.FixedDepth(1))

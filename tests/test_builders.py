@@ -1,4 +1,4 @@
-"""The decoders of the literature: wired as their papers say, and right."""
+"""Decoders of the literature are wired as in their papers, and decode like the target."""
 
 import pytest
 from support.models import PAYS, check_greedy, ragged
@@ -10,7 +10,7 @@ from arbordraft.drafters import Drafter
 DRAFT = ragged(seed=3)
 DECODERS = {
     "ems_sd, lookup": lambda: builders.ems_sd(ragged()),
-    "ems_sd, lookup of one's own": lambda: builders.ems_sd(ragged(), NGramDrafter(3, 1), length=4),
+    "ems_sd, own lookup": lambda: builders.ems_sd(ragged(), NGramDrafter(3, 1), length=4),
     "ems_sd, draft model": lambda: builders.ems_sd(ragged(), DRAFT, length=4),
     "specinfer": lambda: builders.specinfer(ragged(), DRAFT),
     "mcsd": lambda: builders.mcsd(ragged(), DRAFT),
@@ -20,9 +20,9 @@ DECODERS = {
     "fitted": lambda: builders.fitted(ragged(), DRAFT, 4, costs=PAYS),
     "expanding": lambda: builders.expanding(ragged(), DRAFT, 4, max_depth=3),
 }
-WIRING = {  # tops and tails of the law, whether draws are replaced, verifier, rule, topology
+WIRING = {  # (tops, tails, replacement) of the law, rule or verifier, topology
     "ems_sd, lookup": ((1, 0, False), "SharedMatching", TreeTopology.chain(7)),
-    "ems_sd, lookup of one's own": ((1, 0, False), "SharedMatching", TreeTopology.chain(4)),
+    "ems_sd, own lookup": ((1, 0, False), "SharedMatching", TreeTopology.chain(4)),
     "ems_sd, draft model": ((0, 1, True), "RecursiveRejection", TreeTopology.chain(4)),
     "specinfer": ((0, 3, True), "RecursiveRejection", TreeTopology.from_k_config((1, 1, 3, 1, 1, 1, 1, 1))),
     "mcsd": ((0, 4, False), "RecursiveRejection", TreeTopology.from_k_config((4, 2, 2))),
@@ -49,7 +49,7 @@ def test_wiring(name):
     assert decoder.coupling.exactness == ("pathwise" if rule == "SharedMatching" else "exact")
 
 
-def test_spechub_asks_in_the_order_of_the_paper():
+def test_spechub_uses_the_order_of_the_paper():
     assert DECODERS["spechub"]().coupling.verifier.rule.order == "paper"
 
 
@@ -58,7 +58,7 @@ def test_every_builder_decodes_like_the_target(name):
     check_greedy(DECODERS[name]())
 
 
-def test_who_decides_how_much_is_drafted():
+def test_builders_choose_the_decider():
     found = {name: type(DECODERS[name]().decider) for name in DECODERS}
     own = {"lookup": CostAware, "fitted": CostAware, "expanding": NodeBudget}
     assert found == dict.fromkeys(DECODERS, FixedDepth) | own

@@ -34,7 +34,7 @@ def shown(session):
     return session.console.file.getvalue()
 
 
-def test_an_answer_is_what_chat_gives_and_joins_the_conversation(session):
+def test_an_answer_is_that_of_decoder_chat_and_joins_the_conversation(session):
     converse(session, iter(["abc\n", "\n", "  \n", "abd"]))
     first, second = (message["content"] for message in session.messages if message["role"] == "assistant")
     assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
@@ -67,13 +67,13 @@ def test_commands(session, lines, expected):
     assert expected in shown(session) if expected else not shown(session)
 
 
-def test_clear_forgets(session):
+def test_clear_forgets_the_conversation(session):
     converse(session, iter(["abc", "/clear"]))
     assert session.messages == []
     assert session.status() == "no answer yet"
 
 
-def test_the_status_line_counts(session):
+def test_the_status_line_counts_tokens(session):
     session.answer("abc")
     tokens = len(session._answer.tokens)
     assert f"{tokens} tokens " in session.status()
@@ -108,7 +108,7 @@ def interrupted(session, stop):
     [(KeyboardInterrupt(), True, True), (KeyboardInterrupt(), False, False), (Terminated(), True, False)],
     ids=["Ctrl-C", "Ctrl-C without a terminal", "SIGTERM"],
 )
-def test_what_stops_an_answer(session, stop, terminal, survives):
+def test_interrupts_stop_an_answer(session, stop, terminal, survives):
     session.settings = {"max_new_tokens": 40}
     session.console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None)
     interrupted(session, stop)
@@ -127,7 +127,7 @@ def test_what_stops_an_answer(session, stop, terminal, survives):
 
 
 @pytest.mark.parametrize("turns", [["abcdefgh" * 4, "i"], ["abcdefgh" * 4]], ids=["second turn", "first turn"])
-def test_a_turn_reads_only_what_is_new(turns, monkeypatch):
+def test_a_turn_reads_only_new_tokens(turns, monkeypatch):
     copied = []
     target = RaggedModel(fusable(), tiny_tokenizer(chat_template=TEMPLATE), kernels="native")
     decoder = SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(3))
@@ -140,13 +140,13 @@ def test_a_turn_reads_only_what_is_new(turns, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["[red]", "[/bold]", "\\["], ids=repr)
-def test_no_answer_is_markup(session, text):
+def test_answers_are_not_read_as_markup(session, text):
     session._pieces = lambda _: (piece for piece in [text])
     session.answer("abc")
     assert shown(session) == f"{text}\n"
 
 
-def test_the_tree_of_a_step_marks_what_was_accepted():
+def test_the_tree_of_a_step_marks_accepted_drafts():
     tree = DraftTree.of(TreeTopology.from_parents([-1, 0, 0, 1]), Fixed(2), [{0: 5, 1: 6, 2: 7, 3: 8}])[0]
     console = Console(file=io.StringIO(), width=80)
     console.print(step_tree(tree, SampleVerdict((0, 1), 9, True), str))

@@ -200,7 +200,7 @@ def test_wrong_input_is_one_line_and_status_2(place, monkeypatch, capsys, comman
 @pytest.mark.parametrize(
     "command", ["promote x", "mlflow models:/x@candidate --target model", "mlflow ngram --target model"]
 )
-def test_a_server_that_is_away_is_told_at_once(place, monkeypatch, capsys, command):
+def test_an_unreachable_tracking_server_is_reported_at_once(place, monkeypatch, capsys, command):
     """Before any prompt is decoded, and without what stands in its address for nobody's eyes."""
     monkeypatch.chdir(place)
     monkeypatch.setattr("arbordraft.exports.mlflow.evaluate", lambda *_, **__: pytest.fail("measured first"))
@@ -232,7 +232,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("error", "status", "line"), FAILURES.values(), ids=FAILURES.keys())
-def test_whatever_else_goes_wrong(monkeypatch, capsys, tmp_path, error, status, line):
+def test_other_errors_are_one_line_and_a_status(monkeypatch, capsys, tmp_path, error, status, line):
     """By its type: what users can mend is one line, and a bug's traceback is kept."""
 
     def fail(_):
@@ -253,7 +253,7 @@ def test_whatever_else_goes_wrong(monkeypatch, capsys, tmp_path, error, status, 
         assert "Traceback" in path.read_text()
 
 
-def test_a_traceback_is_shown_to_those_who_ask(monkeypatch, capsys):
+def test_a_traceback_is_shown_on_request(monkeypatch, capsys):
     monkeypatch.setenv(TRACEBACK, "1")
     monkeypatch.setattr(cli, "parse_topology", lambda _: {}["x"])
     status, said = run(["tree", "chain:2"], monkeypatch, capsys)
@@ -262,13 +262,13 @@ def test_a_traceback_is_shown_to_those_who_ask(monkeypatch, capsys):
     assert said.endswith("error: KeyError: 'x'\n")
 
 
-def test_what_works_says_nothing_on_stderr(place, monkeypatch, capsys):
+def test_a_successful_command_writes_nothing_on_stderr(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     arguments = ["generate", "a b", "--raw", "--model", "model", "--max-new-tokens", "2"]
     assert run(arguments, monkeypatch, capsys) == (0, "")
 
 
-def test_noise_of_others_stays_off_the_screen_and_ours_is_shown(monkeypatch, capsys):
+def test_warnings_of_other_libraries_are_hidden_and_ours_are_shown(monkeypatch, capsys):
     def noisy(_):
         import logging
 
@@ -294,7 +294,7 @@ def test_noise_of_others_stays_off_the_screen_and_ours_is_shown(monkeypatch, cap
     ],
     ids=["tree", "disk", "good"],
 )
-def test_a_real_process(arguments, status, line):
+def test_a_real_process_has_the_same_lines_and_statuses(arguments, status, line):
     done = subprocess.run(
         [sys.executable, "-c", "from arbordraft.cli.main import main; main()", *arguments],
         capture_output=True,

@@ -22,7 +22,7 @@ def generate(folder, *arguments):
     return result, json.loads(result.stdout) if result.exit_code == 0 else None
 
 
-def test_it_makes_answers_faster_and_changes_none(folder, tmp_path):
+def test_a_corpus_makes_answers_faster_and_changes_none(folder, tmp_path):
     """A file with the answer itself, in a folder beside what is no text."""
     _, before = generate(folder)
     answer = before["answers"][0]["text"]
@@ -35,7 +35,7 @@ def test_it_makes_answers_faster_and_changes_none(folder, tmp_path):
     assert after["tau"] > before["tau"]
 
 
-def test_what_is_taken_in(tmp_path):
+def test_files_of_folders_and_saved_pools_are_read(tmp_path):
     tokenizer = tiny_tokenizer()
     (tmp_path / "files" / ".git").mkdir(parents=True)
     (tmp_path / "files" / ".git" / "hidden").write_text("hhhhh")
@@ -49,7 +49,7 @@ def test_what_is_taken_in(tmp_path):
     assert pool.texts() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [7, 8, 9, 7, 8]]
 
 
-def test_what_cannot_be_read_is_refused(folder, tmp_path):
+def test_unreadable_and_short_files_are_refused(folder, tmp_path):
     (tmp_path / "picture").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"picture: it is no text in UTF-8"):
         fill(ad.TextPool(), [tmp_path / "picture"], tiny_tokenizer())

@@ -58,14 +58,14 @@ def test_costs_are_measured_thoroughly_and_kept(tmp_path, monkeypatch):
     assert examined("--measure", folder, "--drafter", "none", "--quick")[0] == 1
 
 
-def test_the_report_for_people():
+def test_the_report_as_text():
     status, shown = examined()
     assert status == 0
     for part in ("processor", "memory", "bandwidth", "kernels, bfloat16", "cache", "extra onnx", "nothing is broken"):
         assert part in shown
 
 
-def test_a_quick_look_runs_nothing():
+def test_a_quick_report_measures_nothing():
     status, shown = examined("--quick")
     assert status == 0
     assert "nothing is broken" in shown
@@ -91,7 +91,7 @@ def test_a_quick_look_runs_nothing():
     ],
     ids=["fine", "missing", "too old", "extra missing", "extra there", "extra of an extra", "developers", "elsewhere"],
 )
-def test_requirements(monkeypatch, lines, extras, broken):
+def test_missing_requirements_are_reported(monkeypatch, lines, extras, broken):
     monkeypatch.setattr(examination, "requires", lambda _: lines)
     report = examination.examine()
     assert {name: state["missing"] for name, state in report["extras"].items()} == extras
@@ -108,7 +108,7 @@ def test_requirements(monkeypatch, lines, extras, broken):
     ],
     ids=["instruction set", "cache"],
 )
-def test_what_is_broken_is_told_by_the_exit_status(monkeypatch, variable, value, told):
+def test_broken_parts_set_the_exit_status(monkeypatch, variable, value, told):
     monkeypatch.setenv(variable, value)
     status, shown = examined("--quick")
     assert status == 1

@@ -46,7 +46,7 @@ def test_a_trained_drafter_becomes_a_folder_that_drafts(root, tmp_path, monkeypa
     assert str(tmp_path) not in json.dumps(drafter.head.graph.about)
 
 
-def test_a_folder_is_replaced_by_force_only(root, tmp_path):
+def test_a_folder_is_replaced_only_with_force(root, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("")
@@ -69,7 +69,7 @@ def test_an_error_is_one_line_and_a_status(root, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("library", ["onnx", "onnxscript", "onnxruntime"])
-def test_a_missing_library_is_asked_for_by_name(root, tmp_path, monkeypatch, library):
+def test_a_missing_library_is_named(root, tmp_path, monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)
     for run in (lambda: export(root / "decider", tmp_path / "out"), lambda: export_ort_genai("x", "y", target="z")):
         with pytest.raises(ImportError, match=rf"{library}: pip install 'arbordraft\[onnx\]'"):
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_not_exported(root, tmp_path, name):
         ("early-exit:4", r"layers must lie in 1\.\.3"),
     ],
 )
-def test_names_that_mean_nothing(root, tmp_path, source, message):
+def test_invalid_sources_are_refused(root, tmp_path, source, message):
     with pytest.raises(ValueError, match=message):
         export(source, tmp_path / "out", target=str(root / "target"))
     assert list(tmp_path.iterdir()) == []
@@ -166,7 +166,7 @@ def test_the_folder_is_complete(genai):
     assert Graph(genai / "draft.onnx").inputs["attention_mask"] == ["batch_size", "total_sequence_length"]
 
 
-def test_only_models_draft_there(root, tmp_path):
+def test_ort_genai_accepts_only_draft_models(root, tmp_path):
     with pytest.raises(ValueError, match="onnxruntime-genai takes causal LMs"):
         export_ort_genai(root / "eagle", tmp_path / "out", target=str(root / "target"))
     with pytest.raises(ValueError, match="drafts 1 to 16 tokens, got 17"):

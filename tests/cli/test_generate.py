@@ -43,7 +43,7 @@ def answers(folder, *arguments):
     return [answer["text"] for answer in json.loads(generate(folder, *arguments, "--json"))["answers"]]
 
 
-def test_json_says_what_a_table_says(folder, decoder):
+def test_json_holds_the_answers_and_counts(folder, decoder):
     found = json.loads(generate(folder, "abc", "[/b]", "--raw", "--json"))
     assert [answer["text"] for answer in found["answers"]] == decoder.complete(
         ["abc", "[/b]"], max_new_tokens=TOKENS, raw=True
@@ -73,7 +73,7 @@ def test_options_reach_the_decoder(folder, decoder, arguments, settings):
     assert not settings or decoder.complete("abc", max_new_tokens=TOKENS, **less) != expected, "it changes nothing"
 
 
-def test_answers_have_a_form(tmp_path):
+def test_answers_follow_a_schema_or_regex(tmp_path):
     speller().model.save_pretrained(tmp_path)
     speller_tokenizer().save_pretrained(tmp_path)
     schema = tmp_path / "schema.json"
@@ -90,7 +90,7 @@ def test_answers_end_before_a_stop(folder, decoder):
     assert stop not in generate(folder, "abc", "--raw", "--stop", stop).partition("output law")[0]
 
 
-def test_eight_bits_are_asked_for(folder, monkeypatch):
+def test_int8_weights_without_kernels_are_refused(folder, monkeypatch):
     monkeypatch.setattr("arbordraft.kernels.native.problem", lambda: "no compiler here")
     result = CliRunner().invoke(cli.app, ["generate", "a", "--raw", "--model", folder, "--weights", "int8"])
     assert isinstance(result.exception, ValueError)
@@ -108,7 +108,7 @@ class Pipe(io.StringIO):
         self.flushed.append(self.getvalue())
 
 
-def test_a_pipe_streams():
+def test_answers_stream_into_a_pipe():
     """Every piece leaves as soon as it is certain, not at the end."""
     pipe, tokenizer = Pipe(), tiny_tokenizer()
     streamers = [AnswerStreamer(Pieces(tokenizer)) for _ in range(2)]
@@ -128,7 +128,7 @@ def test_a_pipe_streams():
 @pytest.mark.parametrize(
     ("drafted", "draft", "said"), [(9, 14.2, "20.70 s instead of at most 13.00 s"), (9, 6.4, None), (0, 14.2, None)]
 )
-def test_drafting_that_costs_more_than_it_brings_is_told(drafted, draft, said):
+def test_drafting_slower_than_plain_decoding_is_reported(drafted, draft, said):
     """Plain decoding takes one forward per token: here at most twice as many."""
     stats = DecodeStats("exact", [8, 20], [6, 10], drafted=drafted)
     stats.seconds = {"prefill": 3.0, "draft": draft, "target": 6.5}

@@ -57,7 +57,7 @@ class Interrupt:
 @pytest.mark.parametrize("behind", [False, True], ids=["in front of", "behind"])
 @pytest.mark.parametrize("before", [False, True], ids=["new", "replaced"])
 @pytest.mark.parametrize("writer", ["text", "tuned", "shard", "checkpoint", "published", "exported", "decider"])
-def test_an_interrupt_at_any_step_leaves_the_old_or_the_new(tmp_path, writer, before, behind):
+def test_an_interrupt_at_any_step_leaves_the_old_or_the_new_files(tmp_path, writer, before, behind):
     complete = tmp_path / "complete"
     complete.mkdir()
     WRITERS[writer](place(complete, writer))
@@ -103,7 +103,7 @@ def old_file(writer, path):
         (path / name).write_text("old")
 
 
-def test_the_compiler_ends_with_all_that_it_started(tmp_path, monkeypatch):
+def test_a_timeout_of_the_compiler_ends_its_child_processes(tmp_path, monkeypatch):
     """As g++ does, it starts the process that does the work, which holds a pipe open until it ends."""
     monkeypatch.setattr(build, "COMPILER_LIMIT", 0.5)
     pipe = tmp_path / "pipe"
@@ -136,7 +136,7 @@ def test_an_interrupt_has_its_own_status(capsys, error, status, said, by_lightni
     assert capsys.readouterr().err == said
 
 
-def test_signals_are_as_before_behind_a_command():
+def test_signal_handlers_are_restored_after_a_command():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
 
     def terminated():

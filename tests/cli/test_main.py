@@ -143,12 +143,12 @@ def test_bench_decodes_and_draws(tmp_path, asked, command, options, rows):
     assert picture.stat().st_size > 1000
 
 
-def test_the_questions_that_come_with_it():
+def test_the_example_questions_can_be_read():
     questions = read_prompts(Path(__file__).resolve().parents[2] / "examples" / "questions.jsonl")
     assert len(set(questions)) >= 10
 
 
-def test_prompts_as_chats_or_as_turns(tmp_path):
+def test_prompts_are_read_from_chats_and_turns(tmp_path):
     path = tmp_path / "prompts.jsonl"
     chat = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}
     turns = {"question_id": 81, "category": "writing", "turns": ["b", "c"]}
@@ -163,7 +163,7 @@ def test_help_names_every_command():
 
 
 @pytest.mark.parametrize("prompt", ["", "\n", "[/bold]", "[red]"], ids=repr)
-def test_titles_of_any_prompt(prompt):
+def test_any_prompt_can_be_a_title(prompt):
     """Nothing at all, or what would be markup."""
     from rich.console import Console
 

@@ -70,7 +70,7 @@ def place(tmp_path_factory):
     return root
 
 
-def test_a_benchmark_in_a_pipe_prints_nothing_else(place):
+def test_a_benchmark_in_a_pipe_prints_only_rows(place):
     options = ["--model", str(place / "model"), "--new-tokens", "4", "--repeats", "1", "--limit", "1", "--batches", "1"]
     result = CliRunner().invoke(cli.app, ["bench", "decode", "--drafter", "ngram", *options])
     assert result.exit_code == 0, result.output
@@ -90,7 +90,7 @@ def test_a_benchmark_in_a_pipe_prints_nothing_else(place):
     ],
     ids=["brackets", "colons", "a long path", "a prompt"],
 )
-def test_texts_of_users_are_no_markup(place, monkeypatch, command, said):
+def test_user_texts_are_not_read_as_markup(place, monkeypatch, command, said):
     monkeypatch.chdir(place)
     result = CliRunner().invoke(cli.app, shlex.split(command))
     assert result.exit_code == 0, result.output

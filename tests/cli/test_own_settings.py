@@ -35,7 +35,7 @@ def said(folder, command, source, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "trace"])
-def test_commands_say_what_complete_says(folder, command, tmp_path):
+def test_commands_give_the_same_text_as_complete(folder, command, tmp_path):
     options = {"costs": None, "kernels": "torch", "dtype": "float32"}
     texts = {
         source: load(folder, "none", generation_config=source, **options).complete("hello", max_new_tokens=9)

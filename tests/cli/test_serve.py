@@ -33,7 +33,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def test_a_server_answers_until_it_is_told_to_end(folder, capsys, monkeypatch):
+def test_a_server_answers_until_sigterm(folder, capsys, monkeypatch):
     """It has the main thread, as signals go there; a second one is the client."""
     port, chunks = free_port(), []
 
@@ -72,7 +72,7 @@ def test_a_server_answers_until_it_is_told_to_end(folder, capsys, monkeypatch):
     assert chunks[-1].choices[0].finish_reason is not None  # nothing was cut off
 
 
-def test_a_taken_port_is_told_before_the_model_is_read(monkeypatch):
+def test_a_taken_port_is_reported_before_the_model_is_read(monkeypatch):
     monkeypatch.setattr(decoders, "load_decoder", lambda *_, **__: pytest.fail("read"))
     with bound("127.0.0.1", 0) as listener:
         listener.listen()
@@ -109,7 +109,7 @@ DEFAULTS = {"generation_config": "model", "max_rows": 123, "reasoning": True}
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_options_reach_what_is_served(made, options, others):
+def test_options_reach_the_service(made, options, others):
     service = made(*options).state.service
     engine = service.engine
     found = (engine.decoder.generation_config, engine.max_rows, service.reasoning)

@@ -24,7 +24,7 @@ def train(world, *options):
     return [line for line in result.stdout.splitlines() if line.strip()]
 
 
-def test_a_training_ends_with_its_best_and_the_next_command(world):
+def test_a_training_ends_by_naming_its_best_step_and_the_next_command(world):
     *_, reached, wrote, following = train(world, "--trainer.max_epochs=2")
     curve = json.loads((world / "out" / "curve.json").read_text())
     best = max(curve, key=lambda point: point["val/tau"])
@@ -45,6 +45,6 @@ def test_a_training_without_validation_says_so(world):
     )
 
 
-def test_adverts_of_lightning_are_kept_aside(world):
+def test_advertisements_of_lightning_are_silenced(world):
     train(world, "--trainer.max_epochs=1")
     assert not any(logging.getLogger(f"lightning.{part}").isEnabledFor(logging.INFO) for part in ("pytorch", "fabric"))

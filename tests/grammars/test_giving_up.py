@@ -40,7 +40,7 @@ def failed(decoder, temperature):
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", DECODERS)
-def test_only_its_own_answer_fails_whoever_drafts(name, temperature):
+def test_only_its_own_answer_fails_with_every_decoder(name, temperature):
     failures, tokens = failed(DECODERS[name](), temperature)
     assert list(failures) == [1]
     assert "too many parts: 159 items, at most 100" in failures[1]
@@ -53,7 +53,7 @@ def test_only_its_own_answer_fails_whoever_drafts(name, temperature):
 
 
 @pytest.mark.usefixtures("narrow")
-def test_an_engine_ends_the_request_and_no_other():
+def test_an_engine_fails_only_that_request():
     decoder = SpeculativeDecoder(speller(), NoDrafter())
     running = Engine(decoder, max_tokens=4000)
     prompt = speller_tokenizer()("yes").input_ids
@@ -71,7 +71,7 @@ def test_an_engine_ends_the_request_and_no_other():
 
 
 @pytest.mark.usefixtures("narrow")
-def test_text_in_text_out():
+def test_complete_and_chat_raise_the_error():
     decoder = builders.lookup(speller())
     with pytest.raises(DecodingError, match="too many parts"):
         decoder.complete("yes", raw=True, grammar=Grammar.json_schema(LATE))
@@ -82,7 +82,7 @@ def test_text_in_text_out():
         decoder.chat([{"role": "user", "content": "yes"}], raw=True, grammar=Grammar.json_schema(LATE))
 
 
-def test_wide_and_long_ones_are_followed():
+def test_wide_and_long_schemas_are_followed():
     compiler = GrammarCompiler(speller_tokenizer(), SPEAKER_VOCAB)
     wide = {**MANY, "properties": {f"k{i}": {"const": i} for i in range(1000)}}
     long = {"type": "array", "items": {"const": 1}, "minItems": 20_000}
@@ -128,7 +128,7 @@ class Jealous(Following):
 
 
 @pytest.mark.parametrize("name", ["lookup, tree", "model, tree", "head, tree"])
-def test_a_failure_behind_a_rejected_draft_is_none(name):
+def test_a_failure_after_a_rejected_draft_is_ignored(name):
     """Whether a text fails must not depend on what was drafted beside it."""
     prompt = speller_tokenizer()(TEXTS[1]).input_ids
     settings = {**left_padded([prompt]), "max_new_tokens": 30, "do_sample": False, "eos_token_id": None}

@@ -39,7 +39,7 @@ DEEP = json.dumps({"properties": {f"key {number}": {"enum": [f"v{number}"]} for 
         pytest.param(lambda: Grammar.choice("yes"), TypeError, "list of texts", id="letters"),
     ],
 )
-def test_what_no_grammar_can_be_made_of(make, error, message):
+def test_invalid_grammars_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -55,7 +55,7 @@ def test_what_no_grammar_can_be_made_of(make, error, message):
         pytest.param(lambda: Grammar.regex("(.*a.{200}){20}"), id="states"),
     ],
 )
-def test_hostile_ones_take_bounded_time(make):
+def test_hostile_grammars_take_bounded_time(make):
     """They are refused, or followed: either way soon."""
     try:
         state = GrammarCompiler(speller_tokenizer(), SPEAKER_VOCAB)(make(), [EOS])
@@ -97,7 +97,7 @@ def spelled(grammar, text=""):
     ],
     ids=["ended", "branch", "begin", "may end", "nested", "forced"],
 )
-def test_what_may_come_next(grammar, text, expected):
+def test_allowed_next_tokens(grammar, text, expected):
     assert spelled(grammar, text) == expected
 
 
@@ -112,7 +112,7 @@ def test_what_may_come_next(grammar, text, expected):
     ],
     ids=["none", "slow", "too large", "no end", "words"],
 )
-def test_what_it_cannot_be_compiled_for(make, error, message):
+def test_grammars_need_a_suitable_tokenizer_and_an_end_token(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -120,7 +120,7 @@ def test_what_it_cannot_be_compiled_for(make, error, message):
 @pytest.mark.parametrize(
     "text", ['start: "b" "a" <eos> "b"', 'start: "b" "a" "<eos>" "b"'], ids=["token", "its spelling"]
 )
-def test_an_end_token_in_the_middle(text):
+def test_an_end_token_in_the_middle_is_refused(text):
     with pytest.raises(ValueError, match="end token in the middle"):
         spelled(Grammar.lark(text), "ba")
     state = GrammarCompiler(speller_tokenizer(), SPEAKER_VOCAB)(Grammar.lark(text), [EOS]).fork()
@@ -131,7 +131,7 @@ def test_an_end_token_in_the_middle(text):
             state.allowed()
 
 
-def test_one_bad_request_harms_no_other():
+def test_a_failed_request_affects_no_other():
     engine = Engine(SpeculativeDecoder(speller(), NoDrafter()), max_tokens=4000)
     prompt = speller_tokenizer()("yes").input_ids
     good = engine.submit(Request(prompt=prompt, grammar=Grammar.choice(["yes", "no"])))

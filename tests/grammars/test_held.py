@@ -87,7 +87,7 @@ def check(compiler, schema, walks, seed=0):
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_what_ends_is_valid(compiler, name):
+def test_finished_answers_are_valid(compiler, name):
     assert check(compiler, HELD[name], walks=8)
 
 
@@ -108,7 +108,7 @@ def generated():
 
 
 @pytest.mark.soak
-def test_what_ends_is_valid_in_hundreds(compiler):
+def test_finished_answers_are_valid_for_hundreds_of_schemas(compiler):
     finished, fitting = 0, []
     for number, schema in enumerate(generated()):
         with suppress(ValueError):  # joined, some admit nothing
@@ -130,20 +130,20 @@ def allows(compiler, schema, text):
 
 @pytest.mark.parametrize("schema", [TEXT, {**TEXT, "maxLength": 1}, {}], ids=["text", "short", "anything"])
 @pytest.mark.parametrize("text", ['"é"', r'"\u00e9"', r'"\u00E9"', r'"\ud83d\ude00"', r'"\n"', r'"\u0001"'])
-def test_letters_may_be_spelt_either_way(compiler, schema, text):
+def test_characters_may_be_escaped_or_not(compiler, schema, text):
     assert allows(compiler, schema, text)
     inside = {"type": "object", "properties": {"a": schema}}
     assert allows(compiler, inside, f'{{"a": {text}}}')
     assert not allows(compiler, schema, r'"\ud83d"')  # half a letter
 
 
-def test_no_letter_is_begun_that_cannot_be_ended_as_meant(compiler):
+def test_escapes_that_fit_only_control_characters_are_not_allowed(compiler):
     r"""Where only control letters could be written as \u, none begins so."""
     assert not allows(compiler, {**TEXT, "pattern": "^.*$"}, r'"\u0001"')
     assert allows(compiler, {**TEXT, "pattern": "^.*$"}, r'"\té"')
 
 
-def test_no_name_passes_for_another_one(compiler):
+def test_escaped_names_do_not_evade_their_schema(compiler):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "": {"const": 1}}}
     for text, right in {
         r'{"\u0061": "x"}': False,
@@ -165,7 +165,7 @@ def test_no_name_passes_for_another_one(compiler):
         ({"type": "string", "pattern": "a("}, "is no regular expression"),
     ],
 )
-def test_what_cannot_be_held_is_named(schema, message):
+def test_unsupported_schemas_are_refused_with_the_cause(schema, message):
     with pytest.raises(ValueError, match=message):
         Grammar.json_schema(schema)
 
@@ -192,7 +192,7 @@ LOOSE = {
 
 
 @pytest.mark.parametrize("keyword", LOOSE)
-def test_the_rest_is_held_and_the_whole_checked(compiler, keyword):
+def test_keywords_that_cannot_be_held_are_checked(compiler, keyword):
     schema, right, wrong = LOOSE[keyword]
     with pytest.raises(ValueError, match=f"{keyword} cannot be held"):
         Grammar.json_schema(schema)

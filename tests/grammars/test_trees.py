@@ -31,7 +31,7 @@ def test_drafts_change_nothing(name, temperature):
     jsonschema.validate(json.loads(text), PERSON)
 
 
-def test_grammars_matter():
+def test_grammars_change_the_output():
     """Without them the texts are others, so that the equality above says something."""
     free = decoded(builders.plain(speller()), 0.0, [None] * 3)[0]
     assert [ours == theirs for ours, theirs in zip(plainly(0.0), free, strict=True)] == [False, True, False]
@@ -44,14 +44,14 @@ def test_forced_tokens_cost_no_steps(temperature):
     assert stats.forwards[1] == len(tokens[1])  # no grammar, no drafts
 
 
-def test_what_is_forced_is_drafted_while_deciders_rest():
+def test_forced_tokens_are_drafted_while_deciders_rest():
     decoder = ad.SpeculativeDecoder(speller(), GrammarDrafter(), decider=Resting(8))
     tokens, stats = decoded(decoder, 0.0)
     assert tokens == plainly(0.0)
     assert stats.emitted[0] / stats.forwards[0] > 1.5
 
 
-def test_what_is_forbidden_is_never_drafted():
+def test_forbidden_tokens_are_never_drafted():
     """Lookups would go on as the prompt does; the grammar lets them only as far as it allows."""
     seen = []
     decoder = ad.SpeculativeDecoder(speller(), ad.NGramDrafter(shortest=1), TREE)
@@ -94,7 +94,7 @@ class Entangled(Following):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("kind", "right"), [(Following, True), (Entangled, False)], ids=["forked", "not forked"])
-def test_a_users_own_stateful_processor(kind, right, temperature):
+def test_a_users_stateful_processor_is_followed_if_it_forks(kind, right, temperature):
     prompt = speller_tokenizer()(TEXTS[0]).input_ids
     settings = {"max_new_tokens": 20, "do_sample": temperature > 0, "seeds": [5], "eos_token_id": None}
     outputs = [
@@ -117,7 +117,7 @@ class Failing(Following):
 
 
 @pytest.mark.parametrize("name", ["lookup, tree", "model, tree"])
-def test_one_that_fails_says_so(name):
+def test_errors_of_a_processor_are_raised(name):
     with pytest.raises(RuntimeError, match="lost the thread"):
         decoded(DECODERS[name](), 0.0, [None] * 3, logits_processor=LogitsProcessorList([Failing()]))
 
@@ -136,7 +136,7 @@ class Wheel(Following):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_heads_with_native_drafts(kind, temperature):
+def test_heads_with_native_drafts_follow_processors(kind, temperature):
     """A sample that is constrained is drafted for level by level, the others as ever."""
     target, drafter = built(kind, "native", torch.float32)
     warped = [
@@ -225,9 +225,9 @@ LAWS = {
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_the_law_is_the_masked_targets(name):
+def test_the_output_law_is_that_of_the_masked_target(name):
     assert p_value(name, Automaton()) > 1e-3
 
 
-def test_another_law_is_noticed():
+def test_a_wrong_law_is_detected():
     assert p_value("shared noise", Careless()) < 1e-6

@@ -1,4 +1,4 @@
-"""Draft laws: what is drawn is what is enumerated, and the proposals say how."""
+"""Draft laws: draws have the enumerated law, and proposals multiply to its probabilities."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def frequencies(law, draft, points):
 
 
 def p_value(law, claimed, draft, draws=4000):
-    """Of draws by ``law`` under the claim that ``claimed`` drew them."""
+    """Returns the p-value of draws by ``law`` under the hypothesis that ``claimed`` drew them."""
     points = torch.rand(draws, law.k, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
     found = frequencies(law, draft, points)
     expected = {}
@@ -62,7 +62,7 @@ def test_another_law_is_caught(law, claimed):
 
 @pytest.mark.parametrize("law", [IID(2), WithoutReplacement(2), TopTail(1, 2), TopTail(1, 1)], ids=str)
 def test_inversion_on_a_grid_gives_the_probabilities(law):
-    """Rows in units of the grid after the first draw: counting midpoints is exact there, and within a cell else."""
+    """Counting midpoints is exact for rows in units of the grid, otherwise within one cell per draw."""
     draft = row(4, 3, 2, 1)
     points = [[(2 * i + 1) / (2 * GRID) for i in place] for place in itertools.product(range(GRID), repeat=law.tails)]
     found = frequencies(law, draft, points)
@@ -151,14 +151,14 @@ def test_impossible_counts_are_refused(build):
         build()
 
 
-def test_tops_may_go_with_independent_tails():
+def test_tops_may_be_combined_with_independent_tails():
     law = DraftLaw(tops=1, tails=2, replacement=True)
     assert law.draw(row(1, 5, 2), [0.9, 0.9]) == [2, 2, 1]
     assert law.draw(row(0, 5, 0), [0.9, 0.9]) == [1]
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
-def test_drawing_leaves_the_row_alone(law):
+def test_drawing_leaves_the_row_unchanged(law):
     for kind in ("random", "holes", "ties"):
         _, draft = random_rows(kind, 6, 1)
         before = draft.clone()
@@ -185,7 +185,7 @@ def test_first_draws_agree_across_laws():
 
 
 class Backwards(DraftLaw):
-    """Draws in a way of its own: the other way round."""
+    """Overrides ``draw`` to reverse the order of the children."""
 
     def __init__(self):
         super().__init__(0, 2, replacement=False)
@@ -195,7 +195,7 @@ class Backwards(DraftLaw):
 
 
 class OwnTops(TopTail):
-    """Has one top in rows that begin with a likely token, else none."""
+    """Has one top if a row begins with a likely token, otherwise none."""
 
     def tops_of(self, draft):
         return int(draft[0] > 0.3)
@@ -215,7 +215,7 @@ def test_rows_drawn_together_are_drawn_as_each_alone(dtype):
     assert {len(tokens) for tokens in alone} == {0, 1, 2, 3}
 
 
-def test_laws_that_draw_in_a_way_of_their_own_are_heeded():
+def test_overridden_draws_of_a_law_are_used():
     drafts, uniforms = torch.stack([row(4, 3, 2, 1)] * 3), [[0.1, 0.9]] * 3
     laws = [Backwards(), None, WithoutReplacement(2)]
     with pretended_gpu():
@@ -224,7 +224,7 @@ def test_laws_that_draw_in_a_way_of_their_own_are_heeded():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_rows_that_are_no_numbers_give_no_children(device):
+def test_nan_rows_give_no_children(device):
     drafts = torch.stack(
         [row(4, 3, 2, 1).float(), torch.full((4,), torch.nan), torch.full((4,), -torch.inf).softmax(0)]
     )

@@ -55,7 +55,7 @@ def test_draw_returns_the_last_possible_token_when_the_product_rounds_up():
 
 
 def test_draw_keeps_the_tail_of_a_large_float32_vocabulary():
-    """Summed in float32, the small weights behind a large one would vanish."""
+    """In a float32 sum, small weights after a large one would vanish."""
     weights = torch.full((150_000,), 1e-9)
     weights[0] = 1.0
     small = weights[1:].double().sum().item()
@@ -106,7 +106,7 @@ LOGITS = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
 class LengthBias:
-    """Depends on the path alone, and writes into the scores it is given."""
+    """Depends on the length of the path alone, and changes its scores in place."""
 
     def __call__(self, input_ids, scores):
         scores[:, input_ids.shape[1] % scores.shape[1]] += 3.0
@@ -114,7 +114,7 @@ class LengthBias:
 
 
 class GreedyTopK(TopKLogitsWarper):
-    """A subclass of a processor that ignores the path need not ignore it."""
+    """Reads the path, although its base class ignores it."""
 
     def __call__(self, input_ids, scores):
         return super().__call__(input_ids, scores.index_fill(1, input_ids[0], -torch.inf))
@@ -144,7 +144,7 @@ def test_every_row_is_processed_along_its_own_path(processors):
 
 def test_paths_are_looked_up_only_if_needed():
     def path_of(row):
-        raise AssertionError("nobody needs the path")
+        raise AssertionError("no processor needs the path")
 
     LogitsPipeline([TemperatureLogitsWarper(0.5), TopKLogitsWarper(2)], batch_size=3)(LOGITS, path_of)
     assert LogitsPipeline([LengthBias()])(LOGITS[:0], path_of).shape == (0, 8)
@@ -166,14 +166,14 @@ def test_processors_that_keep_a_state_are_refused(processor):
             LogitsPipeline([cls.__new__(cls)])
 
 
-def test_processors_that_index_the_batch_are_given_all_its_rows():
+def test_processors_that_index_the_batch_get_all_its_rows():
     bound = PrefixConstrainedLogitsProcessor(lambda row, ids: [row, row + 1, 7], num_beams=1)
     for number in range(3):
         found = LogitsPipeline([bound], batch_size=3, row=number)(LOGITS, PATHS.__getitem__)
         assert [line.isfinite().nonzero().flatten().tolist() for line in found] == [[number, number + 1, 7]] * 4
 
 
-def test_prompts_with_padding_are_kept_by_no_processor():
+def test_processors_that_keep_prompts_refuse_padding():
     keeping = EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([[1, 2], [3, 4]]))
     found = LogitsPipeline([keeping], batch_size=2, row=1)(LOGITS, PATHS.__getitem__)
     assert (found != LOGITS).any(dim=0).nonzero().flatten().tolist() == [3, 4]
@@ -218,7 +218,7 @@ def test_scores_of_another_shape_are_refused_by_name(processor, error, message, 
 
 
 def namesakes():
-    """Classes of a user that are called as transformers' own, and do something else."""
+    """Returns user classes with the names of transformers' processors, but other behaviour."""
 
     def ban_last(self, input_ids, scores):
         return scores.scatter(1, input_ids[:, -1:], -torch.inf)
@@ -248,7 +248,7 @@ def test_a_criterion_is_not_taken_for_its_namesake():
     assert [stopping(token, lambda token=token: [1, token]) for token in (5, 6)] == [True, False]
 
 
-def test_temperatures_that_freeze_and_those_that_melt():
+def test_extreme_temperatures():
     assert LogitsPipeline([TemperatureLogitsWarper(1e-11), TopKLogitsWarper(3)]).greedy
     frozen = LogitsPipeline([TemperatureLogitsWarper(1e-300)])
     assert torch.equal(frozen(LOGITS, PATHS.__getitem__), LOGITS)

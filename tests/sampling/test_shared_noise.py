@@ -1,4 +1,4 @@
-"""Sampling with noise that target and drafter share: the right law, and the same text whatever is drafted."""
+"""Sampling with noise that target and drafter share: the law is right, and texts do not depend on drafts."""
 
 from contextlib import contextmanager
 from functools import cache
@@ -25,7 +25,7 @@ from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree, Proposal
 from arbordraft.verifiers import KSeq, SharedMatching, TypicalAcceptance
 
-# The pair
+# Valid couplings
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_row_without_tokens_is_refused(processor):
     ids=["top-p", "top-k", "all", "not dropped"],
 )
 def test_draws_need_not_sort_to_truncate(processors, monkeypatch):
-    """Rows of few different scores, so that many are equal where top-k and top-p cut."""
+    """Rows have few distinct scores, so that top-k and top-p cut at ties."""
     generator, pipeline = torch.Generator().manual_seed(0), LogitsPipeline(processors)
     logits = torch.randn(400, 50, generator=generator).mul(2).bfloat16().mul(4).round().div(4)
     places = [(row, 0) for row in range(400)]
@@ -119,7 +119,10 @@ def cut(processor, sorted_rows, scores):
 
 
 def chance_of_winning(target, gumbel):
-    """Of each token, integrated over its own noise; the others' noise is below a value with the law of a Gumbel."""
+    """Returns each token's probability to have the highest perturbed score.
+
+    It is the integral over the token's own noise; the other tokens stay below its value by the law of a Gumbel.
+    """
     scores = np.log(target)
 
     def integrand(y, token):
@@ -130,7 +133,7 @@ def chance_of_winning(target, gumbel):
 
 
 def defined_gumbel(y):
-    """The noise of the words that stand for y."""
+    """Returns the noise of the words that represent the uniform ``y``."""
     upper = np.floor(y * 2.0**32)
     return gumbel_of(np.array([upper]), np.array([(y * 2.0**32 - upper) * 2.0**32 - 0.5]), np)[0]
 
@@ -143,7 +146,7 @@ def test_the_highest_perturbed_token_has_the_law_of_the_target(target):
 
 
 def test_noise_of_another_scale_would_be_seen():
-    """Negative control."""
+    """Negative control: the noise is scaled by 1.001."""
     found = chance_of_winning([0.7, 0.3], lambda y: 1.001 * defined_gumbel(y))
     assert abs(found[0] - 0.7) > 1e-5
 
@@ -162,7 +165,7 @@ LAWFUL = {
         ad.HybridDrafter(ad.NGramDrafter(3, 3), ad.LanguageModelDrafter(few_tokens(3))),
     ),
     "budget": lambda: builders.expanding(few_tokens(0), few_tokens(3), 3),
-    "what pays": lambda: builders.fitted(few_tokens(0), few_tokens(3), 3, costs=ad.CostTable((1, 10_000), (1.0, 3.0))),
+    "cost-aware": lambda: builders.fitted(few_tokens(0), few_tokens(3), 3, costs=ad.CostTable((1, 10_000), (1.0, 3.0))),
 }
 
 
@@ -173,7 +176,7 @@ def test_sampling_has_the_law_of_the_target(name):
 
 @contextmanager
 def other_keys(monkeypatch, keys):
-    """Changes seeds and positions before draws are made of them; given the depths, and the call's number too."""
+    """Replaces the seeds and positions of draws; ``keys`` also gets their depths and the number of the call."""
     real, kept, calls = GumbelNoise.draw, GumbelNoise.keys, []
 
     def changed(self, scores, lowest, places, temperature=1.0):
@@ -192,7 +195,7 @@ def other_keys(monkeypatch, keys):
 BROKEN_LAW = {
     "keyed by the node": lambda seeds, positions, depths, call: (seeds, depths),
     "the same at every position": lambda seeds, positions, depths, call: (seeds, positions * 0),
-    "used again behind a rejection": lambda seeds, positions, depths, call: (
+    "used again after a rejection": lambda seeds, positions, depths, call: (
         seeds,
         torch.where(depths == 0, positions - 1, positions).clamp(min=8),
     ),
@@ -206,7 +209,7 @@ def test_a_wrong_key_would_be_seen_in_the_law(monkeypatch, name):
 
 
 def test_one_number_for_all_tokens_would_be_seen(monkeypatch):
-    """Negative control: noise that siblings share decides nothing between them."""
+    """Negative control: equal noise for all tokens cannot decide between siblings."""
     monkeypatch.setattr("arbordraft.sampling.noise.gumbel_argmax", lambda scores, *_: scores.argmax(-1))
     assert fit(LAWFUL["draft model"]()) < 1e-6
 
@@ -224,7 +227,7 @@ def first_tokens(seeds):
 
 
 def test_seeds_are_independent():
-    """Of neighbouring seeds, as requests have them: pairs of tokens are as frequent as both of them together."""
+    """Tests neighbouring seeds, as in requests: pairs of tokens occur as often as their marginals predict."""
     tokens = first_tokens(list(range(4000)))
     pairs = torch.zeros(FEW, FEW)
     pairs.index_put_((tokens[:-1], tokens[1:]), torch.ones(len(tokens) - 1), accumulate=True)
@@ -232,10 +235,10 @@ def test_seeds_are_independent():
     kept = expected > 0
     statistic = ((pairs - expected)[kept] ** 2 / expected[kept]).sum().item()
     assert chi2.sf(statistic, (FEW - 1) ** 2) > 1e-3
-    assert len(first_tokens([7] * 50).unique()) == 1  # what it would catch: samples that share their noise
+    assert len(first_tokens([7] * 50).unique()) == 1  # negative control: samples that share their noise
 
 
-# The path: the text of plain decoding, whatever is drafted
+# The path: the text is that of plain decoding for all drafts
 
 
 @cache
@@ -262,7 +265,7 @@ def texts(decoder, order, temperature, top_p, penalty, seed, count=12):
 
 
 class Peeking(Decider):
-    """Stops where a token that is still to be verified is odd."""
+    """Stops by drafted tokens that are not verified yet: by the parity of the likely ones."""
 
     anticipating = True
 
@@ -302,7 +305,7 @@ def decoders(draw):
     st.integers(0, 3),
 )
 def test_the_text_is_that_of_plain_decoding(decoder, order, batch, request_, seed):
-    """For any tree, drafter, decider and company."""
+    """The text does not depend on tree, drafter, decider and batch."""
     expected = plain_texts(*request_, seed)
     for sample, tokens in texts(decoder, order[:batch], *request_, seed).items():
         assert tokens == expected[sample]
@@ -312,13 +315,13 @@ BROKEN_PATH = {
     "keyed by the step": lambda seeds, positions, depths, call: (seeds, positions * 0 + call),
     "keyed by the node": lambda seeds, positions, depths, call: (seeds, depths),
     "keyed by the step and the node": lambda seeds, positions, depths, call: (seeds, depths + 100 * call),
-    "not of the sample's own text": lambda seeds, positions, depths, call: (seeds, positions + len(seeds)),
+    "keyed by the size of the batch": lambda seeds, positions, depths, call: (seeds, positions + len(seeds)),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN_PATH)
 def test_a_wrong_key_would_be_seen_in_the_text(monkeypatch, name):
-    """Negative control."""
+    """Negative control: the text depends on the drafts."""
     decoder = ad.SpeculativeDecoder(ragged(), drafter("same model"), BUSH, ad.Coupling.shared(2))
     with other_keys(monkeypatch, BROKEN_PATH[name]):
         plain = texts(ad.SpeculativeDecoder(ragged(), ad.NoDrafter()), [0], 1.0, 1.0, 1.0, 0)
@@ -327,13 +330,13 @@ def test_a_wrong_key_would_be_seen_in_the_text(monkeypatch, name):
 
 
 def test_shared_drafts_are_the_tokens_that_the_target_will_draw():
-    """A drafter that knows the target's rows is always right, whatever the temperature."""
+    """A drafter that has the target's rows is always right, at any temperature."""
     decoder = ad.SpeculativeDecoder(ragged(), drafter("same model"), ad.TreeTopology.chain(3), ad.Coupling.shared())
     _, output = generated(decoder, do_sample=True, max_new_tokens=12)
     assert output.stats.accepted.total() == output.stats.drafted
 
 
-def test_it_is_the_default_for_trees_and_lookups_but_not_for_chains():
+def test_shared_noise_is_the_default_for_trees_and_lookups_but_not_for_chains():
     target, draft = ragged(), ragged(seed=3)
     shared = {
         "tree": ad.SpeculativeDecoder(target, draft),
@@ -349,7 +352,7 @@ def test_it_is_the_default_for_trees_and_lookups_but_not_for_chains():
     assert ad.SpeculativeDecoder(target, draft, ad.TreeTopology.chain(4)).coupling.exactness == "exact"
 
 
-def test_without_seeds_torch_decides():
+def test_without_seeds_the_generator_of_torch_decides():
     decoder, request_ = builders.fitted(ragged(), ragged(seed=3)), {"do_sample": True, "max_new_tokens": 8}
     found = []
     for seed in (1, 1, 2):

@@ -48,7 +48,7 @@ def test_head_has_the_status_of_get(app):
     assert (refused.status_code, refused.headers["allow"]) == (405, "OPTIONS, POST")
 
 
-def test_connections_go_on_behind_a_head(decoder):
+def test_a_connection_stays_usable_after_head(decoder):
     with serving(decoder) as served, httpx.Client(base_url=served.url) as client:
         assert [client.head("/health").status_code, client.get("/health").json()] == [200, {"status": "ok"}]
 
@@ -56,21 +56,21 @@ def test_connections_go_on_behind_a_head(decoder):
 @pytest.mark.parametrize(
     ("path", "methods"), [("/v1/chat/completions", "OPTIONS, POST"), ("/health", "GET, HEAD, OPTIONS")]
 )
-def test_options_tells_the_methods_and_grants_nothing(app, path, methods):
+def test_options_lists_the_methods_and_grants_nothing(app, path, methods):
     reply = app(api_key="secret").options(path, headers=PREFLIGHT)
     assert (reply.status_code, reply.headers["allow"], reply.content) == (204, methods, b"")
     assert not [name for name in reply.headers if name.startswith("access-control")]
     assert app().options("/nowhere", headers=PREFLIGHT).status_code == 404
 
 
-def test_answers_are_for_no_other_origin_by_default(app):
+def test_other_origins_are_not_allowed_by_default(app):
     reply = app().get("/v1/models", headers={"Origin": PAGE})
     assert reply.status_code == 200
     assert GRANT not in reply.headers
 
 
 @pytest.mark.parametrize(("cors", "grant"), [([PAGE], PAGE), (["http://[::1]:80", PAGE], PAGE), (["*"], "*")])
-def test_pages_of_allowed_origins_may_ask(app, cors, grant):
+def test_pages_of_allowed_origins_may_send_requests(app, cors, grant):
     client = app(cors=cors, api_key="secret")
     reply = client.options("/v1/chat/completions", headers=PREFLIGHT)
     assert (reply.status_code, reply.headers[GRANT]) == (200, grant)
@@ -81,14 +81,14 @@ def test_pages_of_allowed_origins_may_ask(app, cors, grant):
     assert (refused.status_code, refused.headers[GRANT]) == (401, grant)  # a page can read errors, too
 
 
-def test_pages_of_other_origins_still_may_not(app):
+def test_pages_of_other_origins_get_no_grant(app):
     client = app(cors=["https://chat.example.org"])
     assert GRANT not in client.options("/v1/chat/completions", headers=PREFLIGHT).headers
     assert GRANT not in client.get("/v1/models", headers={"Origin": PAGE}).headers
 
 
 @pytest.mark.parametrize("origin", ["localhost:3000", "http://localhost:3000/", "HTTP://localhost", "", "https://*/"])
-def test_what_is_no_origin_is_an_early_error(app, origin):
+def test_invalid_origins_are_refused_when_the_app_is_built(app, origin):
     with pytest.raises(ValueError, match="no origin: write scheme"):
         app(cors=[origin])
     with pytest.raises(TypeError, match="list of origins"):

@@ -47,7 +47,7 @@ def follows(tokenizer, text, **asked):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_the_template_says_how_calls_are_written(style, how):
+def test_the_call_format_is_found_in_the_template(style, how):
     form = call_format(tokenizer_of(style, HOW[how]), [EOS])
     assert (form.opening, form.middle, form.separator) == NAMES[style]
     assert form.quoted == (style == "tokens")
@@ -55,7 +55,7 @@ def test_the_template_says_how_calls_are_written(style, how):
     assert len(form.marks) == (0 if how == "spelt" else len(MARKS[style]))
 
 
-def test_thoughts_that_a_template_puts_before_calls_are_no_part_of_them():
+def test_thoughts_before_calls_are_no_part_of_the_format():
     thoughtful = TAGGED.replace("{{ said.content }}", "{{ '<think>\n\n</think>\n\n' + said.content }}")
     assert thoughtful != TAGGED
     form = call_format(caller_tokenizer(thoughtful, MARKS["tagged"]), [EOS])
@@ -83,7 +83,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_templates_that_cannot_be_followed(name):
+def test_unusable_templates_are_refused(name):
     template, reason = REFUSED[name]
     tokenizer = chat_tokenizer()
     if template is None or template is CHATML:
@@ -96,7 +96,7 @@ def test_templates_that_cannot_be_followed(name):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_models_are_held_to_the_format(style, how):
+def test_grammars_enforce_the_format(style, how):
     tokenizer = tokenizer_of(style, HOW[how])
     form = call_format(tokenizer, [EOS])
     several = form.separator is not None
@@ -122,7 +122,7 @@ def test_models_are_held_to_the_format(style, how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_what_looks_like_a_call_is_one(how):
+def test_the_opening_mark_always_begins_a_call(how):
     tokenizer = tokenizer_of("tagged", HOW[how])
     assert follows(tokenizer, ["So <tool_", "call", " or <think>", "<tool_"])
     assert not follows(tokenizer, ["So <tool_", "call>", " or not"])
@@ -130,7 +130,7 @@ def test_what_looks_like_a_call_is_one(how):
 
 
 @pytest.mark.parametrize("text", ["a<think>b</think>", "<bos><pad>", "\ufffd\n\n", "x" * 50], ids=repr)
-def test_words_are_free(text):
+def test_plain_words_are_unrestricted(text):
     for style in TEMPLATES:
         assert follows(tokenizer_of(style, True), text)
 
@@ -138,7 +138,7 @@ def test_words_are_free(text):
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize("words", ["", WORDS, "two lines\n\n"], ids=["calls", "words", "lines"])
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_calls_are_read_as_they_come(style, words, size):
+def test_calls_are_read_from_pieces_of_any_size(style, words, size):
     form = call_format(tokenizer_of(style, True), [EOS])
     for count in range(4 if form.separator is not None else 2):
         text = written(form, CALLS[:count], words)
@@ -160,7 +160,7 @@ def test_calls_are_read_as_they_come(style, words, size):
         assert shown <= 1 or size > 1
 
 
-def test_arguments_come_before_their_end():
+def test_arguments_are_passed_on_before_they_are_complete():
     form = call_format(tokenizer_of("tagged", True), [EOS])
     reader = CallReader(form, TOOLS)
     assert reader.add('<tool_call>\n{"name": "look') == ("", ())
@@ -178,7 +178,7 @@ def test_arguments_come_before_their_end():
     [["\n"] * 500, ["Well.\n\n"] * 500, ['<tool_call>\n{"name": "look', '", "arguments": {"s": "', *['{}]\\"'] * 500]],
     ids=["line breaks", "words and line breaks", "arguments"],
 )
-def test_a_reader_keeps_nothing_that_grows(texts):
+def test_a_reader_keeps_a_bounded_amount_of_text(texts):
     """So that the work of a piece does not grow with those before it."""
     reader, said = CallReader(call_format(tokenizer_of("tagged", True), [EOS]), TOOLS), ""
     for text in texts:
@@ -188,7 +188,7 @@ def test_a_reader_keeps_nothing_that_grows(texts):
 
 
 @pytest.mark.parametrize("end", ["", "]", '"', "\\\\", '\\"}', "[{}]"])
-def test_arguments_end_with_their_brace(end):
+def test_arguments_end_at_their_closing_brace(end):
     reader = CallReader(call_format(tokenizer_of("tagged", True), [EOS]), TOOLS)
     arguments = json.dumps({"s": end, "deep": [{"}": ["{", {}]}]})
     shown = ""
@@ -198,7 +198,7 @@ def test_arguments_end_with_their_brace(end):
     assert shown == arguments
 
 
-def test_what_was_cut_off_is_shown():
+def test_an_unfinished_call_is_shown_as_text():
     form = call_format(tokenizer_of("tagged", True), [EOS])
     reader = CallReader(form, TOOLS)
     assert reader.add("Well.\n<tool_call>\n") == ("Well.", ())
@@ -206,14 +206,14 @@ def test_what_was_cut_off_is_shown():
     assert not reader.called
 
 
-def test_calls_that_are_plain_json_are_no_alternative_to_json():
+def test_calls_in_plain_json_cannot_be_combined_with_json_answers():
     form = call_format(tokenizer_of("bare", True), [EOS])
     with pytest.raises(ValueError, match="tools or for JSON"):
         form.grammar(TOOLS, required=False, parallel=True, answer=X)
     assert form.grammar(TOOLS, required=True, parallel=True, answer=X)
 
 
-def test_ids_are_followed_too():
+def test_grammars_enforce_the_length_of_call_ids():
     tokenizer = caller_tokenizer(LISTED, MARKS["listed"])
     text = written(call_format(tokenizer, [EOS]), CALLS[:2])
     assert follows(tokenizer, text)
@@ -221,7 +221,7 @@ def test_ids_are_followed_too():
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_tokens_of_calls_are_told_from_those_of_words(size):
+def test_tokens_of_words_are_counted_apart_from_calls(size):
     tokenizer = tokenizer_of("tagged", None)
     words, call = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("So: <b>", "\n<tool_call>\n"))
     rest = tokenizer('{"name": "look", "arguments": {"x": 1}}\n</tool_call>', add_special_tokens=False)["input_ids"]

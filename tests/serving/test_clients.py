@@ -75,12 +75,12 @@ def test_answers_are_those_of_the_engine(decoder, client, name, streaming):
     assert sorted(roles) == list(range(len(texts)))
 
 
-def test_the_stops_above_bite(decoder):
+def test_the_stops_of_the_settings_end_answers(decoder):
     for name in ("a stop", "stops"):
         assert [answer.finish_reason for answer in alone(decoder, HELLO, **SETTINGS[name])[0]] == ["stop"]
 
 
-def test_many_at_a_time_get_what_they_get_alone(decoder, client):
+def test_concurrent_requests_get_the_answers_they_get_alone(decoder, client):
     asked = [
         ([{"role": "user", "content": "abc " * (1 + 5 * seed % 7)}], {"seed": seed, "temperature": seed % 3 / 2})
         for seed in range(12)
@@ -92,7 +92,7 @@ def test_many_at_a_time_get_what_they_get_alone(decoder, client):
         assert reply.choices[0].message.content == text
 
 
-def test_a_conversation_has_its_roles(decoder, client):
+def test_roles_and_parts_of_a_conversation_reach_the_prompt(decoder, client):
     said = [
         {"role": "developer", "content": "be short"},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
@@ -123,7 +123,7 @@ def test_usage_counts_tokens_and_drafts(decoder, client, name):
         assert (details.drafted_tokens, details.target_forwards) == (answer.drafted, answer.forwards)
 
 
-def test_logprobs_are_the_models_own(decoder, client):
+def test_logprobs_are_those_of_the_engine(decoder, client):
     (answer,), _ = alone(decoder, HELLO, seed=6, max_new_tokens=9, logprobs=2)
     spell = decoder.target.tokenizer.decode
     settings = {"seed": 6, "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
@@ -153,13 +153,13 @@ def test_completions_continue_texts_and_tokens(decoder, client):
     assert streamed[-1].choices[0].finish_reason == answer.finish_reason
 
 
-def test_ignore_eos_writes_on(client):
+def test_ignore_eos_continues_past_the_end_token(client):
     asked = {"model": "tiny", "prompt": "abc", "max_tokens": 30, "logit_bias": {"2": 100}}
     assert client.completions.create(**asked).usage.completion_tokens == 1
     assert client.completions.create(**asked, extra_body={"ignore_eos": True}).usage.completion_tokens == 30
 
 
-def test_steps_tell_what_became_of_the_drafts(decoder, client):
+def test_steps_show_which_drafts_were_accepted(decoder, client):
     asked = {"model": "tiny", "messages": HELLO, "seed": 4, "max_tokens": 30}
     whole = client.chat.completions.create(**asked, extra_body={"arbordraft": {"steps": True}})
     (choice,), usage = whole.choices, whole.usage
@@ -191,7 +191,7 @@ def test_models_health_and_page(served, client):
     assert "<title>arbordraft</title>" in page.text
 
 
-def test_metrics_count_what_was_done(decoder):
+def test_metrics_agree_with_the_usage(decoder):
     with serving(decoder) as served:
         usage = chat(served.client, seed=4, n=2, max_tokens=20).usage
         shown = httpx.get(f"{served.url}/metrics").text

@@ -51,7 +51,7 @@ def streamed(client, prompt, **settings):
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["texts", "tokens"])
-def test_several_prompts_are_answered_one_behind_the_other(client, tokenizer, tokens):
+def test_several_prompts_are_answered_in_order(client, tokenizer, tokens):
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS] if tokens else PROMPTS
     settings = {"seed": 3, "n": 2, "max_tokens": 12}
     apart = [complete(client, prompt, **settings) for prompt in prompts]
@@ -65,7 +65,7 @@ def test_several_prompts_are_answered_one_behind_the_other(client, tokenizer, to
     assert [said[index]["finish_reason"] for index in range(6)] == [c.finish_reason for c in reply.choices]
 
 
-def test_what_is_wrong_with_one_prompt_refuses_all(served, client):
+def test_one_invalid_prompt_refuses_the_whole_request(served, client):
     for prompt in (["a", "b" * 600], [[5], [61]]):
         with pytest.raises(openai.BadRequestError):
             complete(client, prompt)
@@ -89,7 +89,7 @@ def test_one_answer_that_fails_ends_the_others():
 
 
 @pytest.mark.parametrize("length", [0, 6])
-def test_echo_shows_prompts_in_front(client, length):
+def test_echo_puts_the_prompt_before_the_answer(client, length):
     settings = {"seed": 3, "n": 2, "max_tokens": length, "echo": True}
     apart = [complete(client, PROMPTS, seed=3, n=2, max_tokens=length).choices] if length else []
     said = [choice.text for choices in apart for choice in choices] or [""] * 6
@@ -103,13 +103,13 @@ def test_echo_shows_prompts_in_front(client, length):
     assert {choice["finish_reason"] for choice in joined.values()} <= {"length", "stop"}
 
 
-def test_echo_shows_what_tokens_stand_for(client, tokenizer):
+def test_echo_decodes_prompts_given_as_tokens(client, tokenizer):
     ids = tokenizer("<|start|>user abc<|end|>")["input_ids"]
     assert complete(client, ids, max_tokens=0, echo=True).choices[0].text == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("length", [0, 1, 5])
-def test_prompts_are_scored_by_the_model_itself(served, client, tokenizer, length):
+def test_log_probabilities_of_prompts_match_transformers(served, client, tokenizer, length):
     """As evaluation harnesses ask: the first token has none, the others those of transformers."""
     settings = {"echo": True, "logprobs": 3, "max_tokens": length, "temperature": 0}
     reply = complete(client, PROMPTS, **settings)
@@ -136,7 +136,7 @@ def test_prompts_are_scored_by_the_model_itself(served, client, tokenizer, lengt
             assert told.token_logprobs[len(ids)] == max(told.top_logprobs[len(ids)].values())
 
 
-def test_an_answer_is_scored_as_the_prompt_that_it_becomes(client, tokenizer):
+def test_an_answer_scores_the_same_when_sent_as_a_prompt(client, tokenizer):
     ids = tokenizer(PROMPTS[2])["input_ids"]
     first = complete(client, [ids], logprobs=1, max_tokens=5, seed=2, extra_body={"ignore_eos": True}).choices[0]
     whole = [*ids, *tokenizer(first.text)["input_ids"]]

@@ -98,7 +98,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_requests_are_refused_by_name(served, name):
+def test_invalid_requests_are_refused_with_the_cause(served, name):
     body, status, code, cause = WRONG[name]
     path = "completions" if '"prompt"' in body else "chat/completions"
     headers = {"Content-Type": "application/json"}
@@ -110,18 +110,18 @@ def test_wrong_requests_are_refused_by_name(served, name):
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "nowhere", 404), ("GET", "v1/completions", 405)])
-def test_wrong_addresses(served, method, path, status):
+def test_unknown_addresses_and_methods_are_refused(served, method, path, status):
     reply = httpx.request(method, f"{served.url}/{path}")
     assert reply.status_code == status
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_fields_that_ask_for_nothing_are_taken(served):
+def test_fields_without_effect_are_accepted(served):
     nothing = {"response_format": {"type": "text"}, "tools": [], "store": False, "user": "me", "top_p": None}
     assert chat(served.client, max_tokens=2, extra_body=nothing).choices
 
 
-def test_a_key_is_asked_for():
+def test_the_api_key_is_required():
     with serving(tiny_decoder(), api_key="secret") as served:
         assert chat(served.client, max_tokens=2).choices
         served.key = "wrong"
@@ -133,7 +133,7 @@ def test_a_key_is_asked_for():
 
 
 @pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "whole"])
-def test_a_client_that_leaves_is_not_answered_any_more(streaming):
+def test_a_client_that_disconnects_cancels_its_request(streaming):
     decoder = tiny_decoder()
     decoder.on_step = lambda *_: time.sleep(0.05)
     with serving(decoder) as served:
@@ -148,7 +148,7 @@ def test_a_client_that_leaves_is_not_answered_any_more(streaming):
         assert 'outcome="cancelled"} 1.0' in httpx.get(f"{served.url}/metrics").text
 
 
-def test_a_client_that_leaves_the_queue_is_not_answered(held, gate):
+def test_a_waiting_client_that_disconnects_cancels_its_request(held, gate):
     with serving(held, max_samples=1) as served:
         asking = threading.Thread(target=lambda: chat(served.client, max_tokens=5))
         asking.start()
@@ -164,7 +164,7 @@ def test_a_client_that_leaves_the_queue_is_not_answered(held, gate):
         assert 'outcome="finished"} 1.0' in counted
 
 
-def test_a_full_queue_says_when_to_come_again(held, gate):
+def test_a_full_queue_says_when_to_retry(held, gate):
     with serving(held, max_samples=1, max_waiting=1) as served:
         replies = []
         asking = [threading.Thread(target=lambda: replies.append(chat(served.client, max_tokens=3))) for _ in range(2)]
@@ -182,7 +182,7 @@ def test_a_full_queue_says_when_to_come_again(held, gate):
         assert chat(served.client, max_tokens=3).choices
 
 
-def test_a_crowd_is_answered_or_told_to_come_again():
+def test_many_clients_are_answered_or_told_to_retry():
     async def crowd(url):
         async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=200)) as client:
             body = {"prompt": "abc", "max_tokens": 2, "seed": 1}
@@ -196,7 +196,7 @@ def test_a_crowd_is_answered_or_told_to_come_again():
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
-def test_nan_fails_its_own_request_alone(streaming):
+def test_nan_fails_only_its_own_request(streaming):
     decoder = poisoned_decoder()
     banned = {str(decoder.target.tokenizer.convert_tokens_to_ids("9")): -100}
     with serving(decoder) as served:
@@ -213,7 +213,7 @@ def test_nan_fails_its_own_request_alone(streaming):
         assert httpx.get(f"{served.url}/health").status_code == 200
 
 
-def test_what_fails_in_the_middle_of_a_stream_is_an_event_of_it():
+def test_a_failure_during_a_stream_is_an_event_of_the_stream():
     decoder = poisoned_decoder()
     nine = decoder.target.tokenizer.convert_tokens_to_ids("9")
     with serving(decoder) as served:
@@ -224,7 +224,7 @@ def test_what_fails_in_the_middle_of_a_stream_is_an_event_of_it():
         assert said == ["9"]
 
 
-def test_health_tells_of_an_engine_that_only_fails(served, monkeypatch):
+def test_health_reports_an_engine_that_fails_repeatedly(served, monkeypatch):
     def status():
         return httpx.get(f"{served.url}/health").status_code
 
@@ -240,14 +240,14 @@ def test_health_tells_of_an_engine_that_only_fails(served, monkeypatch):
     assert status() == 200
 
 
-def test_what_nobody_foresaw_has_the_same_shape(served, monkeypatch):
+def test_unexpected_errors_have_the_shape_of_an_api_error(served, monkeypatch):
     monkeypatch.setattr(served.server._service.metrics, "text", lambda: 1 / 0)
     reply = httpx.get(f"{served.url}/metrics")
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
     assert "division" not in reply.text
 
 
-def test_shutting_down_lets_answers_end_and_takes_no_more(held, gate):
+def test_shutdown_finishes_running_answers_and_refuses_new_requests(held, gate):
     with serving(held, grace=20) as served:
         asked, replies = served.client, []
         asking = threading.Thread(target=lambda: replies.append(chat(asked, seed=1, max_tokens=20)))
@@ -266,7 +266,7 @@ def test_shutting_down_lets_answers_end_and_takes_no_more(held, gate):
             httpx.get(f"{served.url}/health")
 
 
-def test_what_does_not_end_in_time_is_told():
+def test_answers_beyond_the_grace_period_end_with_an_error():
     decoder = tiny_decoder()
     decoder.on_step = lambda *_: time.sleep(0.05)
     with serving(decoder, grace=0.3) as served:
@@ -286,7 +286,7 @@ def test_what_does_not_end_in_time_is_told():
     ],
     ids=["default_tokens", "name", "max_body"],
 )
-def test_wrong_settings(arguments, options, error, cause):
+def test_invalid_settings_are_refused(arguments, options, error, cause):
     engine = Engine(tiny_decoder(), max_tokens=1000)
     with pytest.raises(error, match=cause):
         build_app(Service(engine, *arguments), **options)

@@ -61,7 +61,7 @@ def test_tokens_join_to_the_text(kind):
         assert "\ufffd" in choice.message.content or data == choice.message.content.encode()
 
 
-def test_other_tokens_are_spelt_as_in_the_place_of_the_answers():
+def test_alternatives_are_spelt_for_the_position_of_the_answer():
     tokenizer = byte_tokens()
     word, end = tokenizer.convert_tokens_to_ids(["\u2581the", "</s>"])
     (part,) = ids_of(tokenizer, b"\xe6")
@@ -74,14 +74,14 @@ def test_other_tokens_are_spelt_as_in_the_place_of_the_answers():
     assert [(known.token, known.bytes) for known in choice.logprobs.content][2] == ("", [])
 
 
-def test_parts_of_characters_keep_apart_where_others_go_by_their_texts():
+def test_alternatives_that_are_parts_of_characters_get_distinct_keys():
     tokenizer = byte_level()
     letter, *parts = ids_of(tokenizer, b"a\xe6\xe7")
     choice, _ = shown(TextShape, list(answered(tokenizer, [letter], others=parts)))
     assert choice.logprobs.top_logprobs == [{"a": 0.0, r"bytes:\xe6": 0.0, r"bytes:\xe7": 0.0}]
 
 
-def test_a_token_waits_until_it_is_certain_what_it_adds():
+def test_a_token_waits_until_its_text_is_certain():
     tokenizer = byte_level()
     tokens = ids_of(tokenizer, "a\u65e5.".encode())
     pieces = list(answered(tokenizer, tokens, [".."]))

@@ -22,7 +22,7 @@ def conversation(text):
 
 
 @pytest.mark.parametrize("long", [completion("a b" * 8000), completion([3] * 20_000), conversation("ab" * 10_000)])
-def test_short_questions_do_not_wait_for_long_ones(long):
+def test_short_questions_do_not_wait_for_long_questions(long):
     service = Service(Engine(tiny_decoder()), "tiny")
     begun, go, kind = threading.Event(), threading.Event(), type(long)
 
@@ -49,7 +49,7 @@ def test_short_questions_do_not_wait_for_long_ones(long):
     asyncio.run(service.close())
 
 
-def test_a_hopeless_prompt_is_refused_by_its_length(monkeypatch):
+def test_a_far_too_long_prompt_is_refused_by_its_number_of_characters(monkeypatch):
     decoder = tiny_decoder()
     service, asked = Service(Engine(decoder), "tiny"), []
     known = type(service.tokenizer).__call__

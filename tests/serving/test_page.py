@@ -62,7 +62,7 @@ def served():
     ],
     ids=["a path", "a leaf", "nothing"],
 )
-def test_a_step_as_data(verdict, emitted, accepted):
+def test_a_step_becomes_json(verdict, emitted, accepted):
     step = step_of(TREE, verdict, emitted, str)
     assert [node["text"] for node in step["nodes"]] == ["5", "6", "7", "9"]
     assert [node["parent"] for node in step["nodes"]] == [-1, 0, 0, 1]
@@ -71,11 +71,11 @@ def test_a_step_as_data(verdict, emitted, accepted):
     assert json.loads(json.dumps(step)) == step
 
 
-def test_the_page_fetches_nothing_from_elsewhere():
+def test_the_page_fetches_nothing_from_other_hosts():
     assert re.findall(r"""(?:src|href)=["'](?!data:)|https?://(?!www\.w3\.org)|@import|url\(""", page()) == []
 
 
-def test_what_is_recorded_cannot_end_the_script():
+def test_recorded_text_cannot_end_the_script():
     assert page(MARKED).count("</script>") == page().count("</script>") == 1
 
 
@@ -105,7 +105,7 @@ def test_a_chat_streams_and_draws_its_steps(served, tab):
     assert tab.locator("#said p, #tree svg").count() == 0
 
 
-def test_every_step_can_be_looked_at_by_keys(served, tab):
+def test_every_step_can_be_viewed_with_the_keyboard(served, tab):
     tab.goto(served.url)
     ask(tab)
     steps = tab.evaluate("steps")
@@ -143,7 +143,7 @@ def test_escape_stops_an_answer(tab):
         assert tab.locator("#text").evaluate("field => field === document.activeElement")
 
 
-def test_errors_are_shown_and_a_key_can_be_given(tab):
+def test_errors_are_shown_and_an_api_key_can_be_entered(tab):
     with serving(tiny_decoder(), api_key="secret") as served:
         tab.goto(served.url)
         assert not tab.locator("#key").is_visible()
@@ -158,7 +158,7 @@ def test_errors_are_shown_and_a_key_can_be_given(tab):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_light_or_dark_and_readable(served, browser, scheme):
+def test_the_page_follows_the_colour_scheme_and_is_readable(served, browser, scheme):
     tab = browser.new_page(color_scheme=scheme)
     tab.goto(served.url)
     colours = tab.evaluate("(style => [style.color, style.backgroundColor])(getComputedStyle(document.body))")
@@ -168,7 +168,7 @@ def test_it_is_light_or_dark_and_readable(served, browser, scheme):
     tab.close()
 
 
-def test_nothing_that_is_said_is_markup(tab, tmp_path):
+def test_prompts_answers_and_tokens_are_not_read_as_markup(tab, tmp_path):
     step = {**step_of(TREE, SampleVerdict((0, 1), 3, True), 2, lambda token: f"<i>{token}</i>"), "seconds": 0.1}
     file = tmp_path / "trace.html"
     file.write_text(page({**MARKED, "steps": [step]}))

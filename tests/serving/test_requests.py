@@ -86,7 +86,7 @@ OPENAI = {
 
 
 @pytest.mark.parametrize("name", OPENAI)
-def test_every_field_of_openais_types_is_decided_upon(name):
+def test_every_field_of_openais_types_is_handled(name):
     ours, theirs = OPENAI[name]
     fields = {field for kind in theirs for field in getattr(kind, "model_fields", None) or typing.get_type_hints(kind)}
     refused, least = REFUSED.get(ours, ({}, {}))
@@ -98,7 +98,7 @@ def test_every_field_of_openais_types_is_decided_upon(name):
 
 
 @pytest.mark.parametrize("kind", [ChatQuestion, CompletionQuestion])
-def test_hints_and_values_that_ask_for_nothing_are_absent(kind):
+def test_hints_and_values_without_effect_are_ignored(kind):
     least = {"messages": [USER]} if kind is ChatQuestion else {"prompt": "a"}
     plain = kind.model_validate(least)
     for name in REQUEST_HINTS:
@@ -137,12 +137,12 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_messages_are_taken_as_they_come_back(http, name):
+def test_messages_of_earlier_replies_are_accepted(http, name):
     reply = ask(http, messages=[*MESSAGES[name], USER])
     assert reply.status_code == 200, reply.text
 
 
-def test_templates_are_shown_what_was_said():
+def test_messages_are_converted_for_templates():
     shown = {
         "a name": ({**USER, "name": "ada"}, {**USER, "name": "ada"}),
         "no words": ({"role": "assistant"}, {"role": "assistant", "content": ""}),
@@ -211,7 +211,7 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
-def test_errors_name_the_place_and_the_bound(http, name):
+def test_errors_name_the_field_and_the_bound(http, name):
     body, param, cause = UNCLEAR[name]
     reply = ask(http, **body)
     error = reply.json()["error"]
@@ -221,12 +221,12 @@ def test_errors_name_the_place_and_the_bound(http, name):
 
 
 @pytest.mark.parametrize("prompt", [[1, "a"], 5, [True], [1.5], [[1], "a", 2], "\ud800"], ids=repr)
-def test_mixed_prompts_are_named(http, prompt):
+def test_mixed_prompts_are_refused(http, prompt):
     reply = ask(http, "completions", prompt=prompt)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
 
 
-def test_other_media_types_are_told_of_json(http):
+def test_other_media_types_are_refused(http):
     """And so a page of another origin cannot ask: browsers send it JSON only where the server allows that."""
     for kind in ({"Content-Type": "text/plain"}, {}):
         reply = http.post("/v1/completions", content='{"prompt": "a"}', headers=kind)
@@ -234,7 +234,7 @@ def test_other_media_types_are_told_of_json(http):
         assert "Content-Type: application/json" in reply.json()["error"]["message"]
 
 
-def test_no_log_probabilities_are_as_good_as_false(http):
+def test_logprobs_may_be_false_null_or_a_number(http):
     def logprobs(wanted):
         return ask(http, "completions", prompt="a", max_tokens=2, logprobs=wanted).json()["choices"][0]["logprobs"]
 
@@ -261,7 +261,7 @@ def test_a_chunk_has_one_delta_per_call(http):
     assert said == whole["function"]["arguments"]
 
 
-def test_usage_of_streams(http):
+def test_streams_report_usage_on_request(http):
     plain = chunks(http)
     *parts, last = chunks(http, stream_options={"include_usage": True, "include_obfuscation": True})
     assert all("usage" not in chunk for chunk in plain)
@@ -273,7 +273,7 @@ def test_usage_of_streams(http):
     assert written == sorted(written)
 
 
-def test_where_answers_end(http):
+def test_answers_end_where_the_request_says(http):
     def finished(**fields):
         reply = ask(http, max_tokens=30, seed=1, logit_bias={str(EOS): 12}, **fields).json()
         return reply["usage"]["completion_tokens"], reply["choices"][0]["finish_reason"]

@@ -108,7 +108,7 @@ def test_answers_are_those_of_a_chat(client, name):
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_streams_bring_the_same_by_and_by(client, name):
+def test_streams_build_up_the_whole_response(client, name):
     asked, _ = ASKED[name]
     whole, events = respond(client, **asked), list(respond(client, stream=True, **asked))
     for event in events:
@@ -134,7 +134,7 @@ def test_streams_bring_the_same_by_and_by(client, name):
         assert {event.item_id for event in own if hasattr(event, "item_id")} == {item.id}
 
 
-def test_the_clients_own_helper_puts_streams_together(client):
+def test_the_clients_own_helper_assembles_streams(client):
     asked = {"tools": FLAT, "tool_choice": "required", "parallel_tool_calls": False}
     with client.responses.stream(model="tiny", input="hello there", **asked, extra_body={"seed": 1}) as stream:
         kinds = {event.type for event in stream}
@@ -149,13 +149,13 @@ class Animal(BaseModel):
     legs: int = Field(ge=0, le=9)
 
 
-def test_pydantic_models_come_back(client):
+def test_answers_parse_as_pydantic_models(client):
     reply = client.responses.parse(model="tiny", input="hello", text_format=Animal, extra_body={"seed": 3})
     assert isinstance(reply.output_parsed, Animal)
     assert reply.text.format.name == "Animal"
 
 
-def test_log_probabilities_can_be_had(client):
+def test_log_probabilities_are_included_on_request(client):
     asked = {"seed": 3, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 8}
     expected = chat(client, seed=3, logprobs=True, top_logprobs=2, max_tokens=8).choices[0].logprobs.content
     (part,) = respond(client, **asked).output[0].content
@@ -207,7 +207,7 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_items_are_messages(served, client, name):
+def test_items_are_converted_to_messages(served, client, name):
     given, messages = CONVERSATIONS[name]
     tokenizer = served.engine.decoder.target.tokenizer
     asked = ResponsesQuestion.model_validate({"input": given, "tools": FLAT}).chat()
@@ -227,11 +227,11 @@ def test_instructions_are_the_first_message(begun):
     assert asked.messages[0].text == "\n".join(["be short", *(said["content"] for said in begun)])
 
 
-def test_effort_is_told_to_the_chat_template():
+def test_effort_reaches_the_chat_template():
     assert ResponsesQuestion(input="hi", reasoning={"effort": "low"}).chat().reasoning_effort == "low"
 
 
-def test_a_conversation_goes_on_with_what_came_back(client):
+def test_output_items_can_be_sent_back_as_input(client):
     said = [{"role": "user", "content": "hello there"}]
     for turn in range(2):
         reply = respond(client, said, seed=6 + turn, tools=FLAT, tool_choice="required")
@@ -241,7 +241,7 @@ def test_a_conversation_goes_on_with_what_came_back(client):
         assert calls
 
 
-def test_what_asks_for_nothing_and_hints_are_taken(client):
+def test_hints_and_fields_without_effect_are_accepted(client):
     nothing = {
         "background": False,
         "include": ["reasoning.encrypted_content"],
@@ -310,7 +310,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_change_the_answer_is_refused_by_name(served, name):
+def test_unsupported_and_invalid_fields_are_refused_by_name(served, name):
     fields, param, cause = REFUSED[name]
     reply = httpx.post(f"{served.url}/v1/responses", json={"input": "hi", **fields})
     error = reply.json()["error"]
@@ -318,7 +318,7 @@ def test_what_would_change_the_answer_is_refused_by_name(served, name):
     assert cause in error["message"]
 
 
-def test_what_fails_in_the_middle_of_a_stream_is_its_last_event(served, client, monkeypatch):
+def test_a_failure_during_a_stream_is_its_last_event(served, client, monkeypatch):
     steps, step = [], served.engine.decoder.stepper.step
 
     def stumbles(state):
@@ -339,7 +339,7 @@ def test_what_fails_in_the_middle_of_a_stream_is_its_last_event(served, client, 
     )
 
 
-def test_what_fails_before_a_stream_has_a_status(client):
+def test_a_failure_before_a_stream_has_a_status(client):
     with pytest.raises(openai.BadRequestError):
         respond(client, stream=True, max_output_tokens=9999)
     with pytest.raises(openai.NotFoundError):

@@ -88,7 +88,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_answers_are_json_as_the_engine_writes_it(served, client, name, temperature):
+def test_json_answers_are_those_of_the_engine(served, client, name, temperature):
     form, schema = FORMATS[name]
     settings = {"seed": 4, "temperature": temperature, "n": 3}
     answers, texts = alone(served.engine.decoder, grammar=Grammar.json_schema(schema), **settings)
@@ -108,7 +108,7 @@ def test_without_a_format_answers_are_no_json(client):
         json.loads(chat(client, seed=4).choices[0].message.content)
 
 
-def test_any_object(client):
+def test_json_object_begins_an_object(client):
     reply = chat(client, response_format={"type": "json_object"}, max_tokens=12, seed=2)
     assert reply.choices[0].message.content.startswith("{")
     assert reply.choices[0].finish_reason == "length"  # a random model hardly ever ends what has no bounds
@@ -127,7 +127,7 @@ class Feed(BaseModel):
     often: bool
 
 
-def test_pydantic_models_come_back(client):
+def test_answers_parse_as_pydantic_models(client):
     asked = {"model": "tiny", "messages": HELLO, "response_format": Animal, "seed": 3, "n": 2}
     for choice in client.chat.completions.parse(**asked).choices:
         assert isinstance(choice.message.parsed, Animal)
@@ -136,7 +136,7 @@ def test_pydantic_models_come_back(client):
     assert "content.delta" in kinds
 
 
-def test_pydantic_functions_come_back(client):
+def test_calls_parse_as_pydantic_functions(client):
     tools = [openai.pydantic_function_tool(Feed)]
     asked = {"messages": HELLO, "tools": tools, "tool_choice": "required", "seed": 3}
     whole = client.chat.completions.parse(model="tiny", parallel_tool_calls=False, **asked)
@@ -148,7 +148,7 @@ def test_pydantic_functions_come_back(client):
     assert "tool_calls.function.arguments.delta" in kinds
 
 
-def test_what_was_cut_off_says_so(client):
+def test_unfinished_answers_report_the_length_limit(client):
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Animal, max_tokens=4)
     asked = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
@@ -182,7 +182,7 @@ def test_functions_are_called_as_asked(style, name):
 
 @pytest.mark.parametrize("name", ["auto", "none"])
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_words_are_what_they_are_without_a_grammar(style, name):
+def test_answers_without_calls_are_those_without_a_grammar(style, name):
     """A random model hardly ever begins a call. What it must not write are bytes that are no characters."""
     decoder = caller(style)
     tokenizer = decoder.target.tokenizer
@@ -200,7 +200,7 @@ def test_words_are_what_they_are_without_a_grammar(style, name):
         assert reply.choices[index].message.tool_calls is None
 
 
-def test_what_no_grammar_holds_is_checked_and_said(client):
+def test_keywords_beyond_the_grammar_are_checked_and_reported(client):
     """Without strict, as OpenAI's default is; the rest is held."""
     pairs = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
     asked = {"response_format": json_format(pairs), "seed": 3, "n": 12, "temperature": 1.5}
@@ -230,7 +230,7 @@ LOOSE = {
 
 
 @pytest.mark.parametrize("name", LOOSE)
-def test_arguments_are_objects_whatever_their_schema_leaves_open(client, name):
+def test_arguments_are_objects_even_if_the_schema_allows_more(client, name):
     """And what is called can be sent back."""
     tool = {"type": "function", "function": {"name": "f", "parameters": LOOSE[name]}}
     asked = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 40, "n": 8}
@@ -279,7 +279,7 @@ def test_several_calls_have_their_own_ids(client):
     assert [len(calls_of(choice)) for choice in single.choices] == [1, 1, 1, 1]
 
 
-def test_tools_or_json(served, client):
+def test_an_answer_is_a_call_or_json(served, client):
     form = json_format({"enum": ["left", "right"]})
     asked = {"tools": TOOLS, "response_format": form, "seed": 5, "n": 4}
     for choice in chat(client, **asked, logit_bias=biased(served, call=-100)).choices:
@@ -289,7 +289,7 @@ def test_tools_or_json(served, client):
         assert choice.message.content is None
 
 
-def test_logprobs_steps_and_usage_go_with_calls(client):
+def test_logprobs_steps_and_usage_cover_calls(client):
     asked = {"tools": TOOLS, "tool_choice": NOW, "parallel_tool_calls": False, "logprobs": True, "top_logprobs": 1}
     reply = chat(client, **asked, extra_body={"arbordraft": {"steps": True}})
     (choice,), usage = reply.choices, reply.usage
@@ -413,7 +413,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_ones_are_refused_by_name(served, name):
+def test_invalid_formats_and_tools_are_refused_by_name(served, name):
     body, param, cause = WRONG[name]
     headers = {"Content-Type": "application/json"}
     content = json.dumps({"messages": HELLO, **body})
@@ -448,7 +448,7 @@ def test_all_kinds_share_a_batch(served, client):
     assert len({repr(one) for one in expected}) > 9
 
 
-def test_a_grammar_that_becomes_too_complex_ends_its_own_answer(client, monkeypatch):
+def test_a_grammar_that_becomes_too_complex_fails_its_own_answer(client, monkeypatch):
     """With an error, and not with text that no grammar holds."""
     monkeypatch.setattr(grammar_engine, "_PARTS", 100)
     wide = {"type": "object", "properties": {f"k{i}": {"const": i} for i in range(40)}, "additionalProperties": False}

@@ -54,17 +54,17 @@ def tokenizer_of(template, *, marked=True, special=True):
         ("{{ '<|START_THINKING|>' + t + '<|END_THINKING|>' }}", "<|START_THINKING|>", "<|END_THINKING|>"),
     ],
 )
-def test_the_template_says_how_thoughts_are_marked(text, opening, closing):
+def test_the_marks_of_thoughts_are_found_in_the_template(text, opening, closing):
     found = thinking_of(tokenizer_of(text), [EOS])
     assert (found.opening, found.closing) == (opening, closing)
 
 
-def test_templates_without_thoughts():
+def test_templates_without_thoughts_have_no_marks():
     for template in (*TEMPLATES.values(), None):
         assert thinking_of(tokenizer_of(template), [EOS]) is None
 
 
-def test_the_prompt_says_where_an_answer_begins():
+def test_the_prompt_decides_whether_thoughts_have_begun():
     thinking = thinking_of(tokenizer_of(FREE), [EOS])
     assert not thinking.behind("user: <think>hi<eos>assistant: ").begun
     assert thinking.behind("assistant: <think>\n").begun
@@ -88,7 +88,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize("name", TEXTS)
-def test_thoughts_are_read_as_they_come(name, size):
+def test_thoughts_are_read_from_pieces_of_any_size(name, size):
     text, thoughts, words = TEXTS[name]
     for begun in (False, True) if text.startswith("<think>") else (False,):
         reader = ThoughtReader(Thinking("<think>", "</think>", {}, begun))
@@ -107,7 +107,7 @@ def test_tokens_of_thoughts_are_counted():
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["tokens", "texts"])
-def test_grammars_begin_behind_thoughts(marked):
+def test_grammars_begin_after_thoughts(marked):
     tokenizer = tokenizer_of(FREE, marked=marked)
     free, answer = thinking_of(tokenizer, [EOS]), '{"a": 1, "b": true}'
     assert ("</think>" in free.added) == marked
@@ -126,7 +126,7 @@ def test_grammars_begin_behind_thoughts(marked):
     assert not marked or not follows(tokenizer, grammar, ["<think>", "</thi", "nk>", answer])
 
 
-def test_calls_in_thoughts_are_none():
+def test_calls_inside_thoughts_are_ignored():
     tokenizer = tokenizer_of(FREE)
     thinking, calls = thinking_of(tokenizer, [EOS]), call_format(tokenizer, [EOS])
     asked = {"required": False, "parallel": True, "answer": None}
@@ -161,7 +161,7 @@ def ask(http, **body):
     return reply.json()
 
 
-def test_json_comes_behind_thoughts(served):
+def test_json_comes_after_thoughts(served):
     http, service = served
     reply = ask(http, **asking(service, response_format=FORM))
     assert any(choice["message"].get("reasoning_content") for choice in reply["choices"])
@@ -172,7 +172,7 @@ def test_json_comes_behind_thoughts(served):
     assert 4 <= usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
 
 
-def test_calls_come_behind_thoughts(served):
+def test_calls_come_after_thoughts(served):
     http, service = served
     called = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     for choice in ask(http, **asking(service, **called))["choices"]:
@@ -181,7 +181,7 @@ def test_calls_come_behind_thoughts(served):
         assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
 
 
-def test_streams_tell_thoughts_first(served):
+def test_streams_carry_thoughts_apart_from_the_answer(served):
     http, service = served
     body = asking(service, max_tokens=40)
     whole = ask(http, **body)
@@ -229,7 +229,7 @@ def test_responses_have_thoughts_as_items(served):
         assert back.status_code == 200
 
 
-def test_no_thoughts_where_the_prompt_has_ended_them(served):
+def test_no_thoughts_after_a_prompt_that_ended_them(served):
     http, service = served
     said = [USER, {"role": "assistant", "content": "So"}]
     wishes = [{"messages": said, "continue_final_message": True}]
@@ -257,7 +257,7 @@ def test_thoughts_can_be_continued(served):
     assert any(choice["message"].get("reasoning_content") for choice in reply["choices"])
 
 
-def test_texts_are_left_alone_where_that_is_wanted(served):
+def test_reasoning_off_leaves_thoughts_in_the_answer(served):
     http, service = served
     body = asking(service, max_tokens=20, n=1)
     message = ask(http, **body)["choices"][0]["message"]

@@ -73,6 +73,8 @@ def _in_docstrings(path: Path, tree: ast.Module) -> Iterator[Finding]:
         if OPENINGS.match(text):
             yield Finding(path, line, "opening", text.splitlines()[0])
         for offset, part in enumerate(text.splitlines()):
+            if part.lstrip().startswith((">>>", "...")):
+                continue
             yield from _words(path, line + offset, part, BANNED)
         if public:
             for sentence in sentences(text):

@@ -1,4 +1,4 @@
-"""Every kind of adapter that PEFT has: what it says itself is decoded, or it is refused with the reason."""
+"""Every kind of PEFT adapter: decoding gives the model's own logits, or the model is refused with a reason."""
 
 import peft
 import pytest
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 ANYWHERE = {"target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
 SQUARE = {"target_modules": ["q_proj", "o_proj"]}
-# Kinds that act on a row of a layer's input alone.
+# Kinds that act on each input row of a layer alone.
 SERVED = {
     "ADALORA": {**ANYWHERE, "total_step": 10},
     "ADAMSS": SQUARE,
@@ -74,7 +74,7 @@ KNOWN = set(peft.PeftType.__members__)
 
 
 def adapted(kind, /, architecture="llama", adapters=None, **options):
-    """A model with an adapter that changes what it says."""
+    """Builds a model whose adapter changes its logits."""
     base = fusable(architecture)
     if adapters:
         base.config.use_cache, options["adapters"] = False, adapters
@@ -98,24 +98,24 @@ def packed(target, tokens):
     return target(torch.tensor(tokens), cache.lay_out([cache.open(len(tokens))], [range(len(tokens))]), cache)
 
 
-def test_every_kind_has_been_looked_at():
-    """A kind of a newer PEFT goes into one of the lists, by what it does."""
+def test_every_kind_is_in_one_list():
+    """A kind of a newer PEFT must be added to one of the lists, by its effect."""
     assert SERVED.keys() | REFUSED.keys() >= KNOWN
     assert SERVED.keys().isdisjoint(REFUSED)
 
 
 @pytest.mark.parametrize("kind", sorted(SERVED.keys() & KNOWN))
-def test_what_acts_within_layers_is_decoded(kind):
+def test_adapters_that_act_within_layers_are_decoded(kind):
     model = adapted(kind, **SERVED[kind])
     expected = own(model, PROMPTS[2])
     found = packed(RaggedModel(model), PROMPTS[2])
     assert_close(found, expected, **ROUNDING)
-    with model.disable_adapter():  # the control
+    with model.disable_adapter():  # control: the adapter matters
         assert not torch.allclose(own(model, PROMPTS[2]), expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", sorted(REFUSED.keys() & KNOWN))
-def test_what_acts_elsewhere_is_refused(kind, tmp_path):
+def test_adapters_that_act_elsewhere_are_refused(kind, tmp_path):
     options, reason = REFUSED[kind]
     if kind == "XLORA":
         adapted("LORA", **ANYWHERE).save_pretrained(tmp_path)
@@ -124,7 +124,7 @@ def test_what_acts_elsewhere_is_refused(kind, tmp_path):
         RaggedModel(adapted(kind, **options))
 
 
-# Others than the usual form of a kind
+# Unusual forms of a kind
 
 
 LORAS = {
@@ -133,7 +133,7 @@ LORAS = {
     "of whole modules": {**ANYWHERE, "modules_to_save": ["lm_head", "norm", "embed_tokens"]},
     "of tokens": {**ANYWHERE, "trainable_token_indices": [8, 3]},
     "of experts": {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]},
-    "of layers that are repeated": {**ANYWHERE, "layer_replication": [(0, 2), (1, 2)]},
+    "of repeated layers": {**ANYWHERE, "layer_replication": [(0, 2), (1, 2)]},
 }
 
 
@@ -153,7 +153,7 @@ def test_several_kinds_at_once():
 ALORA = {**ANYWHERE, "alora_invocation_tokens": [8, 3], "init_lora_weights": False}
 
 
-def test_adapters_that_begin_to_act_within_a_text():
+def test_adapters_that_start_within_a_text_are_refused():
     reason = r"'default' \(LORA\) .*aLoRA.*alora_invocation_tokens"
     with pytest.raises(UnsupportedModel, match=reason):
         RaggedModel(adapted("LORA", **ALORA))
@@ -163,7 +163,7 @@ def test_adapters_that_begin_to_act_within_a_text():
         RaggedModel(model.eval())
 
 
-def test_only_active_adapters_count():
+def test_only_active_adapters_are_checked():
     model = adapted("LORA", init_lora_weights=False, **ANYWHERE)
     model.add_adapter("second", peft.LoraConfig(**ALORA))
     decoder = builders.plain(RaggedModel(model.eval()))
@@ -178,14 +178,14 @@ def test_only_active_adapters_count():
         decoder.generate(**left_padded(PROMPTS), **options)
 
 
-def test_adapters_that_draw_random_numbers():
+def test_adapters_that_draw_random_numbers_are_refused():
     if "PVERA" not in KNOWN:
         pytest.skip("this PEFT has no such adapters")
     with pytest.raises(UnsupportedModel, match="sample_at_inference=True"):
         RaggedModel(adapted("PVERA", sample_at_inference=True, **SERVED["PVERA"]))
 
 
-def test_an_adapter_for_each_text_of_a_batch():
+def test_one_adapter_per_text_of_a_batch_is_refused():
     model = adapted("LORA", init_lora_weights=False, **ANYWHERE)
     model.add_adapter("second", peft.LoraConfig(init_lora_weights=False, **SQUARE))
     decoder = builders.plain(RaggedModel(model.eval(), kernels="torch"))
@@ -195,8 +195,8 @@ def test_an_adapter_for_each_text_of_a_batch():
         )
 
 
-def test_a_wrapper_that_computes_something_itself():
-    """As a kind might that is not known yet."""
+def test_a_wrapper_with_computations_of_its_own_is_refused():
+    """Future kinds may compute in the wrapper."""
     model = adapted("LORA", **ANYWHERE)
     inner = model.forward
     model.forward = lambda *args, **kwargs: louder(inner(*args, **kwargs))

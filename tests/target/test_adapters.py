@@ -1,4 +1,4 @@
-"""Adapters of PEFT that nobody merged: the copies that kernels read are merged, the model is not."""
+"""Unmerged PEFT adapters are merged into the copies that kernels read; the model stays unmerged."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def is_merged(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_take_part(kind):
+def test_adapters_act(kind):
     model = adapted(kind)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     target = RaggedModel(model, kernels="native")
@@ -40,7 +40,7 @@ def test_adapters_take_part(kind):
     assert "adapters merged into copies of" in target.chosen
     found = logits(target)
     assert_close(found, logits(plain(model)), **ROUNDING)
-    with model.disable_adapter():  # the control: they do matter
+    with model.disable_adapter():  # control: the adapter matters
         assert not torch.allclose(found, logits(plain(model)), atol=1e-2)
     assert not is_merged(model)
     for name, tensor in model.state_dict().items():
@@ -49,7 +49,7 @@ def test_adapters_take_part(kind):
 
 def test_adapters_that_transformers_loaded():
     model = fusable()
-    peft.inject_adapter_in_model(KINDS["lora"], model)  # as add_adapter does, which may want a newer PEFT
+    peft.inject_adapter_in_model(KINDS["lora"], model)  # like add_adapter, which may need a newer PEFT
     target = faithful(model.eval(), row_invariant=True)
     assert target.chosen.startswith("native: 2 of 2 layers fused, adapters merged into copies of 14 linears")
 
@@ -59,7 +59,7 @@ def test_adapters_beside_experts():
     faithful(model, row_invariant=True)
 
 
-# What is active may change
+# Active adapters may change
 
 
 def several(model):
@@ -106,7 +106,7 @@ def test_a_change_is_noticed_once(change):
 
 
 @pytest.mark.parametrize("change", [several, another, none, scaled, trained, merged_by_hand])
-def test_what_was_active_before(change):
+def test_adapters_changed_before_wrapping_act(change):
     model = adapted()
     model.add_adapter("second", KINDS["some"])
     change(model)
@@ -135,7 +135,7 @@ def test_generate_of_the_wrapped_model():
 
 
 def test_merging_in_bfloat16_is_no_less_exact():
-    """Both round: PEFT the product with an adapter and the sum, the copy every weight once."""
+    """PEFT rounds the product with an adapter and the sum; the copy rounds each weight once."""
     errors = {"native": 0.0, "torch": 0.0}
     for seed in range(4):
         model = adapted(seed=seed).to(torch.bfloat16)
@@ -147,7 +147,7 @@ def test_merging_in_bfloat16_is_no_less_exact():
     assert errors["native"] < 1.5 * errors["torch"]
 
 
-# What only looks like adapters
+# Modules that only look like adapters
 
 
 @pytest.mark.filterwarnings("ignore:not prepacked")

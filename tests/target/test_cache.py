@@ -1,4 +1,4 @@
-"""The ragged cache against plain lists, with poisoned pools: no sample ever reads what is not its own."""
+"""The ragged cache against plain lists, with poisoned pools: samples read only their own rows."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ LAYERS, HEADS, SIZE = 2, 2, 3
 
 
 def rows_of(numbers):
-    """``[T, H, D]`` rows that can be told apart by one number each."""
+    """Returns ``[T, H, D]`` rows, each filled with its number."""
     return torch.tensor(numbers, dtype=torch.float32)[:, None, None].expand(-1, HEADS, SIZE).contiguous()
 
 
@@ -37,7 +37,7 @@ def fill(cache, batch, numbers):
 
 
 def write_rows(cache, first, numbers):
-    """The same without a plan, for whoever was told where."""
+    """Writes rows into reserved places, from row ``first`` of the pools."""
     for layer in range(LAYERS):
         pools = cache.pools(layer, (HEADS, SIZE), torch.zeros(0))
         for pool, rows in zip(pools, (rows_of(numbers), -rows_of(numbers)), strict=True):
@@ -45,7 +45,7 @@ def write_rows(cache, first, numbers):
 
 
 def contents(cache, sample):
-    """The numbers of a sample's committed and uncommitted rows, from the keys of the last layer."""
+    """Returns the numbers of a sample's committed and uncommitted rows, from the keys of the last layer."""
     slab = cache._slabs[sample]
     if f"keys_{LAYERS - 1}" not in dict(cache.named_buffers()):
         return []
@@ -54,7 +54,7 @@ def contents(cache, sample):
 
 
 def attended_mean(cache, sample, beyond=0):
-    """Attention of one new row over poisoned pools: the mean of the sample's own values, if it reads nothing else."""
+    """Attends from one new row over poisoned pools; the mean of the sample's own values, if no other row is read."""
     batch = cache.lay_out([sample], [[0]])
     fill(cache, batch, [0.5])
     poison(cache)
@@ -65,14 +65,14 @@ def attended_mean(cache, sample, beyond=0):
 
 @dataclass
 class Twin:
-    """What a sample should hold."""
+    """Expected rows of a sample."""
 
     committed: list[float] = field(default_factory=list)
     tree: list[float] = field(default_factory=list)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Random calls in random order; after each of them the cache holds what the lists hold."""
+    """Random calls in random order, after each of which the cache and the lists hold the same rows."""
 
     samples = Bundle("samples")
 
@@ -99,7 +99,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(first=samples, second=samples, sizes=st.tuples(st.integers(1, 9), st.integers(0, 9)))
     def write(self, first, second, sizes):
-        """Also several times without a commit between: the levels of one tree."""
+        """Lays out and writes rows; calls without a commit between them add the levels of one tree."""
         wanted = {sample: size for sample, size in zip((first, second), sizes, strict=True) if sample in self.twins}
         try:
             batch = self.cache.lay_out(list(wanted), [range(size) for size in wanted.values()])
@@ -115,7 +115,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(first=samples, second=samples, sizes=st.tuples(st.integers(1, 9), st.integers(0, 9)))
     def write_oneself(self, first, second, sizes):
-        """Into reserved room, of which a part is used."""
+        """Writes into reserved places without a layout, and leaves some of them unused."""
         wanted = {sample: size for sample, size in zip((first, second), sizes, strict=True) if sample in self.twins}
         self.cache.drop(list(wanted))
         for sample in wanted:
@@ -185,7 +185,7 @@ TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def opened(lengths, max_tokens=None):
-    """A cache whose samples hold the numbers 0, 1, ... of their own hundred."""
+    """Returns a cache whose sample ``i`` holds the numbers ``100 i``, ``100 i + 1``, ..., and its samples."""
     cache = RaggedKVCache(max_tokens)
     samples = [cache.open(length) for length in lengths]
     numbers = [100.0 * index + row for index, length in enumerate(lengths) for row in range(length)]
@@ -195,7 +195,7 @@ def opened(lengths, max_tokens=None):
 
 
 def test_the_machine_would_notice_a_wrong_compaction(monkeypatch):
-    """Negative control: moving rows one by one in the wrong order loses some of an overlapping path."""
+    """Negative control: moving rows of an overlapping path in the wrong order overwrites some of them."""
 
     def careless(pools, moves):
         for pool in pools:
@@ -218,7 +218,7 @@ def test_poison_would_be_noticed():
 
 
 def test_a_step_never_copies_the_cache():
-    """Within the planned room the pools stay where they are; beyond it they grow by doubling."""
+    """Within the planned room, pools keep their address; beyond it they grow by doubling."""
     cache, samples = opened([1, 1])
     moves, rows = 0, cache.get_buffer("keys_0").data_ptr()
     for _ in range(200):
@@ -237,8 +237,8 @@ def test_a_step_never_copies_the_cache():
     assert len(pointers) == 1
 
 
-def test_pools_with_a_limit_grow_where_they_are(monkeypatch):
-    """And take memory as they are filled. The control cannot: it has to copy."""
+def test_pools_with_a_limit_grow_in_place(monkeypatch):
+    """They take memory only as they fill. The control has to copy when it grows."""
 
     def places():
         cache, samples = opened([1, 1], max_tokens=1 << 22)
@@ -259,8 +259,8 @@ def test_pools_with_a_limit_grow_where_they_are(monkeypatch):
 
 
 @pytest.mark.parametrize(("limit", "settles"), [(1000, True), (2**15, True), (2**15 + 1, False), (None, False)])
-def test_pools_on_a_gpu_have_their_final_place_where_there_is_memory(limit, settles):
-    """All of them together may take half of what is free; else they grow, with what is in them."""
+def test_pools_on_a_gpu_keep_their_address_if_memory_allows(limit, settles):
+    """All pools together may take half of the free memory; otherwise they grow and keep their rows."""
     with pretended_gpu():
         cache = RaggedKVCache(limit)
         samples = [cache.open(1), cache.open(1)]
@@ -281,7 +281,7 @@ def test_pools_on_a_gpu_have_their_final_place_where_there_is_memory(limit, sett
     assert (len(found) == 1) == settles
 
 
-def test_memory_that_lies_in_pieces_is_no_reason_to_fail(monkeypatch):
+def test_fragmented_memory_causes_no_failure(monkeypatch):
     with pretended_gpu():
         cache = RaggedKVCache(1000)
         sample = cache.open(1)
@@ -318,11 +318,11 @@ def test_overflow_names_the_limit_and_the_fix():
         cache.open(5)
     assert (contents(cache, first), contents(cache, second)) == ([*range(10)], [*range(100, 110)])
     cache.close(second)
-    fill(cache, cache.lay_out([first], [range(3)]), [7.0, 8.0, 9.0])  # what was closed makes room
+    fill(cache, cache.lay_out([first], [range(3)]), [7.0, 8.0, 9.0])  # the closed sample makes room
     assert contents(cache, first) == [*range(10), 7, 8, 9]
 
 
-def test_reserved_rows_are_nobodys_until_they_are_written():
+def test_reserved_rows_belong_to_no_sample_until_written():
     cache, samples = opened([3, 2])
     places = cache.reserve(samples, [4, 6])
     assert [length for _, length in places] == [3, 2]

@@ -1,4 +1,4 @@
-"""Every causal language model that transformers has, small: decoded as transformers decodes it, or refused in words."""
+"""Every causal language model of transformers, shrunken, is decoded as by transformers or refused with a reason."""
 
 import re
 from dataclasses import fields
@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology, UnsupportedModel
 
-# Small values of what configurations call their sizes.
+# Small values for all names of sizes in configurations.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "n_token"), VOCAB),
     **dict.fromkeys(("pad_token_id",), 0),
@@ -55,7 +55,7 @@ SIZES: dict[str, Any] = {
 
 
 def shrunken_config(kind: type[PreTrainedConfig], **options: Any) -> PreTrainedConfig:
-    """A configuration of small sizes with two layers, of two kinds where there are several."""
+    """Builds a small configuration of two layers, of different kinds if the architecture has several."""
     known = {field.name for field in fields(kind)}
     sizes = {name: value for name, value in SIZES.items() if name in known}
     for name, part in kind.sub_configs.items():
@@ -68,7 +68,7 @@ def shrunken_config(kind: type[PreTrainedConfig], **options: Any) -> PreTrainedC
 
 
 def shrunken(architecture: str, **options: Any) -> PreTrainedModel:
-    """A random model of this type, in eval mode, whose matrices are large enough for every token to matter."""
+    """Builds a small random model in eval mode, with matrices large enough for every token to matter."""
     torch.manual_seed(0)
     config = shrunken_config(CONFIG_MAPPING[architecture], **options)
     with torch.device("meta"):
@@ -96,7 +96,7 @@ OPTIONS = {
     "moshi": {"audio_vocab_size": 61},
     "zaya": {"num_experts_per_tok": 1},
 }
-# What has no small configuration, or none that works: parts for pictures and sound, fixed tables, checks of sizes.
+# Without a small configuration that works: parts for images and sound, fixed tables, checks of sizes.
 LARGE = {
     *("blt", "cohere_compass_text", "dbrx", "dots3_note", "dots3_note_text", "fuyu", "gemma3", "gemma3n", "gemma4"),
     *("gemma4_assistant", "gemma4_unified", "gemma4_unified_assistant", "got_ocr2", "moss_transcribe_diarize"),
@@ -105,7 +105,7 @@ LARGE = {
 WORDS = re.compile(
     "layers of .* which|AttentionInterface|is not causal|counts by itself|itself fails|packed rows do not"
 )
-# Layers whose keys and values are chosen, compressed or kept as a state.
+# Layers that select or compress keys and values, or keep a state.
 CHOOSING = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "axk2", "mamba", "jamba", "zamba2")
 
 
@@ -133,8 +133,8 @@ def test_models_that_fail_by_themselves_are_named():
         RaggedModel(model)
 
 
-def test_what_is_no_fault_of_the_model_is_not_blamed_on_it():
-    """A GPU that is full, or that this Triton cannot compile for."""
+def test_failures_of_the_gpu_are_not_blamed_on_the_model():
+    """The GPU is full, or Triton cannot compile for it."""
     compilation = type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})
     full = torch.OutOfMemoryError("CUDA out of memory")
     for failure, expected in ((full, type(full)), (compilation("sm_999"), UnsupportedModel)):
@@ -149,8 +149,8 @@ def test_what_is_no_fault_of_the_model_is_not_blamed_on_it():
 
 
 @pytest.mark.parametrize("window", [1, 3, 4])
-def test_windows_shorter_than_the_texts_of_the_self_test(window):
-    """This one keeps to its window with a cache only."""
+def test_windows_shorter_than_the_self_test_texts_are_refused(window):
+    """Moshi applies its window only with a cache."""
     with pytest.raises(UnsupportedModel, match=f"beyond sliding_window={window} packed logits would differ"):
         RaggedModel(shrunken("moshi", **OPTIONS["moshi"], sliding_window=window), kernels="torch")
 
@@ -162,7 +162,7 @@ def test_every_architecture(architecture):
     try:
         model = shrunken(architecture, **OPTIONS.get(architecture, {}))
     except Exception:
-        assert architecture in LARGE, "give it a small configuration, or note that there is none"
+        assert architecture in LARGE, "add a small configuration to OPTIONS, or the name to LARGE"
         return
     try:
         target = RaggedModel(model)

@@ -1,4 +1,4 @@
-"""A GGUF file's own blocks: they are decoded as they are, and nothing else is taken for them."""
+"""Blocks of GGUF files are decoded without conversion, and other weights are never taken for blocks."""
 
 import copy
 import logging
@@ -43,7 +43,7 @@ def decoder_of(file):
 @pytest.mark.parametrize(
     "kinds", [[("", "Q8_0")], [("", "Q4_0")], [("", "Q4_1")], MIXED], ids=["Q8_0", "Q4_0", "Q4_1", "mixed"]
 )
-def test_blocks_are_the_files_own(written, kinds, dtype):
+def test_blocks_hold_the_numbers_of_the_file(written, kinds, dtype):
     file = written(kinds)
     expected = dict(load_model(str(file), dtype)[0].named_parameters())
     found = dict(load_model(str(file), dtype, as_stored=True)[0].named_parameters())
@@ -57,15 +57,15 @@ def test_blocks_are_the_files_own(written, kinds, dtype):
             assert torch.equal(dense.to(dtype), expected[name])  # in the model's order of rows
             assert torch.equal(dense.sort(dim=0).values, truth[file_name(name)].sort(dim=0).values)
     rows = found["model.layers.0.self_attn.q_proj.weight"].groups().dense()
-    assert not torch.equal(rows, truth["blk.0.attn_q.weight"])  # the control: there the order differs
+    assert not torch.equal(rows, truth["blk.0.attn_q.weight"])  # control: the file orders these rows differently
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["by name", "by their numbers"])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_models_are_those_that_transformers_reads(written, monkeypatch, architecture, tied, direct):
-    """However the blocks of a file are found."""
-    # Of Qwen3 transformers reads no size of heads.
+def test_models_equal_those_that_transformers_reads(written, monkeypatch, architecture, tied, direct):
+    """Blocks are found by name, or by their numbers."""
+    # transformers does not read the head size of Qwen3 from the file.
     file = written(MIXED, architecture, tie_word_embeddings=tied, head_dim=128 if architecture == "qwen3" else 16)
     if not direct:
         monkeypatch.setattr(file_model, "_HALVED", {})
@@ -82,7 +82,7 @@ def test_models_are_those_that_transformers_reads(written, monkeypatch, architec
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_they_are_what_is_decoded(written, tied):
+def test_decoding_reads_the_blocks_of_the_file(written, tied):
     file = written([("", "Q8_0")], tie_word_embeddings=tied)
     target = decoder_of(file).target
     assert target.weights == "file"
@@ -94,8 +94,8 @@ def test_they_are_what_is_decoded(written, tied):
     assert torch.equal(kept.dense(), truth)
 
 
-def test_a_text_is_that_of_the_files_numbers(written):
-    """Near those of the model that transformers reads: activations of 8 bits are all that differs."""
+def test_logits_are_close_to_those_of_the_dequantised_model(written):
+    """Only activations in 8 bits differ from the model that transformers reads."""
     file = written(MIXED)
     model, _ = load_model(str(file), torch.float32)
     decoder = decoder_of(file)
@@ -112,7 +112,7 @@ def test_a_text_is_that_of_the_files_numbers(written):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adapters_are_merged_into_copies(written, dtype):
-    """Their linears are no blocks then, and kept in 8 bits."""
+    """Merged linears are no longer blocks, and are kept in 8 bits."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
     file, config = written(MIXED), peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], init_lora_weights=False)
     models = []
@@ -128,7 +128,7 @@ def test_adapters_are_merged_into_copies(written, dtype):
         with models[0].disable_adapter():
             without = models[0](tokens[None]).logits[0].float()
     assert (found - expected).norm() < 0.05 * expected.norm()
-    assert (without - expected).norm() > 0.2 * expected.norm()  # the control: they do matter
+    assert (without - expected).norm() > 0.2 * expected.norm()  # control: the adapter matters
 
 
 def test_decoding_makes_no_matrix_dense(written, monkeypatch):
@@ -139,18 +139,18 @@ def test_decoding_makes_no_matrix_dense(written, monkeypatch):
 
     monkeypatch.setattr(FileBlocks, "dense", dense)
     decoder.complete("hello", max_new_tokens=8)
-    with pytest.raises(AssertionError, match="made dense"):  # the control: the model's own modules do
+    with pytest.raises(AssertionError, match="made dense"):  # control: the model's own modules do
         decoder.target.model(torch.zeros(1, 1, dtype=torch.int64))
 
 
-def test_they_cannot_be_written_to(written):
+def test_blocks_cannot_be_written_to(written):
     target = decoder_of(written([("", "Q8_0")])).target
     down = target.model.model.layers[0].mlp.down_proj
     before = down.weight.dense()
     with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be written to: load the model without weights="):
         down.weight.mul_(2)
     assert torch.equal(down.weight, before)
-    before.copy_(down.weight)  # being read from is something else
+    before.copy_(down.weight)  # reading is allowed
     down.weight = nn.Parameter(2 * before)
     with pytest.warns(match="prepacking them again"):
         target.begin(RaggedKVCache())
@@ -159,7 +159,7 @@ def test_they_cannot_be_written_to(written):
 
 
 def sent(model):
-    """As another process gets it."""
+    """Returns the model as another process receives it."""
     return pickle.loads(pickle.dumps(model))
 
 
@@ -172,14 +172,14 @@ def test_copies_have_the_same_blocks(written, again):
     assert ad.RaggedModel(again(model)).weights == "file"
 
 
-def test_they_are_not_saved_again(written, tmp_path):
+def test_saving_blocks_is_refused(written, tmp_path):
     model, _ = load_model(str(written([("", "Q8_0")])), torch.float32, as_stored=True)
     with pytest.raises(RuntimeError, match="copy the file, or load it without weights='file'"):
         model.save_pretrained(tmp_path / "folder")
 
 
-def test_whatever_asks_for_fewer_bits_gets_them(written):
-    """Blocks are the model's own weights: other bits are made of their numbers."""
+def test_blocks_can_be_quantised_to_fewer_bits(written):
+    """Blocks are the model's own weights, so other quantisations use their numbers."""
     model, _ = load_model(str(written([("", "Q8_0")])), torch.float32, as_stored=True)
     target = ad.RaggedModel(model, weights="int4")
     assert target.weights == "int4"

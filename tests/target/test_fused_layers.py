@@ -1,4 +1,4 @@
-"""Layers of all kinds that the kernels compute: what each is made of, and that something else is noticed."""
+"""Layers of all kinds that the kernels compute: their parts are recognised, and other layers are not fused."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from arbordraft.target.prepacked.rotation import Rotation
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-# What sets their layers apart from Llama's: the rotated pairs, and what LayerWeights has.
+# Differences from Llama's layers: the rotated pairs, and fields of LayerWeights.
 KINDS = {
     "gpt2": {"rotary": False, "gated": False, "centred": True, "activation": "gelu_tanh"},
     "olmo2": {"joint": True, "pre": False},
@@ -44,7 +44,7 @@ def recognised(seen, rotation, index=0):
 
 
 @pytest.mark.parametrize("architecture", KINDS)
-def test_what_a_layer_is_made_of(architecture):
+def test_parts_of_a_layer_are_recognised(architecture):
     expected = {"rotary": True, "gated": True, "centred": False, "joint": False, "parallel": False, "pre": True}
     expected = {**expected, "post": architecture == "olmo2", "activation": "silu", **KINDS[architecture]}
     target = RaggedModel(varied(architecture), kernels="native")
@@ -65,8 +65,8 @@ def test_what_a_layer_is_made_of(architecture):
 
 
 @pytest.mark.parametrize("architecture", KINDS)
-def test_they_say_what_transformers_says(architecture):
-    """In float32: the logits within rounding, the greedy text, and in trees what the model's own modules say."""
+def test_fused_layers_give_the_logits_of_transformers(architecture):
+    """In float32, logits agree within rounding, also in trees, and the greedy text is the same."""
     model = varied(architecture)
     target = RaggedModel(model, kernels="native", self_test=False)
     assert target.prepacking.fused == 2
@@ -86,8 +86,8 @@ def test_they_say_what_transformers_says(architecture):
 @pytest.mark.parametrize(
     ("architecture", "neighbours"), [("llama", False), ("phi", False), ("glm4", True), ("cohere", True)]
 )
-def test_pairs_that_rotate(architecture, neighbours):
-    """The other pairs, or none, are noticed."""
+def test_pairs_of_rotated_channels_are_recognised(architecture, neighbours):
+    """Other pairs, or no pairs, are not accepted."""
     seen = observed(varied(architecture))
     channels = seen.layers[0].kwargs["position_embeddings"][0].shape[-1]
     assert channels == (8 if architecture in ("phi", "glm4") else 16)
@@ -98,25 +98,27 @@ def test_pairs_that_rotate(architecture, neighbours):
         assert not recognised(seen, Rotation(channels // 2, neighbours))
 
 
-def test_some_layers_rotate_and_others_do_not():
+def test_layers_with_and_without_rotation():
     target = RaggedModel(varied("cohere2"), kernels="native")
     assert [layer.rotary for layer in target.prepacking.stack] == [True, False]
 
 
-def test_tables_read_in_the_other_order_are_noticed(monkeypatch):
+def test_tables_in_the_other_order_are_not_accepted(monkeypatch):
     seen = observed(varied("cohere"))
     assert recognised(seen, Rotation(16, True))
     monkeypatch.setattr(recognition, "side_by_side", lambda tables: False)
     assert not recognised(seen, Rotation(16, True))
 
 
-def test_pairs_are_read_off_what_a_layer_does(monkeypatch):
-    """Whatever its class is called."""
+def test_pairs_are_recognised_by_the_results_of_a_layer(monkeypatch):
+    """The name of the layer's class does not matter."""
     monkeypatch.setattr(modeling_glm4, "rotate_half", modeling_llama.rotate_half)
     model = varied("glm4")
     seen = observed(model)
     assert not recognised(seen, Rotation(8, neighbours=True))
-    assert RaggedModel(model, kernels="native", self_test=False).prepacking.fused == 0  # the tables' order fits neither
+    assert (
+        RaggedModel(model, kernels="native", self_test=False).prepacking.fused == 0
+    )  # the order of the tables fits neither form
 
 
 # Norms and blocks
@@ -128,7 +130,7 @@ class Uncentred(nn.LayerNorm):
 
 
 class EachHead(nn.Module):
-    """A norm of every head by itself with the factors of a norm over all of them."""
+    """Norm of each head alone, with the factors of a norm over all heads."""
 
     def __init__(self, norm):
         super().__init__()
@@ -168,7 +170,7 @@ FAULTS = {uncentred: "gpt2", other_projection: "gpt2", norm_of_each_head: "olmo2
 
 @pytest.mark.filterwarnings("ignore:not prepacked")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_layers_that_only_look_like_one_of_them_are_not_fused(fault):
+def test_layers_that_only_look_like_a_known_kind_are_not_fused(fault):
     model = varied(FAULTS[fault])
     assert RaggedModel(model, kernels="native").prepacking.fused == 2
     fault(model)
@@ -179,7 +181,7 @@ def test_layers_that_only_look_like_one_of_them_are_not_fused(fault):
     ("architecture", "whole"), [("glm4", True), ("starcoder2", True), ("cohere", False), ("gpt2", False)]
 )
 def test_whole_drafts_in_one_call(architecture, whole):
-    """Where what stands around the layers allows: Cohere scales its logits, GPT-2's positions are no rotation."""
+    """Other parts of the model may prevent it: Cohere scales its logits, GPT-2's positions are no rotation."""
     options = {"sliding_window": None} if architecture == "starcoder2" else {}
     assert (native_model(RaggedModel(varied(architecture, **options), kernels="native")) is not None) == whole
 
@@ -188,7 +190,7 @@ def test_whole_drafts_in_one_call(architecture, whole):
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
-def test_transposed_linears_are_prepacked_where_no_layer_is_fused(weights):
+def test_transposed_linears_are_prepacked_if_no_layer_is_fused(weights):
     model = varied("gpt2", n_head=8)  # heads of 8 channels
     target = RaggedModel(model, kernels="native", weights=weights)
     found = [

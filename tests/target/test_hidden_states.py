@@ -1,4 +1,4 @@
-"""Hidden states of packed rows: those of transformers, from every backend, at no price in bits."""
+"""Hidden states of packed rows equal those of transformers in every backend, and do not change the logits."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def expected(model, tokens, layers=ALL):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "opt", "gpt_oss"])
-def test_they_are_those_of_transformers(architecture):
+def test_hidden_states_are_those_of_transformers(architecture):
     model = tiny(architecture)
     cache = RaggedKVCache()
     samples = [cache.open() for _ in PROMPTS]
@@ -30,7 +30,7 @@ def test_they_are_those_of_transformers(architecture):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("architecture", [*FUSED, *OTHERS])
-def test_native_kernels_show_them(architecture):
+def test_native_kernels_return_hidden_states(architecture):
     model = fusable(architecture)
     target, cache = ad.RaggedModel(model, kernels="native"), RaggedKVCache()
     prompt = PROMPTS[2]
@@ -41,7 +41,7 @@ def test_native_kernels_show_them(architecture):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_asking_changes_no_bit(dtype):
+def test_hidden_states_change_no_bit_of_the_logits(dtype):
     target = ad.RaggedModel(fusable().to(dtype), kernels="native")
     tokens = torch.arange(8) + 20
     found = []
@@ -53,8 +53,8 @@ def test_asking_changes_no_bit(dtype):
 
 
 @pytest.mark.usefixtures("kernels")
-def test_asking_transformers_for_them_leaves_the_kernels_alone(recwarn):
-    """It leaves hooks behind, which do nothing."""
+def test_hidden_states_of_transformers_do_not_disable_the_kernels(recwarn):
+    """transformers leaves hooks in the model, which have no effect."""
     model = fusable()
     target = ad.RaggedModel(model, kernels="native")
     before = logits(target)
@@ -68,16 +68,16 @@ def test_asking_transformers_for_them_leaves_the_kernels_alone(recwarn):
         logits(target)
 
 
-def test_unknown_ones_are_refused():
+def test_unknown_layers_are_refused():
     target, cache = plain(tiny()), RaggedKVCache()
     batch = cache.lay_out([cache.open()], [range(1)])
     with pytest.raises(ValueError, match=r"numbered 0\.\.2"):
         target.run(torch.tensor([1]), batch, cache, hidden=(3,))
 
 
-def test_a_model_that_hides_them_is_named():
+def test_a_model_without_accessible_hidden_states_is_refused():
     model = tiny()
-    model.model.layers.append(torch.nn.Identity())  # no list of as many layers as the configuration says
+    model.model.layers.append(torch.nn.Identity())  # more layers than in the configuration
     target = plain(model)
     cache = RaggedKVCache()
     with pytest.raises(ad.UnsupportedModel, match="hidden states"):
@@ -85,7 +85,7 @@ def test_a_model_that_hides_them_is_named():
 
 
 class Watcher(ad.NGramDrafter):
-    """Drafts lookups and keeps what it is shown."""
+    """Drafts lookups and records the hidden states that it is given."""
 
     hidden_layers = ALL
 
@@ -99,15 +99,15 @@ class Watcher(ad.NGramDrafter):
 
 
 class Idle(Watcher):
-    """Drafts nothing at all."""
+    """Drafts no tokens."""
 
     max_levels = 0
 
 
 @pytest.mark.parametrize("kind", [Watcher, Idle])
 @pytest.mark.parametrize("eos", [None, 44])
-def test_drafters_are_shown_every_committed_token_but_the_last(kind, eos):
-    """In batches of different prompts and paces, and for samples that end in the middle of an accepted path."""
+def test_drafters_get_hidden_states_of_all_committed_tokens_but_the_last(kind, eos):
+    """Prompts and paces differ within the batch, and samples may end in the middle of an accepted path."""
     model = tiny()
     drafter = kind(longest=2, shortest=1)
     decoder = ad.SpeculativeDecoder(

@@ -1,4 +1,4 @@
-"""Where prepacked weights lie."""
+"""Prepacked weights are moved together in memory."""
 
 import itertools
 
@@ -17,11 +17,11 @@ def matrices(rows):
 
 
 def gaps(tensors):
-    """Bytes between the end of each tensor and the beginning of the next one."""
+    """Returns the bytes between the end of each tensor and the beginning of the next one."""
     return [b.data_ptr() - a.data_ptr() - a.nbytes for a, b in itertools.pairwise(tensors)]
 
 
-@pytest.mark.parametrize(("rows", "moved"), [(1000, True), (10, False)], ids=["pages of them", "less than a page"])
+@pytest.mark.parametrize(("rows", "moved"), [(1000, True), (10, False)], ids=["several pages", "less than a page"])
 def test_tensors_move_together_unchanged(rows, moved):
     tensors = matrices(rows)
     before, places = [tensor.clone() for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
@@ -38,6 +38,6 @@ def test_tensors_move_together_unchanged(rows, moved):
         assert [tensor.data_ptr() for tensor in tensors] == places
 
 
-def test_tensors_of_the_allocator_do_not_lie_together():
-    """Negative control: what the first test looks at tells moved tensors from others."""
+def test_the_allocator_leaves_gaps_between_tensors():
+    """Negative control: gaps distinguish moved tensors from others."""
     assert not all(0 <= gap < 64 for gap in gaps(matrices(1000)))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which are fused, which only look right, and that their weights are watched like all others."""
+"""Mixtures of experts: those that are fused, those that only look right, and changes of their weights."""
 
 import pytest
 import torch
@@ -43,13 +43,13 @@ def test_kinds_of_mixtures(architecture, options):
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_bytes_of_a_copy_are_foreseen(architecture):
+def test_bytes_of_a_copy_are_estimated(architecture):
     model = fusable(architecture, num_experts=16, num_local_experts=16)
     held = RaggedModel(model, kernels="native").prepacking.nbytes
-    assert 0.85 < copy_bytes(model) / held < 1.02  # the shared ones are padded, the router is not foreseen
+    assert 0.85 < copy_bytes(model) / held < 1.02  # shared experts are padded; the estimate omits the router
 
 
-# What only looks right
+# Mixtures that only look right
 
 
 def sigmoid_router(model):

@@ -1,4 +1,4 @@
-"""Packed weights: which layers are fused, that the model is left as it was, and that changes are noticed."""
+"""Prepacked weights: layers are fused, the model stays unchanged, and later changes are noticed."""
 
 import copy
 import warnings
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def structure(model):
-    """The modules and parameters of a model and where they are."""
+    """Returns the modules and parameters of a model by name."""
     return {**dict(model.named_modules(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
 
 
@@ -33,7 +33,7 @@ def same_structure(model, before):
     return now.keys() == before.keys() and all(now[name] is before[name] for name in before)
 
 
-# What is fused
+# Fused layers
 
 
 @pytest.mark.parametrize("architecture", FUSED + OTHERS)
@@ -55,7 +55,7 @@ def test_prepacked_logits_equal_plain_ones(architecture):
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text"])
 def test_layers_of_several_kinds(architecture):
-    """Sliding windows in some layers only; gemma3 also rotates them differently, so they take several calls."""
+    """Only some layers have sliding windows; gemma3 also rotates them differently, so it needs several calls."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
     overrides = {} if architecture == "mistral" else {"layer_types": kinds}
     model = fusable(architecture, num_hidden_layers=4, **overrides)
@@ -89,8 +89,8 @@ def test_scaled_rotations(rope):
     faithful(model, row_invariant=True)
 
 
-def test_sizes_that_the_kernels_do_not_know():
-    """What is not fused is replaced part by part."""
+def test_layers_of_unsupported_sizes_are_not_fused():
+    """Layers that are not fused are replaced part by part."""
     model = fusable("olmo2", head_dim=8)
     target = faithful(model, fused=0, row_invariant=False)
     found = {type(prepacked_module) for prepacked_module in prepacked_modules(target)}
@@ -189,7 +189,7 @@ def replace_activation(model):
 
 
 def replace(path, make):
-    """Puts something else into a place of the model, made of what was there."""
+    """Returns a change that replaces a part of the model by ``make`` of the old part."""
 
     def change(model):
         place, _, name = path.rpartition(".")
@@ -214,7 +214,7 @@ def write_in_inference_mode(model):
 
 
 def write_low_rank(model):
-    """What PEFT's merge_adapter() does, behind torch's back."""
+    """Changes a weight as PEFT's ``merge_adapter()`` does, unnoticed by torch."""
     weight = down_projection(model)
     weight.data += 0.5 * torch.ones(weight.shape[0], 1) @ torch.ones(1, weight.shape[1])
 
@@ -255,13 +255,13 @@ def test_a_change_is_noticed_once(change):
     assert not torch.allclose(found.float(), before, atol=1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(logits(target), found)  # and then no more
+        assert torch.equal(logits(target), found)  # no second warning
     assert target.prepacking.fused == (1 if change == "adapter" else 2)
     assert target.row_invariant == (change != "adapter")
 
 
-def test_a_wrapper_that_does_not_look_would_be_seen():
-    """Negative control: these changes do matter."""
+def test_a_wrapper_that_checks_nothing_would_be_seen():
+    """Negative control: these changes matter."""
     model = fusable()
     target = RaggedModel(model, kernels="native")
     target.prepacking.current = lambda: True
@@ -269,7 +269,7 @@ def test_a_wrapper_that_does_not_look_would_be_seen():
     assert not torch.allclose(logits(target), logits(plain(model)), atol=1e-2)
 
 
-# Which backend
+# Choice of the backend
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -287,7 +287,7 @@ def test_dtypes_that_are_not_prepacked(dtype):
         RaggedModel(model, kernels="auto", weights="int8")
 
 
-def test_words_that_are_none():
+def test_unknown_kernels_are_refused():
     with pytest.raises(ValueError, match="one of auto, native, torch, triton, got 'fast'"):
         RaggedModel(fusable(), kernels="fast")
 
@@ -326,7 +326,7 @@ def test_turned_off_after_packing(monkeypatch):
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "olmo2", "gpt2", "opt", "qwen2_moe"])
 @pytest.mark.parametrize(("weights", "most"), [("int8-weight-only", 0.05), ("int8", 0.05), ("int4", 0.3)])
 def test_fewer_bits_cost_little(weights, most, architecture, dtype):
-    """The router of a mixture keeps its own, so that nearly all rows take the experts that they would take."""
+    """The router of a mixture keeps its bits, so nearly all rows take the same experts as before."""
     model = fusable(architecture)
     exact = logits(plain(model))
     spread = (exact - exact.mean(dim=-1, keepdim=True)).square().mean().sqrt()
@@ -339,7 +339,7 @@ def test_fewer_bits_cost_little(weights, most, architecture, dtype):
 
 
 def test_the_head_of_4_bit_weights_keeps_8():
-    """Alone it would lose more than all other weights together; the model's own embedding stays as it is."""
+    """A 4-bit head would lose more than all other weights together; the model's own embedding stays unchanged."""
     model = fusable("llama")
     target = RaggedModel(model, kernels="native", weights="int4")
     head = target.network().get_output_embeddings()
@@ -347,12 +347,12 @@ def test_the_head_of_4_bit_weights_keeps_8():
     assert head.prepacked[0].shape[2] == 8
     assert target.prepacking.stack[0].qkv.weight.shape[2] == 4
     own = RaggedModel(model, kernels="native").prepacking.nbytes
-    assert 0.15 < target.prepacking.nbytes / own < 0.18  # 5 bits of 32, and 8.5 in the head
+    assert 0.15 < target.prepacking.nbytes / own < 0.18  # 5 of 32 bits, and 8.5 in the head
 
 
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
 def test_a_wrong_mask_is_noticed_with_any_weights(weights, monkeypatch):
-    """The control of the self-test: rows of fewer bits are compared with rows of as many."""
+    """Negative control of the self-test, which compares rows of equally many bits."""
     monkeypatch.setattr(self_test, "ancestor_words", lambda visible: ancestor_words(torch.ones_like(visible).tril()))
     what = "packed logits differ from single ones" + (f" with {weights} weights" if weights else "")
     with pytest.raises(UnsupportedModel, match=what):
@@ -384,7 +384,7 @@ def test_prepacked_linear_module(bias, dtype):
     assert repr(prepacked) == "PrepackedLinear(in_features=33, out_features=21, weights=None)"
 
 
-def test_prepacked_linears_that_cannot_be(monkeypatch):
+def test_linears_that_cannot_be_prepacked_are_refused(monkeypatch):
     linear = nn.Linear(4, 4)
     for arguments, message in (
         ({"linear": nn.Linear(4, 4).half()}, "weights must be float32 or bfloat16, got torch.float16"),

@@ -1,4 +1,4 @@
-"""Weights in other forms than plain tensors: the model's own modules run, and the rest is as fast as ever."""
+"""Weights that are no plain tensors run in the model's own modules; all other modules stay fast."""
 
 import copy
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:not prepacked"), pytest.mark.fi
 
 
 class Codes(Tensor):
-    """Weights of 8 bits that pose as float32, as torchao's: few operations are there, and no copies of it."""
+    """8-bit weights that pose as float32, as in torchao; they support few operations and no copies."""
 
     codes: Tensor
     scale: Tensor
@@ -45,7 +45,7 @@ class Codes(Tensor):
 
 
 class Packed(nn.Module):
-    """A linear whose weight is a method, and of which there are no copies, as other libraries have them."""
+    """Linear whose weight is a method and which cannot be copied, as in some libraries."""
 
     def __init__(self, linear):
         super().__init__()
@@ -84,7 +84,7 @@ def changed(kind, place="all"):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_plain_tensor_runs_as_it_is(kind, place):
+def test_weights_that_are_no_plain_tensors_run_in_their_modules(kind, place):
     model = changed(kind, place)
     target = RaggedModel(model, kernels="native")
     count = {"q_proj": 2, "down_proj": 2, "all": 15}[place]
@@ -107,8 +107,8 @@ def test_sizes_are_read_off_the_linear():
 
 
 @pytest.mark.usefixtures("kernels")
-def test_modules_that_fail_when_they_are_looked_at():
-    """Whatever goes wrong in recognition, the module itself works."""
+def test_modules_that_fail_in_recognition_run_unchanged():
+    """If recognition raises an error, the module itself runs."""
     model = fusable()
     norm = model.model.layers[0].input_layernorm
     kind = type(norm)
@@ -122,7 +122,7 @@ def test_modules_that_fail_when_they_are_looked_at():
 
 
 class GatedNorm(nn.RMSNorm):
-    """Is an RMS norm as long as it is given nothing else."""
+    """RMS norm, unless it is given a gate."""
 
     def forward(self, x, gate=None):
         return super().forward(x if gate is None else x * gate.sigmoid())
@@ -138,8 +138,8 @@ class GatedMLP(nn.Module):
 
 
 @pytest.mark.usefixtures("kernels")
-def test_copies_that_do_not_fit_the_model():
-    """A prepacked module that is called otherwise than it was tried: the model's own modules run instead."""
+def test_copies_that_do_not_fit_the_model_are_not_used():
+    """If calls of a module differ from those of its trial, the model's own modules run."""
     model = fusable()
     model.model.layers[0].mlp = GatedMLP(model.model.layers[0].mlp)
     with pytest.warns(UserWarning, match="kernels='auto' uses the model's own modules"):
@@ -157,8 +157,8 @@ def dynamic(model):
     return torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, torch.qint8)
 
 
-def test_scales_of_all_rows_are_named():
-    """A model that rounds by the rows beside them is decoded, and promises no more than the law."""
+def test_scales_over_all_rows_are_named():
+    """A model whose rounding depends on the other rows is decoded, and guarantees the law only."""
     model = dynamic(fusable("gpt2"))
     with pytest.warns(UserWarning, match="itself gives a text other logits when other texts run beside it"):
         target = RaggedModel(model)
@@ -168,11 +168,11 @@ def test_scales_of_all_rows_are_named():
     report = decoder.equality_report()
     assert report.equality == Equality.law
     assert "other rows run beside it" in report.reason
-    check_greedy(builders.plain(target), PROMPTS[:1], 6)  # one row after the other, as transformers has them
+    check_greedy(builders.plain(target), PROMPTS[:1], 6)  # one row at a time, as in transformers
 
 
 class Stepped(nn.Linear):
-    """Brings activations to steps, row by row: a sum that is rounded otherwise may fall on another step."""
+    """Rounds activations to steps, row by row; a sum with another rounding may fall on another step."""
 
     steps = 127
 
@@ -182,8 +182,10 @@ class Stepped(nn.Linear):
 
 
 @pytest.mark.filterwarnings("ignore:.*a sum is rounded otherwise")
-@pytest.mark.parametrize(("steps", "seed"), [(127, 3), (127, 0), (31, 1)])  # the first and last fall on others
-def test_steps_of_single_rows_are_no_fault(steps, seed, monkeypatch):
+@pytest.mark.parametrize(
+    ("steps", "seed"), [(127, 3), (127, 0), (31, 1)]
+)  # with the first and last, sums fall on other steps
+def test_models_that_round_each_row_alone_are_accepted(steps, seed, monkeypatch):
     monkeypatch.setattr(Stepped, "steps", steps)
     model = fusable(seed=seed)
     for layer in model.model.layers:
@@ -193,7 +195,7 @@ def test_steps_of_single_rows_are_no_fault(steps, seed, monkeypatch):
 
 
 class Averaged(nn.Linear):
-    """Takes something of all rows."""
+    """Adds the mean of all rows to each row."""
 
     def forward(self, x):
         return super().forward(x + 2 * x.flatten(0, -2).mean(dim=0))

@@ -1,4 +1,4 @@
-"""Only layers that compute what the kernels compute are fused; all others are left to themselves."""
+"""Only layers that compute the same as the kernels are fused; all other layers run in their own modules."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from arbordraft.target.prepacked.prepacked_modules import PrepackedNorm
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-# What is not a plain linear
+# Linears of other kinds
 
 
 class Scaled(nn.Linear):
-    """Looks like a linear and is none."""
+    """Looks like a linear, but scales its output."""
 
     def forward(self, x):
         return 1.5 * super().forward(x)
@@ -54,7 +54,7 @@ def places(model):
 @pytest.mark.filterwarnings("ignore:not prepacked")
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", places(fusable()))
-def test_whoever_listens_is_called(place, later):
+def test_forward_hooks_are_called(place, later):
     model, calls = fusable(), []
     listened = places(model)[place]
     if later:
@@ -73,7 +73,7 @@ def test_whoever_listens_is_called(place, later):
     assert_close(found, logits(plain(model)), **ROUNDING)
 
 
-def test_changing_what_a_part_is_given_is_heeded():
+def test_hooks_that_change_inputs_act():
     model = fusable()
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
     faithful(model, fused=1)
@@ -83,7 +83,7 @@ def test_changing_what_a_part_is_given_is_heeded():
 
 
 def louder(module, factor=1.1):
-    """A subclass of the module's class whose result is a little larger."""
+    """Changes the module's class to a subclass that scales its result."""
     base = type(module)
 
     class Subclass(base):
@@ -100,7 +100,7 @@ def patched(module):
 
 
 class OtherNorm(nn.Module):
-    """An RMS norm with another power."""
+    """RMS norm with another power."""
 
     def __init__(self, norm):
         super().__init__()
@@ -142,7 +142,7 @@ def extra_buffer(layer):
 
 
 def louder_by_attribute(layer):
-    """Only a tensor in a list tells this layer from the others."""
+    """Scales the results of a layer by a tensor that only a list holds."""
     layer.factors = [torch.tensor(1.1)]
     base = type(layer)
 
@@ -180,7 +180,7 @@ def test_a_layer_that_only_looks_right_is_not_fused(fault, count):
     model = fusable(num_hidden_layers=3)
     for layer in list(model.model.layers)[-count:]:
         FAULTS[fault](layer)
-    if fault == "list" and count == 2:  # alike but for what the list holds
+    if fault == "list" and count == 2:  # the layers differ only in their lists
         first, second = list(model.model.layers)[-2:]
         second.__class__ = first.__class__
         first.factors = [torch.tensor(1.0)]
@@ -189,14 +189,14 @@ def test_a_layer_that_only_looks_right_is_not_fused(fault, count):
 
 
 @pytest.mark.parametrize("kind", [OtherNorm, BoundedNorm, Gated])
-def test_a_last_norm_that_only_looks_right(kind):
+def test_a_last_norm_that_only_looks_right_is_not_prepacked(kind):
     model = fusable()
     model.model.norm = kind(model.model.norm)
     target = faithful(model, fused=2, row_invariant=False)
     assert not any(isinstance(prepacked_module, PrepackedNorm) for prepacked_module in prepacked_modules(target))
 
 
-def test_modules_that_mix_rows_take_the_promise_away():
+def test_modules_that_mix_rows_end_row_invariance():
     class Mixer(nn.Module):
         def forward(self, x):
             return x + 1e-3 * x.mean(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Which models are refused, and why; one that is accepted is right beyond windows longer than any test text, too."""
+"""Models are refused for the right reasons, and accepted models are right beyond their windows."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ _SIZES = {
     "pad_token_id": 0,
 }
 _EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1}
-# Of all these the attention interface is not told, or the cache alone keeps to it.
+# The attention interface does not receive these limits, or only the cache applies them.
 HIDDEN = {
     "llama4_text": {**_SIZES, **_EXPERTS, "intermediate_size_mlp": 48, "attention_chunk_size": 16},
     "phimoe": {**_SIZES, **_EXPERTS, "sliding_window": 16},
@@ -43,7 +43,7 @@ TOLD = ("mistral", "gemma2", "gemma3_text", "gemma3", "gpt_oss", "phi3")
 
 
 _GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-# What does not route its attention through the interface, as docs/choosing.md lists it.
+# Architectures that do not route attention through the interface; docs/choosing.md lists them.
 REFUSED = {
     "stablelm": _SIZES,
     "nemotron": _SIZES,
@@ -53,13 +53,13 @@ REFUSED = {
     "diffllama": _SIZES,
     "rwkv": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
 }
-# What does so since transformers 5.24.
+# Architectures that do so since transformers 5.24.
 ROUTED = {"gptj": {**_GPT, "rotary_dim": 4}, "codegen": {**_GPT, "rotary_dim": 4}}
 CHOOSING = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
 
 
 def built(architecture, **options):
-    """A random model whose attention tells tokens apart."""
+    """Builds a random model whose attention distinguishes tokens."""
     settings = {**(HIDDEN | REFUSED | ROUTED)[architecture], **options}
     return tiny_model(AutoConfig.for_model(architecture, **settings))
 
@@ -72,7 +72,7 @@ def test_models_that_are_refused_are_listed(architecture):
 
 
 @pytest.mark.parametrize("architecture", ROUTED)
-def test_models_whose_attention_transformers_routes_of_late(architecture):
+def test_models_need_transformers_that_routes_their_attention(architecture):
     model = built(architecture)
     if Version(transformers.__version__) < Version("5.24"):
         with pytest.raises(UnsupportedModel, match="AttentionInterface"):
@@ -82,7 +82,7 @@ def test_models_whose_attention_transformers_routes_of_late(architecture):
 
 
 @pytest.mark.parametrize("architecture", HIDDEN)
-def test_limits_that_attention_is_not_told_are_refused(architecture):
+def test_limits_that_attention_does_not_receive_are_refused(architecture):
     span = "attention_chunk_size=16" if architecture == "llama4_text" else "sliding_window=16"
     with pytest.raises(UnsupportedModel, match=rf"beyond {span} packed .*max_position_embeddings = 16 before"):
         RaggedModel(built(architecture), kernels="torch")
@@ -90,7 +90,7 @@ def test_limits_that_attention_is_not_told_are_refused(architecture):
 
 @pytest.mark.parametrize("architecture", HIDDEN)
 def test_texts_within_the_limit_are_decoded(architecture):
-    """The remedy that the error names."""
+    """Follows the advice of the error message."""
     target = RaggedModel(built(architecture, max_position_embeddings=16), kernels="torch")
     assert target.max_positions == 16
     decoder = SpeculativeDecoder(target, NGramDrafter(), TreeTopology([-1, 0, 1]))
@@ -100,7 +100,7 @@ def test_texts_within_the_limit_are_decoded(architecture):
 
 
 @pytest.mark.parametrize("architecture", TOLD)
-def test_windows_that_attention_is_told_are_accepted(architecture):
+def test_windows_that_attention_receives_are_accepted(architecture):
     given = {"sliding_window": 16}
     model = tiny(architecture, **({"text_config": {**tiny_text(), **given}} if architecture == "gemma3" else given))
     target = RaggedModel(model, kernels="torch")
@@ -109,12 +109,12 @@ def test_windows_that_attention_is_told_are_accepted(architecture):
 
 
 def tiny_text():
-    """What the language model of several parts is in the other tests."""
+    """Returns the configuration of the language model alone, for a model of several parts."""
     return tiny("gemma3_text").config.to_dict()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
-def test_weights_that_are_no_numbers_are_named(value):
+def test_nan_and_infinite_weights_are_named(value):
     model = tiny()
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = value
     with pytest.raises(ValueError, match=r"NaN or infinite weights \(model\.layers\.1\.mlp\.up_proj\.weight\)"):

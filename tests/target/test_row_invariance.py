@@ -1,4 +1,4 @@
-"""A row has the same bits whatever runs beside it: in kernels, in models, and so in what they decode."""
+"""A row has the same bits in every batch: in kernels, in models, and in decoded texts."""
 
 import itertools
 
@@ -62,7 +62,7 @@ def test_linears_round_alike_on_any_number_of_threads():
 
 
 def test_rows_that_depend_on_others_would_be_seen():
-    """Negative control: halves of a sum that part elsewhere for another number of rows, as blocked products do."""
+    """Negative control: a sum is split at places that depend on the number of rows, as in blocked products."""
     x, weight = torch.randn(40, 64), torch.randn(64, 48)
 
     def uneven(rows):
@@ -84,7 +84,7 @@ def test_rows_that_depend_on_others_would_be_seen():
 
 @given(st.data(), st.sampled_from(DTYPES), st.sampled_from([{}, {"window": 5}, {"sinks": torch.zeros(4)}]))
 def test_rows_of_attention(data, dtype, options):
-    """Any samples of the batch in any order, and any of their rows."""
+    """Tests any samples of the batch in any order, and any of their rows."""
     case = Case(TREES["trees"] + TREES["several chunks"], dtype=dtype, size=32)
     together = case.run(ragged_tree_attention, use_native=True, **options)
     samples = data.draw(st.lists(st.integers(0, 5), min_size=1, unique=True))

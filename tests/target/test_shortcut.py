@@ -1,4 +1,4 @@
-"""The short way around a model's layers: the same bits as transformers' forward, or not taken."""
+"""The shortcut around a model's layers gives the bits of transformers' forward, or is not taken."""
 
 from dataclasses import replace
 
@@ -22,13 +22,13 @@ def long_way(target):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [None, "int4"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "mixtral", "qwen2_moe", "olmo2", "glm4", "phi"])
-def test_both_ways_give_the_same_bits(architecture, weights, dtype):
+def test_the_shortcut_gives_the_same_bits(architecture, weights, dtype):
     target = RaggedModel(fusable(architecture).to(dtype), kernels="native", weights=weights)
     assert target._prepared.shortcut is not None
     assert torch.equal(logits(target), logits(long_way(target)))
 
 
-def test_rows_and_hidden_states_are_those_of_the_long_way():
+def test_rows_and_hidden_states_are_those_without_the_shortcut():
     target = RaggedModel(fusable(), kernels="native")
 
     def asked():
@@ -53,8 +53,8 @@ def test_rows_and_hidden_states_are_those_of_the_long_way():
     ],
     ids=str,
 )
-def test_models_that_do_more_go_the_long_way(monkeypatch, architecture, change):
-    """The control: what these do beside their layers would be lost."""
+def test_models_with_further_parts_do_not_take_the_shortcut(monkeypatch, architecture, change):
+    """Negative control: the shortcut would omit their operations outside the layers."""
     monkeypatch.setitem(ARCHITECTURES, "granite", ARCHITECTURES["llama"])
     model = fusable(architecture, **change)
     target = faithful(model)
@@ -74,7 +74,7 @@ def test_a_cap_that_small_logits_never_reach_is_seen():
     assert RaggedModel(model, kernels="native")._prepared.shortcut is None
 
 
-def test_listeners_are_heard():
+def test_forward_hooks_are_called():
     target, heard = RaggedModel(fusable(), kernels="native"), []
     target.model.model.register_forward_hook(lambda *_: heard.append("model"))
     with pytest.warns(match="changed after they were prepacked"):
@@ -98,7 +98,7 @@ def test_replaced_forwards_are_called():
     assert torch.equal(logits(target), 2 * expected)
 
 
-def test_early_exits_go_the_long_way():
+def test_early_exits_do_not_take_the_shortcut():
     target = RaggedModel(fusable(), kernels="native")
     early = logits(target, layers=1)
     assert not torch.equal(early, logits(target))

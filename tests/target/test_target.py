@@ -1,4 +1,4 @@
-"""Packed rows of any architecture give the logits that the model itself gives to each path alone."""
+"""Packed rows of any architecture have the logits that the model itself gives for each path alone."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def run_trees(target, cache, samples, tokens, topologies=TREES, shift=0, masks=None):
-    """One packed forward of a tree per sample."""
+    """Runs one packed forward with a tree per sample."""
     masks = masks or [SlicedCausalMask(topology) for topology in topologies]
     words = stack_words([mask.words for mask in masks])
     depths = [[depth + shift for depth in topology.depth_list] for topology in topologies]
@@ -31,7 +31,7 @@ def run_trees(target, cache, samples, tokens, topologies=TREES, shift=0, masks=N
 
 
 def single_paths(model, prefixes, tokens, topologies=TREES):
-    """The logits of every node of every tree, each from its own prompt."""
+    """Returns the logits of every node of every tree, from a separate text for each node."""
     return torch.stack(
         [
             next_logits(model, [*prefix, *(drafted[node] for node in topology.path(end))])
@@ -56,7 +56,7 @@ def prefilled(target, prompts=PROMPTS, chunk=2048):
 @pytest.mark.parametrize("chunk", [2048, 4], ids=["whole", "chunked"])
 @pytest.mark.parametrize("architecture", SUPPORTED)
 def test_packed_trees_equal_single_paths(architecture, chunk):
-    """Prefill, then steps of different trees per sample, each of which commits part of a path."""
+    """After prefill, each step has a different tree per sample and commits part of a path."""
     model = tiny(architecture)
     target = RaggedModel(model, kernels="torch")
     cache, samples = prefilled(target, chunk=chunk)
@@ -114,7 +114,7 @@ def test_an_architecture_that_cannot_be_packed_is_refused(architecture):
 
 
 def test_attention_with_extras_is_refused():
-    """gemma3n shares keys between layers, t5 adds a bias to its scores: a layer that asks for more is an error."""
+    """Layers with further arguments are refused: gemma3n shares keys between layers, t5 adds a bias to scores."""
     model = tiny()
     attention = model.model.layers[0].self_attn
     forward = attention.forward
@@ -124,7 +124,7 @@ def test_attention_with_extras_is_refused():
 
 
 def test_the_self_test_notices_another_model():
-    """A layer that mixes neighbouring rows is invisible to the attention hook, and wrong for trees."""
+    """A layer that mixes neighbouring rows is wrong for trees, and the attention hook cannot detect it."""
     model = tiny()
     mixer = model.model.layers[0].mlp
     forward = mixer.forward
@@ -191,7 +191,7 @@ _LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_posi
         ("phi3", "longrope", _LONG, 32),
     ],
 )
-def test_positions_end_where_the_rotation_would_depend_on_the_batch(architecture, kind, extra, limit):
+def test_positions_end_before_the_rotation_depends_on_the_batch(architecture, kind, extra, limit):
     rope = {"rope_type": kind, "rope_theta": 1e4, **extra}
     original = {"original_max_position_embeddings": 32} if kind == "longrope" else {}
     assert RaggedModel(tiny(architecture, rope_parameters=rope, **original), kernels="torch").max_positions == limit
@@ -211,7 +211,7 @@ SIZES = {
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("change", SIZES)
-def test_other_sizes_after_wrapping_are_named(change, kernels):
+def test_changed_sizes_after_wrapping_are_named(change, kernels):
     model = tiny()
     decoder = SpeculativeDecoder(RaggedModel(model, kernels=kernels), NGramDrafter())
     check_greedy(decoder, count=4)

@@ -1,4 +1,4 @@
-"""The helpers that proofs outside of the project use."""
+"""Helpers for proofs outside the project."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from transformers import GPT2Config
 from arbordraft import IID, Lifted, RecursiveRejection, TopDown, TreeTopology, WithoutReplacement
 from arbordraft.testing import distance_to_target, greedy_reference, random_table, tiny_model
 
-# What a researcher writes: nothing of the checkout is on the path.
+# A researcher's script, run without the checkout on its path.
 PROOF = """
 import arbordraft as ad
 from arbordraft.testing import distance_to_target, random_table
@@ -24,8 +24,8 @@ def test_a_proof_runs_outside_of_the_checkout(tmp_path):
     assert ran.stdout == "True\n", ran.stderr
 
 
-def test_the_oracle_tells_an_exact_pair_from_a_wrong_one():
-    """Rows for draws without replacement are wrong for draws with it."""
+def test_the_oracle_distinguishes_exact_from_wrong_pairs():
+    """Rows for draws without replacement are wrong for draws with replacement."""
 
     class Pretending(IID):
         def enumerate(self, draft):

@@ -1,4 +1,4 @@
-"""Training of block heads: where their depths are trained, and what the Markov term is worth."""
+"""Training of block heads: the slots that train each depth, and the gain of the Markov term."""
 
 import pytest
 import torch
@@ -30,10 +30,10 @@ def built(**options):
     return student
 
 
-# Where depths are trained
+# Slots that train a depth
 
 
-def test_every_depth_is_trained_at_fewer_places_drawn_anew():
+def test_deeper_steps_train_at_fewer_slots_drawn_anew():
     student = built(keep=0.5)
     batch = batch_for(student)
     slots = batch.tokens.shape[1] - 2
@@ -46,10 +46,10 @@ def test_every_depth_is_trained_at_fewer_places_drawn_anew():
         assert not one.hidden[:, ~one.slots].any()
         assert step == 0 or not torch.equal(one.slots, other.slots)
     assert sum(int(found.slots.sum()) for found in first) < slots / (1 - 0.5)
-    assert all(found.head is first[0].head for found in first)  # so that its gradients add up in one place
+    assert all(found.head is first[0].head for found in first)  # one shared tensor, in which the gradients add up
 
 
-def test_places_that_are_trained_predict_what_all_would():
+def test_trained_slots_get_the_states_of_a_full_pass():
     student = built(keep=0.5)
     batch = batch_for(student)
     some = list(student.unroll(batch, target(), 4))
@@ -69,12 +69,12 @@ def test_texts_shorter_than_a_block(length, steps):
 
 
 @pytest.mark.parametrize("keep", [0, -0.5, 1.01, float("nan")])
-def test_shares_out_of_range(keep):
+def test_keep_out_of_range_is_refused(keep):
     with pytest.raises(ValueError, match=r"keep must be a number from 0\.001 to 1"):
         BlockStudent(keep=keep)
 
 
-def test_every_weight_learns_and_by_the_optimizer_for_it():
+def test_every_weight_has_a_gradient_and_the_right_optimizer():
     student = built(keep=0.7)
     muon, adam = (set(part.param_groups[0]["params"]) for part in MuonAdamW(student).parts)
     network = student.network
@@ -89,8 +89,8 @@ def test_every_weight_learns_and_by_the_optimizer_for_it():
     assert not network.masks.weight.grad[0].any()
 
 
-def test_deciders_are_shown_what_decoding_shows():
-    """The state of a depth, without what the token adds to it."""
+def test_deciders_see_the_same_states_in_training_and_decoding():
+    """Neither state includes the Markov term of its token."""
     student, made = trained("block"), drafter("block")
     drafts = follow(student, batch_for(student), target(), TeacherHead(target()), 4, hidden_size=32)
     text, at = texts()[2], 16
@@ -98,15 +98,15 @@ def test_deciders_are_shown_what_decoding_shows():
     rounds.propose(TreeTopology.chain(4), IID(1))
     shown = rounds.state.block[0][1]
     columns = (drafts.sequences == 2).nonzero()[:, 0]
-    column = columns[at - 13]  # the prompt has 13 tokens, with which the first draft begins
+    column = columns[at - 13]  # the first draft begins after the prompt's 13 tokens
     assert_close(drafts.hidden[:, column], shown, rtol=0, atol=1e-4)
 
 
-# What is learned
+# Learning
 
 
 def chain_texts(count=6, length=40):
-    """Texts in which two tokens may follow each other token, which one of them is a matter of chance."""
+    """Builds texts in which one of two tokens, drawn at random, follows each token."""
     generator = torch.Generator().manual_seed(3)
     following = torch.randint(3, 40, (VOCAB, 2), generator=generator)
     tokens = torch.full((count, length), 5)
@@ -117,7 +117,7 @@ def chain_texts(count=6, length=40):
 
 
 def learned(rank, steps=120):
-    """Mean loss at the last of two depths, on texts that were not trained on; and at the beginning."""
+    """Trains on four of six texts and returns the mean loss at the second of two depths over all six."""
     tokens = chain_texts()
     student = built(markov_rank=rank, vocabulary=None, block_size=2, keep=1.0)
     features = FreshFeatures(target(), student.hidden_layers(target()))(tokens.tolist())
@@ -141,8 +141,8 @@ def loss_of(found, tokens):
     return functional.cross_entropy(functional.linear(hidden, found.head).flatten(0, 1), wanted.flatten())
 
 
-def test_the_term_tells_what_marginals_cannot():
-    """Two tokens may follow, so four are possible a step further on, of which the parent leaves two."""
+def test_the_markov_term_lowers_the_loss_at_the_second_depth():
+    """Two tokens may follow each token, so four are possible at the second depth; its parent leaves two of them."""
     with_term, without = learned(8), learned(0)
     assert with_term < without - 0.2
 
@@ -156,7 +156,7 @@ def world(tmp_path_factory):
 
 
 def greedy_prompts(folder):
-    """What stands before the greedy answers of the data."""
+    """Returns the prompts of the greedy answers in the data."""
     found = []
     for name, file in stored(folder).items():
         if name.startswith("tokens"):
@@ -215,7 +215,7 @@ def test_a_recurrent_term_is_not_trained():
 
 
 def test_drafts_begin_at_a_share_of_the_slots():
-    """Anew for every batch; while nothing is trained, at all of them."""
+    """Training draws the slots anew for every batch; evaluation uses all of them."""
     student = STUDENTS["dspark"]()
     student.begins = 0.25
     student.build(target(), frequent)

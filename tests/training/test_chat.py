@@ -1,4 +1,4 @@
-"""Chat templates taken apart, and the first words of self-written user turns."""
+"""Chat templates split into pieces, and the openings of user turns that the target writes."""
 
 import random
 import re
@@ -16,7 +16,7 @@ from arbordraft.training.targets import Target
 
 @pytest.mark.parametrize("spaced", [False, True])
 @pytest.mark.parametrize("template", [CHATML, BRACKETS])
-def test_the_pieces_put_together_are_what_the_template_makes(template, spaced):
+def test_joined_pieces_give_the_tokens_of_the_template(template, spaced):
     tokenizer = chat_tokenizer(template, spaced=spaced)
     chat = ChatFormat(tokenizer)
     messages = [
@@ -28,11 +28,11 @@ def test_the_pieces_put_together_are_what_the_template_makes(template, spaced):
     first = chat.ids(chat.before_user() + "who are you")
     rest = chat.ids_behind(f"{chat.to_assistant}nobody{chat.to_user}and i{chat.to_assistant}")
     assert first + rest == whole
-    if spaced and template == BRACKETS:  # or the test would not tell
+    if spaced and template == BRACKETS:  # otherwise the test could not fail
         assert chat.ids(chat.to_assistant) != chat.ids_behind(chat.to_assistant)
 
 
-def test_the_templates_own_system_message_is_there_until_another_is_given():
+def test_a_given_system_message_replaces_the_templates_own():
     chat = ChatFormat(chat_tokenizer())
     assert chat.before_user() == f"{START}system\nbe kind{END}\n{START}user\n"
     assert chat.before_user("be brief") == f"{START}system\nbe brief{END}\n{START}user\n"
@@ -55,7 +55,7 @@ def test_base_models_get_a_template_from_a_file(tmp_path):
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    template = tmp_path / "chat.jinja"  # where nobody looks by himself would be chat_template.jinja
+    template = tmp_path / "chat.jinja"  # transformers by itself finds only chat_template.jinja
     template.write_text(BRACKETS)
     base = Target(str(tmp_path), dtype="float32", kernels="torch")
     with pytest.raises(ValueError, match=r"--data\.target\.chat_template"):
@@ -66,19 +66,19 @@ def test_base_models_get_a_template_from_a_file(tmp_path):
         replace(base, chat_template=str(tmp_path / "nowhere")).load()
 
 
-def test_a_template_that_changes_what_is_said_is_an_error():
+def test_a_template_that_changes_messages_is_an_error():
     with pytest.raises(ValueError, match="does not repeat messages word by word"):
         ChatFormat(chat_tokenizer(CHATML.replace("message['content']", "message['content'] | upper")))
 
 
-def test_special_tokens_are_known_whether_they_have_a_name_or_not():
+def test_special_tokens_are_found_with_and_without_a_name():
     tokenizer = chat_tokenizer()
-    assert tokenizer.all_special_ids == [2]  # <|start|> has none
+    assert tokenizer.all_special_ids == [2]  # <|start|> has no name
     assert ChatFormat(tokenizer).special == {1, 2}
 
 
 def test_text_that_continues_a_word_is_tokenised_by_itself():
-    """Only then is there no telling which tokens belong to it."""
+    """The text merges with the word before it, so no token boundary separates the two."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -88,7 +88,7 @@ def test_text_that_continues_a_word_is_tokenised_by_itself():
     assert ChatFormat(tokenizer).ids_behind("") == []
 
 
-def test_openings_follow_from_their_source_and_need_two_batches():
+def test_openings_depend_on_their_source_alone_and_have_two_limits():
     draws = [draw_prompt_template(random.Random(seed)) for seed in range(3000)]
     assert draws == [draw_prompt_template(random.Random(seed)) for seed in range(3000)]
     assert {template.limit for template in draws} == {80, 200}
@@ -113,7 +113,7 @@ def test_openings_follow_from_their_source_and_need_two_batches():
     ],
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else "",
 )
-def test_every_kind_of_prompt_that_is_asked_has_its_share(kinds, least):
+def test_every_kind_of_prompt_has_its_share(kinds, least):
     draws = [draw_prompt_template(random.Random(seed)) for seed in range(3000)]
     share = sum(template.kind in kinds for template in draws) / len(draws)
     assert least < share < 1.5 * least + 0.05
@@ -133,7 +133,7 @@ def test_openings_end_with_the_words_that_they_ask_about():
 
 @pytest.mark.parametrize("mark", ["Ġ", "▁"])
 def test_words_come_from_the_vocabulary(mark):
-    """Whole tokens behind a space, which are words of four letters at least."""
+    """Words are whole tokens after a space, of at least four letters."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 

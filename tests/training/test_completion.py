@@ -1,4 +1,4 @@
-"""Who continues texts: the target's own law and nothing else, in order, with hidden states."""
+"""Completers of texts: they sample the target's own law, keep the order and record hidden states."""
 
 import json
 import threading
@@ -20,11 +20,11 @@ MANY = [[3 + (7 * index + step) % 50 for step in range(1 + index % 6)] for index
 
 
 def nothing(_: int) -> None:
-    """Not interested in progress."""
+    """Ignores progress."""
 
 
 def with_defaults(**defaults: object) -> RaggedModel:
-    """A target whose generation_config says so."""
+    """Builds a target with these defaults in its `generation_config`."""
     model = tiny()
     model.generation_config.update(**defaults)
     return RaggedModel(model, self_test=False, kernels="torch")
@@ -55,13 +55,13 @@ def test_sampled_tokens_follow_the_softmax(temperature):
     drawn = torch.bincount(torch.tensor([completion.tokens[0] for completion in found]), minlength=VOCAB) / count
     law = (next_logits(ragged().model, [5, 9, 7]) / temperature).softmax(-1)
     distance = (drawn - law).abs().sum() / 2
-    assert distance < 0.07  # about 0.05 for a true sample
+    assert distance < 0.07  # a correct sampler gives about 0.05
     other = (next_logits(ragged().model, [5, 9, 7]) / (1.5 - temperature)).softmax(-1)
     assert (drawn - other).abs().sum() / 2 > 0.1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_models_own_sampling_defaults_stay_out(temperature):
+def test_the_models_own_sampling_defaults_are_ignored(temperature):
     leaking = {"do_sample": True, "temperature": 0.2, "top_p": 0.3, "top_k": 2, "min_p": 0.4, "typical_p": 0.5}
     leaking |= {"repetition_penalty": 3.0, "no_repeat_ngram_size": 1, "bad_words_ids": [[7]], "suppress_tokens": [8]}
     leaking |= {"epsilon_cutoff": 0.2, "min_new_tokens": 9, "max_length": 4, "num_beams": 3, "forced_eos_token_id": 4}
@@ -76,26 +76,26 @@ def test_any_of_several_stop_tokens_ends_a_text():
     (whole,) = greedy_reference(tiny(), PROMPTS[:1], max_new_tokens=8, eos_token_id=None)
     for position, token in enumerate(whole[:3]):
         target = with_defaults(eos_token_id=[60, token])
-        for most in (8, position + 1):  # the last place is one, too
+        for most in (8, position + 1):  # the last position may hold it, too
             (found,) = DecoderCompleter(target)(PROMPTS[:1], Sampling(0.0, most), 0, nothing)
             assert found == (whole[: whole.index(token) + 1], True, None)
     (found,) = DecoderCompleter(with_defaults(eos_token_id=[60]))(PROMPTS[:1], Sampling(0.0, 3), 0, nothing)
     assert found == (whole[:3], False, None)
 
 
-def test_a_target_without_an_end_is_an_error():
+def test_a_target_without_a_stop_token_is_an_error():
     with pytest.raises(ValueError, match=r"set model.generation_config.eos_token_id"):
         DecoderCompleter(with_defaults(eos_token_id=None))
 
 
-def test_progress_is_told_all_tokens():
+def test_progress_counts_all_tokens():
     told: list[int] = []
     found = DecoderCompleter(ragged(), batch=4)(MANY, Sampling(1.0, 9), 0, told.append)
     assert len(told) == 3
     assert sum(told) == sum(len(completion.tokens) for completion in found)
 
 
-def test_no_texts_are_no_completions():
+def test_no_texts_give_no_completions():
     assert DecoderCompleter(ragged())([], Sampling(1.0, 9), 0, nothing) == []
 
 
@@ -109,7 +109,7 @@ def test_recorded_hidden_states_are_those_of_a_fresh_forward(architecture):
         assert done.hidden.shape == (len(prompt) + len(done.tokens) - 1, 3 * 32)
         wanted = torch.cat([features.inputs, features.final], dim=-1)
         torch.testing.assert_close(done.hidden, wanted, rtol=1e-4, atol=1e-5)
-        shifted = done.hidden.roll(1, dims=0)  # a state too early or too late would be seen
+        shifted = done.hidden.roll(1, dims=0)  # a shift by one position must be detected
         assert not torch.allclose(shifted, wanted, rtol=1e-2, atol=1e-2)
 
 
@@ -131,7 +131,7 @@ class Server:
             return 200, self.form
         assert path == "/v1/completions"
         prompt = request["prompt"]
-        time.sleep(0.02 * (prompt[0] % 3))  # later requests overtake
+        time.sleep(0.02 * (prompt[0] % 3))  # so that later requests overtake earlier ones
         tokens = prompt[::-1]
         cut, ended = tokens[: request["max_tokens"]], len(tokens) < request["max_tokens"]
         choice = {"text": self.tokenizer.decode(cut), "finish_reason": "stop" if ended else "length"}
@@ -153,7 +153,7 @@ def served(answer: Server):
             self.wfile.write(data)
 
         def log_message(self, *_: object) -> None:
-            """Quietly."""
+            """Logs nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -168,7 +168,7 @@ def _no_pauses(monkeypatch):
 
 @pytest.mark.parametrize("spaced", [False, True])
 @pytest.mark.parametrize("ids", [False, True])
-def test_answers_come_in_order_with_their_ends(ids, spaced):
+def test_answers_come_in_order_with_their_stop_tokens(ids, spaced):
     prompts = [[8 + index, 9, 10, *range(11, 11 + index % 4)] for index in range(20)]
     answer = Server(chat_tokenizer(spaced=spaced), ids=ids)
     told: list[int] = []
@@ -193,7 +193,7 @@ def test_a_stop_token_that_the_server_names_is_kept():
     assert found == ([8, 9, 1], True, None)
 
 
-def test_what_a_server_repeats_is_cut_off():
+def test_loops_in_a_servers_answer_are_cut_off():
     form = {"choices": [{"token_ids": [7, 8, 9] * 20, "text": "", "finish_reason": "length"}]}
     with served(Server(chat_tokenizer(), form=form)) as url:
         (found,) = ServerCompleter(url, "tiny", chat_tokenizer())([[5]], Sampling(0.0, 60), 0, nothing)
@@ -207,7 +207,7 @@ def test_text_that_becomes_more_tokens_than_allowed_has_not_ended():
     assert found == ([8, 9, 10], False, None)
 
 
-def test_errors_of_the_server_itself_are_tried_again():
+def test_requests_are_repeated_after_server_errors():
     answer = Server(chat_tokenizer(), statuses=[503, 200, 500, 502])
     with served(answer) as url:
         found = ServerCompleter(url, "tiny", answer.tokenizer, parallel=1)([[5], [6]], Sampling(0.0, 3), 0, nothing)
@@ -226,7 +226,7 @@ def test_errors_of_the_server_itself_are_tried_again():
         ({"form": [1]}, "TypeError", 1),
     ],
 )
-def test_what_cannot_be_used_is_an_error_that_says_how_to_go_on(answer, problem, requests):
+def test_unusable_answers_are_errors_that_say_how_to_go_on(answer, problem, requests):
     server = Server(chat_tokenizer(), **answer)
     with served(server) as url, pytest.raises(ConnectionError, match=problem) as error:
         ServerCompleter(url, "tiny", server.tokenizer, retries=2)([[5]], Sampling(0.0, 3), 0, nothing)
@@ -236,7 +236,7 @@ def test_what_cannot_be_used_is_an_error_that_says_how_to_go_on(answer, problem,
     assert len(server.requests) == requests
 
 
-def test_no_server_is_an_error_that_names_it():
+def test_an_error_names_a_server_that_does_not_answer():
     with served(Server(chat_tokenizer())) as url:
         pass
     for address in (url, "not a url"):
@@ -244,14 +244,14 @@ def test_no_server_is_an_error_that_names_it():
             ServerCompleter(address, "tiny", chat_tokenizer())([[5]], Sampling(0.0, 3), 0, nothing)
 
 
-def test_an_error_does_not_wait_for_what_was_still_to_be_asked():
+def test_an_error_drops_the_remaining_requests():
     server = Server(chat_tokenizer(), statuses=[400])
     with served(server) as url, pytest.raises(ConnectionError, match="HTTP 400"):
         ServerCompleter(url, "tiny", server.tokenizer, parallel=1)([[5]] * 500, Sampling(0.0, 3), 0, nothing)
     assert len(server.requests) < 100
 
 
-def test_a_tokenizer_without_an_end_is_an_error():
+def test_a_tokenizer_without_a_stop_token_is_an_error():
     tokenizer = chat_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match=r"set tokenizer.eos_token"):

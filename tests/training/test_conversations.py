@@ -1,4 +1,4 @@
-"""Reading conversations of others from files and datasets."""
+"""Reading given conversations from files and datasets."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def lines(folder, *rows: object):
         {"messages": None, "conversations": [{"from": "gpt", "value": "ask!"}, {"from": "user", "value": "why?"}]},
     ],
 )
-def test_all_forms_of_rows_give_what_was_asked(tmp_path, row):
+def test_all_forms_of_rows_give_the_users_messages(tmp_path, row):
     assert read_conversations(lines(tmp_path, row)) == [ASKED]
     assert read_conversations(str(lines(tmp_path, row))) == [ASKED]
     assert read_conversations([row]) == [ASKED]
@@ -41,7 +41,7 @@ def test_system_messages_and_later_turns_are_kept_in_order():
     ]
 
 
-def test_rows_that_ask_the_same_first_or_nothing_are_left_out(tmp_path):
+def test_rows_with_a_known_first_question_or_none_are_left_out(tmp_path):
     silent = {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "  "}]}
     first, second = ({"messages": [*ASKED, {"role": "user", "content": text}]} for text in ("a", "b"))
     path = lines(tmp_path, silent, first, "", second, {"messages": []})
@@ -62,14 +62,14 @@ def test_rows_that_ask_the_same_first_or_nothing_are_left_out(tmp_path):
         ({"messages": [{"from": "human"}]}, "the human's message must be a text"),
     ],
 )
-def test_other_rows_are_errors_that_name_the_line(tmp_path, row, problem):
+def test_invalid_rows_are_errors_that_name_the_line(tmp_path, row, problem):
     path = lines(tmp_path, {"messages": ASKED}, "", row)
     with pytest.raises(ValueError, match=problem) as error:
         read_conversations(path)
     assert str(error.value).startswith(f"{path}:3: ")
 
 
-def test_bytes_that_are_no_text_are_an_error_that_names_the_line(tmp_path):
+def test_invalid_utf8_is_an_error_that_names_the_line(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_bytes(b'\n{"messages": "\xff"}\n')
     with pytest.raises(ValueError, match=r"chats.jsonl:2: every line"):

@@ -30,7 +30,7 @@ FREE = ad.CostTable((1, 8), (1.0, 1.0))
 
 
 def drafting(seconds):
-    """A level of drafting takes so long."""
+    """Returns a cost table in which one level of drafting takes ``seconds``."""
     return ad.CostTable((1,), (seconds,))
 
 
@@ -42,7 +42,7 @@ def tensor(*values):
 
 
 def test_ece_is_the_mean_gap_of_the_bins():
-    """Bins of a half: 0.2 and 0.4 with labels 0 and 1, gap 0.2 of weight 2; 0.9 with label 0.5, gap 0.4 of weight 2."""
+    """Chances 0.2 and 0.4 share a bin with a gap of 0.2 and weight 2. Chance 0.9 has a gap of 0.4 and weight 2."""
     chances, labels, weights = tensor(0.2, 0.4, 0.9), tensor(0, 1, 0.5), tensor(1, 1, 2)
     assert ece(chances, labels, weights, bins=2) == pytest.approx((2 * 0.2 + 2 * 0.4) / 4)
     assert ece(chances, labels, torch.ones(3), bins=2) == pytest.approx((2 * 0.2 + 0.4) / 3)
@@ -69,7 +69,7 @@ def test_temperatures_have_bounds():
     assert fit_temperature(tensor(1.0), tensor(0.0), tensor(0.0)) == 1
 
 
-def test_lengths_are_those_that_the_decider_lets_draft():
+def test_drafted_lengths_follow_from_the_threshold():
     chances = torch.tensor([[0.9, 0.5, 0.2], [0.9, 0.9, 0.9], [0.1, 0.9, 0.9]])
     assert [drafted_lengths(chances, at).tolist() for at in (0.0, 0.3, 0.6, 0.95, 1.0, 1.1)] == [
         [3, 3, 3], [3, 3, 1], [3, 1, 1], [1, 1, 1], [1, 1, 1], [0, 0, 0]
@@ -91,7 +91,7 @@ def test_speed_in_closed_form():
 
 
 def planted_part(easy, count=1000, steps=4):
-    """Drafts that pass nearly always, and such that hardly ever do, which the decider can tell apart."""
+    """Builds drafts that the decider can tell apart: a share ``easy`` passes at chance 0.9, the rest at 0.3."""
     chances = torch.where(torch.arange(count) < easy * count, 0.9, 0.3).expand(steps, -1)
     return {
         "logits": torch.logit(chances),
@@ -116,7 +116,7 @@ def chosen(fit, judge=None, **settings):
 
 
 def test_the_threshold_is_chosen_by_speed():
-    """A draft costs a quarter of a target's forward; 'accepted of the drafted' would stop after the first token."""
+    """A drafted token costs a quarter of a target forward; the best acceptance rate would stop after one token."""
     part, costs = planted_part(easy=0.5), StepCosts(FREE, drafting(0.25))
     module, metrics = chosen(part, costs=costs)
     seconds = [1 + 0.25 * drafted for drafted in range(5)]
@@ -137,15 +137,15 @@ def test_the_threshold_is_chosen_by_speed():
     assert metrics["tokens_per_second"] > metrics["tokens_per_second_fixed"]
 
 
-def test_what_drafting_costs_moves_the_threshold():
+def test_the_costs_of_drafting_move_the_threshold():
     part = planted_part(easy=0.5)
     assert chosen(part, costs=StepCosts(FREE, drafting(1e-9)))[0].decider.threshold == 0
     assert chosen(part, costs=StepCosts(FREE, drafting(10.0)))[0].decider.threshold > 1
     assert chosen(part, costs=StepCosts(FREE, drafting(0.1), decide=10.0))[0].decider.threshold > 1
 
 
-def test_the_judges_have_no_say():
-    """Chosen on one part, reported on the other."""
+def test_the_judging_part_does_not_change_the_threshold():
+    """The threshold is chosen on the first part; the speed is reported for the second."""
     costs = StepCosts(FREE, drafting(0.25))
     (one, own), (other, foreign) = (
         chosen(planted_part(easy=0.5), judge, costs=costs) for judge in (None, planted_part(easy=0.0))
@@ -158,7 +158,7 @@ def test_the_judges_have_no_say():
 
 
 def batch_of(target, layers, lengths=(24, 17, 20), temperatures=(0.0, 0.7, 1.0), given=4, seed=0):
-    """Texts that the target would have written: greedily, or drawn at a temperature."""
+    """Builds a batch of texts that the target writes: greedily at temperature 0, sampled otherwise."""
     generator = torch.Generator().manual_seed(seed)
     texts = []
     for length, temperature in zip(lengths, temperatures, strict=True):
@@ -185,7 +185,7 @@ def attached(student, target, **settings):
 
 
 def forced_draft(drafter, target, text, start, steps, greedy, temperature):
-    """Draft rows and what deciders see, when the drafter drafts the text's own tokens from ``start`` on."""
+    """Returns draft rows and deciders' hidden states while the drafter must draft the text from ``start`` on."""
     views, rows = [], []
 
     def decide(view):
@@ -209,14 +209,14 @@ def forced_draft(drafter, target, text, start, steps, greedy, temperature):
 
 
 def test_labels_weights_and_features_by_hand():
-    """Every draft of a batch against the drafter itself, fed with the text, and against the target without a cache."""
+    """Compares drafts of a batch with the drafter itself, fed with the text, and with the target without a cache."""
     target, steps = ragged(sharpness=3.0), 3
     module = attached(eagle_student(target), target, draft_steps=steps, top_k=3)
     drafter = ad.EagleDrafter(eagle_student(target).network, target)
     batch = batch_of(target, module.hidden_layers(target))
     drafts = module.drafts(batch)
     lengths = [24, 17, 20]
-    # A draft needs one token before its root, and a text of one token has no state: all answers begin behind four.
+    # A draft needs a hidden state from before its root. Every answer follows four given tokens, so each draft has one.
     assert len(drafts.sequences) == sum(length - 4 for length in lengths)
     seen = 0
     for sample, (length, temperature) in enumerate(zip(lengths, [0.0, 0.7, 1.0], strict=True)):
@@ -227,7 +227,7 @@ def test_labels_weights_and_features_by_hand():
             assert drafts.valid[:, column].tolist() == [True] * count + [False] * (steps - count)
             if start % 4:
                 continue
-            # The last step of a chain is not shown to anybody: one more is drafted where the text has one more.
+            # Deciders never see the last step of a chain, so one more step is drafted.
             rows, hidden = forced_draft(drafter, target, [*text, 5], start, count + 1, temperature == 0, temperature)
             reach = weight = 1.0
             for step in range(count):
@@ -260,7 +260,7 @@ def test_labels_weights_and_features_by_hand():
 
 
 def test_drafts_end_with_the_answer():
-    """What others said in between is not drafted, nor is anything behind it as part of the same draft."""
+    """A given token within an answer is not drafted, and drafts that reach it end there."""
     target = ragged()
     module = attached(eagle_student(target), target, draft_steps=4)
     batch = batch_of(target, module.hidden_layers(target), lengths=(12,), temperatures=(1.0,))
@@ -273,8 +273,8 @@ def test_drafts_end_with_the_answer():
 @pytest.mark.parametrize(
     "student", [MedusaStudent(num_heads=2, vocabulary=None), LanguageModelStudent(2)], ids=["medusa", "language model"]
 )
-def test_other_students(student):
-    """One that drafts less far than asked, and one whose drafting steps are all alike."""
+def test_students_with_few_steps_and_with_equal_steps(student):
+    """Covers a student with fewer drafting steps than asked, and one whose steps are all alike."""
     target = ragged()
     student.build(target, lambda count: list(range(count)))
     module = attached(student, target, draft_steps=3, hidden=False)
@@ -282,7 +282,7 @@ def test_other_students(student):
     if isinstance(student, MedusaStudent):
         assert drafts.valid[:2].any(dim=1).all()
         assert not drafts.valid[2].any()
-    else:  # step 1 of a draft is step 0 of the one that begins a token later
+    else:  # step 1 of a draft is step 0 of the draft that begins one token later
         inside = drafts.valid[1, :-1]
         assert_close(drafts.labels[1, :-1][inside], drafts.labels[0, 1:][inside])
         assert_close(drafts.statistics[1, :-1][inside], drafts.statistics[0, 1:][inside])
@@ -330,7 +330,7 @@ def trainer(folder, epochs=1, **settings):
 
 
 class Moody(Student):
-    """Knows the target's row after every second token and nothing after the others."""
+    """Student that predicts the target's row after even tokens and a uniform row after odd ones."""
 
     steps_alike = True
 
@@ -353,7 +353,7 @@ class Moody(Student):
 
 
 def test_a_planted_signal_is_learned(tmp_path):
-    """The entropy of a row tells the two moods apart; before training the decider cannot."""
+    """The entropy of a row tells good rows from uniform ones; only a trained decider uses it."""
     target = ragged(sharpness=3.0)
     data = Data(target, (), train=4, held_out=2)
     module = DeciderModule(
@@ -376,14 +376,14 @@ def target():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, target):
-    """Where a trained drafter lies."""
+    """Returns the folder of a trained drafter."""
     path = tmp_path_factory.mktemp("drafter")
     eagle_student(target).save(path)
     return str(path)
 
 
 def test_a_whole_training(tmp_path, target, folder):
-    """From a folder, with measured costs, to a decider that decodes; the drafter stays as it was."""
+    """Trains a decider for a saved drafter with measured costs, then decodes; the drafter stays unchanged."""
     module = DeciderModule(folder, draft_steps=3, widths=(16,), timed_tokens=8)
     weights = {name: tensor.clone() for name, tensor in module.student.state_dict().items()}
     data = Data(target, module.hidden_layers(target))
@@ -411,7 +411,7 @@ def test_a_whole_training(tmp_path, target, folder):
 
 
 def test_a_training_is_resumed(tmp_path, target, folder):
-    """One epoch and one more after an interruption are two epochs; a checkpoint holds the decider only."""
+    """A training resumed after one epoch equals one of two epochs; the checkpoint holds only the decider."""
     settings = {"draft_steps": 2, "widths": (8,), "costs": StepCosts(FREE, drafting(0.25))}
     modules = []
     for epochs, checkpoint in ((2, None), (1, None), (2, tmp_path / "one.ckpt")):

@@ -1,4 +1,4 @@
-"""Settings that follow from a target and its machine, and `train demo` for a target of another kind."""
+"""Settings derived from a target and its machine, and `train demo` for another kind of target."""
 
 import json
 import os
@@ -32,12 +32,12 @@ from arbordraft.training.targets import Target
 
 THINGS = ("bee", "river", "lamp", "garden", "train", "violin", "castle", "winter", "bridge", "story", "captain")
 TRAITS = ("small", "old", "bright", "quiet", "heavy", "green", "famous", "slow", "gentle", "wide")
-_USED = 600  # tokens that the world's texts are made of
-_OTHERS = 400  # tokens that stand for all others while the model is trained
+_USED = 600  # tokens that the texts use
+_OTHERS = 400  # tokens that stand for all unused ones while the model is trained
 
 
 def texts(source: random.Random) -> Iterator[list[dict[str, str]]]:
-    """Conversations about things and what they are like."""
+    """Yields conversations about things and their traits."""
     while True:
         thing, other = source.sample(THINGS, 2)
         one, two, three = source.sample(TRAITS, 3)
@@ -49,7 +49,7 @@ def texts(source: random.Random) -> Iterator[list[dict[str, str]]]:
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, learned from these texts and filled up with words that they lack."""
+    """Learns byte-level BPE from these texts and fills the vocabulary up with words that they lack."""
     begun = Tokenizer(models.BPE())
     begun.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -70,7 +70,7 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def save_talker(folder: Path, vocabulary: int = 151_936, steps: int = 200) -> Path:
-    """Trains one for some seconds and saves it with its tokenizer."""
+    """Trains a small model for some seconds and saves it, with a larger vocabulary, beside its tokenizer."""
     spelling, source = tokenizer(vocabulary), texts(random.Random(1))
     settings = {
         "hidden_size": 64,
@@ -114,7 +114,7 @@ MODELS = {
 
 
 def weightless(name: str) -> torch.nn.Module:
-    """A model of these sizes that takes no memory."""
+    """Builds a model of these sizes on the meta device, where it takes no memory."""
     kind, numbers, more = MODELS[name]
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     with torch.device("meta"):
@@ -130,7 +130,7 @@ def weightless(name: str) -> torch.nn.Module:
         ("Qwen3-0.6B", 20, 200, Sizes(8192, 1.875e-3, 32, 256, 3072, cache=True)),
         ("Llama-3.1-8B", 60, 500, Sizes(32768, 9.375e-4, 64, 256, 3072, cache=True)),
     ],
-    ids=["where it was tried", "with little memory", "a large vocabulary", "a large model"],
+    ids=["a small model", "little memory", "a large vocabulary", "a large model"],
 )
 def test_sizes_follow_from_target_and_machine(name, memory, disk, expected):
     assert asdict(Sizes.of(weightless(name), memory * GB, disk * GB)) == pytest.approx(asdict(expected))
@@ -144,11 +144,11 @@ def test_more_memory_never_takes_less():
     assert len({size.generation_batch for size in sizes}) > 2
 
 
-def test_no_more_is_drafted_than_there_is():
+def test_the_draft_vocabulary_is_at_most_the_targets():
     assert Sizes.of(tiny(), GB, GB).vocabulary == 61
 
 
-def test_too_little_memory_is_an_error_that_says_how_much_there_must_be():
+def test_the_error_for_too_little_memory_names_the_least_that_suffices():
     with pytest.raises(ValueError, match=r"1\.0 GB of memory are free.*takes at least (\d+\.\d) GB") as error:
         Sizes.of(weightless("Llama-3.1-8B"), GB, GB)
     least = float(re.search(r"at least (\S+) GB", str(error.value))[1])
@@ -166,12 +166,12 @@ def test_free_memory_leaves_room_for_the_target_and_its_copy(monkeypatch):
         sizing.free_memory(model)
 
 
-def test_disks_of_folders_to_come_are_those_of_their_parents(tmp_path):
+def test_free_disk_of_a_missing_folder_is_its_parents(tmp_path):
     assert sizing.free_disk(tmp_path / "a" / "b") == pytest.approx(sizing.free_disk(tmp_path), rel=0.1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the parent's memory")
-def test_the_peak_is_not_that_of_who_started_the_process():
+def test_the_peak_excludes_memory_of_the_parent_process():
     child = (
         "import resource; from arbordraft.training.sizing import peak_memory; "
         "print(peak_memory(), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
@@ -187,11 +187,11 @@ def test_minutes_are_written_as_lightning_reads_them(minutes, clock):
     assert demo._clock(minutes) == clock
 
 
-# -- all of it
+# -- whole demo runs
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Has trainings take one step; gives the arguments that they are asked for."""
+    """Limits trainings to one step and returns the list of their arguments."""
     asked: list[list[str]] = []
     options = {
         "data.recipe.max_new_tokens": 12,
@@ -235,7 +235,7 @@ def test_a_folder_keeps_its_shards_and_its_target(tmp_path, monkeypatch):
     of = Sizes.of
     monkeypatch.setattr(Sizes, "of", lambda *given: replace(of(*given), per_shard=4))
     demo.train_demo(console, target, tmp_path / "out", "medusa", conversations=8)
-    monkeypatch.setattr(Sizes, "of", of)  # now there is more memory
+    monkeypatch.setattr(Sizes, "of", of)  # as if more memory were free now
     (tmp_path / "out" / "drafter" / "checkpoints" / "last.ckpt").unlink(missing_ok=True)
     demo.train_demo(console, target, tmp_path / "out", "medusa", conversations=8)
     assert all("--data.recipe.per_shard=4" in arguments for arguments in asked)
@@ -245,14 +245,14 @@ def test_a_folder_keeps_its_shards_and_its_target(tmp_path, monkeypatch):
         demo.train_demo(console, other, tmp_path / "out", "medusa", conversations=8)
 
 
-def test_what_cannot_be_trained_from_nothing_is_an_error(tmp_path):
+def test_drafters_without_training_are_refused(tmp_path):
     with pytest.raises(ValueError, match="eagle, block, medusa, got 'ngram'"):
         demo.train_demo(Console(), Target(), tmp_path, "ngram")
 
 
 @pytest.mark.soak
 def test_a_target_of_another_kind_with_a_large_vocabulary(tmp_path):
-    """The command, for a Qwen3 of 151,936 tokens with tied embeddings, in bounded memory."""
+    """Runs the command for a Qwen3 of 151,936 tokens with tied embeddings, in bounded memory."""
     target = save_talker(tmp_path / "talker")
     command = ["train", "demo", "--target", str(target), "--folder", str(tmp_path / "out"), "--dtype", "float32"]
     command += ["--conversations", "96", "--training-minutes", "0.5"]
@@ -273,5 +273,5 @@ def test_a_target_of_another_kind_with_a_large_vocabulary(tmp_path):
     for kind in ("drafter", "decider"):
         assert (tmp_path / "out" / kind / "best" / "model.safetensors").exists()
     rows = [line for line in done.stdout.splitlines() if "trained, tree of 16" in line]
-    assert len(rows) == 4  # alone and behind lookups, greedy and sampled
+    assert len(rows) == 4  # alone and after lookups, greedy and sampled
     assert all("lossy" not in row for row in rows)

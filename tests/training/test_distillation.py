@@ -1,4 +1,4 @@
-"""Self-distillation: whose tokens are whose, what is left out, and that an interruption changes nothing."""
+"""Self-distillation: roles of tokens, conversations left out, and runs that resume to the same bytes."""
 
 import random
 import time
@@ -30,7 +30,7 @@ def asking(*texts: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def answering(tokenizer, *texts: str) -> Scripted:
-    """Says these texts, one after the other."""
+    """Builds a completer that answers with these texts, one after the other."""
     chat, left = ChatFormat(tokenizer), list(texts)
     return Scripted(lambda *_: chat.ids_behind(left.pop(0)))
 
@@ -45,7 +45,7 @@ def conversations(folder: ShardFolder) -> list[tuple[list[int], list[int], float
 
 
 def spans(roles: list[int]) -> list[int]:
-    """Roles in the order in which they come, each once per span."""
+    """Returns the roles in order, each once per span."""
     return [role for place, role in enumerate(roles) if place == 0 or roles[place - 1] != role]
 
 
@@ -54,7 +54,7 @@ def _spans_of(roles: list[int], wanted: int) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in pairwise(edges) if roles[begin] == wanted]
 
 
-# -- conversations of others
+# -- given conversations
 
 
 @pytest.mark.parametrize("system", [None, "be brief"])
@@ -75,13 +75,13 @@ def test_tokens_and_answers_are_those_of_transformers(tmp_path, template, tail, 
     expected = tokenizer.apply_chat_template(whole, return_assistant_tokens_mask=True, return_dict=True)
     ((tokens, roles, temperature),) = conversations(ShardFolder(tmp_path))
     assert tokens == expected["input_ids"][: len(tokens)]
-    assert tokenizer.decode(expected["input_ids"][len(tokens) :]).strip() == ""  # what follows the last end
+    assert tokenizer.decode(expected["input_ids"][len(tokens) :]).strip() == ""  # template text after the last end
     assert [role == ANSWER for role in roles] == [bool(mark) for mark in expected["assistant_masks"]][: len(roles)]
     assert temperature == pytest.approx(0.7)
     assert [len(prompt) for prompt, _ in complete.asked] == [place for place, _ in _spans_of(roles, ANSWER)]
 
 
-def test_every_prompt_is_answered_once_per_turn_whatever_shard_it_is_in(tmp_path):
+def test_every_prompt_in_every_shard_is_answered_once_per_turn(tmp_path):
     texts = [f"question {number}" for number in range(10)]
     chat = ChatFormat(chat_tokenizer())
     SelfDistillation(chat, Babble(), SMALL, ShardFolder(tmp_path), messages=list(map(asking, texts))).run()
@@ -95,7 +95,7 @@ def test_every_prompt_is_answered_once_per_turn_whatever_shard_it_is_in(tmp_path
 @pytest.mark.parametrize(
     "answer",
     [
-        Completion([8, 9, 3], False),  # cut off; 3, a newline, is also part of what the template puts next
+        Completion([8, 9, 3], False),  # cut off; token 3, a newline, also occurs in the template's next text
         Completion([8, 9, 1, 5], True),  # ended with another stop token than the template's
     ],
 )
@@ -114,7 +114,7 @@ def test_an_answer_may_be_nothing_but_its_end(tmp_path):
     SelfDistillation(chat, complete, ONE, ShardFolder(tmp_path), messages=[asking("why", "really")]).run()
     ((tokens, roles, _),) = conversations(ShardFolder(tmp_path))
     assert [tokens[begin:end] for begin, end in _spans_of(roles, ANSWER)] == [[EOS], [EOS]]
-    assert chat.text(tokens).count(END) == 5  # of the system, two users and two answers
+    assert chat.text(tokens).count(END) == 5  # after the system message, two user turns and two answers
 
 
 def test_prompts_without_room_for_an_answer_are_left_out(tmp_path):
@@ -125,7 +125,7 @@ def test_prompts_without_room_for_an_answer_are_left_out(tmp_path):
     SelfDistillation(ChatFormat(tokenizer), complete, recipe, ShardFolder(tmp_path), messages=chats).run()
     ((tokens, roles, _),) = conversations(ShardFolder(tmp_path))
     assert tokenizer.decode(tokens).endswith(f"{START}user\nb{END}\n{START}assistant\nd{END}")
-    assert spans(roles) == [GIVEN, ANSWER]  # nor is the second turn there, to which there is no answer
+    assert spans(roles) == [GIVEN, ANSWER]  # the second turn has no answer and is left out
 
     recipe = replace(recipe, per_shard=1)
     work = SelfDistillation(ChatFormat(tokenizer), complete, recipe, ShardFolder(tmp_path / "a"), messages=chats)
@@ -140,7 +140,7 @@ def test_prompts_without_room_for_an_answer_are_left_out(tmp_path):
         ([[{"role": "system", "content": "be brief"}]], "has no user turn"),
     ],
 )
-def test_conversations_that_do_not_do_are_errors(tmp_path, messages, problem):
+def test_missing_conversations_or_user_turns_are_errors(tmp_path, messages, problem):
     with pytest.raises(ValueError, match=problem):
         SelfDistillation(ChatFormat(chat_tokenizer()), Babble(), ONE, ShardFolder(tmp_path), messages=messages).run()
 
@@ -149,7 +149,7 @@ def test_conversations_that_do_not_do_are_errors(tmp_path, messages, problem):
 
 
 @pytest.mark.parametrize("spaced", [False, True])
-def test_self_written_turns_begin_as_their_text_is_tokenised(tmp_path, spaced):
+def test_openings_are_tokenised_together_with_the_template(tmp_path, spaced):
     tokenizer = chat_tokenizer(BRACKETS, spaced=spaced)
     complete = Babble()
     asked = []
@@ -182,7 +182,7 @@ def test_the_targets_own_words_are_marked_in_all_turns(tmp_path):
         assert len(tokens) <= recipe.max_tokens
         given = [chat.text(tokens[begin:end]) for begin, end in _spans_of(roles, GIVEN)]
         assert given[0].startswith(f"{START}system\nbe kind{END}\n{START}user\n")
-        # Between the target's words stands what the template puts there, and the end of every turn once.
+        # Only the template's text stands between the target's words, and every turn ends once.
         assert set(given[1:]) <= {chat.to_assistant, chat.to_user.removeprefix(END)}
         for begin, _ in _spans_of(roles, ANSWER):
             assert chat.text(tokens[:begin]).endswith(chat.to_assistant)
@@ -200,14 +200,14 @@ def test_answers_take_their_temperatures_in_turn():
 @pytest.mark.parametrize(
     ("turn", "kept"),
     [
-        (Completion([8] * 14 + [EOS], True), 14),  # without its end
-        (Completion([8] * 14 + [1, 9, EOS], True), 14),  # without what follows a special token
-        (Completion([8] * 50 + [5] + [9] * 29, False), 51),  # cut off behind a sentence
-        (Completion([8] * 20 + [5] + [9] * 59, False), 80),  # not where little would be left
-        (Completion([8] * 14 + [60], True), 14),  # with a stop token that is no special one
+        (Completion([8] * 14 + [EOS], True), 14),  # without its stop token
+        (Completion([8] * 14 + [1, 9, EOS], True), 14),  # cut at a special token
+        (Completion([8] * 50 + [5] + [9] * 29, False), 51),  # cut off after a sentence
+        (Completion([8] * 20 + [5] + [9] * 59, False), 80),  # not cut where too little would remain
+        (Completion([8] * 14 + [60], True), 14),  # with a stop token that is not special
     ],
 )
-def test_a_user_turn_stops_where_it_should(tmp_path, monkeypatch, turn, kept):
+def test_user_turns_are_cut_at_special_tokens_and_sentences(tmp_path, monkeypatch, turn, kept):
     templates = iter(f"{letter} " for letter in ascii_lowercase)
     monkeypatch.setattr(user_turns, "draw_prompt_template", lambda *_: PromptTemplate("free", next(templates)))
     recipe = replace(SMALL, per_shard=10, follow_ups=0.0, answers=1)
@@ -227,9 +227,9 @@ def test_a_user_turn_stops_where_it_should(tmp_path, monkeypatch, turn, kept):
         ("{text} who is it?", 0, "i see bees. who is it?"),
         ("{text} q: who", 1, "i see bees. q: who is it"),
     ],
-    ids=["order first", "question behind", "question that the target completes"],
+    ids=["instruction first", "question after the text", "question that the target completes"],
 )
-def test_a_text_to_ask_about_is_an_answer_of_the_target(tmp_path, monkeypatch, around, asks, user):
+def test_the_target_writes_the_text_that_a_prompt_is_about(tmp_path, monkeypatch, around, asks, user):
     chat = ChatFormat(chat_tokenizer())
     monkeypatch.setattr(
         user_turns, "draw_prompt_template", lambda *_: PromptTemplate("summary", "tell of bees", 60, around)
@@ -241,7 +241,7 @@ def test_a_text_to_ask_about_is_an_answer_of_the_target(tmp_path, monkeypatch, a
     ((tokens, roles, _),) = conversations(ShardFolder(tmp_path))
     assert chat.text(tokens) == f"{chat.before_user()}{user}{chat.to_assistant}yes{END}"
     own = [chat.text(tokens[begin:end]) for begin, end in _spans_of(roles, PROMPT)]
-    assert own == [" is it"] * asks  # the text was not written in this place: nothing to learn there
+    assert own == [" is it"] * asks  # the text was written in another context, so it is not learned here
 
 
 def test_useless_user_turns_are_left_out(tmp_path, monkeypatch):
@@ -269,13 +269,13 @@ def test_follow_ups_are_only_begun_where_they_can_be_answered(tmp_path, monkeypa
     complete = Scripted(lambda *_: [*range(8, 23), EOS])
     recipe = replace(ONE, max_tokens=max_tokens, max_new_tokens=30, follow_ups=1.0)
     SelfDistillation(chat, complete, recipe, ShardFolder(tmp_path)).run()
-    # 23 tokens to the user, 15 by it, 13 to the assistant, 16 by it, 7 to the user, up to 80 by it, 13 and up to 30.
+    # 197 tokens: template 23, user 15, template 13, answer 16, template 7, user up to 80, template 13, answer up to 30.
     assert max(len(prompt) + sampling.max_new_tokens for prompt, sampling in complete.asked) <= max_tokens
     ((_, roles, _),) = conversations(ShardFolder(tmp_path))
     assert len(_spans_of(roles, ANSWER)) == answers
 
 
-def test_a_template_with_nothing_before_users_cannot_be_continued(tmp_path):
+def test_a_template_without_text_before_user_turns_needs_given_conversations(tmp_path):
     plain = "{% for message in messages %}{{ message['content'] + '<|end|>' }}{% endfor %}"
     chat = ChatFormat(chat_tokenizer(plain))
     with pytest.raises(ValueError, match="puts nothing before user turns"):
@@ -314,14 +314,14 @@ def run(folder, complete, recipe=SMALL, messages=None, provenance=None, **kwargs
 
 
 def contents(folder) -> dict[str, bytes]:
-    """All but how long it took."""
+    """Returns the bytes of all files but those of the minutes."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not path.name.startswith("minutes-")}
 
 
 @pytest.fixture
 def whole(tmp_path) -> dict[str, bytes]:
-    """What a run leaves behind that nothing disturbs."""
-    torch.manual_seed(1)  # of no account
+    """Returns the files of an uninterrupted run."""
+    torch.manual_seed(1)  # the global seed must not matter
     told = run(tmp_path / "whole", Babble())
     assert [(done, shards) for done, shards, tokens in told if tokens == 0] == [(1, 3), (2, 3), (3, 3)]
     found = contents(tmp_path / "whole")
@@ -345,7 +345,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, whole, calls):
     assert contents(tmp_path / "again") == whole
 
 
-def test_what_is_there_is_not_made_again(tmp_path, whole):
+def test_finished_shards_are_not_made_again(tmp_path, whole):
     told = run(tmp_path / "whole", Babble(lambda: True))
     assert told == [(1, 3, 0), (2, 3, 0), (3, 3, 0)]
     (tmp_path / "whole" / "tokens-00001.safetensors").unlink()
@@ -360,9 +360,9 @@ def test_a_folder_grows_to_the_same_bytes(tmp_path, whole):
     assert contents(tmp_path / "grown") == whole
 
 
-def test_minutes_are_those_of_all_runs(tmp_path, monkeypatch, whole):
-    """A shard takes a minute of this clock."""
-    minutes = count(0, 30)  # asked at the beginning and at the end of a shard
+def test_the_time_limit_counts_all_runs(tmp_path, monkeypatch, whole):
+    """A shard takes one minute on this clock."""
+    minutes = count(0, 30)  # read at the beginning and at the end of a shard
     monkeypatch.setattr(time, "monotonic", lambda: next(minutes) * 2.0)
     given = [(0.5, 1), (1.0, 1), (1.5, 2), (2.0, 2), (9.0, 3)]
     for limit, shards in given:
@@ -413,7 +413,7 @@ def test_other_conversations_do_not_resume(tmp_path):
 # -- with a target
 
 
-def test_hidden_states_are_stored_with_every_shard_before_it_counts(tmp_path):
+def test_hidden_states_of_a_shard_are_stored_before_its_tokens(tmp_path):
     model = tiny(max_position_embeddings=2048)
     target = RaggedModel(model, self_test=False, kernels="torch")
     fresh = FreshFeatures(target, (0, 1))

@@ -1,4 +1,4 @@
-"""Two processes train as one does: by PyTorch's own launcher, and by Ray."""
+"""Two processes under PyTorch's launcher train as one process does, with DDP and with FSDP."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def processes(world, tmp_path_factory):
-    """What two processes left behind."""
+    """Runs two processes and returns the folder of their files."""
     folder = tmp_path_factory.mktemp("processes")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -51,13 +51,13 @@ def test_data_are_generated_once(processes, world, tmp_path):
 
 @pytest.fixture(scope="module")
 def alone(world, tmp_path_factory):
-    """One process that sees the batches of two."""
+    """Trains one process on the batches of both."""
     return fit(world, tmp_path_factory.mktemp("alone"), noise=0.0, accumulate_grad_batches=2, gradient_clip_val=0.5)
 
 
 @pytest.mark.parametrize(("strategy", "tolerance"), [("ddp", 1e-6), ("fsdp", 1e-3)])
 def test_processes_end_with_the_weights_of_one_that_sees_the_same_batches(processes, alone, strategy, tolerance):
-    """Muon rounds to half precision, which makes more of what splitting matrices changes."""
+    """FSDP splits matrices; Muon, which rounds to half precision, amplifies the differences."""
     (plain, seen), (other, seen_by_other) = (torch.load(processes / f"{strategy}-{rank}")["plain"] for rank in (0, 1))
     assert same(plain, other)
     expected, batches = alone
@@ -67,7 +67,7 @@ def test_processes_end_with_the_weights_of_one_that_sees_the_same_batches(proces
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_processes_go_on_exactly(processes, strategy):
+def test_processes_resume_exactly(processes, strategy):
     for rank in (0, 1):
         runs = torch.load(processes / f"{strategy}-{rank}")
         (expected, seen), (found, rest) = runs["whole"], runs["resumed"]

@@ -1,4 +1,4 @@
-"""The target's rows and hidden states that drafters learn from, computed and from files."""
+"""Target rows and hidden states that drafters learn from, computed afresh or read from files."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ DOING_MORE = {"cohere": {**ARCHITECTURES["llama"], "logit_scale": 0.0625}, "gran
 
 
 def rows(target: RaggedModel, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's own logits, and what its final norm gives."""
+    """Returns the target's own logits and the output of its final norm."""
     with torch.no_grad():
         output = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
     return output.logits[0], output.hidden_states[-1][0]
@@ -28,7 +28,7 @@ def rows(target: RaggedModel, tokens: list[int]) -> tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "gpt2", "opt", "phi3", "qwen3"])
 def test_the_head_alone_makes_the_targets_rows(architecture):
-    target = ragged(architecture, sharpness=30.0)  # where a cap changes a lot
+    target = ragged(architecture, sharpness=30.0)  # sharp logits, which a cap changes a lot
     head = TeacherHead(target)
     logits, final = rows(target, TEXTS[2])
     torch.testing.assert_close(head(final), logits, rtol=1e-4, atol=1e-3)
@@ -40,7 +40,7 @@ def test_the_head_alone_makes_the_targets_rows(architecture):
     assert not head.state_dict()
 
 
-def test_a_bias_of_the_head_counts():
+def test_the_bias_of_the_head_is_used():
     model = tiny("phi3")
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)))
     target = RaggedModel(model, self_test=False, kernels="torch")
@@ -53,7 +53,7 @@ def test_a_bias_of_the_head_counts():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_part_of_a_row_has_the_probabilities_of_the_whole(autocast):
-    """Training under autocast, too, multiplies as the target does, else a part would not fit its normaliser."""
+    """Autocast must not change the dtype of the head's products; otherwise a part would not fit its normaliser."""
     target = ragged(sharpness=3.0)
     _, final = rows(target, TEXTS[2])
     head = TeacherHead(target)
@@ -63,10 +63,10 @@ def test_a_part_of_a_row_has_the_probabilities_of_the_whole(autocast):
         mass = [(part(final) - normalisers[:, None]).exp().sum(dim=-1) for part in parts]
     assert normalisers.dtype == torch.float32
     torch.testing.assert_close(mass[0] + mass[1], torch.ones(len(final)), rtol=0, atol=1e-5)
-    assert 0.5 < mass[0].min() < 0.9, "half of the tokens hold much, but not all"
+    assert 0.5 < mass[0].min() < 0.9, "half of the tokens must hold much of the mass, but not all"
 
 
-def test_normalisers_of_many_rows_never_hold_the_logits_of_all(monkeypatch):
+def test_normalisers_take_at_most_64_rows_of_logits_at_once(monkeypatch):
     target, seen = ragged(), []
     head = TeacherHead(target)
     final, forward = torch.randn(200, head.weight.shape[1]), TeacherHead.forward
@@ -75,7 +75,7 @@ def test_normalisers_of_many_rows_never_hold_the_logits_of_all(monkeypatch):
     assert max(seen) <= 64
 
 
-def test_the_cap_is_not_for_nothing():
+def test_logits_differ_without_the_cap():
     target = ragged("gemma2", sharpness=30.0)
     head = TeacherHead(target)
     logits, final = rows(target, TEXTS[2])
@@ -94,8 +94,8 @@ def test_a_target_that_scales_its_logits_is_refused(monkeypatch, architecture, d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cap_of_another_name_is_refused(dtype):
-    target = RaggedModel(tiny(sharpness=6.0).to(dtype), self_test=False, kernels="torch")  # the cap changes 5 % of it
+def test_an_unknown_cap_is_refused(dtype):
+    target = RaggedModel(tiny(sharpness=6.0).to(dtype), self_test=False, kernels="torch")  # the cap changes them by 5 %
     TeacherHead(target)
     target.model.lm_head.register_forward_hook(lambda _, __, logits: torch.tanh(logits / 30) * 30)
     with pytest.raises(ValueError, match="does something unknown to its logits"):
@@ -116,7 +116,7 @@ def test_fresh_features_are_the_models_own_hidden_states(architecture):
         torch.testing.assert_close(found.final, states[-1], rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_that_is_not_there_is_an_error():
+def test_a_missing_layer_is_an_error():
     with pytest.raises(ValueError, match=r"numbered 0..2, got \(3, 2\)"):
         FreshFeatures(ragged(), (3,))(TEXTS)
 
@@ -154,7 +154,7 @@ def test_cached_features_are_read_as_they_were_written(cached, shard, fresh):
     assert size == cached.bytes_per_token(fresh.target) * len(shard.tokens)
 
 
-def test_a_target_whose_head_is_not_float32_is_compared_with_more_patience(cached, shard):
+def test_a_bfloat16_target_is_compared_with_a_wider_tolerance(cached, shard):
     half = RaggedModel(tiny().to(torch.bfloat16), self_test=False, kernels="torch")
     fresh = FreshFeatures(half, LAYERS)
     cached.write(shard, fresh(TEXTS))
@@ -219,7 +219,7 @@ def test_files_of_other_text_or_layers_are_errors(cached, shard, fresh, change, 
 
 
 @pytest.mark.parametrize("layers", [(), (1,), (1, 0)])
-def test_other_drafters_read_what_they_need_from_the_same_files(cached, shard, fresh, layers):
+def test_drafters_of_other_layers_read_the_same_files(cached, shard, fresh, layers):
     cached.write(shard, fresh(TEXTS))
     other = CachedFeatures(cached.folder, layers)
     assert other.complete(shard)

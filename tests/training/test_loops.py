@@ -1,4 +1,4 @@
-"""Loops: what counts as one, where it is cut off, and that nothing is decoded behind it."""
+"""Loops in texts: their definition, the place of the cut, and the early end of decoding."""
 
 import random
 
@@ -18,28 +18,28 @@ TEXT = list(range(100, 160))
     [
         ([], 0),
         (TEXT, 60),
-        (TEXT + [7] * 22, 82),  # 21 come again: less than nine in ten of 24
+        (TEXT + [7] * 22, 82),  # 21 tokens repeat, fewer than nine in ten of 24
         (TEXT + [7] * 23, 61),
         (TEXT + [7] * 90, 61),
         (TEXT + TEXT[:40] * 2, 100),
-        (TEXT + TEXT[:41] * 4, 60 + 41 * 4),  # rounds too long
+        (TEXT + TEXT[:41] * 4, 60 + 41 * 4),  # rounds of 41 tokens are too long
         ([1, 2, 3] * 20, 3),
         (TEXT[:23] * 2, 46),
         (TEXT[:24] * 2, 24),
-        (TEXT[:40] * 2 + TEXT, 40),  # what comes behind the loop goes, too
+        (TEXT[:40] * 2 + TEXT, 40),  # the text after the loop is cut off, too
     ],
 )
-def test_a_text_is_kept_up_to_the_second_round(tokens, kept):
+def test_a_text_is_kept_up_to_the_second_round_of_a_loop(tokens, kept):
     assert before_loop(tokens) == tokens[:kept]
 
 
 def listed(length: int, count: int) -> list[int]:
-    """A list whose items differ in nothing but their number."""
+    """Builds a list whose items differ only in their number."""
     return [token for item in range(count) for token in [900 + item, *TEXT[: length - 1]]]
 
 
 @pytest.mark.parametrize(("length", "kept"), [(5, None), (12, 12), (20, 20)])
-def test_numbers_of_a_list_may_count_on(length, kept):
+def test_counting_numbers_of_a_list_do_not_hide_a_loop(length, kept):
     """One token in ten may differ."""
     tokens = listed(length, 6)
     found = len(before_loop(tokens))
@@ -54,26 +54,26 @@ def test_random_texts_are_no_loops(words):
         assert before_loop(text) == text
 
 
-def test_a_criterion_says_it_of_every_row_and_looks_at_the_end_alone():
+def test_the_criterion_judges_the_end_of_every_row():
     rows = torch.tensor([TEXT + [7] * 60, TEXT + TEXT, [7] * 60 + TEXT, (TEXT[:40] * 3)])
     assert LoopCriteria()(rows, None).tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize("between", [5, 12])
 def test_an_answer_may_repeat_its_prompt(between):
-    """What a template puts in between tells it from a loop, whatever the prompt's length."""
+    """The template's tokens in between tell a repeated prompt of any length from a loop."""
     for length in range(1, 50):
         prompt = [*TEXT[:length], *range(1, 1 + between)]
         assert all(loop_start(prompt + TEXT[:end]) is None for end in range(length + 1))
 
 
-def test_no_loop_is_no_change():
+def test_a_text_without_a_loop_is_unchanged():
     whole = Completion(TEXT, True, torch.zeros(70, 2))
     assert whole.without_loop() is whole
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_the_target_stops_when_it_loops_and_what_was_before_is_kept(monkeypatch, hidden):
+def test_the_target_stops_at_a_loop_and_keeps_the_text_before_it(monkeypatch, hidden):
     model = tiny(max_position_embeddings=512)
     whole = greedy_reference(model, PROMPTS, max_new_tokens=300)
     assert all(len(tokens) == 300 for tokens in whole)

@@ -1,4 +1,4 @@
-"""Losses of distillation: values known in closed form, gradients, and the sum in chunks against the plain one."""
+"""Losses of distillation: values in closed form, gradients, and chunked sums against the plain loss."""
 
 import math
 import weakref
@@ -36,7 +36,7 @@ every_kind = pytest.mark.parametrize("kind", ROW_KINDS)
 
 
 def by_definition(name, log_p, logits):
-    """The same losses, written as their definitions, for autograd."""
+    """Computes a loss from its definition, for autograd."""
     p, log_q = log_p.exp(), logits.log_softmax(dim=-1)
     kl, alpha = (p * (log_p - log_q)).sum(dim=-1), torch.minimum(p, log_q.exp()).sum(dim=-1)
     weight = (-3 * alpha.detach()).exp()
@@ -56,7 +56,7 @@ def double(*values):
 
 
 def random_pairs(kind="random", mass=1.0, number=6, tokens=7):
-    """Logarithms of teacher rows of a given sum, and student logits."""
+    """Returns the logarithms of teacher rows that sum to ``mass``, and student logits."""
     target, draft = zip(*(random_rows(kind, tokens, seed) for seed in range(number)), strict=True)
     return (mass * torch.stack(target)).clamp_min(1e-30).log(), torch.stack(draft).clamp_min(1e-9).log()
 
@@ -66,7 +66,7 @@ def softcap(logits):
 
 
 class Problem:
-    """A drafter of some steps, two of which share a head, that knows half the tokens of a target with capped logits."""
+    """Drafter whose later steps share a head; it knows half the tokens of a target with capped logits."""
 
     def __init__(self, positions=7, tokens=10, width=4, dtype=torch.float64, steps=3):
         def random(*shape):
@@ -87,7 +87,7 @@ class Problem:
 
     @property
     def steps(self):
-        partial = len(self.hidden) > 1  # of the first step, alone
+        partial = len(self.hidden) > 1  # only the first step is partial
         return [
             DraftRows(rows, self.heads[g > 0], self.bias, partial=partial and g == 0)
             for g, rows in enumerate(self.hidden)
@@ -103,7 +103,7 @@ class Problem:
         return distillation_loss(self.steps, teacher or self.teacher, self.weights, function, chunk, **options)
 
     def rows(self):
-        """Teacher rows and the student's logits of every step, all positions at once."""
+        """Returns the teacher rows and the student's logits of every step, for all positions at once."""
         return self.teacher(slice(None)), [F.linear(*step[:3]) for step in self.steps]
 
     def plain(self, loss):
@@ -116,7 +116,7 @@ class Problem:
 
 
 def test_values_in_closed_form():
-    # An eighth of the target is not drafted.
+    # The drafter lacks tokens that hold an eighth of the target's mass.
     teacher, logits = TeacherRows.of(double([0.5, 0.25, 0.125]).log()), double([0.25, 0.25, 0.5]).log() + 5
     weight = math.exp(-3 * 0.625)
     assert acceptance(teacher, logits).tolist() == pytest.approx([0.625], abs=1e-12)
@@ -151,7 +151,7 @@ def test_acceptance_is_that_of_rejection_sampling(kind, mass):
 @pytest.mark.parametrize("mass", [1.0, 0.7])
 def test_losses_and_gradients_are_those_of_their_definitions(loss, kind, mass):
     log_p, logits = random_pairs(kind, mass)
-    logits += 1e-3 * torch.randn_like(logits)  # where both are equal, some losses have no gradient
+    logits += 1e-3 * torch.randn_like(logits)  # some losses have no gradient where both rows are equal
     losses, slopes = LOSSES[loss](TeacherRows.of(log_p), logits)
     logits.requires_grad_()
     expected = by_definition(loss, log_p, logits)
@@ -162,7 +162,7 @@ def test_losses_and_gradients_are_those_of_their_definitions(loss, kind, mass):
 
 @pytest.mark.parametrize("loss", ["kl", "reverse_kl", "tv", "lk_nla", "lk_hybrid"])
 def test_the_target_itself_is_the_best_drafter(loss):
-    """Hard labels and a few tokens have another optimum, whence these two are missing."""
+    """`ce` and `topk` are left out: hard labels and a few tokens have another optimum."""
     logits, _ = random_pairs()
     teacher = TeacherRows.of(logits)
     losses, slopes = LOSSES[loss](teacher, logits)
@@ -175,7 +175,7 @@ def test_the_target_itself_is_the_best_drafter(loss):
 
 @pytest.mark.parametrize("mass", [1.0, 0.7])
 def test_the_weight_of_the_hybrid_is_a_constant_to_its_gradient(mass):
-    """Hence no finite difference: it is compared with the blend at a weight that is fixed, and with one that is not."""
+    """Finite differences do not apply, so this compares with blends of a fixed and of a differentiated weight."""
     log_p, logits = random_pairs("random", mass)
     logits.requires_grad_()
     kl, tv = (by_definition(name, log_p, logits) for name in ("kl", "tv"))
@@ -192,7 +192,7 @@ def test_the_weight_of_the_hybrid_is_a_constant_to_its_gradient(mass):
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_rows_have_finite_gradients(loss, dtype):
-    """Certain rows, rows with hardly any mass, and logits so far apart that their exponentials vanish."""
+    """Covers rows with one certain token, rows with hardly any mass, and logits whose exponentials vanish."""
     log_p = torch.tensor(
         [[0, -1e3, -1e4], [-200, 0, -90], [-1e3, -1e3, -1e4], [-LOG2, -LOG2, -99], [-92, -95, -99]], dtype=dtype
     )
@@ -203,7 +203,7 @@ def test_extreme_rows_have_finite_gradients(loss, dtype):
         assert slopes.isfinite().all()
 
 
-def test_log_acceptance_is_alive_where_the_variation_is_dead():
+def test_lk_nla_has_a_gradient_where_total_variation_has_none():
     teacher, logits = TeacherRows.of(torch.tensor([[0.0, -1000.0]])), torch.tensor([[-200.0, 200.0]])
     for loss, alive in [(total_variation, False), (lk_nla, True)]:
         assert bool(loss(teacher, logits)[1][0, 0] < -0.5) == alive
@@ -240,7 +240,7 @@ def test_chunks_add_up_to_the_plain_loss(loss, chunk):
     assert not found.agreement.requires_grad
 
 
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "lk_hybrid"])  # whose weight is detached
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "lk_hybrid"])  # its weight is detached
 def test_gradients_of_chunks(loss):
     problem = Problem(positions=5, tokens=6, width=3, steps=2)
 
@@ -257,13 +257,13 @@ def test_teacher_rows_are_computed_once_for_all_steps():
     assert problem.asked == [slice(0, 3), slice(3, 6), slice(6, 9)]
 
 
-def test_what_nobody_wants_to_know_is_not_measured(monkeypatch):
+def test_acceptance_is_measured_only_on_request(monkeypatch):
     problem = Problem()
     assert problem.chunked("kl")[1:] == (None, None)
 
 
 def test_a_forgotten_chunk_or_cap_is_caught():
-    """What the comparison with the plain loss rests on: it tells wrong sums apart."""
+    """Negative control: the comparison with the plain loss detects wrong sums."""
     problem = Problem()
     wanted = problem.plain("kl")
     uncapped = problem.chunked("kl", teacher=lambda rows: problem.teacher(rows, cap=lambda logits: logits))
@@ -310,7 +310,7 @@ def test_without_positions_there_is_nothing_to_learn():
     assert found.acceptance.shape == found.agreement.shape == (3, 0)
 
 
-def test_weights_of_nothing_leave_everything_out():
+def test_zero_weights_give_no_loss_and_no_gradient():
     problem = Problem()
     problem.weights.zero_()
     found = problem.chunked("kl")
@@ -332,10 +332,10 @@ def test_autocast_multiplies_in_bfloat16_and_takes_logarithms_in_float32(loss):
         rough = problem.chunked(watched)
     assert seen <= {torch.float32}
     assert rough.loss.dtype == torch.float32
-    assert 0 < (rough.loss - exact.loss).abs() < 0.02 * exact.loss  # rounded, but not by more than bfloat16 rounds
+    assert 0 < (rough.loss - exact.loss).abs() < 0.02 * exact.loss  # rounded, but by no more than bfloat16 rounds
     for found, wanted in zip(problem.gradients(rough.loss), problem.gradients(exact.loss), strict=True):
         assert found.dtype == torch.float32
-        assert 0 < (found - wanted).norm() < 0.5 * wanted.norm()  # those with a minimum have kinks, hence jumps
+        assert 0 < (found - wanted).norm() < 0.5 * wanted.norm()  # losses with a minimum have kinks, so gradients jump
 
 
 def test_weights_in_bfloat16_get_gradients_in_bfloat16():
@@ -365,12 +365,12 @@ def test_small_weights_do_not_underflow_in_half_precision():
 
 
 class Allocations(TorchDispatchMode):
-    """Elements of the largest tensor that came to be, of all that lived at the same time, and of all there were."""
+    """Counts elements: of the largest new tensor, of all new tensors alive at once, and of all new tensors."""
 
     def __init__(self):
         super().__init__()
         self.largest = self.peak = self.living = self.made = 0
-        self.tensors = {}  # storage -> how many tensors of ours show it
+        self.tensors = {}  # storage -> number of our tensors that view it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
@@ -382,7 +382,7 @@ class Allocations(TorchDispatchMode):
             key, size = storage._cdata, storage.nbytes() // tensor.element_size()
             if key not in self.tensors:
                 if key in given:
-                    continue  # a view of what was there before
+                    continue  # a view of an older tensor
                 self.tensors[key] = 0
                 self.living += size
                 self.made += size
@@ -399,7 +399,7 @@ class Allocations(TorchDispatchMode):
 
 
 def allocations(loss, positions, tokens, width=2, steps=1):
-    """The teacher's vocabulary is the drafter's: its rows over all of a larger one are not the loss's."""
+    """Counts a loss's allocations with a teacher of the drafter's vocabulary, as larger rows are not the loss's."""
     problem = Problem(positions, tokens, width, dtype=torch.float32, steps=steps)
     problem.teacher_head = problem.teacher_head[:tokens].clone()
     normalisers = problem.teacher_hidden[:, 0].clone()
@@ -424,13 +424,13 @@ def test_memory_does_not_grow_with_the_positions(loss):
     assert small.largest == large.largest == deep.largest == chunk * tokens
     assert large.peak <= 8 * chunk * tokens
     assert deep.peak <= 11 * chunk * tokens, "the rows of a partial step are copies"
-    assert large.peak - small.peak < tokens  # what does grow is smaller than one row
+    assert large.peak - small.peak < tokens  # the part that grows is smaller than one row
     with FakeTensorMode():
         assert allocations(lambda p: p.chunked(loss, chunk).loss, 128, tokens).peak == large.peak
 
 
 def test_graphs_kept_until_the_backward_pass_are_caught():
-    """The check above sees both the large tensor of the plain loss and the many small ones of a sum in parts."""
+    """Negative control: the peak counts the plain loss's large tensor and the many small ones of a sum in parts."""
 
     def in_parts(problem):
         (hidden,), (head,) = problem.hidden, problem.heads
@@ -444,10 +444,10 @@ def test_graphs_kept_until_the_backward_pass_are_caught():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_large_vocabulary_fits(autocast):
-    """The loss that needs most, at full size, but only the shapes are computed, from which the sizes follow."""
+    """Checks the loss that needs most memory at full size; fake tensors give sizes without computing values."""
     positions, tokens, width, chunk = 2048, 150_000, 255, 64
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         seen = allocations(lambda problem: problem.chunked("lk_hybrid", chunk).loss, positions, tokens, width)
-    assert seen.largest <= (width + 1) * tokens  # a head, which is more than a chunk here
-    heads = 4 if autocast else 1  # a gradient; for autocast a chunk's share of it and both heads in bfloat16
+    assert seen.largest <= (width + 1) * tokens  # the size of a head, which exceeds a chunk here
+    heads = 4 if autocast else 1  # one gradient; under autocast also a chunk's share of it and both heads in bfloat16
     assert seen.peak < (heads * (width + 1) + 10 * chunk) * tokens < positions * tokens

@@ -1,4 +1,4 @@
-"""Trainings end with the time or the steps that they were given, and longer ones go on from before the cool-down."""
+"""Trainings end at their limit of time or steps; longer ones resume from the checkpoint before the cool-down."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def world(tmp_path_factory):
 
 
 class Seen(Callback):
-    """The learning rate and the phase of every step, and when there were validations."""
+    """Records the learning rate and the phase of every step, and the steps of validations."""
 
     def __init__(self):
         self.rates, self.steps, self.validations = [], [], []
@@ -38,7 +38,7 @@ class Seen(Callback):
 
 
 class Clock(Callback):
-    """Every step takes a second, and nothing else takes any time."""
+    """Clock on which every step takes one second and nothing else takes time."""
 
     now = 1000.0
 
@@ -53,7 +53,7 @@ def clock(monkeypatch):
 
 
 def train(world, folder, *callbacks, resumed=None, model=None, **settings):
-    """Trains without noise; returns what was seen, the folder of checkpoints, and the weights."""
+    """Trains without noise; returns the records, the path of the checkpoint before the cool-down, and the weights."""
     torch.manual_seed(0)
     seen, keep = Seen(), ModelCheckpoint(folder / "checkpoints", save_last=True)
     settings = {**TRAINER, "enable_checkpointing": True, "check_val_every_n_epoch": None, **settings}
@@ -70,12 +70,12 @@ def test_rates_of_a_training_of_steps(world, tmp_path):
     cooled = [1 - (share / 0.2) ** 0.5 for share in (0, 0.05, 0.1, 0.15)]
     assert seen.rates == pytest.approx([0.25, 0.5, 0.75, *[1] * 13, *cooled])
     assert torch.load(before, weights_only=True)["global_step"] == 16
-    assert seen.validations == [20], "what comes out of it is looked at"
+    assert seen.validations == [20], "the cooled weights must be validated"
     assert (tmp_path / "best" / "model.safetensors").exists()
 
 
-def test_a_longer_training_goes_on_as_if_it_had_been_one(world, tmp_path):
-    """To the last bit, though the one before had cooled down in the meantime."""
+def test_a_longer_training_resumes_as_one_uninterrupted_training(world, tmp_path):
+    """Weights agree to the last bit, although the shorter training has cooled down."""
     _, before, _ = train(world, tmp_path / "short", max_steps=10, max_epochs=-1)
     assert torch.load(before, weights_only=True)["global_step"] == 8
     rest, later, found = train(world, tmp_path / "long", resumed=before, max_steps=30, max_epochs=-1)
@@ -88,7 +88,7 @@ def test_a_longer_training_goes_on_as_if_it_had_been_one(world, tmp_path):
         assert same(kept[name], wanted[name]), name
 
 
-def test_going_on_from_within_the_cooldown_keeps_nothing_anew(world, tmp_path):
+def test_resuming_within_the_cooldown_writes_no_new_checkpoint_of_before(world, tmp_path):
     _, before, _ = train(world, tmp_path, max_steps=10, max_epochs=-1)
     last = before.with_name("cooling.ckpt")
     before.rename(last)
@@ -97,7 +97,7 @@ def test_going_on_from_within_the_cooldown_keeps_nothing_anew(world, tmp_path):
 
 
 def test_time_ends_a_training_and_epochs_do_not(world, tmp_path, clock):
-    """Forty seconds are five epochs; phases are shares of the time, too."""
+    """Forty seconds are five epochs. Phases, too, are shares of the time."""
     phases = (Phase(0.5, 1, "kl"), Phase(1.0, 2, "lk_hybrid"))
     seen, before, _ = train(world, tmp_path, clock, max_time={"seconds": 40}, model={"phases": phases})
     assert len(seen.rates) == 40
@@ -108,8 +108,8 @@ def test_time_ends_a_training_and_epochs_do_not(world, tmp_path, clock):
     assert seen.validations == [40]
 
 
-def test_more_time_goes_on_from_before_the_cooldown(world, tmp_path, clock):
-    """Hours later, by the clock."""
+def test_a_training_with_more_time_resumes_from_before_the_cooldown(world, tmp_path, clock):
+    """The longer training starts hours later by the clock."""
     _, before, _ = train(world, tmp_path / "short", clock, max_time={"seconds": 20})
     Clock.now += 10_000
     rest, _, found = train(world, tmp_path / "long", clock, resumed=before, max_time={"seconds": 40})

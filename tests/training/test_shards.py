@@ -35,7 +35,7 @@ def folder(tmp_path) -> ShardFolder:
     return folder
 
 
-def test_what_is_written_is_read(folder):
+def test_written_shards_are_read_back(folder):
     first, second = folder.shards()
     assert (len(first), len(second)) == (2, 1)
     assert (first.tokens.dtype, first.roles.dtype) == (torch.int32, torch.uint8)
@@ -52,7 +52,7 @@ def test_what_is_written_is_read(folder):
     assert folder.hidden_path(second).name == "hidden-00001.safetensors"
 
 
-def test_the_digest_is_that_of_the_contents(folder, tmp_path):
+def test_the_digest_depends_on_the_contents_alone(folder, tmp_path):
     first = read_shard(folder.path(0))
     assert first.digest == pack(CHATS, tmp_path / "elsewhere").digest
     changed = [CHATS[0], CHATS[1]._replace(roles=[GIVEN, GIVEN, GIVEN, ANSWER])]
@@ -107,7 +107,7 @@ def empty(path):
         (lambda path: path.unlink(), "cannot be read"),
     ],
 )
-def test_damage_is_found_and_the_error_says_what_to_do(folder, damage, problem):
+def test_an_error_names_a_damaged_shard_and_the_fix(folder, damage, problem):
     path = folder.path(0)
     damage(path)
     with pytest.raises(ShardError, match=f"{problem}.*delete it and run the same generation again") as error:
@@ -138,7 +138,7 @@ def test_a_folder_without_shards_is_an_error(tmp_path):
 
 def test_the_same_settings_resume(folder):
     folder.claim(SETTINGS)
-    folder.claim({**SETTINGS, "revision": None})  # said or not
+    folder.claim({**SETTINGS, "revision": None})  # a setting of None equals a missing one
     assert folder.manifest() == json.loads(json.dumps(SETTINGS))
 
 
@@ -155,7 +155,7 @@ def test_the_same_settings_resume(folder):
         ({**SETTINGS, "messages": "digest"}, r"another messages: None instead of 'digest'"),
     ],
 )
-def test_other_settings_are_errors_that_name_the_one_that_differs(folder, changed, problem):
+def test_an_error_names_the_setting_that_differs(folder, changed, problem):
     with pytest.raises(ShardError, match=f"{problem}.*choose another folder, or the old settings"):
         folder.claim(changed)
     folder.claim(SETTINGS)

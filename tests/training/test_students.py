@@ -1,4 +1,4 @@
-"""Students: what they predict along a text is what their drafters draft there, and so is the expected gain."""
+"""Students: their rows and expected gains along a text equal those of their drafters."""
 
 from copy import deepcopy
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ every_student = pytest.mark.parametrize("name", STUDENTS)
 
 
 def drafted_rows(made, text, at):
-    """The rows that a real drafter shows when it has committed ``text[:at]`` and drafts what follows."""
+    """Returns a real drafter's rows after it has committed ``text[:at]`` and drafts the rest of the text."""
     rounds = Rounds(made, target(), [text[:at]])
     tree = rounds.propose(TreeTopology.chain(STEPS), Dictated([*text[at:], *[0] * STEPS]))
     rows = map(tree.drawn_from, range(min(STEPS, len(text) - at, tree.rows)))
@@ -49,7 +49,7 @@ def drafted_rows(made, text, at):
 
 @torch.no_grad()
 def unrolled(name):
-    """Probabilities of all steps: ``[B, S, V]`` each, how far ahead, and their first slots."""
+    """Returns ``[B, S, V]`` probabilities of every step, the distance that it looks ahead, and its first slot."""
     student = trained(name)
     found = list(student.unroll(batch_for(student), target(), STEPS))
     found *= STEPS if student.steps_alike else 1
@@ -59,8 +59,8 @@ def unrolled(name):
 
 
 @every_student
-def test_training_predicts_what_decoding_drafts(name):
-    """The row of slot j at step s is the one of depth s + 1 in the draft that begins at slot j - s."""
+def test_training_and_decoding_give_the_same_rows(name):
+    """Slot j at step s gives the row of depth s + 1 in the draft that begins at slot j - s."""
     made, (rows, ahead, first) = drafter(name), unrolled(name)
     assert len(rows) == {"medusa": 3, "dflash": 3}.get(name, STEPS)
     compared = 0
@@ -77,7 +77,7 @@ def test_training_predicts_what_decoding_drafts(name):
 
 
 @every_student
-def test_a_row_of_another_slot_or_step_would_be_seen(name):
+def test_rows_of_another_slot_or_step_differ(name):
     rows, ahead, _ = unrolled(name)
     text, at = texts()[2], 16
     drafted = drafted_rows(drafter(name), text, at)
@@ -88,7 +88,7 @@ def test_a_row_of_another_slot_or_step_would_be_seen(name):
 
 
 def alone(query, keys, values, slot):
-    """``[B, Hq, C]`` of one slot: it sees the target's slots up to where its draft began, then one of each step."""
+    """Returns ``[B, Hq, C]`` of one slot, which sees the target's slots up to its draft and then one per step."""
     began, groups = slot - len(keys) + 1, query.shape[2] // keys[0].shape[2]
     key, value = (
         torch.cat([part[0][:, : began + 1], *(part[t][:, began + t, None] for t in range(1, len(part)))], dim=1)
@@ -102,7 +102,7 @@ def alone(query, keys, values, slot):
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_unrolled_attention_is_that_of_every_slot_alone(steps, groups):
-    """And so are its gradients."""
+    """Gradients agree, too."""
     shapes = [(2, 7, 2 * groups, 4), *[(2, 7, 2, 4)] * (2 * steps)]
     given = [torch.randn(shape, requires_grad=True) for shape in shapes]
     query, keys, values = given[0], given[1 : steps + 1], given[steps + 1 :]
@@ -115,12 +115,12 @@ def test_unrolled_attention_is_that_of_every_slot_alone(steps, groups):
         assert_close(one, other, rtol=0, atol=1e-5)
 
 
-# The gain that validation expects
+# Expected gain in validation
 
 
 @pytest.fixture
 def module(monkeypatch):
-    """Makes modules for a student, without a trainer."""
+    """Returns a function that makes a student's module without a trainer."""
 
     def make(student, **options):
         made = DrafterModule(student, draft_steps=STEPS, decoded=0, **options)
@@ -134,7 +134,7 @@ def module(monkeypatch):
 
 
 def drafts_of(name):
-    """What validation finds along the texts, and where each of these drafts begins: a sample and a place."""
+    """Returns validation's drafts along the texts, and the sample and position at which each draft begins."""
     student = trained(name)
     batch = batch_for(student)
     drafts, ahead = follow(student, batch, target(), TeacherHead(target()), STEPS), unrolled(name)[1]
@@ -148,7 +148,7 @@ def drafts_of(name):
 
 
 def accepted(made, text, at, topology):
-    """Length of the path along the text in the tree that a real drafter proposes greedily behind ``text[:at]``."""
+    """Returns the length of the text's path in the tree that a real drafter proposes greedily after ``text[:at]``."""
     law = Fixed(max(len(children) for children in topology.child_list))
     tree = Rounds(made, target(), [text[:at]]).propose(topology, law, greedy=True)
     row, length = 0, 0
@@ -164,7 +164,7 @@ TREE = TreeTopology.from_k_config((3, 2, 1))
 
 
 def walked(made, texts_, begins, topology, most=128):
-    """Tokens per round of decoding every text by hand from where its first draft begins, with drafts of its own."""
+    """Decodes every text by hand from its first draft on, with new drafts, and returns tokens per round."""
     tokens = rounds = 0
     for sample, text in enumerate(texts_):
         at = start = min(at for of, at in begins if of == sample)
@@ -177,8 +177,8 @@ def walked(made, texts_, begins, topology, most=128):
 
 
 @every_student
-def test_the_expected_gain_is_what_drafting_gains(name):
-    """Place by place: the text at temperature 0 is what decoding would say, wherever a draft begins in it."""
+def test_the_expected_gain_equals_that_of_drafting(name):
+    """Compares every position: at temperature 0, decoding emits the text itself from any position on."""
     made, (drafts, begins) = drafter(name), drafts_of(name)
     steps = int(drafts.valid.any(dim=1).sum())
     trees = {TreeTopology.chain(steps): chain_accepted(drafts.passes), TREE: tree_accepted(drafts.ranks, TREE)}
@@ -192,15 +192,15 @@ def test_the_expected_gain_is_what_drafting_gains(name):
 
 
 @pytest.mark.parametrize("name", ["eagle", "medusa"])
-def test_steps_counted_from_where_drafts_begin_would_be_seen(name):
-    """Negative control: every step as that of the draft before, one place too early."""
+def test_steps_of_shifted_drafts_give_another_gain(name):
+    """Negative control: reads step s from the draft that begins s positions earlier."""
     drafts, _ = drafts_of(name)
     wrong = torch.stack([passes.roll(step) for step, passes in enumerate(drafts.passes)])
     assert not torch.equal(chain_accepted(wrong), chain_accepted(drafts.passes))
 
 
-def test_random_drafts_are_expected_to_pass_as_often_as_they_do():
-    """The chance that validation gives to the text's own token is that of accepting a draft, weighted as drawn."""
+def test_expected_passes_of_sampled_texts_give_the_acceptance_rate():
+    """The text's own token passes at min(1, draft / target), which averages to the acceptance rate."""
     student = trained("exit")
     batch = batch_for(student)._replace(temperatures=torch.ones(len(texts())))
     drafts = follow(student, batch, target(), TeacherHead(target()), 1)
@@ -238,12 +238,12 @@ def test_students_learn(module, name):
     assert found[-1] < 0.7 * found[0]
     assert all(parameter.grad is not None for parameter in student.parameters())
     assert not any(parameter.requires_grad for parameter in target().parameters())
-    assert {name.split(".")[0] for name in student.state_dict()} == {"network"}  # nothing of the target
+    assert {name.split(".")[0] for name in student.state_dict()} == {"network"}  # no weights of the target
 
 
 @every_student
 def test_the_acceptance_of_training_is_that_of_decoding(module, name):
-    """At temperature 1, against the target's whole row, of which the drafter may know a part."""
+    """Compares at temperature 1 with the target's whole row, of which the drafter may know only a part."""
     student = trained(name)
     batch, made, logged = batch_for(student)._replace(temperatures=torch.ones(len(texts()))), module(student), {}
     made.log = lambda key, value, **_: logged.update({key: value})
@@ -273,7 +273,7 @@ def test_looked_up_tokens_may_count_less_or_not_at_all(module, name):
 
 
 @pytest.mark.parametrize("name", ["exit", "model"])
-def test_more_steps_add_nothing_where_all_are_alike(module, name):
+def test_more_steps_do_not_change_the_loss_of_equal_steps(module, name):
     student = STUDENTS[name]()
     student.build(target(), frequent)
     one, many = (losses(module, student, Phase(1.0, steps, "kl"), steps=1)[0] for steps in (1, STEPS))
@@ -282,8 +282,8 @@ def test_more_steps_add_nothing_where_all_are_alike(module, name):
     assert many < one
 
 
-def test_medusa_heads_learn_apart(module):
-    """A phase of one step leaves the later heads alone, one of more steps than heads trains them all."""
+def test_medusa_heads_learn_separately(module):
+    """A phase of one step trains only the first head; a phase of more steps than heads trains all heads."""
     student = MedusaStudent(num_heads=2, vocabulary=None)
     student.build(target(), frequent)
     assert len(student.tokens) == VOCAB
@@ -318,7 +318,7 @@ def test_a_drafter_is_a_copy():
     assert made.head.lm_heads[0].weight.abs().max() > 0
 
 
-def test_matrices_that_map_tokens_are_no_matter_for_muon():
+def test_token_matrices_are_left_to_adamw():
     student = LanguageModelStudent([0, 3])
     student.build(target(), frequent)
     muon, adam = MuonAdamW(student).parts
@@ -327,7 +327,7 @@ def test_matrices_that_map_tokens_are_no_matter_for_muon():
     assert {parameter.dim() for parameter in muon.param_groups[0]["params"]} == {2}
 
 
-def test_students_say_early_what_cannot_work():
+def test_impossible_students_are_refused_when_built():
     with pytest.raises(ValueError, match=r"layers must lie in 1\.\.3"):
         EarlyExitStudent(LAYERS).build(target(), frequent)
     with pytest.raises(ValueError, match="2 to 4 layers"):
@@ -341,7 +341,7 @@ def test_students_say_early_what_cannot_work():
 
 @every_student
 def test_training_may_begin_with_a_trained_network(name, tmp_path):
-    """Its weights and its draft vocabulary, not those of the text at hand, and it goes on learning."""
+    """The student takes over weights and draft vocabulary, ignores the data's vocabulary, and stays trainable."""
     trained(name).save(tmp_path)
     student = STUDENTS[name]()
     student.build(target(), lambda count: list(range(count)))
@@ -355,7 +355,7 @@ def test_training_may_begin_with_a_trained_network(name, tmp_path):
     assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in student.parameters())
 
 
-def test_trained_networks_of_another_form_or_target_are_no_beginning(tmp_path):
+def test_training_cannot_begin_with_a_network_of_another_form_or_target(tmp_path):
     trained("eagle").save(tmp_path)
     for settings, message in (({"vocabulary": 39}, "lm_head.weight"), ({"layers": (0, 2, 3)}, "hidden_layers")):
         student = EagleStudent(**{"vocabulary": 40, "layers": (1, 2, 3), **settings})

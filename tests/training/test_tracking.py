@@ -1,4 +1,4 @@
-"""A run arrives in its store, or in the local one, and whatever happens to it, the training goes on."""
+"""Runs are recorded in their store or in the local one; failures of tracking never stop a training."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ def _elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture
 def warned(caplog):
-    """What the package logged so far."""
+    """Returns a function that lists the package's warnings so far."""
     caplog.set_level(logging.WARNING, "arbordraft")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "arbordraft"]
 
@@ -60,7 +60,7 @@ def checkpoint(tmp_path):
 
 
 def dead_uri(userinfo=""):
-    """A server that refuses connections: a port that was free a moment ago."""
+    """Returns the address of a server that refuses connections: its port was free a moment ago."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://{userinfo}127.0.0.1:{free.getsockname()[1]}"
@@ -113,7 +113,7 @@ def files(client, run, folder=None):
     return found
 
 
-def test_a_training_arrives(uri, client, experiment, checkpoint, warned):
+def test_a_training_is_recorded(uri, client, experiment, checkpoint, warned):
     tracker = MLflowTracker(experiment, "first", uri, "drafter", {"drafter": "medusa"})
     fit(tracker, checkpoint)
 
@@ -167,8 +167,8 @@ def test_artifacts_and_provenance(uri, client, experiment, warned):
     assert warned() == []
 
 
-def test_a_server_that_is_away(experiment, checkpoint, warned, tmp_path):
-    """Everything is in the local store, as it would be on the server; one line says so."""
+def test_the_local_store_replaces_an_absent_server(experiment, checkpoint, warned, tmp_path):
+    """The local store holds all that the server would have; one warning names it."""
     tracker = MLflowTracker(experiment, "late", dead_uri("me:secret@"), "late")
     fit(tracker, checkpoint)
     (warning,) = warned()
@@ -184,8 +184,8 @@ def test_a_server_that_is_away(experiment, checkpoint, warned, tmp_path):
 
 
 @pytest.mark.parametrize("call", ["log_batch", "log_model_artifacts", "set_registered_model_alias"])
-def test_a_server_that_dies(uri, client, experiment, checkpoint, warned, monkeypatch, call):
-    """The rest is in the local store, in a run that names the first; what was being logged is there, too."""
+def test_the_local_store_replaces_a_server_that_dies(uri, client, experiment, checkpoint, warned, monkeypatch, call):
+    """The local store gets the rest, including the call that failed, in a run that names the first run."""
     calls, method = [], getattr(MlflowClient, call)
 
     def dying(self, *args, **kwargs):
@@ -212,7 +212,7 @@ def test_a_server_that_dies(uri, client, experiment, checkpoint, warned, monkeyp
 
 
 def test_a_refusal_is_not_a_dead_server(uri, client, experiment, warned):
-    """What a store refuses, and what callers pass wrongly, is lost alone."""
+    """A refused or invalid call loses only its own data."""
     tracker = MLflowTracker(experiment, uri=uri)
     tracker.log_hyperparams({"lr": 1})
     tracker.log_hyperparams({"lr": 2})
@@ -227,8 +227,8 @@ def test_a_refusal_is_not_a_dead_server(uri, client, experiment, warned):
     assert (run.data.params, run.data.metrics) == ({"lr": "1"}, {"a": 1.0})
 
 
-def test_stores_that_cannot_be_made(tmp_path, experiment, checkpoint, warned):
-    """A database that cannot be written gives way to the local one; without either nothing is recorded."""
+def test_stores_that_cannot_be_made_do_not_stop_a_training(tmp_path, experiment, checkpoint, warned):
+    """The local database replaces one that cannot be written; without either, nothing is recorded."""
     (tmp_path / "file").touch()
     started = time.monotonic()
     fit(MLflowTracker(experiment, None, f"sqlite:///{tmp_path}/file/mlflow.db", "lost"), checkpoint)
@@ -265,8 +265,8 @@ def test_a_hung_server_is_waited_for_once(limit, experiment, warned, monkeypatch
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-def test_a_training_goes_on_in_its_run(tmp_path, uri, client, experiment, deleted):
-    """A resumed training records into the run that its checkpoint names, unless that was deleted."""
+def test_a_resumed_training_records_into_its_run(tmp_path, uri, client, experiment, deleted):
+    """A resumed training records into the run that its checkpoint names, unless that run was deleted."""
     world = training.save_world(tmp_path)
     options = {"logger": [MLflowTracker(experiment, uri=uri)], "every": 2}
     training.fit(world, tmp_path / "a", kill=3, **options)
@@ -291,13 +291,13 @@ def test_results_in_another_folder_are_another_run(tmp_path):
     again = Recorder(str(tmp_path / "one"))
     again.load_state_dict(one.state_dict())
     assert again.state_dict() == one.state_dict()
-    again.load_state_dict({"curve": []})  # of a checkpoint before runs were kept
+    again.load_state_dict({"curve": []})  # as in checkpoints from before runs were kept
 
 
 @pytest.mark.parametrize(
     ("error", "status"), [(RuntimeError("dead"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(), "KILLED")]
 )
-def test_how_a_run_ended(uri, client, experiment, checkpoint, error, status):
+def test_the_status_tells_how_a_run_ended(uri, client, experiment, checkpoint, error, status):
     with pytest.raises((RuntimeError, SystemExit)):
         fit(MLflowTracker(experiment, uri=uri), checkpoint, dies=error)
     (run,) = runs(client, experiment)
@@ -314,7 +314,7 @@ def test_the_server_is_chosen_when_the_tracker_is_made(uri, client, experiment, 
 
 def test_only_rank_zero_tracks(uri, client, experiment, checkpoint, monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    tracker = pickle.loads(pickle.dumps(MLflowTracker(experiment, uri=uri)))  # as spawned processes get it
+    tracker = pickle.loads(pickle.dumps(MLflowTracker(experiment, uri=uri)))  # pickled, as for spawned processes
     fit(tracker, checkpoint)
     assert tracker.version is None
     assert runs(client, experiment) == []
@@ -322,7 +322,7 @@ def test_only_rank_zero_tracks(uri, client, experiment, checkpoint, monkeypatch)
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    runpy.run_path(tracking.__file__)  # importing it does not need MLflow
+    runpy.run_path(tracking.__file__)  # importing the module does not need MLflow
     with pytest.raises(ImportError, match=r"pip install 'arbordraft\[mlops\]'"):
         MLflowTracker()
     assert list(Path.cwd().iterdir()) == []

@@ -1,4 +1,4 @@
-"""A drafter from the command line to decoding, and trainings that stop anywhere and go on as if they had not."""
+"""A drafter from the command line to decoding, and trainings that resume exactly wherever they stop."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ from arbordraft.training.fit import known_configs, resolve_configs, run
 from arbordraft.training.recording import Recorder
 from arbordraft.training.shards import ANSWER
 
-pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")  # trainings that go on find theirs
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")  # resumed trainings find their own
 
 NAMES = {"val/tau", "val/tau_greedy_chain", "val/tau_greedy_tree", "val/tau_sampled_chain", "val/decode_tau"}
 NAMES |= {f"val/acceptance_{kind}_pos_{step}" for kind in ("greedy", "sampled") for step in (1, 2)}
@@ -41,7 +41,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(world, tmp_path_factory):
-    """An overfitted drafter's command line and folder."""
+    """Returns the command line and the folder of an overfitted drafter."""
     folder = tmp_path_factory.mktemp("trained")
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(folder)}}
     config = save_config(
@@ -108,7 +108,7 @@ def test_results_are_a_folder_that_decodes_losslessly(trained):
 
 
 def test_tau_of_validation_is_that_of_decoding_the_same_answers(trained):
-    """Round by round, greedily, to the end of every held-out answer, with chains and with trees."""
+    """Decodes every held-out greedy answer to its end, with chains and with trees."""
     cli, _ = trained
     (metrics,) = cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
     target = cli.datamodule.target
@@ -130,7 +130,7 @@ def test_tau_of_validation_is_that_of_decoding_the_same_answers(trained):
         assert tokens > rounds > 10
 
 
-def test_the_command_line_goes_on_and_validates(world, tmp_path):
+def test_the_command_line_resumes_and_validates(world, tmp_path):
     config = save_config(tmp_path / "config.yaml", world, checkpoints={"every_n_train_steps": 3})
     run(DrafterModule, ["fit", "--config", str(config)])
     last = tmp_path / "results" / "checkpoints" / "last.ckpt"
@@ -147,8 +147,8 @@ def test_the_command_line_goes_on_and_validates(world, tmp_path):
 
 
 @pytest.mark.parametrize("tokens", [512, 40])
-def test_other_batches_read_the_rest_of_an_epoch_and_whole_ones_then(world, tmp_path, tokens):
-    """In Lightning's own count of batches and epochs, too."""
+def test_other_batch_sizes_finish_an_epoch_and_then_read_whole_ones(world, tmp_path, tokens):
+    """Lightning's own count of epochs agrees."""
     before, losses, trained = fit(world, tmp_path, 1, kill=5)[1], Losses(), data(world, batch_tokens=tokens)
     trainer = Trainer(**{**TRAINER, "max_epochs": 2, "limit_val_batches": 0}, callbacks=[losses])
     trainer.fit(module(), trained, ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
@@ -160,7 +160,7 @@ def test_other_batches_read_the_rest_of_an_epoch_and_whole_ones_then(world, tmp_
 
 
 def printed(*arguments: str, capsys) -> str:
-    """What ``--print_config`` says."""
+    """Returns the output of ``--print_config``."""
     with pytest.raises(SystemExit) as stopped:
         run(DrafterModule, ["fit", *arguments, "--print_config"])
     assert stopped.value.code == 0
@@ -178,7 +178,7 @@ def test_defaults_can_be_printed_and_read_again(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", [name for name in known_configs() if not name.startswith("decider/")])
-def test_configurations_of_the_package(name, capsys):
+def test_configurations_of_the_package_are_found_by_name_and_by_path(name, capsys):
     text = printed("--config", name, capsys=capsys)
     assert printed(f"--config={resolve_configs(['--config', name])[1]}", capsys=capsys) == text
 
@@ -233,7 +233,7 @@ def test_shares_of_the_data_can_be_generated_apart(world, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(world, tmp_path_factory):
-    """A training that nobody stopped, and the same in another manner."""
+    """Returns uninterrupted trainings: plain, with accumulated gradients, and limited by steps."""
     settings = {
         "plain": {},
         "accumulated": {"accumulate_grad_batches": 2},
@@ -245,7 +245,7 @@ def whole(world, tmp_path_factory):
 
 
 def check_training(found, seen, expected, seen_then):
-    """Everything that a training goes on with is what it was in one that was not stopped."""
+    """Checks that a resumed training has the state and the batches of an uninterrupted one."""
     assert 0 < len(seen) < len(seen_then)
     assert seen == seen_then[len(seen_then) - len(seen) :]
     for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "SelfDistillationDataModule"):
@@ -255,8 +255,8 @@ def check_training(found, seen, expected, seen_then):
 @pytest.mark.parametrize(
     ("changed", "every"), [("plain", 0), ("plain", 1), ("accumulated", 2), ("accumulated", 0), ("counted", 3)]
 )
-def test_stopped_trainings_go_on_exactly(world, whole, tmp_path, changed, every):
-    """Wherever it is stopped: weights, optimizer, schedule, order of batches, noise, and the record of validations."""
+def test_stopped_trainings_resume_exactly(world, whole, tmp_path, changed, every):
+    """Compares weights, optimizer, schedule, order of batches, noise and the record of validations."""
     source = random.Random(every)
     changes, expected, seen = whole[changed]
     steps = expected["global_step"]
@@ -269,14 +269,14 @@ def test_stopped_trainings_go_on_exactly(world, whole, tmp_path, changed, every)
 
 
 @pytest.mark.parametrize(("every", "kills"), [(1, (3, 5, 12)), (2, (8, 15)), (3, (7, 11)), (0, (5, 13))])
-def test_trainings_that_are_stopped_again_and_again_go_on_exactly(world, whole, tmp_path, every, kills):
+def test_trainings_that_are_stopped_repeatedly_resume_exactly(world, whole, tmp_path, every, kills):
     for kill in kills:
         fit(world, tmp_path, every, kill)
     check_training(*fit(world, tmp_path, every), *whole["plain"][1:])
 
 
 def test_noise_is_drawn_and_matters(whole, world, tmp_path):
-    """Else the test above would show less than it says."""
+    """Negative control: noise changes the weights, so the tests above cover its state."""
     found, _ = fit(world, tmp_path, noise=0.0)
     assert not same(found["state_dict"], whole["plain"][1]["state_dict"])
 
@@ -291,7 +291,7 @@ def test_checkpoints_hold_the_drafter_only(whole, world):
     assert "hyper_parameters" not in checkpoint
 
 
-def test_a_killed_process_leaves_a_checkpoint_that_goes_on(world, whole, tmp_path):
+def test_a_killed_process_leaves_a_checkpoint_to_resume_from(world, whole, tmp_path):
     script = (
         "import sys; from pathlib import Path; from support.tiny_training import fit; "
         "fit(Path(sys.argv[1]), Path(sys.argv[2]), 1)"

@@ -1,4 +1,4 @@
-"""What goes wrong says why and what helps, and leaves what was good before."""
+"""Failed trainings name the cause and the fix, and leave earlier results intact."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from arbordraft.training.shards import ShardError
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A world with its data and a published drafter."""
+    """Returns a folder with data and a published drafter."""
     world = save_world(tmp_path_factory.mktemp("world"))
     fit(world, world / "results", max_steps=2)
     return world
@@ -30,7 +30,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def world(finished, tmp_path):
-    """A copy to break."""
+    """Returns a copy that a test may damage."""
     copy = shutil.copytree(finished, tmp_path / "world")
     manifest = copy / "data" / "manifest.json"
     manifest.write_text(manifest.read_text().replace(str(finished), str(copy)))
@@ -45,11 +45,11 @@ def fit(world, output, *callbacks, every=3, model=None, source=None, **settings)
 
 
 def small(world, **changes):
-    """Data that are not there yet."""
+    """Returns data that are not yet generated."""
     return data(world, folder=str(world / "fresh"), **changes)
 
 
-def test_holding_out_everything(world, tmp_path):
+def test_holding_out_all_data_is_refused(world, tmp_path):
     with pytest.raises(ShardError, match=r"12 conversations leave nothing to train on.*lower data.validation"):
         fit(world, tmp_path, source=data(world, validation=12))
 
@@ -63,7 +63,7 @@ def test_holding_out_everything(world, tmp_path):
     ],
     ids=["empty", "cut off", "a bit"],
 )
-def test_damaged_shards(world, tmp_path, harm, message):
+def test_damaged_shards_are_refused(world, tmp_path, harm, message):
     shard = world / "data" / "tokens-00001.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(harm(content))
@@ -74,7 +74,7 @@ def test_damaged_shards(world, tmp_path, harm, message):
     assert load_file(shard).keys() == {"tokens", "roles", "offsets", "temperatures"}
 
 
-def test_hidden_states_that_are_not_the_targets(world, tmp_path):
+def test_changed_hidden_states_are_refused(world, tmp_path):
     path = world / "data" / "hidden-00000.safetensors"
     with safe_open(path, "pt") as file:
         known = file.metadata()
@@ -87,28 +87,28 @@ def test_hidden_states_that_are_not_the_targets(world, tmp_path):
     fit(world, tmp_path, max_steps=1)
 
 
-def test_hidden_states_without_normalisers(world, tmp_path):
-    """They are computed again."""
+def test_hidden_states_without_normalisers_are_replaced(world, tmp_path):
+    """Hidden states are computed again, with their normalisers."""
     path = world / "data" / "hidden-00000.safetensors"
     with safe_open(path, "pt") as file:
         known = file.metadata()
     expected = load_file(path)
     save_file({name: expected[name] for name in ("inputs", "final")}, path, known)
     fit(world, tmp_path, max_steps=1)
-    real = expected["final"].any(dim=-1)  # padding has no row
+    real = expected["final"].any(dim=-1)  # padding has no states
     found = load_file(path)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name][real], tensor[real], rtol=1e-4, atol=1e-4)
 
 
-def test_data_of_a_target_that_changed_in_its_place(world, tmp_path):
+def test_data_of_a_replaced_target_are_refused(world, tmp_path):
     save_target(world / "target", seed=1)
     with pytest.raises(ShardError, match=r"begun with another target.*choose another folder"):
         fit(world, tmp_path)
 
 
 def test_training_begins_where_another_ended(world, tmp_path):
-    """Without a step of its own, what is published is what it began with; an end that is not there is named."""
+    """At learning rate 0, training publishes the network that it began with; a missing network is an error."""
     best = world / "results" / "best"
     fit(world, tmp_path, model=module(begin_with=str(best), lr=0.0), max_steps=1, val_check_interval=1)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "best", best))
@@ -119,7 +119,7 @@ def test_training_begins_where_another_ended(world, tmp_path):
 
 
 class Spoil(Callback):
-    """Makes something infinite at a step: a weight in front of it, or its gradient."""
+    """Sets a weight before a step, or a gradient within it, to NaN."""
 
     def __init__(self, step, what):
         self.step, self.what = step, what
@@ -133,10 +133,10 @@ class Spoil(Callback):
             pl_module.student.network.fc.weight.grad[0, 0] = torch.nan
 
 
-@pytest.mark.filterwarnings("ignore:the drafter produced NaN")  # in the validation behind step 6
+@pytest.mark.filterwarnings("ignore:the drafter produced NaN")  # in the validation after step 6
 @pytest.mark.parametrize("what", ["weight", "gradient"])
 @pytest.mark.parametrize(("step", "every"), [(4, 1), (5, 3), (5, 4)])
-def test_trainings_that_diverge_keep_what_was_good(world, tmp_path, what, step, every):
+def test_diverged_trainings_keep_their_good_checkpoints(world, tmp_path, what, step, every):
     with pytest.raises(TrainingDiverged, match=rf"at step {step}|at step {step + 1}") as raised:
         fit(world, tmp_path, Spoil(step, what), every=every)
     assert "checkpoints written before are good. Lower model.lr or trainer.gradient_clip_val" in str(raised.value)
@@ -153,7 +153,7 @@ def test_trainings_that_diverge_keep_what_was_good(world, tmp_path, what, step, 
     "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_lack_of_memory_names_what_helps(world, tmp_path, monkeypatch, error, place):
+def test_lack_of_memory_names_the_settings_to_lower(world, tmp_path, monkeypatch, error, place):
     def fail(*_, **__):
         raise error
 
@@ -166,7 +166,7 @@ def test_lack_of_memory_names_what_helps(world, tmp_path, monkeypatch, error, pl
         fit(world, tmp_path)
 
 
-def test_other_errors_stay_what_they_are(world, tmp_path, monkeypatch):
+def test_other_errors_stay_unchanged(world, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("shapes do not fit")
 
@@ -175,7 +175,7 @@ def test_other_errors_stay_what_they_are(world, tmp_path, monkeypatch):
         fit(world, tmp_path)
 
 
-def test_a_tracker_without_mlflow(world, tmp_path, monkeypatch):
+def test_a_tracker_without_mlflow_is_refused(world, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     logger = {"class_path": "arbordraft.training.tracking.MLflowTracker"}
     config = save_config(tmp_path / "config.yaml", world, trainer={"logger": logger})
@@ -183,7 +183,7 @@ def test_a_tracker_without_mlflow(world, tmp_path, monkeypatch):
         run(DrafterModule, ["fit", "--config", str(config)])
 
 
-def test_a_target_somewhere_else(world, tmp_path, monkeypatch):
+def test_a_target_on_another_device_is_refused(world, tmp_path, monkeypatch):
     source = data(world, cache=False)
     assert source.target.device == torch.device("cpu")
     monkeypatch.setattr(RaggedModel, "device", torch.device("meta"))
@@ -191,7 +191,7 @@ def test_a_target_somewhere_else(world, tmp_path, monkeypatch):
         fit(world, tmp_path, source=source)
 
 
-def test_phases_that_do_not_fill_the_training():
+def test_phases_that_do_not_fill_the_training_are_refused():
     for phases in ((), ((0.5, 1, "kl"),), ((1.0, 1, "kl"), (0.5, 1, "kl"))):
         with pytest.raises(ValueError, match=r"phases must end in ascending order, the last one at 1.0"):
             module(phases=tuple(drafter_module.Phase(*phase) for phase in phases))
@@ -210,7 +210,7 @@ def test_phases_that_do_not_fill_the_training():
     ],
     ids=["loss", "steps", "decay", "chunk", "cooldown", "lookup weight", "walk"],
 )
-def test_settings_that_would_fail_in_the_middle(settings, message):
+def test_settings_that_would_fail_midway_are_refused_at_once(settings, message):
     if "phases" in settings:
         settings = {"phases": tuple(drafter_module.Phase(*phase) for phase in settings["phases"])}
     with pytest.raises(ValueError, match=message):

@@ -33,7 +33,7 @@ BUDGET = 100
 
 
 def shards_of(lengths: Sequence[Sequence[int]]) -> list[Shard]:
-    """Sequences whose tokens all are their own number."""
+    """Packs sequences of these lengths; every token is the number of its sequence."""
     numbers = count()
     return [
         pack([Conversation([next(numbers)] * n, [GIVEN] + [ANSWER] * (n - 1), 0.0) for n in row], Path())
@@ -53,7 +53,7 @@ def loader(
 
 
 def numbers(batches: BatchLoader) -> list[list[int]]:
-    """Which sequences every batch of an epoch holds."""
+    """Returns the numbers of the sequences in every batch of an epoch."""
     return [batch.tokens[:, 0].tolist() for batch in batches]
 
 
@@ -97,11 +97,11 @@ def test_batches_are_bounded(lengths, of):
             assert batch.inputs.shape == (rows, width - 1, 3)
             seen += found
     assert len(seen) == len(set(seen))
-    # Only where single sequences are left over can an epoch lack some.
+    # An epoch may lack only sequences that remain when fewer than one per part are left.
     assert len(seen) > sum(map(len, lengths)) - of
 
 
-def test_batches_pad_on_the_right_with_what_nobody_learns():
+def test_padding_stands_on_the_right_and_is_not_learned():
     (batch,) = loader([[3, 5]])
     short = batch.tokens[:, 0].tolist().index(0)
     assert batch.tokens[short].tolist() == [0] * 5
@@ -124,7 +124,7 @@ def test_a_loader_resumes_where_another_stopped(taken):
     source = (batch for _ in range(4) for batch in one)
     for _ in range(taken):
         next(source)
-    # A consumer that knows the length never asks for a batch behind the last, and its state must do all the same.
+    # A consumer that knows the length never asks for a batch after the last one. Its state must resume all the same.
     other = loader(LENGTHS)
     other.load_state_dict(one.state_dict())
     rest = len(one) - taken % len(one)
@@ -133,7 +133,7 @@ def test_a_loader_resumes_where_another_stopped(taken):
 
 
 def read_on(parts, most=None):
-    """The sequences of the next batches of every part, or of all that are left of an epoch."""
+    """Returns the sequences in the next batches of every part; by default, in all remaining ones of the epoch."""
     batches = [list(islice(iter(part), most)) for part in parts]
     assert len({len(own) for own in batches}) == 1
     return [number for own in batches for batch in own for number in batch.tokens[:, 0].tolist()]
@@ -150,14 +150,14 @@ def read_on(parts, most=None):
     ],
     ids=str,
 )
-def test_other_processes_and_batches_go_on_with_the_rest_of_an_epoch(worlds, stops):
-    """Every sequence is read once per epoch, however often that is interrupted; later epochs are whole."""
+def test_other_numbers_of_processes_and_batch_sizes_finish_an_epoch(worlds, stops):
+    """Every sequence is read once per epoch despite interruptions; later epochs are complete."""
     read, state = [], None
     for (of, tokens), stop in zip(worlds, (*stops, None), strict=False):
         parts = [loader(LENGTHS, part=part, of=of, tokens=tokens) for part in range(of)]
         for part in parts if state else ():
             part.load_state_dict(state)
-            part.load_state_dict(state)  # Lightning does so twice
+            part.load_state_dict(state)  # Lightning loads the state twice
         read += read_on(parts, stop)
         assert all(part.state_dict() == parts[0].state_dict() for part in parts)
         state = parts[0].state_dict()
@@ -177,19 +177,19 @@ SINGLES = [[60] * 20]
         ({}, 3, {"lengths": [[60] * 19]}, "middle of an epoch with sequences 20, not 19"),
     ],
 )
-def test_an_epoch_that_cannot_go_on_is_refused(before, stop, after, message):
+def test_an_epoch_that_cannot_be_resumed_is_refused(before, stop, after, message):
     parts = [loader(**{"lengths": SINGLES, **before}, part=part) for part in range(before.get("of", 1))]
     read_on(parts, stop)
     other = loader(**{"lengths": SINGLES, **after})
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(parts[0].state_dict())
     read_on(parts)
-    other.load_state_dict(parts[0].state_dict())  # between two epochs anything goes
+    other.load_state_dict(parts[0].state_dict())  # between two epochs, every setting may change
     assert len(read_on([other])) == len(other)
 
 
-def test_a_position_behind_the_end_is_refused():
-    """As a checkpoint may have it that does not say what it was written with."""
+def test_a_position_after_the_end_is_refused():
+    """Checkpoints that do not record their settings may hold such a position."""
     with pytest.raises(ValueError, match=r"at batch 30 of an epoch that has 20: go on with .*data\.batch_tokens"):
         loader(SINGLES).load_state_dict({"epoch": 0, "position": 30})
 
@@ -197,16 +197,16 @@ def test_a_position_behind_the_end_is_refused():
 def test_held_out_batches_always_come_from_the_beginning():
     batches = loader(LENGTHS, seed=None)
     first = numbers(batches)
-    next(iter(batches))  # as a sanity check does
+    next(iter(batches))  # as Lightning's sanity check does
     assert numbers(batches) == first
 
 
 @pytest.mark.parametrize(
     ("text", "predicted"),
     [("abcdabcd", [7]), ("abcdabce", []), ("aaaaa", [4]), ("abcdabceabce", [11]), ("abcdabceabcd", []), ("ab", [])],
-    ids=["a repetition", "another end", "a run", "the latest counts", "not the first", "too short"],
+    ids=["a repetition", "another end", "a run", "the latest match counts", "the first match does not", "too short"],
 )
-def test_what_a_lookup_of_three_tokens_predicts(text, predicted):
+def test_predictions_of_a_lookup_of_three_tokens(text, predicted):
     tokens = torch.tensor([list(text.encode())])
     batch = Batch(tokens, *[torch.empty(0)] * 5)
     assert batch.looked_up().nonzero()[:, 1].tolist() == predicted
@@ -224,10 +224,10 @@ def test_what_a_lookup_of_three_tokens_predicts(text, predicted):
         ([[0, 0], [3, 0, 0, 0]], 128, 6 / 3),
         ([[1, 0], [1, 0], [0]], 128, 5 / 3),
     ],
-    ids=["nothing", "jumps", "places that no round begins at", "cut", "cut in a round", "answers", "many answers"],
+    ids=["nothing", "jumps", "positions without a round", "cut", "cut in a round", "answers", "many answers"],
 )
 def test_walks_of_known_cases(lengths, tokens, tau):
-    """Tokens over rounds, whatever would be accepted at places that no round comes to."""
+    """Counts tokens per round; positions at which no round begins do not count."""
     accepted = [F.one_hot(torch.tensor(answer).clamp(max=3), 4).float() for answer in lengths]
     answers = torch.tensor([7 + number for number, answer in enumerate(lengths) for _ in answer])
     assert walked_tau(torch.cat(accepted), answers, tokens) == pytest.approx(tau)
@@ -236,7 +236,7 @@ def test_walks_of_known_cases(lengths, tokens, tau):
 @pytest.mark.parametrize("tree", [TreeTopology.from_k_config((3, 2, 1)), TreeTopology([-1, 0, 0, 1, 1, 3])])
 @pytest.mark.parametrize("seed", range(5))
 def test_expected_walks_are_those_of_every_outcome(seed, tree):
-    """Chances of chains, weighed over every way that decoding could take through a text; trees, node by node."""
+    """Weighs chains over every path of decoding through a text, and follows trees node by node."""
     generator = torch.Generator().manual_seed(seed)
     steps, count = 3, 9
     ranks = torch.randint(0, 4, (steps, count), generator=generator)
@@ -245,7 +245,7 @@ def test_expected_walks_are_those_of_every_outcome(seed, tree):
         chances[ahead, count - ahead :] = 0  # the text has ended
 
     def rounds(at: int) -> float:
-        """Expected number from here to the end."""
+        """Returns the expected number of rounds from ``at`` to the end."""
         if at >= count:
             return 0.0
         total, reach = 1.0, 1.0
@@ -265,7 +265,7 @@ def test_expected_walks_are_those_of_every_outcome(seed, tree):
 
 
 def test_expectations_by_temperature_and_step():
-    """A greedy answer of three tokens and one of a token, one at temperature 1, and one that counts nowhere."""
+    """Covers greedy answers of three tokens and of one, an answer at temperature 1, and an ignored one at 0.7."""
     drafts = {
         "temperatures": torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.7]),
         "answers": torch.tensor([0, 0, 0, 1, 2, 2, 3]),
@@ -350,7 +350,7 @@ def falling(optimizer):
 
 
 class Dtypes(TorchDispatchMode):
-    """Notes the dtypes of all results."""
+    """Records the dtypes of all results."""
 
     def __init__(self):
         super().__init__()
@@ -365,7 +365,7 @@ class Dtypes(TorchDispatchMode):
 @pytest.mark.parametrize("shape", [(12, 40), (40, 12), (16, 16)])
 @pytest.mark.parametrize("fast", [False, True], ids=["slow", "fast"])
 def test_muon_avoids_bfloat16_where_the_processor_is_slow_in_it(fast, shape, monkeypatch):
-    """The updates are torch's but for its rounding, over several steps with momentum."""
+    """Updates equal torch's except for its rounding, over several steps with momentum."""
     monkeypatch.setattr(native, "fast_bfloat16", lambda: fast)
     source = torch.Generator().manual_seed(0)
     ours, theirs = nn.Linear(*shape, bias=False), nn.Linear(*shape, bias=False)
@@ -384,7 +384,7 @@ def test_muon_avoids_bfloat16_where_the_processor_is_slow_in_it(fast, shape, mon
     assert (moved - expected).norm() <= (0 if fast else 0.02) * expected.norm()
 
 
-def test_muon_adamw_equals_both_run_apart(monkeypatch):
+def test_muon_adamw_equals_muon_and_adamw_run_separately(monkeypatch):
     monkeypatch.setattr(native, "fast_bfloat16", lambda: True)
     ours, theirs = network(), network()
     optimizer = MuonAdamW(ours, 1e-2)
@@ -398,7 +398,7 @@ def test_muon_adamw_equals_both_run_apart(monkeypatch):
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([2e-2 * 0.8**5, 1e-2 * 0.8**5])
 
 
-def test_the_rate_of_both_is_set_at_once():
+def test_the_rates_of_muon_and_adamw_are_set_at_once():
     optimizer, other = MuonAdamW(network(), 1e-2), MuonAdamW(network(), 5e-2)
     optimizer.set_lr(5e-2)
     assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in other.param_groups]
@@ -427,7 +427,7 @@ def test_muon_adamw_resumes_exactly(tmp_path):
         MuonAdamW(nn.Linear(2, 2, bias=False), 1e-2).load_state_dict(state)
 
 
-def test_muon_adamw_trains_what_has_only_one_kind_of_parameter():
+def test_muon_adamw_trains_modules_with_one_kind_of_parameter():
     for model in (nn.Linear(3, 3, bias=False), nn.LayerNorm(3)):
         optimizer = MuonAdamW(model)
         model(torch.arange(3.0)[None]).square().sum().backward()

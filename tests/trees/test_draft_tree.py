@@ -1,4 +1,4 @@
-"""The draft trees of a batch as one flat value: what it says of itself, in parts and as a whole."""
+"""The draft trees of a batch as one flat value: its fields, and the values of its parts."""
 
 import builtins
 from dataclasses import replace
@@ -18,7 +18,7 @@ COLUMNS = ("token", "node", "parent", "depth", "chance", "certain", "draft_row")
 
 @st.composite
 def batches(draw):
-    """A batch of trees, and what it was told: tokens, draft rows and chances of every sample by node."""
+    """Draws a batch of trees and its data: tokens, draft rows and chances of every sample by node."""
     parents = [draw(st.integers(0, node - 1)) for node in range(1, draw(st.integers(1, 9)))]
     topology = ad.TreeTopology([-1, *sorted(parents)])
     told = []
@@ -37,7 +37,7 @@ def batches(draw):
 
 
 def check_equal(found, expected):
-    """The same trees of the same samples, whatever else is among the draft rows."""
+    """Checks that samples and trees are the same; unused draft rows may differ."""
     assert list(found.proposals) == list(expected.proposals)
     assert list(found.offsets) == list(expected.offsets)
     for name in COLUMNS[:-1]:
@@ -52,7 +52,7 @@ def check_equal(found, expected):
 
 @settings(deadline=None)
 @given(batches())
-def test_a_tree_says_what_it_was_told(batch):
+def test_a_tree_returns_its_data(batch):
     tree, told = batch
     assert len(tree) == len(tree.proposals) == len(tree.offsets) - 1 == len(told)
     assert [len(getattr(tree, name)) for name in COLUMNS] == [tree.rows] * len(COLUMNS)
@@ -150,7 +150,7 @@ def test_roots():
     assert DraftTree.roots(topology, [None, None], proposal).rows == 0
 
 
-def test_nobody_takes_part():
+def test_no_sample_takes_part():
     tree = DraftTree.roots(ad.TreeTopology.chain(2), [None, None], Proposal(ad.Fixed(1)))
     assert (tree.living, tree.lengths, tree.children, tree.are_chains) == ([], [0, 0], [], True)
     assert tree.take([0]) is tree
@@ -176,7 +176,7 @@ def test_guesses_are_drafts_that_may_be_wrong():
     assert [tree[sample].guesses for sample in range(2)] == [1, 1]
 
 
-def test_a_law_is_narrowed_once_for_as_many_children():
+def test_a_law_is_narrowed_once_per_number_of_children():
     tree = DraftTree.of(ad.TreeTopology([-1, 0, 0, 1]), ad.IID(2), [dict.fromkeys(range(4), 1)] * 2)
     laws = [tree.law_of(row) for row in (0, 1, 4, 5)]
     assert [law.k for law in laws] == [2, 1, 2, 1]
@@ -227,13 +227,13 @@ UNEVEN = ad.TreeTopology([-1, 0, 0, 1])
     ],
     ids=str,
 )
-def test_trees_that_cannot_be(tokens, words):
+def test_impossible_trees_are_refused(tokens, words):
     for told in ([tokens], [{0: 1}, None, tokens]):
         with pytest.raises(ValueError, match="^" + words.replace("[", r"\[").replace("]", r"\]")):
             DraftTree.of(UNEVEN, ad.Fixed(2), told)
 
 
-def test_siblings_that_repeat_a_token():
+def test_repeated_siblings_need_a_law_that_draws_them():
     twice, row = {0: 1, 1: 3, 2: 3}, torch.full((5,), 0.2)
     with pytest.raises(ValueError, match=r"two children of node 0 have the token 3, which .* cannot draw"):
         DraftTree.of(UNEVEN, ad.WithoutReplacement(2), [twice], [{0: row}])
@@ -241,7 +241,7 @@ def test_siblings_that_repeat_a_token():
         assert DraftTree.of(UNEVEN, law, [twice], [rows]).token.tolist() == [1, 3, 3]
 
 
-def test_as_many_of_each_as_samples():
+def test_each_list_has_one_entry_per_sample():
     for more in ({"draft_probs": [{}]}, {"chances": [{}]}):
         with pytest.raises(ValueError, match="zip"):
             DraftTree.of(UNEVEN, ad.Fixed(2), [{0: 1}, {0: 2}], **more)

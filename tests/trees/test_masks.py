@@ -1,4 +1,4 @@
-"""The sliced mask: always a view of one buffer, always equal to a mask built from scratch."""
+"""The sliced mask is always a view of one buffer, and always equals a mask built from scratch."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ UNEVEN = TreeTopology([-1, 0, 0, 1, 2, 2])
 
 
 def from_scratch(parents, rows, columns):
-    """``[rows, columns]``: of the columns, node ``i`` sees its ancestors and itself."""
+    """Builds a ``[rows, columns]`` mask: among the columns, each row sees its ancestors and itself."""
     mask = torch.zeros(len(rows), len(columns), dtype=torch.bool)
     for i, node in enumerate(rows):
         for j, other in enumerate(columns):
@@ -43,7 +43,7 @@ def test_every_slice_equals_a_mask_built_from_scratch(parents):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(parent_lists(130), st.data())
 def test_selected_words_see_living_ancestors(parents, data):
-    """Subsets closed under ancestors; as rows, any of them in any order."""
+    """Columns are a subset closed under ancestors; rows are any of its nodes in any order."""
     mask = SlicedCausalMask(TreeTopology(parents))
     alive = []
     for node, parent in enumerate(parents):
@@ -91,7 +91,7 @@ def test_slicing_never_allocates():
     assert not [event for event in profile.events() if event.name == "[memory]"]
 
 
-def test_the_allocation_check_bites():
+def test_the_allocation_check_detects_a_copy():
     with torch.profiler.profile(profile_memory=True) as profile:
         SlicedCausalMask(UNEVEN).select(range(3), range(3)).clone()
     assert [event for event in profile.events() if event.name == "[memory]"]

@@ -1,4 +1,4 @@
-"""Trees, masks, laws and rules from bad arguments: a named error before anything is allocated."""
+"""Trees, masks, laws and rules refuse bad arguments by name before any allocation."""
 
 import math
 from functools import partial
@@ -30,7 +30,7 @@ def shown(value):
     return repr(value).replace("\n", "")[:40]
 
 
-# Where one whole number is wanted: what builds the thing, the argument's name, and its range.
+# Arguments that must be whole numbers: constructor, name of the argument, range.
 COUNTS = {
     "IID": (ad.IID, "k", 1, None),
     "WithoutReplacement": (ad.WithoutReplacement, "k", 1, None),
@@ -62,7 +62,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("value", NO_WHOLE_NUMBERS, ids=shown)
 @pytest.mark.parametrize(("build", "name"), [case[:2] for case in COUNTS.values()], ids=COUNTS)
-def test_what_is_no_whole_number(build, name, value):
+def test_values_that_are_no_whole_numbers_are_refused(build, name, value):
     with pytest.raises(TypeError, match=f"^{name} must be a whole number.*, got |^{name} must be a whole number, got "):
         build(value)
 
@@ -75,21 +75,23 @@ OUTSIDE = [(name, *case, value) for name, case in COUNTS.items() for value in (c
     [(build, name, bound - 1 if bound == least else bound + 1) for _, build, name, least, _, bound in OUTSIDE],
     ids=[f"{case[0]}-{case[-1]}" for case in OUTSIDE],
 )
-def test_whole_numbers_out_of_range(build, name, value):
+def test_whole_numbers_out_of_range_are_refused(build, name, value):
     with pytest.raises(ValueError, match=f"^{name} must be a whole number (of at least|from) .*, got {value}$"):
         build(value)
 
 
-MADE = [name for name in COUNTS if name not in ("from_parents", "warp")]  # of 2, and told apart by their repr
+MADE = [
+    name for name in COUNTS if name not in ("from_parents", "warp")
+]  # constructors that take 2 and show it in their repr
 
 
 @pytest.mark.parametrize("two", [np.int64(2), np.uint8(2), torch.tensor(2), np.array(2)], ids=shown)
 @pytest.mark.parametrize("build", [COUNTS[name][0] for name in MADE], ids=MADE)
-def test_whole_numbers_of_other_libraries(build, two):
+def test_whole_numbers_of_other_libraries_are_accepted(build, two):
     assert repr(build(two)) == repr(build(2))
 
 
-# Where one real number is wanted.
+# Arguments that must be real numbers.
 REALS = {
     "threshold": (lambda threshold: AdaptiveTopTail(2, threshold), "threshold"),
     "epsilon": (lambda epsilon: TypicalAcceptance(epsilon), "epsilon"),
@@ -100,14 +102,14 @@ REALS = {
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=shown)
 @pytest.mark.parametrize(("build", "name"), REALS.values(), ids=REALS)
-def test_what_is_no_number(build, name, value):
+def test_values_that_are_no_numbers_are_refused(build, name, value):
     with pytest.raises(TypeError, match=f"^{name} must be a number.*, got "):
         build(value)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.1, 10**400], ids=shown)
 @pytest.mark.parametrize(("build", "name"), REALS.values(), ids=REALS)
-def test_numbers_out_of_range(build, name, value):
+def test_numbers_out_of_range_are_refused(build, name, value):
     with pytest.raises(ValueError, match=f"^{name} must be (a number|above 0).*, got "):
         build(value)
 
@@ -141,7 +143,7 @@ BAD = [
     (lambda: SlicedCausalMask([-1, 0]), TypeError, "topology must be of type TreeTopology, got"),
     (lambda: LogitsPipeline([0.7]), TypeError, "a logits processor is a function of input_ids and scores, got 0.7"),
 ]
-# What would hang, or fill the memory.
+# Calls that would hang, or fill the memory.
 HUGE = [
     (lambda: ad.TreeTopology.from_k_config((2,) * 30), ValueError, "at most 2048 nodes; down to depth 11"),
     (lambda: ad.TreeTopology.from_k_config((10**6,)), ValueError, "at most 2048 nodes; down to depth 1"),
@@ -165,11 +167,11 @@ HUGE = [
 
 
 @refusals(*BAD, *HUGE)
-def test_bad_arguments(call, error, words):
+def test_bad_arguments_are_refused(call, error, words):
     check_refusal(call, error, words)
 
 
-# What is just allowed works.
+# Calls at the limits work.
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_the_largest_trees(build, nodes):
 
 @pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 def test_the_deepest_tree_is_verified(lift):
-    """No walk, recursive as it is, exceeds Python's limit."""
+    """Recursive walks stay below Python's recursion limit."""
     topology, verifier = ad.TreeTopology.chain(MOST_DEPTH), lift(ad.RecursiveRejection())
     tokens = {node: PROMPTS[0][0] if node == 0 else 1 for node in range(topology.num_nodes)}
     tree = DraftTree.of(topology, ad.Fixed(1), [tokens])

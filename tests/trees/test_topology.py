@@ -90,7 +90,7 @@ def test_a_topology_moves_like_any_module():
 
 
 def expected_accepted(parents, acceptance):
-    """Sum over the nodes of the probability that their whole path is accepted."""
+    """Sums the probabilities that the whole path of a node is accepted, over all nodes."""
     reach, ranks = [1.0], [0] * len(parents)
     for parent in parents[1:]:
         reach.append(reach[parent] * acceptance[ranks[parent]])
@@ -99,7 +99,7 @@ def expected_accepted(parents, acceptance):
 
 
 def all_trees(nodes, width, max_depth):
-    """Every tree in level order, up to equal shapes listed twice."""
+    """Yields every tree in level order; equal shapes may appear twice."""
     for parents in itertools.product(*(range(node) for node in range(1, nodes))):
         parents = [-1, *parents]
         depths = [0]
@@ -137,7 +137,7 @@ def test_sequoia_grows_to_hundreds_of_nodes():
 
 
 def expected_of_delayed(topology, chain, fork):
-    """Accepted tokens by the definition of the arguments, node by node."""
+    """Returns the expected accepted tokens by the definition of the arguments, node by node."""
     chance = {0: 1.0}
     for depth, level in enumerate(topology.levels[1:]):
         lone = chain[min(depth, len(chain) - 1)]
@@ -154,7 +154,7 @@ def expected_of_delayed(topology, chain, fork):
     [([0.9, 0.9, 0.4], [0.8, 0.9, 0.95]), ([0.3], [0.3, 0.5, 0.6, 0.65]), ([0.5, 0.8, 0.9], [0.5, 0.52])],
     ids=str,
 )
-def test_a_delayed_tree_is_the_best_of_its_kind(chain, fork):
+def test_a_delayed_tree_is_the_best_of_all_delayed_trees(chain, fork):
     for nodes in (1, 2, 3, 5, 9, 14):
         found = TreeTopology.delayed(chain, fork, nodes)
         assert found.num_nodes <= nodes
@@ -189,6 +189,6 @@ def test_delayed_trees_fork_where_drafts_begin_to_fail():
     ],
     ids=str,
 )
-def test_bad_arguments_of_delayed_trees(arguments, message):
+def test_bad_arguments_of_delayed_trees_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         TreeTopology.delayed(*arguments)

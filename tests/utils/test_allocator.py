@@ -1,4 +1,4 @@
-"""Large blocks that a program frees stay with it, where the C library has a setting for that."""
+"""Large freed blocks stay with the process, if the C library has a setting for that."""
 
 import subprocess
 import sys
@@ -28,9 +28,9 @@ print(typical())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
 def test_freed_memory_is_used_again():
-    """Page faults of a tensor of 192 MB: as many as it has pages, or next to none.
+    """Compares page faults of a tensor of 192 MB: by default as many as it has pages, with the setting almost none.
 
-    The median of several, since a system that is short of memory may take pages away in between.
+    Takes the median of several tensors, since a system that is short of memory may take pages away between them.
     """
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     by_default, kept = map(int, done.stdout.split())
@@ -38,13 +38,13 @@ def test_freed_memory_is_used_again():
 
 
 @pytest.mark.parametrize(("platform", "library"), [("darwin", None), ("linux", object())])
-def test_other_libraries_are_left_alone(monkeypatch, platform, library):
+def test_other_libraries_are_not_changed(monkeypatch, platform, library):
     monkeypatch.setattr(allocator.sys, "platform", platform)
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: library)
     assert not allocator.keep_freed_memory()
 
 
-def test_older_versions_take_less(monkeypatch):
+def test_older_versions_get_a_lower_threshold(monkeypatch):
     taken = []
 
     class Old:

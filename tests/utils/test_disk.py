@@ -1,4 +1,4 @@
-"""Disks that are full, cannot be written or lack a folder: one line says so, and what was there before stays."""
+"""Full and unwritable disks and missing folders give errors of one line, and existing files stay."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ from arbordraft.utils.files import WriteError, check_writable, new_file, new_fol
 
 @contextmanager
 def no_file_above(size: int):
-    """A real limit of the system: a file may not grow beyond so many bytes."""
+    """Limits files to ``size`` bytes, by a real limit of the system."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -32,7 +32,7 @@ def no_file_above(size: int):
 
 @pytest.fixture
 def full_at_last(monkeypatch):
-    """A disk that takes everything and says only in the end that it was too much."""
+    """Simulates a disk that reports only at the final sync that it is full."""
 
     def fail(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -54,12 +54,12 @@ def test_a_disk_that_fills(tmp_path, writer, before):
     with no_file_above(16), pytest.raises(WriteError, match=r"out.* cannot be written: File too large; .*ulimit"):
         WRITERS[writer](path)
     assert everything(tmp_path) == kept
-    WRITERS[writer](path)  # and afterwards it goes on
+    WRITERS[writer](path)  # later writes work
     assert everything(tmp_path) != kept or before
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_disk_that_is_full_in_the_end(tmp_path, full_at_last, writer):
+def test_a_disk_that_is_full_at_the_final_sync(tmp_path, full_at_last, writer):
     path = place(tmp_path, writer)
     if writer in FOLDERS:
         path.mkdir()
@@ -106,7 +106,7 @@ def test_a_device_is_written_and_never_replaced(writer):
     assert all(Path("/dev", name).is_char_device() for name in ("full", "null"))
 
 
-def test_a_link_stays_one(tmp_path):
+def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
     write_text(tmp_path / "link", "new")
@@ -116,7 +116,7 @@ def test_a_link_stays_one(tmp_path):
 
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
 def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch, folder):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # whoever runs the tests may be allowed everything
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the user of the tests may have all permissions
     with pytest.raises(WriteError, match=r"x/y cannot be written: Permission denied; name a place that you may write"):
         check_writable(tmp_path / "x" / "y", folder=folder)
     assert everything(tmp_path) == {}
@@ -132,8 +132,8 @@ def test_a_name_that_is_too_long(tmp_path):
     "error", [ValueError("wrong"), FileNotFoundError(errno.ENOENT, "no", "elsewhere/x"), OSError("hub")], ids=repr
 )
 @pytest.mark.parametrize("write", [new_file, new_folder], ids=["file", "folder"])
-def test_other_errors_stay_what_they_are(tmp_path, write, error):
-    """What is read while something is written may fail, too; that is not about what is written."""
+def test_other_errors_are_raised_unchanged(tmp_path, write, error):
+    """A read within the block may fail, too; such errors are not about the written file."""
     with pytest.raises(type(error)) as caught, write(tmp_path / "out"):
         raise error
     assert caught.value is error
@@ -154,8 +154,8 @@ def world(tmp_path_factory):
     return save_world(tmp_path_factory.mktemp("world"))
 
 
-def test_generation_goes_on_behind_a_full_disk(world, tmp_path, monkeypatch):
-    """The disk fills with the second shard: the first one is kept, and nothing is generated twice."""
+def test_generation_resumes_after_a_full_disk(world, tmp_path, monkeypatch):
+    """The disk fills at the second shard; the first one is kept, and nothing is generated twice."""
     config = save_config(tmp_path / "config.yaml", world, data={"folder": str(tmp_path / "data"), "cache": False})
     arguments = ["--config", str(config)]
     synced, shards = os.fsync, []
@@ -183,8 +183,8 @@ def test_generation_goes_on_behind_a_full_disk(world, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("full", ["last", "curve", "model.safetensors"])
-def test_a_training_keeps_what_was_saved_before_the_disk_was_full(world, tmp_path, monkeypatch, full):
-    """The disk fills at the second time that a file is written."""
+def test_a_training_keeps_files_saved_before_the_disk_was_full(world, tmp_path, monkeypatch, full):
+    """The disk fills when the file is written for the second time."""
     synced, seen = os.fsync, []
 
     def fail(descriptor):
@@ -208,7 +208,7 @@ def test_a_training_keeps_what_was_saved_before_the_disk_was_full(world, tmp_pat
         torch.load(path, weights_only=True)
 
 
-def test_a_training_knows_at_once_that_its_results_have_no_place(world, tmp_path):
+def test_a_training_without_a_place_for_results_fails_at_once(world, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteError, match=r"file/results cannot be written: .*file is a file, not a folder"):
         Recorder(str(tmp_path / "file" / "results"))

@@ -1,4 +1,4 @@
-"""Rows, drafts and seeds that nobody would wish for, and the target's law nevertheless: by enumeration, below 1e-12."""
+"""Adverse rows, drafts and seeds keep the target's law, by enumeration, to 1e-12."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ NEVER = {"eos_token_id": None, "pad_token_id": 0}
 # Optimal transport on float32 rows.
 
 KINDS = ["flat", "usual", "peaked", "tiny masses", "sum off by some ulp", "zeros"]
-SIZES = [  # law and vocabulary: as many outcomes as milliseconds allow
+SIZES = [  # law and vocabulary, small enough for milliseconds per case
     (ad.TopTail(1, 1), 16),
     (ad.TopTail(2, 1), 16),
     (ad.TopTail(1, 2), 5),
@@ -34,7 +34,7 @@ SIZES = [  # law and vocabulary: as many outcomes as milliseconds allow
 
 
 def softmax_row(kind, vocabulary, *seed):
-    """A float32 row as a model with a softmax gives it."""
+    """Draws a float32 row like the softmax of a model."""
     generator = np.random.default_rng([KINDS.index(kind), vocabulary, *seed])
     spread = {"flat": 0.1, "peaked": 12.0, "tiny masses": 40.0}.get(kind, 2.0)
     found = torch.tensor(spread * generator.normal(size=vocabulary), dtype=torch.float32).softmax(dim=0)
@@ -47,7 +47,7 @@ def softmax_row(kind, vocabulary, *seed):
 
 
 def emitted_distance(rule, law, target, draft, weight=1.0):
-    """Total variation between what a rule emits at a node and the target, normalised in float64."""
+    """Returns the total variation between a rule's emitted tokens at a node and the target, normalised in float64."""
     emitted, null = torch.zeros(len(target), dtype=torch.float64), 0.0
     for chance, tokens in law.enumerate(draft):
         found = rule(target, weight, draft, tokens, law)
@@ -88,7 +88,7 @@ def random_plan(worth, rows, tokens, masses, p):
     ids=["random", "empty", "far too much"],
 )
 @pytest.mark.parametrize("formulation", ["full", "compact"])
-def test_the_solver_decides_about_acceptance_alone(monkeypatch, formulation, plan):
+def test_any_plan_of_the_solver_keeps_the_law(monkeypatch, formulation, plan):
     monkeypatch.setattr("arbordraft.verifiers.transport._solve", plan)
     target, draft = (softmax_row("usual", 6, 1, side) for side in range(2))
     assert emitted_distance(OptimalTransport(formulation), ad.IID(2), target, draft) < EXACT
@@ -118,22 +118,22 @@ def test_whole_texts_by_transport_in_float32(formulation):
 
 # Siblings that repeat a token.
 
-EIGHTHS = torch.tensor([4, 2, 1, 1], dtype=torch.float64) / 8  # each token has half of what those before it left
+EIGHTHS = torch.tensor([4, 2, 1, 1], dtype=torch.float64) / 8  # each token has half of the mass that earlier ones leave
 MIDPOINTS = (torch.arange(4, dtype=torch.float64) + 0.5) / 4
 REPEATS = {"0 0": [0, 0], "0 0 0": [0, 0, 0], "0 1 0": [0, 1, 0], "0 0 1": [0, 0, 1], "0 1 1": [0, 1, 1]}
 
 
 def repeated(tokens, law=None, draft=None, samples=1):
-    """Roots with these children."""
+    """Builds trees of a root and these children."""
     topology, told = ad.TreeTopology.k_ary(len(tokens), 1), {0: 3, **dict(enumerate(tokens, start=1))}
     rows = {} if draft is None else {0: draft}
     return DraftTree.of(topology, law or ad.Fixed(len(tokens)), [told] * samples, [rows] * samples)
 
 
 def packed_law(tokens, lifted, dtype):
-    """Law of the first token that the packed verifier emits, its noise on a grid that divides all its chances."""
+    """Returns the law of the packed verifier's first token; its noise is on a grid that divides all its chances."""
     width = len(tokens)
-    points = torch.cartesian_prod(*[MIDPOINTS] * (width + 1))  # one answer per child, and the draw behind the root
+    points = torch.cartesian_prod(*[MIDPOINTS] * (width + 1))  # one decision per child, and the draw after the root
     scores = EIGHTHS.log().to(dtype).expand(len(points) * (width + 1), -1)
     accept, final = points.roll(1, dims=1), points[:, -1:].expand(-1, width + 1)
     tree = repeated(tokens, samples=len(points))
@@ -156,7 +156,7 @@ def test_mass_that_counts_twice_is_caught(monkeypatch):
 
 
 def repeating_trees(topology, law, table, prefix=()):
-    """The one tree of a drafter that gives every two siblings the same token."""
+    """Yields the only tree of a drafter that gives siblings equal tokens in pairs."""
     tokens = {0: prefix[-1] if prefix else 0}
     for node, children in enumerate(topology.child_list):
         tokens |= {child: (node + rank // 2) % 3 for rank, child in enumerate(children)}
@@ -198,7 +198,7 @@ def test_draws_that_the_law_cannot_give_are_refused(law):
 
 
 class Stuttering(ad.WithoutReplacement):
-    """Draws the same token again and again, whatever it says."""
+    """Draws one token repeatedly, against its own law."""
 
     def draw(self, draft, uniforms):
         return [7] * self.k
@@ -218,7 +218,7 @@ def test_draws_that_the_law_can_give_are_taken(law):
 
 
 class Repeating(Drafter):
-    """Proposes the target's own choice, twice."""
+    """Proposes the target's best token twice."""
 
     certain = True
 
@@ -240,8 +240,8 @@ def texts(buckets, lift=ad.TopDown, **settings):
 
 
 @pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
-def test_a_drafter_that_repeats_itself_in_buckets(lift):
-    """The walk, whose law is enumerated above, says what fixed shapes must say."""
+def test_repeated_drafts_give_the_same_texts_in_buckets(lift):
+    """Fixed shapes must give the texts of the walk, whose law is enumerated above."""
     assert texts((32, 64, 128), lift) == texts(None, lift)
 
 
@@ -252,7 +252,7 @@ def test_a_drafter_whose_repeats_count_twice_is_caught(monkeypatch):
 
 
 @pytest.mark.parametrize("buckets", [None, (32, 64, 128)], ids=["ragged", "buckets"])
-def test_a_drafter_that_repeats_itself_in_greedy_decoding(buckets):
+def test_repeated_drafts_keep_the_greedy_texts(buckets):
     model = tiny(sharpness=2.0)
     expected = greedy_reference(model, PROMPTS, max_new_tokens=6, **NEVER)
     assert texts(buckets, do_sample=False) == expected * 4
@@ -262,7 +262,7 @@ def test_a_drafter_that_repeats_itself_in_greedy_decoding(buckets):
 
 
 def close_scores():
-    """Rows whose best tokens differ by less than float32 can tell."""
+    """Draws rows whose best tokens differ by less than float32 resolves."""
     scores = torch.randn(200, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     scores[:, 7] = scores.amax(dim=1) + 1.0
     scores[:, 30] = scores[:, 7] + 1e-12
@@ -279,7 +279,7 @@ def test_truncation_in_float64(count, mass, processor):
     lowest = lowest_kept(scores, count, mass)
     assert lowest.dtype == torch.float64
     assert torch.equal(scores >= lowest[:, None], processor(None, scores) > -torch.inf)
-    lost = ~(scores >= lowest.float()[:, None]).any(dim=1)  # what a float32 threshold did
+    lost = ~(scores >= lowest.float()[:, None]).any(dim=1)  # rows that a float32 threshold empties
     assert lost.any() or count > 1 or mass > 0
 
 
@@ -312,7 +312,7 @@ def test_every_bit_of_a_seed_counts(by_seed, more):
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 + 5, 2**64 - 1, np.uint64(2**64 - 1), torch.tensor(9)], ids=repr)
-def test_a_seed_says_the_same_again(by_seed, seed):
+def test_equal_seeds_give_equal_texts(by_seed, seed):
     assert by_seed(seed) == by_seed(int(seed))
 
 
@@ -321,6 +321,6 @@ def test_a_seed_says_the_same_again(by_seed, seed):
     [(-1, ValueError), (2**64, ValueError), (1.0, TypeError), (True, TypeError), ("7", TypeError), (None, TypeError)],
     ids=repr,
 )
-def test_what_is_no_seed(by_seed, seed, error):
+def test_invalid_seeds_are_refused(by_seed, seed, error):
     with pytest.raises(error, match=r"seed.* must be a whole number from 0 to 18446744073709551615, got"):
         by_seed(seed)

@@ -1,9 +1,9 @@
 """Hierarchical speculative decoding (arXiv 2601.05724) through our enumeration: its published code is not lossless.
 
-Both what its paper derives and what its code does walk a chain from its end, as block verification does: with b the
-product of the ratios of target and draft, capped at 1 at every token, a prefix is kept with the share h of its residual
-``(b p - q)+``. They part at the whole chain, which the code accepts by the product of the ratios without the caps. With
-them the rule is block verification. So its gain over block verification is where the law is lost.
+The paper and its code walk a chain from its end, as in block verification. Let b be the product of the ratios of target
+and draft, capped at 1 at every token. A prefix is kept with the share h of its residual ``(b p - q)+``. They differ for
+the whole chain, which the code accepts by the product without caps. With caps, the rule is block verification. So the
+gain over block verification comes from the loss of the law.
 """
 
 from itertools import pairwise
@@ -20,7 +20,7 @@ CHAIN = ad.IID(1)
 
 
 class Hierarchical(TreeVerifier):
-    """The rule on a chain, with the whole chain accepted by the capped product or, as published, by the other."""
+    """Rule on a chain; it accepts the whole chain by the capped product or, as published, by the plain product."""
 
     def __init__(self, capped):
         super().__init__()
@@ -64,19 +64,19 @@ def test_with_caps_it_is_block_verification(kind):
 
 
 def two_coins(prefix):
-    """Of two tokens: the first is likelier to the target than to the draft, the second one behind it less likely."""
+    """Returns rows of two tokens: the target prefers token 0 more than the draft at the root, but less after it."""
     return {(): (row(3, 1), row(1, 1)), (0,): (row(1, 1), row(3, 1))}.get(prefix, (row(1, 1), row(1, 1)))
 
 
 def test_the_smallest_counterexample():
-    """Two tokens, two drafts: the pair (0, 0) has probability 3/8, and comes out with 1/2."""
-    assert distance(False, two_coins, 1) < 1e-12  # one draft has one ratio, with and without a cap
+    """With two tokens and two drafts, the pair (0, 0) has probability 3/8, but is emitted with 1/2."""
+    assert distance(False, two_coins, 1) < 1e-12  # caps change nothing if there is one ratio
     assert distance(True, two_coins, 2) < 1e-12
     assert distance(False, two_coins, 2) == pytest.approx(1 / 8)
 
 
-def test_what_it_gains_is_what_it_loses():
-    """On random rows it accepts more than block verification, which no lossless rule for one path can."""
+def test_the_published_code_gains_acceptance_and_loses_the_law():
+    """On random rows it accepts more than block verification. No lossless rule for one path can do so."""
     far, gain = [], []
     for seed in range(8):
         table, topology = random_table("random", 3, seed), ad.TreeTopology.chain(3)

@@ -1,4 +1,4 @@
-"""Verification of all trees at once, from scores, against the walk that goes through one tree after the other."""
+"""Verification of all trees at once, from scores, against the walk through one tree after the other."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from arbordraft.verifiers.packed import verify_packed
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
 @pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
 @pytest.mark.parametrize(("vocabulary", "turns"), [(7, 15), (9000, 4)])
-def test_the_same_verdicts(coupling, lifted, vocabulary, turns):
+def test_packed_verdicts_equal_those_of_the_walk(coupling, lifted, vocabulary, turns):
     check_verdicts(coupling, lifted, vocabulary, turns)
 
 
@@ -26,7 +26,7 @@ def test_nodes_of_a_level_may_stand_in_any_order(coupling, lifted):
 
 
 def test_banned_tokens_and_no_mass_left():
-    """Rows of the target that are certain: what was drafted right is taken, and nothing else is ever emitted."""
+    """Every row of the target allows one token, so no other token is ever accepted or emitted."""
     law, topology = TopTail(1, 1), TreeTopology.k_ary(2, 2)
     generator = torch.Generator().manual_seed(0)
     for turn in range(40):
@@ -40,13 +40,13 @@ def test_banned_tokens_and_no_mass_left():
             assert verify_packed(tree, scores, noise, lifted=lifted) == ends_of(verdict)
 
 
-def test_other_rules_are_left_to_the_walk():
+def test_rules_of_other_kinds_are_left_to_the_walk():
     assert not any(rule.rejects_in_turn for rule in (KSeq(), SpecHub("paper")))
 
 
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
-def test_nothing_was_drafted(lifted):
-    """Every tree is a root, as when a decider stops at once: tokens are drawn from the target's rows."""
+def test_trees_without_drafts(lifted):
+    """Every tree is only a root, as if a decider stopped at once; tokens are drawn from the target's rows."""
     tree = DraftTree.roots(TreeTopology.chain(0), [1, None, 1, None], Proposal(WithoutReplacement(1)))
     scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     noise = Noise.draw([Noise.source(sample) for sample in range(4)], 1)
@@ -57,8 +57,8 @@ def test_nothing_was_drafted(lifted):
 
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
 @pytest.mark.parametrize("asked", [[0], [3, 2], [0, 2, 3]], ids=str)
-def test_some_samples_alone(lifted, asked, monkeypatch):
-    """All trees at once, but of those that are asked about."""
+def test_verdicts_about_some_samples(lifted, asked, monkeypatch):
+    """Only the trees of the requested samples are verified, all at once."""
     monkeypatch.setattr("arbordraft.verifiers.trees.choice.wants_triton", lambda *_: True)
     law, topology, generator = WithoutReplacement(3), TreeTopology.k_ary(3, 2), torch.Generator().manual_seed(3)
     tree = grown(topology, law, 7, generator, 1.0, LOST)

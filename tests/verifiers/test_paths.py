@@ -1,4 +1,4 @@
-"""Greedy multi-path block verification: its law by enumeration, the law of the path it picks, and what it refuses."""
+"""Greedy multi-path block verification: its law by enumeration, the law of the best path, and refused inputs."""
 
 from collections import defaultdict
 
@@ -41,21 +41,21 @@ def test_law_is_the_targets_over_two_steps():
 
 
 class Unskewed(GreedyMultiPath):
-    """Judges the best path as if it were the only one."""
+    """Verifies the best path as if it were the only one."""
 
     def pick(self, tree, target):
         path, _ = super().pick(tree, target)
         return path, [tree.drawn_from(row) for row in path[:-1]]
 
 
-def test_judging_the_best_path_as_any_other_is_biased():
+def test_verifying_the_best_path_like_a_single_path_is_biased():
     table = random_table("random", 3, seed=1)
     assert distance_to_target(Unskewed(), ad.TreeTopology.fork(2, 2), IID(2), table) > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "holes"])
 @pytest.mark.parametrize(("topology", "vocabulary"), FORKS, ids=str)
-def test_the_best_path_has_the_law_it_is_judged_by(kind, topology, vocabulary):
+def test_the_best_path_has_the_law_that_verifies_it(kind, topology, vocabulary):
     table = random_table(kind, vocabulary, seed=5)
     found, promised = defaultdict(float), {}
     for chance, tree in draft_trees(topology, IID(topology.width), table):
@@ -72,7 +72,7 @@ def expected(verifier, topology, table):
 
 
 def test_more_paths_accept_more_and_one_is_block_verification():
-    """More than block verification of one path, and on average more than recursive rejection of the same paths."""
+    """Two paths accept more than block verification of one and, on average, than recursive rejection of both."""
     gains = []
     for seed in range(6):
         table = random_table("random", 3, seed)
@@ -88,7 +88,7 @@ def test_more_paths_accept_more_and_one_is_block_verification():
 
 
 def test_long_paths_of_little_mass():
-    """Eighty tokens of chance 1e-9 each have no product in float64."""
+    """The product of 80 probabilities of 1e-9 underflows in float64."""
     depth, tokens = 80, {0: 0}
     topology = ad.TreeTopology.fork(2, depth)
     rare = row(1, 1e-9)

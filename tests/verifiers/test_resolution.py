@@ -1,4 +1,4 @@
-"""Global resolution: the optimum of independent drafts, at vocabularies too large for programs over their tuples."""
+"""Global resolution: the optimum of independent drafts, for vocabularies too large for programs over all tuples."""
 
 import numpy as np
 import pytest
@@ -14,15 +14,15 @@ TREE = ad.TreeTopology([-1, 0, 0, 1, 1])
 
 @pytest.mark.parametrize("draws", [1, 2, 3])
 @pytest.mark.parametrize("kind", ROW_KINDS)
-def test_it_reaches_the_optimum(kind, draws):
+def test_resolution_reaches_the_optimum(kind, draws):
     rows = random_rows(kind, 4, 1)
     found = acceptance(GlobalResolution(tolerance=1e-6, rounds=500), IID(draws), *rows)
     assert found == pytest.approx(optimal_acceptance(IID(draws), *rows), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
-def test_law_is_the_targets_however_bad_the_weights(kind):
-    """With one group the weights are all the same, and after one round they are those that it begins with."""
+def test_law_is_the_targets_with_any_weights(kind):
+    """With one group, all weights are equal; after one round, they are still the initial ones."""
     table = random_table(kind, 3, seed=2)
     for rule in (GlobalResolution(), GlobalResolution(groups=1), GlobalResolution(rounds=1)):
         for lift in (TopDown, Lifted):
@@ -30,7 +30,7 @@ def test_law_is_the_targets_however_bad_the_weights(kind):
 
 
 class Unweighed(GlobalResolution):
-    """Accepts the picked token as if it were the only draft: by its draft probability, not by that of being picked."""
+    """Accepts the picked token by its draft probability, as if it were the only draft, not by that of being picked."""
 
     def node_law(self, target, weight, draft, tokens, law):
         found = super().node_law(target, weight, draft, tokens, law)
@@ -39,14 +39,14 @@ class Unweighed(GlobalResolution):
         return type(found)(ratios, found.stop * scale, found.reject * scale)
 
 
-def test_the_oracle_sees_a_picked_token_taken_for_a_single_draft():
+def test_treating_a_picked_token_as_a_single_draft_is_biased():
     table = random_table("random", 3, seed=2)
     assert distance_to_target(TopDown(Unweighed()), ad.TreeTopology.k_ary(2, 1), IID(2), table) > 1e-2
 
 
 @pytest.mark.parametrize("draws", [2, 4, 8])
 def test_a_real_vocabulary(draws):
-    """The law of what is picked sums to one, and reaches within a hundredth what all tuples together could."""
+    """The law of picked tokens sums to one, and its acceptance is within 0.01 of the optimum over all tuples."""
     generator = np.random.default_rng(0)
     logits = 3 * generator.normal(size=50_000)
     q, p = np.exp(logits), np.exp(logits + 0.7 * generator.normal(size=50_000))

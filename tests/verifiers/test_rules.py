@@ -53,7 +53,7 @@ VALID = [
     (law, rule)
     for law in LAWS
     for rule in RULES
-    if rule.supports(law) and (law.k == 2 or not isinstance(rule, OptimalTransport))  # spare the solver
+    if rule.supports(law) and (law.k == 2 or not isinstance(rule, OptimalTransport))  # the solver is slow
 ]
 
 
@@ -108,7 +108,7 @@ def test_golden_acceptance(rows, law, rule, expected):
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_optimum_by_prefix_scan_equals_the_linear_program(kind, law):
     for seed in range(3 if law.k < 3 else 1):
-        rows = random_rows(kind, 7 - law.k, seed)  # fewer tokens for more draws: a program per outcome
+        rows = random_rows(kind, 7 - law.k, seed)  # a program per outcome: more draws get fewer tokens
         solved = acceptance(OptimalTransport("compact"), law, *rows)
         assert optimal_acceptance(law, *rows) == pytest.approx(solved, abs=1e-9)
 
@@ -145,7 +145,7 @@ def test_hub_acceptance_in_closed_form():
 
 @pytest.mark.parametrize("draws", [2, 3, 4])
 def test_optimum_without_replacement_survives_extreme_rows(draws):
-    """Rows on which one token has nearly all the mass, and tokens of every order of magnitude."""
+    """One token has nearly all the mass, or tokens have masses of many orders of magnitude."""
     for weights in ((1, 1e-9, 2e-9, 3e-10, 1e-9), (1, 1e-3, 1e-6, 1e-9, 1e-12), (1, 1, 1e-8, 2e-8, 1e-8)):
         draft, target = row(*weights), row(1, 2, 3, 2, 1)
         law = ad.WithoutReplacement(draws)
@@ -170,7 +170,7 @@ def test_a_program_too_large_is_refused():
 @pytest.mark.parametrize(("law", "rule"), VALID, ids=short)
 @pytest.mark.parametrize("weight", [0.0, 1e-9, 0.3, 1.0])
 def test_node_law_is_a_law_and_keeps_the_target(law, rule, weight):
-    """Averaged over the drafts, every token gets its share of the weighted target, the null token the rest."""
+    """Averaged over the drafts, every token gets its share of the weighted target, and the null token the rest."""
     for kind in ROW_KINDS:
         target, draft = random_rows(kind, 4, 7)
         before = target.clone(), draft.clone()
@@ -203,8 +203,8 @@ def test_float32_rows_give_nearly_the_same_law(law, rule):
 
 
 @pytest.mark.parametrize("rule", [ad.SpecHub("set"), ad.SpecHub("paper"), ad.RecursiveRejection(), TopTailRule()])
-def test_a_hub_that_leaves_next_to_nothing(rule):
-    """In float32 the hub's probability is 1, yet a token was drawn besides it."""
+def test_a_hub_that_leaves_almost_no_mass(rule):
+    """In float32 the hub's probability is 1, but another token was drawn, too."""
     target, draft = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([1.0, 3e-40, 1e-40])
     found = rule(target, 1.0, draft, [1, 0], ad.TopTail(1, 1))
     exact = rule(target.double(), 1.0, row(1e10, 3, 1), [1, 0], ad.TopTail(1, 1))
@@ -263,7 +263,7 @@ def test_disjoint_supports_accept_nothing(law, rule, lift):
 
 @pytest.mark.parametrize(
     ("law", "rule"), [pair for pair in VALID if not isinstance(pair[1], OptimalTransport)], ids=short
-)  # of several optimal plans the solver may pick any
+)  # the solver may pick any of several optimal plans
 def test_permuting_the_vocabulary_commutes(law, rule):
     target, draft = random_rows("random", 5, 4)
     order = torch.tensor([3, 0, 4, 1, 2])
@@ -278,7 +278,7 @@ def test_permuting_the_vocabulary_commutes(law, rule):
 @pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
 @pytest.mark.parametrize(("law", "rule"), [pair for pair in VALID if pair[0].k == 2], ids=short)
 def test_a_certain_target_is_greedy_decoding(law, rule, lift):
-    """Temperature 0 needs no special case. Of repeated siblings any may be taken, so tokens are compared."""
+    """Temperature 0 needs no special case. Any of several equal siblings may be accepted, so tokens are compared."""
     table, noise = random_table("certain target", 3), Noise.draw([Noise.source(0)], 4)
     verifier = lift(rule)
     for topology in (ad.TreeTopology([-1, 0, 0, 1]), ad.TreeTopology.chain(2)):
@@ -297,7 +297,7 @@ def test_a_certain_target_is_greedy_decoding(law, rule, lift):
 
 
 def block_verification(table, tokens):
-    """Block verification of one chain, after Sun et al. (ICLR 2025): the law of the number of accepted tokens."""
+    """Returns the law of the accepted length of one chain by block verification, after Sun et al. (ICLR 2025)."""
     logs, stay, lengths = 0.0, [1.0], []
     for index, token in enumerate(tokens):
         target, draft = table(tokens[:index])
@@ -333,7 +333,7 @@ def test_lifted_rejection_on_a_chain_is_block_verification():
 
 
 def traversal(tree, target, node=0, weight=1.0):
-    """Traversal verification, after Weng et al. (NeurIPS 2025): accepted row -> probability; None is a rejection."""
+    """Maps accepted rows to probabilities by traversal verification (Weng et al., NeurIPS 2025); None is rejection."""
     children = tree.children(node)
     if not children:
         return {node: weight, None: 1 - weight}
@@ -405,7 +405,7 @@ def test_typical_acceptance_takes_the_deepest_unsurprising_path():
 
 
 @pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
-def test_a_batch_is_its_samples(lift):
+def test_a_batch_gives_the_verdicts_of_its_samples(lift):
     """Finished samples, single roots and trees of different sizes do not disturb each other."""
     table, law, topology = random_table("random", 4), ad.TopTail(1, 1), ad.TreeTopology.k_ary(2, 2)
     trees = [tree for _, tree in draft_trees(topology, law, table)][:3]
@@ -440,8 +440,8 @@ VERIFIERS = {
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_who_is_not_asked_about_is_left_alone(name):
-    """Verdicts about some samples are those about all, and rows of the others need not even be probabilities."""
+def test_samples_that_are_not_requested_are_ignored(name):
+    """Verdicts about some samples equal those about all, and rows of the others need not be probabilities."""
     table, topology, verifier = random_table("random", 4), ad.TreeTopology.k_ary(2, 2), VERIFIERS[name]
     law = ad.Fixed(2) if verifier.shared else ad.WithoutReplacement(2)
     drafted = {sample: next(draft_trees(topology, law, table, (sample,)))[1] for sample in (0, 2, 4, 5)}
@@ -467,7 +467,7 @@ def test_who_is_not_asked_about_is_left_alone(name):
         coupling(batch, rows, noise, [1])
 
 
-def test_own_tokens_asked_for_at_once_or_level_by_level():
+def test_target_tokens_are_requested_at_once_or_level_by_level():
     generator, topology = torch.Generator().manual_seed(0), ad.TreeTopology.k_ary(2, 3)
     lengths = set()
     for _ in range(20):
@@ -497,7 +497,7 @@ def test_own_tokens_asked_for_at_once_or_level_by_level():
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_rows_without_tokens_matter_on_paths_alone(at_once):
+def test_rows_without_tokens_matter_only_on_paths(at_once):
     tree, own = DraftTree.of(ad.TreeTopology.fork(2, 1), ad.Fixed(2), [{0: 7, 1: 3, 2: 5}]), [5, -1, 9]
     assert matching_verdict(tree, lambda rows, _: [own[row] for row in rows], at_once=at_once).tokens == [9]
     own = [3, -1, 9]

@@ -268,7 +268,7 @@ class SharedNoise(DraftLaw):
     token given the child is not p.
 
     Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft. In Gumbel list sampling (Rowan, Phan and
-    Khisti, NeurIPS 2025, arXiv 2506.05632) each of k drafts has its own noise. Here they are the k best under one noise.
+    Khisti, NeurIPS 2025, arXiv 2506.05632) each of k drafts has its own noise. Here they are the k best of one noise.
     """
 
     shared = True
