@@ -1,4 +1,4 @@
-"""The benchmark of a GPU: its bounds, its bookkeeping, and that all of its phases run from end to end."""
+"""The benchmark of a GPU: its bounds, its records, and a run of all phases from end to end."""
 
 import json
 import os
@@ -32,7 +32,7 @@ SMALL = Shape(context=300, batch=2, tree=5, group=2, size=16, heads=4)
 
 
 def command(*options, **environment):
-    """``arbordraft bench gpu`` in a process that finds no GPU."""
+    """Starts ``arbordraft bench gpu`` in a process that finds no GPU."""
     kept = {name: value for name, value in os.environ.items() if name != INTERPRETER}
     program = "from arbordraft.cli.main import main; main()"
     return subprocess.Popen(
@@ -67,12 +67,12 @@ def test_all_phases_run_on_a_cpu(tmp_path):
     oracles = [row for row in written["phases"]["steps"]["rows"] if row["drafts"].startswith("oracle")]
     assert len(oracles) > 1
     assert all(row["accepted"] > 0.3 and row["tau"] > 1.3 for row in oracles)
-    # What only a GPU could say is said by nobody.
+    # Figures that only a GPU can give stay empty.
     assert all(row["us"] is None for row in checked)
     assert all(row["launches"] is None for row in written["phases"]["steps"]["rows"])
 
 
-def test_an_interrupted_run_keeps_what_it_has(tmp_path):
+def test_an_interrupted_run_keeps_its_results(tmp_path):
     process = command("--out", str(tmp_path), "--device", "cpu", "--phases", "machine,kernels,steps")
     file, end = tmp_path / FILE, time.monotonic() + 120
     while not (file.exists() and json.loads(file.read_text())["phases"]["machine"]["state"] == "done"):
@@ -97,7 +97,7 @@ class Row:
 
 
 def bench(tmp_path, made, minutes=1.0, **phases):
-    """Phases that are functions of this module's tests."""
+    """Builds a benchmark whose phases have the items of ``made``, and the dict that collects its results."""
     found = {}
     planned = {name: Planned("unused:unused", **options) for name, options in phases.items()}
     run = GpuBench(tmp_path, planned, Setting(CPU), minutes, lambda name, result: found.__setitem__(name, result))
@@ -105,7 +105,7 @@ def bench(tmp_path, made, minutes=1.0, **phases):
     return run, found
 
 
-def test_a_phase_ends_at_its_deadline_and_says_what_it_left_out(tmp_path):
+def test_a_phase_ends_at_its_deadline_and_lists_items_left_out(tmp_path):
     items = [Item(str(number), lambda number=number: (time.sleep(0.3), [Row(number)])[1]) for number in range(9)]
     run, found = bench(tmp_path, {"slow": items, "next": [Item("one", lambda: [Row(1)])]}, 0.02, slow={}, next={})
     assert run.run()
@@ -115,20 +115,20 @@ def test_a_phase_ends_at_its_deadline_and_says_what_it_left_out(tmp_path):
     assert found["next"].state == "done"
 
 
-def test_what_fails_is_reported_and_the_next_item_runs(tmp_path):
+def test_a_failing_item_is_reported_and_the_next_item_runs(tmp_path):
     def failing():
         raise RuntimeError("no such driver")
 
     items = [Item("bad", failing), Item("good", lambda: [Row(2)])]
     for checks in (False, True):
         run, found = bench(tmp_path, {"phase": items}, phase={"checks": checks})
-        assert run.run() != checks  # only a check's failure is that of the command
+        assert run.run() != checks  # the command fails only if a check fails
         assert found["phase"].errors == {"bad": "RuntimeError: no such driver"}
         assert [row.number for row in found["phase"].rows] == [2]
 
 
 @pytest.mark.parametrize("correct", [False, True])
-def test_a_wrong_result_is_that_of_the_command(tmp_path, correct):
+def test_a_wrong_result_fails_the_command(tmp_path, correct):
     run, _ = bench(tmp_path, {"phase": [Item("one", lambda: [Row(1, correct)])]}, phase={"checks": True})
     assert run.run() == correct
     assert json.loads((tmp_path / FILE).read_text())["right"] == correct
@@ -136,7 +136,7 @@ def test_a_wrong_result_is_that_of_the_command(tmp_path, correct):
 
 @pytest.mark.parametrize("error", [0.05, 0.11, float("nan"), float("inf")])
 def test_a_wrong_kernel_ends_the_command_with_status_1(monkeypatch, tmp_path, error):
-    """Negative control, through the command itself."""
+    """Negative control through the command itself."""
     monkeypatch.setenv(INTERPRETER, "1")
     monkeypatch.setattr(kernels, "makers", lambda device: [("one", lambda: iter([problem(error=lambda: error)]))])
     found = CliRunner().invoke(app, ["gpu", "--out", str(tmp_path), "--device", "cpu", "--phases", "kernels"])
@@ -189,8 +189,8 @@ def test_a_verification_by_hand():
     assert parts["kv_append"].bytes == 32 * (2 * 512 * 2 * 8 * 128 * 2 + 512 * 8)
 
 
-def test_comparisons_are_not_for_matrix_units():
-    """Fourteen operations per score to sum above four pivots, and six to collect it: more than an A100 reads along."""
+def test_comparisons_do_not_run_on_matrix_units():
+    """A score takes 14 operations to sum above four pivots and 6 to collect, more than an A100 does while reading."""
     (bound,) = (row for row in predictions([], STEPPED) if row.kernel == "lowest_kept")
     assert bound.bound == "compute on A100"
     assert bound.a100_us == pytest.approx(20 * 512 * 128256 / 9.75e12 * 1e6)
@@ -198,10 +198,10 @@ def test_comparisons_are_not_for_matrix_units():
 
 def test_no_split_is_empty():
     cuts = {context: Shape(context, 1, 1, 4, 128).splits(132) for context in (256, 512, 700, 4096)}
-    assert cuts == {256: 1, 512: 8, 700: 8, 4096: 16}  # of tiles of 64 keys
+    assert cuts == {256: 1, 512: 8, 700: 8, 4096: 16}  # in tiles of 64 keys
 
 
-def test_what_does_not_fit_is_left_out_and_said():
+def test_shapes_that_do_not_fit_are_left_out_and_named():
     small, large = Shape(512, 1, 1, 4, 128), Shape(32768, 32, 1, 1, 128)
     told = []
     assert fitting_shapes([small, large], 24 * 10**9, told.append) == [small]
@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_left_out_and_said():
 
 
 class Clock:
-    """A device that moves a byte and computes 100 flops in a microsecond, and takes what a call returns."""
+    """Device that moves one byte or computes 100 flops in a microsecond; a call returns its own duration."""
 
     bandwidth, throughput = 1e6, 1e8
 
@@ -228,7 +228,7 @@ def problem(**changes):
     [
         ({"goal": Goal("of copy", 0.7)}, "reached"),
         ({"goal": Goal("of copy", 0.71)}, "missed"),
-        ({"goal": Goal("of copy", 0.71), "work": Work(700, 100_000, matrix=True)}, ""),  # arithmetic is what bounds it
+        ({"goal": Goal("of copy", 0.71), "work": Work(700, 100_000, matrix=True)}, ""),  # bound by arithmetic
         ({"goal": Goal("us", 100), "run": lambda: 99e-6}, "reached"),
         ({"goal": Goal("us", 100), "run": lambda: 101e-6, "work": Work(1, 100_000)}, "missed"),
         ({}, ""),
@@ -262,7 +262,7 @@ def test_a_late_interpreter_is_refused(monkeypatch):
 
 
 def test_peers_compute_the_same():
-    """The dense mask, on ragged prefixes and trees, in float32."""
+    """Compares the dense mask with exact attention on ragged prefixes and trees, in float32."""
     trees = [TreeTopology.from_k_config((3, 2, 1)), TreeTopology.chain(0), TreeTopology.k_ary(2, 2)]
     packed = Packed.random([37, 0, 130], trees, heads=4, group=2, size=16, device=CPU)
     packed.query, packed.keys, packed.values = (x.float() for x in (packed.query, packed.keys, packed.values))
@@ -272,9 +272,9 @@ def test_peers_compute_the_same():
         assert_close(dense[sample, :, : tree.num_nodes].transpose(0, 1), exact)
 
 
-def test_a_gpu_could_run_it(monkeypatch):
-    """On tensors without values: all are on one device, shapes fit, and nothing asks for values."""
-    monkeypatch.setenv(INTERPRETER, "1")  # what Triton's part then is, is not asked: operators only say their shapes
+def test_problems_run_without_values(monkeypatch):
+    """On meta tensors, all results are on one device, shapes fit, and no call asks for values."""
+    monkeypatch.setenv(INTERPRETER, "1")  # Triton kernels do not run: on meta tensors, operators only give shapes
     attention = problems.attention(SMALL, NOWHERE)
     assert attention.run().device == NOWHERE
     assert {name: make()().device for name, make in attention.peers.items()} == {"sdpa": NOWHERE, "flash": NOWHERE}
@@ -284,13 +284,13 @@ def test_a_gpu_could_run_it(monkeypatch):
     calls = [make(stepped, NOWHERE) for make in (problems.kv_append, problems.kv_compacted, score_problems.expansion)]
     for part in (score_problems.passes, score_problems.truncation, score_problems.verification):
         calls += part(stepped, NOWHERE)
-    for call in calls:  # what a CUDA graph holds must not wait for the device
+    for call in calls:  # calls in a CUDA graph must not wait for the device
         call.run()
-    with pytest.raises(NotImplementedError):  # negative control: how many there are, only the device knows
+    with pytest.raises(NotImplementedError):  # negative control: only the device knows the number of nonzeros
         torch.ones(3, device=NOWHERE).nonzero()
 
 
-def test_packed_attention_of_flash_is_causal():
+def test_packed_attention_of_flash_needs_a_gpu():
     packed = Packed.random([7], [TreeTopology.chain(2)], heads=2, group=1, size=16, device=CPU)
     if not torch.cuda.is_available():
         with pytest.raises(NotImplementedError):

@@ -1,4 +1,4 @@
-"""``examples/benchmarks/grammars.py``: tasks that can be decoded, and contestants that say the same."""
+"""``examples/benchmarks/grammars.py``: its schemas are valid, and all contestants decode all tokens."""
 
 import json
 
@@ -12,12 +12,12 @@ from arbordraft.bench.workload import Workload
 
 
 @pytest.mark.parametrize("schema", [schema for _, schema in grammars.TASKS], ids=range(len(grammars.TASKS)))
-def test_schemas_are_schemas(schema):
+def test_schemas_are_valid(schema):
     jsonschema.Draft202012Validator.check_schema(schema)
     assert json.loads(json.dumps(schema)) == schema
 
 
-def test_all_contestants_decode_the_same(monkeypatch, tmp_path):
+def test_all_contestants_decode_all_tokens(monkeypatch, tmp_path):
     target = speller()
     monkeypatch.setattr(
         target.tokenizer, "chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}"

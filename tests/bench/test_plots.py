@@ -1,4 +1,4 @@
-"""Pictures of measurements: what is drawn, in which order, and what is refused."""
+"""Pictures of measurements: their panels, the order of these, and files that are refused."""
 
 import json
 from dataclasses import asdict
@@ -27,6 +27,18 @@ def tree(law, nodes):
     return TreeRow("head", 1.0, "binary", nodes, law, "TopDown(RRS)", 10, 1.5, 0.1)
 
 
+def test_acceptance_is_drawn_as_a_gain_if_prompts_are_known():
+    rows = [
+        NodeRow("head", 1.0, k, law, "RRS", 10, [level], level, 0.3, 1.0, by_prompt=[level - 0.1, level + 0.1])
+        for k in (1, 2)
+        for law, level in ((f"IID({k})", 0.5), (f"WithoutReplacement({k})", 0.6))
+    ]
+    axes = picture(rows).axes[0]
+    assert "gain over" in axes.get_ylabel()
+    ends = sorted(line.get_ydata()[-1] for line in axes.lines if len(line.get_ydata()) == 2)
+    assert ends == pytest.approx([0.0, 0.1])
+
+
 PLAIN = [decode("plain", batch, tau=1.0) for batch in (1, 8)]
 CASES = {
     "speed first, then its cause": (
@@ -41,7 +53,7 @@ CASES = {
         [decode("plain", tau=1.0), decode("chain", acceptance=[0.5, 0.4])],
         ["speed against plain (bfloat16, greedy)", "share accepted when tried (greedy)"],
     ),
-    "no cause is no panel": ([decode("plain", tau=1.0), decode("a")], ["speed against plain (bfloat16, greedy)"]),
+    "no panel without a cause": ([decode("plain", tau=1.0), decode("a")], ["speed against plain (bfloat16, greedy)"]),
     "too many for lines": (
         [*PLAIN, *(decode(f"d{number}", batch) for batch in (1, 8) for number in range(MOST_LINES + 1))],
         ["speed against plain (bfloat16, greedy)"],
@@ -60,7 +72,7 @@ def test_panels(rows, titles):
     assert all(panel.has_data() for panel in panels)
 
 
-def test_a_panel_has_six_lines_and_says_how_many_more_there_are():
+def test_a_panel_has_six_lines_and_counts_the_others():
     (panel,) = picture([node(f"Law{number}({k})", k, number / 10) for number in range(9) for k in (2, 3)]).axes
     names = [text.get_text() for text in panel.texts]
     assert "3 lower ones are not shown" in names
@@ -84,13 +96,13 @@ def test_rounds_that_differ_have_error_bars(spread, bars):
 
 
 @pytest.mark.parametrize("name", ["product", "batching", "deciders", "verifiers", "verifiers-trees", "trained-batch8"])
-def test_what_was_measured_long_ago_can_be_drawn(name):
+def test_stored_measurements_can_be_drawn(name):
     rows = read_rows(RESULTS / f"{name}.json")
     assert len(rows) == len(json.loads((RESULTS / f"{name}.json").read_text())["measurements"])
     assert picture(rows).axes
 
 
-def test_rows_survive_their_file(tmp_path):
+def test_saved_rows_are_read_back(tmp_path):
     rows = [decode("a", spread=0.1), node("IID(2)", 2, 0.5), tree("IID(2)", 3)]
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({"measurements": [asdict(row) for row in rows]}))
@@ -105,7 +117,7 @@ def test_other_files_are_refused(tmp_path, text):
         read_rows(path)
 
 
-def test_what_a_gpu_measured_can_be_drawn():
+def test_measurements_of_a_gpu_can_be_drawn():
     panels = {panel.get_title(): panel for panel in picture(read_rows(RESULTS / "gpu.json")).axes}
     kernels, *others = panels
     assert kernels.startswith("kernels: least time")

@@ -3,12 +3,14 @@
 import importlib
 import json
 import warnings
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import bounds
 import edits
 import pytest
+import ranking
 import torch
 import verdicts
 import weights
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 from arbordraft import CostTable, NoDrafter
 from arbordraft.bench.report import Report
 from arbordraft.bench.tuning import Choice, Setting, Tuned, grid
+from arbordraft.bench.verifiers import NodeRow
 from arbordraft.cli.main import app
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.utils.choices import Dtype
@@ -130,6 +133,22 @@ def test_more_information_spends_a_budget_no_worse(measured):
         assert max(whole) == pytest.approx(min(whole))  # a budget for all rows leaves nothing to choose
     unsound = {key[:2] for key, row in found.items() if not row["lossless"]}
     assert unsound == {("independent", "drafted tokens")}
+
+
+def test_ranks_have_the_errors_of_differences(tmp_path):
+    def node(law, by_prompt):
+        mean = sum(by_prompt) / len(by_prompt)
+        return NodeRow("head", 1.0, 2, law, "RRS", 3, [mean, 0.0], mean, 0.1, 1.0, by_prompt=by_prompt)
+
+    file, found = tmp_path / "verifiers.json", tmp_path / "ranks.json"
+    with Report(file) as report:
+        report.take([node("IID(2)", [0.1, 0.5, 0.9]), node("better", [0.2, 0.6, 1.0]), node("equal", [0.0, 0.8, 0.9])])
+    ranking.main(files=[file], json=found)
+    rows = json.loads(found.read_text())["measurements"]
+    assert [(row["law"], row["as_good"]) for row in rows] == [("better", True), ("equal", True), ("IID(2)", False)]
+    assert [row["behind"] for row in rows] == pytest.approx([0, 1 / 30, 0.1])
+    with pytest.raises(ValueError, match="lacks the figures of each prompt"):
+        next(ranking.ranks([node("IID(2)", [0.5]), replace(node("IID(2)", [0.5]), by_prompt=[])]))
 
 
 def test_weights(measured, tmp_path):

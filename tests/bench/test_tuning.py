@@ -1,4 +1,4 @@
-"""Tuning: that the best setting wins, and that its choice survives a file."""
+"""Tuning: the fastest setting wins, and a saved choice is read back."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def test_drafters_without_a_model_have_fewer_settings():
 
 @pytest.mark.parametrize(("slow", "temperature"), [("speculation", 0.0), ("plain", 0.0), ("plain", 1.0)])
 def test_the_fastest_wins(target, monkeypatch, slow, temperature):
-    """By a clock that only steps and readings of it move: those of one kind take long, so the other must be chosen."""
+    """Only steps and readings move this clock. Steps of one kind are slow, so the other kind must be chosen."""
     real, now = Setting.decoder, [0.0]
 
     def read() -> float:
@@ -78,7 +78,7 @@ def tuned():
     return Tuned("early-exit:1", 0.0, CHEAP, choices)
 
 
-def test_a_choice_survives_a_file_and_decodes(tmp_path):
+def test_a_saved_choice_is_read_back_and_decodes(tmp_path):
     path = tmp_path / "tuned.json"
     tuned().save(path)
     assert Tuned.load(path) == tuned()
@@ -94,7 +94,7 @@ def test_a_choice_survives_a_file_and_decodes(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["", "{}", '{"drafter": 1}'])
-def test_other_files_are_named(tmp_path, damage):
+def test_other_files_are_refused(tmp_path, damage):
     path = tmp_path / "tuned.json"
     path.write_text(damage)
     with pytest.raises(ValueError, match="is not a result of tuning"):

@@ -1,4 +1,4 @@
-"""The one description of what is measured: its ranges, and what a file of results states of it."""
+"""Workloads of benchmarks: the ranges of their settings, and their record in a file of results."""
 
 import json
 
@@ -12,15 +12,15 @@ WRONG = {
     "no batch": ({"batch": 0}, ValueError, "batch must be a whole number of at least 1, got 0"),
     "half a token": ({"new_tokens": 0.5}, TypeError, "new_tokens must be a whole number"),
     "no round": ({"repeats": 0}, ValueError, "repeats must be a whole number of at least 1"),
-    "below zero": ({"temperature": -1.0}, ValueError, "temperature"),
-    "a nucleus of more than all": ({"top_p": 2}, ValueError, "top_p"),
-    "no penalty": ({"repetition_penalty": 0}, ValueError, "repetition_penalty must be above 0"),
+    "a negative temperature": ({"temperature": -1.0}, ValueError, "temperature"),
+    "a nucleus above 1": ({"top_p": 2}, ValueError, "top_p"),
+    "a penalty of 0": ({"repetition_penalty": 0}, ValueError, "repetition_penalty must be above 0"),
     "a negative seed": ({"seed": -1}, ValueError, "seed"),
 }
 
 
 @pytest.mark.parametrize(("options", "kind", "match"), WRONG.values(), ids=WRONG)
-def test_what_cannot_be_measured(options, kind, match):
+def test_settings_out_of_range_are_refused(options, kind, match):
     with pytest.raises(kind, match=match):
         Workload(**options)
 
@@ -39,7 +39,7 @@ def test_prompts_need_a_tokenizer():
         Workload().batches(ragged())
 
 
-def test_results_state_it(tmp_path):
+def test_results_state_their_workload(tmp_path):
     one, other = (Workload(prompts, temperature=1.0).stated() for prompts in (("a", "b"), ("a", "c")))
     save(tmp_path / "x.json", [], workloads=[one])
     (written,) = json.loads((tmp_path / "x.json").read_text())["settings"]["workloads"]
@@ -47,4 +47,4 @@ def test_results_state_it(tmp_path):
     assert {name: written[name] for name in ("batch", "new_tokens", "temperature", "repeats", "seed")} == {
         "batch": 8, "new_tokens": 128, "temperature": 1.0, "repeats": 3, "seed": 0
     }  # fmt: skip
-    assert one["prompts"] != other["prompts"]  # which they were can be told
+    assert one["prompts"] != other["prompts"]  # the record tells prompts apart

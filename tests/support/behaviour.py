@@ -1,13 +1,13 @@
-"""Records tokens and counts of two thousand decoders, one hash each, so that a refactoring can be held to them.
+"""Records tokens and counts of two thousand decoders, one hash each, to compare them after a refactoring.
 
     python tests/support/behaviour.py                  rewrites tests/golden/behaviour.txt
-    python tests/support/behaviour.py --only eagle     prints what the matching configurations emit and count
-    python tests/support/behaviour.py --nudge 1        names those that change if weights change by a millionth
-    python tests/support/behaviour.py --device cuda    names those that a GPU decodes otherwise
+    python tests/support/behaviour.py --only eagle     prints tokens and counts of the matching configurations
+    python tests/support/behaviour.py --nudge 1        lists configurations that weights off by a millionth change
+    python tests/support/behaviour.py --device cuda    lists configurations that a GPU decodes differently
 
 A hash covers the new tokens of every sample and all counts of ``DecodeStats``; times are left out. Models are tiny,
-their weights come from numpy, noise is seeded, costs are given: hashes depend on no cache, network or clock. If the
-tokens of a configuration hang on the last bits of a sum, it does not belong here: ``--nudge`` finds it, ``FRAGILE``
+their weights come from numpy, noise is seeded and costs are given. So hashes depend on no cache, network or clock. A
+configuration whose tokens depend on the last bits of a sum does not belong here. ``--nudge`` finds it, and ``FRAGILE``
 leaves it out.
 """
 
@@ -114,7 +114,7 @@ FRAGILE = {  # the first changed without AVX, as its linear program has several 
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One letter per token, behind the special tokens."""
+    """Returns a tokenizer with one letter per token, after the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     special = ["<pad>", "<bos>", "<eos>"]
@@ -135,9 +135,9 @@ def filled(network: nn.Module, seed: int, scale: float = 1.0) -> Any:
     """Gives a network weights that are the same on every machine.
 
     Args:
-        network: changed in place.
-        seed: of the weights.
-        scale: of matrices, whose products then have about this size.
+        network: network to change in place.
+        seed: seed of the weights.
+        scale: approximate size of products with the matrices.
     """
     numbers, noise = np.random.default_rng(seed), np.random.default_rng([seed, _nudge or 0])
     with torch.no_grad():
@@ -170,14 +170,14 @@ def target(architecture: str, kernels: str) -> RaggedModel:
 
 
 def wrapped(model: Any, kernels: str, tokens: PreTrainedTokenizerFast | None = None) -> RaggedModel:
-    """A model where it is to run; the C++ kernels run on a CPU only, Triton's on a GPU only."""
+    """Wraps a model on its device; C++ kernels run on a CPU only, and Triton's replace them elsewhere."""
     if _device != "cpu" and kernels == "native":
         kernels = "triton"
     return RaggedModel(model.to(_device), tokens, kernels=kernels)
 
 
 def similar(architecture: str) -> Any:
-    """A draft model that often agrees with the target: its weights mixed with others."""
+    """Returns a draft model that often agrees with the target: its weights are mixed with others."""
     model, other = network(architecture), network(architecture, seed=5)
     with torch.no_grad():
         for weight, change in zip(model.parameters(), other.parameters(), strict=True):
@@ -195,7 +195,7 @@ def _head(kind: str, trimmed: bool) -> Any:
 
 @cache
 def drafter(kind: str, variant: str, architecture: str, kernels: str) -> Drafter:
-    """A drafter, shared by configurations: all it knows of a text is in the state of a batch."""
+    """Returns a drafter that configurations share: all it knows of a text is in the state of a batch."""
     of, other = target(architecture, kernels), variant == "other"
     first, _, second = kind.partition(">")
     if second:
@@ -305,7 +305,7 @@ GRAMMARS = {
 
 
 class Configuration(NamedTuple):
-    """One decoder and what it is asked; its fields are names of the tables above."""
+    """One decoder and its requests; the fields are names of the tables above."""
 
     drafter: str
     coupling: str
@@ -339,10 +339,12 @@ AXES: dict[str, Sequence[str]] = {
 }
 
 
-# What the toolkit takes, said by names: a moved or renamed attribute changes nothing here.
+# Combinations that the toolkit accepts, listed by name: a moved or renamed attribute changes nothing here.
 SHARED = {"shared2", "shared3", "fixed2+shared"}
-DRAWN = {name for name in COUPLINGS if not name.startswith(("shared", "fixed"))}  # not for certain drafters
-FOR_ONE_LAW = {name for name in COUPLINGS if name.endswith(("k-seq", "spechub", "top-tail"))}  # not for two drafters
+DRAWN = {name for name in COUPLINGS if not name.startswith(("shared", "fixed"))}  # not for CERTAIN
+FOR_ONE_LAW = {
+    name for name in COUPLINGS if name.endswith(("k-seq", "spechub", "top-tail"))
+}  # not for a hybrid of two drafters
 IN_BUCKETS = {name for name in COUPLINGS if name.endswith(("rrs", "top-tail", "lifted-spechub"))} - {
     "adaptive3+rrs"
 } | SHARED
@@ -351,7 +353,7 @@ CANDIDATES = "wor3+longest"
 
 
 def valid(drafter: str, coupling: str, decider: str) -> bool:
-    """Whether the three fit together."""
+    """Returns whether the three fit together."""
     if drafter in CERTAIN and coupling in DRAWN:
         return False
     if ">" in drafter and coupling in FOR_ONE_LAW:
@@ -362,7 +364,7 @@ def valid(drafter: str, coupling: str, decider: str) -> bool:
 
 
 def fits(chosen: dict[str, str]) -> bool:
-    """Whether a configuration, or the part of it that was chosen, is one that the toolkit takes."""
+    """Returns whether the toolkit accepts a configuration, which may be incomplete."""
 
     def of(axis: str) -> str:
         return chosen.get(axis, "")
@@ -393,9 +395,9 @@ def fits(chosen: dict[str, str]) -> bool:
 
 @cache
 def configurations() -> dict[str, Configuration]:
-    """All of them by name: every valid triple of drafter, coupling and decider, and every valid pair of other values.
+    """Returns configurations by name: all valid triples of drafter, coupling and decider, and pairs of other values.
 
-    The other values of a triple are those that make most pairs not seen before; nothing is drawn at random.
+    The other values of a triple cover as many new pairs as possible; nothing is drawn at random.
     """
     seen: Counter[frozenset[tuple[str, str]]] = Counter()
     used: Counter[tuple[str, str]] = Counter()
@@ -407,7 +409,7 @@ def configurations() -> dict[str, Configuration]:
             if not options:
                 return None
             rarity: dict[str, float] = dict.fromkeys(options, 0.0)
-            for value, other in product(options, chosen.items()):  # sum() rounds otherwise since Python 3.12
+            for value, other in product(options, chosen.items()):  # sum() rounds differently since Python 3.12
                 rarity[value] += 1 / (1 + seen[frozenset({(axis, value), other})]) ** 2
             chosen = {**chosen, axis: max(options, key=lambda value: (rarity[value], -used[axis, value]))}
         return chosen
@@ -436,7 +438,7 @@ def configurations() -> dict[str, Configuration]:
     return {one.name: one for one in found if one.name not in FRAGILE}
 
 
-# Decoders of the literature, as the builders wire them
+# Decoders of the builders
 
 
 def _by_builders(of: RaggedModel, draft: Drafter, head: Drafter) -> dict[str, Callable[[], SpeculativeDecoder]]:
@@ -464,7 +466,7 @@ def _by_builders(of: RaggedModel, draft: Drafter, head: Drafter) -> dict[str, Ca
 
 
 class Built(NamedTuple):
-    """A decoder of the builders and what it is asked."""
+    """One decoder of the builders and its requests."""
 
     builder: str
     settings: str
@@ -478,7 +480,7 @@ class Built(NamedTuple):
 
 @cache
 def built() -> dict[str, Built]:
-    """All of them by name."""
+    """Returns all configurations of the builders by name."""
     names = _by_builders(*[None] * 3)  # type: ignore[arg-type]
     asked = [("greedy", "batch3"), ("t1", "batch3"), ("t.7,top-k", "engine8"), ("mixed", "engine3")]
     found = [Built(one, *how, kernels) for one, how, kernels in product(names, asked, AXES["kernels"])]
@@ -486,21 +488,21 @@ def built() -> dict[str, Built]:
 
 
 def everything() -> dict[str, Configuration | Built]:
-    """What is recorded, by name, in the order of the file."""
+    """Returns all recorded configurations by name, in the order of the file."""
     return {**configurations(), **built()}
 
 
 def chunk(number: int) -> list[str]:
-    """The names of one of the ``CHUNKS`` parts, which take about as long."""
+    """Returns the names of one of the ``CHUNKS`` parts, which take about equally long."""
     return list(everything())[number::CHUNKS]
 
 
 def tenth() -> list[str]:
-    """Every tenth name; all values of all dimensions are among them."""
+    """Returns every tenth name; these cover all values of all dimensions."""
     return list(everything())[::10]
 
 
-# What is asked, and what comes of it
+# Requests and outcomes
 
 
 def _prompts(mode: str) -> list[list[int]]:
@@ -545,7 +547,7 @@ def _generated(
 def _served(
     decoder: SpeculativeDecoder, prompts: list[list[int]], mode: str, requests: list[dict[str, Any]]
 ) -> tuple[list[list[int]], DecodeStats]:
-    """Requests that come between steps: prompts are read in portions, some wait for a place in the batch."""
+    """Decodes requests that come between steps: prompts are read in portions, some wait for a place in the batch."""
     stats: list[DecodeStats] = []
     decoder.on_step = lambda state, tree, verdict: stats.append(state.stats)
     places = 4 if mode == "engine8" else 3 if mode == "engine-reuse" else 8
@@ -569,7 +571,7 @@ def _served(
 
 
 class Outcome(NamedTuple):
-    """What a hash covers."""
+    """The tokens and counts that a hash covers."""
 
     tokens: list[list[int]]
     counts: dict[str, Any]
@@ -581,7 +583,7 @@ class Outcome(NamedTuple):
 
 
 def counts(stats: DecodeStats) -> dict[str, Any]:
-    """All counts, in an order of their own; no times."""
+    """Returns all counts, sorted within each counter, without times."""
     found = {field.name: getattr(stats, field.name) for field in fields(stats) if field.name != "seconds"}
     return {
         name: {str(key): value[key] for key in sorted(value) if value[key]} if isinstance(value, Counter) else value
@@ -590,9 +592,9 @@ def counts(stats: DecodeStats) -> dict[str, Any]:
 
 
 def outcome(one: Configuration | Built) -> Outcome:
-    """Decodes."""
+    """Decodes the requests of a configuration."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # lossy decoders say so
+        warnings.simplefilter("ignore", UserWarning)  # lossy decoders warn
         decoder = _decoder(one)
     prompts = _prompts(one.mode)
     grammars = GRAMMARS[one.grammar if isinstance(one, Configuration) else "free"]
@@ -609,13 +611,13 @@ def outcome(one: Configuration | Built) -> Outcome:
 
 
 def recorded(path: Path = GOLDEN) -> dict[str, str]:
-    """The hashes of a file by name."""
+    """Returns the hashes of a file by name."""
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     return {name: found for found, name in (line.split(" ", 1) for line in lines)}
 
 
 def as_named() -> Any:
-    """Lets steps be those that a name says, and not those that a GPU takes by default, whose padding counts."""
+    """Returns a patch that runs the steps of a name, not the default steps of a GPU, whose padding counts."""
     return mock.patch.object(StaticStepping, "active", property(lambda stepping: not stepping.automatic))
 
 
@@ -629,15 +631,15 @@ def _start(nudge: int | None, device: str) -> None:
 
 
 def hash_of(name: str) -> str:
-    """The hash of a configuration, or how it failed."""
+    """Returns the hash of a configuration, or its error."""
     try:
         return outcome(everything()[name]).hash
-    except Exception as error:  # the others are still compared
+    except Exception as error:  # other configurations are still compared
         return f"{type(error).__name__}: {error}"
 
 
 def recording(names: Sequence[str], processes: int, nudge: int | None = None, device: str = "cpu") -> dict[str, str]:
-    """Decodes many, in processes side by side."""
+    """Decodes configurations in parallel processes; returns their hashes by name."""
     with ProcessPoolExecutor(processes, get_context("spawn"), _start, (nudge, device)) as pool:
         return dict(zip(names, pool.map(hash_of, names, chunksize=8), strict=True))
 
@@ -650,7 +652,7 @@ def _processor() -> str:
 
 
 def head() -> str:
-    """Comment lines that say what made the file; they are not compared."""
+    """Returns comment lines about the machine and versions; they are not compared."""
     made = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     versions = ", ".join(f"{name} {version}" for name, version in made.items())
     capability = torch.backends.cpu.get_cpu_capability()
@@ -666,8 +668,10 @@ def main() -> None:
     parser.add_argument(
         "--nudge", type=int, metavar="SEED", help="compare with the file after a tiny change of weights"
     )
-    parser.add_argument("--device", default="cpu", help="where decoders run; another one than cpu is compared")
-    parser.add_argument("--processes", type=int, default=1, help="how many work side by side; 1 by default")
+    parser.add_argument(
+        "--device", default="cpu", help="device of the decoders; others than cpu are compared with the file"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="number of parallel processes; 1 by default")
     parser.add_argument("--to", type=Path, default=GOLDEN, help="another file to write")
     given = parser.parse_args()
     if given.only is not None and given.nudge is None and given.device == "cpu":

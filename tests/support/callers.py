@@ -1,4 +1,4 @@
-"""Tiny models whose chat templates write calls of tools in the ways that are common."""
+"""Tiny models whose chat templates write tool calls in common formats."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -19,21 +19,21 @@ _TURNS = (
 )
 _NEXT = "{{ '<eos>' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 
-# As Hermes, Qwen and many others.
+# Like Hermes, Qwen and many others.
 TAGGED = (
     f"{_TURNS}{{{{ said.content }}}}{{% for call in said.tool_calls or [] %}}"
     "{% if said.content or not loop.first %}{{ '\n' }}{% endif %}"
     '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
     f"{{{{ call.function.arguments | tojson }}}}{{{{ '}}\n</tool_call>' }}}}{{% endfor %}}{_NEXT}"
 )
-# As Llama 3: one call, no words beside it, and nothing that marks it.
+# Like Llama 3: one call, without words and without marks.
 BARE = (
     f"{_TURNS}{{% if 'tool_calls' in said %}}{{% if said.tool_calls | length > 1 %}}"
     "{{ raise_exception('one call at a time') }}{% endif %}{% set call = said.tool_calls[0].function %}"
     "{{ '{\"name\": \"' + call.name + '\", \"parameters\": ' }}{{ call.arguments | tojson }}{{ '}' }}"
     f"{{% else %}}{{{{ said.content }}}}{{% endif %}}{_NEXT}"
 )
-# As Mistral: a list of calls with their ids, which must have nine letters.
+# Like Mistral: a list of calls with their ids, which must have nine letters.
 LISTED = (
     f"{_TURNS}{{% if 'tool_calls' in said %}}{{{{ '[TOOL_CALLS][' }}}}{{% for call in said.tool_calls %}}"
     "{% if call.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
@@ -41,14 +41,14 @@ LISTED = (
     "{{ ', \"id\": \"' + call.id + '\"}' }}{% endfor %}{{ ']' }}"
     f"{{% else %}}{{{{ said.content }}}}{{% endif %}}{_NEXT}"
 )
-# As DeepSeek: special tokens all around, and arguments that must be given as text.
+# Like DeepSeek: special tokens around all parts, and arguments that must be given as text.
 TOKENS = (
     f"{_TURNS}{{{{ said.content }}}}{{% if said.tool_calls %}}{{{{ '<calls>' }}}}{{% for call in said.tool_calls %}}"
     "{{ '<call>' + call.function.name + '<sep>' + call.function.arguments + '</call>' }}"
     f"{{% endfor %}}{{{{ '</calls>' }}}}{{% endif %}}{_NEXT}"
 )
 TEMPLATES = {"tagged": TAGGED, "bare": BARE, "listed": LISTED, "tokens": TOKENS}
-# Which of their marks are tokens; whether these are special is each model's own choice.
+# Marks that are tokens; models differ in whether these are special.
 MARKS = {
     "tagged": ["<tool_call>", "</tool_call>"],
     "bare": [],
@@ -58,7 +58,7 @@ MARKS = {
 
 
 def caller_tokenizer(template: str, marks: Sequence[str] = (), *, special: bool = True) -> PreTrainedTokenizerFast:
-    """Writes any text, and some marks as one token each."""
+    """Returns a tokenizer that writes any text, and each of some marks as one token."""
     tokenizer = deepcopy(speller_tokenizer())
     tokenizer.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in ["<think>", *marks]])
     tokenizer.chat_template = template
@@ -67,7 +67,7 @@ def caller_tokenizer(template: str, marks: Sequence[str] = (), *, special: bool 
 
 
 def follows(tokenizer: PreTrainedTokenizerFast, grammar: str, texts: Sequence[str]) -> bool:
-    """Whether a grammar lets a model write texts, each of them spelt by itself, and end there."""
+    """Returns whether a grammar accepts texts, each tokenised on its own, as a whole answer."""
     state = GrammarCompiler(tokenizer, len(tokenizer))(Grammar.lark(grammar), [EOS]).fork()
     tokens = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
     for token in [*tokens, EOS]:
@@ -79,12 +79,12 @@ def follows(tokenizer: PreTrainedTokenizerFast, grammar: str, texts: Sequence[st
 
 
 def caller(style: str = "tagged", **options: object) -> SpeculativeDecoder:
-    """A random model with such a template, and a drafter that is right now and then."""
+    """Returns a random model with one of the templates, and a drafter that is sometimes right."""
     return speaker(caller_tokenizer(TEMPLATES[style], MARKS[style]), **options)
 
 
 def speaker(tokenizer: PreTrainedTokenizerFast, **options: object) -> SpeculativeDecoder:
-    """The same with any tokenizer."""
+    """Returns the decoder of :func:`caller` with any tokenizer."""
     settings = {"vocab_size": len(tokenizer), "max_position_embeddings": 4 * POSITIONS, "sharpness": 3.0}
     target = RaggedModel(tiny(**settings), tokenizer, kernels="torch", self_test=False)
     draft = ragged(seed=3, **settings)

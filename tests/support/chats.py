@@ -1,4 +1,4 @@
-"""A tokenizer with a chat template for tiny models, and completers with answers that can be known."""
+"""A tokenizer with a chat template for tiny models, and completers with predictable answers."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from arbordraft.training.completion import Completion, Sampling
 from support.models import EOS, VOCAB
 
 START, END = "<|start|>", "<|end|>"
-# Its own system message if none is given, and a newline behind every end.
+# Adds a system message if none is given, and a newline after every end.
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|start|>system\nbe kind<|end|>\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|start|>' + message['role'] + '\n' }}"
@@ -19,7 +19,7 @@ CHATML = (
     "{% else %}{{ message['content'] + '<|end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
-# Turns of users have no end of their own; a space in front of the end; no system message allowed.
+# Turns of users have no end token, a space precedes the end, and system messages are refused.
 BRACKETS = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|start|>Q: ' + message['content'] + ' A:' }}"
@@ -28,11 +28,11 @@ BRACKETS = (
 
 
 def chat_tokenizer(template: str = CHATML, *, spaced: bool = False) -> PreTrainedTokenizerFast:
-    """One character per token id; ``<|end|>`` is what ends a tiny model's text.
+    """Returns a tokenizer with one character per token id; ``<|end|>`` is the end token of tiny models.
 
     Args:
-        template: of chats.
-        spaced: a space is put in front of every text, as SentencePiece does.
+        template: chat template.
+        spaced: puts a space before every text, as SentencePiece does.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -50,10 +50,10 @@ def chat_tokenizer(template: str = CHATML, *, spaced: bool = False) -> PreTraine
 
 
 class Scripted:
-    """Continues every text by a rule, and keeps what it was asked.
+    """Continues every text by a rule, and records the texts that it was given.
 
     Args:
-        rule: gives the continuation of the tokens of a text, or only its tokens, which then come to an end.
+        rule: returns the continuation of a text, or only the tokens of a continuation that ends.
     """
 
     def __init__(self, rule: Callable[[list[int], Sampling], Completion | list[int]]) -> None:
@@ -73,10 +73,10 @@ class Scripted:
 
 
 class Babble:
-    """Continues every text with letters that follow from the text, the seed and nothing else; quick.
+    """Continues every text quickly, with tokens that depend only on the text, the sampling and the seed.
 
     Args:
-        fails: whether a call does, asked at its beginning.
+        fails: returns whether a call fails; asked at the beginning of every call.
     """
 
     def __init__(self, fails: Callable[[], bool] = lambda: False) -> None:

@@ -1,4 +1,4 @@
-"""A target with drafters trained for it in a moment, the rows they should draft from, and rounds without a decoder."""
+"""A target with quickly trained drafters, reference rows for their drafts, and rounds without a decoder."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ STUDENTS: dict[str, Callable[[], Student]] = {
 
 
 def with_norms(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
-    """Gives a model norms of its own, which bfloat16 can hold."""
+    """Gives the norms of a model random weights that bfloat16 can hold."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -59,25 +59,25 @@ def with_norms(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
 
 @cache
 def target() -> RaggedModel:
-    """Left as it is by everybody."""
+    """Returns the target that all tests share; they must not change it."""
     return RaggedModel(with_norms(tiny(num_hidden_layers=LAYERS)).requires_grad_(False), kernels="torch")
 
 
 @cache
 def texts(new_tokens: int = 20) -> list[list[int]]:
-    """What the target says to the prompts at temperature 0."""
+    """Returns the prompts with the target's answers at temperature 0."""
     answers = greedy_reference(target().model, PROMPTS, max_new_tokens=new_tokens, eos_token_id=None)
     return [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
 
 
 def frequent(count: int) -> list[int]:
-    """The most frequent tokens of the texts."""
+    """Returns the most frequent tokens of the texts."""
     seen = [token for text in texts() for token in text]
     return sorted(range(VOCAB), key=lambda token: -seen.count(token))[:count]
 
 
 def batch_for(student: Student, of: RaggedModel | None = None) -> Batch:
-    """The texts with what the student reads; the prompts are given."""
+    """Returns a batch of the texts with the features of a student; only answers are to be learned."""
     of = of or target()
 
     def side_by_side(rows: Sequence[Tensor]) -> Tensor:
@@ -94,13 +94,13 @@ def batch_for(student: Student, of: RaggedModel | None = None) -> Batch:
 
 
 def widen(student: Student, logits: Tensor) -> Tensor:
-    """``[R, D]`` draft logits as ``[R, V]``."""
+    """Widens ``[R, D]`` draft logits to ``[R, V]``."""
     return student.network.widen(logits) if isinstance(student.network, DraftHead) else logits
 
 
 @cache
 def trained(name: str, steps: int = 30) -> Student:
-    """A student that learned the texts, but not by heart."""
+    """Returns a student that learned the texts, but not by heart."""
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(0)
         student = STUDENTS[name]()
@@ -121,15 +121,15 @@ def trained(name: str, steps: int = 30) -> Student:
 
 
 def drafter(name: str) -> Drafter:
-    """What the student became."""
+    """Returns the drafter of a trained student."""
     return trained(name).drafter(target())
 
 
-# The rows that drafters should draft from, by the book
+# Reference rows of drafters, computed from their definitions
 
 
 def states(model: PreTrainedModel, tokens: Sequence[int], *layers: int) -> Tensor:
-    """``[n, F]`` a model's own hidden states side by side."""
+    """Returns ``[n, F]`` hidden states of a model, layers side by side."""
     with torch.no_grad():
         found = model(torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
     return torch.cat([found[layer][0] for layer in layers], dim=-1)
@@ -137,7 +137,10 @@ def states(model: PreTrainedModel, tokens: Sequence[int], *layers: int) -> Tenso
 
 @torch.no_grad()
 def eagle_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """Slot after slot, each attending to all before it: the target's states first, then the layer's own output."""
+    """Computes a row slot by slot, each slot attending to all before it.
+
+    The first slots read the target's states, later slots the layer's own output.
+    """
     text = [*prefix, *drafted]
     inputs = list(head.fuse(states(model, prefix[:-1], *head.config.hidden_layers)))
     keys, values, outputs = [], [], []
@@ -156,9 +159,9 @@ def eagle_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[in
 
 @torch.no_grad()
 def block_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """The last slot, or the mask of the depth, attending to all slots; then the term of the parent's token.
+    """Computes a row of the last slot, or of the mask of the depth, which attends to all slots.
 
-    In P-EAGLE's form the mask attends to itself and the masks above it, too.
+    The term of the parent's token comes last. In P-EAGLE's form the mask also attends to itself and the masks above it.
     """
     tokens, depth = torch.tensor([*prefix, *drafted]), len(drafted)
     embeddings = model.get_input_embeddings()(tokens)
@@ -184,7 +187,10 @@ def block_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[in
 
 @torch.no_grad()
 def dflash_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """The last token and its masks, row after row: each sees the target's states before it, and the whole block."""
+    """Computes the rows of the last token and its masks.
+
+    Each row attends to the target's states before it and to the whole block.
+    """
     config, depth = head.config, len(drafted)
     embed = model.get_input_embeddings().weight
     fused = functional.linear(states(model, prefix[:-1], *config.hidden_layers), head.fc.weight)
@@ -214,7 +220,7 @@ def dflash_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[i
     )[depth]
     if (term := head.markov_head) is not None:
         memory = None
-        for level, token in enumerate([prefix[-1], *drafted]):  # of which a recurrent term remembers all
+        for level, token in enumerate([prefix[-1], *drafted]):  # a recurrent term remembers all of them
             follow, memory = term.follow(final[level], torch.tensor(token), memory)
         logits = logits + functional.linear(follow, term.markov_w2.weight)
     return head.widen(logits)
@@ -222,20 +228,20 @@ def dflash_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[i
 
 @torch.no_grad()
 def medusa_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """From the token before the root, whatever was drafted."""
+    """Computes a row from the token before the root; drafted tokens matter by their number only."""
     final = states(model, prefix[:-1], model.config.num_hidden_layers)[-1]
     return head.widen(head.logits(final, len(drafted)))
 
 
 @torch.no_grad()
 def exit_row(adapter: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """The first layers, the adapter, the norm and the head."""
+    """Computes a row with the first layers, the adapter, the norm and the head."""
     (layers,) = adapter.config.hidden_layers
     return model.lm_head(model.model.norm(adapter(states(model, [*prefix, *drafted], layers)[-1])))
 
 
 def model_row(small: PreTrainedModel, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """The small model alone."""
+    """Computes a row with the small model alone."""
     return next_logits(small, [*prefix, *drafted])
 
 
@@ -252,7 +258,7 @@ ROWS = {
 
 
 def check_rows(name: str, network: PreTrainedModel, model: PreTrainedModel, tree: DraftTree, tokens, atol=2e-5) -> int:
-    """Compares the row of every node that has one; returns their number."""
+    """Compares the row of every node that has one; returns the number of rows."""
     count = 0
     for row in range(tree.rows):
         if (drawn := tree.drawn_from(row)) is not None:
@@ -264,12 +270,12 @@ def check_rows(name: str, network: PreTrainedModel, model: PreTrainedModel, tree
 
 
 class Rounds:
-    """What a decoder does around a drafter, with verdicts of one's own.
+    """Runs a drafter as a decoder does, with verdicts that a test chooses.
 
     Args:
         drafter: the drafter.
-        target: its target.
-        prompts: the texts to begin with.
+        target: target of the drafter.
+        prompts: texts of the samples at the beginning.
         static: drafts whole trees in fixed shapes.
     """
 
@@ -294,16 +300,16 @@ class Rounds:
             self.drafter.take_hidden(self.state, hidden)
 
     def propose(self, topology: TreeTopology, law, **options) -> DraftTree:
-        """The drafter's trees; finished samples get none."""
+        """Returns the drafter's trees; finished samples get none."""
         max_depth = [topology.max_depth if handle in self.cache else None for handle in self.handles]
         asked = {name: options.pop(name) for name in ("decide", "plan") if name in options}
         self.step = context(self.tokens, topology, law, static=self.static, **{"max_depth": max_depth, **options})
         return grown(self.drafter, self.state, self.step, **asked)
 
     def commit(self, tree: DraftTree, ends: Sequence[int | None]) -> None:
-        """Accepts each sample's path down to a node and a token without meaning; ``None`` ends the sample.
+        """Accepts each sample's path down to a node, and an arbitrary token; ``None`` ends the sample.
 
-        Where the node was not drafted, nothing is accepted.
+        If the node was not drafted, no draft is accepted.
         """
         nodes = tree.node.tolist()
         row_of = {(owner, node): row for row, (owner, node) in enumerate(zip(tree.owner.tolist(), nodes, strict=True))}
@@ -337,7 +343,7 @@ class Rounds:
 
 
 class Dictated(IID):
-    """Draws what it is told to, whatever the row."""
+    """Draws given tokens, and ignores the rows."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         super().__init__(1)
@@ -348,7 +354,7 @@ class Dictated(IID):
 
 
 class Chosen(Decider):
-    """Lets those samples draft that are marked."""
+    """Lets only the marked samples draft."""
 
     def __init__(self, drafting: Sequence[bool]) -> None:
         super().__init__()
@@ -362,12 +368,12 @@ class Chosen(Decider):
 
 
 UNEVEN = TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
-WALK = [  # per round the end of every sample's accepted path, and who drafts at all
+WALK = [  # per round and sample: the end of the accepted path, and whether the sample drafts
     ((0, 3, 7), [True, True, True]),  # all rejected, a middle node, a leaf at full depth
     ((7, 0, 2), [True, True, True]),
-    ((0, 0, 0), [False, False, False]),  # nobody drafts
+    ((0, 0, 0), [False, False, False]),  # no sample drafts
     ((5, None, 4), [True, True, True]),  # the second sample is finished
-    ((0, None, 0), [False, True, True]),  # only one drafts
+    ((0, None, 0), [False, True, True]),  # only the third sample drafts
     ((1, None, 1), [True, True, True]),
     ((7, None, 6), [True, True, True]),
 ]
@@ -376,7 +382,7 @@ WALK = [  # per round the end of every sample's accepted path, and who drafts at
 def walk(
     drafter: Drafter, name: str, network: torch.nn.Module | None = None, of: RaggedModel | None = None
 ) -> tuple[Rounds, int]:
-    """Goes through rounds of all kinds and checks every row; returns them and how many rows were compared."""
+    """Runs rounds of all kinds and checks every row; returns the rounds and the number of compared rows."""
     of, network = of or target(), network or trained(name).network
     rounds, count = Rounds(drafter, of, PROMPTS), 0
     for number, (ends, drafting) in enumerate(WALK):

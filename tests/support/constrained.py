@@ -1,4 +1,4 @@
-"""Decoders of every kind that write in grammars, and a processor that follows a text."""
+"""Decoders of every kind that write in grammars, and a stateful processor."""
 
 from functools import cache
 
@@ -51,13 +51,13 @@ DECODERS = {
     "forced alone": lambda: ad.SpeculativeDecoder(speller(), GrammarDrafter()),
     "forced, else model": lambda: ad.SpeculativeDecoder(speller(), HybridDrafter(GrammarDrafter(), draft()), TREE),
     "lookup, else model": lambda: ad.SpeculativeDecoder(speller(), HybridDrafter(ad.NGramDrafter(), draft()), TREE),
-    "what pays": lambda: builders.fitted(speller(), draft(), lookup=True, costs=PAYS),
-    "lookups that pay": lambda: builders.lookup(speller(), PAYS),
+    "fitted, with lookups": lambda: builders.fitted(speller(), draft(), lookup=True, costs=PAYS),
+    "lookup, by costs": lambda: builders.lookup(speller(), PAYS),
 }
 
 
 def decoded(decoder, temperature, grammar=None, **options):
-    """New tokens of every sample, and the stats."""
+    """Returns the new tokens of every sample, and the stats."""
     prompts = [speller_tokenizer()(text).input_ids for text in TEXTS]
     options |= {"seeds": [11, 12, 13], "grammar": GRAMMARS if grammar is None else grammar}
     options |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -76,7 +76,7 @@ def only(scores, rest):
 
 
 class Following:
-    """The same with a state of its own."""
+    """Allows every third token id, in turn by the number of tokens; the number is its state."""
 
     def __init__(self, count=0):
         self.count = count

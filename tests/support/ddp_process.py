@@ -1,4 +1,4 @@
-"""One of the processes of ``test_distributed``; started by torchrun, it leaves what it found in a folder."""
+"""One process of ``test_distributed``, started by torchrun; writes its results to a folder."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ RANK = os.environ.get("RANK", "0")
 
 
 def log_generation(path: Path) -> None:
-    """Notes every shard that this process writes."""
+    """Appends every shard that this process writes to a log."""
     write = SelfDistillation._write
 
     def noted(self, path_of_shard, index, done):
@@ -26,7 +26,7 @@ def log_generation(path: Path) -> None:
 
 
 def strategy(name: str) -> object:
-    """Lightning takes each for one trainer only."""
+    """Returns a new strategy: Lightning accepts each one for one trainer only."""
     return ModelParallelStrategy(save_distributed_checkpoint=False) if name == "fsdp" else name
 
 
@@ -47,7 +47,7 @@ def main(world: Path, folder: Path) -> None:
             for run, settings in runs.items()
         }
         torch.save(found, folder / f"{name}-{RANK}")
-    if torch.distributed.is_initialized():  # its threads must not outlive main, which would abort
+    if torch.distributed.is_initialized():  # threads that outlive main would abort the process
         torch.distributed.destroy_process_group()
 
 

@@ -4,7 +4,7 @@ from transformers import LogitsProcessor
 
 
 class Fragile(LogitsProcessor):
-    """Fails once a text has some length."""
+    """Raises once a text has a given length."""
 
     def __init__(self, length):
         self.length = length

@@ -14,7 +14,7 @@ NAMES = {
 
 
 def file_name(name):
-    """What the file calls a parameter."""
+    """Returns the name of a parameter in the file."""
     for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     return name
@@ -24,9 +24,9 @@ def write_gguf(file, model, kinds=()):
     """Writes a model whose tokens are letters.
 
     Args:
-        file: its path.
+        file: path of the file.
         model: a Llama, Qwen2 or Qwen3.
-        kinds: pairs of a part of a parameter's name and the kind of its blocks; the first that fits counts.
+        kinds: pairs of a part of a parameter's name and a type of blocks; the first pair that fits counts.
     """
     config = model.config
     writer = gguf.GGUFWriter(file, config.model_type)
@@ -44,7 +44,7 @@ def write_gguf(file, model, kinds=()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if config.model_type == "llama" and part in name:  # there, channels that rotate together are neighbours
+            if config.model_type == "llama" and part in name:  # rotated pairs become neighbours
                 tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         kind = next((kind for part, kind in kinds if part in name), None)
         if kind is None or tensor.ndim < 2:
@@ -60,6 +60,6 @@ def write_gguf(file, model, kinds=()):
 
 
 def dequantised(file):
-    """The numbers of every tensor of a file, by gguf's own reckoning."""
+    """Returns every tensor of a file, dequantised by the gguf package."""
     reader = gguf.GGUFReader(str(file))
     return {t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors}

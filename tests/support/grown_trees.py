@@ -1,4 +1,4 @@
-"""Trees that two drafters of the same weights grow, side by side, over a few rounds."""
+"""Compares trees that two drafters of equal weights grow over a few rounds."""
 
 import pytest
 from transformers import TemperatureLogitsWarper
@@ -17,14 +17,14 @@ TOPOLOGIES = {
     "uneven": TreeTopology([-1, 0, 0, 1, 1, 1, 2, 3, 6]),
     "root": TreeTopology.chain(0),
 }
-ENDS = {  # nodes down to which trees are accepted, if they are there, round by round
+ENDS = {  # per round and sample: the node down to which the tree is accepted, if it was drafted
     4: [[1, 0, 2, 3], [2, 1, 0, 4], [0, 3, 1, 1]],
     1: [[2], [0], [1]],
 }
 
 
 def at_most(levels, **options):
-    """A plan for all samples with these levels, as far as there is room."""
+    """Returns a function that plans at most these levels per sample, within the allowed depth."""
 
     def plan(situation):
         found = [min(pair) for pair in zip(situation.max_depth, levels, strict=False)]
@@ -34,7 +34,7 @@ def at_most(levels, **options):
 
 
 def weighed(situation):
-    """Trust and expectations of their own for every sample and depth."""
+    """Plans with different trust and expectations for every sample and depth."""
     count = len(situation.max_depth)
     trust = [(0.6 + 0.2 * sample, 1.7, 0.9) for sample in range(count)]
     following = [(0.9 - 0.1 * sample, 0.7, 0.5) for sample in range(count)]
@@ -60,7 +60,7 @@ GREEDY = {"greedy": True}
 HOT, WARM = ({"processors": [TemperatureLogitsWarper(heat)]} for heat in (1.0, 0.5))
 TEMPERATURES = {"0": GREEDY, "0.5": WARM, "1": HOT}
 
-UNTOLD = {  # what a request asks for that no number tells
+UNTOLD = {  # options of a step that cannot be given as numbers
     "asked": {"decide": lambda view: [True] * len(view.paths)},
     "other processors": {"processors": [lambda ids, scores: scores * 2]},
     "random draws": {"law": IID(2)},
@@ -78,7 +78,7 @@ def trees(rounds, topology, plan, seed=0, **options):
 
 
 def check(fast, slow, topology, plan, rounds=3, near=1e-4, **options):
-    """Drafts and verifies a few rounds with both; the nodes that were drafted."""
+    """Drafts and commits a few rounds with both drafters; returns the number of drafted nodes."""
     count = 0
     for number in range(rounds):
         tree, found = trees(fast, topology, plan, 31 * number, **options)
@@ -96,7 +96,7 @@ def check(fast, slow, topology, plan, rounds=3, near=1e-4, **options):
 
 
 def check_no_drafts(rounds, **options):
-    """Weights that are no numbers draft nothing, and are warned of."""
+    """Checks that weights which are no numbers draft no tokens and cause a warning."""
     with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
         _, found = trees(rounds, BINARY, at_most(MANY), **options)
     assert [list(tokens) for tokens, _ in found] == [[0]] * 4

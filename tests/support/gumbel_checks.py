@@ -1,4 +1,4 @@
-"""What every implementation of the shared noise must give: the bits of the definition, and the same draws."""
+"""Checks for every implementation of the shared noise: the bits of the definition, and equal draws."""
 
 import torch
 
@@ -45,14 +45,14 @@ def _without_any(rows, vocabulary):
 
 
 def _equal(rows, vocabulary):
-    """Of several that are so high that the noise is lost in rounding, the first one wins."""
+    """Makes scores so high that rounding loses the noise; the first of several equal scores wins."""
     scores = torch.where(torch.rand(rows, vocabulary) < 4 / vocabulary, 2.0**100, -(2.0**100))
     scores[:, -1] = 2.0**100
     return scores
 
 
 def _close(rows, vocabulary):
-    """All tokens within rounding of one another: whoever leaves one out because of a bound leaves out the best."""
+    """Makes all tokens equal up to rounding: a bound that leaves one out leaves out the best."""
     return -gumbel_reference(*_keys(rows), vocabulary).float()
 
 

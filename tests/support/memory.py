@@ -1,4 +1,4 @@
-"""What a process takes of the machine's memory."""
+"""Memory use of a process."""
 
 import ctypes
 import gc
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def resident():
-    """Bytes of this process that lie in memory, after what can be given back was given back."""
+    """Returns the resident bytes of this process, after it freed all memory that it can."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

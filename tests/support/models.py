@@ -1,4 +1,4 @@
-"""Tiny random models, prompts for them, and what plain transformers says about both."""
+"""Tiny random models, prompts for them, and reference outputs of plain transformers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from arbordraft.trees.draft_tree import DraftTree
 
 VOCAB = 61
 EOS = 2
-PAYS = StepCosts(CostTable((1, 64), (1.0, 1.1)), CostTable((1, 64), (0.01, 0.01)))  # whatever is not quite wrong
+PAYS = StepCosts(CostTable((1, 64), (1.0, 1.1)), CostTable((1, 64), (0.01, 0.01)))  # any plausible draft pays
 PROMPTS = [[5, 9, 7, 5, 9], [11], [8, 3, 8, 3, 8, 3, 8, 20, 21, 22, 8, 3, 30]]
 
 _SMALL = {
@@ -58,7 +58,7 @@ ARCHITECTURES = {
     "mistral": _WINDOW,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
-    "gemma3": {  # its language model is one part of several
+    "gemma3": {  # the language model is one part of several
         "text_config": _GEMMA,
         "vision_config": {
             "hidden_size": 16,
@@ -128,13 +128,13 @@ ARCHITECTURES = {
 
 
 def tiny(architecture: str = "llama", seed: int = 0, sharpness: float = 1.0, **overrides: object) -> PreTrainedModel:
-    """A random model of an architecture; see :func:`arbordraft.testing.tiny_model`."""
+    """Returns a random model of an architecture; see :func:`arbordraft.testing.tiny_model`."""
     config = AutoConfig.for_model(architecture, **{**ARCHITECTURES[architecture], **overrides})
     return tiny_model(config, seed=seed, sharpness=sharpness)
 
 
 def fusable(architecture: str = "llama", **overrides: object) -> PreTrainedModel:
-    """A tiny model of sizes that the native kernels can fuse."""
+    """Returns a tiny model of sizes that the native kernels can fuse."""
     sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
     match architecture:
         case "gemma3":
@@ -150,7 +150,7 @@ def fusable(architecture: str = "llama", **overrides: object) -> PreTrainedModel
 
 
 def varied(architecture: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """A fusable model whose norms and biases differ from their initial values: leaving one out shows."""
+    """Returns a fusable model with random norms and biases, so that leaving one out shows."""
     model, generator = fusable(architecture, seed=seed, **overrides), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for vector in model.parameters():
@@ -161,12 +161,12 @@ def varied(architecture: str, seed: int = 0, **overrides: object) -> PreTrainedM
 
 @cache
 def ragged(architecture: str = "llama", seed: int = 0, sharpness: float = 1.0, **overrides: object) -> RaggedModel:
-    """A tiny model, wrapped once for all tests: they must leave it as it is."""
+    """Returns a wrapped tiny model that all tests share; they must not change it."""
     return RaggedModel(tiny(architecture, seed, sharpness, **overrides), kernels="torch")
 
 
 def next_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """``[V]`` logits after ``tokens``, by the model alone: no cache, no batch, no tree."""
+    """Returns ``[V]`` logits after ``tokens``, by the model alone: no cache, no batch, no tree."""
     with torch.no_grad():
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
 
@@ -174,7 +174,7 @@ def next_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 def generated(
     decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]] = PROMPTS, **options: object
 ) -> tuple[list[list[int]], SpeculativeOutput]:
-    """New tokens of a batch, and all that ``generate`` returns."""
+    """Returns the new tokens of a batch, and the whole output of ``generate``."""
     output = decoder.generate(**left_padded(prompts), return_dict_in_generate=True, **options)
     return new_tokens(output.sequences, prompts, output.stats.emitted), output
 
@@ -182,7 +182,7 @@ def generated(
 def decode(
     decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]] = PROMPTS, **options: object
 ) -> tuple[list[list[int]], DecodeStats]:
-    """New tokens and counts of a batch; by default of 12 greedy tokens that no stop token ends."""
+    """Returns new tokens and counts of a batch; by default of 12 greedy tokens that no stop token ends."""
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
     tokens, output = generated(decoder, prompts, **options)
     return tokens, output.stats
@@ -191,7 +191,7 @@ def decode(
 def check_greedy(
     decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]] = PROMPTS, count: int = 12
 ) -> DecodeStats:
-    """Checks greedy tokens against those that transformers gives; returns the counts."""
+    """Checks greedy tokens against those of transformers; returns the counts."""
     found, stats = decode(decoder, prompts, max_new_tokens=count)
     assert found == greedy_reference(decoder.target.model, prompts, max_new_tokens=count, eos_token_id=None)
     return stats
@@ -201,7 +201,7 @@ LETTERS = (ascii_letters + digits)[:VOCAB]
 
 
 def tiny_tokenizer(letters: str = LETTERS, **options: object) -> PreTrainedTokenizerFast:
-    """One letter or digit per token id."""
+    """Returns a tokenizer with one letter or digit per token id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     model = models.WordLevel({letter: token for token, letter in enumerate(letters)}, unk_token=letters[0])
@@ -212,7 +212,7 @@ def tiny_tokenizer(letters: str = LETTERS, **options: object) -> PreTrainedToken
 
 
 def tiny_checkpoint(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **overrides: object) -> Path:
-    """A model and a tokenizer on disk, as ``from_pretrained`` reads them; by default one letter per token."""
+    """Saves a model and a tokenizer for ``from_pretrained``; by default with one letter per token."""
     tiny(**{"max_position_embeddings": 2048, **overrides}).save_pretrained(folder)
     (tokenizer or tiny_tokenizer(eos_token=LETTERS[EOS])).save_pretrained(folder)
     return folder
@@ -249,7 +249,7 @@ class Asked(Decider):
 
 
 class Planned(Decider):
-    """Plans by a function."""
+    """Plans with a function."""
 
     can_plan = True
 
@@ -272,7 +272,7 @@ def context(
     seed: int = 0,
     **options: object,
 ) -> DraftContext:
-    """What a decoder tells its grower in a step."""
+    """Returns the context of a step, as a decoder gives it to its grower."""
     pipeline = LogitsPipeline(processors, len(tokens))
     generators = [Noise.source(seed + sample) for sample in range(len(tokens))]
     noise: Noise | GumbelNoise | None = None if greedy else Noise.draw(generators, topology.num_nodes)
@@ -299,11 +299,11 @@ def grown(
     decide: Decider | Callable[[StepView], Sequence[bool]] | None = None,
     plan: Callable[[Situation], Plan] | None = None,
 ) -> DraftTree:
-    """The trees of a step.
+    """Returns the trees of a step.
 
     Args:
-        decide: a decider; a plain function is asked before every level.
-        plan: in place of the decider.
+        decide: a decider, or a function to ask before every level.
+        plan: a function that plans, in place of the decider.
     """
     decider = FixedDepth() if decide is None else decide if isinstance(decide, Decider) else Asked(decide)
     if plan is not None:
@@ -316,7 +316,7 @@ def grown(
 def joined(
     drafter: Drafter, prompts: Sequence[Sequence[int]], cache: RaggedKVCache | None = None, handles: Sequence[int] = ()
 ) -> object:
-    """A drafter's state of a batch whose prompts the target has read."""
+    """Returns a drafter's state of a batch whose prompts the target has read."""
     cache = RaggedKVCache() if cache is None else cache
     handles = handles or [cache.open(len(prompt)) for prompt in prompts]
     state = drafter.open(cache)

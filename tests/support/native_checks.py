@@ -1,4 +1,4 @@
-"""What every build of the native kernels must do. Run as a script, it checks the build that ARBORDRAFT_ISA asks for."""
+"""Checks for every build of the native kernels. Run as a script, checks the build that ARBORDRAFT_ISA asks for."""
 
 import hashlib
 import itertools
@@ -41,7 +41,7 @@ from arbordraft.trees.topology import ancestor_words
 from support.gumbel_checks import DRAWS, check_draws, check_noise
 from support.ragged_case import Case
 
-# What is multiplied, and the bits of the weights; Q4_1 is as a file has them.
+# Type of the inputs, and format of the weights; Q4_1 is a format of GGUF files.
 KINDS = {
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, None),
@@ -83,21 +83,21 @@ def turn_kernels_off(monkeypatch):
 
 
 def groups_in(weight, weights):
-    """What is kept of a matrix in groups."""
+    """Quantises a matrix in groups, in the format that ``weights`` names."""
     kept = quantize_groups(weight, 8 if weights == "int8" else 4)
     return Groups(kept.codes, *(part.half() for part in kept.wide())) if weights == "Q4_1" else kept
 
 
 def packed(weight, weights):
-    """A matrix as the kernels read it."""
+    """Packs a matrix as the kernels read it."""
     return groups_in(weight, weights).prepack() if weights in IN_GROUPS else pack(weight, weights)
 
 
 def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=0):
-    """Arguments of a prepacked linear, its value in float64 and a bound of the kernel's error.
+    """Returns arguments and options of a prepacked linear, its value in float64 and a bound on the kernel's error.
 
-    Every product is exact or rounded once, and so is every sum; the result is rounded to its type. Of weights in groups
-    the products of bytes are exact, and what is rounded is some products and sums for each group of inputs.
+    Every product and every sum is exact or rounded once; the result is rounded to its type. With weights in groups,
+    products of bytes are exact, and only some products and sums per group of inputs are rounded.
     """
     generator = torch.Generator().manual_seed(seed)
     dtype, weights = KINDS[kind]
@@ -137,13 +137,13 @@ def check_linear(*args, **kwargs):
     assert found.shape == exact.shape
     excess = (found.double() - exact).abs() - error
     assert (excess <= 0).all(), f"{excess.max()} above the bound for {args} {kwargs}"
-    # The reference rounds as often, so it keeps the same bound: what is compared with it is compared with the truth.
+    # The reference rounds as often and keeps the same bound, so that other tests may compare with it.
     reference = prepacked_linear_reference(*arguments, options["outputs"], options["activation"])
     assert ((reference.double() - exact).abs() <= error).all()
 
 
 def attention_error(case, exact, dtype, **options):
-    """How far the kernel may be off: scores and sums are float32, weights and results have the type of the values."""
+    """Returns the kernel's error bound: scores and sums are float32, weights and results have the values' type."""
     loud = ragged_tree_attention_reference(
         case.query.double(), case.keys.double(), case.values.double().abs(), case.batch, scale=0.3, **options
     )
@@ -161,25 +161,28 @@ def check_attention(case, **options):
 
 
 def layers_of(kind):
-    """A simple layer, one that has everything, and one that has it all the other way."""
+    """Returns a simple layer, a layer with all options, and a layer with the alternatives of these options."""
     return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(("base", "all", "other"))]
 
 
 def mixtures_of(kind):
-    """Layers with experts, in the first one all of them for every row."""
+    """Returns layers with experts; in the first layer, every row takes all experts."""
     parts = ("experts for all", *CHOICES)
     return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(parts)]
 
 
 def check_mixtures(kind):
-    """Where rounding may decide whom a row takes, no bound holds: then rows take all."""
+    """Checks layers with experts.
+
+    If rounding may decide which experts a row takes, no bound holds. Then only the layer that takes all is checked.
+    """
     dtype = KINDS[kind][0]
     exact = dtype == torch.float32 and kind not in GROUPED
     check_layers(mixtures_of(kind)[: None if exact else 1], dtype)
 
 
 def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
-    """A decoder layer in which everything matters; options switch parts on and off."""
+    """Returns a decoder layer in which every part affects the output; options switch parts on and off."""
     generator = torch.Generator().manual_seed(seed)
     shape = {"hidden": 64, "heads": 4, "kv_heads": 2, "dim": 16, "inner": 96}
     parts = {"norms": "pre", "head_norms": "", "bias": False, "sinks": False, "activation": "silu"}
@@ -233,7 +236,7 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
     )
 
 
-BESIDE = 48  # channels that stand beside the hidden states, where something does
+BESIDE = 48  # channels beside the hidden states, if a layer has any
 PARTS = {
     "base": {},
     "head norms": {"head_norms": "each"},
@@ -284,22 +287,22 @@ PARTS = {
         "activation": "gelu",
     },
 }
-CHOICES = ("experts", "shared experts")  # parts of which rows take some
+CHOICES = ("experts", "shared experts")  # parts whose rows take only some experts
 LONGEST = 400
 
 
 class Stack:
-    """Decoder layers between random embeddings and whoever reads their hidden states.
+    """Decoder layers on random embeddings, which return hidden states.
 
     Args:
-        layers: their weights.
-        dtype: of hidden states, keys and values.
-        rotary: rotated channels, all of them by default.
-        rotary_dtype: of their cosines and sines, by default the same.
+        layers: weights of the layers.
+        dtype: type of hidden states, keys and values.
+        rotary: number of rotated channels, all by default.
+        rotary_dtype: type of the cosines and sines, by default ``dtype``.
     """
 
     def __init__(self, layers, dtype=torch.float32, rotary=None, rotary_dtype=None):
-        # With seed 1 a row of 8 bits lies so close between two steps that processors differ.
+        # With seed 1, a value of an 8-bit row lies so close to the middle of two steps that processors differ.
         generator = torch.Generator().manual_seed(2)
         self.layers, self.native = layers, LayerRun(layers)
         hidden = 16 * layers[0].out.weight.shape[0]
@@ -314,7 +317,7 @@ class Stack:
         return self.native(hidden, self.pools(cache), self.rotation(batch), batch, (), self.beside(tokens))[0][0]
 
     def reference(self, tokens, batch, pools):
-        """In float64, on float64 pools."""
+        """Runs the reference in float64, on float64 pools."""
         hidden, beside = self.embeddings[tokens][None].double(), self.beside(tokens)
         beside = None if beside is None else beside.double()
         return decoder_layers_reference(hidden, self.layers, pools, self.rotation(batch), batch, (), beside)[0][0]
@@ -331,7 +334,7 @@ class Stack:
         ]
 
     def text(self, texts, chunks=None):
-        """``[T, H]`` of whole texts, in one batch; ``chunks`` says how many tokens of each to run at a time."""
+        """Returns ``[T, H]`` of whole texts, in one batch; ``chunks`` says how many tokens of each to run at once."""
         cache = RaggedKVCache()
         samples = [cache.open(len(text)) for text in texts]
         found = [[] for _ in texts]
@@ -348,7 +351,7 @@ class Stack:
         return [torch.cat(rows) for rows in found]
 
     def trees(self, texts, topologies, tokens):
-        """``[N, H]`` of every node of one tree per text, drafted behind it."""
+        """Returns ``[N, H]`` of every node of one tree per text, drafted after the text."""
         cache = RaggedKVCache()
         samples = [cache.open(len(text) + tree.num_nodes) for text, tree in zip(texts, topologies, strict=True)]
         flat = torch.tensor([token for text in texts for token in text])
@@ -361,18 +364,18 @@ class Stack:
 
 
 def check_layers(layers, dtype=torch.float32, truth=None, **rotation):
-    """Trees, and then prompts behind a past: what is returned and what is written to the pools.
+    """Checks results and pools of trees, and then of prompts that continue a text.
 
     Args:
-        layers: what the kernel runs.
-        dtype: of the hidden states.
-        truth: what the reference runs, by default the same.
+        layers: layers that the kernel runs.
+        dtype: type of the hidden states.
+        truth: layers that the reference runs, by default ``layers``.
         rotation: see :class:`Stack`.
     """
     stack = Stack(layers, dtype, **rotation)
     stack.layers = truth or layers
     # In bfloat16 about ten numbers per layer are rounded on the way to its output, each by up to 2^-8.
-    # Weights in groups bring rows to 8 bits, where the last bit of a float may decide about a whole step.
+    # With weights in groups, rows become 8 bits, where the last bit of a float may decide a whole step.
     grouped = layers[0].qkv.weight.dtype == torch.uint8
     bound = 2e-2 if dtype == torch.bfloat16 else 3e-3 if grouped else 2e-6
     cache = RaggedKVCache()
@@ -393,7 +396,7 @@ def check_layers(layers, dtype=torch.float32, truth=None, **rotation):
         used = {start + key for start, past in zip(batch.starts, batch.past, strict=True) for key in range(past)}
         free = [row for row in range(cache._rows) if row not in used]
         for pool in cache._pools():
-            pool[free] = float("nan")  # nobody may read what nobody wrote
+            pool[free] = float("nan")  # rows that were never written must not be read
         wide = [(keys.double(), values.double()) for keys, values in stack.pools(cache)]
         tokens = torch.arange(3, 3 + sum(batch.rows))
         expected, found = stack.reference(tokens, batch, wide), stack.run(tokens, batch, cache)
@@ -411,13 +414,13 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def differing(run, count, choices):
-    """How many of the choices of rows change the bits of some row."""
+    """Returns how many choices of rows change the bits of some row."""
     together = run(list(range(count)))
     return sum(not torch.equal(run(choice), together[choice]) for choice in choices)
 
 
 def choices_of_rows(count, number, seed=0):
-    """Single rows, every number of rows, shuffles and repetitions."""
+    """Yields single rows, shuffled choices of every size, and choices with repetitions."""
     chance = random.Random(seed)
     yield from ([row] for row in chance.sample(range(count), min(count, 4)))
     yield from (chance.sample(range(count), size) for size in range(1, count + 1))
@@ -426,13 +429,13 @@ def choices_of_rows(count, number, seed=0):
 
 
 def linear_rows(kind, outputs, inputs, activation=None, count=40):
-    """A function of row indices, for :func:`differing`."""
+    """Returns a function of row indices, for :func:`differing`."""
     (x, *weights), options, _, _ = linear_case(kind, outputs, inputs, count, activation=activation)
     return lambda rows: prepacked_linear(x[rows], *weights, **options)
 
 
 def check_tree_rows(case, samples=None, **options):
-    """Every node has the bits of plain decoding along its path, and of chunked prefill."""
+    """Checks that every node has the bits of plain decoding along its path, and of chunked prefill."""
     together = case.run(ragged_tree_attention, use_native=True, **options)
     for sample in samples or range(len(case.samples)):
         tree = case.samples[sample][1]
@@ -445,7 +448,7 @@ def check_tree_rows(case, samples=None, **options):
 
 
 def check_stack_rows(stack, seed=0, lengths=(270, 1, 37)):
-    """Texts at once, in chunks, in batches and as paths of trees: always the same bits."""
+    """Checks that texts at once, in chunks, in batches and as paths of trees have the same bits."""
     chance = random.Random(seed)
     texts = [[chance.randrange(50) for _ in range(length)] for length in lengths]
     together = stack.text(texts)
@@ -500,14 +503,14 @@ def check_norm(dtype):
             x = ((torch.randn(2, 7, size, generator=generator) + 3) * factor).to(dtype)
             exact = apply_norm_reference(x.double(), norm, 1e-5)
             found = apply_norm(x, norm, 1e-5)
-            loud = weight.abs() * 10 + offset.abs() if centred else 0  # what cancels where the mean is taken off
+            loud = weight.abs() * 10 + offset.abs() if centred else 0  # terms that cancel when the mean is subtracted
             error = HALF_STEP[dtype] * exact.abs() + 2.0**-21 * (exact.abs() + loud)
             assert ((found.double() - exact).abs() <= error).all()
             assert all(torch.equal(apply_norm(x[:, [row]], norm, 1e-5), found[:, [row]]) for row in range(7))
 
 
 def bits_of_groups():
-    """What stands for every bit of products with weights in groups: equal on all instruction sets."""
+    """Returns a digest of products with weights in groups, which is equal on all instruction sets."""
     digest = hashlib.sha256()
     for kind in GROUPED:
         for outputs, inputs in ((33, 19), (80, 64), (160, 200)):
@@ -518,7 +521,7 @@ def bits_of_groups():
 
 
 def check_build():
-    """All of the above in short, for the build that is loaded."""
+    """Runs all checks above in short, for the loaded build."""
     trees = [(260, TreeTopology.k_ary(3, 4)), (6, TreeTopology.chain(3)), (0, TreeTopology.k_ary(2, 2))]
     for dtype in (torch.float32, torch.bfloat16):
         check_row_max(dtype)

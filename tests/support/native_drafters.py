@@ -1,4 +1,4 @@
-"""Drafters of every kind on tiny weights, as the native kernels or torch's modules run them."""
+"""Drafters of every kind with tiny weights, run by the native kernels or torch's modules."""
 
 import copy
 from functools import cache
@@ -14,14 +14,14 @@ from support.models import VOCAB, tiny
 
 
 def new_head(kind, vocab_size=VOCAB, trimmed=None, target_hidden_size=32):
-    """An untrained head over three hidden states (Medusa's: the last) of a target of two layers.
+    """Returns an untrained head over three hidden states (Medusa's: the last) of a target of two layers.
 
     Args:
         kind: ``eagle``, ``block``, ``masked block`` (P-EAGLE's form), ``dflash`` (no Markov term, and the target's own
             output matrix), ``dspark`` with a term, ``gated dspark``, ``recurrent dspark``, or ``medusa``.
-        vocab_size: the target's.
+        vocab_size: vocabulary size of the target.
         trimmed: size of the draft vocabulary, if that is smaller.
-        target_hidden_size: the target's.
+        target_hidden_size: hidden size of the target.
     """
     known = {"vocab_size": vocab_size, "target_hidden_size": target_hidden_size}
     known["draft_vocab_size"] = trimmed or vocab_size
@@ -45,7 +45,7 @@ def new_head(kind, vocab_size=VOCAB, trimmed=None, target_hidden_size=32):
 
 @cache
 def weights(kind):
-    """A target and a network that drafts for it, with large weights, so that every token and position matters."""
+    """Returns a target and a draft network with weights so large that every token and position matters."""
     torch.manual_seed(7)
     target = tiny(head_dim=16, max_position_embeddings=2048)
     if kind == "model":
@@ -74,7 +74,7 @@ DRAFTERS |= dict.fromkeys(("dflash", "dspark", "gated dspark", "recurrent dspark
 
 
 def built(kind, kernels="native", dtype=torch.float32, change=None, bits=None):
-    """A target and its drafter, on copies of the weights; of a model as a drafter with fewer bits."""
+    """Returns a target and its drafter on copies of the weights; ``bits`` quantises a draft model."""
     model, network = (copy.deepcopy(part).to(dtype) for part in weights(kind))
     if change is not None:
         change(network)

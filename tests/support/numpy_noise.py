@@ -1,4 +1,4 @@
-"""The same noise in numpy, for programs that are not written in torch.
+"""The shared noise in numpy, for programs that are not written in torch.
 
 Shapes: R rows, V vocabulary.
 """
@@ -12,11 +12,11 @@ from arbordraft.kernels.gumbel.reference import counters_for, gumbel_of, words_o
 
 
 def gumbel(seeds: Sequence[int], positions: Sequence[int], vocabulary: int) -> npt.NDArray[np.float64]:
-    """``[R, V]`` noise; see :func:`arbordraft.kernels.gumbel.gumbel`, whose bits these are.
+    """Returns ``[R, V]`` noise with the bits of :func:`arbordraft.kernels.gumbel.gumbel`.
 
     Args:
-        seeds: R of them, 0 to 2**64 - 1.
-        positions: R of them, 0 to 2**32 - 1.
+        seeds: R seeds, 0 to 2**64 - 1.
+        positions: R positions, 0 to 2**32 - 1.
         vocabulary: V.
 
     Examples:

@@ -1,4 +1,4 @@
-"""What the tests of exported graphs share: one export of each kind, made when it is first asked for."""
+"""Exported graphs that tests share: one export of each kind, made at its first use."""
 
 import fcntl
 import pickle
@@ -18,12 +18,12 @@ def origin() -> plans.Origin:
 
 
 def small() -> RaggedModel:
-    """The draft model of two layers."""
+    """Returns the draft model of two layers."""
     return RaggedModel(trained("model").network, kernels="torch")
 
 
 def decider() -> LearnedDecider:
-    """Random, and sure of nothing."""
+    """Returns a decider with random weights, which is unsure of every decision."""
     import torch
 
     with torch.random.fork_rng():
@@ -49,10 +49,10 @@ PLANS: dict[str, Callable[[], list[plans.GraphSpec]]] = {
 
 
 class Graphs:
-    """Exports by name and options, which nobody changes.
+    """Exports by name and options; tests must not change them.
 
     Args:
-        root: where they go; processes that name the same folder share them, and the first that needs one makes it.
+        root: folder of the exports; processes with the same root share them, and the first that needs one makes it.
     """
 
     def __init__(self, root: Path) -> None:

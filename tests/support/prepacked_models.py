@@ -20,7 +20,7 @@ ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def logits(target, layers=None, tokens=None):
-    """Of trees of three samples behind ragged prompts."""
+    """Returns logits of the trees of three samples, after ragged prompts."""
     generator = torch.Generator().manual_seed(0)
     if tokens is None:
         tokens = torch.randint(3, VOCAB, (sum(tree.num_nodes for tree in TREES),), generator=generator)
@@ -40,8 +40,9 @@ def faithful(model, *, fused=None, row_invariant=None, **options):
     """Wraps a model for the native kernels and checks that it computes as its own modules do.
 
     Args:
-        fused: how many layers the kernels take over, if that matters; likewise ``row_invariant``.
-        options: of RaggedModel.
+        fused: expected number of layers that the kernels take over; by default any.
+        row_invariant: expected ``row_invariant``; by default any.
+        options: options of RaggedModel.
     """
     target = ad.RaggedModel(model, **{"kernels": "native", **options})
     assert fused is None or target.prepacking.fused == fused
@@ -66,7 +67,7 @@ def decoders(target):
 
 
 def disagreements(target):
-    """Decoders and batches whose greedy output is not that of plain decoding, one prompt at a time."""
+    """Yields decoders and batches whose greedy output differs from plain decoding of single prompts."""
     expected = [decode(builders.plain(target), [prompt], max_new_tokens=50)[0][0] for prompt in PROMPTS]
     for name, decoder in decoders(target).items():
         for batch in ([0, 1, 2], [0], [2], [2, 0]):

@@ -1,8 +1,8 @@
-"""A pretended GPU: tensors that say ``cuda:0`` and compute on the CPU, and count what crosses between the two.
+"""A pretended GPU: its tensors say ``cuda:0`` but compute on the CPU; crossings between the two are counted.
 
-Where tensors of the host and of the device meet it raises, as a GPU does. What a GPU would have to wait for counts as a
-crossing: uploads and downloads, numbers that the host asks for, indices that it makes, shapes that depend on data. Each
-is noted with the line of ours that caused it.
+An operator that mixes tensors of the host and the device raises, as on a GPU. Operations that make a host wait for a
+GPU count as crossings. These are uploads, downloads, numbers that the host reads, indices from the host, and shapes
+that depend on data. Each crossing is counted by the line of our code that caused it.
 """
 
 import sys
@@ -27,7 +27,7 @@ MEMORY = 2**22
 
 
 class OnDevice(Tensor):
-    """A tensor of the device; ``host`` is the one that computes."""
+    """A tensor of the device; ``host`` is the tensor that computes."""
 
     host: Tensor
 
@@ -65,7 +65,7 @@ class OnDevice(Tensor):
 
 
 class Counts:
-    """What has crossed since :meth:`clear`: by kind and line, and what the device ran: operators that are no views."""
+    """Crossings since :meth:`clear` by kind and line, and operators that the device ran, without views."""
 
     def __init__(self) -> None:
         self.crossings: Counter[tuple[str, str]] = Counter()
@@ -92,7 +92,7 @@ def _note(kind: str) -> None:
 
 
 def _line() -> str:
-    """The innermost line of ours."""
+    """Returns the innermost line of our code."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -127,29 +127,29 @@ def _computed(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if wanted is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     args, kwargs = _on_host((args, kwargs))
-    if operator.namespace == "arbordraft":  # on a CPU the others may be the C++ kernels, which take less
+    if operator.namespace == "arbordraft":  # other overloads may run C++ kernels on a CPU, which accept less
         operator = getattr(operator.overloadpacket, "portable", operator)
-    if operator is _ATEN.histc.default and not args[0].is_floating_point():  # which a CPU cannot
+    if operator is _ATEN.histc.default and not args[0].is_floating_point():  # a CPU has no histogram of integers
         found = operator(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
     else:
         found = operator(*args, **kwargs)
     returns = operator._schema.returns
     if returns and returns[0].alias_info is not None and returns[0].alias_info.is_write:
-        return first  # what was computed in place
+        return first  # the tensor that was changed in place
     if not to_device:
         return found
     return _changed(Tensor, lambda out: out if isinstance(out, OnDevice) else OnDevice(out), found)
 
 
 def _is_view(operator: Any) -> bool:
-    """Whether an operator looks at the numbers of a tensor, or allots memory, and so launches nothing."""
+    """Returns whether an operator launches no work: it views a tensor, or allocates memory."""
     returns = operator._schema.returns
     aliases = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
     return aliases or operator.overloadpacket.__name__ in ("empty", "new_empty", "empty_like", "_unsafe_view")
 
 
 def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
-    """Adds the tensors among arguments; for a hundred thousand operators pytree would take most of the time."""
+    """Collects the tensors of arguments; pytree would take most of the time for a hundred thousand operators."""
     if isinstance(values, Tensor):
         found.append(values)
     elif type(values) in (tuple, list):
@@ -158,13 +158,13 @@ def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
     elif type(values) is dict:
         for value in values.values():
             _tensors(value, found)
-    elif isinstance(values, tuple):  # one with names
+    elif isinstance(values, tuple):  # a named tuple
         found += [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return found
 
 
 def _changed(kind: type, change: Callable[[Any], Any], values: Any) -> Any:
-    """The values, with those of a kind changed."""
+    """Returns the values, with the values of a type changed."""
     if isinstance(values, kind):
         return change(values)
     if type(values) in (tuple, list):
@@ -179,7 +179,7 @@ def _on_host(values: Any) -> Any:
 
 
 class _Operators(TorchDispatchMode):
-    """Catches what is called with tensors of the host alone, such as factories."""
+    """Catches operators on tensors of the host alone, such as factories."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _computed(operator, args, kwargs or {})
@@ -190,7 +190,7 @@ def _names_device(value: Any) -> bool:
 
 
 class _Names(TorchFunctionMode):
-    """Takes calls that name the GPU, for which torch would look for a driver."""
+    """Catches calls that name the GPU, for which torch would look for a driver."""
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -221,7 +221,7 @@ class _Names(TorchFunctionMode):
 
 
 def _index(index: Any) -> Any:
-    """Lists of numbers as the tensors that torch makes of them."""
+    """Converts lists of numbers to tensors, as torch does."""
 
     def one(part: Any) -> Any:
         return torch.tensor(list(part), dtype=torch.int64) if isinstance(part, list | range) else part
@@ -230,7 +230,7 @@ def _index(index: Any) -> Any:
 
 
 def moved(module: nn.Module) -> Any:
-    """A module whose parameters and buffers lie on the device from now on."""
+    """Moves the parameters and buffers of a module to the device."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and not isinstance(parameter, OnDevice):
@@ -242,7 +242,7 @@ def moved(module: nn.Module) -> Any:
 
 
 class _Graph:
-    """Runs again what was recorded, into the buffers of the recording."""
+    """Runs a recorded function again, into the buffers of the recording."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self.run = run
@@ -255,9 +255,9 @@ class _Graph:
 
 @contextmanager
 def pretended_gpu() -> Iterator[Counts]:
-    """Lets torch see one GPU, on which all that names it computes; yields what is counted.
+    """Lets torch see one GPU, which computes all calls that name it; yields the counts.
 
-    A module that goes there is moved in place, as ever.
+    A module that moves there is moved in place, as usual.
     """
     from arbordraft.decoding.static import recording
     from arbordraft.kernels import choice

@@ -1,4 +1,4 @@
-"""Random packed rows for ragged tree attention, and the plainest thing that could be right."""
+"""Random packed rows for ragged tree attention, with the simplest possible reference."""
 
 import torch
 
@@ -8,7 +8,7 @@ from arbordraft.trees.topology import ancestor_words
 
 
 def poisoned_pool(lengths, heads, size, generator):
-    """A float64 pool with one random slab per length, and where they start; all rows around them are NaN."""
+    """Returns a float64 pool with one random slab per length, and their starts; all other rows are NaN."""
     guard = 3
     pool = torch.full((sum(lengths) + guard * (len(lengths) + 1), heads, size), float("nan"), dtype=torch.float64)
     starts = [guard * (index + 1) + sum(lengths[:index]) for index in range(len(lengths))]
@@ -23,9 +23,9 @@ class Case:
     Args:
         samples: committed tokens and topology of each sample.
         group: query heads per key head.
-        last: only the rows of the last so many levels are new; the levels above are in the pool already.
+        last: number of deepest levels whose rows are new; the levels above are in the pool already.
         causal: prompts rather than trees: every row sees all rows before it.
-        value_size: that of the values, if not of the keys.
+        value_size: channels of the values, by default those of the keys.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Case:
         return attention(self.query, self.keys, self.values, self.batch, scale=0.3, **options)
 
     def naive(self, window=None, softcap=None, sinks=None):
-        """One row, one head, one key at a time, in float64; what a row sees follows from the tree itself."""
+        """Computes one row and one head at a time in float64; the tree itself tells which keys a row sees."""
         query, keys, values = (x.double() for x in (self.query, self.keys, self.values))
         row, group = 0, query.shape[1] // keys.shape[1]
         out = query.new_zeros(*query.shape[:2], values.shape[2])
@@ -88,7 +88,7 @@ class Case:
         return out
 
     def subset(self, choice):
-        """The same with only some packed rows: ``choice`` lists samples and which of their rows, both in any order."""
+        """Returns a case with some rows, and their indices; ``choice`` lists samples and their rows in any order."""
         firsts = [sum(self.batch.rows[:sample]) for sample in range(len(self.samples))]
         rows = [firsts[sample] + row for sample, picked in choice for row in picked]
         other = object.__new__(Case)
@@ -105,9 +105,9 @@ class Case:
         return other, rows
 
     def path(self, sample, node, chunk=None):
-        """The rows on the path to a node as plain decoding meets them: committed one by one, or ``chunk`` at a time.
+        """Yields cases with the rows on the path to a node, committed one by one or ``chunk`` at a time as in decoding.
 
-        Yields cases whose last row is the path's; keys and values lie in a pool of their own.
+        Each case has a pool of its own, and comes with the indices of its rows.
         """
         past, tree = self.samples[sample]
         nodes = tree.path(node)

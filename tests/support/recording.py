@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs, which records on a CPU."""
+"""A stand-in for CUDA graphs that records on a CPU."""
 
 from contextlib import contextmanager, nullcontext
 from weakref import WeakSet
@@ -10,7 +10,7 @@ from arbordraft.decoding.static import recording
 
 
 class Record:
-    """A graph that does again, into the same buffers, what was done while it was recorded."""
+    """A graph that repeats the recorded work into the same buffers."""
 
     made = replays = 0
 
@@ -21,9 +21,9 @@ class Record:
 
 
 def record_on_cpu(monkeypatch, title="a step"):
-    """Lets steps be recorded where there is no GPU; returns the class that counts those of a title.
+    """Lets steps be recorded without a GPU; returns the class that counts recordings of a title.
 
-    As with CUDA, memory that graphs share is gone with the last of them, and then no other graph can have it.
+    As with CUDA, memory that graphs share is freed with the last of them. Then no other graph can use it.
     """
     Record.made = Record.replays = 0
     record = recording.record
@@ -57,7 +57,7 @@ def record_on_cpu(monkeypatch, title="a step"):
 
 
 def as_on_a_gpu(decoder):
-    """Gives a decoder what it has whose models lie on a GPU."""
+    """Gives a decoder the shared graph memory that decoders of a GPU have."""
     recorder = decoder.static.recorder
     reset = recorder.reset
     recorder.reset = lambda device: (reset(device), setattr(recorder, "memory", "shared"))

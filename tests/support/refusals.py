@@ -1,4 +1,4 @@
-"""One table of `(call, error, words)` per room: calls that cannot work, and the error that names the argument."""
+"""Tables of `(call, error, words)`, one per room: calls that cannot work, and the error that names the argument."""
 
 import re
 
@@ -6,13 +6,13 @@ import pytest
 
 
 def refusals(*rows):
-    """Parametrises a test by rows of a table; the words are their names."""
+    """Parametrises a test by the rows of a table, whose words become ids."""
     names = [re.sub(r"[^\w ,-]", "", words)[:60] for _, _, words in rows]
     return pytest.mark.parametrize(("call", "error", "words"), rows, ids=names)
 
 
 def check_refusal(call, error, words):
-    """The call raises an error of exactly this type; its message is one line that matches the words."""
+    """Checks that the call raises exactly this type of error, with a message of one line that matches the words."""
     with pytest.raises(error, match=words) as caught:
         call()
     assert caught.type is error

@@ -1,4 +1,4 @@
-"""The law of whole requests: what many samples of one prompt emit, against what a model of six tokens gives them."""
+"""The law of whole requests: many samples of one prompt against the exact law of a model of six tokens."""
 
 from collections import Counter
 from functools import cache
@@ -27,10 +27,10 @@ def small_decoder(law, verifier, topology, drafter=None):
 
 @cache
 def exact_law(allowed=None):
-    """Probability of every text of three tokens after the prompt, by the model alone.
+    """Returns the probability of every text of three tokens after the prompt, by the model alone.
 
     Args:
-        allowed: the tokens that may follow a text; by default all.
+        allowed: function that returns the tokens that may follow a text; by default all may.
     """
 
     def row(text):
@@ -47,13 +47,13 @@ def exact_law(allowed=None):
 
 
 def fit(decoder, samples=1500, allowed=None, **options):
-    """P-value of what many samples of one prompt emitted; texts too rare to count share one cell.
+    """Returns the p-value of texts that many samples of one prompt emit; texts too rare to count share one cell.
 
     Args:
-        decoder: of ``few_tokens(0)``.
-        samples: how many.
+        decoder: decoder of ``few_tokens(0)``.
+        samples: number of samples.
         allowed: see :func:`exact_law`.
-        options: of generate().
+        options: options of generate().
     """
     output = decoder.generate(
         torch.tensor([TEXT] * samples),
@@ -65,7 +65,7 @@ def fit(decoder, samples=1500, allowed=None, **options):
         return_dict_in_generate=True,
         **options,
     )
-    assert output.stats.accepted.total() > samples / 4  # drafting took part in it
+    assert output.stats.accepted.total() > samples / 4  # enough drafts were accepted
     assert min(output.stats.forwards) < LENGTH
     assert max(output.stats.forwards) > 1
     law = exact_law(allowed)

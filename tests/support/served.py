@@ -1,4 +1,4 @@
-"""A real server on a tiny model, for tests that are its clients."""
+"""A real server with a tiny model, for tests of its clients."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ POSITIONS = 512
 
 
 def tiny_decoder(**options: object) -> SpeculativeDecoder:
-    """One letter per token, and a drafter that is right now and then."""
+    """Returns a decoder with one letter per token, and a drafter that is sometimes right."""
     target = RaggedModel(tiny(max_position_embeddings=POSITIONS), chat_tokenizer(), kernels="torch", self_test=False)
     draft = ragged(seed=3, max_position_embeddings=POSITIONS)
     drafter = HybridDrafter(NGramDrafter(), LanguageModelDrafter(draft))
@@ -32,7 +32,7 @@ def tiny_decoder(**options: object) -> SpeculativeDecoder:
 
 
 def poisoned_decoder() -> SpeculativeDecoder:
-    """Its model gives NaN behind any "9", which is drafted only where the text has it."""
+    """Returns a decoder whose model gives NaN after any "9", which is drafted only if the text has it."""
     model, tokenizer = tiny(max_position_embeddings=POSITIONS), chat_tokenizer()
     with torch.no_grad():
         model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("9")] = float("nan")
@@ -43,7 +43,7 @@ def poisoned_decoder() -> SpeculativeDecoder:
 def answered_alone(
     decoder: SpeculativeDecoder, prompt: list[int], stop: str | Sequence[str] = (), **settings: object
 ) -> tuple[list[Answer], list[str]]:
-    """The answers of an engine that does nothing else and knows nothing of OpenAI, and their texts."""
+    """Returns the answers of an engine that serves no other request and no HTTP, and their texts."""
     request = Request(prompt=prompt, stop=stop, **{"temperature": 1.0, **settings})
     answers, texts = Engine(decoder, max_tokens=12_000).submit(request).result(), []
     for answer in answers:
@@ -54,13 +54,13 @@ def answered_alone(
 
 @dataclass
 class Served:
-    """A server that runs.
+    """A running server.
 
     Args:
-        engine: its engine.
-        server: uvicorn's.
-        url: where it is.
-        thread: where it runs.
+        engine: engine of the server.
+        server: uvicorn's server.
+        url: address of the server.
+        thread: thread of the server.
     """
 
     engine: Engine
@@ -72,13 +72,13 @@ class Served:
 
     @property
     def client(self) -> openai.OpenAI:
-        """OpenAI's client, which asks once only."""
+        """OpenAI's client, which never retries."""
         made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=30)
         self.clients.append(made)
         return made
 
     def stop(self) -> None:
-        """What SIGTERM does."""
+        """Stops the server as SIGTERM does."""
         self.server.should_exit = True
 
 
@@ -93,7 +93,7 @@ def serving(
     grace: float = 5.0,
     **options: object,
 ) -> Iterator[Served]:
-    """A server in a thread, at a port that was free; it ends with the block."""
+    """Runs a server in a thread, at a free port, until the block ends."""
     engine = Engine(decoder, max_samples=max_samples, max_tokens=max_tokens, max_rows=64, max_waiting=max_waiting)
     listener, ready = bound("127.0.0.1", 0), threading.Event()
     app = build_app(Service(engine, "tiny", default_tokens), **options)

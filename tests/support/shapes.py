@@ -1,11 +1,11 @@
-"""Random shapes of trees, and what is true of them by definition."""
+"""Random shapes of trees, and their properties by definition."""
 
 from hypothesis import strategies as st
 
 
 @st.composite
 def parent_lists(draw, most=140):
-    """Any valid tree: every node hangs below one of the previous level or of its own, in level order."""
+    """Draws any valid tree in level order: each node lies in the level of the node before it, or in the next."""
     parents, depths = [-1], [0]
     for node in range(1, draw(st.integers(1, most))):
         allowed = [p for p in range(node) if depths[p] in (depths[-1] - 1, depths[-1])]

@@ -1,4 +1,4 @@
-"""A tiny random model that can write any text: byte-level BPE, with which grammars need a tokenizer for."""
+"""A tiny random model that can write any text, with the byte-level BPE tokenizer that grammars need."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ SPEAKER_VOCAB = 400
 
 @cache
 def speller_tokenizer() -> PreTrainedTokenizerFast:
-    """256 bytes, special tokens with those ids that tiny models take for theirs, and merges of what JSON is made of."""
+    """Returns a tokenizer with all bytes, special tokens at the ids of tiny models, and merges learned from JSON."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     spelling = Tokenizer(models.BPE())
@@ -38,7 +38,7 @@ def speller_tokenizer() -> PreTrainedTokenizerFast:
 
 @cache
 def speller(seed: int = 0, sharpness: float = 3.0) -> RaggedModel:
-    """A model that writes with it."""
+    """Returns a model with this tokenizer."""
     tokenizer = speller_tokenizer()
     assert tokenizer.eos_token_id == EOS
     model = tiny(seed=seed, sharpness=sharpness, vocab_size=SPEAKER_VOCAB, max_position_embeddings=512)

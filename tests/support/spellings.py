@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that spell differently, and tokens of theirs that are often parts of characters."""
+"""Small tokenizers of every kind of spelling, and random tokens that are often parts of characters."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ def _fast(model: Any, decoder: Any, end: str, **options: object) -> PreTrainedTo
 
 
 def byte_tokens(unigram: bool = False, strip: bool = True) -> PreTrainedTokenizerFast:
-    """As Llama 2, or Gemma without ``strip``: tokens ``<0x00>`` to ``<0xFF>`` spell what the others cannot."""
+    """Returns a tokenizer like Llama 2's, or Gemma's without ``strip``: bytes spell characters without a token."""
     tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *_WORDS]
     if unigram:
         model = models.Unigram([(token, -1.0) for token in tokens], unk_id=0, byte_fallback=True)
@@ -32,7 +32,7 @@ def byte_tokens(unigram: bool = False, strip: bool = True) -> PreTrainedTokenize
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """As GPT-2: some tokens end in the middle of a character, begin there, or do both."""
+    """Returns a tokenizer like GPT-2's: some tokens begin or end in the middle of a character, or both."""
 
     def letters(text: str) -> str:
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
@@ -57,20 +57,20 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    """Drops the first blank, and would drop those before punctuation if it were let."""
+    """Returns a tokenizer that drops the first blank, and blanks before punctuation if cleaning up is on."""
     model = models.Unigram([(token, -1.0) for token in ("<unk>", *_WORDS)], unk_id=0)
     return _fast(model, decoders.Metaspace(), "</s>", clean_up_tokenization_spaces=True)
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
-    """As BERT: blanks stand between words, and no token has them."""
+    """Returns a tokenizer like BERT's: blanks stand between words, and no token has them."""
     tokens = ["[UNK]", "a", "##b", "##ing", "!", "n't", "\u65e5", "##\u672c"]
     ids = {token: number for number, token in enumerate(tokens)}
     return _fast(models.WordPiece(ids, unk_token="[UNK]"), decoders.WordPiece(), "[SEP]")
 
 
 class OnlyDecodes:
-    """UTF-8 bytes, without names that would tell which one a token is."""
+    """Decodes UTF-8 bytes; its tokens have no names."""
 
     def __len__(self) -> int:
         return 256
@@ -92,7 +92,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def ids_of(tokenizer: Any, data: bytes) -> list[int]:
-    """Bytes as single tokens; none if there are no such."""
+    """Returns the tokens of single bytes; bytes without such a token are left out."""
     if isinstance(tokenizer, OnlyDecodes):
         return list(data)
     names = tokenizer.get_vocab()
@@ -107,7 +107,7 @@ def ids_of(tokenizer: Any, data: bytes) -> list[int]:
 
 
 def drawn(tokenizer: Any, source: random.Random) -> list[int]:
-    """Some tokens: whole and broken characters, special tokens, and ids that stand for none."""
+    """Returns random tokens: whole and broken characters, special tokens, and ids without a token."""
     tokens: list[int] = []
     for _ in range(source.randint(1, 8)):
         data = source.choice(TEXTS).encode()

@@ -1,4 +1,4 @@
-"""A training that takes a second: a tiny target that chats, prompts for it, and settings for what learns from it."""
+"""A training that takes a second: a tiny chat target, prompts for it, and settings of the students."""
 
 import json
 import random
@@ -36,16 +36,16 @@ TRAINER = {
 
 
 def save_target(folder: Path, seed: int = 0, **overrides: object) -> Path:
-    """A model that is sure of what it says, with a tokenizer that knows a chat template."""
+    """Saves a model with sharp predictions, and a tokenizer with a chat template."""
     model = tiny(seed=seed, sharpness=4.0, **overrides)
-    model.model.norm.weight.data += 0.1 * seed  # a model is known by its norms
+    model.model.norm.weight.data += 0.1 * seed  # models are recognised by their norms
     model.save_pretrained(folder)
     chat_tokenizer(BRACKETS).save_pretrained(folder)
     return folder
 
 
 def save_prompts(path: Path, count: int = 12) -> Path:
-    """Users who say random words of different lengths."""
+    """Saves prompts of random words with different lengths."""
     source = random.Random(0)
     words = ["".join(source.choices(ascii_lowercase, k=6 + 7 * number % 20)) for number in range(count)]
     path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": word}]}) + "\n" for word in words))
@@ -53,14 +53,14 @@ def save_prompts(path: Path, count: int = 12) -> Path:
 
 
 def save_world(folder: Path) -> Path:
-    """A target and prompts; ``data(folder)`` generates the rest there when it is first used."""
+    """Saves a target and prompts; ``data(folder)`` generates the rest there at its first use."""
     save_target(folder / "target")
     save_prompts(folder / "prompts.jsonl")
     return folder
 
 
 def data(world: Path, **changes: Any) -> SelfDistillationDataModule:
-    """The target's answers to the prompts."""
+    """Returns a data module of the target's answers to the prompts."""
     settings = {
         "folder": str(world / "data"),
         "target": Target(str(world / "target"), dtype="float32", kernels="torch"),
@@ -73,7 +73,7 @@ def data(world: Path, **changes: Any) -> SelfDistillationDataModule:
 
 
 def module(noise: float = 0.0, **changes: Any) -> DrafterModule:
-    """A drafter that learns in two phases."""
+    """Returns a module whose drafter learns in two phases."""
     settings = {
         "phases": (Phase(0.5, 1, "kl"), Phase(1.0, 2, "lk_hybrid")),
         "warmup": 2,
@@ -86,7 +86,7 @@ def module(noise: float = 0.0, **changes: Any) -> DrafterModule:
 
 
 def save_config(path: Path, world: Path, **sections: Mapping[str, Any]) -> Path:
-    """The same as a configuration for the command line; sections are merged into it."""
+    """Saves this training as a configuration for the command line, with ``sections`` merged into it."""
     config: dict[str, Any] = {
         "seed_everything": 0,
         "trainer": {**TRAINER, "max_epochs": 2, "enable_checkpointing": True},
@@ -119,11 +119,11 @@ def save_config(path: Path, world: Path, **sections: Mapping[str, Any]) -> Path:
 
 
 class Killed(Exception):
-    """Stands for whatever ends a process."""
+    """Stands for any event that ends a process."""
 
 
 class Kill(Callback):
-    """Ends a training in front of its step number ``at``."""
+    """Ends a training before its step number ``at``."""
 
     def __init__(self, at):
         self.at = at
@@ -157,9 +157,9 @@ class Losses(Callback):
 
 
 def fit(world, folder, every=2, kill=None, noise=0.1, **settings):
-    """Trains, from the last checkpoint if there is one; returns the last checkpoint and what every batch was.
+    """Trains, from the last checkpoint if there is one; returns the last checkpoint, and all batches with their losses.
 
-    Checkpoints are written every so many steps, or with 0 at the end of every epoch.
+    Writes checkpoints after every ``every`` steps, or with 0 at the end of every epoch.
     """
     seed_everything(0, verbose=False)
     when = {"every_n_train_steps": every} if every else {"every_n_epochs": 1, "save_on_train_epoch_end": True}
@@ -179,7 +179,7 @@ def fit(world, folder, every=2, kill=None, noise=0.1, **settings):
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are the same to the last bit, but for times that were measured."""
+    """Returns whether two states are equal to the last bit, except for measured times."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -192,7 +192,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """What the files of a folder of shards hold."""
+    """Returns the contents of all files in a folder of shards."""
     found: dict[str, Any] = {"manifest": json.loads((folder / "manifest.json").read_text())}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

@@ -1,4 +1,4 @@
-"""Verification of all trees at once, from scores, against the walk that goes through one tree after the other."""
+"""Compares verification of all trees at once, from scores, with verification of one tree after the other."""
 
 import torch
 
@@ -13,7 +13,7 @@ from arbordraft.verifiers.packed import verify_packed
 
 
 class Repeated(ad.Fixed):
-    """The children of a drafter that proposes its best token twice."""
+    """Draws children as a drafter that proposes its best token twice."""
 
     def narrow(self, children):
         return Repeated(children)
@@ -41,11 +41,11 @@ THREE = [
 ]
 TWO = [ad.TreeTopology.k_ary(2, 3), ad.TreeTopology.from_k_config((2, 1, 1))]
 CROSSED = [ad.TreeTopology([-1, 0, 0, 2, 1, 2, 1, 5, 3, 4])]  # nodes of a level in another order than their parents
-LOST = [(), None, (3, 9, 12), (1, 6)]  # by sample nodes that are given up, with all that is below them
+LOST = [(), None, (3, 9, 12), (1, 6)]  # per sample: nodes that are given up with their descendants
 
 
 def drawn(topology, law, vocabulary, generator, sharp, lost=()):
-    """Tokens and draft rows of a tree drafted from random rows; ``lost`` nodes and what is below were given up."""
+    """Returns tokens and draft rows of a random tree; ``lost`` nodes and their descendants are given up."""
     tokens, rows = {0: 1}, {}
     for node in range(topology.num_nodes):
         children = topology.child_list[node]
@@ -63,13 +63,13 @@ def drawn(topology, law, vocabulary, generator, sharp, lost=()):
 
 
 def grown(topology, law, vocabulary, generator, sharp, lost):
-    """A batch of such trees: for every sample the nodes that it has lost, ``None`` if it takes no part."""
+    """Returns a batch of such trees; ``lost`` lists the lost nodes per sample, or ``None`` if it takes no part."""
     told = [(None, None) if own is None else drawn(topology, law, vocabulary, generator, sharp, own) for own in lost]
     return DraftTree.of(topology, law, *map(list, zip(*told, strict=True)))
 
 
 def ends_of(verdict):
-    """By sample the last accepted row and the token behind it, as the packed verifier says it."""
+    """Returns the last accepted row and the next token per sample, as the packed verifier does."""
     return {
         sample: (path[-1], token)
         for sample, (path, token) in enumerate(zip(verdict.paths, verdict.tokens, strict=True))
@@ -78,9 +78,9 @@ def ends_of(verdict):
 
 
 def check_verdicts(coupling, lifted, vocabulary, turns, path="auto", shapes=None):
-    """Verifies random batches of trees both ways, and sees paths of several lengths and both kinds of last token.
+    """Verifies random batches of trees both ways; checks that paths differ in length and last tokens in kind.
 
-    ``path`` says which kernels verify all trees at once.
+    ``path`` chooses the kernels that verify all trees at once.
     """
     law, rule = coupling
     verifier, shapes = (ad.Lifted if lifted else ad.TopDown)(rule), shapes or (THREE if law.k == 3 else TWO)
@@ -94,7 +94,7 @@ def check_verdicts(coupling, lifted, vocabulary, turns, path="auto", shapes=None
             for row in range(tree.rows):
                 draft = tree.drawn_from(row)
                 near = torch.randn(vocabulary, generator=generator) * sharp if draft is None else draft.log()
-                if draft is None:  # what was chosen without a row had better be right now and then
+                if draft is None:  # tokens chosen without a row must be accepted now and then
                     near[tree.token[tree.children[row]]] += 2 * sharp
                 scores.append(near + 0.5 * torch.randn(vocabulary, generator=generator))
             scores = torch.stack(scores)

@@ -1,4 +1,4 @@
-"""Everything that writes a file or a folder, by a name for the tests of disks and interrupts."""
+"""All writers of files and folders by name, for the tests of disks and interrupts."""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ WRITERS = FILES | FOLDERS
 
 
 def everything(root: Path) -> dict[str, bytes | None]:
-    """All that is below a folder, with the contents of files."""
+    """Returns all paths below a folder, with the contents of files."""
     return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
 
 

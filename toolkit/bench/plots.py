@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.verifiers import NodeRow, TreeRow
+from arbordraft.bench.verifiers.positions import difference
 from arbordraft.trees.drawing import COLOURS, GREY, new_figure, save_png
 from arbordraft.utils.files import read_text
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 MOST_LINES = 6  # of a panel; readers cannot tell more apart
 _PLAIN = "plain"
+_BEYOND = ", gain over recursive\nrejection of independent drafts"  # errors of gains are those of pairs
 _WIDTH = 28  # characters in a line of a name
 _KINDS: tuple[Any, ...] = (DecodeRow, NodeRow, TreeRow)
 
@@ -212,22 +214,39 @@ def _cause(setting: tuple[str, float], rows: list[DecodeRow]) -> Panel | None:
 
 
 def _tau(setting: tuple[str, float, str], rows: list[TreeRow]) -> Panel:
+    plain = {row.nodes: row for row in rows if row.law.startswith("IID(") and row.verifier == "TopDown(RRS)"}
+    gains = all(row.by_prompt and row.nodes in plain for row in rows)
+
+    def point(row: TreeRow) -> tuple[float, float, float]:
+        if gains:
+            return row.nodes, *difference(row.by_prompt, plain[row.nodes].by_prompt)
+        return row.nodes, row.tau, row.error
+
     lines = [
-        Line(f"{law}, {verifier}", sorted((row.nodes, row.tau, row.error) for row in group))
+        Line(f"{law}, {verifier}", sorted(map(point, group)))
         for (law, verifier), group in _by(rows, lambda row: (row.law, row.verifier))
     ]
     title = f"{setting[0]}, {_drawn(setting[1])}, {setting[2]} trees"
-    return _measured(title, "nodes, root included", "tokens per target forward", lines)
+    y = f"tokens per target forward{_BEYOND if gains else ''}"
+    return _measured(title, "nodes, root included", y, lines)
 
 
 def _acceptance(setting: tuple[str, float], rows: list[NodeRow]) -> Panel:
+    """Builds a panel of acceptance over children; of a law's splits into tops and tails it shows the best ones."""
+    plain = {row.k: row for row in rows if row.law.startswith("IID(") and row.rule == "RRS"}
+    gains = all(row.by_prompt and row.k in plain for row in rows)
+
+    def point(row: NodeRow) -> tuple[float, float, float]:
+        if gains:
+            return row.k, *difference(row.by_prompt, plain[row.k].by_prompt)
+        return row.k, row.acceptance, row.error
+
     lines = []
     for (law, rule), group in _by(rows, lambda row: (row.law.partition("(")[0], row.rule)):
         best = [max(same, key=lambda row: row.acceptance) for _, same in _by(group, lambda row: row.k)]
-        lines.append(Line(f"{law}, {rule}", [(row.k, row.acceptance, row.error) for row in best]))
-    return _measured(
-        f"{setting[0]}, {_drawn(setting[1])}", "children of one node", "chance that one is accepted", lines
-    )
+        lines.append(Line(f"{law}, {rule}", list(map(point, best))))
+    y = f"acceptance{_BEYOND if gains else ''}"
+    return _measured(f"{setting[0]}, {_drawn(setting[1])}", "children of one node", y, lines)
 
 
 def _measured(title: str, x: str, y: str, lines: list[Line]) -> Panel:

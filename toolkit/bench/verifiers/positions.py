@@ -4,6 +4,7 @@ Shapes: V vocabulary.
 """
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -100,6 +101,21 @@ def by_cluster(values: Sequence[tuple[int, float]]) -> list[float]:
     for cluster, value in values:
         clusters[cluster].append(value)
     return [sum(clusters[cluster]) / len(clusters[cluster]) for cluster in sorted(clusters)]
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean difference of two figures by prompt, and its standard error.
+
+    Figures of the same prompts have most of their errors in common, so this error is less than that of either.
+
+    Examples:
+        >>> mean, error = difference([0.5, 0.9], [0.4, 0.7])
+        >>> round(mean, 3), round(error, 3)
+        (0.15, 0.05)
+    """
+    gaps = [own - other for own, other in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+    return statistics.fmean(gaps), error
 
 
 def clustered(values: Sequence[tuple[int, float]]) -> tuple[float, float]:
