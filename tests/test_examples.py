@@ -23,8 +23,8 @@ COMPARE = ROOT / "examples" / "compare"
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs a script here as Python would run it: importing torch takes longer than most of what they do."""
-    monkeypatch.setenv("COLUMNS", "160")  # or tables would be cut off
+    """Runs a script in this process, as importing torch again takes longer than most scripts."""
+    monkeypatch.setenv("COLUMNS", "160")  # narrower tables would be cut off
 
     def run(script: str, *arguments: str) -> str:
         path = ROOT / "examples" / script
@@ -66,7 +66,7 @@ def test_example(run, example, arguments, expected):
     ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",
 )
 def test_example_in_short(monkeypatch, capsys, example, less, expected):
-    """With fewer samples, prompts or tokens than it says at its top."""
+    """Runs examples with fewer samples, prompts or tokens than they set at their top."""
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.syspath_prepend(ROOT / "examples")
     main = runpy.run_path(str(ROOT / "examples" / example))["main"]
@@ -77,7 +77,7 @@ def test_example_in_short(monkeypatch, capsys, example, less, expected):
 
 
 def test_training_from_nothing(tmp_path, monkeypatch):
-    """`arbordraft train demo`, small: generation, drafter, decider, gain; and again, where nothing is left to do."""
+    """Runs a small `arbordraft train demo`: generation, drafter, decider, gain. The second run has nothing to do."""
     from arbordraft.training import decider_module, demo
     from arbordraft.training.targets import Target
 
@@ -95,11 +95,11 @@ def test_training_from_nothing(tmp_path, monkeypatch):
     small = [f"--{name}={value}" for name, value in options.items()]
     short = {"DrafterModule": "--model.decoded_tokens=8", "DeciderModule": "--model.timed_tokens=8"}
     monkeypatch.setattr(decider_module, "_TIMED", 2)  # prompts
-    monkeypatch.setattr(demo, "free_disk", lambda folder: 10**12)  # room for hidden states, whatever else lies there
+    monkeypatch.setattr(demo, "free_disk", lambda folder: 10**12)  # enough room for hidden states
     monkeypatch.setattr(
         demo, "run", lambda module, arguments: fit(module, [*arguments, *small, short[module.__name__]])
     )
-    monkeypatch.setattr(Target, "load", cache(Target.load))  # of seconds each time, and the same
+    monkeypatch.setattr(Target, "load", cache(Target.load))  # takes seconds, always with the same result
     monkeypatch.setattr(demo, "Workload", lambda **given: workload(**given | {"prompts": ("Hi",), "new_tokens": 1}))
     for _ in range(2):
         shown = StringIO()
@@ -124,7 +124,7 @@ def test_every_example_is_tested():
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory):
-    """A Python without any library."""
+    """Creates a Python without any library."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     return str(folder / "bin" / "python")
@@ -148,7 +148,7 @@ def test_comparison_says_that_the_peer_is_missing(run, bare_python, script, opti
     assert shown.count("\n") == 1
 
 
-# Answers as vLLM would: the prompt's first token as often as was asked for; and it talks on standard output.
+# Answers like vLLM: repeats the prompt's first token as often as requested, and prints to standard output.
 FAKE_VLLM = """
 import os, types
 class SamplingParams:
@@ -171,7 +171,7 @@ class LLM:
 
 
 def stops(process: int) -> bool:
-    """Whether a signal stops a child within five seconds."""
+    """Returns whether a signal stops a child within five seconds."""
     for _ in range(500):
         _, status = os.waitpid(process, os.WUNTRACED | os.WNOHANG)
         if status:
@@ -207,7 +207,7 @@ def test_comparison_freezes_a_peer_between_requests(tmp_path, monkeypatch):
 
 
 def ways(module, tmp_path, *arguments):
-    """Names of the ways to run a peer, by groups of which the fastest is compared."""
+    """Returns the names of a peer's configurations, in groups of which the fastest is compared."""
     peer = importlib.import_module(module)
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", default=2)
@@ -229,12 +229,12 @@ def ways(module, tmp_path, *arguments):
     ],
     ids=["lookups", "others"],
 )
-def test_a_peer_is_run_in_every_way_that_it_has(monkeypatch, tmp_path, module, arguments, drafts):
+def test_a_peer_is_run_in_all_its_configurations(monkeypatch, tmp_path, module, arguments, drafts):
     monkeypatch.syspath_prepend(COMPARE)
     assert [[name for name, _ in group] for group in ways(module, tmp_path, *arguments)] == drafts
 
 
-def test_openvino_and_llama_draft_with_every_kind_they_have(monkeypatch, tmp_path):
+def test_openvino_and_llama_run_all_their_kinds_of_drafts(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(COMPARE)
     openvino = ways("openvino_cpu", tmp_path, "--batched", "256", "--eagle", "head", "--lengths", "4")
     assert [[way for _, way in group] for group in openvino] == [
@@ -249,7 +249,7 @@ def test_openvino_and_llama_draft_with_every_kind_they_have(monkeypatch, tmp_pat
     assert llama == [[["m", "plain"]], [["m", "simple:4:8"], ["m", "mod:6:8"]], [["m", "model:4"], ["m", "model:8"]]]
 
 
-def test_prompts_under_load_have_the_lengths_that_are_asked_for(monkeypatch):
+def test_prompts_under_load_have_the_requested_lengths(monkeypatch):
     monkeypatch.syspath_prepend(COMPARE)
     from passages import prompts
 

@@ -1,4 +1,4 @@
-"""Text in, text out, and decoders that derive what nobody said."""
+"""Text in, text out, and decoders that derive their coupling from drafter and topology."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ STRICT = "{{ raise_exception('roles must alternate') }}"
 
 
 def target(template: str | None = None, tokenizer: bool = True, **overrides: object) -> ad.RaggedModel:
-    """One letter per token; no token ends a text."""
+    """Builds a target with one letter per token; no token ends a text."""
     words = tiny_tokenizer(chat_template=template) if tokenizer else None
     model = tiny(**overrides)
     model.generation_config.eos_token_id = None
@@ -29,7 +29,7 @@ def decoder(template: str | None = None, **options: object) -> ad.SpeculativeDec
     return ad.SpeculativeDecoder(target(template, **options), ad.NGramDrafter())
 
 
-# What a decoder derives from its drafter
+# Couplings that a decoder derives from its drafter
 
 DRAFTERS = {
     "lookups": (lambda t: ad.NGramDrafter(), ad.Fixed),
@@ -85,7 +85,7 @@ def test_every_law_has_a_verifier(law, verifier):
     assert coupling.exactness == ("pathwise" if verifier is SharedMatching else "exact")
 
 
-def test_a_law_must_be_one():
+def test_a_law_must_be_a_draft_law():
     with pytest.raises(TypeError, match="law must be of type DraftLaw"):
         ad.Coupling.of(2)
 
@@ -106,14 +106,14 @@ def test_complete_is_generate_in_words():
     [(None, False, "uhia"), ("be", False, "sbeuhia"), (None, True, "hi")],
     ids=["template", "system prompt", "raw"],
 )
-def test_what_the_model_reads(system, raw, read):
+def test_the_model_reads_the_template_or_the_raw_text(system, raw, read):
     expected = decoder().complete(read, max_new_tokens=8)
     assert decoder(TEMPLATE).complete("hi", max_new_tokens=8, system=system, raw=raw) == expected
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "template"])
-def test_streams_say_the_same(temperature, template):
+def test_streams_give_the_same_text(temperature, template):
     made = decoder(template)
     settings = {"max_new_tokens": 30, "temperature": temperature, "seed": 5}
     stream = made.complete("hello", stream=True, **settings)
@@ -123,7 +123,7 @@ def test_streams_say_the_same(temperature, template):
     assert stream.stats.emitted == [30]
 
 
-def test_texts_of_a_list_are_those_of_each():
+def test_a_list_gives_the_texts_of_single_calls():
     made = decoder()
     alone = [made.complete(text, max_new_tokens=10, temperature=1, seed=seed) for seed, text in enumerate("abc", 3)]
     assert made.complete(list("abc"), max_new_tokens=10, temperature=1, seed=3) == alone
@@ -142,8 +142,8 @@ def test_answers_end_before_a_stop(streamed):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_stop_is_looked_for_in_the_answer_alone_as_it_comes(streamed, monkeypatch):
-    """Not in the prompt, and without transformers' table of all tokens, which grows with the stop."""
+def test_a_stop_is_searched_for_in_the_answer_alone_during_decoding(streamed, monkeypatch):
+    """The prompt is not searched, and transformers' table of all tokens, which grows with the stop, is not built."""
     monkeypatch.setattr("transformers.StopStringCriteria.__init__", lambda *_: pytest.fail("the table is made"))
     made = ad.SpeculativeDecoder(target(), ad.NoDrafter())
     steps = steps_of(made)
@@ -160,7 +160,7 @@ def test_a_stop_is_looked_for_in_the_answer_alone_as_it_comes(streamed, monkeypa
     assert ended("o" + whole[:1]) == (whole, 30)
 
 
-def test_sampling_settings_count():
+def test_sampling_settings_take_effect():
     made = decoder()
     greedy = made.complete("hello", max_new_tokens=20)
     assert made.complete("hello", max_new_tokens=20, temperature=3, top_k=1, seed=0) == greedy
@@ -198,8 +198,8 @@ def test_sampling_settings_count():
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 @pytest.mark.parametrize("streamed", [False, True])
-def test_bad_requests(options, error, match, streamed):
-    """Also a stream says so at once, not when it is read."""
+def test_bad_requests_are_refused(options, error, match, streamed):
+    """A stream also raises the error at the call, not when it is read."""
     if streamed and isinstance(options.get("text"), list):
         error, match = ValueError, "one text at a time"
     with pytest.raises(error, match=match):
@@ -207,7 +207,7 @@ def test_bad_requests(options, error, match, streamed):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_without_a_tokenizer(streamed):
+def test_text_needs_a_tokenizer(streamed):
     with pytest.raises(ValueError, match=r"text needs a tokenizer: load the model with arbordraft\.load"):
         decoder(tokenizer=False).complete("hello", stream=streamed)
 
@@ -246,7 +246,7 @@ def test_chat_reads_the_whole_conversation():
     ],
     ids=["text", "dict", "texts", "no content", "content of parts", "none", "no template", "template refuses"],
 )
-def test_bad_messages(messages, template, error, match):
+def test_bad_messages_are_refused(messages, template, error, match):
     with pytest.raises(error, match=match):
         decoder(template).chat(messages)
 
@@ -282,7 +282,7 @@ def test_a_dropped_stream_stops_decoding():
     assert not [thread for thread in threading.enumerate() if thread.name == "arbordraft-text"]
 
 
-def test_a_stream_that_nobody_reads_decodes_nothing():
+def test_an_unread_stream_decodes_nothing():
     made = decoder()
     steps = steps_of(made)
     made.complete("hello", max_new_tokens=20, stream=True).close()
@@ -306,7 +306,7 @@ def test_two_streams_at_once():
 
 
 class Bytes:
-    """A tokenizer of UTF-8 bytes."""
+    """Tokenizer of UTF-8 bytes."""
 
     def decode(self, tokens, **_):
         return bytes(tokens).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Which part may import which: the layers of CONTRIBUTING.md, checked on the sources."""
+"""Imports follow the layers of CONTRIBUTING.md, checked on the sources."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ import arbordraft
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# From the bottom up; a folder may be imported by itself and by every folder to its right or below.
+# From the bottom up: each folder may import itself and the folders listed before it.
 LAYERS = """
 kernels
 utils
@@ -27,7 +27,7 @@ bench training exports serving
 cli
 """
 ORDER = LAYERS.split()
-ALONE = {"drafters"}  # packages whose modules import none of each other but what they share
+ALONE = {"drafters"}  # packages whose modules import no siblings except those in SHARED
 SHARED = {
     "base",
     "block",
@@ -45,7 +45,7 @@ KERNEL_LIBRARIES = {"torch", "triton", "numpy"}
 
 
 def imported_names(source: str) -> Iterator[str]:
-    """Every imported module, wherever the statement stands; `from a import b` counts as `a.b`."""
+    """Yields every imported module, from statements at any place; `from a import b` counts as `a.b`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -55,7 +55,7 @@ def imported_names(source: str) -> Iterator[str]:
 
 
 def violations(root: Path) -> list[str]:
-    """Every import below `root` that points in a forbidden direction, as `file: reason`, and a circle of files."""
+    """Returns forbidden imports below `root` as `file: reason`, and a circle of files if there is one."""
     sources = {
         path: path.read_text() for folder in (*PLACES, "examples") for path in sorted((root / folder).rglob("*.py"))
     }
@@ -78,7 +78,7 @@ def violations(root: Path) -> list[str]:
 
 
 def dotted(path: Path) -> str:
-    """The name that a file is imported by."""
+    """Returns the name by which a file is imported."""
     parts = [part for part in path.with_suffix("").parts if part != "__init__"]
     return ".".join(["arbordraft", *PLACES.get(parts[0], parts[:1]), *parts[1:]])
 
@@ -97,7 +97,7 @@ def objection(path: Path, name: list[str]) -> str | None:
     here = [*PLACES[folder], *path.with_suffix("").parts[1:]]
     unit = name[1] if len(name) > 1 else ""
     if here == ["__init__"] or (here[0] in ("training", "exports", "cli") and unit not in ORDER):
-        return None  # these use the public names
+        return None  # public names may be used here
     if here[0] not in ORDER:
         return f"{here[0]} has no place in LAYERS"
     if unit not in ORDER:
@@ -170,7 +170,7 @@ def test_allowed_imports_pass(tmp_path):
 def test_import_stays_light():
     """Decoding imports torch, not libraries of training, tracking, export or the command line.
 
-    It runs in the checkout, whose `kernels/` transformers must not take for the package that it probes for.
+    It runs in the checkout: transformers probes for a package `kernels`, and must not take our folder for it.
     """
     script = """
 import sys, torch
@@ -219,7 +219,7 @@ def test_public_names_are_those_that_type_checkers_see():
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_answers_about_commands_import_no_model_library(arguments, status):
-    """Help, usage errors and a quick look take fractions of a second, as torch and transformers are not imported."""
+    """Help, usage errors and `doctor --quick` take fractions of a second, without torch and transformers."""
     script = """
 import sys
 from arbordraft.cli.main import main

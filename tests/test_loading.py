@@ -1,4 +1,4 @@
-"""Loading by name: models, drafters, kernels, costs; what is wrong is named at once."""
+"""Loading of models, drafters, kernels and costs by name; errors name their cause at once."""
 
 import logging
 import threading
@@ -36,9 +36,9 @@ FREE = {"costs": None, "kernels": "torch"}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A cache folder of its own, with the kernels that are built already."""
+    """Sets a new cache folder; the kernels are loaded from the old one."""
     native.load()
-    for name in ("known_costs", "cost_aware"):  # what is measured here goes into a folder of its own
+    for name in ("known_costs", "cost_aware"):  # undoes `_quoted`: measurements go into the new folder
         monkeypatch.setattr(loading, name, getattr(measuring, name))
     monkeypatch.setenv("ARBORDRAFT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -50,7 +50,7 @@ def folder(tmp_path):
 
 
 def publish(folder: Path, model: torch.nn.Module, acceptance: float = 0.5, **changes: object) -> Path:
-    """A drafter on disk that says which model it was trained for."""
+    """Saves a drafter that names the model it was trained for."""
     config = MedusaConfig(
         vocab_size=VOCAB,
         target_hidden_size=32,
@@ -82,7 +82,7 @@ def test_every_way_to_name_a_model(folder):
     again = type(model).from_pretrained(folder).eval()
     assert text(ad.load(str(folder), **settings)) == expected
     assert text(ad.load(model, tokenizer=tiny_tokenizer(), **FREE)) == expected
-    assert text(ad.load(again, **FREE)) == expected  # its tokenizer lies in the folder that it came from
+    assert text(ad.load(again, **FREE)) == expected  # the tokenizer is in the model's folder
     assert text(ad.load(named.target, costs=None)) == expected
 
 
@@ -154,7 +154,7 @@ def test_a_gguf_file(tmp_path):
     ids=str,
 )
 @pytest.mark.usefixtures("no_hub")
-def test_bad_models_and_options(folder, model, options, error, match):
+def test_bad_models_and_options_are_refused(folder, model, options, error, match):
     made = {"folder": lambda: folder, "model": tiny, "target": lambda: ad.RaggedModel(tiny(), kernels="torch")}
     named = made[model]() if isinstance(model, str) and model in made else model
     with pytest.raises(error, match=match):
@@ -215,12 +215,12 @@ def test_every_way_to_name_a_drafter(folder, tmp_path, drafter, kind, costs):
     ids=str,
 )
 @pytest.mark.usefixtures("no_hub")
-def test_bad_drafters(drafter, error, match):
+def test_bad_drafters_are_refused(drafter, error, match):
     with pytest.raises(error, match=match):
         ad.load(tiny(), drafter, **FREE)
 
 
-def test_a_drafter_for_another_target(tmp_path):
+def test_a_drafter_for_another_target_is_refused(tmp_path):
     head = publish(tmp_path / "head", tiny(num_hidden_layers=3))
     with pytest.raises(ValueError, match="trained for another target"):
         ad.load(tiny(), head, **FREE)
@@ -256,7 +256,7 @@ def test_auto_does_not_look_into_the_current_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Counts measurements, each of which finds another price."""
+    """Records simulated measurements of the target; each gives another price."""
     done: list[CostTable] = []
 
     def measure(target, rows, enough, **_):
@@ -277,7 +277,7 @@ def test_costs_are_measured_once(timed):
         return ad.load(*arguments, kernels="torch", **options).decider.costs.target
 
     known_costs(target(), ad.NGramDrafter(longest=8, shortest=1))
-    assert table(tiny()) == table(tiny(seed=1)) == timed[0]  # the weights do not count
+    assert table(tiny()) == table(tiny(seed=1)) == timed[0]  # weights do not matter
     assert len(timed) == 1
     assert table(tiny(), costs="renew") == timed[1]
     assert table(tiny()) == timed[1]
@@ -292,18 +292,18 @@ def test_costs_are_measured_once(timed):
     assert len(timed) == 2
 
 
-# When they are measured
+# Times of measurements
 
 
 @pytest.fixture
 def soon(monkeypatch):
-    """Measurements that pay behind 20 tokens, or before 100 at once."""
+    """Makes measurements worthwhile after 20 tokens, or before 100 at once."""
     monkeypatch.setattr(cost_aware, "_WORTH", 20)
     monkeypatch.setattr(cost_aware, "_LARGE", 100)
 
 
 def answers(decoder, count=12, prompts=1):
-    """A text that begins again and again; all samples get the same."""
+    """Continues a text that repeats itself, the same for all samples."""
     ids = torch.tensor([[5, 6, 7] * 5] * prompts)
     return decoder.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0).tolist()
 
@@ -314,7 +314,7 @@ def test_costs_are_rough_until_measuring_pays(timed, soon):
     plain = answers(ad.load(decoder.target, "none"))
     for _ in range(2):
         assert answers(decoder) == plain
-        assert (decoder.decider.costs, timed) == (rough, []), "a short answer was not worth it"
+        assert (decoder.decider.costs, timed) == (rough, []), "a short answer is not worth a measurement"
     for _ in range(2):
         assert answers(decoder) == plain
         assert decoder.decider.costs.target == timed[0]
@@ -328,7 +328,7 @@ def test_costs_are_measured_before_a_large_batch(timed, soon):
     assert decoder.decider.costs.target == timed[0]
 
 
-def test_costs_are_measured_at_once_where_texts_depend_on_them(timed):
+def test_costs_are_measured_at_once_if_texts_depend_on_them(timed):
     drafter, coupling = drafters(target())["model"], ad.Coupling(ad.IID(1), ad.TopDown(ad.RecursiveRejection()))
     decoder = ad.load(tiny(), drafter, kernels="torch", topology=ad.TreeTopology.chain(3), coupling=coupling)
     assert decoder.decider.costs.target == timed[0]
@@ -357,7 +357,7 @@ def test_an_engine_that_is_stepped_measures_before_it_runs(timed, soon):
     assert decoder.decider.costs.target == timed[0]
 
 
-def test_a_measurement_makes_way_for_whoever_waits(timed):
+def test_a_measurement_yields_to_waiting_requests(timed):
     decoder = ad.load(tiny(), "ngram", kernels="torch")
     rough = decoder.decider.costs
     decoder.decider.expect(10**6, hurry=lambda: True)
@@ -367,7 +367,7 @@ def test_a_measurement_makes_way_for_whoever_waits(timed):
     assert decoder.decider.costs.target == timed[0]
 
 
-def test_a_measurement_that_fails_stops_no_answer(monkeypatch, soon):
+def test_a_failed_measurement_stops_no_answer(monkeypatch, soon):
     def fail(*_, **__):
         raise RuntimeError("out of memory")
 
@@ -376,13 +376,13 @@ def test_a_measurement_that_fails_stops_no_answer(monkeypatch, soon):
     rough = decoder.decider.costs
     with pytest.warns(UserWarning, match="could not be measured, rough costs stay: out of memory"):
         found = answers(decoder, prompts=12)
-    assert answers(decoder, prompts=12) == found, "it is not tried again"
+    assert answers(decoder, prompts=12) == found, "a failed measurement is not repeated"
     assert decoder.decider.costs == rough
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["no time", "time"])
-def test_what_there_is_no_time_for_is_estimated(monkeypatch, seconds):
-    """Measured or not, all parts of a step cost something, and torch's generator is left alone."""
+def test_costs_without_time_to_measure_are_estimated(monkeypatch, seconds):
+    """Measured or not, all parts of a step have a cost, and torch's generator is not changed."""
     monkeypatch.setattr(measuring, "_SECONDS", dict.fromkeys(measuring._SECONDS, seconds))
     of = target()
     drafter, state = drafters(of)["model"], torch.get_rng_state()
@@ -390,14 +390,14 @@ def test_what_there_is_no_time_for_is_estimated(monkeypatch, seconds):
     assert torch.equal(torch.get_rng_state(), state)
     assert costs.target.rows == ((1,) if not seconds else measuring._KEPT_ROWS)
     assert costs.draft.rows == ((1,) if not seconds else (1, 4, 16, 64))
-    if not seconds:  # as many forwards as by weights
+    if not seconds:  # the same numbers of forwards as estimated from the weights
         forward, rough = costs.target(1), measuring.rough_costs(of, drafter)
         expected = [forward * part for part in (rough.draft(1), rough.rest, rough.start, rough.lookup)]
         assert [costs.draft(1), costs.rest, costs.start, costs.lookup] == pytest.approx(expected)
-    assert known_costs(of, drafter) == costs, "it was not kept"
+    assert known_costs(of, drafter) == costs, "the costs were not kept"
 
 
-def test_what_is_measured_is_announced(timed, stepped, monkeypatch, capsys):
+def test_measurements_are_announced(timed, stepped, monkeypatch, capsys):
     monkeypatch.setattr(measuring, "PATIENCE", 0.0)
     of, logger = target(), logging.getLogger("arbordraft")
     known_costs(of, drafters(of)["model"])
@@ -410,7 +410,7 @@ def test_what_is_measured_is_announced(timed, stepped, monkeypatch, capsys):
     ]
     ad.load(of, drafters(of)["copied layer"]).decider.expect(10**6, hurry=lambda: False)
     assert len(stepped) == 2
-    assert capsys.readouterr() == ("", ""), "nobody waited for it"
+    assert capsys.readouterr() == ("", ""), "no caller waited for this measurement"
     monkeypatch.setattr(logger, "level", logging.ERROR)
     known_costs(of, drafters(of)["model"], renew=True)
     assert capsys.readouterr() == ("", "")
@@ -421,7 +421,7 @@ def test_what_is_measured_is_announced(timed, stepped, monkeypatch, capsys):
 
 @pytest.fixture
 def stepped(timed, monkeypatch):
-    """Counts measurements of steps, each of which finds another price."""
+    """Records simulated measurements of steps; each gives another price."""
     done: list[StepCosts] = []
 
     def measure(target, drafter, texts, rows, enough, **_):
@@ -447,25 +447,25 @@ def test_steps_are_measured_once_per_kind_of_drafter(timed, stepped):
     found = {name: known_costs(of, drafter) for name, drafter in drafters(of).items()}
     assert [costs.draft for costs in found.values()] == [costs.draft for costs in stepped]
     assert len({cost_file(of, drafter) for drafter in drafters(of).values()} | {cost_file(of)}) == len(found) + 1
-    again = target(seed=4)  # neither weights nor the process count
+    again = target(seed=4)  # neither weights nor the process matter
     assert {name: known_costs(again, drafter) for name, drafter in drafters(again).items()} == found
     assert (len(timed), len(stepped)) == (1, len(found))
     assert all(costs.target == timed[0] for costs in found.values())
 
 
-def test_steps_are_measured_anew_when_asked_to(timed, stepped):
+def test_steps_are_measured_again_on_request(timed, stepped):
     of = target()
     drafter = ad.EarlyExitDrafter(of, 1)
     first, second = known_costs(of, drafter), known_costs(of, drafter, renew=True)
     assert first != second == known_costs(of, drafter)
     assert (second.target, second.draft) == (timed[1], stepped[1].draft)
-    assert known_costs(of, ad.LanguageModelDrafter(of)).target == timed[1]  # which all drafters share
+    assert known_costs(of, ad.LanguageModelDrafter(of)).target == timed[1]  # all drafters share the target's costs
     known_rows(of, renew=True)
     assert known_costs(of, drafter).target == timed[2]
     assert ad.load(of, drafter, costs="renew").decider.costs.draft == stepped[3].draft
 
 
-def test_lookups_have_no_levels_that_could_be_measured(timed, monkeypatch):
+def test_lookups_have_no_cost_per_level(timed, monkeypatch):
     now, propose = [0.0], ad.NGramDrafter.propose
 
     def read() -> float:
@@ -476,7 +476,7 @@ def test_lookups_have_no_levels_that_could_be_measured(timed, monkeypatch):
         now[0] += 0.01 * (level.depth == 0)
         return propose(self, state, level)
 
-    monkeypatch.setattr(time, "perf_counter", read)  # a busy machine would add more than lookups take
+    monkeypatch.setattr(time, "perf_counter", read)  # a busy machine would add more time than lookups take
     monkeypatch.setattr(ad.NGramDrafter, "propose", looked)
     costs = known_costs(target(), ad.NGramDrafter())
     assert costs.target == timed[0]
@@ -499,7 +499,7 @@ def test_damaged_steps_are_measured_again(timed, stepped, content):
 
 
 @pytest.mark.parametrize("drafter", ["early-exit:1", "model"])
-def test_what_is_measured_is_whole(drafter):
+def test_measured_costs_are_complete(drafter):
     of = target()
     made = ad.EarlyExitDrafter(of, 1) if drafter == "early-exit:1" else drafters(of)[drafter]
     costs = known_costs(of, made, renew=True)
@@ -517,13 +517,13 @@ def test_what_is_measured_is_whole(drafter):
     ],
     ids=["shapes", "dtype", "architecture", "kernels"],
 )
-def test_costs_of_another_kind_are_others(kernels, other):
+def test_costs_of_another_kind_of_model_have_their_own_file(kernels, other):
     assert cost_file(other()) != cost_file(target())
 
 
-def test_costs_of_other_threads_are_others():
+def test_costs_of_another_number_of_threads_have_their_own_file():
     before = cost_file(target())
-    torch.set_num_threads(2)  # the fixture of all tests puts it back
+    torch.set_num_threads(2)  # `_reproducible` restores it
     assert cost_file(target()) != before
 
 
@@ -541,14 +541,14 @@ def test_damaged_costs_are_measured_again(timed, content):
     assert len(timed) == 1
 
 
-def test_costs_that_cannot_be_kept(timed, cache):
+def test_costs_that_cannot_be_kept_are_measured_every_time(timed, cache):
     cache.write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="step costs are measured in every process: .*is a file, not a folder"):
         assert known_rows(target()) == timed[0]
 
 
 def test_one_slow_spell_does_not_spoil_a_table(monkeypatch):
-    """Time only ever gets lost: what a larger number of rows took bounds what a smaller one takes."""
+    """Disturbances only add time, so the time of more rows bounds that of fewer rows."""
     clock = iter([0.0, 9.0, 0.0, 1.0, 0.0, 2.0])
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(clock))
     assert measuring.measure_rows(target(), (1, 2, 4), context=4, repeats=1).seconds == (1.0, 1.0, 2.0)
@@ -572,7 +572,7 @@ def test_a_copy_must_fit_into_memory(kernels, monkeypatch, free, backend):
     assert target.backend == backend
 
 
-def test_what_was_chosen_is_said_once(kernels, caplog):
+def test_the_chosen_kernels_are_logged_once(kernels, caplog):
     with caplog.at_level("INFO", logger="arbordraft"):
         target = ad.RaggedModel(tiny(head_dim=16, intermediate_size=64))
     (line,) = [record.getMessage() for record in caplog.records]
@@ -591,7 +591,7 @@ def test_what_was_chosen_is_said_once(kernels, caplog):
     ],
     ids=str,
 )
-def test_what_chosen_says(kernels, options, said):
+def test_chosen_names_kernels_and_weights(kernels, options, said):
     assert said in ad.RaggedModel(tiny(), **options).chosen
 
 
@@ -611,11 +611,11 @@ def test_a_container_bounds_memory(tmp_path, monkeypatch):
     assert machine.available_memory() > 5000
 
 
-# Weights that are not kept
+# Original weights that are not kept in memory
 
 
 def in_a_file(tensor: torch.Tensor) -> bool:
-    """Whether its memory is that of a file that has no name any more."""
+    """Returns whether the tensor's memory is that of a deleted file."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, _, last = line.split()[0].partition("-")
         if int(first, 16) <= tensor.data_ptr() < int(last, 16):
@@ -625,7 +625,7 @@ def in_a_file(tensor: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_originals_wait_in_a_file(kernels, cache, dtype, tied):
+def test_originals_are_kept_in_a_file(kernels, cache, dtype, tied):
     kept = ad.RaggedModel(tiny(tie_word_embeddings=tied).to(dtype))
     freed = ad.RaggedModel(tiny(tie_word_embeddings=tied).to(dtype), keep_weights=False)
     model = freed.model
@@ -641,7 +641,7 @@ def test_originals_wait_in_a_file(kernels, cache, dtype, tied):
 
 
 def test_changed_originals_are_packed_again(kernels):
-    """What LoRA's merge does."""
+    """LoRA's merge changes weights in this way."""
     freed = ad.RaggedModel(tiny(), keep_weights=False)
     with torch.no_grad():
         for layer in freed.model.model.layers:
@@ -661,7 +661,7 @@ def test_changed_originals_are_packed_again(kernels):
     ],
     ids=["shared", "inference mode"],
 )
-def test_originals_that_cannot_be_freed(kernels, spoil, match):
+def test_originals_that_cannot_be_freed_are_refused(kernels, spoil, match):
     if spoil is None:
         with torch.inference_mode():
             model = tiny()
@@ -671,7 +671,7 @@ def test_originals_that_cannot_be_freed(kernels, spoil, match):
         ad.RaggedModel(model, keep_weights=False)
 
 
-def test_no_room_for_the_originals(kernels, cache):
+def test_originals_need_a_cache_folder(kernels, cache):
     cache.write_text("a file where the folder should be")
     with pytest.raises(OSError, match=r"is a file, not a folder; .*name another path"):
         ad.RaggedModel(tiny(), keep_weights=False)

@@ -46,7 +46,7 @@ def python(*arguments: str, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy: a build leaves files behind, and stale ones would end up in the next wheel."""
+    """Builds the wheel from a copy: a build leaves files behind, and stale ones would end up in the next wheel."""
     source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for folder in SETUPTOOLS["package-dir"].values():
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -77,12 +77,12 @@ def test_wheel_contents(wheel):
 
 
 def test_installed_modules_import(wheel, tmp_path):
-    """Every module comes from the wheel, even where an editable checkout is installed as well."""
+    """Every module comes from the wheel, even if an editable checkout is installed as well."""
     target = tmp_path / "site"
     python("-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=tmp_path)
     packages = [name for name in SETUPTOOLS["packages"] if name.count(".") <= 1]
     script = f"import sys; sys.path.insert(0, {str(target)!r}); PACKAGES = {packages}" + WALK
-    # -I: neither PYTHONPATH nor the working folder may lend a module to the wheel.
+    # -I keeps modules of PYTHONPATH and the working folder out.
     found, failed = json.loads(python("-I", "-c", script, cwd=tmp_path).splitlines()[-1])
     outside = {name: file for name, file in found.items() if file and not Path(file).is_relative_to(target)}
     assert outside == {}

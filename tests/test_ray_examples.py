@@ -27,27 +27,27 @@ from arbordraft.training.fit import data_of
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples"
-SHARE = 0.2  # of a processor, for every process: Ray's books, not what they use
-PATIENCE = 600  # seconds: what starts on a machine with much else to do may take minutes
+SHARE = 0.2  # processors per process in Ray's accounting, not their actual use
+PATIENCE = 600  # seconds; on a busy machine, a start may take minutes
 HELLO = [{"role": "user", "content": "hello there"}]
 LONG = {"max_tokens": 1900, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model that can chat, takes seconds for a long answer, and has the shapes of row-invariant kernels."""
+    """Saves a chat model that takes seconds for a long answer and has the shapes of row-invariant kernels."""
     folder = tmp_path_factory.mktemp("tiny-model")
     return str(tiny_checkpoint(folder, chat_tokenizer(), head_dim=16, num_hidden_layers=24))
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Ray on this machine; its address."""
+    """Starts Ray on this machine and yields its address."""
     with pytest.MonkeyPatch.context() as patch:
-        for check in ("READY", "HEALTH"):  # or a proxy that starts slowly is replaced by one that starts as slowly
+        for check in ("READY", "HEALTH"):  # otherwise a slow proxy is replaced by another slow one
             patch.setenv(f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S", str(PATIENCE))
-        patch.setenv("RAY_worker_niceness", "0")  # or workers wait for all the tests beside them
-        patch.setenv("PYTHONPATH", str(HERE))  # of the workers
+        patch.setenv("RAY_worker_niceness", "0")  # otherwise workers wait for all parallel tests
+        patch.setenv("PYTHONPATH", str(HERE))  # for the workers
         context = ray.init(num_cpus=2, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False)
         yield context.address_info["gcs_address"]
         serve.shutdown()
@@ -64,7 +64,7 @@ def run_example(monkeypatch, capfd):
     return run
 
 
-# Training comes first: its workers ask for a processor each.
+# Training comes first: each of its workers requests a processor.
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def world(tmp_path_factory):
     return save_world(tmp_path_factory.mktemp("world"))
 
 
-def test_two_actors_write_what_one_process_writes(cluster, world, tmp_path, run_example):
+def test_two_actors_write_the_data_of_one_process(cluster, world, tmp_path, run_example):
     config = save_config(tmp_path / "config.yaml", world, data={"folder": str(tmp_path / "shared")})
     shown = run_example("ray_generate.py", "--actors", 2, "--config", config)
     assert "3 shards are in" in shown
@@ -82,7 +82,7 @@ def test_two_actors_write_what_one_process_writes(cluster, world, tmp_path, run_
 
 
 def test_workers_train_and_go_on_after_a_failure(cluster, world, tmp_path, run_example):
-    """The result is that of one process with the batches of both, and nothing of the failure remains."""
+    """The result is that of one process with the batches of both workers; the failure leaves no trace."""
     lost = {"class_path": "support.tiny_training.FailOnce", "init_args": {"mark": str(tmp_path / "mark")}}
     config = save_config(tmp_path / "config.yaml", world, trainer={"callbacks": [lost]})
     own = ["--workers", 2, "--retries", 1, "--storage", tmp_path / "ray"]
@@ -112,7 +112,7 @@ def until(true):
 
 
 def replicas(app):
-    """Names of the actors that answer, once all are there."""
+    """Returns the names of the actors that answer, once all are running."""
     found = serve.status().applications.get(app)
     if found is None or found.status != "RUNNING":
         return set()
@@ -121,7 +121,7 @@ def replicas(app):
 
 
 def client_of(url, *, key="secret", max_retries=0, timeout=PATIENCE, http_client=None):
-    """OpenAI's client, which keeps its connection open as long as its stream is read."""
+    """Returns an OpenAI client, which keeps its connection open while its stream is read."""
     return openai.OpenAI(
         base_url=f"{url}/v1", api_key=key, max_retries=max_retries, timeout=timeout, http_client=http_client
     )
@@ -138,7 +138,7 @@ def chat(url, *, key="secret", max_retries=0, timeout=PATIENCE, http_client=None
 
 @pytest.fixture(scope="module")
 def served(cluster, folder, tmp_path_factory):
-    """Two replicas, started as users do: where they are, and the process that ends with them."""
+    """Starts two replicas as users do; yields their address and the process that ends with them."""
     port, log = free_port(), tmp_path_factory.mktemp("log") / "log"
     options = {"model": folder, "drafter": "ngram", "name": "tiny", "max-samples": 4, "max-tokens": 8000, "port": port}
     options |= {"min-replicas": 2, "max-replicas": 2, "cpus-per-replica": SHARE, "max-waiting": 8, "grace": PATIENCE}
@@ -159,7 +159,7 @@ def served(cluster, folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(served, folder):
-    """Another application beside it, whose only replica can be broken: where it is, and Ray's handle."""
+    """Starts another application, whose only replica can be broken; yields its address and Ray's handle."""
     example = runpy.run_path(str(EXAMPLES / "serve_ray.py"), run_name="serve_ray")
 
     class Fragile(example["Replica"]):
@@ -190,7 +190,7 @@ def test_errors_keep_their_shape(single):
 
 
 @pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "whole"])
-def test_a_client_that_leaves_is_not_answered_any_more(single, streaming):
+def test_requests_of_a_client_that_leaves_are_cancelled(single, streaming):
     def cancelled():
         counted = httpx.get(f"{single[0]}/metrics", timeout=PATIENCE).text.splitlines()
         lines = [line for line in counted if 'requests_total{outcome="cancelled"}' in line]
@@ -218,19 +218,19 @@ def test_a_replica_whose_engine_only_fails_is_replaced(single):
     assert chat(url, max_tokens=2, max_retries=5).choices
 
 
-def test_a_key_is_asked_for(served):
+def test_a_wrong_key_is_refused(served):
     with pytest.raises(openai.AuthenticationError):
         chat(served[0], key="wrong")
     assert chat(served[0], max_tokens=2).choices
 
 
-def test_a_crowd_is_answered_or_told_to_come_again(served):
+def test_a_crowd_is_answered_or_told_to_retry(served):
     statuses = []
     counting = httpx.Client(
         event_hooks={"response": [lambda reply: statuses.append(reply.status_code)]}, timeout=PATIENCE
     )
     client = client_of(served[0], max_retries=20, http_client=counting)
-    together = Barrier(40)  # or the first are answered before the last has asked
+    together = Barrier(40)  # otherwise the first answers end before the last request
 
     def ask(number):
         together.wait(PATIENCE)
@@ -243,7 +243,7 @@ def test_a_crowd_is_answered_or_told_to_come_again(served):
 
 @pytest.mark.usefixtures("kernels")
 def test_no_request_is_lost_with_a_replica(served):
-    """Whoever asks again gets the same answer; OpenAI's client does so by itself, but for streams that have begun."""
+    """Retries give the same answer; OpenAI's client retries by itself, except for streams that have begun."""
     url, _ = served
     statuses, broken = [], []
     client = httpx.Client(
@@ -275,7 +275,7 @@ def test_no_request_is_lost_with_a_replica(served):
         assert until(lambda: any(answer.done() for answer in answers))
         ray.kill(ray.get_actor(min(before), namespace="serve"))
         assert [answer.result(PATIENCE) for answer in answers] == expected
-    assert broken or max(statuses) >= 500, "nobody noticed"
+    assert broken or max(statuses) >= 500, "no request failed"
     assert until(lambda: len(replicas("arbordraft")) == 2 and replicas("arbordraft") != before)
 
 

@@ -1,4 +1,4 @@
-"""Damaged, incomplete and foreign checkpoints: refused by name, before anything is decoded or trained with them."""
+"""Damaged, incomplete and foreign checkpoints: refused by name before any decoding or training."""
 
 import json
 import pickle
@@ -35,7 +35,7 @@ Harm = Callable[[Path], Any]
 
 
 def tensors(edit: Callable[[dict[str, Tensor]], Any]) -> Harm:
-    """Writes the weights again, edited."""
+    """Returns a function that edits the stored weights."""
 
     def harm(folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
@@ -54,7 +54,7 @@ def put(name: str, value: Tensor) -> Harm:
 
 
 def fill(name: str, value: float) -> Harm:
-    """One element of a tensor."""
+    """Returns a function that fills one element of a tensor."""
     return tensors(lambda weights: weights[name].view(-1)[:1].fill_(value))
 
 
@@ -63,7 +63,7 @@ def cast(name: str, dtype: torch.dtype) -> Harm:
 
 
 def config(**changes: Any) -> Harm:
-    """Other settings; ``...`` removes one."""
+    """Returns a function that changes settings; ``...`` removes one."""
 
     def harm(folder: Path) -> None:
         found = json.loads((folder / "config.json").read_text()) | changes
@@ -73,7 +73,7 @@ def config(**changes: Any) -> Harm:
 
 
 def content(file: str, change: Callable[[bytes], bytes] | bytes) -> Harm:
-    """Other bytes in a file."""
+    """Returns a function that changes the bytes of a file."""
 
     def harm(folder: Path) -> None:
         path = folder / file
@@ -92,7 +92,7 @@ def absent(file: str) -> Harm:
 
 
 WEIGHTS = "model.safetensors"
-# What may befall the files of any checkpoint, and what is said then.
+# Harms to the files of any checkpoint, with the expected messages.
 FILES: dict[str, tuple[Harm, str]] = {
     "truncated": (content(WEIGHTS, lambda data: data[:-100]), r"model\.safetensors is truncated or damaged .*copy"),
     "half a header": (content(WEIGHTS, lambda data: data[:40]), r"model\.safetensors is truncated or damaged"),
@@ -105,7 +105,7 @@ FILES: dict[str, tuple[Harm, str]] = {
     "half a config": (content("config.json", lambda data: data[: len(data) // 2]), r"config\.json cannot be read"),
     "empty config": (content("config.json", b""), r"config\.json cannot be read"),
     "binary config": (content("config.json", b"\xff\xfe\x00"), r"config\.json cannot be read"),
-    "config a list": (content("config.json", b"[1]"), r"config\.json cannot be read"),
+    "config as list": (content("config.json", b"[1]"), r"config\.json cannot be read"),
     "extra tensor": (put("spare.weight", torch.ones(2)), r"unexpected keys: spare\.weight"),
 }
 
@@ -116,7 +116,7 @@ NORM = "model.norm.weight"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """One sound checkpoint of every kind."""
+    """Returns a folder with one sound checkpoint of every kind."""
     root = tmp_path_factory.mktemp("whole")
     tiny_checkpoint(root / "model")
     target().model.save_pretrained(root / "target")
@@ -129,7 +129,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def copied(whole, tmp_path):
-    """A copy to spoil."""
+    """Returns a function that copies a checkpoint, to be damaged."""
 
     def copy(name):
         return shutil.copytree(whole / name, tmp_path / name)
@@ -141,7 +141,7 @@ def copied(whole, tmp_path):
 
 
 def sharded(folder, edit=lambda folder: None):
-    """The weights in two files and an index, spoilt then."""
+    """Splits the weights into two files with an index, then edits the folder."""
     weights = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     names = sorted(weights)
@@ -155,7 +155,7 @@ def sharded(folder, edit=lambda folder: None):
 
 
 def another(make, folder):
-    """Somebody else's weights under the same settings."""
+    """Replaces the weights with another model's and keeps the settings."""
     own = (folder / "config.json").read_bytes()
     make().save_pretrained(folder)
     (folder / "config.json").write_bytes(own)
@@ -193,11 +193,11 @@ MODELS = {
     "no heads": (config(num_attention_heads=...), "mismatched keys: .*q_proj|cannot be loaded"),
     "null heads": (config(num_attention_heads=None), "cannot be loaded .*num_attention_heads"),
     "0 heads": (config(num_attention_heads=0), "cannot be loaded"),
-    "heads a text": (config(num_attention_heads="4"), "cannot be loaded .*num_attention_heads"),
+    "heads as text": (config(num_attention_heads="4"), "cannot be loaded .*num_attention_heads"),
     "no size": (config(hidden_size=None), "cannot be loaded .*hidden_size"),
     "no kind": (config(model_type=...), r"config\.json cannot be read \(it has no '"),
-    "kind a number": (config(model_type=3), "gives 3 as its kind"),
-    "unheard-of kind": (config(model_type="nope"), "cannot be loaded .*`nope`"),
+    "kind as number": (config(model_type=3), "gives 3 as its kind"),
+    "unknown kind": (config(model_type="nope"), "cannot be loaded .*`nope`"),
     "vision": (config(model_type="vit"), "cannot be loaded .*AutoModelForCausalLM"),
     "missing shard": (
         partial(sharded, edit=absent("b.safetensors")),
@@ -264,7 +264,7 @@ def test_every_place_that_loads_models_is_strict(copied, place, how):
 @pytest.mark.parametrize(
     "change",
     {
-        "as it was": lambda folder: None,
+        "unchanged": lambda folder: None,
         "float64": tensors(lambda weights: weights.update({n: t.double() for n, t in weights.items()})),
         "bfloat16 and float32": cast(UP, torch.float32),
         "shards": sharded,
@@ -295,7 +295,7 @@ def test_tied_weights_may_be_stored_once(tmp_path):
         load_model(str(tmp_path), torch.float32)
 
 
-def test_weights_too_large_for_their_dtype(copied):
+def test_weights_too_large_for_their_dtype_are_refused(copied):
     folder = copied("model")
     fill(NORM, 1e6)(folder)
     load_model(str(folder), torch.bfloat16)
@@ -313,12 +313,12 @@ def test_weights_too_large_for_their_dtype(copied):
     ids=["file", "nothing", "no name"],
 )
 @pytest.mark.usefixtures("no_hub")
-def test_names_that_are_no_model(copied, name, message):
+def test_names_that_are_no_model_are_refused(copied, name, message):
     with pytest.raises(ValueError, match=message):
         load_model(name.format(folder=copied("model")), torch.float32)
 
 
-def test_a_model_without_a_tokenizer_is_none_to_prompt(copied):
+def test_a_model_without_a_tokenizer_cannot_be_prompted(copied):
     folder = copied("model")
     for file in folder.glob("*token*"):
         file.unlink()
@@ -348,7 +348,7 @@ def of_weight(name):
         "bool": (cast(name, torch.bool), rf"{name} is stored as BOOL"),
         "shape": (put(name, torch.ones(3)), rf"{name} is \[3\] instead of"),
         "another size": (config(target_hidden_size=64), "mismatched keys: "),
-        "size a text": (config(target_hidden_size="wide"), "cannot be loaded"),
+        "size as text": (config(target_hidden_size="wide"), "cannot be loaded"),
     }
 
 
@@ -370,7 +370,7 @@ def test_a_damaged_drafter_is_refused(copied, case):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_language_model_is_no_head(copied, name):
+def test_a_language_model_is_refused_as_a_head(copied, name):
     with pytest.raises(ValueError, match="holds a model of type 'llama', not 'arbordraft_"):
         LOADERS[name].from_pretrained(copied("model"), target())
 
@@ -397,7 +397,7 @@ DRAFT_VOCABULARY = {
     "acceptance sums to 2": (acceptance([0.9, 0.6, 0.5]), "acceptance table sums to 2.000"),
     "no acceptance": (acceptance([]), "acceptance table must have 1 to 40 entries"),
     "endless acceptance": (acceptance([0.0] * 41), "acceptance table must have 1 to 40 entries"),
-    "acceptance a text": (acceptance("high"), "cannot be loaded|acceptance"),
+    "acceptance as text": (acceptance("high"), "cannot be loaded|acceptance"),
     "acceptance of texts": (acceptance(["0.5"]), "cannot be loaded|acceptance"),
     "hidden states beyond": (config(hidden_layers=[1, 2, 99]), r"reads hidden states \[99\], the target's are 0\.\.4"),
 }
@@ -414,13 +414,13 @@ def test_a_head_that_contradicts_itself_is_refused(copied, how):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", HEADS)
-def test_any_fractions_will_do(copied, name, dtype):
+def test_heads_load_from_any_floating_point_dtype(copied, name, dtype):
     folder = copied(name)
     cast(HEADS[name], dtype)(folder)
     assert isinstance(load_drafter(folder, target()), LOADERS[name])
 
 
-def test_folders_of_something_else(copied):
+def test_folders_of_other_parts_are_refused(copied):
     with pytest.raises(ValueError, match="holds no trained drafter but a LearnedDecider"):
         load_drafter(copied("decider"), target())
     with pytest.raises(ValueError, match="holds a model of type 'arbordraft_medusa', not 'arbordraft_eagle'"):
@@ -458,7 +458,7 @@ def test_a_damaged_decider_is_refused(copied, how):
 
 
 def graph_with(source, folder, *, weights=None, **about):
-    """A copy of an exported folder whose matrices hold a value, or which says something else about itself."""
+    """Copies an exported folder, then fills its matrices with a value or changes its metadata."""
     onnx = pytest.importorskip("onnx")
     shutil.copytree(source, folder)
     model = onnx.load(folder / "model.onnx")
@@ -498,7 +498,7 @@ def test_a_damaged_graph_is_refused(graphs, tmp_path, name, changes, message):
         OnnxDecider.from_pretrained(folder) if name == "decider" else load_drafter(folder, target())
 
 
-# What a training goes on with
+# Checkpoints of trainings
 
 GOOD = {"state_dict": {"weight": torch.ones(3000)}, "optimizer_states": [], "loops": {}, "global_step": 3}
 
@@ -528,7 +528,7 @@ RESUMED = {
     "KeyError 101": (lambda path: path.write_bytes(b"e" * 100), DAMAGED),
     "garbage": (lambda path: path.write_bytes(bytes(range(256)) * 9), DAMAGED),
     "truncated": (lambda path: (saved()(path), path.write_bytes(path.read_bytes()[:-500])), DAMAGED),
-    "bitten": (bitten, DAMAGED),
+    "damaged string": (bitten, DAMAGED),
     "a pickle": (lambda path: path.write_bytes(pickle.dumps(GOOD)), DAMAGED),
     "harmful": (saved(extra=Harmful()), DAMAGED),
     "a list": (lambda path: torch.save([1], path), "lacks loops, optimizer_states, state_dict"),
@@ -568,14 +568,14 @@ def test_sound_trainings_are_resumed(tmp_path):
     ],
     ids=["missing", "shape", "unexpected", "another network"],
 )
-def test_the_checkpoint_of_another_training(weights, message):
+def test_the_checkpoint_of_another_training_is_refused(weights, message):
     module = torch.nn.Linear(3, 2)
     check_fit(module, {"state_dict": module.state_dict()})
     with pytest.raises(ValueError, match=message):
         check_fit(module, {"state_dict": weights})
 
 
-def test_the_command_line_looks_first(tmp_path, monkeypatch):
+def test_the_command_line_checks_the_checkpoint_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "last.ckpt").write_bytes(b"e" * 100)
     with pytest.raises(ValueError, match=DAMAGED):
@@ -621,14 +621,14 @@ PARTS = {
 
 
 @pytest.mark.parametrize("what", PARTS)
-def test_parts_of_another_kind(what):
+def test_parts_of_another_kind_are_refused(what):
     make, message = PARTS[what]
     with pytest.raises(TypeError, match=message):
         make()
 
 
 @pytest.mark.parametrize("name", [*HEADS, "model"])
-def test_loading_for_a_plain_target(copied, name):
+def test_loading_for_a_plain_target_is_refused(copied, name):
     with pytest.raises(TypeError, match="target must be a RaggedModel, got LlamaForCausalLM"):
         {**LOADERS, "model": ad.LanguageModelDrafter}[name].from_pretrained(copied(name), target().model)
 
@@ -639,6 +639,6 @@ def test_a_plain_draft_model_is_wrapped():
     drafter.check(target(), None)
 
 
-def test_a_draft_model_on_the_meta_device():
+def test_a_draft_model_on_the_meta_device_is_refused():
     with pytest.raises((TypeError, ValueError), match="meta"):
         ad.LanguageModelDrafter(meta())

@@ -1,4 +1,4 @@
-"""The model cache: verified when read, never half-written, clear about what is wrong. No test downloads."""
+"""The model cache: verified when read, never half-written, with clear errors. No test downloads anything."""
 
 import hashlib
 import importlib.util
@@ -16,7 +16,7 @@ FOLDER = "smollm2-135m-instruct-{}".format
 
 @pytest.fixture
 def offline(monkeypatch):
-    """No hub, and a pip that knows no index."""
+    """Makes the hub unreachable and leaves pip without an index."""
 
     def unreachable(*args, **kwargs):
         raise ConnectionError("no route to host")
@@ -29,7 +29,7 @@ def offline(monkeypatch):
 
 @pytest.fixture
 def sources(monkeypatch):
-    """Replace the sources by ones that write a few bytes; returns how often each was asked."""
+    """Replaces the sources by ones that write a few bytes; returns the number of calls of each."""
     asked = dict.fromkeys(pretrained.SOURCES, 0)
 
     def deliver_from(name):
@@ -45,7 +45,7 @@ def sources(monkeypatch):
 
 
 def gguf_readers(monkeypatch, *, installed):
-    """Pretend that the optional libraries are (not) there."""
+    """Pretends that the optional libraries are installed or missing."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
 
 
@@ -72,7 +72,7 @@ def test_a_cached_model_is_used_without_asking_any_source(tmp_path, sources):
     assert sources == {"hub": 0, "wheel": 1}
 
 
-def test_unknown_source(tmp_path):
+def test_an_unknown_source_is_refused(tmp_path):
     with pytest.raises(ValueError, match="hub, wheel or None, not 'ftp'"):
         fetch_smollm2(tmp_path, source="ftp")
 
@@ -136,7 +136,7 @@ def test_an_interrupted_fetch_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_the_faster_of_two_processes_wins(tmp_path, monkeypatch):
-    """The slower one finds the finished folder when it wants to publish its own, and uses it."""
+    """The slower process finds the finished folder before it publishes its own, and uses it."""
 
     def fast(folder, progress):
         (folder / WEIGHTS).write_bytes(b"fast")
@@ -153,7 +153,7 @@ def test_the_faster_of_two_processes_wins(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER("hub")]
 
 
-def test_both_sources_fail(tmp_path, monkeypatch, offline):
+def test_an_error_names_the_failures_of_both_sources(tmp_path, monkeypatch, offline):
     gguf_readers(monkeypatch, installed=True)
     with pytest.raises(PretrainedError) as caught:
         fetch_smollm2(tmp_path, progress=False)

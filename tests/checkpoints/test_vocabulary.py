@@ -37,7 +37,7 @@ PAIRS = [("a", "b"), ("b", "c"), ("ab", "c")]
 
 
 def merging(pairs=tuple(PAIRS)):
-    """The same ids for the same tokens, whatever is merged first."""
+    """Builds a tokenizer with these merges; its tokens have the same ids in every case."""
     tokens = [*"abcdefgh", *sorted({a + b for a, b in PAIRS})]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, list(pairs))))
@@ -57,7 +57,7 @@ def templated():
 
 
 SWAPPED = LETTERS[1] + LETTERS[0] + LETTERS[2:]
-OTHERS = {  # of equal size
+OTHERS = {  # tokenizers of equal size
     "two swapped": (tiny_tokenizer, lambda: tiny_tokenizer(SWAPPED), r"'a' is 1 there and 0 here"),
     "reversed": (tiny_tokenizer, lambda: tiny_tokenizer(LETTERS[::-1]), r"'.' is \d+ there and \d+ here"),
     "one replaced": (
@@ -80,7 +80,7 @@ OTHERS = {  # of equal size
 
 @pytest.mark.parametrize("how", OTHERS)
 def test_another_tokenizer_of_equal_size_is_refused(how, tmp_path):
-    """In a folder, and in memory."""
+    """Covers draft models in a folder and in memory."""
     make, other, message = OTHERS[how]
     target = ad.RaggedModel(tiny(), make(), kernels="torch")
     with pytest.raises(
@@ -91,7 +91,7 @@ def test_another_tokenizer_of_equal_size_is_refused(how, tmp_path):
     other().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"{tmp_path} and .*differ \(({message})"):
         ad.LanguageModelDrafter.from_pretrained(tmp_path, target)
-    between = drafter_named(str(tmp_path), target)  # by name it goes between the two
+    between = drafter_named(str(tmp_path), target)  # a drafter loaded by name drafts from the shared tokens
     assert isinstance(between, ad.IntersectionDrafter)
     assert between.shared > 1
     trusted = ad.LanguageModelDrafter.from_pretrained(tmp_path, target, same_tokenizer=True)
@@ -131,7 +131,7 @@ def test_without_tokenizers_sizes_must_agree(tmp_path):
             drafter.check(target, ad.IID(1))
         ad.LanguageModelDrafter.from_pretrained(tmp_path, target, same_tokenizer=True).check(target, ad.IID(1))
     equal = ad.LanguageModelDrafter(tiny(seed=3))
-    equal.check(ad.RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"), ad.IID(1))  # nobody knows better
+    equal.check(ad.RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"), ad.IID(1))  # its tokenizer is unknown
 
 
 # Padding
@@ -142,7 +142,7 @@ SIZES = {"drafter padded": (61, 64), "target padded": (64, 61), "drafter smaller
 
 
 def pair(sizes):
-    """A target and a draft model with so many rows, which share a tokenizer of as many tokens as both have."""
+    """Builds a target and a draft model of these sizes, which share a tokenizer of the smaller size."""
     letters = LETTERS[: min(sizes)]
     first = ad.RaggedModel(tiny(vocab_size=sizes[0]), tiny_tokenizer(letters), kernels="torch")
     return first, ad.RaggedModel(tiny(seed=3, vocab_size=sizes[1]), tiny_tokenizer(letters), kernels="torch")
@@ -162,14 +162,14 @@ BUILT = {
 @pytest.mark.parametrize("built", BUILT)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_padding_changes_no_greedy_token(sizes, built):
-    """Random models emit the ids of their padding, too: whatever the target says comes out."""
+    """Random models emit the ids of their padding, too; the target's tokens must stay unchanged."""
     first, draft = pair(SIZES[sizes])
     assert check_greedy(BUILT[built](first, draft)).drafted > 0
 
 
 @pytest.mark.filterwarnings("ignore:3 target-initialised candidates")
-def test_candidates_that_the_drafter_lacks():
-    """The target's own first tokens may be ids of its padding, which the drafter is to go on from."""
+def test_candidates_that_the_drafter_lacks_are_continued():
+    """The target's own first tokens may be ids of its padding, after which the drafter must draft."""
     first, draft = pair((64, 20))
     decoder = TargetInitialisedDecoder(first, ad.LanguageModelDrafter(draft), ad.TreeTopology.from_k_config((3, 1)))
     output = decoder.generate(
@@ -196,8 +196,8 @@ def test_padding_changes_no_law(law, size):
 
 
 @pytest.mark.parametrize("size", [FEW - 2, FEW + 30], ids=["fewer ids", "more ids"])
-def test_children_are_drawn_from_the_rows_that_are_told(size):
-    """The row of every node is the softmax over the ids that both have: it sums to 1, and nothing else is drawn."""
+def test_children_are_drawn_from_the_reported_rows(size):
+    """The row of every node is the softmax over the shared ids: it sums to 1, and no other id is drawn."""
     draft = ragged(seed=3, vocab_size=size)
     drafter = ad.LanguageModelDrafter(draft, same_tokenizer=True)
     text, drawn = [1, 5, 3, FEW - 1], set()
@@ -230,7 +230,7 @@ def test_graphs_know_their_tokenizer(tmp_path):
     ):
         load_drafter(folder, ad.RaggedModel(tiny(), tiny_tokenizer(SWAPPED), kernels="torch"))
     with pytest.raises(ValueError, match="vocabulary of 64 tokens, the target has 61"):
-        load_drafter(folder, ragged())  # nobody knows whether it is padding
+        load_drafter(folder, ragged())  # without a tokenizer, extra ids need not be padding
 
 
 def test_graphs_are_made_for_one_tokenizer(tmp_path):
@@ -264,7 +264,7 @@ def test_trained_draft_models_know_their_tokenizer(tmp_path):
     assert isinstance(drafter_named(str(tmp_path), swapped), ad.IntersectionDrafter)
 
 
-def test_a_decoder_keeps_that_its_user_vouched():
+def test_a_description_keeps_same_tokenizer():
     draft = ad.LanguageModelDrafter(tiny(seed=3), same_tokenizer=True)
     assert describe(draft) == {"class": "LanguageModelDrafter", "trained": True, "arguments": {"same_tokenizer": True}}
     assert describe(ad.LanguageModelDrafter(tiny(seed=3))) == {"class": "LanguageModelDrafter", "trained": True}

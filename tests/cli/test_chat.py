@@ -1,4 +1,4 @@
-"""The chat: what is answered, obeyed and shown, line by line from a pipe."""
+"""``arbordraft chat``: answers, commands and output, line by line from a pipe."""
 
 import io
 import time
@@ -22,7 +22,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 @pytest.fixture
 def session():
-    """A conversation with a tiny model, and everything it shows."""
+    """Returns a conversation with a tiny model, whose console keeps all output."""
     tokenizer = tiny_tokenizer(chat_template=TEMPLATE)
     target = RaggedModel(tiny(max_position_embeddings=64), tokenizer, kernels="torch")
     console = Console(file=io.StringIO(), width=100)
@@ -62,7 +62,7 @@ def test_the_system_prompt_stands_before_every_answer(session):
     ],
     ids=["help", "tree too early", "tree", "clear", "unknown", "quit"],
 )
-def test_commands(session, lines, expected):
+def test_commands_are_obeyed(session, lines, expected):
     converse(session, iter(lines))
     assert expected in shown(session) if expected else not shown(session)
 
@@ -89,7 +89,7 @@ def test_a_message_that_is_too_long_leaves_the_session_usable(session, capsys):
 
 
 def interrupted(session, stop):
-    """Makes a step of the session's decoder wait, and its console raise ``stop`` once a piece was shown."""
+    """Slows the steps of the session's decoder; its console raises ``stop`` after it shows a piece."""
     shows = session.console.print
 
     def show(*args, **kwargs):
@@ -123,7 +123,7 @@ def test_interrupts_stop_an_answer(session, stop, terminal, survives):
     wait = time.monotonic() + 10
     while session.engine.living and time.monotonic() < wait:
         time.sleep(0.01)
-    assert not session.engine.living  # nobody decodes what nobody reads
+    assert not session.engine.living  # decoding ends when no reader is left
 
 
 @pytest.mark.parametrize("turns", [["abcdefgh" * 4, "i"], ["abcdefgh" * 4]], ids=["second turn", "first turn"])

@@ -23,7 +23,7 @@ PROMPT = json.dumps({"messages": [{"role": "user", "content": "a b"}]}) + "\n"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a tiny model and files of every bad kind."""
+    """Returns a folder with a tiny model and files of every bad kind."""
     root = tmp_path_factory.mktemp("place")
     tiny_checkpoint(root / "model")
     (root / "folder").mkdir()
@@ -46,7 +46,7 @@ USAGE = {
     "an empty prompt among others": ("generate a '' --raw --model model", r"prompt 2 is empty"),
     "an option without its value": ("generate a --model", r"--model.* requires an argument"),
     "tokens that are a word": ("generate a --max-new-tokens many", r"--max-new-tokens"),
-    "tokens below none": ("generate a --max-new-tokens -1", r"--max-new-tokens"),
+    "tokens below zero": ("generate a --max-new-tokens -1", r"--max-new-tokens"),
     "temperature below zero": ("generate a --temperature -1", r"--temperature"),
     "temperature that is no number": ("generate a --temperature nan", r"--temperature"),
     "infinite temperature": ("generate a --temperature inf", r"--temperature.*not a finite number"),
@@ -82,41 +82,50 @@ USAGE = {
     "drawing that is a folder": ("tree k:2,1 --png folder", r"folder is a folder, not a file; name another path"),
     "drawing below a file": ("tree k:2,1 --png file/x.png", r"file/x.png cannot be written: .*file is a file, not a"),
     "a chat of no tokens": ("chat --max-new-tokens 0", r"--max-new-tokens"),
-    "a chat at no temperature": ("chat --temperature nan", r"--temperature"),
+    "a chat at a temperature that is no number": ("chat --temperature nan", r"--temperature"),
     "a chat of a seed below zero": ("chat --seed -1", r"--seed"),
-    "a chat with nobody": ("chat --model nowhere/at/all", r"nowhere/at/all"),
-    "a chat behind the last layer": ("chat --model model --drafter early-exit:99", r"99"),
-    "a picture of nothing": ("plot nowhere out.png", r"nowhere.*does not exist"),
+    "a chat with a missing model": ("chat --model nowhere/at/all", r"nowhere/at/all"),
+    "a chat with an exit after the last layer": ("chat --model model --drafter early-exit:99", r"99"),
+    "a picture of a missing file": ("plot nowhere out.png", r"nowhere.*does not exist"),
     "a picture of other figures": ("plot list.json out.png", r"list.json holds no measurements of 'arbordraft bench"),
     "a picture of bytes": ("plot bytes out.png", r"bytes holds no measurements"),
     "a picture onto a folder": ("plot list.json folder", r"folder is a folder, not a file"),
-    "a doctor of something": ("doctor x", r"unexpected extra argument"),
-    "tuning no batch": ("tune --batches 0", r"expected finite numbers of at least 1, got 0"),
-    "tuning a word": ("tune --batches 1,x", r"expected comma-separated numbers, got '1,x'"),
+    "a doctor with an argument": ("doctor x", r"unexpected extra argument"),
+    "tuning an empty batch": ("tune --batches 0", r"expected finite numbers of at least 1, got 0"),
+    "tuning batches of a word": ("tune --batches 1,x", r"expected comma-separated numbers, got '1,x'"),
     "tuning for too short answers": ("tune --new-tokens 1", r"--new-tokens"),
-    "tuning no prompt": ("tune --limit 0", r"--limit"),
+    "tuning with zero prompts": ("tune --limit 0", r"--limit"),
     "tuning into a folder": ("tune --output folder", r"folder is a folder, not a file"),
-    "tuning into below a file": ("tune --output file/t.json", r"file/t.json cannot be written"),
+    "tuning below a file": ("tune --output file/t.json", r"file/t.json cannot be written"),
     "tuning costs into a folder": ("tune --costs folder", r"folder is a folder, not a file"),
     "tuning with prompts that are not there": ("tune --prompts nowhere", r"--prompts.*nowhere.*does not exist"),
-    "tuning at no temperature": ("tune --temperature nan", r"--temperature"),
+    "tuning at a temperature that is no number": ("tune --temperature nan", r"--temperature"),
     "figures into a folder": ("bench compare --json folder", r"folder is a folder, not a file"),
     "figures below a file": ("bench equality --json file/x.json", r"file/x.json cannot be written"),
     "picture into a folder": ("bench policy --drafter ngram --png folder", r"folder is a folder, not a file"),
-    "measuring never": ("bench compare --repeats 0", r"--repeats"),
+    "measuring zero repeats": ("bench compare --repeats 0", r"--repeats"),
     "measuring no tokens": ("bench equality --new-tokens 0", r"--new-tokens"),
     "measuring no batch": ("bench compare --batches 0", r"--batches.*at least 1, got 0"),
     "measuring batches of a word": ("bench equality --batches x", r"--batches.*comma-separated numbers"),
     "measuring empty batches": ("bench compare --batches=", r"--batches.*comma-separated numbers"),
-    "measuring at no temperature": ("bench decode --temperatures nan --drafter ngram", r"--temperatures.*finite"),
-    "measuring below zero": ("bench decode --temperatures=-1 --drafter ngram", r"--temperatures.*at least 0"),
-    "measuring nobody": ("bench decode", r"Missing option '--drafter'"),
-    "judging nobody": ("bench verifiers", r"Missing option '--drafter'"),
-    "measuring half a child": ("bench verifiers --drafter none --children 0.5", r"--children.*comma-separated numbers"),
+    "measuring at a temperature that is no number": (
+        "bench decode --temperatures nan --drafter ngram",
+        r"--temperatures.*finite",
+    ),
+    "measuring at a negative temperature": (
+        "bench decode --temperatures=-1 --drafter ngram",
+        r"--temperatures.*at least 0",
+    ),
+    "decode without a drafter": ("bench decode", r"Missing option '--drafter'"),
+    "verifiers without a drafter": ("bench verifiers", r"Missing option '--drafter'"),
+    "verifiers with half a child": (
+        "bench verifiers --drafter none --children 0.5",
+        r"--children.*comma-separated numbers",
+    ),
     "prompts without messages": ("bench equality --prompts other.jsonl", r"other\.jsonl:2 is not \{\"messages\""),
     "turns that are a number": ("bench equality --prompts turns.jsonl", r"turns\.jsonl:1 is not .*or \{\"turns\": \["),
     "prompts without a line": ("bench equality --prompts empty", r"empty holds no prompts"),
-    "judging on one prompt": (
+    "verifiers on one prompt": (
         "bench verifiers --drafter none --model model --limit 1 --new-tokens 2",
         r"give 2 or more",
     ),
@@ -127,56 +136,56 @@ USAGE = {
     "a target that is a file": ("generate a --model file", r"file"),
     "a target that is an empty folder": ("generate a --model folder", r"folder"),
     "an exit that is a word": ("generate a --model model --drafter early-exit:x", r"early-exit:x|'x'"),
-    "an exit behind the last layer": ("generate a --model model --drafter early-exit:99", r"99"),
+    "an exit after the last layer": ("generate a --model model --drafter early-exit:99", r"99"),
     "export onto a folder": ("export onnx model folder", r"folder exists: name another folder, or .*--force"),
     "export onto a file": ("export onnx model file --force", r"file is no folder; only folders are replaced"),
     "export below a file": ("export onnx model file/out", r"file/out cannot be written: .*file is a file"),
-    "export of hidden words": ("export onnx model out --hidden 1,x", r"--hidden takes numbers"),
+    "export of hidden layers that are words": ("export onnx model out --hidden 1,x", r"--hidden takes numbers"),
     "export with another opset": ("export onnx model out --opset 7", r"opset must be one of \(20, 23\), got 7"),
-    "export of no acceptance": ("export onnx model out --least-acceptance 2", r"--least-acceptance"),
-    "export at no tolerance": ("export onnx model out --tolerance nan", r"--tolerance"),
-    "export below any tolerance": ("export onnx model out --tolerance -1", r"--tolerance"),
-    "genai chains of nothing": ("export ort-genai model out --length 0", r"1 to 16 tokens, got 0"),
+    "export with an acceptance above one": ("export onnx model out --least-acceptance 2", r"--least-acceptance"),
+    "export at a tolerance that is no number": ("export onnx model out --tolerance nan", r"--tolerance"),
+    "export at a negative tolerance": ("export onnx model out --tolerance -1", r"--tolerance"),
+    "genai chains without tokens": ("export ort-genai model out --length 0", r"1 to 16 tokens, got 0"),
     "vLLM without a drafter": ("export vllm nowhere out", r"nowhere"),
-    "vLLM chains of nothing": ("export vllm model out --speculative-tokens 0", r"--speculative-tokens"),
+    "vLLM chains without tokens": ("export vllm model out --speculative-tokens 0", r"--speculative-tokens"),
     "vLLM onto a file": ("export vllm model file --force --target model", r"file is no folder"),
     "SGLang of no drafter": ("export sglang folder out", r"folder"),
-    "promoting by no margin": ("export promote x --margin nan", r"--margin"),
+    "promoting by a margin that is no number": ("export promote x --margin nan", r"--margin"),
     "promoting in a folder": ("export promote x --uri sqlite:///folder", r"folder is a folder, not a file"),
-    "promoting in a text": (
+    "promoting in a text file": (
         "export promote x --uri sqlite:///prompts.jsonl",
         r"prompts.jsonl is no database of MLflow",
     ),
     "promoting below a file": ("export promote x --uri sqlite:///file/m.db", r"file is a file, not a folder"),
-    "promoting what is not there": (
+    "promoting a missing model": (
         "export promote nosuch --uri sqlite:///:memory:",
         r"sqlite:///:memory: does not have it: Registered Model with name=nosuch not found",
     ),
-    "fetching what is not there": (
+    "fetching a missing model": (
         "export mlflow models:/nosuch@candidate --target model --uri sqlite:///:memory:",
         r"sqlite:///:memory: does not have it: Registered Model with name=nosuch not found",
     ),
-    "mlflow of no batch": ("export mlflow ngram --batch 0", r"--batch"),
-    "mlflow of no tree": ("export mlflow ngram --tree bush:1", r"unknown tree"),
-    "training with nothing": (
+    "mlflow of an empty batch": ("export mlflow ngram --batch 0", r"--batch"),
+    "mlflow of an unknown tree": ("export mlflow ngram --tree bush:1", r"unknown tree"),
+    "training with a missing configuration": (
         "train drafter fit --config nowhere",
         r"there is no configuration 'nowhere'.*drafter/eagle",
     ),
-    "training by nonsense": (
+    "training with an unknown option": (
         "train drafter fit --nonsense 1",
         r"--nonsense 1; usage: arbordraft train drafter fit --help",
     ),
-    "generating no share": ("train generate --of 0", r"--of"),
-    "a demo of a word": ("train demo --conversations x", r"--conversations"),
-    "a demo in no time": ("train demo --training-minutes 0", r"--training-minutes"),
-    "a demo for ever": ("train demo --generation-minutes inf", r"--generation-minutes"),
+    "generating an empty share": ("train generate --of 0", r"--of"),
+    "a demo of conversations that are a word": ("train demo --conversations x", r"--conversations"),
+    "a demo without training time": ("train demo --training-minutes 0", r"--training-minutes"),
+    "a demo of endless generation": ("train demo --generation-minutes inf", r"--generation-minutes"),
     "a demo of lookups": ("train demo --drafter ngram", r"--drafter"),
-    "a demo for no model": ("train demo --target nowhere", r"nowhere"),
+    "a demo for a missing model": ("train demo --target nowhere", r"nowhere"),
 }
 
 
 def run(arguments, monkeypatch, capsys):
-    """The status of a command that is run in this process, and what it says on stderr."""
+    """Runs a command in this process; returns its status and its text on stderr."""
     monkeypatch.setattr(sys, "argv", ["arbordraft", *arguments])
     status = 0
     try:
@@ -201,7 +210,7 @@ def test_wrong_input_is_one_line_and_status_2(place, monkeypatch, capsys, comman
     "command", ["promote x", "mlflow models:/x@candidate --target model", "mlflow ngram --target model"]
 )
 def test_an_unreachable_tracking_server_is_reported_at_once(place, monkeypatch, capsys, command):
-    """Before any prompt is decoded, and without what stands in its address for nobody's eyes."""
+    """The error comes before any prompt is decoded, and hides the secret in the address."""
     monkeypatch.chdir(place)
     monkeypatch.setattr("arbordraft.exports.mlflow.evaluate", lambda *_, **__: pytest.fail("measured first"))
     status, said = run(["export", *shlex.split(command), "--uri", "http://me:secret@127.0.0.1:9"], monkeypatch, capsys)
@@ -213,27 +222,35 @@ def test_an_unreachable_tracking_server_is_reported_at_once(place, monkeypatch, 
 
 
 FAILURES = {
-    "of torch": (RuntimeError("its own words"), 1, r"error: RuntimeError: its own words \(traceback: (.*\.log), or .*"),
-    "a slip": (KeyError("x"), 1, r"error: KeyError: 'x' \(traceback: (.*\.log), or ARBORDRAFT_TRACEBACK=1\)"),
-    "of no words": (AssertionError(), 1, r"error: AssertionError \(traceback: (.*\.log), or .*"),
-    "of many lines": (RuntimeError("a\nb\n\nc"), 1, r"error: RuntimeError: a b c \(traceback: (.*\.log), or .*"),
-    "of a value": (ValueError("bad"), 2, r"error: bad"),
-    "of a value without words": (ValueError(), 2, r"error: ValueError \(traceback: (.*\.log), or .*"),
-    "of ours": (UserError("its own words"), 1, r"error: its own words"),
-    "of numbers": (FloatingPointError("NaN logits"), 1, r"error: NaN logits"),
-    "of memory": (MemoryError(), 1, r"error: MemoryError \(traceback: (.*\.log), or .*"),
-    "of a library that is missing": (ImportError("pip install x"), 1, r"error: pip install x"),
-    "of the hub": (OSError("the hub is down"), 1, r"error: the hub is down"),
-    "of a file": (FileNotFoundError(2, "No such file", "x.json"), 2, r"error: x.json: No such file"),
-    "of a right": (PermissionError(13, "Permission denied", "x.json"), 2, r"error: x.json: Permission denied"),
-    "of a disk": (OSError(28, "No space left on device", "x"), 1, r"error: .*No space left on device.*"),
-    "of a reader": (BrokenPipeError(32, "Broken pipe"), 1, r""),
+    "an error of torch": (
+        RuntimeError("its own words"),
+        1,
+        r"error: RuntimeError: its own words \(traceback: (.*\.log), or .*",
+    ),
+    "a bug": (KeyError("x"), 1, r"error: KeyError: 'x' \(traceback: (.*\.log), or ARBORDRAFT_TRACEBACK=1\)"),
+    "an error without words": (AssertionError(), 1, r"error: AssertionError \(traceback: (.*\.log), or .*"),
+    "an error of many lines": (
+        RuntimeError("a\nb\n\nc"),
+        1,
+        r"error: RuntimeError: a b c \(traceback: (.*\.log), or .*",
+    ),
+    "a wrong value": (ValueError("bad"), 2, r"error: bad"),
+    "a wrong value without words": (ValueError(), 2, r"error: ValueError \(traceback: (.*\.log), or .*"),
+    "an error of ours": (UserError("its own words"), 1, r"error: its own words"),
+    "a number that is not finite": (FloatingPointError("NaN logits"), 1, r"error: NaN logits"),
+    "too little memory": (MemoryError(), 1, r"error: MemoryError \(traceback: (.*\.log), or .*"),
+    "a missing library": (ImportError("pip install x"), 1, r"error: pip install x"),
+    "an error of the hub": (OSError("the hub is down"), 1, r"error: the hub is down"),
+    "a missing file": (FileNotFoundError(2, "No such file", "x.json"), 2, r"error: x.json: No such file"),
+    "a forbidden file": (PermissionError(13, "Permission denied", "x.json"), 2, r"error: x.json: Permission denied"),
+    "a full disk": (OSError(28, "No space left on device", "x"), 1, r"error: .*No space left on device.*"),
+    "a reader that is gone": (BrokenPipeError(32, "Broken pipe"), 1, r""),
 }
 
 
 @pytest.mark.parametrize(("error", "status", "line"), FAILURES.values(), ids=FAILURES.keys())
 def test_other_errors_are_one_line_and_a_status(monkeypatch, capsys, tmp_path, error, status, line):
-    """By its type: what users can mend is one line, and a bug's traceback is kept."""
+    """Errors that users can fix are one line; the traceback of a bug is kept in a log."""
 
     def fail(_):
         warnings.warn("noise before it", stacklevel=1)
@@ -241,7 +258,7 @@ def test_other_errors_are_one_line_and_a_status(monkeypatch, capsys, tmp_path, e
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(cli, "parse_topology", fail)
-    monkeypatch.setattr(os, "dup2", lambda *_: None)  # pytest's own stdout
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # keeps pytest's own stdout
     found, said = run(["tree", "chain:2"], monkeypatch, capsys)
     assert found == status
     match = re.fullmatch(rf"{line}\n" if line else "", said)

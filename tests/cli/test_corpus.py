@@ -1,4 +1,4 @@
-"""``--corpus``: texts of files in which lookups find what may come next."""
+"""``--corpus``: texts of files in which lookups find drafts."""
 
 import json
 
@@ -23,7 +23,7 @@ def generate(folder, *arguments):
 
 
 def test_a_corpus_makes_answers_faster_and_changes_none(folder, tmp_path):
-    """A file with the answer itself, in a folder beside what is no text."""
+    """The folder holds a text with the answer, beside a file that is no text."""
     _, before = generate(folder)
     answer = before["answers"][0]["text"]
     assert len(answer) > 8

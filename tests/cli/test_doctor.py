@@ -1,4 +1,4 @@
-"""The doctor: what it finds, and what counts as broken."""
+"""``arbordraft doctor``: its report, and its exit status for broken parts."""
 
 import json
 
@@ -15,7 +15,7 @@ from arbordraft.kernels import native
 
 @pytest.fixture(autouse=True, scope="module")
 def _built():
-    """Builds the kernels where they are kept: the tests change that place."""
+    """Builds the kernels in the usual cache folder, before tests change that folder."""
     native.load()
 
 

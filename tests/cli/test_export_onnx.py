@@ -1,4 +1,4 @@
-"""``arbordraft export onnx`` and ``ort-genai``: what they write and refuse, and that a failure leaves nothing."""
+"""``arbordraft export onnx`` and ``ort-genai``: their output and refusals; a failure leaves no files."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ runner = CliRunner()
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Checkpoints: a target, what was trained for it, and a small model with a tokenizer."""
+    """Returns a folder of checkpoints: a target, drafters and a decider for it, and a small model with a tokenizer."""
     path = tmp_path_factory.mktemp("checkpoints")
     target().model.save_pretrained(path / "target")
     trained("eagle").save(path / "eagle")
@@ -79,7 +79,7 @@ def test_a_missing_library_is_named(root, tmp_path, monkeypatch, library):
 
 @pytest.mark.parametrize("name", ["eagle", "target", "decider"])
 def test_a_damaged_checkpoint_is_not_exported(root, tmp_path, name):
-    """`tests/checkpoints/test_damaged.py` has every kind of damage; here each kind of checkpoint leaves nothing."""
+    """`tests/checkpoints/test_damaged.py` covers the kinds of damage; this test covers the kinds of checkpoint."""
     weights = shutil.copytree(root / name, tmp_path / name) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is truncated or damaged"):
@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_not_exported(root, tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-# What cannot be exported
+# Refused exports
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(root, tmp_path):
 
 @pytest.fixture(scope="module")
 def genai(root, tmp_path_factory):
-    """Written by the command line."""
+    """Returns a folder for onnxruntime-genai that the command line wrote."""
     out = tmp_path_factory.mktemp("genai") / "out"
     arguments = ["early-exit:1", str(out), "--target", str(root / "chat"), "--length", "3"]
     result = runner.invoke(cli.app, ["export", "ort-genai", *arguments])
@@ -134,7 +134,7 @@ def genai(root, tmp_path_factory):
 
 
 def test_the_folder_decodes_in_onnxruntime_genai(root, genai):
-    """Greedily: the target's own tokens, some of them from the draft model."""
+    """Greedy tokens are the target's own; some of them come from the draft model."""
     import onnxruntime_genai
 
     model = onnxruntime_genai.Model(str(genai))

@@ -1,4 +1,4 @@
-"""``arbordraft generate``: every option reaches the decoder, and each kind of reader gets what it can read."""
+"""``arbordraft generate``: options reach the decoder; the output suits JSON readers, pipes and terminals."""
 
 import io
 import json
@@ -70,7 +70,9 @@ def test_options_reach_the_decoder(folder, decoder, arguments, settings):
     expected = decoder.complete("abc", max_new_tokens=TOKENS, **settings)
     assert answers(folder, "abc", *arguments) == [expected]
     less = dict(list(settings.items())[:-1])
-    assert not settings or decoder.complete("abc", max_new_tokens=TOKENS, **less) != expected, "it changes nothing"
+    assert not settings or decoder.complete("abc", max_new_tokens=TOKENS, **less) != expected, (
+        "the last option changes nothing"
+    )
 
 
 def test_answers_follow_a_schema_or_regex(tmp_path):
@@ -98,7 +100,7 @@ def test_int8_weights_without_kernels_are_refused(folder, monkeypatch):
 
 
 class Pipe(io.StringIO):
-    """Keeps what had been written at every flush."""
+    """Records its contents at every flush."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +111,7 @@ class Pipe(io.StringIO):
 
 
 def test_answers_stream_into_a_pipe():
-    """Every piece leaves as soon as it is certain, not at the end."""
+    """Every piece is written as soon as it is certain, not at the end."""
     pipe, tokenizer = Pipe(), tiny_tokenizer()
     streamers = [AnswerStreamer(Pieces(tokenizer)) for _ in range(2)]
     with show_answers(Console(file=pipe), ["first", "second"], streamers):
@@ -129,7 +131,7 @@ def test_answers_stream_into_a_pipe():
     ("drafted", "draft", "said"), [(9, 14.2, "20.70 s instead of at most 13.00 s"), (9, 6.4, None), (0, 14.2, None)]
 )
 def test_drafting_slower_than_plain_decoding_is_reported(drafted, draft, said):
-    """Plain decoding takes one forward per token: here at most twice as many."""
+    """Plain decoding takes one forward per token, here at most twice as many forwards."""
     stats = DecodeStats("exact", [8, 20], [6, 10], drafted=drafted)
     stats.seconds = {"prefill": 3.0, "draft": draft, "target": 6.5}
     assert verdict(stats) is None if said is None else said in verdict(stats)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at any moment: nothing half-written stays, and the exit status says what happened."""
+"""Ctrl-C and SIGTERM at any moment leave no half-written files, and set the exit status."""
 
 import json
 import multiprocessing
@@ -22,7 +22,7 @@ from arbordraft.cli.failures import Terminated, ending
 from arbordraft.cli.main import main
 from arbordraft.kernels.native import build
 
-STEPS = [  # all that a writer does to a disk
+STEPS = [  # all disk operations of a writer
     (os, "fsync"),
     (shutil, "rmtree"),
     *((Path, name) for name in ("mkdir", "replace", "rename", "unlink", "open", "write_text", "is_dir", "exists")),
@@ -31,7 +31,7 @@ NAMES = {"published": ["a"], "exported": ["README.md"], "decider": ["config.json
 
 
 class Interrupt:
-    """Interrupts in front of the n-th step, or right behind it; counts the steps."""
+    """Raises KeyboardInterrupt just before or after the n-th disk operation; counts the operations."""
 
     def __init__(self, monkeypatch, at: int, behind: bool) -> None:
         self.at, self.behind, self.count = at, behind, 0
@@ -54,7 +54,7 @@ class Interrupt:
         return run
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["in front of", "behind"])
+@pytest.mark.parametrize("behind", [False, True], ids=["before a step", "after a step"])
 @pytest.mark.parametrize("before", [False, True], ids=["new", "replaced"])
 @pytest.mark.parametrize("writer", ["text", "tuned", "shard", "checkpoint", "published", "exported", "decider"])
 def test_an_interrupt_at_any_step_leaves_the_old_or_the_new_files(tmp_path, writer, before, behind):
@@ -80,7 +80,7 @@ def test_an_interrupt_at_any_step_leaves_the_old_or_the_new_files(tmp_path, writ
                 patch.undo()
             done = interrupt.count < at
         found = everything(root)
-        if writer == "decider":  # two files, each of them whole
+        if writer == "decider":  # two files, each replaced as a whole
             assert set(found) <= set(old) | set(new)
             assert all(found[name] in (old.get(name), new.get(name)) for name in found)
         else:
@@ -88,13 +88,13 @@ def test_an_interrupt_at_any_step_leaves_the_old_or_the_new_files(tmp_path, writ
         if done:
             break
     else:
-        pytest.fail("the writer never came to its end")
+        pytest.fail("the writer never finished")
     assert found == new
     assert at > 5
 
 
 def old_file(writer, path):
-    """What was there before: other contents under the same names."""
+    """Writes other contents under the same names, as an earlier version."""
     if writer in FILES:
         path.write_text("old")
         return
@@ -104,7 +104,7 @@ def old_file(writer, path):
 
 
 def test_a_timeout_of_the_compiler_ends_its_child_processes(tmp_path, monkeypatch):
-    """As g++ does, it starts the process that does the work, which holds a pipe open until it ends."""
+    """Like g++, the command starts a process for the work, which holds a pipe open until it ends."""
     monkeypatch.setattr(build, "COMPILER_LIMIT", 0.5)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -120,7 +120,7 @@ def test_a_timeout_of_the_compiler_ends_its_child_processes(tmp_path, monkeypatc
     [(KeyboardInterrupt, 130, "interrupted\n"), (Terminated, 143, "terminated\n")],
     ids=["SIGINT", "SIGTERM"],
 )
-@pytest.mark.parametrize("by_lightning", [False, True], ids=["itself", "turned into SystemExit(1)"])
+@pytest.mark.parametrize("by_lightning", [False, True], ids=["as it is", "turned into SystemExit(1)"])
 def test_an_interrupt_has_its_own_status(capsys, error, status, said, by_lightning):
     def interrupted():
         try:
@@ -140,9 +140,9 @@ def test_signal_handlers_are_restored_after_a_command():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
 
     def terminated():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does when it is interrupted
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does on an interrupt
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)  # which the signal ends
+        time.sleep(5)  # the signal ends this sleep
 
     with pytest.raises(SystemExit) as stopped, ending():
         terminated()
@@ -150,11 +150,11 @@ def test_signal_handlers_are_restored_after_a_command():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-# Real processes: the signal comes when a function of the main thread runs, which another thread watches.
+# Real processes: a thread watches the main thread and sends the signal when a given function runs.
 
 
 def interrupted_command(arguments, folder, said, moment, number):
-    """Runs a command in a process, which gets the signal soon after a function was entered or a file was written."""
+    """Runs a command and sends the signal soon after a function was entered or a file was written."""
 
     def reached():
         if isinstance(moment, Path):
@@ -176,7 +176,7 @@ def interrupted_command(arguments, folder, said, moment, number):
     os.chdir(folder)
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
     sys.argv = ["arbordraft", *arguments]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background jobs of a script ignore
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a script ignore SIGINT
     torch.set_num_threads(1)
     threading.Thread(target=stop, daemon=True).start()
     main()
@@ -184,7 +184,7 @@ def interrupted_command(arguments, folder, said, moment, number):
 
 @pytest.fixture(scope="module")
 def processes():
-    """Processes that begin with everything imported, which would take most of their time."""
+    """Returns a context for processes that start with everything imported, which would take most of their time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightning.pytorch", "onnx", "arbordraft.cli.main", "arbordraft.training.fit"])
     return context
@@ -192,7 +192,7 @@ def processes():
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A target, prompts for it and what a training needs."""
+    """Returns a folder with a target, prompts and a configuration of a training."""
     root = save_world(tmp_path_factory.mktemp("world"))
     tiny_checkpoint(root / "model")
     save_config(
@@ -202,7 +202,7 @@ def world(tmp_path_factory):
 
 
 def commands(world: Path) -> dict[str, list[str]]:
-    """Commands that go on for minutes."""
+    """Returns commands that run for minutes."""
     model, long = str(world / "model"), ["--new-tokens", "2000", "--prompts", str(world / "prompts.jsonl")]
     out = world / "out"
     return {
@@ -237,7 +237,7 @@ def test_a_signal_ends_a_command(world, processes, tmp_path, command, moment, nu
     stderr = said.read_text()
     if process.exitcode is None:
         process.kill()
-        pytest.fail(f"it goes on: {stderr}")
+        pytest.fail(f"the command goes on: {stderr}")
     assert process.exitcode == (130 if number == signal.SIGINT else 143), stderr
     assert "Traceback" not in stderr
     assert stderr.splitlines()[-1] == ("interrupted" if number == signal.SIGINT else "terminated")

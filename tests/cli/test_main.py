@@ -1,4 +1,4 @@
-"""The console script: what users see, and that errors are one line and a status."""
+"""The console script: its output, its error lines and its exit statuses."""
 
 import io
 import json
@@ -65,7 +65,7 @@ def test_generate_reads_prompts_from_a_file(tmp_path):
 
 
 def bench(tmp_path, *arguments):
-    """What a measurement of a tiny model writes; on the way it tells more than once how many rounds are done."""
+    """Runs a benchmark of a tiny model and returns its JSON; checks that it reports its progress more than once."""
     report, rounds, tell = tmp_path / "bench.json", [], Report.tell
 
     def watch(report, what, done, of):
@@ -84,7 +84,7 @@ def bench(tmp_path, *arguments):
 
 @pytest.fixture
 def asked(tmp_path):
-    """Options that name a tiny model and two questions."""
+    """Returns options that name a tiny model and two questions."""
     torch.manual_seed(0)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in "abcd"))
@@ -96,12 +96,12 @@ def test_bench_compares_tokens(tmp_path, asked):
     settings = [*model, prompts, path, "--dtype", "bfloat16", "--new-tokens", "4", "--temperature", "0,1"]
     found = bench(tmp_path, "equality", *settings)
     assert len(found["measurements"]) == 24
-    assert {m["reach"] for m in found["measurements"]} == {""}, "this model's rows depend on their company"
+    assert {m["reach"] for m in found["measurements"]} == {""}, "rows of this model depend on the batch"
     assert found["provenance"]["versions"]["torch"] == version("torch")
 
 
 def test_bench_equality_fails_where_a_promise_is_broken(asked, monkeypatch):
-    """Decoders that promise equal tokens, one of which drops the last token of a batch."""
+    """All decoders promise equal tokens; the last token of a batch is dropped."""
     model, prompts = asked
     promise = EqualityReport(equality.Equality.pathwise, "", 1, 1)
     monkeypatch.setattr(SpeculativeDecoder, "equality_report", lambda self: promise)
@@ -137,7 +137,7 @@ def test_bench_equality_fails_where_a_promise_is_broken(asked, monkeypatch):
 )
 def test_bench_decodes_and_draws(tmp_path, asked, command, options, rows):
     picture = tmp_path / "bench.png"
-    with warnings.catch_warnings(action="ignore"):  # the lossy fork says that it is
+    with warnings.catch_warnings(action="ignore"):  # the lossy fork warns
         found = bench(tmp_path, command, *(part for parts in asked for part in parts), *options, "--png", str(picture))
     assert len(found["measurements"]) == rows
     assert picture.stat().st_size > 1000
@@ -164,7 +164,7 @@ def test_help_names_every_command():
 
 @pytest.mark.parametrize("prompt", ["", "\n", "[/bold]", "[red]"], ids=repr)
 def test_any_prompt_can_be_a_title(prompt):
-    """Nothing at all, or what would be markup."""
+    """Covers empty prompts and prompts that look like markup."""
     from rich.console import Console
 
     from arbordraft.cli.display import AnswerStreamer, show_answers

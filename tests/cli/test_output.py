@@ -1,4 +1,4 @@
-"""What a terminal, a narrow one or a pipe gets to see: whole numbers, plain values, and texts as they are."""
+"""Output on wide and narrow terminals and in pipes: whole numbers, plain values, and texts without markup."""
 
 import io
 import re
@@ -16,7 +16,7 @@ from arbordraft.cli import main as cli
 
 @dataclass
 class Row:
-    """As many columns as a benchmark of drafters has."""
+    """A row with as many columns as a benchmark of drafters."""
 
     drafter: str
     batch: int
@@ -46,7 +46,7 @@ def test_no_number_and_no_name_is_cut(width):
     shown = printed(width)
     assert all(number in shown for number in (*NUMBERS, *(row.drafter for row in ROWS))), shown
     assert "…" not in shown
-    assert ("━" in shown) is (width == 200), "a table where there is room for one"
+    assert ("━" in shown) is (width == 200), "a table is drawn only if there is room"
 
 
 def test_a_pipe_gets_values_between_tabs():

@@ -1,4 +1,4 @@
-"""Commands that decode text follow the model's own generation_config, or are told to leave it out."""
+"""Commands that decode text follow the model's own generation_config, unless they are told to leave it out."""
 
 import json
 
@@ -12,7 +12,7 @@ from arbordraft.cli.main import app
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model that recommends penalties so strong that they change its text."""
+    """Returns a model whose own repetition penalty is so strong that it changes the text."""
     folder = tiny_checkpoint(tmp_path_factory.mktemp("model"))
     own = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(own | {"repetition_penalty": 8.0}))
@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
 
 
 def said(folder, command, source, tmp_path):
-    """The text that a command writes."""
+    """Returns the text that a command writes."""
     options = ["--model", folder, "--drafter", "none", "--generation-config", source]
     options += ["--kernels", "torch", "--max-new-tokens", "9", "--dtype", "float32"]
     page = tmp_path / "page.html"

@@ -1,4 +1,4 @@
-"""``arbordraft serve`` and ``trace`` as users start them."""
+"""``arbordraft serve`` as users start it."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from arbordraft.serving.server import bound
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tiny model that can chat."""
+    """Returns a tiny model that can chat."""
     return str(tiny_checkpoint(tmp_path / "tiny-model", chat_tokenizer(), max_position_embeddings=512))
 
 
@@ -34,7 +34,7 @@ def free_port():
 
 
 def test_a_server_answers_until_sigterm(folder, capsys, monkeypatch):
-    """It has the main thread, as signals go there; a second one is the client."""
+    """The server has the main thread, which receives signals; a second thread is the client."""
     port, chunks = free_port(), []
 
     def use() -> None:
@@ -49,7 +49,7 @@ def test_a_server_answers_until_sigterm(folder, capsys, monkeypatch):
                 asked = {"model": "tiny-model", "messages": [{"role": "user", "content": "hello"}], "seed": 1}
                 stream = client.chat.completions.create(**asked, max_tokens=50, stream=True)
                 chunks.append(next(stream))
-                os.kill(os.getpid(), signal.SIGTERM)  # while it is being answered
+                os.kill(os.getpid(), signal.SIGTERM)  # during the answer
                 chunks.extend(stream)
         except BaseException:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -67,13 +67,13 @@ def test_a_server_answers_until_sigterm(folder, capsys, monkeypatch):
     assert f"tiny-model is at http://127.0.0.1:{port}/v1" in shown.out
     *before, last = shown.err.splitlines()
     assert last == "terminated"
-    assert all(line.startswith("arbordraft: measuring forwards") for line in before)  # where it is the first to measure
+    assert all(line.startswith("arbordraft: measuring forwards") for line in before)  # if no costs are kept
     assert len(chunks) > 5
-    assert chunks[-1].choices[0].finish_reason is not None  # nothing was cut off
+    assert chunks[-1].choices[0].finish_reason is not None  # the answer was finished
 
 
 def test_a_taken_port_is_reported_before_the_model_is_read(monkeypatch):
-    monkeypatch.setattr(decoders, "load_decoder", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(decoders, "load_decoder", lambda *_, **__: pytest.fail("the model was read"))
     with bound("127.0.0.1", 0) as listener:
         listener.listen()
         result = CliRunner().invoke(app, ["serve", "nothing", "--port", str(listener.getsockname()[1])])
@@ -83,7 +83,7 @@ def test_a_taken_port_is_reported_before_the_model_is_read(monkeypatch):
 
 @pytest.fixture
 def made(monkeypatch, folder):
-    """The app that a command with some options would serve."""
+    """Returns a function that builds the app which a command with the given options would serve."""
 
     def make(*options):
         apps = []

@@ -1,4 +1,4 @@
-"""``arbordraft train``: what it says when it is over."""
+"""``arbordraft train``: the lines that end a training."""
 
 import json
 import logging

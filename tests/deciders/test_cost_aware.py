@@ -1,4 +1,4 @@
-"""Drafting what pays: simulated steps whose costs and acceptance are known, and no model at all."""
+"""Cost-aware drafting in simulated steps, with known costs and acceptance and without a model."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ DEPTH = 6
 
 
 def costs(rows: float, level: float, rest: float = 0.0, widest: float | None = None) -> StepCosts:
-    """Forwards of 1 and ``rows`` for every row more; levels of ``level``, and ``widest`` with 64 rows."""
+    """Prices a forward at 1, each further row at ``rows``, and a level at ``level``, or at ``widest`` with 64 rows."""
     drafts = CostTable((1, 64), (level, level if widest is None else widest))
     return StepCosts(CostTable((1, 65), (1.0, 1.0 + 64 * rows)), drafts, rest=rest)
 
@@ -41,11 +41,11 @@ STAIRS = StepCosts(
 
 
 class Guessing(Drafter):
-    """Drafts chains whose chances it says; ``acceptance`` is what it promises beforehand.
+    """Drafts chains with stated chances; ``acceptance`` is its promise before it drafts.
 
     Attributes:
         stated: the chances, by depth.
-        levels: how many it has drafted.
+        levels: number of levels that it has drafted.
     """
 
     def __init__(self, promise: float, free: bool = False, certain: bool = True) -> None:
@@ -64,7 +64,7 @@ class Guessing(Drafter):
 
 
 class Sevens(IID):
-    """Draws what was to be drawn."""
+    """Always draws token 7."""
 
     def draw(self, draft: Tensor, uniforms: Sequence[float]) -> list[int]:
         return [7]
@@ -72,7 +72,7 @@ class Sevens(IID):
 
 @dataclass
 class Run:
-    """What simulated steps brought: per step the levels that were drafted, the drafts verified, tokens and seconds."""
+    """Results of simulated steps: per step the levels drafted, the drafts verified, tokens and seconds."""
 
     levels: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
@@ -83,12 +83,12 @@ class Run:
         return sum(self.tokens[first:]) / sum(self.seconds[first:])
 
     def busy(self, first: int, last: int) -> float:
-        """Share of steps with drafts."""
+        """Returns the share of steps with drafts."""
         return sum(kept > 0 for kept in self.kept[first:last]) / (last - first)
 
 
 def begun(decider: Decider, samples: int = 1, law: DraftLaw | None = None, **options: object) -> DraftContext:
-    """A step whose drafts are certain, or drawn by a law."""
+    """Builds a step whose drafts are certain, or drawn by a law."""
     topology = TreeTopology.chain(DEPTH)
     step = context([[5, 6]] * samples, topology, law or Fixed(1), greedy=law is None, **options)
     for sample in step.samples:
@@ -97,7 +97,7 @@ def begun(decider: Decider, samples: int = 1, law: DraftLaw | None = None, **opt
 
 
 def grown(step: DraftContext, decider: Decider, drafter: Guessing, stated: Sequence[float]) -> tuple[DraftTree, int]:
-    """A step's chains, whose drafts have these chances by depth, and how many levels were drafted."""
+    """Grows a step's chains with these chances by depth; returns the tree and the number of drafted levels."""
     drafter.stated, drafter.levels = stated, 0
     return grow(step, decider, drafter, None), drafter.levels
 
@@ -113,7 +113,7 @@ def simulate(
     steps: int = 300,
     free: bool = False,
 ) -> Run:
-    """Decodes ``steps`` times; ``truth`` says by step how often a draft is accepted if those before it are."""
+    """Simulates steps; ``truth`` gives each step's acceptance rate of drafts whose parent is accepted."""
     run, chance = Run(), random.Random(0)
     drafter = Guessing(stated if promise is None else promise, free)
     step = begun(decider, samples)
@@ -144,7 +144,7 @@ def situation(decider: CostAware, samples: int = 1, promise: float = 0.6, **opti
 def taught(
     decider: CostAware, memory: dict, *, right: float, stated: float, steps: int = 400, source: str = ""
 ) -> None:
-    """One level at a time, of which this share is accepted."""
+    """Teaches steps of one level, of which the share ``right`` is accepted."""
     due = 0.0
     for _ in range(steps):
         due += right
@@ -152,14 +152,14 @@ def taught(
         due -= due >= 1
 
 
-# What is drafted
+# Drafting
 
 
 def test_it_rests_when_drafts_fail_and_comes_back_when_they_succeed():
     decider = CostAware(costs(0.1, 0.1))
     run = simulate(decider, decider.costs, lambda step: 0.0 if 50 <= step < 250 else 0.9, 0.8, steps=500)
     assert run.busy(0, 50) == 1
-    assert 0 < run.busy(80, 250) < 0.2, "failing drafts must be rare, but not be given up for good"
+    assert 0 < run.busy(80, 250) < 0.2, "failing drafts must become rare, but must not stop for good"
     assert run.busy(450, 500) == 1
     assert max(run.levels[450:]) == DEPTH
 
@@ -172,20 +172,20 @@ def test_a_decider_without_memory_would_not_rest():
 
 @pytest.mark.parametrize("price", [costs(0.02, 0.05), costs(0.1, 0.02)], ids=["levels", "rows"])
 def test_the_larger_the_batch_the_less_is_drafted(price):
-    """Rows take time that all share; so does a sampled request draft that stands for as many."""
+    """Rows take time that all samples of a batch share."""
     found = []
     for samples in (1, 2, 4, 8, 16, 32):
         decider = CostAware(price)
         tree, _ = grown(begun(decider, samples), decider, Guessing(0.6), [0.6] * DEPTH)
-        assert len(set(tree.lengths)) <= 2, "equal samples draft alike, but for a rest that does not divide"
+        assert len(set(tree.lengths)) <= 2, "equal samples draft alike, except for a remainder that does not divide"
         found.append(sum(tree.lengths) / samples - 1)
     assert found[0] >= 2
     assert found == sorted(found, reverse=True)
     assert found[-1] < found[0]
 
 
-def test_a_sampled_request_drafts_as_in_a_batch_of_its_like():
-    """IID draws end with levels, not with rows: the same two decisions for one that stands for many."""
+def test_a_sampled_request_drafts_as_in_its_expected_batch():
+    """IID draws are shortened by whole levels, not by rows; one sample decides as its expected batch would."""
     found = []
     for alike in (1, 4, 16, 64):
         decider = CostAware(costs(0.1, 0.02))
@@ -195,7 +195,7 @@ def test_a_sampled_request_drafts_as_in_a_batch_of_its_like():
     assert found == sorted(found, reverse=True)
 
 
-def test_the_dearer_rows_are_the_fewer_drafts_are_kept():
+def test_more_expensive_rows_keep_fewer_drafts():
     chances = sorted((0.9**depth * width for depth in range(1, 7) for width in (1, 0.4, 0.1)), reverse=True)
     kept = []
     for slope in (0.0, 0.01, 0.1, 0.3, 0.5, 1.0):
@@ -207,7 +207,7 @@ def test_the_dearer_rows_are_the_fewer_drafts_are_kept():
     assert kept[-1] == 0
 
 
-@pytest.mark.parametrize("price", [CHEAP, DEAR], ids=["cheap", "dear"])
+@pytest.mark.parametrize("price", [CHEAP, DEAR], ids=["cheap", "expensive"])
 def test_free_drafts_are_drafted_whole_and_pruned(price):
     decider = CostAware(price)
     plan = decider.plan(situation(decider, 2, promise=0.0, free=True))
@@ -219,7 +219,7 @@ def test_free_drafts_are_drafted_whole_and_pruned(price):
     assert plan.keep([0.001] * 4) == 0
 
 
-def test_what_lookups_take_besides_their_rows_has_to_be_gained():
+def test_lookups_must_pay_for_their_own_time():
     chances = [0.9, 0.8, 0.7, 0.1]
     for price, kept in ({}, 4), ({"lookup": 0.5}, 4), ({"lookup": 0.5, "finding": 1.5}, 0):
         decider = CostAware(replace(CHEAP, **price))
@@ -228,7 +228,7 @@ def test_what_lookups_take_besides_their_rows_has_to_be_gained():
 
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 @pytest.mark.parametrize("samples", [1, 3])
-def test_no_more_nodes_than_wanted(nodes, samples):
+def test_trees_fill_the_budget_of_nodes_and_no_more(nodes, samples):
     decider = CostAware(costs(0.0, 1e-6), nodes=nodes)
     plan = decider.plan(situation(decider, samples, promise=0.9))
     assert plan.budget == samples * (nodes - 1)
@@ -246,20 +246,20 @@ def test_samples_that_fail_do_not_draft_beside_those_that_succeed():
     assert decider.plan(both).levels == [0, DEPTH]
 
 
-def test_what_a_drafter_must_read_first_has_to_pay_too():
+def test_drafts_must_pay_for_the_tokens_that_a_drafter_reads_first():
     decider = CostAware(costs(0.01, 0.05, widest=2.0))
     found = [decider.plan(situation(decider, lag=[tokens])) for tokens in (0, 5, 1000)]
     assert [plan.levels for plan in found] == [[DEPTH], [DEPTH], [0]]
     assert found[0].gains[0] > found[1].gains[0] > 0 > found[2].gains[0]
 
 
-# Being asked instead
+# Asked level by level instead of planning
 
 
 @settings(max_examples=60)
 @given(st.floats(0, 0.3), st.floats(0.001, 0.5), st.floats(0, 1), st.sampled_from([0.0, 0.3]))
-def test_being_asked_and_planning_agree(slope, level, right, rest):
-    """Where drafts are what was expected of them, step by step, levels that were asked for are those planned."""
+def test_asking_and_planning_agree(slope, level, right, rest):
+    """If drafts turn out as expected, asking before each level drafts the planned levels, or one more or less."""
     price = costs(slope, level, rest)
     decider, asked = CostAware(price), CostAware(price, survival=PathSurvival())
     assert decider.can_plan
@@ -273,7 +273,7 @@ def test_being_asked_and_planning_agree(slope, level, right, rest):
 
 @pytest.mark.parametrize("chance", [0.05, 0.3, 0.6, 0.95])
 @pytest.mark.parametrize("alike", [1, 3, 8])
-def test_one_that_stands_for_many_is_asked_as_many_are(chance, alike):
+def test_one_sample_that_stands_for_many_decides_as_many_do(chance, alike):
     decider = CostAware(costs(0.05, 0.2), survival=PathSurvival())
     paths, memory = [[(Draw(chance, Origin()),)]], [decider.start()]
     one = StepView(1, paths, memory, alike=alike, acceptance=(0.8,))
@@ -283,7 +283,7 @@ def test_one_that_stands_for_many_is_asked_as_many_are(chance, alike):
         assert decider(one) == [chance > 0.5]
 
 
-# What is kept
+# Pruning
 
 
 TABLES = st.lists(st.floats(0.01, 10), min_size=4, max_size=4).map(lambda s: CostTable((1, 4, 8, 30), tuple(s)))
@@ -291,8 +291,8 @@ CHANCES = st.lists(st.floats(0, 1), max_size=12).map(lambda chances: sorted(chan
 
 
 @given(TABLES, st.floats(0.01, 2), st.integers(1, 3), st.integers(1, 4), CHANCES, st.floats(0, 1))
-def test_as_many_are_kept_as_gain_most(table, level, samples, alike, chances, promise):
-    """Against every other number of them, a second being worth as many tokens as decoding brings in it."""
+def test_the_number_of_kept_drafts_gains_most(table, level, samples, alike, chances, promise):
+    """Compares with every other number of drafts; a second is worth the tokens that decoding emits in it."""
     decider = CostAware(StepCosts(table, CostTable((1, 2), (level, level))))
     plan = decider.plan(situation(decider, samples, promise, alike=alike))
     rate, before = plan.level / level, table(samples * alike)
@@ -305,7 +305,7 @@ def test_as_many_are_kept_as_gain_most(table, level, samples, alike, chances, pr
 
 
 @given(TABLES, st.floats(0.0, 2), st.floats(0, 1), st.integers(1, 3), st.integers(1, 4), CHANCES, st.floats(0, 1))
-def test_what_is_kept_is_never_slower_than_plain_decoding(table, level, rest, samples, alike, chances, promise):
+def test_kept_drafts_are_never_slower_than_plain_decoding(table, level, rest, samples, alike, chances, promise):
     decider = CostAware(StepCosts(table, CostTable((1,), (max(level, 1e-9),)), rest=rest))
     plan = decider.plan(situation(decider, samples, promise, alike=alike))
     count, rows = plan.keep(chances), samples * alike
@@ -314,8 +314,8 @@ def test_what_is_kept_is_never_slower_than_plain_decoding(table, level, rest, sa
 
 
 @given(st.floats(0, 1), st.floats(0.001, 1), st.floats(0, 1), st.floats(0, 1), st.integers(1, 4))
-def test_what_is_drafted_is_expected_to_be_faster_than_plain_decoding(slope, level, rest, promise, samples):
-    """By its own numbers: chains as long as its prices let them grow, with what it expects of each level."""
+def test_planned_drafts_are_expected_to_be_no_slower_than_plain_decoding(slope, level, rest, promise, samples):
+    """Uses the plan's own numbers: chains grow as long as its prices allow, with its expectation of each level."""
     price = costs(slope, level, rest)
     decider = CostAware(price)
     plan = decider.plan(situation(decider, samples, promise))
@@ -333,7 +333,7 @@ NARROW = StepCosts(CostTable((1, 8, 12, 13, 16), (1.0, 1.0, 1.02, 2.0, 2.0)), Co
 
 
 def test_a_batch_drafts_for_all_where_only_some_drafts_are_cheap_to_verify():
-    """Eight rows more would double the forward, four are nearly free: the likeliest four are verified."""
+    """Eight more rows would double the forward and four are nearly free, so the likeliest four are verified."""
     decider = CostAware(NARROW)
     plan = decider.plan(situation(decider, 8, 0.6))
     assert min(plan.levels) > 0
@@ -344,18 +344,18 @@ def test_a_batch_drafts_for_all_where_only_some_drafts_are_cheap_to_verify():
 
 
 @pytest.mark.parametrize("samples", [1, 8])
-def test_what_every_sample_adds_to_the_beginning_of_drafts_counts(samples):
+def test_the_cost_of_each_sample_that_starts_to_draft_counts(samples):
     dear = replace(NARROW, joining=0.2)
     assert dear.starting(samples) == pytest.approx(0.2 * (samples - 1))
     plan = CostAware(dear).plan(situation(CostAware(dear), samples, 0.6))
     assert [levels > 0 for levels in plan.levels] == [samples == 1] * samples
 
 
-# What was learned
+# Learning
 
 
 @pytest.mark.parametrize(("right", "stated"), [(0.3, 0.6), (0.6, 0.3), (0.5, 0.5), (0.0, 0.8), (1.0, 0.25)])
-def test_trust_is_how_often_chances_came_true(right, stated):
+def test_trust_is_acceptance_over_stated_chances(right, stated):
     decider = CostAware(CHEAP, decay=0.99)
     case = situation(decider)
     assert decider.plan(case).trust == [[1.0] * 4]
@@ -368,7 +368,7 @@ def test_trust_is_how_often_chances_came_true(right, stated):
 
 @pytest.mark.parametrize(("right", "stated", "more"), [(0.45, 0.9, False), (0.9, 0.45, True)])
 def test_confidence_is_corrected(right, stated, more):
-    """Overconfident drafts get shorter, modest ones longer than what they say of themselves makes them."""
+    """Overconfident drafts get shorter, and modest drafts longer, than their stated chances suggest."""
     price = costs(0.15, 0.1)
     believed = simulate(CostAware(price, decay=0.0), price, lambda step: stated, stated, steps=200)
     run = simulate(CostAware(price), price, lambda step: right, stated, promise=0.6, steps=400)
@@ -390,7 +390,7 @@ def test_accepted_drafts_are_learned_by_depth():
     assert following[1] > following[3] > following[2]
 
 
-def test_drafters_are_told_apart():
+def test_each_drafter_is_learned_separately():
     decider = CostAware(costs(0.1, 0.1))
     case = situation(decider)
     taught(decider, case.memory[0], right=0.0, stated=0.9, source="copies")
@@ -400,8 +400,8 @@ def test_drafters_are_told_apart():
     assert decider.plan(other).levels == [DEPTH], "another sample has not learned that"
 
 
-def test_what_one_sample_learns_no_other_knows():
-    """Each sampled one plans alone: company, its history included, changes nothing."""
+def test_each_sample_is_learned_separately():
+    """Each sampled request plans alone: other samples and their history change nothing."""
     decider = CostAware(costs(0.1, 0.1))
     step, drafter = begun(decider, 3, Sevens(1)), Guessing(0.6, certain=False)
     alone = [grown(step, decider, drafter, [0.6] * DEPTH)[0].lengths for _ in range(2)]
@@ -423,7 +423,7 @@ def test_an_idle_step_forgets_a_little():
     assert 5 < waits < 500
 
 
-def test_idle_steps_fade_alike_one_by_one_or_at_once():
+def test_idle_steps_fade_memory_equally_one_by_one_or_at_once():
     def faded(asked: bool) -> list[float]:
         decider = CostAware(costs(0.1, 0.1))
         case = situation(decider)
@@ -440,11 +440,11 @@ def test_idle_steps_fade_alike_one_by_one_or_at_once():
     assert faded(asked=True)[0] > 0
 
 
-def test_a_sample_rests_where_every_drafter_of_it_does():
+def test_a_sample_rests_if_all_its_drafters_rest():
     decider = CostAware(costs(0.1, 0.1))
     case = situation(decider, source="model")
     memory = case.memory[0]
-    assert not decider.rests(memory), "nobody was asked yet"
+    assert not decider.rests(memory), "no drafter was asked yet"
     for source in ("copies", "model"):
         taught(decider, memory, right=0.0, stated=0.6, source=source)
     resting = []
@@ -453,9 +453,9 @@ def test_a_sample_rests_where_every_drafter_of_it_does():
         resting.append(decider.rests(memory))
         assert plans == [[0], [0]] or not resting[-1]
         decider.learn(memory, Outcome(0, 0))
-    assert 0.5 < sum(resting) / len(resting) < 1, "most steps, but it looks again now and then"
+    assert 0.5 < sum(resting) / len(resting) < 1, "it rests in most steps, but tries again now and then"
     taught(decider, memory, right=1.0, stated=0.6, source="model", steps=1)
-    assert not decider.rests(memory), "one of them drafts"
+    assert not decider.rests(memory), "one drafter drafts"
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0])
@@ -472,12 +472,12 @@ def test_the_bounds_of_forgetting(decay):
 
 MARKETS = {
     "cheap": CHEAP,
-    "dear": DEAR,
-    "dear rows": costs(0.3, 0.01),
-    "dear levels": costs(0.01, 0.3),
+    "expensive": DEAR,
+    "expensive rows": costs(0.3, 0.01),
+    "expensive levels": costs(0.01, 0.3),
     "rest": costs(0.1, 0.1, rest=1.0),
     "stairs": STAIRS,
-    "a dear second row": StepCosts(CostTable((1, 2, 64), (1.0, 2.0, 2.1)), CostTable((1, 64), (0.05, 0.05))),
+    "an expensive second row": StepCosts(CostTable((1, 2, 64), (1.0, 2.0, 2.1)), CostTable((1, 64), (0.05, 0.05))),
     "slow wide levels": costs(0.02, 0.05, widest=2.0),
 }
 
@@ -488,7 +488,7 @@ MARKETS = {
 )
 @pytest.mark.parametrize("market", MARKETS)
 def test_never_slower_than_plain_decoding(market, right, stated, samples):
-    """Whatever drafts promise, beforehand and one by one; a few steps are the price of finding out."""
+    """This holds for any promise, before drafting and per draft; a few steps are spent to test the promise."""
     price = MARKETS[market]
     run = simulate(CostAware(price), price, lambda step: right, stated, samples=samples)
     least = 0.92 if right == 0 else 0.96
@@ -498,8 +498,8 @@ def test_never_slower_than_plain_decoding(market, right, stated, samples):
 @pytest.mark.parametrize(
     ("market", "right", "least"), [("cheap", 0.9, 3.0), ("cheap", 0.6, 1.75), ("stairs", 0.9, 2.2)]
 )
-def test_what_pays_is_taken(market, right, least):
-    """Or else resting for ever would pass."""
+def test_drafts_that_pay_are_used(market, right, least):
+    """Otherwise a decider that always rests would pass."""
     price = MARKETS[market]
     run = simulate(CostAware(price), price, lambda step: right, right)
     assert run.rate(100) >= least / price.target(1)
@@ -507,14 +507,14 @@ def test_what_pays_is_taken(market, right, least):
 
 def test_a_decider_that_always_drafts_is_slower():
     """Negative control."""
-    for market in ("dear", "dear rows", "dear levels"):
+    for market in ("expensive", "expensive rows", "expensive levels"):
         price = MARKETS[market]
         run = simulate(FixedDepth(), price, lambda step: 0.2, 0.7)
         assert run.rate(100) < 0.8 / price.target(1)
 
 
 def test_plans_are_plain_numbers():
-    """What kernels are given: no tensor, no number that is none."""
+    """Kernels get plain numbers: no tensors, no NaN."""
     decider = CostAware(STAIRS, nodes=5)
     plan = decider.plan(situation(decider, 3))
     assert isinstance(plan, Plan)

@@ -1,4 +1,4 @@
-"""What rows cost, which drafts are given up for it, and that this loses nothing."""
+"""Costs of rows, the drafts that are given up for them, and output that stays the same."""
 
 from dataclasses import replace
 
@@ -70,8 +70,8 @@ def test_step_costs_survive_a_file(tmp_path):
     assert [replace(costs, lookup=1.0, finding=0.5).looking(samples) for samples in (1, 3)] == [1.0, 2.0]
 
 
-def test_the_trim_keeps_trees_and_the_best_nodes():
-    """Chances 0.9, 0.9 * 0.9 on the first branch and 0.1 on the second: two rows pay, the third does not."""
+def test_pruning_keeps_trees_and_the_best_nodes():
+    """Chances are 0.9 and 0.9 * 0.9 on the first branch, and 0.1 on the second: two rows pay, the third does not."""
 
     class Certain(ad.NGramDrafter):
         def _lookup(self, index, tokens, suffix, wanted, allowed, pool):
@@ -89,7 +89,7 @@ def test_the_trim_keeps_trees_and_the_best_nodes():
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_lookups_learn_how_often_they_come_true(right):
+def test_lookups_learn_how_often_they_are_accepted(right):
     drafter, text = ad.NGramDrafter(longest=2, shortest=1), [1, 2, 1, 2, 1]
     state = joined(drafter, [text])
     tree = grown(drafter, state, context([text], ad.TreeTopology.chain(1), ad.Fixed(1)))
@@ -104,7 +104,7 @@ def test_lookups_learn_how_often_they_come_true(right):
         assert odds(other) == new(other)  # others learn nothing
 
 
-@pytest.mark.parametrize("costs", [None, FLAT, STEEP], ids=["all", "free rows", "dear rows"])
+@pytest.mark.parametrize("costs", [None, FLAT, STEEP], ids=["all", "free rows", "expensive rows"])
 @pytest.mark.parametrize("kind", ["lookup", "early exit", "hybrid", "hybrid with a model"])
 def test_greedy_output_is_the_same_at_any_price(kind, costs):
     target = ragged(sharpness=3)
@@ -125,7 +125,7 @@ def test_greedy_output_is_the_same_at_any_price(kind, costs):
 
 
 class Stingy(Decider):
-    """Wants one draft, and none of those that were made."""
+    """Plans one draft and keeps none."""
 
     can_plan = True
 

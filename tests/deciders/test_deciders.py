@@ -1,4 +1,4 @@
-"""Deciders: when they stop, that each sample stops for itself, and that the output does not notice."""
+"""Deciders: when they stop, that each sample stops for itself, and that the output stays the same."""
 
 import itertools
 import math
@@ -44,7 +44,7 @@ def test_fixed_depth():
 
 
 def test_confidence_threshold():
-    """One confident node is enough for a sample to go on; the threshold itself is confident."""
+    """One confident node is enough for a sample to go on; a node at the threshold is confident."""
     confidence = ((0.1, 0.5), (0.1, 0.39), (0.4,))
     assert ad.ConfidenceThreshold(0.4)(view(confidence=confidence)) == [True, False, True]
 
@@ -59,7 +59,7 @@ def test_entropy_bound():
 
 
 def lengths(decider, accepted, deepest=30):
-    """Levels that one sample drafts, step by step, if so many of them are accepted, or as many as there are."""
+    """Returns the levels that one sample drafts in each step, if at most ``accepted[step]`` of them are accepted."""
     memory, found = decider.start(), []
     for most in accepted:
         found.append(next((d for d in range(deepest) if not decider(view(d, memory=[memory]))[0]), deepest))
@@ -72,7 +72,7 @@ def test_the_heuristic_adds_two_or_takes_one():
 
 
 def test_the_accepted_average_follows():
-    """It halves its distance to what is accepted: 2, 1, .5, .25, then on to 8 - 7.75 / 2 and so on, rounded up."""
+    """The average halves its distance to accepted levels: 2, 1, .5, .25, 1.125. The margin is added and rounded up."""
     assert lengths(AcceptedAverage(first=2, margin=1, decay=0.5), [0, 0, 0, 9, 9]) == [3, 2, 2, 2, 3]
     assert lengths(AcceptedAverage(first=0, margin=0.5, decay=0.0), [1, 2, 3]) == [1, 2, 3]
 
@@ -101,10 +101,10 @@ def test_a_node_budget_plans_for_all_its_samples():
     assert (plan.levels, plan.budget, plan.level, plan.row) == ([6, 3, 0], 9, 0, 0)
     assert [plan.keep([0.5] * count) for count in (0, 8, 9, 10)] == [0, 8, 9, 9]
     assert NodeBudget(1).plan(Situation([6], [None])).levels == [0]
-    assert NodeBudget(9)(view(2, ((1.0,), (0.1,)))) == [True, True]  # where it is asked instead
+    assert NodeBudget(9)(view(2, ((1.0,), (0.1,)))) == [True, True]  # asked instead of planning
 
 
-def test_a_fixed_depth_is_planned_as_it_is_asked_for():
+def test_the_plan_of_a_fixed_depth_equals_its_answers():
     for depth, max_depth in itertools.product((None, 0, 2, 9), (0, 1, 5)):
         plan = FixedDepth(depth).plan(Situation([max_depth], [None]))
         asked = next((at for at in range(max_depth) if not FixedDepth(depth)(view(at))[0]), max_depth)
@@ -113,13 +113,13 @@ def test_a_fixed_depth_is_planned_as_it_is_asked_for():
 
 
 @pytest.mark.parametrize("decider", [ad.ConfidenceThreshold(), EntropyBound(), PathSurvival(), Heuristic()])
-def test_who_looks_at_drafts_or_history_is_asked(decider):
+def test_deciders_that_look_at_drafts_or_history_cannot_plan(decider):
     assert not decider.can_plan
 
 
 @pytest.mark.parametrize(("depth", "best"), [(1, 0), (6, 1)])
 def test_a_bandit_finds_the_better_decider(depth, best):
-    """Drafts of which one level is accepted had better be short, drafts accepted whole be long; both are tried."""
+    """Short drafts are better if one level is accepted, long drafts if all are; the bandit tries both."""
     decider = Bandit([FixedDepth(1), FixedDepth(6)], cost=0.3, longest=6)
     memory = decider.start()
     for _ in range(200):
@@ -129,7 +129,7 @@ def test_a_bandit_finds_the_better_decider(depth, best):
     assert memory.pulls[best] > 0.7 * sum(memory.pulls)
 
 
-def test_a_bandit_asks_whom_each_sample_has_chosen_and_lets_all_learn():
+def test_a_bandit_asks_the_decider_of_each_sample_and_teaches_all():
     decider = Bandit([AcceptedAverage(), Heuristic(first=2)])
     one, other = decider.start(), decider.start()
     decider.learn(one, Outcome(1, 0))
@@ -141,10 +141,10 @@ def test_a_bandit_asks_whom_each_sample_has_chosen_and_lets_all_learn():
 
 
 class Alternating(Decider):
-    """Sample ``b`` drafts ``b`` levels: the most ragged batch there is."""
+    """Lets sample ``b`` draft ``b`` levels: the most ragged batch."""
 
     def forward(self, view):
-        stopped = len(PROMPTS) - len(view.paths)  # those with the smaller numbers
+        stopped = len(PROMPTS) - len(view.paths)  # the samples with smaller numbers
         return [stopped + index > view.depth for index in range(len(view.paths))]
 
 
@@ -171,7 +171,7 @@ def draft_model_decoder(decider):
     ],
     ids=lambda decider: type(decider).__name__,
 )
-def test_the_output_does_not_notice(decider):
+def test_the_output_does_not_depend_on_the_decider(decider):
     tokens, output = generated(draft_model_decoder(decider), max_new_tokens=10, do_sample=False)
     stats = output.stats
     assert tokens == greedy_reference(ragged().model, PROMPTS, max_new_tokens=10)
@@ -200,7 +200,7 @@ class EverySecond(Decider):
 
 
 def test_a_decoder_remembers_how_drafting_went():
-    """A drafter that is always wrong is asked every second step."""
+    """A drafter that is always wrong is asked in every second step."""
     (tokens,) = greedy_reference(ragged().model, PROMPTS[:1], max_new_tokens=8, eos_token_id=None)
     wrong = next(token for token in range(VOCAB) if token not in tokens)
 
@@ -244,13 +244,13 @@ def overriding(base, **members):
     ],
     ids=["plan alone", "forward below a plan", "forward below rests", "plan below rests"],
 )
-def test_an_answer_that_another_one_would_replace_is_refused(base, members, fix):
+def test_an_overridden_method_that_would_not_be_asked_is_refused(base, members, fix):
     with pytest.raises(TypeError, match=fix):
         draft_model_decoder(overriding(base, **members))
 
 
 @pytest.mark.parametrize("base", [Decider, FixedDepth, PathSurvival, ad.CostAware])
-def test_what_forward_says_holds_where_no_plan_answers(base):
+def test_forward_decides_if_there_is_no_plan(base):
     decider = overriding(base, forward=never, can_plan=False, rests=Decider.rests)
     _, output = generated(draft_model_decoder(decider), PROMPTS[:1], max_new_tokens=6, do_sample=False)
     assert output.stats.drafted == 0

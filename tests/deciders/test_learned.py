@@ -1,4 +1,4 @@
-"""A learned decider: what it reads, when it stops, that it survives a file, and that the output does not notice it."""
+"""A learned decider: its inputs, when it stops, saving and loading, and output that stays the same."""
 
 import json
 import math
@@ -23,7 +23,7 @@ TREE = ad.TreeTopology.from_k_config((2, 2, 1))
 
 
 def view(*samples, greedy=False):
-    """Of samples that are given as the paths of their nodes."""
+    """Builds the view of samples, each given as the paths of its nodes."""
     return StepView(max(map(len, samples[0])), samples, [None] * len(samples), greedy)
 
 
@@ -34,7 +34,7 @@ def path(*rows, probability=0.5):
 
 
 def constant(chance, **settings):
-    """A decider that predicts the same of every row."""
+    """Builds a decider that predicts the same chance for every row."""
     decider = LearnedDecider(**settings)
     with torch.no_grad():
         for parameter in decider.parameters():
@@ -60,7 +60,7 @@ def eagle_drafter(target=None):
 
 
 def test_the_whole_path_has_to_survive():
-    """0.8 for every row: three survive with 0.512, and the best node of a sample counts."""
+    """With 0.8 for every row, three rows survive with 0.512; the best node of a sample counts."""
     one, three = path(ROW), path(ROW, ROW, ROW)
     assert constant(0.8, threshold=0.511)(view([three], [three, one])) == [True, True]
     assert constant(0.8, threshold=0.513)(view([three], [three, one])) == [False, True]
@@ -73,7 +73,7 @@ def test_a_root_always_survives():
 
 
 def test_depths_have_temperatures_of_their_own():
-    """At half the temperature the logit doubles: 0.8 becomes 16/17; the last temperature holds for what is deeper."""
+    """At half the temperature the logit doubles: 0.8 becomes 16/17. The last temperature holds for deeper rows."""
     chance = 0.8 * (16 / 17) ** 2
     for threshold, goes_on in ((chance - 1e-4, True), (chance + 1e-4, False)):
         decider = constant(0.8, threshold=threshold, temperatures=(1.0, 0.5))
@@ -86,8 +86,8 @@ def test_a_lookup_states_its_own_chance():
     assert constant(0.1, threshold=0.82)(view([lookup])) == [False]
 
 
-def test_what_the_network_reads():
-    """Depth, log-probability of the path above the row, greediness; entropy and top of the row; hidden state."""
+def test_inputs_of_the_network():
+    """These are depth, log-probability of the path above, greediness; entropy and top of the row; hidden state."""
     decider, seen = LearnedDecider(hidden_size=2, top_k=4), []
     decider.logits = lambda *features: seen.append(features) or torch.zeros(len(features[0]))
     first = Origin(lambda: ROW, torch.tensor([1.0, 2.0]))
@@ -100,7 +100,7 @@ def test_what_the_network_reads():
     assert_close(statistics, torch.tensor([[entropy, 0.7, 0.2, 0.1, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]]))
     assert_close(hidden, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     decider(view([path(first, first, probability=0.0)]))
-    assert seen[1][0].tolist() == [[0, 0, 0]]  # a row is asked about once
+    assert seen[1][0].tolist() == [[0, 0, 0]]  # each row is read once
 
 
 def test_every_feature_counts():
@@ -145,7 +145,7 @@ def test_a_bad_folder_is_refused(tmp_path):
         LearnedDecider.from_pretrained(tmp_path)
 
 
-def test_a_drafter_that_shows_too_little_is_refused():
+def test_missing_or_wrong_hidden_states_are_refused():
     decider = LearnedDecider(hidden_size=4)
     with pytest.raises(ValueError, match="reads hidden states of size 4, the drafter shows none"):
         decider(view([path(ROW)]))
@@ -153,7 +153,7 @@ def test_a_drafter_that_shows_too_little_is_refused():
         decider(view([path(Origin(lambda: ROW, torch.zeros(3)))]))
 
 
-def test_an_eagle_drafter_shows_what_its_head_is_given():
+def test_an_eagle_drafter_shows_the_inputs_of_its_output_matrix():
     target, views = ragged(), []
     drafter = eagle_drafter()
 
@@ -172,7 +172,7 @@ def test_an_eagle_drafter_shows_what_its_head_is_given():
     assert tree.lengths == [TREE.num_nodes] * 2
     assert [step.depth for step in views] == [0, 0, 1, 1, 2, 2]  # sampled: every sample is shown alone
     for number, step in enumerate(views):
-        (paths,), sample = step.paths, tree[number % 2]  # whose rows stand as its nodes do: all of them are there
+        (paths,), sample = step.paths, tree[number % 2]  # all nodes exist, so rows are in the order of nodes
         for node, draws in zip(TREE.levels[step.depth], paths, strict=True):
             assert len(draws) == step.depth
             for passed, draw in zip(TREE.path(node)[1:], draws, strict=True):
@@ -192,8 +192,8 @@ def decode(decider, drafter, topology=TREE, **options):
 
 @pytest.mark.parametrize("threshold", [0.0, 0.02, 0.3, 0.7, 1.0, 2.0])
 @pytest.mark.parametrize("kind", ["rows", "hidden", "both"])
-def test_the_output_does_not_notice(kind, threshold):
-    """A batch whose samples stop at their own depths."""
+def test_the_output_does_not_depend_on_the_decider(kind, threshold):
+    """The samples of the batch stop at their own depths."""
     drafter = ad.LanguageModelDrafter(ragged(seed=3)) if kind == "rows" else eagle_drafter()
     size = 0 if kind == "rows" else 32
     decider = random_decider(hidden_size=size, top_k=0 if kind == "hidden" else 10, threshold=threshold)
@@ -202,7 +202,7 @@ def test_the_output_does_not_notice(kind, threshold):
     assert (stats.pad_rows, stats.pad_keys) == (0, 0)
 
 
-def test_the_threshold_says_how_much_is_drafted():
+def test_the_threshold_controls_how_much_is_drafted():
     drafter = ad.LanguageModelDrafter(ragged(seed=3))
     options = {"eos_token_id": None}
     drafted = {
@@ -219,11 +219,11 @@ def test_samples_of_a_batch_stop_at_their_own_depths(monkeypatch):
     drafter, lengths = ad.LanguageModelDrafter(ragged(seed=3)), []
     monkeypatch.setattr(drafting, "grow", lambda *given: lengths.append((tree := grow(*given)).lengths) or tree)
     decode(random_decider(1, threshold=0.2), drafter, ad.TreeTopology.chain(4), do_sample=True, seeds=[1, 2, 3])
-    assert any(len(set(step)) > 1 for step in lengths[:3])  # long before the end, which shortens drafts by itself
+    assert any(len(set(step)) > 1 for step in lengths[:3])  # well before the end, which itself shortens drafts
 
 
 def step_view(tree, depth):
-    """What a decoder would show of a tree whose next level, ``depth``, is still to be drawn."""
+    """Builds the view that a decoder would show of a tree before its next level, ``depth``, is drawn."""
     origins = {row: Origin(partial(tree.drawn_from, row)) for row in tree.rows}
     parent = tree.batch.parent.tolist()
 
@@ -237,7 +237,7 @@ def step_view(tree, depth):
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, 0, 0, 1, 3]], ids=["chain", "tree"])
 def test_exactly_the_target_is_emitted(parents):
-    """By enumeration; the decider stops in some trees and goes on in others."""
+    """All trees are enumerated; the decider stops in some and goes on in others."""
     decider, answers = random_decider(threshold=0.2), set()
 
     def goes_on(depth, tree):
@@ -256,7 +256,7 @@ def test_exactly_the_target_is_emitted(parents):
 
 
 def test_a_decider_that_looks_at_the_drawn_level_would_be_seen():
-    """Negative control: the level is dropped again where the decider, asked after the draw, dislikes its tokens."""
+    """Negative control: the decider is asked after the draw, and levels with tokens that it refuses are dropped."""
     decider = constant(0.5, threshold=0.4)
 
     def regrets(depth, tree):
@@ -275,8 +275,8 @@ def test_a_decider_that_looks_at_the_drawn_level_would_be_seen():
     assert distance_to_target(*arguments, draft=draft) > 1e-3
 
 
-def test_another_dtype_of_the_target():
-    """Hidden states come in the target's dtype, the decider computes in its own."""
+def test_targets_of_another_dtype_decode():
+    """Hidden states have the target's dtype; the decider computes in its own."""
     target = ad.RaggedModel(tiny().to(torch.bfloat16), kernels="torch")
     coupling = ad.Coupling.matching()
     decider = random_decider(hidden_size=32, threshold=0.3)

@@ -1,4 +1,4 @@
-"""What deciders are told of a step's drafts."""
+"""Outcomes of a step's drafts, as deciders receive them."""
 
 import pytest
 from support.models import decode, ragged
@@ -30,7 +30,7 @@ CHANCES = {1: 0.5, 2: 0.25, 3: 0.75, 5: 0.125}
     ids=str,
 )
 def test_outcomes(alive, path, outcome):
-    """Of the root and every accepted node that has children: how likely it was that one of them is accepted."""
+    """An outcome states, for the root and every accepted node with children, the chance that a child is accepted."""
     tokens = {0: 7} | {node: 10 + node for node in alive}
     tree = DraftTree.of(SHAPE, ad.Fixed(2), [None, tokens], chances=[None, CHANCES], source="Model")
     verdict = Verdict.of(tree, {1: (list(tokens).index((0, *path)[-1]), 9)})
@@ -38,7 +38,7 @@ def test_outcomes(alive, path, outcome):
 
 
 class Listening(FixedDepth):
-    """Drafts everything and notes what it is told, by sample."""
+    """Drafts everything and keeps the outcomes of each sample."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True, "temperature": 0.5}], ids=["0", "0.5"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_decoder_tells_all_of_it(name, settings):
+def test_a_decoder_reports_every_outcome(name, settings):
     make, sources = DRAFTERS[name]
     decider = Listening()
     topology = ad.TreeTopology.chain(0) if name == "nothing" else SHAPE

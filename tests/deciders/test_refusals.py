@@ -1,4 +1,4 @@
-"""Whatever a decider, a drafter, a cost table, a builder or tuning is given: the right thing, or a named error."""
+"""Arguments of deciders, drafters, cost tables, builders and tuning: decoding works, or an error names the argument."""
 
 import json
 import math
@@ -148,7 +148,7 @@ SEQUOIA = {"acceptance": [0.5, 0.2], "nodes": 4}
 
 
 def made(builder, **given):
-    """A decoder for a tiny target; most builders take a draft model too."""
+    """Builds a decoder for a tiny target; most builders take a draft model, too."""
     models = [ragged()] if builder in ("ems_sd", "lookup", "eagle") else [ragged(), ragged(seed=3)]
     return getattr(builders, builder)(*models, **(SEQUOIA if builder == "sequoia" else {}) | given)
 
@@ -227,7 +227,7 @@ TUNING = [
 
 
 @refusals(*DECIDERS, *DRAFTERS, *COSTS, *BUILDERS, *TUNING)
-def test_nonsense_is_named(call, error, words):
+def test_invalid_arguments_are_named(call, error, words):
     check_refusal(call, error, words)
 
 
@@ -238,7 +238,7 @@ def test_nonsense_is_named(call, error, words):
         (ad.ConfidenceThreshold, {"threshold": 0}),
         (ad.ConfidenceThreshold, {"threshold": torch.tensor(1.0)}),
         (EntropyBound, {"threshold": 1, "gamma": 1e-9}),
-        (PathSurvival, {"threshold": 2}),  # nothing is drafted: what training finds where drafts do not pay
+        (PathSurvival, {"threshold": 2}),  # nothing is drafted; training finds this if drafts do not pay
         (Heuristic, {"first": 1, "longest": 1}),
         (AcceptedAverage, {"first": 0, "decay": 1}),
         (AdaEDL, {"wanted": 0, "decay": 1}),
@@ -253,7 +253,7 @@ def test_nonsense_is_named(call, error, words):
         getattr(value, "__name__", None) or ", ".join(f"{name}={one!r}"[:30] for name, one in value.items())
     ),
 )
-def test_what_lies_at_the_bounds_decodes(make, given):
+def test_deciders_at_the_bounds_decode(make, given):
     prompt = torch.tensor([[5, 9, 7, 5, 9]])
     for settings in ({"do_sample": False}, {"do_sample": True, "seeds": [3]}):
         found = decoder(decider=make(**given)).generate(prompt, max_new_tokens=4, eos_token_id=None, **settings)
@@ -331,7 +331,7 @@ def test_damaged_tunings_are_named(tmp_path, change):
 
 
 class Mute(Decider):
-    """Answers for one sample, however many are shown."""
+    """Answers for one sample, for any number of samples shown."""
 
     def forward(self, view):
         return [True]

@@ -1,4 +1,4 @@
-"""What `generate` takes from a caller, in all its forms: the right result or an error that names the argument."""
+"""Arguments of `generate` in all their forms: the right result, or an error that names the argument."""
 
 import functools
 
@@ -32,7 +32,7 @@ def generate(ids=IDS, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32], ids=str)
-def test_masks_that_say_the_same(dtype):
+def test_masks_of_any_dtype_give_the_same_tokens(dtype):
     inputs = left_padded(PROMPTS)
     expected = decoder().generate(**inputs, **NEW)
     found = decoder().generate(inputs["input_ids"], attention_mask=inputs["attention_mask"].to(dtype), **NEW)
@@ -45,7 +45,7 @@ def test_ids_of_32_bits():
 
 @pytest.mark.parametrize("options", [{"max_new_tokens": 3.0}, {"max_length": 8.0, "max_new_tokens": None}], ids=str)
 def test_lengths_may_be_whole_floats(options):
-    """As arithmetic gives them, and transformers takes them."""
+    """Arithmetic gives such lengths, and transformers accepts them."""
     whole = {name: value and int(value) for name, value in options.items()}
     assert generate(**options).tolist() == generate(**whole).tolist()
 
@@ -69,8 +69,8 @@ def test_options_that_change_nothing(options):
     assert torch.equal(generate(**options), generate())
 
 
-def test_a_model_whose_own_settings_name_a_cache():
-    """Some checkpoints ask for a cache by default; only a caller's wish is refused."""
+def test_a_cache_setting_of_the_model_is_ignored():
+    """Some checkpoints set ``use_cache`` by default; only a caller's setting is refused."""
     model = tiny()
     expected = greedy_reference(model, PROMPTS[:1], max_new_tokens=4)
     model.generation_config.use_cache = False
@@ -95,7 +95,7 @@ def test_images_are_not_ignored(name, through):
     assert call(text, max_new_tokens=3, do_sample=False)[0, 2:].tolist() == expected[0]
 
 
-# Processors are told a sample's own tokens
+# Processors see only a sample's own tokens
 
 
 class Watching(LogitsProcessor):
@@ -125,8 +125,8 @@ PROCESSED = {
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("case", PROCESSED)
-def test_padding_is_none_of_a_processors_business(case, sampled):
-    """What a prompt gets beside longer ones is what it gets alone; greedily that is what transformers says."""
+def test_padding_does_not_change_processed_tokens(case, sampled):
+    """A prompt beside longer ones gets the same tokens as alone; greedy tokens equal those of transformers."""
     options = NEW | PROCESSED[case] | {"do_sample": sampled}
     coupling, drafter = (SAMPLED, ad.LanguageModelDrafter(ragged(seed=3))) if sampled else (GREEDY, ad.NGramDrafter())
     target = ad.SpeculativeDecoder(ragged(), drafter, TREE, coupling)
@@ -159,7 +159,7 @@ def test_processors_and_criteria_see_no_padding():
 
 
 class Matcher(LogitsProcessor):
-    """Follows one text and asserts that it does."""
+    """Asserts that it sees one text, which grows by a token per call."""
 
     def __init__(self):
         self.length = None
@@ -171,8 +171,8 @@ class Matcher(LogitsProcessor):
 
 
 @pytest.mark.parametrize("said", [bool, lambda over: torch.tensor([over])], ids=["bool", "tensor"])
-def test_criteria_that_say_whether_to_stop_as_they_like(said):
-    """As transformers takes them; it sees a text grow token by token."""
+def test_criteria_may_return_a_bool_or_a_tensor(said):
+    """transformers accepts both. The criterion sees a text grow token by token."""
 
     def over(ids, scores, **_):
         return said(ids.shape[1] >= 8)
@@ -184,7 +184,7 @@ def test_criteria_that_say_whether_to_stop_as_they_like(said):
     assert torch.equal(found, expected)
 
 
-def test_processors_that_follow_one_text():
+def test_processors_that_follow_one_text_are_refused():
     library = type("Grammar", (Matcher,), {"__module__": "xgrammar.contrib.hf"})
     with pytest.raises(ValueError, match="xgrammar's Grammar follows one text"):
         generate(logits_processor=[library()])
@@ -222,11 +222,11 @@ def test_models_of_transformers_are_wrapped():
 # Weights that change behind torch's back
 
 
-def test_one_hidden_element_calls_for_refresh(kernels):
+def test_an_unnoticed_change_of_one_element_needs_a_refresh(kernels):
     model = fusable()
     target = ad.RaggedModel(model, kernels="native")
     before = logits(target)
-    model.model.layers[1].mlp.down_proj.weight.data[3, 5] += 50.0  # none of the few that are compared
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] += 50.0  # not one of the compared elements
     assert torch.equal(logits(target), before)
     target.refresh()
     torch.testing.assert_close(logits(target), logits(plain(model)), rtol=1e-4, atol=1e-4)

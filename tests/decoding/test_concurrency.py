@@ -1,4 +1,4 @@
-"""Threads, re-entrance, exceptions and forks: a model is never changed by those who decode with it."""
+"""Threads, re-entrance, exceptions and forks: decoding never changes the model."""
 
 import asyncio
 import subprocess
@@ -61,7 +61,7 @@ def built(kind):
 
 
 def answers(decoder, seed=0):
-    """Of a ragged batch, greedy and sampled."""
+    """Decodes a ragged batch, greedily and by sampling."""
     inputs = left_padded(PROMPTS)
     greedy = decoder.generate(**inputs, **NEW, do_sample=False)
     if isinstance(decoder.drafter, ad.NGramDrafter | ad.NoDrafter) and decoder.stepper.fixed:
@@ -77,7 +77,7 @@ def own(model):
 
 @cache
 def known(kind):
-    """The answers of a decoder and of its model that nobody has disturbed."""
+    """Returns the answers of an undisturbed decoder and of its model."""
     decoder, model = built(kind)
     return answers(decoder), own(model)
 
@@ -88,7 +88,7 @@ def structure(model):
 
 
 def at_once(*works, rounds=3):
-    """Runs every work several times in a thread of its own, all beginning together; returns all results."""
+    """Runs each function several times in its own thread, all starting together; returns all results."""
     barrier = threading.Barrier(len(works))
 
     def run(work):
@@ -126,7 +126,7 @@ def test_two_threads_on_one_model(kind, partner):
 
 
 def test_wrapping_a_model_while_it_decodes():
-    """Prepacking observes forwards of its own copy alone."""
+    """Prepacking observes only the forwards of its own copy."""
     decoder, model = built("packed, lookup")
     expected, plain = answers(decoder), own(model)
 
@@ -148,7 +148,7 @@ def test_asyncio():
 
 
 def test_weights_that_change_between_requests_of_two_threads():
-    """Whoever has begun goes on with what was packed; whoever begins afterwards sees the change."""
+    """A running request keeps the packed weights it began with; a later request sees the change."""
     decoder, model = built("packed, lookup")
     began, go_on = threading.Event(), threading.Event()
     inputs = left_padded(PROMPTS)
@@ -208,7 +208,7 @@ def test_decoding_within_a_streamer_and_a_processor():
 
 
 class Fault(BaseException):
-    """As KeyboardInterrupt, which no handler for errors catches."""
+    """An exception like KeyboardInterrupt, which no handler for errors catches."""
 
 
 def faulty(original, countdown):
@@ -230,7 +230,7 @@ PLACES = {
     "keys and values": (RaggedKVCache, "pools"),
     "the drafts": (ad.EarlyExitDrafter, "propose"),
     "the drafts' forward": (ad.EarlyExitDrafter, "_forward"),
-    "what was accepted": (ad.EarlyExitDrafter, "commit"),
+    "the drafter's commit": (ad.EarlyExitDrafter, "commit"),
     "the verdict": (ad.Coupling, "forward"),
     "an inner linear": (torch.nn.Linear, "forward"),
 }
@@ -284,8 +284,8 @@ FORKED = """
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="it does not fork")
-def test_a_forked_child_says_so_instead_of_hanging(request):
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not fork")
+def test_a_forked_child_does_not_hang(request):
     folder = request.path.parent
     script = dedent(FORKED.format(paths=[str(folder.parent), str(folder)]))
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)

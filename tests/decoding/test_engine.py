@@ -1,4 +1,4 @@
-"""Requests that join and leave a batch: each gets what it would get alone, whatever happens around it."""
+"""Requests that join and leave a batch: each gets the tokens it would get alone."""
 
 import asyncio
 import gc
@@ -37,7 +37,7 @@ def alone(made, request):
 
 
 def requests(count):
-    """Of all kinds that there are, each with a seed."""
+    """Builds requests of all kinds, each with a seed."""
     kinds = [
         {},
         {"temperature": 1.0},
@@ -78,7 +78,7 @@ def test_answers_are_those_of_a_request_alone(name, reuse):
     assert [[answer.tokens for answer in stream.answers] for stream in streams] == [alone(made, r) for r in asked]
 
 
-def test_further_tokens_end_answers():
+def test_stop_tokens_end_answers():
     made, asked = decoder(), {"prompt": PROMPTS[1], "max_new_tokens": 20, "ends": []}
     (answer,) = alone(made, Request(**asked))
     end = answer[7]
@@ -102,7 +102,7 @@ def test_log_probabilities_are_the_models_own():
         known.append(token)
 
 
-def test_events_tell_what_was_drafted():
+def test_events_hold_drafts_and_verdicts():
     stream = Engine(decoder(), max_tokens=500).submit(Request(prompt=PROMPTS[2], max_new_tokens=12, ends=()))
     events = list(stream)
     assert events[-1].finish_reason == "length"
@@ -118,7 +118,7 @@ def test_events_tell_what_was_drafted():
 @pytest.mark.parametrize(
     ("settings", "reason", "length"),
     [({"ends": ()}, "length", 12), ({"ends": None}, None, None), ({"ends": "third"}, "stop", 3)],
-    ids=["budget", "the model's own", "a token"],
+    ids=["budget", "the model's end tokens", "a given end token"],
 )
 def test_answers_say_why_they_ended(settings, reason, length):
     made, asked = decoder(), {"prompt": PROMPTS[0], "max_new_tokens": 12}
@@ -171,7 +171,7 @@ def test_a_processor_that_leaves_nothing_to_draw_ends_its_own_request(name, scor
     assert kept.result()[0].tokens == alone(made, kept.request)[0]
 
 
-def test_what_comes_behind_a_rejected_draft_may_leave_nothing_to_draw():
+def test_rows_after_a_rejected_draft_may_have_no_token_to_draw():
     def forbidding(input_ids, scores):
         banned = torch.arange(VOCAB) == 7
         return scores.masked_fill(banned | (input_ids[:, -1:] == 7), -torch.inf)
@@ -201,7 +201,7 @@ def test_processors_may_return_scores_of_another_dtype(dtype):
     assert got.tolist() == want.tolist()
 
 
-def test_logits_that_are_no_numbers_end_their_own_request():
+def test_nan_logits_end_their_own_request():
     model = tiny()
     with torch.no_grad():
         model.get_input_embeddings().weight[60] = torch.nan
@@ -216,7 +216,7 @@ def test_logits_that_are_no_numbers_end_their_own_request():
     assert kept.result()[0].tokens == alone(made, kept.request)[0]
 
 
-def test_whatever_else_goes_wrong_ends_what_was_admitted_and_no_more(monkeypatch):
+def test_an_unexpected_error_ends_only_admitted_requests(monkeypatch):
     made = decoder()
     engine = Engine(made, max_tokens=500, max_samples=2)
     streams = [engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=6)) for _ in range(3)]
@@ -232,8 +232,8 @@ def test_whatever_else_goes_wrong_ends_what_was_admitted_and_no_more(monkeypatch
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
-def test_steps_that_all_fail_end_those_who_wait(monkeypatch, error):
-    """Nobody can be admitted; with a thread that steps, their readers would hang."""
+def test_repeated_failures_of_steps_end_waiting_requests(monkeypatch, error):
+    """No request can be admitted. With a thread that steps, readers of waiting requests would hang."""
 
     def fails(*_):
         raise error
@@ -268,7 +268,7 @@ def test_cancelled_requests_give_back_their_room():
     for _ in range(3):
         engine.step()
     assert first.answers[0].tokens
-    assert not second.answers[0].tokens, "there is room for one"
+    assert not second.answers[0].tokens, "the cache has room for one"
     second.cancel()
     first.cancel()
     assert third.result()[0].tokens == alone(made, long)[0]
@@ -279,7 +279,7 @@ def test_cancelled_requests_give_back_their_room():
 # Admission
 
 
-def test_what_can_never_be_answered_is_refused_at_once():
+def test_impossible_requests_are_refused_at_once():
     engine = Engine(decoder(), max_tokens=100)
     cases = [
         ({"prompt": [5] * 90, "max_new_tokens": 20}, CacheOverflow, "raise that limit"),
@@ -316,12 +316,12 @@ def test_what_can_never_be_answered_is_refused_at_once():
     ],
     ids=str,
 )
-def test_settings_out_of_range(settings, message):
+def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Request(**{"prompt": [5], **settings})
 
 
-def test_priority_comes_first_and_then_who_came_first():
+def test_requests_are_ordered_by_priority_then_by_arrival():
     engine, ended = Engine(decoder(), max_tokens=200, max_samples=1), []
     streams = {
         name: engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=3, priority=priority, ends=()))
@@ -333,7 +333,7 @@ def test_priority_comes_first_and_then_who_came_first():
 
 
 class Arrival(NamedTuple):
-    """A prompt of some tokens that comes before a step."""
+    """A prompt of ``length`` tokens that is submitted before step ``step``."""
 
     length: int
     step: int = 0
@@ -341,7 +341,7 @@ class Arrival(NamedTuple):
 
 
 def portions_of(engine, arrivals):
-    """What is read before each step, by number of arrival; each gets a single new token."""
+    """Returns the prompt tokens that each step reads, by index of arrival; each request asks for one new token."""
     read, portions, submitted = engine.decoder.stepper.prefill, [], 0
 
     def watched(state, tokens):
@@ -371,7 +371,7 @@ def portions_of(engine, arrivals):
     ids=["shortest first", "a bit later", "too late to overtake", "priority before length"],
 )
 def test_prompts_are_read_in_their_turn(arrivals, order):
-    """Sixteen tokens at a time. Whoever comes too late to overtake is shorter all the same."""
+    """A step reads 16 tokens. A prompt that comes too late does not overtake, although it is shorter."""
     engine = Engine(ad.SpeculativeDecoder(ragged(), ad.NoDrafter(), TREE), max_tokens=500, max_rows=16, reuse=False)
     portions = portions_of(engine, arrivals)
     last = {name: step for step, portion in enumerate(portions) for name in portion}
@@ -390,7 +390,7 @@ def test_a_portion_ends_with_a_prompt_unless_it_is_small():
     ids=["greedy", "shared noise", "random drafts"],
 )
 def test_drafts_wait_for_prompts_where_they_change_no_text(name, temperature, waits):
-    """And deciders learn nothing from that: what does not depend on the load may not begin to."""
+    """Deciders learn nothing from steps that waited; otherwise later drafts would depend on the load."""
     made, steps, learned = decoder(*COUPLINGS[name]), [], []
     made.on_step = lambda state, tree, verdict: steps.append((state.prefilling, tree))
     made.decider.learn = lambda memory, outcome: learned.append(outcome)
@@ -404,13 +404,13 @@ def test_drafts_wait_for_prompts_where_they_change_no_text(name, temperature, wa
     assert drafted[False] > 0
     assert (drafted[True] == 0) == waits
     reading = sum(when for when, _ in steps)
-    trees = sum(tree is not None for _, tree in steps) + 1  # the other request's only one
+    trees = sum(tree is not None for _, tree in steps) + 1  # plus the only tree of the other request
     assert reading == 4
     assert len(learned) == trees - reading * waits
 
 
 def rounds(engine, streams, until=lambda: False):
-    """Steps; the order in which answers began, by the number of their stream."""
+    """Runs steps; returns the indices of streams in the order in which their answers began."""
     begun, order = [0] * len(streams), []
     while not until() and engine.step():
         for number, stream in enumerate(streams):
@@ -437,7 +437,7 @@ def test_a_newcomer_gets_the_first_slot_that_becomes_free(slots):
 
 
 def test_slots_are_shared_between_requests_and_not_between_answers():
-    """Two for many answers and one for a few: none gets ahead of another while both wait."""
+    """Two requests want many answers and one a few: none gets ahead of another while both wait."""
     engine = Engine(decoder(ad.NoDrafter()), max_tokens=900, max_samples=3)
     streams = [engine.submit(many(count)) for count in (7, 6, 2)]
     order = rounds(engine, streams)
@@ -446,7 +446,7 @@ def test_slots_are_shared_between_requests_and_not_between_answers():
 
 
 def test_a_request_for_many_answers_is_not_overtaken_for_ever():
-    """One slot, and always somebody new: turns come round."""
+    """There is one slot and always a new request; the large request still gets its turns."""
     engine = Engine(decoder(ad.NoDrafter()), max_tokens=500, max_samples=1)
     large, news = engine.submit(many(4, tokens=2)), [engine.submit(many(1, tokens=2))]
     for _ in range(40):
@@ -460,7 +460,7 @@ def test_a_request_for_many_answers_is_not_overtaken_for_ever():
 
 
 def test_an_admission_that_fails_leaves_the_queue_whole(monkeypatch):
-    """The cache gives out, beyond its limit, while requests are admitted: the others are answered later."""
+    """Memory runs out while requests are admitted; the other requests are answered later."""
     made = decoder(ad.NoDrafter())
     engine, add = Engine(made, max_tokens=500, max_samples=4), made.stepper.add
     joined = []
@@ -506,8 +506,8 @@ def test_a_request_for_many_answers_does_not_fill_the_queue():
     engine.submit(many(1))
 
 
-def test_nobody_overflows_once_admitted():
-    """Random requests in a cache that holds a few of them at a time."""
+def test_admitted_requests_never_overflow_the_cache():
+    """Runs random requests in a cache that holds a few of them at a time."""
     rng = random.Random(5)
     engine = Engine(decoder(), max_tokens=150, max_samples=6, max_rows=8)
     asked = [
@@ -519,11 +519,11 @@ def test_nobody_overflows_once_admitted():
     assert all(stream.result()[0].tokens for stream in streams)
 
 
-# Common beginnings
+# Common prefixes
 
 
 class Counted(RaggedKVCache):
-    """Counts what is copied."""
+    """Counts copied tokens."""
 
     copied = 0
 
@@ -533,8 +533,8 @@ class Counted(RaggedKVCache):
 
 
 @pytest.mark.parametrize("rows", [8, 100])
-def test_common_beginnings_are_copied(monkeypatch, rows):
-    """From a finished text, from a living one, and from one that is still being read."""
+def test_common_prefixes_are_copied(monkeypatch, rows):
+    """Copies from a finished text, from a running one, and from a prompt that is still being read."""
     made, system = decoder(), text(50, 1)
     asked = [Request(prompt=[*system, *text(n, n)], max_new_tokens=5, seed=n, temperature=n % 2) for n in range(3, 9)]
     expected = [alone(made, request) for request in asked]
@@ -551,7 +551,7 @@ def test_common_beginnings_are_copied(monkeypatch, rows):
 
 
 def recorded(kind):
-    """A decoder whose steps have fixed shapes."""
+    """Builds a decoder whose steps have fixed shapes."""
     target = ragged(num_hidden_layers=4)
     if kind == "lookups":
         return ad.SpeculativeDecoder(target, ad.NGramDrafter(), ad.TreeTopology.chain(3), buckets=(8, 32))
@@ -581,7 +581,7 @@ def test_recorded_steps_keep_finished_texts_and_become_no_wider(kind):
     assert {bucket.samples for bucket in made.stepper.static.shapes} == {1, 2}
 
 
-def test_noise_of_another_place_would_be_seen(monkeypatch):
+def test_noise_of_another_sample_would_be_seen(monkeypatch):
     """Negative control: two samples beside finished texts draw with each other's noise."""
     made = recorded("lookups")
     asked = [Request(prompt=text(40, n), max_new_tokens=6, seed=n, temperature=1.0) for n in range(4)]
@@ -605,7 +605,7 @@ def test_several_answers_read_their_prompt_once(monkeypatch):
 
 
 def test_a_copy_of_other_rows_would_be_seen(monkeypatch):
-    """Negative control."""
+    """Negative control: copied rows change their sign."""
     made, share = decoder(), RaggedKVCache.share
 
     def wrong(self, source, sample, tokens):
@@ -621,10 +621,10 @@ def test_a_copy_of_other_rows_would_be_seen(monkeypatch):
     assert again[0].tokens != alone(made, Request(prompt=prompt, max_new_tokens=20))[0]
 
 
-# Who waits, and how
+# Threads, asynchronous readers, closing
 
 
-def test_a_thread_of_its_own_and_many_clients():
+def test_an_engine_thread_serves_many_clients():
     made, asked = decoder(), requests(14)
     expected = [alone(made, request) for request in asked]
     found = [None] * len(asked)

@@ -84,7 +84,7 @@ def test_greedy_equals_transformers(drafter, coupling, topology):
 @pytest.mark.parametrize("temperature", [1e-11, 1e-38, 1e-45, 1e-300])
 @pytest.mark.parametrize("options", [{}, {"buckets": (32,)}], ids=["plain", "static"])
 def test_tiny_temperatures_are_greedy(temperature, options):
-    """However they are given, beside samples of any kind, also where half floats would overflow."""
+    """Holds for every way to set them, beside other samples, and where half floats would overflow."""
     decoder = ad.SpeculativeDecoder(ragged(), DRAFTERS["model"](), **options)
     expected, kwargs = plain_reference(14), {"do_sample": True, "max_new_tokens": 14, "eos_token_id": EOS}
     ways = [
@@ -104,7 +104,7 @@ def test_tiny_temperatures_are_greedy(temperature, options):
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_the_general_path_agrees_with_the_greedy_one(coupling):
-    """One-hot rows by top_k=1 go through the rule itself; temperature=0 is the same request."""
+    """One-hot rows of top_k=1 go through the rule itself; temperature=0 asks for the same tokens."""
     decoder = build(coupling)
     expected = reference(max_new_tokens=10, **NEVER)
     assert decode(decoder, do_sample=True, top_k=1, max_new_tokens=10, **NEVER)[0] == expected
@@ -151,7 +151,7 @@ def test_min_length_counts_padding_as_transformers_does():
 
 @pytest.mark.parametrize("position", range(6))
 def test_the_end_may_lie_inside_an_accepted_path(position):
-    """The target drafts for itself, so the whole chain is accepted, also behind the token that ends the text."""
+    """The target drafts for itself, so the whole chain is accepted, even after the end token."""
     decoder = ad.SpeculativeDecoder(ragged(), ad.LanguageModelDrafter(ragged()), CHAIN, COUPLINGS["wor recursive"])
     end = reference(PROMPTS[2:], max_new_tokens=6, **NEVER)[0][position]
     tokens, output = decode(decoder, eos_token_id=end, pad_token_id=0, max_new_tokens=12)
@@ -182,7 +182,7 @@ def test_several_end_tokens():
     ids=lambda options: "+".join(options),
 )
 def test_processors_see_each_node_with_its_own_path(options, drafter):
-    """Like transformers with each prompt alone: what a sample gets does not depend on its batch, or on padding."""
+    """Tokens equal those of transformers with each prompt alone; neither batch nor padding changes them."""
     decoder = build("fixed matching", drafter)
     kwargs = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, **options}
     expected = reference(**kwargs)
@@ -208,7 +208,7 @@ class SumAbove(StoppingCriteria):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_processors_and_criteria_of_ones_own(drafter):
+def test_custom_processors_and_criteria(drafter):
     kwargs = {
         "max_new_tokens": 15,
         "logits_processor": LogitsProcessorList([Forbid()]),
@@ -221,7 +221,7 @@ def test_processors_and_criteria_of_ones_own(drafter):
 
 
 class BanByRow(LogitsProcessor):
-    """Bans other tokens in every row of the batch, as all rows are there."""
+    """Bans different tokens in each row; needs all rows of the batch."""
 
     def __init__(self, banned):
         self.banned = banned
@@ -233,7 +233,7 @@ class BanByRow(LogitsProcessor):
 
 
 class EndByRow(StoppingCriteria):
-    """Ends every row of the batch at another length."""
+    """Ends each row of the batch at a different length."""
 
     def __call__(self, input_ids, scores, **kwargs):
         return input_ids.shape[1] >= torch.tensor([len(PROMPTS[2]) + 3, len(PROMPTS[2]) + 1, 99])
@@ -251,10 +251,10 @@ BIAS = torch.randn(3, 61, generator=torch.Generator().manual_seed(4)) * 2
         {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, 61, 3))},
         {"logits_processor": [BanByRow([[30], [16], list(range(30))])], "no_repeat_ngram_size": 1},
     ],
-    ids=["bans", "biases", "prefixes", "among others"],
+    ids=["bans", "biases", "prefixes", "with another processor"],
 )
 def test_processors_may_tell_rows_apart(options, drafter):
-    """Every sample gets the rule of its own row, as from transformers; so does a sample that draws."""
+    """Every sample gets the rule of its own row, as in transformers, also when it is sampled."""
     prompts = [PROMPTS[2]] * 3
     kwargs = {"max_new_tokens": 8, "pad_token_id": 0, **NEVER, **options}
     expected = ragged().model.generate(**left_padded(prompts), do_sample=False, **kwargs)
@@ -266,8 +266,8 @@ def test_processors_may_tell_rows_apart(options, drafter):
         assert [{token % 3 for token in own} for own in tokens] == [{0}, {1}, {2}]
 
 
-def test_penalties_of_prompts_in_a_batch():
-    """Their processor keeps the prompts of all rows as they are given: padding in them would be penalised, too."""
+def test_penalties_of_prompts_refuse_padding():
+    """The processor keeps the prompts of all rows as given, so it would penalise padding, too."""
     options = {"encoder_repetition_penalty": 3.0, "max_new_tokens": 6, "pad_token_id": 0, "do_sample": False, **NEVER}
     even = torch.tensor([prompt[-4:] for prompt in (PROMPTS[2], PROMPTS[2][::-1])])
     expected = ragged().model.generate(even, attention_mask=torch.ones_like(even), **options)
@@ -291,7 +291,7 @@ def test_stop_strings():
     assert max(map(len, expected)) < 12
 
 
-# What else generate() takes and returns
+# Other arguments and results of generate()
 
 
 class Recorder(BaseStreamer):
@@ -308,7 +308,7 @@ class Recorder(BaseStreamer):
 
 @pytest.mark.parametrize("ends", [None, *range(4)])
 def test_streamers_get_committed_tokens_in_order(ends):
-    """Nothing behind the end of a text either, although the target drafts for itself and accepts all of it."""
+    """Streamers get nothing after the end token, although the target drafts for itself and accepts all drafts."""
     decoder = ad.SpeculativeDecoder(ragged(), ad.LanguageModelDrafter(ragged()), CHAIN, COUPLINGS["wor recursive"])
     eos = None if ends is None else reference(PROMPTS[2:], max_new_tokens=4, **NEVER)[0][ends]
     streamers = [Recorder() for _ in PROMPTS]
@@ -327,7 +327,7 @@ def test_a_text_streamer_of_transformers():
     assert "".join(streamer) == tokenizer.decode(tokens)
 
 
-def test_nothing_to_do_is_streamed_too():
+def test_a_call_without_new_tokens_ends_its_streamer():
     streamer = Recorder()
     ids = torch.tensor(PROMPTS[:1])
     assert torch.equal(build().generate(ids, max_new_tokens=0, streamer=streamer), ids)
@@ -350,13 +350,13 @@ def test_stats_add_up(drafter):
     assert set(stats.seconds) == {"prefill", "draft", "target", "verify", "commit"}
 
 
-def test_nothing_is_drafted_that_the_budget_cannot_use():
+def test_no_draft_exceeds_the_budget_of_tokens():
     drafted = [decode(build(topology=CHAIN), max_new_tokens=count, **NEVER)[1].stats.drafted for count in (1, 2)]
     assert drafted == [0, 3]
 
 
 class Resting(FixedDepth):
-    """Lets every third step of a sample draft."""
+    """Lets a sample draft in every third step."""
 
     def start(self):
         return []
@@ -379,11 +379,11 @@ def test_no_drafter_is_asked_while_all_samples_rest(buckets, monkeypatch):
     assert output.stats.drafted > 0
 
 
-def test_the_promise_is_part_of_the_result():
+def test_the_exactness_is_part_of_the_result():
     assert decode(build("typical"), max_new_tokens=2)[1].stats.exactness == "lossy"
 
 
-def test_as_a_custom_method_of_the_model():
+def test_it_runs_as_custom_generate_of_the_model():
     decoder, streamer = build(), Recorder()
     batch, options = left_padded(PROMPTS), {"max_new_tokens": 9, "do_sample": False}
     plain = ragged().model.generate(**batch, custom_generate=decoder.decode_loop, **options)
@@ -458,8 +458,8 @@ def test_every_step_has_fresh_noise():
     assert len(uniforms.unique()) == len(uniforms)
 
 
-def test_a_single_token_may_be_left():
-    """top_p so small that every row has one token: sampling is greedy."""
+def test_sampling_rows_of_one_token_is_greedy():
+    """With a tiny top_p every row keeps one token, so sampling is greedy."""
     for coupling in COUPLINGS:
         sampled, _ = decode(build(coupling), do_sample=True, top_p=1e-6, max_new_tokens=8, **NEVER)
         assert sampled == reference(max_new_tokens=8, **NEVER)

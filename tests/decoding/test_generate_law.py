@@ -1,4 +1,4 @@
-"""The law of whole requests: what many samples of one prompt emit, against the target's own probabilities."""
+"""The law of whole requests: many samples of one prompt, compared with the target's own probabilities."""
 
 import pytest
 from support.request_law import BUSH, PAIR, TEXT, few_tokens, fit, small_decoder
@@ -14,7 +14,7 @@ LAWFUL = {
     "spechub as in the paper": lambda: small_decoder(ad.TopTail(1, 1), ad.TopDown(ad.SpecHub(order="paper")), PAIR),
     "iid, k-seq": lambda: small_decoder(ad.IID(2), ad.TopDown(KSeq()), BUSH),
     "n-gram": lambda: small_decoder(ad.Fixed(2), ad.TopDown(ad.Matching()), BUSH, ad.NGramDrafter(3, 1)),
-    "a draft model that ends": lambda: small_decoder(
+    "a draft model with few positions": lambda: small_decoder(
         ad.WithoutReplacement(2),
         ad.Lifted(ad.RecursiveRejection()),
         BUSH,

@@ -1,4 +1,4 @@
-"""Long texts are refused without tokenising them, and only those that have too many tokens."""
+"""Long texts are refused before they are tokenised, but only if they have too many tokens."""
 
 import random
 
@@ -13,7 +13,7 @@ from arbordraft.decoding.text import encode
 
 
 def joining(*normalizer):
-    """Joins blanks and characters before it looks for tokens, one of which takes all blanks around it."""
+    """Builds a tokenizer that first joins blanks and characters; one token takes all blanks around it."""
     tokenizer = byte_level()
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Replace("x" * 50, "y")]
@@ -44,7 +44,7 @@ PARTS = (
 
 
 def check(tokenizer, text, most):
-    """Whether the text is refused."""
+    """Returns whether the text is refused."""
     try:
         LengthCheck(tokenizer)(text, most)
     except TextTooLong:
@@ -53,7 +53,7 @@ def check(tokenizer, text, most):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_what_fits_is_never_refused(name):
+def test_a_text_that_fits_is_never_refused(name):
     tokenizer, source = TOKENIZERS[name](), random.Random(0)
     for _ in range(100):
         parts = source.sample(PARTS, source.randint(1, 3))
@@ -79,8 +79,8 @@ def test_a_text_that_is_far_too_long_is_not_tokenised(make, monkeypatch):
     assert sum(asked) < 100
 
 
-def test_where_no_length_tells_nothing_is_refused():
-    """One token for a stretch that it does not know, however long."""
+def test_nothing_is_refused_if_length_does_not_bound_tokens():
+    """The first tokenizer gives one token for an unknown stretch of any length."""
     tokenizer = metaspace()
     assert len(tokenizer("\u4e2d" * 100_000)["input_ids"]) < 10
     assert not check(tokenizer, "\u4e2d" * 100_000, 10)

@@ -1,4 +1,4 @@
-"""What a request is answered does not depend on load: in bfloat16, the very tokens that it gets alone."""
+"""Answers do not depend on load: in bfloat16, a request gets exactly the tokens that it gets alone."""
 
 import gc
 import random
@@ -25,7 +25,7 @@ def decoder(kind, kernels="native"):
 
 
 def requests(count, longest, seed):
-    """Prompts of 5 tokens and more, most of them short; a third begins like another one."""
+    """Builds requests with prompts of 5 or more tokens, most of them short; a third share a prefix."""
     rng = random.Random(seed)
     system, asked = rng.choices(range(3, VOCAB), k=min(200, longest)), []
     for number in range(count):
@@ -41,7 +41,7 @@ def requests(count, longest, seed):
 
 
 def under_load(made, asked, seed, **options):
-    """All of them at random times, with others in between that are cancelled, or fail."""
+    """Submits the requests at random times, among others that are cancelled or fail."""
     rng = random.Random(seed)
     engine = Engine(made, max_tokens=8000, max_samples=12, max_rows=64, **options)
     streams, disturbing = [], []
@@ -74,7 +74,7 @@ def test_answers_under_load(kind):
 @pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no reuse"])
 @pytest.mark.soak
 def test_two_hundred_requests(reuse):
-    """Up to 1,500 tokens, whatever drafts."""
+    """Prompts have up to 1,500 tokens; every drafter gives the same answers."""
     asked = requests(200, 1500, seed=3)
     expected = alone(decoder("plain"), asked)
     for kind in ("plain", "eagle", "model"):
@@ -88,7 +88,7 @@ def test_kernels_that_depend_on_the_batch_would_be_seen():
 
 
 def served(engine, requests):
-    """Answers so many different requests, and says how many objects are left of them."""
+    """Answers ``requests`` different requests; returns the number of objects afterwards."""
     for number in range(0, requests, 8):
         for seed in range(number, number + 8):
             prompt, temperature = [3 + seed % 50, 4 + seed % 7, 5], seed % 2 * (1 + seed % 1000 / 1000)
@@ -101,7 +101,7 @@ def served(engine, requests):
 @pytest.mark.soak
 @pytest.mark.parametrize("keeps", [False, True], ids=["as it is", "control: all streams are kept"])
 def test_requests_leave_nothing_behind(keeps, monkeypatch):
-    """One small object for every tenth request would be found."""
+    """The test detects a leak of one small object per ten requests."""
     kept, submit = [], Engine.submit
     if keeps:
         monkeypatch.setattr(Engine, "submit", lambda *args: kept.append(submit(*args)))

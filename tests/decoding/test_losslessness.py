@@ -1,4 +1,4 @@
-"""Every valid pair of law and rule, top-down and lifted, emits exactly the target's law; broken ones do not."""
+"""Every valid pair of law and rule, top-down and lifted, emits exactly the target's law; broken rules do not."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def widest(topology):
 
 
 def fits(topology, pair):
-    """Enough children to draw; and k = 3 is tried only where it differs from k = 2."""
+    """Returns whether the law draws as many children as the tree is wide; chains are tried with k = 2 only."""
     k, widest = pair[0](*pair[1]).k, max(len(children) for children in TOPOLOGIES[topology].child_list)
     return widest == k or (k == 2 and widest == 1)
 
@@ -113,7 +113,7 @@ def test_four_tokens_and_three_children(law, lift):
 
 
 def sure_enough(depth, before):
-    """Goes on if a row drawn from was peaked, or if a 0 was drawn."""
+    """Goes on at depth 1, after a peaked draft row, or if token 0 was drawn."""
     drawn = [before.token(row) for row in before.rows[1:]]
     return depth == 1 or 0 in drawn or any(row.max() > 0.8 for row in told(before)[1].values())
 
@@ -228,7 +228,7 @@ def ignores_weight(target, weight, draft, tokens, law):
 
 
 def test_children_without_a_draft_row_are_taken_for_certain():
-    """Lossless for any law: the target's token does not look at the drafts. It is only accepted less often."""
+    """This is lossless for any law: the target's token does not depend on drafts. Fewer drafts are accepted."""
 
     def draft(*arguments):
         for chance, tree in draft_trees(*arguments):
@@ -265,7 +265,7 @@ def test_without_replacement_rule_refuses_duplicates():
 
 
 def test_a_fault_of_the_second_step_is_caught():
-    """Draft rows left over from the first step are seen by two steps and not by one."""
+    """Draft rows left over from the first step show in two steps, not in one."""
     table = random_table("random", 3)
 
     def draft(topology, law, table, prefix):
@@ -288,7 +288,7 @@ def test_typical_acceptance_is_lossy_and_says_so():
 
 
 def sampled_joint(reuse_noise, draws=8_000):
-    """P-value of the first two emitted tokens against the target."""
+    """Returns the p-value of the first two emitted tokens against the target."""
     table = random_table("random", 3, seed=5)
     topology, law, verifier = ad.TreeTopology.k_ary(2, 1), ad.TopTail(1, 1), ad.Lifted(ad.SpecHub())
     counts, generator = torch.zeros(3, 3), Noise.source(1)
@@ -322,8 +322,8 @@ def test_noise_used_twice_is_caught():
     assert sampled_joint(reuse_noise=True) < 1e-9
 
 
-def test_what_is_sampled_is_what_is_enumerated():
-    """Answers and final token taken from the law on a grid of uniforms: the frequencies are the probabilities."""
+def test_sampled_frequencies_equal_enumerated_probabilities():
+    """On a grid of uniforms, the frequency of each path equals its probability in the law."""
     table, topology, law = random_table("random", 3, seed=2), ad.TreeTopology.chain(1), ad.IID(1)
     verifier, grid = ad.TopDown(ad.RecursiveRejection()), (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     for _, tree in draft_trees(topology, law, table):

@@ -1,4 +1,4 @@
-"""Step costs: what a decider takes is counted as its own, and it stops nothing while it is timed."""
+"""Step costs: a decider's time is counted separately, and a decider stops no drafts while it is timed."""
 
 import time
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from arbordraft.drafters import LanguageModelDrafter, NGramDrafter, NoDrafter
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Stands still but for what moves its ``now``."""
+    """A clock that stands still unless a test moves its ``now``."""
     made = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: made.now)
     return made
@@ -35,7 +35,7 @@ def test_levels_are_timed_by_their_rows(batches):
 
 def test_a_slow_decider_is_not_taken_for_slow_drafting(clock):
     class Slow(Decider):
-        """Takes a second to say that no sample goes on."""
+        """Takes a second to stop all samples."""
 
         def forward(self, view):
             clock.now += 1.0
@@ -43,12 +43,12 @@ def test_a_slow_decider_is_not_taken_for_slow_drafting(clock):
 
     costs = measured(LanguageModelDrafter(ragged(seed=3)), Slow(), rows=CostTable((1,), (1.0,)))
     assert costs.decide == pytest.approx(1.0)
-    assert {1, 2} <= set(costs.draft.rows), "it stopped the drafting that was to be timed"
+    assert {1, 2} <= set(costs.draft.rows), "the decider stopped the drafting that was to be timed"
     assert costs.draft(1) < 0.01
 
 
-def test_a_level_costs_what_it_takes_and_nothing_costs_nothing(clock):
-    """By a clock that only levels of drafts advance, by a second each."""
+def test_a_level_costs_its_time_and_no_drafting_costs_nothing(clock):
+    """Only levels of drafts advance the clock, by a second each."""
 
     class Ticking(LanguageModelDrafter):
         def propose(self, state, level):
@@ -59,11 +59,11 @@ def test_a_level_costs_what_it_takes_and_nothing_costs_nothing(clock):
     costs = measured(Ticking(ragged(seed=3)), rows=rows)
     assert costs.draft(1) == pytest.approx(1)
     assert (costs.start, costs.rest) == (0, 0)
-    assert measured(NoDrafter(), rows=rows).draft(1) == pytest.approx(1e-9), "the least that a table holds"
+    assert measured(NoDrafter(), rows=rows).draft(1) == pytest.approx(1e-9), "the smallest time that a table holds"
 
 
 def test_only_whole_trees_are_timed_and_no_prompts(clock):
-    """By a clock that every draft advances by a second, and the first step of a batch by a hundred."""
+    """Every draft advances the clock by a second, and the first step of a batch by a hundred more."""
 
     class Ticking(LanguageModelDrafter):
         def propose(self, state, level):
@@ -73,7 +73,7 @@ def test_only_whole_trees_are_timed_and_no_prompts(clock):
 
     prompts = [PROMPTS[0]] * 4
     for seed in range(3):
-        drafter = Ticking(ragged(seed=seed))  # one of them is the target: samples end early
+        drafter = Ticking(ragged(seed=seed))  # seed 0 is the target, so its samples end early
         costs = measure_steps(
             ragged(), drafter, prompts, batches=(1, 4), depth=3, new_tokens=9, rows=CostTable((1,), (1.0,))
         )
@@ -81,8 +81,8 @@ def test_only_whole_trees_are_timed_and_no_prompts(clock):
         assert (costs.start, costs.rest) == (0, 0)
 
 
-def test_lookups_are_timed_by_samples_whoever_drafts(clock, monkeypatch):
-    """By a clock that only they advance, by a second and by half of one for every sample."""
+def test_lookups_are_timed_by_samples_with_any_drafter(clock, monkeypatch):
+    """Only lookups advance the clock: by a second, and by half a second for every sample."""
     propose = NGramDrafter.propose
 
     def ticking(self, state, level):
@@ -100,6 +100,6 @@ def test_lookups_are_timed_by_samples_whoever_drafts(clock, monkeypatch):
 
 
 @pytest.mark.parametrize(("table", "rows"), [((0.01, 0.091), 127), ((0.01, 0.01), 2048)], ids=["slow", "rows are free"])
-def test_what_is_read_at_a_time_follows_from_what_rows_cost(monkeypatch, table, rows):
+def test_rows_read_at_a_time_follow_from_row_costs(monkeypatch, table, rows):
     monkeypatch.setattr(measuring, "known_rows", lambda target: CostTable((1, 55), table))
     assert rows_within(ragged()) == rows

@@ -1,4 +1,4 @@
-"""Whole decoders on a pretended GPU: the tokens and counts of the CPU, and how often a step crosses to it and back."""
+"""Whole decoders on a pretended GPU: tokens and counts as on the CPU, and few transfers and launches per step."""
 
 from collections import Counter
 
@@ -34,11 +34,11 @@ TREE, CHAIN = TreeTopology.from_k_config((2, 2, 1)), TreeTopology.chain(3)
 SHARED = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seeds": [1, 2]}
 
 
-# Configurations of the recording
+# Recorded configurations
 
 
 def covering():
-    """A few configurations that have all drafters, couplings, deciders, steps and settings among them."""
+    """Chooses a few configurations that cover all drafters, couplings, deciders, steps, settings and modes."""
     axes = ("drafter", "coupling", "decider", "step", "settings", "mode")
     names = [name for name in behaviour.tenth() if isinstance(behaviour.everything()[name], behaviour.Configuration)]
     values = {name: {(axis, getattr(behaviour.everything()[name], axis)) for axis in axes} for name in names}
@@ -52,7 +52,7 @@ def covering():
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Decoders of the recording whose models lie on the pretended GPU, and no others after the test."""
+    """Puts the models of recorded configurations on the pretended GPU for one test; yields its counts."""
     kept = behaviour.target, behaviour.drafter
     for made in kept:
         made.cache_clear()
@@ -69,23 +69,23 @@ def differing(names):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_gpu_decodes_what_was_recorded(on_gpu, part):
+def test_a_gpu_reproduces_recorded_results(on_gpu, part):
     assert differing(covering()[part::4]) == []
     assert on_gpu.launches > 1000
     assert on_gpu.total > 10
 
 
 @pytest.mark.soak
-def test_a_gpu_decodes_a_tenth_of_what_was_recorded(on_gpu):
+def test_a_gpu_reproduces_a_tenth_of_the_recorded_results(on_gpu):
     assert differing(behaviour.tenth()) == []
 
 
-# Crossings
+# Transfers
 
 
 @pytest.fixture(scope="module")
 def parts():
-    """A target on the pretended GPU, and drafters for it."""
+    """Builds a target on the pretended GPU, and drafters for it."""
     with pretended_gpu():
         model, small = tiny(num_hidden_layers=4), tiny(seed=3)
         head = EagleHead.for_target(model, list(range(40)), hidden_layers=[1, 2, 3])
@@ -101,7 +101,7 @@ def parts():
 
 
 def crossings(parts, drafter, topology, coupling, buckets, request):
-    """What crosses in a step in the middle of an answer."""
+    """Counts the transfers of a step in the middle of an answer."""
     seen = []
     with pretended_gpu() as counts:
         target, drafters = parts
@@ -116,11 +116,11 @@ def _lifted(law):
     return Coupling(law, Lifted(RecursiveRejection()))
 
 
-# Crossings of a step, and how many of them are downloads, for which the host waits. Recorded steps need one of each;
-# a model's cache uploads what it moves. Other steps upload their batch and the seeds of the noise, and download what
-# was most probable and what was drawn. So does every level of their drafts, of which there are three: it downloads its
-# children. One more upload moves what was accepted, unless it stands right behind the root. Random draws upload their
-# uniforms, and verification its trees.
+# Transfers of a step, and how many of them are downloads, for which the host waits. Recorded steps need one upload and
+# one download; the cache of a draft model uploads the moves of its rows. Other steps upload their batch and the seeds
+# of the noise. They download the most probable tokens and the drawn tokens. Each of the three draft levels does so too,
+# and downloads its children. One more upload moves accepted rows, unless they stand directly after the root. Random
+# draws upload their uniforms, and verification uploads its trees.
 ALLOWED = {
     "plain, recorded": (("none", None, None, (2,), {}), 2, 1),
     "lookups, recorded": (("lookup", CHAIN, None, (8,), {}), 2, 1),
@@ -139,7 +139,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("case", ALLOWED)
-def test_a_step_crosses_no_more_often_than_it_has_to(parts, case):
+def test_a_step_makes_no_more_transfers_than_it_needs(parts, case):
     decoder, allowed, waits = ALLOWED[case]
     found = crossings(parts, *decoder)
     assert found.total() <= allowed, found.most_common()
@@ -152,9 +152,9 @@ def test_a_step_crosses_no_more_often_than_it_has_to(parts, case):
 
 
 def launches_of_a_layer(architecture, row_invariant):
-    """What a layer between others runs: the difference of four layers and three."""
+    """Counts the operators of an inner layer: the difference between four layers and three."""
     counted, network = [], tiny(architecture, num_hidden_layers=4, **LAYER_TYPES.get(architecture, {}))
-    with pytest.MonkeyPatch.context() as patch:  # modules are recognised among tensors of torch's own kinds
+    with pytest.MonkeyPatch.context() as patch:  # recognition needs torch's own tensors
         patch.setattr(choice, "interpreted", lambda: True)
         target = RaggedModel(network, kernels="triton", row_invariant=row_invariant, self_test=False)
     with pretended_gpu() as counts:
@@ -162,7 +162,7 @@ def launches_of_a_layer(architecture, row_invariant):
         cache = RaggedKVCache()
         samples = [cache.open(8), cache.open(8)]
         tokens = torch.tensor([3, 4, 5, 6])
-        for layers in (3, 3, 4, 4):  # the first time of each, pools are made
+        for layers in (3, 3, 4, 4):  # the first run of each makes the pools
             batch = cache.lay_out(samples, [[0, 1]] * 2, torch.tensor([[1], [3]] * 2))
             counts.clear()
             target(tokens, batch, cache, layers=layers)
@@ -176,18 +176,18 @@ LAYER_TYPES = {"gemma2": {"layer_types": ["sliding_attention", "full_attention"]
 
 @pytest.mark.parametrize(("architecture", "allowed"), [("llama", 7), ("qwen2", 7), ("qwen3", 7), ("gemma2", 9)])
 def test_a_layer_takes_few_launches(architecture, allowed):
-    """Norms, products and what stands behind them, attention; Gemma has two norms more."""
+    """A layer launches norms, products with the operations after them, and attention; Gemma has two more norms."""
     found = launches_of_a_layer(architecture, True)
     assert found.total() <= allowed, found
     assert found["ragged_tree_attention"] == found["project_rotate_append"] == found["gated_linear"] == 1
     several = launches_of_a_layer(architecture, False)
-    assert several.total() > allowed  # seven products of their own, which cuBLAS may split besides
+    assert several.total() > allowed  # seven separate products, which cuBLAS may split
 
 
 # The pretended GPU itself
 
 
-def test_it_computes_what_the_cpu_does_and_counts_what_crosses():
+def test_it_computes_like_the_cpu_and_counts_transfers():
     with pretended_gpu() as counts:
         here = torch.tensor([3.0, 1.0, 2.0])
         there = here.to("cuda")
@@ -216,7 +216,7 @@ def test_it_computes_what_the_cpu_does_and_counts_what_crosses():
         (lambda x: x.cpu(), "download"),
     ],
 )
-def test_what_a_gpu_would_wait_for_is_seen(waits, kind):
+def test_operations_that_a_gpu_would_wait_for_are_counted(waits, kind):
     with pretended_gpu() as counts:
         x = torch.arange(4, device="cuda")
         counts.clear()
@@ -225,7 +225,7 @@ def test_what_a_gpu_would_wait_for_is_seen(waits, kind):
 
 
 def test_devices_do_not_mix():
-    """Negative control: a GPU raises, too."""
+    """Negative control: a real GPU raises, too."""
     with pretended_gpu(), pytest.raises(RuntimeError, match="same device"):
         torch.ones(3, device="cuda") + torch.ones(3)
 

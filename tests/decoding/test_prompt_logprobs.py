@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: the model's own, whatever reads them and whatever runs beside them."""
+"""Log-probabilities of prompts: the model's own, for any way to read a prompt and beside any requests."""
 
 import random
 
@@ -37,8 +37,8 @@ def check(model, prompt, found):
 
 
 @pytest.mark.parametrize("max_rows", [7, 500])
-def test_they_are_those_of_transformers(decoder, max_rows):
-    """Read at once or in portions, beside prompts of which none are wanted, with an answer behind or without."""
+def test_prompt_logprobs_are_those_of_transformers(decoder, max_rows):
+    """Prompts are read at once or in portions, beside a plain request, with and without an answer."""
     engine = Engine(decoder, max_tokens=4000, max_rows=max_rows)
     prompts = [text(length, length) for length in (1, 2, 9, 60)]
     plain = Request(prompt=text(20, 5), max_new_tokens=8, temperature=1.0, seed=1)
@@ -56,7 +56,7 @@ def test_they_are_those_of_transformers(decoder, max_rows):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_answer_has_the_same_bits_as_the_prompt_that_it_becomes(dtype):
+def test_logprobs_of_an_answer_equal_those_of_its_text_as_a_prompt(dtype):
     target = RaggedModel(fusable().to(dtype), kernels="native")
     made, prompt = SpeculativeDecoder(target, LanguageModelDrafter(target), TREE), text(60)
     asked = Request(prompt=prompt, max_new_tokens=25, temperature=0.5, seed=3, ends=(), logprobs=3)
@@ -70,7 +70,7 @@ def test_an_answer_has_the_same_bits_as_the_prompt_that_it_becomes(dtype):
         assert streams[-1].answers[0].prompt_logprobs[-len(answer.tokens) :] == answer.logprobs
 
 
-def test_beginnings_are_copied_from_them_and_never_for_them(decoder, monkeypatch):
+def test_prefixes_are_copied_from_scored_prompts_and_never_for_them(decoder, monkeypatch):
     copied, share = [], decoder.stepper.share
     monkeypatch.setattr(
         decoder.stepper, "share", lambda *known: copied.append(known[2].prompt_logprobs) or share(*known)
@@ -85,7 +85,7 @@ def test_beginnings_are_copied_from_them_and_never_for_them(decoder, monkeypatch
     assert copied == [None]
 
 
-def test_rows_whose_logits_are_held_are_bounded(monkeypatch):
+def test_rows_of_logits_in_memory_are_bounded(monkeypatch):
     target = RaggedModel(tiny(max_position_embeddings=800), kernels="torch", self_test=False)
     decoder, held, run = SpeculativeDecoder(target, NoDrafter()), [], target.run
 
@@ -100,7 +100,7 @@ def test_rows_whose_logits_are_held_are_bounded(monkeypatch):
     assert max(held) == 256
 
 
-def test_events_bring_them_in_order(decoder):
+def test_events_carry_prompt_logprobs_in_order(decoder):
     stream = Engine(decoder, max_tokens=500, max_rows=10).submit(scored(text(40), max_new_tokens=3))
     events = list(stream)
     portions = [len(event.prompt_logprobs) for event in events]
@@ -110,7 +110,7 @@ def test_events_bring_them_in_order(decoder):
 
 
 def poisoned():
-    """A model that gives NaN behind token 9, and an engine of it."""
+    """Builds a model that gives NaN after token 9, and an engine with it."""
     model = tiny()
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = float("nan")
@@ -129,7 +129,7 @@ def test_nan_fails_its_own_request_alone():
     assert engine.healthy
 
 
-def test_reading_ends_when_nobody_wants_it(decoder):
+def test_reading_ends_when_the_request_is_cancelled(decoder):
     engine = Engine(decoder, max_tokens=500, max_rows=10)
     stream = engine.submit(scored(text(100)))
     engine.step()
@@ -139,14 +139,14 @@ def test_reading_ends_when_nobody_wants_it(decoder):
     assert len(stream.answers[0].prompt_logprobs) == 10
 
 
-def test_an_answer_of_no_tokens_needs_them():
+def test_a_request_without_new_tokens_needs_prompt_logprobs():
     with pytest.raises(ValueError, match="max_new_tokens"):
         Request(prompt=[3], max_new_tokens=0)
     with pytest.raises(ValueError, match="prompt_logprobs"):
         Request(prompt=[3], prompt_logprobs=-1)
 
 
-def test_requests_that_come_together_are_numbered_one_behind_the_other(decoder):
+def test_answers_of_requests_submitted_together_keep_their_order(decoder):
     engine = Engine(decoder, max_tokens=2000)
     asked = [Request(prompt=p, max_new_tokens=4 + i, temperature=1.0, seed=i, n=1 + i) for i, p in enumerate(PROMPTS)]
     stream = engine.submit(*asked)
@@ -156,7 +156,7 @@ def test_requests_that_come_together_are_numbered_one_behind_the_other(decoder):
     assert stream.requests == tuple(asked)
 
 
-def test_either_all_of_them_are_taken_or_none(decoder):
+def test_requests_submitted_together_are_all_accepted_or_all_refused(decoder):
     engine = Engine(decoder, max_tokens=2000, max_samples=1, max_waiting=0)
     request = Request(prompt=PROMPTS[0], max_new_tokens=3)
     first = engine.submit(request)
@@ -174,7 +174,7 @@ def test_either_all_of_them_are_taken_or_none(decoder):
     assert len(engine.submit(request, request).result()) == 2
 
 
-def test_one_that_fails_ends_the_others():
+def test_a_failing_request_ends_those_submitted_with_it():
     _, engine = poisoned()
     long = Request(prompt=[5, 6], max_new_tokens=100, ends=(), logit_bias={9: -100.0})
     stream, other = engine.submit(long, Request(prompt=[9], max_new_tokens=9)), engine.submit(long)

@@ -10,7 +10,7 @@ TEMPLATE = "<s>{% for message in messages %} {{ message.content }}{% endfor %} :
 
 
 def tokenizer(template=None):
-    """Begins every text with a token of its own, as Llama's does; the template writes that too."""
+    """Builds a tokenizer that begins every text with ``<s>``, as Llama's does; the template writes it, too."""
     words = Tokenizer(models.WordLevel({"<s>": 0, "one": 1, "two": 2, ":": 3, "?": 4}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens(["<s>"])

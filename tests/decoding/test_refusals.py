@@ -1,4 +1,4 @@
-"""Calls that cannot work are refused early, with the cause and the fix; a bad sample does not cost the others."""
+"""Calls that cannot work are refused early, with the cause and the fix; a bad sample does not affect the others."""
 
 import functools
 
@@ -34,7 +34,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def build(**parts):
-    """A decoder of parts that fit, but for those that are given."""
+    """Builds a decoder of fitting parts, except for those that are given."""
     fitting = {"target": ragged(), "drafter": ad.LanguageModelDrafter(ragged(seed=3)), "topology": TREE}
     return ad.SpeculativeDecoder(**fitting | {"coupling": SAMPLED} | parts)
 
@@ -60,7 +60,7 @@ def with_tokenizer(*more):
 
 
 def continued():
-    """A cache of transformers with all of a prompt but its last token."""
+    """Returns a cache of transformers with all of a prompt but its last token."""
     past, model = DynamicCache(), ragged().model
     with torch.no_grad():
         model(IDS[:, :-1], **{cache_argument(model): past})
@@ -203,7 +203,7 @@ OPTIONS = [
 
 
 @refusals(*MODELS, *PARTS, *INPUTS, *OPTIONS)
-def test_nonsense_is_named(call, error, words):
+def test_invalid_arguments_are_named(call, error, words):
     check_refusal(call, error, words)
 
 
@@ -213,8 +213,8 @@ def test_nonsense_is_named(call, error, words):
 @pytest.mark.parametrize("drafter", [None, "model"], ids=["lookups", "draft model"])
 @pytest.mark.parametrize("length", [100, 128])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_more_tokens_than_positions(architecture, length, drafter):
-    """128 positions, of which the last token needs none: the last one that fits is decoded, one more is refused."""
+def test_more_tokens_than_positions_are_refused(architecture, length, drafter):
+    """The last token needs none of the 128 positions: 129 tokens are decoded, and one more is refused."""
     target = ragged(architecture)
     decoder = ad.SpeculativeDecoder(target, ad.NGramDrafter() if drafter is None else ad.LanguageModelDrafter(target))
     ids, new = torch.randint(3, VOCAB, (1, length)), 129 - length
@@ -233,7 +233,7 @@ def test_more_tokens_than_positions(architecture, length, drafter):
 
 @pytest.mark.parametrize("parts", [{}, {"drafter": ad.NGramDrafter(), "coupling": GREEDY}], ids=["model", "n-gram"])
 def test_a_cache_that_is_too_small_is_refused_before_decoding(parts):
-    """What is let in never overflows: the smallest limit that is accepted is enough to the end."""
+    """A batch that is let in never overflows: the smallest accepted limit is enough to the end."""
     options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
     enough = sum(map(len, PROMPTS)) + 3 * (30 + TREE.num_nodes)
     output = build(**parts, max_cache_tokens=enough).generate(**left_padded(PROMPTS), **options)
@@ -244,11 +244,11 @@ def test_a_cache_that_is_too_small_is_refused_before_decoding(parts):
         decoder.generate(**left_padded(PROMPTS), **options)
 
 
-# Numbers that are none
+# NaN and infinite logits
 
 
 class Spoiled(ad.RaggedModel):
-    """A target whose logits go bad for the rows that hold a certain token."""
+    """A target with one bad logit in every row that holds a certain token."""
 
     def __init__(self, model, token, value):
         super().__init__(model, self_test=False)
@@ -265,7 +265,7 @@ class Spoiled(ad.RaggedModel):
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_failing_sample_leaves_the_others_complete(value, sampling):
-    """The second prompt ends with the token that the target cannot bear; nobody else ever uses it."""
+    """The second prompt ends with the token that spoils logits; the other samples never use it."""
     bad = 11
     decoder = build(target=Spoiled(tiny(), bad, value), drafter=ad.NGramDrafter(3, 1), coupling=GREEDY)
     expected = greedy_reference(ragged().model, PROMPTS, max_new_tokens=10)
@@ -286,7 +286,7 @@ def test_every_sample_may_fail():
 
 
 def test_a_banned_token_is_no_failure():
-    """-inf is how a token is banned."""
+    """A logit of -inf bans its token."""
     ids = torch.tensor(PROMPTS[:1])
     output = build(target=Spoiled(tiny(), 5, float("-inf"))).generate(ids, max_new_tokens=5, do_sample=False)
     assert output.shape[1] > ids.shape[1]

@@ -1,6 +1,6 @@
-"""A seeded request says the same whatever shares its batch, in whatever order, and whatever was decoded before.
+"""A seeded request gets the same tokens in any batch, in any order, and after any earlier requests.
 
-Models are in float64: what products of other sizes round otherwise is then 1e-16, which flips no decision.
+Models are in float64. Rounding then differs by 1e-16 between products of other sizes, which flips no decision.
 """
 
 import itertools
@@ -80,7 +80,7 @@ DECIDERS = {
 
 
 def build(drafter, decider="always", drawn=False, **options):
-    """A decoder with trees of up to three levels; ``drawn``: by random draws where the drafter allows for them."""
+    """Builds a decoder with trees of up to three levels; ``drawn`` asks for random draws if the drafter allows them."""
     if drawn:
         coupling, topology = (
             ad.Coupling(ad.IID(2), ad.Lifted(ad.RecursiveRejection())),
@@ -93,7 +93,7 @@ def build(drafter, decider="always", drawn=False, **options):
 
 
 def decode(decoder, samples, seeds=SEEDS, **settings):
-    """What the decoder answers to some of the prompts together, by sample, and its statistics."""
+    """Decodes some of the prompts together; returns the tokens by sample, and the statistics."""
     prompts = [PROMPTS[sample] for sample in samples]
     settings = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.6, "eos_token_id": None, **settings}
     found, output = generated(decoder, prompts, seeds=[seeds[sample] for sample in samples], **settings)
@@ -108,7 +108,7 @@ COMPANIES = ([1], [0, 1, 2], [2, 0])
 
 
 def leaks(decoder, companies=COMPANIES, rounds=1, **settings):
-    """Samples that one decoder answers differently in different company, one after the other; and their texts."""
+    """Yields samples whose tokens differ between batches that one decoder runs in turn, with batch and texts."""
     for number in range(rounds):
         seeds = [seed + 100 * number for seed in SEEDS]
         known = {}
@@ -125,7 +125,7 @@ CASES = [
 
 
 def case(number, drafter, decider, drawn):
-    """Every other one is for the soak: as the number of deciders is odd, the rest has all drafters and all deciders."""
+    """Builds a case and marks every other one as soak; the number of deciders is odd, so the rest covers all parts."""
     name = f"{drafter}, {decider}, {'drawn' if drawn else 'certain'}"
     return pytest.param(drafter, decider, drawn, id=name, marks=pytest.mark.soak if number % 2 else ())
 
@@ -136,8 +136,8 @@ def test_a_text_depends_on_its_own_request_alone(drafter, decider, drawn):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_used_decoder_is_as_good_as_new(drafter):
-    """Alone, in every order, and with a greedy request in between, which may share what it spends."""
+def test_a_used_decoder_gives_the_texts_of_a_new_one(drafter):
+    """Requests run alone and in every order, also after a greedy batch, whose samples may share a budget."""
     for decider in ("bandit", "cost-aware"):
         used = build(drafter, decider)
         list(leaks(used, [[0, 1, 2]], rounds=2))
@@ -148,8 +148,8 @@ def test_a_used_decoder_is_as_good_as_new(drafter):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_other_seeds_say_something_else_and_drafts_take_part(drafter):
-    """Or else nothing could leak, and the tests above would prove nothing."""
+def test_other_seeds_give_other_texts_and_drafts_are_accepted(drafter):
+    """Otherwise nothing could leak, and the tests above would prove nothing."""
     decoder = build(drafter)
     found, stats = decode(decoder, [0, 1, 2])
     assert (stats.accepted.total() > 0) == (drafter != "nothing")
@@ -158,10 +158,10 @@ def test_other_seeds_say_something_else_and_drafts_take_part(drafter):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_finished_neighbour_shifts_nothing(drafter):
+def test_a_finished_sample_changes_no_other(drafter):
     decoder = build(drafter, "cost-aware")
     whole = texts(decoder, [0, 1, 2])
-    ends = whole[1][2]  # the second sample ends early, and the others where they say the same
+    ends = whole[1][2]  # the second sample ends early, the others where they emit that token
     found = texts(decoder, [0, 1, 2], eos_token_id=ends)
     assert len(found[1]) <= 3
     for sample, text in whole.items():
@@ -206,19 +206,19 @@ def test_noise_follows_from_the_seed_and_the_step_alone():
 
 
 @pytest.mark.parametrize(("expected_batch", "drafts"), [(1, True), (64, False)])
-def test_sampled_requests_reckon_with_the_batch_that_is_expected(expected_batch, drafts):
-    """Rows cost nothing up to 8 and a forward each beyond: worth it alone, but not in a batch of 64 alike."""
+def test_sampled_requests_plan_for_the_expected_batch(expected_batch, drafts):
+    """Up to 8 rows are free, each further row costs a forward: drafts pay alone, not in a batch of 64."""
     costs = ad.CostTable((1, 8, 9), (1.0, 1.0, 2.0))
     decoder = build("lookup", ad.CostAware(costs), expected_batch=expected_batch)
     assert (decode(decoder, [0, 1, 2])[1].drafted > 0) == drafts
     assert list(leaks(decoder)) == []
 
 
-# Negative controls: what leaks on purpose is caught.
+# Negative controls: deliberate leaks are caught.
 
 
 class Counting(Decider):
-    """Goes by how often it was asked, by whomever."""
+    """Decides by the number of its calls, of all samples together."""
 
     def __init__(self):
         super().__init__()
@@ -230,7 +230,7 @@ class Counting(Decider):
 
 
 class Moody(Decider):
-    """Plans by how often it planned, for whomever."""
+    """Plans by the number of its plans, of all samples together."""
 
     can_plan = True
 
@@ -244,7 +244,7 @@ class Moody(Decider):
 
 
 class Gossip(ad.NGramDrafter):
-    """All samples of a batch learn together, as they once did."""
+    """Lets all samples of a batch learn together, as earlier versions did."""
 
     def add(self, state, sample, tokens, handle):
         super().add(state, sample, tokens, handle)
@@ -252,7 +252,7 @@ class Gossip(ad.NGramDrafter):
 
 
 def decide_together(monkeypatch):
-    """Whole batches decide and spend together even when they sample, as they once did."""
+    """Lets whole batches decide and spend together even when they sample, as earlier versions did."""
     monkeypatch.setattr(DraftContext, "pathwise", lambda context, sample: True)
 
 

@@ -1,4 +1,4 @@
-"""Settings of transformers: honoured, harmless or refused by name; and a model's own ones mean the same everywhere."""
+"""Settings of transformers: honoured, harmless or refused by name; a model's own settings work the same everywhere."""
 
 from itertools import chain
 
@@ -18,14 +18,14 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
 def decoder(source="model", tokenizer=True, **own):
-    """One letter per token; the model's own settings are these and nothing ends a text."""
+    """Builds a decoder of one letter per token; the model's settings are ``own``, by default without end tokens."""
     model = tiny()
     vars(model.generation_config).update({"eos_token_id": None, "pad_token_id": 0, **own})
     target = RaggedModel(model, tiny_tokenizer() if tokenizer else None, kernels="torch", self_test=False)
     return SpeculativeDecoder(target, NGramDrafter(), generation_config=source)
 
 
-# Which settings there are
+# All settings
 
 ASKING = {
     "assistant_early_exit": 1,
@@ -72,7 +72,7 @@ IDLE = {
 
 
 def test_every_setting_of_the_installed_transformers_is_known():
-    """A new one has to be honoured, proved harmless or refused before it can be given."""
+    """A new setting must be honoured, proved harmless or refused before callers can use it."""
     known = [*HONOURED, *chain.from_iterable(HARMLESS.values()), *REFUSED]
     assert len(known) == len(set(known))
     assert set(vars(GenerationConfig())) <= set(known)
@@ -82,7 +82,7 @@ def test_every_setting_of_the_installed_transformers_is_known():
 
 @pytest.mark.parametrize("how", ["argument", "config", "the model's own"])
 @pytest.mark.parametrize("name", ASKING)
-def test_other_ways_are_refused_by_name(name, how):
+def test_unsupported_settings_are_refused_by_name(name, how):
     own = {name: ASKING[name]} if how == "the model's own" else {}
     options = {**GREEDY, "return_dict_in_generate": name in EXTRA_OUTPUTS}
     if how == "config":
@@ -91,7 +91,7 @@ def test_other_ways_are_refused_by_name(name, how):
     elif how == "argument":
         options[name] = ASKING[name]
     made = decoder(**own)
-    if own and name in ("cache_implementation", "use_cache"):  # whose cache it is changes no token
+    if own and name in ("cache_implementation", "use_cache"):  # the kind of cache changes no token
         assert torch.equal(made.generate(IDS, **options), decoder().generate(IDS, **options))
         return
     with pytest.raises(ValueError, match=name) as refused:
@@ -107,7 +107,7 @@ def test_the_models_generate_reaches_the_same_refusals(name):
 
 
 @pytest.mark.parametrize("name", ["custom_generate", "synced_gpus", "negative_prompt_attention_mask"])
-def test_arguments_that_ask_for_another_way(name):
+def test_unsupported_arguments_are_refused_by_name(name):
     with pytest.raises(ValueError, match=f"{name} asks for another way"):
         decoder().generate(IDS, **GREEDY, **{name: torch.ones_like(IDS) if "mask" in name else True})
 
@@ -121,7 +121,7 @@ def test_harmless_settings_change_no_token(own):
         assert torch.equal(found, expected), name
 
 
-def test_outputs_that_a_model_asks_for_are_none_of_a_texts_business():
+def test_output_settings_of_a_model_do_not_change_texts():
     words = decoder().complete("hello", max_new_tokens=8)
     assert decoder(output_scores=True).complete("hello", max_new_tokens=8) == words
 
@@ -130,13 +130,13 @@ def test_outputs_that_a_model_asks_for_are_none_of_a_texts_business():
 
 
 def stops():
-    """What plain decoding says, and a string inside."""
+    """Returns a plain text, a stop string inside it, and the text up to the end of that string."""
     words = decoder().complete("hello", max_new_tokens=12)
     return words, words[4:6], words[: words.index(words[4:6]) + 2]
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["a config", "the model's own"])
-@pytest.mark.parametrize("given", [False, True], ids=["the target's tokenizer", "a tokenizer"])
+@pytest.mark.parametrize("given", [False, True], ids=["the target's tokenizer", "a given tokenizer"])
 def test_stop_strings_in_a_config_are_transformers_stop_strings(own, given):
     _, stop, _ = stops()
     made = decoder(tokenizer=not given, **({"stop_strings": stop} if own else {}))
@@ -146,12 +146,12 @@ def test_stop_strings_in_a_config_are_transformers_stop_strings(own, given):
     tokens = torch.tensor([tiny_tokenizer()("hello")["input_ids"]])
     expected = made.target.model.generate(tokens, **options, tokenizer=tiny_tokenizer())
     assert expected.shape[1] < 5 + 12
-    for _ in range(2):  # neither the config nor the model has lost them
+    for _ in range(2):  # the first call removes them from neither config nor model
         found = made.generate(tokens, **options, **({"tokenizer": tiny_tokenizer()} if given else {}))
         assert torch.equal(found, expected)
 
 
-def test_a_text_ends_with_the_models_own_stop_strings_unless_it_is_told_others():
+def test_a_text_ends_with_the_models_own_stop_strings_unless_others_are_given():
     words, stop, until = stops()
     made = decoder(stop_strings=[stop])
     assert made.complete("hello", max_new_tokens=12) == until
@@ -168,7 +168,7 @@ def test_stop_strings_need_a_tokenizer():
 
 
 def test_the_models_generate_takes_stop_strings_as_a_criterion():
-    """It drops the tokenizer for methods that are not its own, and then refuses the setting."""
+    """transformers drops the tokenizer for custom methods, and then refuses the setting."""
     _, stop, _ = stops()
     made, tokens = decoder(), torch.tensor([tiny_tokenizer()("hello")["input_ids"]])
     criteria = StoppingCriteriaList([StopStringCriteria(tiny_tokenizer(), stop)])
@@ -185,12 +185,12 @@ def test_the_models_generate_takes_stop_strings_as_a_criterion():
 
 
 def written(made, **settings):
-    """What ``complete`` says."""
+    """Returns the text of ``complete``."""
     return made.complete("hello", **{"max_new_tokens": 12, **settings})
 
 
 def requested(made, **settings):
-    """What an engine says."""
+    """Returns the text of an engine."""
     prompt = made.target.tokenizer("hello")["input_ids"]
     request = Request(**{"prompt": prompt, "max_new_tokens": 12, **settings})
     (answer,) = Engine(made, max_tokens=400).submit(request).result()
@@ -229,7 +229,7 @@ DRAWN = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_all_doors_take_the_models_own_settings(name):
+def test_all_entry_points_use_the_models_own_settings(name):
     made = decoder(**OWN[name])
     tokens = torch.tensor([made.target.tokenizer("hello")["input_ids"]])
     plain = made.target.model.generate(tokens, max_new_tokens=12, do_sample=False, tokenizer=made.target.tokenizer)
@@ -242,13 +242,13 @@ def test_all_doors_take_the_models_own_settings(name):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_all_doors_truncate_as_the_model_says(name):
+def test_all_entry_points_truncate_by_the_models_own_settings(name):
     made, drawn = decoder(**{name: DRAWN[name]}), {"temperature": 3.0, "seed": 7}
-    assert requested(made) == written(made) == written(decoder())  # greedily it does nothing
+    assert requested(made) == written(made) == written(decoder())  # no effect on greedy decoding
     assert requested(made, **drawn) == written(made, **drawn) != written(decoder(), **drawn)
 
 
-def test_a_requests_own_settings_win():
+def test_settings_of_a_request_override_the_models_own():
     plain, drawn = requested(decoder()), {"temperature": 3.0, "seed": 7}
     made = decoder(repetition_penalty=8.0, stop_strings=plain[2:4], eos_token_id=THIRD, temperature=3.0)
     assert requested(made) != plain
@@ -271,7 +271,7 @@ def test_a_requests_own_settings_win():
     ("own", "kinds"), [({}, 5), ({"repetition_penalty": 1.5, "min_p": 0.1}, 5), ({"min_new_tokens": 2}, 8)], ids=str
 )
 def test_requests_with_equal_settings_are_processed_together(own, kinds):
-    """Unless the model's own settings depend on the text."""
+    """The model's own settings keep them apart if they depend on the text."""
     prompt, engine = PROMPTS[0], Engine(decoder(eos_token_id=2, **own), max_tokens=4000)
     asked = [Request(prompt=prompt, max_new_tokens=4, temperature=temperature) for temperature in (0, 0, 0.5, 0.5, 0.5)]
     asked += [Request(prompt=prompt[:2], max_new_tokens=6, logit_bias={3: 1.0}, n=n) for n in (1, 2)]
@@ -282,7 +282,7 @@ def test_requests_with_equal_settings_are_processed_together(own, kinds):
     engine.run()
 
 
-def test_an_engine_refuses_what_the_model_asks_for_at_once():
+def test_an_engine_refuses_unsupported_settings_of_the_model_at_once():
     with pytest.raises(ValueError, match="set num_beams=1; generation_config='none' leaves"):
         Engine(decoder(num_beams=4))
     with pytest.raises(ValueError, match="top_p must be a number from 0 to 1"):
@@ -315,7 +315,7 @@ RECOMMENDED = [
 ]
 
 
-def test_a_texts_open_settings_are_the_models_own():
+def test_complete_takes_open_settings_from_the_model():
     greedy = decoder().complete("hello", max_new_tokens=12)
     hot = {"max_new_tokens": 12, "temperature": 3.0, "seed": 0}
     drawn = decoder().complete("hello", **hot)
@@ -331,7 +331,7 @@ def test_a_texts_open_settings_are_the_models_own():
 
 
 @pytest.mark.parametrize("config", [False, True], ids=["argument", "config"])
-def test_none_leaves_all_but_the_special_tokens_out(config):
+def test_source_none_ignores_all_settings_but_special_tokens(config):
     own = {"repetition_penalty": 8.0, "stop_strings": "x", "suppress_tokens": [5, 9], "num_beams": 3, "max_length": 3}
     made, options = decoder("none", **own), dict(GREEDY)
     if config:
@@ -341,20 +341,20 @@ def test_none_leaves_all_but_the_special_tokens_out(config):
     assert made.own_settings.repetition_penalty is None
 
 
-def test_none_keeps_what_ends_a_text():
+def test_source_none_keeps_end_tokens():
     answer = decoder().generate(IDS, **GREEDY)[0, 5:]
     end = answer[2].item()
     found = decoder("none", eos_token_id=end, repetition_penalty=8.0).generate(IDS, **GREEDY)[0, 5:]
     assert found.tolist() == answer[: answer.tolist().index(end) + 1].tolist()
 
 
-def test_where_settings_come_from_is_one_of_two():
+def test_the_source_of_settings_must_be_model_or_none():
     with pytest.raises(ValueError, match="generation_config must be one of model, none, got 'vllm'"):
         decoder("vllm")
     assert load(tiny(), "none", costs=None, generation_config="none").generation_config == "none"
 
 
-def test_a_temperature_of_zero_is_greedy_wherever_it_stands():
+def test_a_temperature_of_zero_is_greedy_from_any_source():
     expected = decoder().generate(IDS, **GREEDY)
     config = GenerationConfig(max_new_tokens=8, do_sample=True, temperature=0.0)
     assert torch.equal(decoder().generate(IDS, generation_config=config), expected)

@@ -54,7 +54,7 @@ def batch(target, prompts):
 
 @pytest.fixture(scope="module")
 def expected(target, prompts, batch):
-    """New tokens of every prompt, the same in a batch and alone."""
+    """Returns the new tokens of every prompt, the same in a batch and alone."""
     sequences = target.model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
     found = [row[batch["input_ids"].shape[1] :].tolist() for row in sequences]
     end = target.model.generation_config.eos_token_id
@@ -65,12 +65,12 @@ def expected(target, prompts, batch):
 
 @pytest.fixture(scope="module")
 def half(target):
-    """A draft model that rounds differently from the target and so sometimes errs."""
+    """Builds a draft model that rounds differently from the target and so sometimes errs."""
     return ad.RaggedModel(copy.deepcopy(target.model).to(torch.bfloat16), target.tokenizer, kernels="torch")
 
 
 def decoders(target, half):
-    """Every drafter, chains and trees, with and without a decider, and a coupling of each kind."""
+    """Returns builders: every drafter, chains and trees, with and without a decider, a coupling of each kind."""
     lookup = ad.Coupling.matching(2)
     drawn = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
     hubs = ad.Coupling(ad.TopTail(1, 1), ad.Lifted(ad.SpecHub()))
@@ -84,7 +84,7 @@ def decoders(target, half):
             target, ad.LanguageModelDrafter(half), slim, hubs, ad.ConfidenceThreshold(0.3)
         ),
         "trained, dynamic tree": lambda: eagle(target, SHIPPED),
-        "trained, behind lookups": lambda: eagle(target, SHIPPED, lookup=True),
+        "trained, after lookups": lambda: eagle(target, SHIPPED, lookup=True),
         "trained, drawn tree": lambda: ad.SpeculativeDecoder(
             target, ad.EagleDrafter.from_pretrained(SHIPPED, target), slim, hubs
         ),
@@ -114,7 +114,7 @@ def test_greedy_tokens_are_those_of_transformers(target, half, prompts, batch, e
     ("name", "module", "score", "limit"),
     [("eagle", DrafterModule, "tau", 20_000_000), ("decider", DeciderModule, "ece", 200_000)],
 )
-def test_what_is_shipped_is_small_and_tells_how_it_was_made(name, module, score, limit):
+def test_shipped_checkpoints_are_small_and_document_their_training(name, module, score, limit):
     folder = CHECKPOINTS / f"smollm2-135m-instruct-{name}"
     files = {path.name for path in folder.iterdir()}
     assert files == {"README.md", "config.json", "metrics.json", "model.safetensors", "training.yaml"}
@@ -129,7 +129,7 @@ def test_what_is_shipped_is_small_and_tells_how_it_was_made(name, module, score,
 
 
 def test_seeded_sampling_does_not_depend_on_the_batch(target, prompts, batch):
-    """In float32 on both sides: a draft model in half precision may draft something else in another batch."""
+    """Both models are in float32: in half precision, a draft model may draft other tokens in another batch."""
     coupling = ad.Coupling(ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection()))
     decoder = ad.SpeculativeDecoder(target, ad.EarlyExitDrafter(target, 24), ad.TreeTopology.fork(2, 2), coupling)
     options = {"max_new_tokens": 8, "do_sample": True, "top_p": 0.9, "return_dict_in_generate": True}

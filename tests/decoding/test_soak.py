@@ -1,4 +1,4 @@
-"""One decoder, thousands of requests of every kind: memory stays flat, and the last answer is the first."""
+"""One decoder, thousands of requests of every kind: memory stays flat, and the last answer equals the first."""
 
 import random
 import sys
@@ -18,13 +18,13 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
-REQUESTS, SETTLED = 3000, 500  # memory is compared from the second number on
+REQUESTS, SETTLED = 3000, 500  # memory is compared from request 500 on
 TREE = ad.TreeTopology([-1, 0, 0, 1, 1, 2])
 SAMPLED = ad.Coupling(ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection()))
 
 
 def request(chance):
-    """Arguments of generate(): ragged batches, greedy or sampled, with processors, and now and then a mistake."""
+    """Returns arguments of generate(): ragged batches, greedy or sampled, some with processors, some with a mistake."""
     prompts = [
         [chance.randrange(3, VOCAB) for _ in range(chance.randrange(1, 12))] for _ in range(chance.choice((1, 3)))
     ]
@@ -56,7 +56,7 @@ def _early_exit(target):
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_thousands_of_requests(kind):
+def test_memory_stays_flat_over_thousands_of_requests(kind):
     decoder, chance = DECODERS[kind](), random.Random(0)
     fixed = left_padded(PROMPTS) | {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
 
@@ -79,7 +79,7 @@ def test_thousands_of_requests(kind):
 
 
 def test_memory_that_grows_is_seen():
-    """Negative control: what every request leaves behind shows."""
+    """Negative control: memory that every request leaves behind shows."""
     settled, kept = resident(), []
     for _ in range(200):
         kept.append(torch.ones(settled // 200 // 4 // 20))

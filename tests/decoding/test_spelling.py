@@ -1,4 +1,4 @@
-"""Tokens become text as they come: the pieces join to the decoding of all, stops are found early, work is linear."""
+"""Tokens become text one by one: pieces join to the decoding of all, stops are found early, work is linear."""
 
 import random
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def test_pieces_join_to_the_decoding_of_all_tokens(tokenizer):
 
 
 def test_a_stop_ends_the_text_with_the_token_that_completes_it(tokenizer):
-    """Whatever the pieces are: the answer ends with that token, and the text before the stop."""
+    """For any pieces, the answer ends with that token, and its text ends before the stop."""
     source, spelling = random.Random(1), Spelling(tokenizer)
     found = 0
     for _ in range(150):
@@ -72,7 +72,7 @@ def test_a_stop_ends_the_text_with_the_token_that_completes_it(tokenizer):
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_tokens, OnlyDecodes])
-def test_bytes_that_become_no_character_cost_the_same_each(make):
+def test_bytes_that_form_no_character_have_constant_cost(make):
     class Counted:
         """Counts the tokens that are decoded."""
 
@@ -93,7 +93,7 @@ def test_bytes_that_become_no_character_cost_the_same_each(make):
         assert tokenizer.tokens < 20 * count
 
 
-def test_what_no_token_can_change_is_told_at_once():
+def test_text_that_no_token_can_change_is_emitted_at_once():
     tokenizer = byte_level()
     replaced = tokenizer.convert_tokens_to_ids("\u00ef\u00bf\u00bd")  # U+FFFD itself
     assert tokenizer.decode([replaced]) == "\ufffd"
@@ -119,7 +119,7 @@ def test_tokens_have_their_own_bytes_and_blanks():
     assert spelling[tokenizer.eos_token_id].hidden
 
 
-def test_characters_belong_to_the_token_that_they_end_with():
+def test_characters_belong_to_the_token_that_completes_them():
     tokenizer = byte_level()
     tokens = ids_of(tokenizer, "\u65e5".encode() + b"\xe6\x97a")
     pieces = Pieces(tokenizer)
@@ -132,7 +132,7 @@ def test_characters_belong_to_the_token_that_they_end_with():
 
 @pytest.mark.parametrize("stop", ["\u65e5", "\u65e5z", "b\u65e5"])
 def test_a_stop_takes_the_bytes_of_its_characters(stop):
-    """Also those in tokens that came before the one in which its first character ends."""
+    """This includes bytes in tokens before the one that completes its first character."""
     tokenizer = byte_level()
     tokens = ids_of(tokenizer, b"ab" + "\u65e5z".encode())
     pieces = Pieces(tokenizer, [stop])
@@ -143,7 +143,7 @@ def test_a_stop_takes_the_bytes_of_its_characters(stop):
 
 
 class CountedText(str):
-    """Counts how often a letter is looked at."""
+    """Counts how often a letter is read."""
 
     looks = 0
 

@@ -1,4 +1,4 @@
-"""Steps as a table: every packed node once, and the accepted ones join to the answer."""
+"""Steps as a table: every packed node once; accepted nodes join to the answer."""
 
 import sys
 
@@ -31,7 +31,7 @@ def test_a_row_per_packed_node_and_one_for_the_target_of_each_sample(logged):
     assert {row["kind"] for row in log.rows} == {"root", "draft", "recovered", "bonus"}
 
 
-def test_rows_say_where_their_tokens_stand(logged):
+def test_a_row_is_one_level_below_its_parent(logged):
     log, *_ = logged
     for step in {row["step"] for row in log.rows}:
         for sample in range(len(PROMPTS)):
@@ -40,7 +40,7 @@ def test_rows_say_where_their_tokens_stand(logged):
             assert all(row["depth"] == depths[row["parent"]] + 1 for row in rows if row["kind"] != "root")
 
 
-def test_a_table_of_pandas(logged, monkeypatch):
+def test_the_log_converts_to_pandas(logged, monkeypatch):
     log, *_ = logged
     frame = log.to_frame()
     assert len(frame) == len(log.rows)

@@ -34,11 +34,11 @@ def read(end):
     return asyncio.run(asyncio.wait_for(events(), 20))
 
 
-def test_an_end_that_comes_while_events_are_read_is_read():
+def test_an_end_during_reading_reaches_the_reader():
     assert [event.finish_reason for event in read(lambda stream: stream.end(0, "stop"))] == ["stop"]
 
 
-def test_a_failure_that_comes_while_events_are_read_is_raised():
+def test_a_failure_during_reading_is_raised():
     with pytest.raises(MemoryError):
         read(lambda stream: stream.fail(MemoryError()))
 

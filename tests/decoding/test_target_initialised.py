@@ -1,4 +1,4 @@
-"""Improved MCSD: what its wide mode commits, how far that is from the target's law, and that width 1 is exact."""
+"""Improved MCSD: tokens of its wide mode, their distance from the target's law, and exactness of width 1."""
 
 import warnings
 from itertools import pairwise
@@ -29,13 +29,13 @@ def wide(topology, decider=None):
 
 
 def next_rows(model, text):
-    """``[L, V]`` probabilities of a plain forward."""
+    """Returns ``[L, V]`` probabilities of a plain forward."""
     return model(torch.tensor([text])).logits[0].double().softmax(dim=-1)
 
 
 @torch.no_grad()
 def told(topology, prompt, seed=None):
-    """The method as its paper tells it, one branch at a time, on plain models; with a seed the decoder's own noise."""
+    """Runs the paper's method branch by branch on plain models; a seed selects the decoder's own noise."""
     target, draft = ragged().model, ragged(seed=3).model
     generator = Noise.source(seed or 0)
     greedy, text, following = seed is None, list(prompt), None
@@ -75,7 +75,7 @@ def told(topology, prompt, seed=None):
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=["fork", "static"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_it_commits_what_the_paper_tells(topology, sampled):
+def test_it_commits_the_tokens_of_the_papers_method(topology, sampled):
     seeds = [11, 12, 13] if sampled else None
     options = {"do_sample": True, "seeds": seeds, "top_k": 0} if sampled else {"do_sample": False}
     found, stats = decode(wide(topology), max_new_tokens=NEW, **options)
@@ -101,7 +101,7 @@ def test_a_decider_shortens_branches_but_never_takes_the_candidates():
     assert 1 < stats.tau <= 2
 
 
-def test_it_says_that_it_is_lossy_and_refuses_what_cannot_work():
+def test_it_warns_that_it_is_lossy_and_refuses_invalid_parts():
     with pytest.warns(UserWarning, match="change the output law"):
         builders.dynasd(ragged(), ragged(seed=3), width=2)
     drafter = ad.LanguageModelDrafter(ragged(seed=3))
@@ -127,7 +127,7 @@ def test_width_one_is_lossless():
 
 
 def first_token_law(width, depth, target, ratio):
-    """``[V]`` law of the first token that a fork of such a width commits, if drafts pass with a chance of ``ratio``."""
+    """Returns the ``[V]`` law of the first committed token of a fork whose drafts pass with probability ``ratio``."""
     topology, verifier, vocabulary = ad.TreeTopology.fork(width, depth), LongestBranch(), len(target)
     wanted, draft = functional.one_hot(torch.tensor(0), vocabulary).double() * ratio, row(1, *[0] * (vocabulary - 1))
     wanted[1] = 1 - ratio
@@ -143,25 +143,25 @@ def first_token_law(width, depth, target, ratio):
     return law
 
 
-def test_wide_modes_are_as_far_from_the_target_as_is_said():
-    """Equally good branches are enough: the likeliest token is drawn among the first, and then loses to luck.
+def test_wide_modes_are_as_far_from_the_target_as_documented():
+    """Equally good branches already bias the output: the likeliest token is drawn early, and then loses by chance.
 
-    With two branches of one test each the first one wins unless only the second passes.
+    With two branches of one test each, the first branch wins unless only the second passes.
     """
     target = row(0.6, 0.2, 0.1, 0.06, 0.04)
     laws = [first_token_law(width, depth, target, 0.6) for width, depth in ((2, 1), (2, 2), (2, 3), (4, 2))]
     distances = [float((law - target).abs().sum() / 2) for law in laws]
     assert all(float(law.sum()) == pytest.approx(1) for law in laws)
-    mode_first = 0.6 + sum(p * 0.6 / (1 - p) for p in (0.2, 0.1, 0.06, 0.04))  # it is among the two
+    mode_first = 0.6 + sum(p * 0.6 / (1 - p) for p in (0.2, 0.1, 0.06, 0.04))  # the likeliest token is among the two
     second = mode_first - 0.6
     lucky = 0.4 * 0.6
     assert laws[1][0] == pytest.approx(0.6 * (1 - lucky) + second * lucky)
-    assert laws[0].tolist() == pytest.approx(target.tolist())  # no test, no bias: the first candidate
+    assert laws[0].tolist() == pytest.approx(target.tolist())  # without tests the first candidate wins, without bias
     assert all(shorter < longer for shorter, longer in pairwise(distances))
     assert distances[-1] > 0.14
 
 
 def test_a_fifth_of_the_likeliest_token_is_lost():
-    """With five tests a branch, as in the reference, the likeliest token comes at 0.481 instead of 0.6."""
+    """With five tests per branch, as in the reference, the likeliest token has probability 0.481 instead of 0.6."""
     law = first_token_law(2, 6, row(0.6, 0.2, 0.1, 0.06, 0.04), 0.6)
     assert float(law[0]) == pytest.approx(0.481, abs=5e-4)

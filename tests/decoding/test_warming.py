@@ -1,4 +1,4 @@
-"""Steps before the first request: they compile and record what it takes, and leave no other trace."""
+"""Warm-up before the first request compiles and records its steps, and leaves no other trace."""
 
 import pytest
 from support.models import PAYS, decode, ragged
@@ -17,11 +17,11 @@ def build(drafter=None, **options):
 
 @pytest.fixture
 def as_with_triton(monkeypatch):
-    """Steps are taken beforehand as where they run in Triton."""
+    """Lets warm-up run as if steps ran in Triton."""
     monkeypatch.setattr(choice, "triton_chosen", lambda _: True)
 
 
-def test_without_triton_there_is_nothing_to_do(monkeypatch):
+def test_warm_up_does_nothing_without_triton(monkeypatch):
     decoder = build()
     monkeypatch.setattr(decoder.target, "run", pytest.fail)
     decoder.warm_up()
@@ -29,12 +29,12 @@ def test_without_triton_there_is_nothing_to_do(monkeypatch):
 
 
 @pytest.mark.parametrize("recorded", ["a step", "a draft"])
-def test_what_requests_take_is_recorded_beforehand(monkeypatch, as_with_triton, recorded):
+def test_warm_up_records_all_steps_of_requests(monkeypatch, as_with_triton, recorded):
     record = record_on_cpu(monkeypatch, recorded)
     decoder = as_on_a_gpu(build())
     decoder.warm_up(samples=2, max_tokens=4096)
     made = record.made
-    assert made == {"a step": 2 * (1 + 3), "a draft": 2 * 3}[recorded]  # without drafts and of three depths
+    assert made == {"a step": 2 * (1 + 3), "a draft": 2 * 3}[recorded]  # without drafts and with three depths
     engine = Engine(decoder, max_tokens=4096, max_samples=2)
     for temperature in (0.0, 0.8):
         stream = engine.submit(Request(prompt=[5, 9, 7], max_new_tokens=12, temperature=temperature, seed=1))
@@ -46,10 +46,10 @@ def test_what_requests_take_is_recorded_beforehand(monkeypatch, as_with_triton, 
 
 @pytest.mark.parametrize("buckets", [None, (8, 16)])
 @pytest.mark.parametrize("drafter", [None, NGramDrafter()])
-def test_nothing_else_changes(as_with_triton, buckets, drafter):
+def test_warm_up_changes_nothing_else(as_with_triton, buckets, drafter):
     class Learning(CostAware):
         def learn(self, *_):
-            pytest.fail("steps that nobody asked for teach nothing")
+            pytest.fail("a decider learned from a warm-up step")
 
     expected, _ = decode(build(drafter, buckets=buckets))
     seen = []
@@ -62,11 +62,11 @@ def test_nothing_else_changes(as_with_triton, buckets, drafter):
 
 
 @pytest.mark.parametrize("bound", [40, 60, 300])
-def test_small_caches(as_with_triton, bound):
+def test_warm_up_works_with_small_caches(as_with_triton, bound):
     build(max_cache_tokens=bound, buckets=(8, 16)).warm_up()
 
 
-def test_models_of_few_positions(as_with_triton):
+def test_warm_up_works_with_models_of_few_positions(as_with_triton):
     target = ragged("gpt2")
     SpeculativeDecoder(target, NGramDrafter(), TREE, buckets=(16,)).warm_up(2)
 

@@ -1,4 +1,4 @@
-"""The block drafter: one pass a step, rows that know their parents, and a law that verification can count on."""
+"""The block drafter: one pass per step, rows that depend on their parents, and a known law for verification."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ CHAIN, SIBLINGS = ad.TreeTopology.chain(3), ad.TreeTopology([-1, 0, 0, 1, 2])
 
 
 def made(few_tokens=False, **options):
-    """Untrained, with masks and a term that say something."""
+    """Builds an untrained drafter whose masks and Markov term have an effect."""
     of = few(0) if few_tokens else target()
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -31,7 +31,7 @@ def made(few_tokens=False, **options):
 
 
 class Counted(ad.BlockDrafter):
-    """Notes what its network is asked."""
+    """Records the number of rows in each call of its network."""
 
     def __init__(self, head, of):
         super().__init__(head, of)
@@ -93,14 +93,14 @@ def test_long_prompts_are_read_in_parts(monkeypatch, together):
 
 
 class Late(ad.BlockDrafter):
-    """Takes each token's states for those of the next."""
+    """Uses each token's states for the next token."""
 
     def take_hidden(self, state, hidden):
         super().take_hidden(state, {sample: states.roll(1, 0) for sample, states in hidden.items()})
 
 
 class Crowd(ad.BlockDrafter):
-    """Lets the rows that ask see each other."""
+    """Lets the query rows attend to each other."""
 
     def _look_ahead(self, state, context, samples):
         plan = state.cache.lay_out
@@ -110,7 +110,7 @@ class Crowd(ad.BlockDrafter):
 
 
 class Deaf(ad.BlockDrafter):
-    """Forgets what a node's own token says."""
+    """Leaves out the Markov term of a node's own token."""
 
     def __init__(self, head, of):
         super().__init__(head, of)
@@ -118,7 +118,7 @@ class Deaf(ad.BlockDrafter):
 
 
 class Open(ad.BlockDrafter):
-    """Forgets how far the depth wants to hear it."""
+    """Leaves out the gates that weigh this term by depth."""
 
     def __init__(self, head, of):
         super().__init__(head, of)
@@ -149,7 +149,7 @@ TEXT = [3, 1, 4]
 
 @cache
 def table(path):
-    """Rows behind a drafted path: the target's, and the one that the drafter draws the children there from."""
+    """Returns the rows after a drafted path: the target's, and the drafter's row from which it draws the children."""
     rounds = Rounds(made(few_tokens=True, markov_rank=2), few(0), [TEXT])
     tree = rounds.propose(ad.TreeTopology.chain(len(path) + 1), Dictated([*path, 0]))
     real = next_logits(few(0).model, [*TEXT, *path]).double().softmax(-1)
@@ -158,12 +158,12 @@ def table(path):
 
 
 def marginal(path):
-    """The row of a depth as it is without the term of the parent: that of another parent."""
+    """Returns the row of a depth with the term of another parent, as if the parent's own token did not count."""
     return table((*path[:-1], 0))[1] if path else table(path)[1]
 
 
 def deaf_trees(topology, law, rows, prefix=()):
-    """Negative control: drawn from the rows of their parents, said to be from those of their depth."""
+    """Negative control: yields trees that were drawn from parents' rows but declare the rows of their depth."""
     for chance, tree in draft_trees(topology, law, rows, prefix):
         tokens, rows_of = told(tree)
         place = dict(zip(tokens, tree.rows, strict=True))
@@ -182,19 +182,19 @@ COUPLINGS = {
 
 
 @pytest.mark.parametrize("name", COUPLINGS)
-def test_every_coupling_is_lossless_with_rows_that_know_their_parents(name):
+def test_every_coupling_is_lossless_with_rows_that_depend_on_their_parents(name):
     topology, law, verifier = COUPLINGS[name]
     assert distance_to_target(verifier, topology, law, table) < 1e-12
 
 
-def test_rows_that_forget_their_parents_would_be_seen():
-    assert not torch.allclose(table((0,))[1], table((5,))[1], atol=0.05), "the term does nothing here"
+def test_rows_that_ignore_their_parents_would_be_seen():
+    assert not torch.allclose(table((0,))[1], table((5,))[1], atol=0.05), "the Markov term has no effect here"
     for name in ("chain, block", "without replacement, lifted"):
         topology, law, verifier = COUPLINGS[name]
         assert distance_to_target(verifier, topology, law, table, draft=deaf_trees) > 1e-3
 
 
-def test_without_the_term_siblings_go_on_alike():
+def test_without_the_markov_term_siblings_have_equal_rows():
     proposer = made(markov_rank=0, block_size=3)
     tree = Rounds(proposer, target(), PROMPTS[2:]).propose(SIBLINGS, ad.IID(2))
     assert torch.equal(tree.drawn_from(1), tree.drawn_from(2))

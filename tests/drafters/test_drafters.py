@@ -1,4 +1,4 @@
-"""Drafters: the rows they show to the verifier are those they drew from, whatever was accepted before."""
+"""Drafters: the rows they show to the verifier are those they drew from, after any accepted path."""
 
 from random import Random
 
@@ -43,7 +43,7 @@ def test_deciders_see_the_rows_that_the_frontier_was_drawn_from():
     for number, view in enumerate(views[3:]):  # sampled: every sample is shown alone
         sample, (rows,), (confidence,) = tree[number % 3], view.rows, view.confidence
         for node, row, chance in zip(UNEVEN.levels[view.depth], rows, confidence, strict=True):
-            # All nodes of the shape are there, so nodes are places among the sample's rows.
+            # All nodes of the topology exist, so nodes are indices of the sample's rows.
             assert torch.equal(row, sample.drawn_from(sample.rows[UNEVEN.parent_list[node]]))
             assert chance == pytest.approx(row[sample.tokens[node]].item())
 
@@ -67,7 +67,7 @@ def test_the_draft_cache_follows_every_kind_of_verdict(architecture):
     rounds, _ = walk(drafter, "model", drafter.model.model, ragged())
     state = rounds.state
     assert list(state.handles) == [0, 2]
-    # What was accepted is kept: only the last token is to be fed, and the leaf before it where a leaf was accepted.
+    # Accepted rows are kept. Only the last token is still to be fed, and before it the leaf, if one was accepted.
     assert [len(rounds.tokens[sample]) - state.cache.length(state.handles[sample]) for sample in (0, 2)] == [2, 1]
 
 
@@ -83,7 +83,7 @@ def test_early_exit_is_the_truncated_target(architecture):
     shallow.load_state_dict(model.state_dict(), strict=False)
     target = ad.RaggedModel(model, kernels="torch")
     rounds, _ = walk(ad.EarlyExitDrafter(target, layers=2), "model", shallow, target)
-    # The target's cache went through it unharmed: its own next logits are right for every sample that goes on.
+    # The target's cache is unharmed: its own next logits are right for every sample that goes on.
     for sample in (0, 2):
         handle, prefix = rounds.handles[sample], rounds.tokens[sample]
         assert rounds.cache.length(handle) == len(prefix) - 1
@@ -99,7 +99,7 @@ def fails_behind_drafts(input_ids, scores):
 
 @pytest.mark.parametrize("make", [lambda target: ad.EarlyExitDrafter(target, layers=1), ad.LanguageModelDrafter])
 def test_growing_that_failed_halfway_leaves_nothing_behind(make):
-    """The step is taken again, without the sample whose processor failed."""
+    """The step is repeated without the sample whose processor failed."""
     target, topology, law = ragged(), ad.TreeTopology.from_k_config((2, 2, 1)), ad.Fixed(2)
     drafter, cache, prompt = make(target), RaggedKVCache(), PROMPTS[0]
     handle = cache.open(len(prompt))
@@ -167,12 +167,12 @@ def ngram_tree(text, topology, k=2, **options):
         ([1, 2, 3, 1, 2, 4, 1, 2, 4, 1, 2, 5, 1, 2], ad.TreeTopology([-1, 0, 0, 0]), {}, {0: 2, 1: 4, 2: 5, 3: 3}),
         # The text may continue into itself: drafted tokens are part of the next suffix.
         ([1, 2, 1, 2], ad.TreeTopology.chain(4), {}, {0: 2, 1: 1, 2: 2, 3: 1, 4: 2}),
-        # Suffixes shorter than `shortest` are not followed, longer than `longest` not told apart.
+        # Suffixes shorter than `shortest` are not followed, suffixes longer than `longest` are not distinguished.
         ([1, 3, 9, 1], ad.TreeTopology.chain(1), {}, {0: 1}),
         ([1, 3, 9, 1], ad.TreeTopology.chain(1), {"shortest": 1}, {0: 1, 1: 3}),
         ([5, 1, 3, 6, 1, 4, 5, 1], ad.TreeTopology.chain(1), {"longest": 1, "shortest": 1}, {0: 1, 1: 4}),
         ([5, 1, 3, 6, 1, 4, 5, 1], ad.TreeTopology.chain(1), {"longest": 2, "shortest": 1}, {0: 1, 1: 3}),
-        # A branch that ends is dead, its sibling goes on.
+        # A branch without a continuation ends; its sibling goes on.
         ([1, 2, 3, 1, 2, 4, 7, 8, 1, 2], ad.TreeTopology([-1, 0, 0, 1, 2, 3, 4]), {},
          {0: 2, 1: 4, 2: 3, 3: 7, 4: 1, 5: 8, 6: 2}),
         ([3, 1, 2, 4, 1, 2], ad.TreeTopology([-1, 0, 0, 1, 2]), {"longest": 2}, {0: 2, 1: 4, 3: 1}),
@@ -183,7 +183,7 @@ def test_ngram_trees(text, topology, options, tokens):
 
 
 def looked_up(tokens, suffix, wanted, longest, shortest):
-    """By the definition: tokens, sizes, votes and ranks."""
+    """Looks up by the definition; returns tokens with sizes, votes and ranks."""
     found, suffix = {}, suffix[-longest:]
     for size in range(len(suffix), shortest - 1, -1):
         ends = [end for end in range(size - 1, len(tokens) - 1) if tokens[end - size + 1 : end + 1] == suffix[-size:]]
@@ -197,7 +197,7 @@ def looked_up(tokens, suffix, wanted, longest, shortest):
 
 @pytest.mark.parametrize(("longest", "shortest"), [(4, 2), (2, 1), (1, 1), (6, 3), (64, 5)])
 def test_lookups_are_those_of_the_definition(longest, shortest):
-    """In texts that repeat themselves often, which grow meanwhile; behind their ends and behind drafts."""
+    """Texts repeat themselves often and grow; lookups continue their ends, or drafts after these."""
     random, count = Random(longest), 0
     for _ in range(120):
         letters, length = random.choice([(1, 50), (2, 90), (3, 120), (9, 40)])
@@ -232,7 +232,7 @@ def test_the_confidence_of_a_lookup_grows_with_the_match():
     assert sure[-1] < 1
 
 
-def test_ngrams_learn_what_was_committed():
+def test_ngrams_learn_committed_tokens():
     drafter, topology = ad.NGramDrafter(), ad.TreeTopology.chain(2)
     state = joined(drafter, [[1, 2, 3], [1, 2, 3]])
     tokens = [[1, 2, 3], [1, 2, 3]]
@@ -271,7 +271,7 @@ def test_rows_with_a_small_support_give_smaller_trees():
     ids=str,
 )
 def test_decoding_with_small_supports_is_right(law, rule):
-    """Both of two independent draws are the same token, and both stay in the tree."""
+    """Two independent draws are the same token, and both stay in the tree."""
     drafter = ad.LanguageModelDrafter(ragged(seed=3))
     decoder = ad.SpeculativeDecoder(ragged(), drafter, UNEVEN, ad.Coupling(law, ad.TopDown(rule)))
     prompt = torch.tensor([PROMPTS[2]])
@@ -281,7 +281,7 @@ def test_decoding_with_small_supports_is_right(law, rule):
 
 
 def test_a_drafter_may_do_nothing_but_propose():
-    """The least that a drafter of one's own has to be."""
+    """A custom drafter needs no other method."""
 
     class Table(Drafter):
         def propose(self, state, level):
@@ -306,7 +306,7 @@ def test_a_drafter_may_choose_its_tokens():
 
 
 def test_a_drafter_that_ignores_the_room_left_does_not_lengthen_the_output():
-    """It knows the target's tokens and always proposes three of them."""
+    """The drafter knows the target's tokens and always proposes three of them."""
     (future,) = greedy_reference(ragged().model, PROMPTS[:1], max_new_tokens=12, eos_token_id=None)
     topology = ad.TreeTopology.chain(3)
 
@@ -326,7 +326,7 @@ def test_a_drafter_that_ignores_the_room_left_does_not_lengthen_the_output():
 
 
 class Short(Drafter):
-    """Says nothing of the last node."""
+    """Gives no prediction for the last node."""
 
     def __init__(self, guesses):
         super().__init__()
@@ -338,7 +338,7 @@ class Short(Drafter):
 
 
 @pytest.mark.parametrize("guesses", [False, True])
-def test_who_says_too_little_is_refused(guesses):
+def test_missing_predictions_are_refused(guesses):
     step = context(PROMPTS, ad.TreeTopology.chain(2), ad.Fixed(1), greedy=True)
     with pytest.raises(ValueError, match=r"Short.* must give predictions for each of 3 nodes, gave 2"):
         grown(Short(guesses), None, step)

@@ -48,7 +48,7 @@ def test_the_builder_fits_trees_to_the_head(folder):
 
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 def test_a_budget_keeps_the_likeliest_nodes(folder, nodes):
-    """Never more rows than allowed, and the best ones: at least as good as any fixed tree of that size."""
+    """Trees have no more rows than allowed and keep the best, so no fixed tree of that size is better."""
     drafter = ad.EagleDrafter.from_pretrained(folder, target())
     tree = ad.TreeTopology.from_k_config((3, 2, 2))
     decoder = ad.SpeculativeDecoder(target(), drafter, tree, ad.Coupling.shared(3), NodeBudget(nodes))
@@ -63,7 +63,7 @@ def test_a_budget_keeps_the_likeliest_nodes(folder, nodes):
 
 
 def test_pruning_early_changes_nothing(folder):
-    """Nodes that cannot come among the best are not expanded: the trees are those of expanding all."""
+    """Nodes that cannot be among the best are not expanded; trees equal those of full expansion."""
 
     class Patient(NodeBudget):
         def plan(self, situation):

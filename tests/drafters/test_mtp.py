@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction that some models bring along: it drafts as transformers has it draft."""
+"""The layer for multi-token prediction that some models contain: it drafts as in transformers."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 @cache
 def made(kind):
-    """A model and its layers, with weights of which each matters; of the latter copies are taken."""
+    """Builds a model and its layers, with weights that all matter; tests copy the layers."""
     model = tiny_model(AutoConfig.for_model(kind, **KINDS[kind]))
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -64,7 +64,7 @@ def built(kind, kernels):
 
 @torch.no_grad()
 def reference(kind, text, layers=None):
-    """``[V]`` by transformers' own loop: what its layer predicts behind a text."""
+    """Returns the ``[V]`` probabilities after a text, by transformers' own loop."""
     model, _ = made(kind)
     ids = torch.tensor([text])
     hidden = model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
@@ -80,8 +80,8 @@ def reference(kind, text, layers=None):
 
 @every_kind
 @every_backend
-def test_it_predicts_what_transformers_does(kind, kernels):
-    """Behind every prefix of a text, read at once or token by token."""
+def test_it_predicts_like_transformers(kind, kernels):
+    """Compares after every prefix of a text, read at once or token by token."""
     target, drafter = built(kind, kernels)
     text, compared = PROMPTS[2], 0
     for at in range(2, len(text)):
@@ -98,7 +98,7 @@ def test_it_predicts_what_transformers_does(kind, kernels):
 
 @every_kind
 def test_another_layer_would_be_seen(kind):
-    """Negative control: without the norm of the hidden states the row is another one."""
+    """Negative control: without the norm of the hidden states the row differs."""
     layers = copied(kind)
     layers.layers[0].hnorm = torch.nn.Identity()
     assert (reference(kind, PROMPTS[2], layers) - reference(kind, PROMPTS[2])).abs().max() > 1e-3
@@ -132,7 +132,7 @@ def test_texts_are_those_of_transformers_with_the_same_layer(kind, monkeypatch):
 
 
 def test_deeper_drafts_read_its_own_output():
-    """By hand: the second row's hidden state is what the first row gave."""
+    """Computed by hand: the second row's hidden state is the output of the first row."""
     target, drafter = built("glm4_moe", "torch")
     layers, text = copied("glm4_moe"), PROMPTS[2][:5]
     tree = Rounds(drafter, target, [text]).propose(ad.TreeTopology.chain(2), Dictated([5, 7]))
@@ -140,7 +140,7 @@ def test_deeper_drafts_read_its_own_output():
     with torch.no_grad():
         hidden = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1]
         tokens = torch.tensor([[*text[1:], 5]])
-        for _ in range(2):  # the first time for the output of the last slot alone
+        for _ in range(2):  # the first pass only gives the output of the last slot
             states = torch.cat([hidden, hidden[:, -1:]], dim=1) if hidden.shape[1] < tokens.shape[1] else hidden
             cache = MtpCache(config=model.config.get_mtp_config())
             out = layers.forward_layer(0, states, torch.arange(1, len(text) + 1)[None], cache, input_ids=tokens)
@@ -151,9 +151,9 @@ def test_deeper_drafts_read_its_own_output():
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
-    """A model with its layer in one folder, as it is published."""
+    """Saves a model with its layer in one folder, as published."""
     model, layers = made("glm4_moe")
-    # The class names the layers of the sizes that were published; this one has two.
+    # The class names the extra layers of published sizes; this model has two layers.
     monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
     model.save_pretrained(tmp_path)
     tiny_tokenizer(LETTERS).save_pretrained(tmp_path)
@@ -175,7 +175,7 @@ def checkpoint(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_it_is_read_from_where_the_model_lies(checkpoint):
+def test_it_is_read_from_the_models_folder(checkpoint):
     decoder = ad.load(checkpoint, drafter="mtp", dtype="float32", kernels="torch", costs=None)
     assert isinstance(decoder.drafter, ad.MtpDrafter)
     ours, theirs = made("glm4_moe")[1].layers.state_dict(), decoder.drafter.mtp.layers.state_dict()
@@ -186,7 +186,7 @@ def test_it_is_read_from_where_the_model_lies(checkpoint):
     assert why.startswith("trained with this model")
 
 
-def test_a_decoder_with_it_is_described(checkpoint):
+def test_a_decoder_with_it_survives_its_config(checkpoint):
     decoder = ad.load(checkpoint, drafter="mtp", dtype="float32", kernels="torch", costs=None)
     plain = ad.SpeculativeDecoder(decoder.target, decoder.drafter, ad.TreeTopology.chain(2))
     config = DecoderConfig.of(plain, str(checkpoint))

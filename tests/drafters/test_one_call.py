@@ -1,4 +1,4 @@
-"""Trees that are grown in one call of the kernels are those that are grown level by level in plain torch."""
+"""Trees grown in one call of the kernels equal trees grown level by level in plain torch."""
 
 from dataclasses import replace
 from functools import cache
@@ -46,7 +46,7 @@ def both(kind):
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """Of every attempt to grow trees in one call, whether it did."""
+    """Records for every attempt to grow trees in one call whether it succeeded."""
     done, real = [], TreeGrower._grown_in_one_call
 
     def counted(self, group):
@@ -58,7 +58,7 @@ def calls(monkeypatch):
     return done
 
 
-NEAR = 0.04  # with noise, the mass of all the tokens that do not come first is an estimate from above
+NEAR = 0.04  # with noise, the mass of all tokens but the first is an estimate from above
 
 
 def pair(kind, texts=TEXTS):
@@ -72,7 +72,7 @@ def pair(kind, texts=TEXTS):
 def test_one_call_grows_the_same_trees(calls, kind, topology, plan):
     count = check(*pair(kind), TOPOLOGIES[topology], PLANS[plan], **GREEDY)
     nothing = topology == "root" or plan == "nothing"
-    assert calls == [True, nothing] * 3, "one of both was to be grown in one call"
+    assert calls == [True, nothing] * 3, "the first drafter must grow trees in one call"
     assert (count > 0) != nothing
 
 
@@ -80,7 +80,7 @@ def test_one_call_grows_the_same_trees(calls, kind, topology, plan):
 @pytest.mark.parametrize("heat", ["0.5", "1"])
 @pytest.mark.parametrize("topology", ["chain", "binary", "sequoia"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_shared_noise_too(calls, kind, topology, heat, plan):
+def test_one_call_grows_the_same_trees_with_shared_noise(calls, kind, topology, heat, plan):
     assert check(*pair(kind), TOPOLOGIES[topology], PLANS[plan], near=NEAR, **TEMPERATURES[heat]) > 0
     assert calls == [True, False] * 3
 
@@ -114,9 +114,9 @@ def test_finished_samples_get_no_tree(kind):
 
 
 @pytest.mark.parametrize("heat", TEMPERATURES)
-# The gates of block heads go through torch's sigmoid, which rounds by place.
+# The gates of block heads go through torch's sigmoid, whose rounding depends on the place.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "block" not in kind])
-def test_company_changes_no_bit(kind, heat):
+def test_other_samples_change_no_bit(kind, heat):
     target, drafter = built(kind)
     together = Rounds(drafter, target, TEXTS)
     alone = [Rounds(drafter, target, [text]) for text in TEXTS]
@@ -141,7 +141,7 @@ def test_threads_change_no_bit(kind, threads):
 @pytest.mark.parametrize("heat", TEMPERATURES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16(calls, kind, heat):
-    """Rounded otherwise than level by level, but only just."""
+    """Rounding differs slightly from that of level by level."""
     target, drafter = built(kind, dtype=torch.bfloat16)
     wide = both(kind)[1]
     found = trees(Rounds(drafter, target, TEXTS), BINARY, at_most(MANY), **TEMPERATURES[heat])[1]
@@ -156,7 +156,7 @@ def test_bfloat16(calls, kind, heat):
 @pytest.mark.parametrize("heat", TEMPERATURES)
 @pytest.mark.parametrize("bits", WEIGHTS)
 def test_draft_models_of_fewer_bits(calls, bits, heat):
-    """The control: the weights that they were made of draft something else."""
+    """Control: the original weights draft other trees."""
     (target, fast), (_, slow) = built("model", bits=bits), built("model", bits=bits)
     slow._native_model = slow.model.prepacking, None  # level by level
     rounds = Rounds(fast, target, TEXTS), Rounds(slow, target, TEXTS)
@@ -170,7 +170,7 @@ def test_draft_models_of_fewer_bits(calls, bits, heat):
 
 
 def broken(network):
-    """Makes every row of the scores hold something that is no number."""
+    """Breaks output weights, so that every row of logits holds a NaN."""
     with torch.no_grad():
         for head in network.lm_heads if isinstance(network, MedusaHead) else [network.lm_head]:
             head.weight[3] = float("nan")
@@ -178,9 +178,9 @@ def broken(network):
 
 @pytest.mark.parametrize("heat", ["0", "1"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle, trimmed", "medusa", "model"])
-def test_weights_that_are_no_numbers_draft_nothing(kind, heat):
+def test_nan_weights_draft_nothing(kind, heat):
     target, drafter = built(kind, change=None if kind == "model" else broken)
-    if kind == "model":  # which would be refused if it came like this
+    if kind == "model":  # a model with NaN from the start would be refused
         sound = drafter._natively(drafter.model).weights
         drafter._native_model = (
             drafter.model.prepacking,
@@ -191,7 +191,7 @@ def test_weights_that_are_no_numbers_draft_nothing(kind, heat):
 
 @pytest.mark.parametrize("options", UNTOLD.values(), ids=UNTOLD)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_be_told_in_numbers_is_grown_level_by_level(calls, kind, options):
+def test_requests_that_numbers_cannot_state_are_grown_level_by_level(calls, kind, options):
     target, drafter = built(kind)
     tree = Rounds(drafter, target, TEXTS).propose(BINARY, **{"law": LAW, **options})
     assert calls
@@ -199,12 +199,12 @@ def test_what_cannot_be_told_in_numbers_is_grown_level_by_level(calls, kind, opt
     assert tree.lengths[0] == 15
 
 
-# Plans and requests that one side might read otherwise
+# Plans and requests that one side might read differently
 
 
 @pytest.mark.parametrize("kind", ["eagle", "model"])
 def test_a_temperature_beside_greedy_drafts(kind):
-    """It changes no token, but how likely drafts are, and so which ones are kept."""
+    """The temperature changes no token, but the chances of drafts, and so which drafts are kept."""
     plan = at_most(MANY, row=0.05)
     assert check(*pair(kind), BINARY, plan, greedy=True, processors=[TemperatureLogitsWarper(0.3)]) > 0
 
@@ -218,7 +218,7 @@ def test_plans_that_ask_for_more_levels_than_there_is_room(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plans_that_know_more_depths_of_one_thing(kind):
+def test_plans_whose_parts_have_unequal_depths(kind):
     def plan(situation):
         count = len(situation.max_depth)
         return Plan(situation.max_depth, [(0.5, 1.5, 1.2, 0.3)] * count, [(0.8,)] * count, row=0.03)
@@ -226,7 +226,7 @@ def test_plans_that_know_more_depths_of_one_thing(kind):
     assert check(*pair(kind), BINARY, plan, **GREEDY) > 0
 
 
-# Negative controls: what differs is seen.
+# Negative controls: differences are seen.
 
 
 def caught(fast, slow, **options):
@@ -247,7 +247,7 @@ def test_another_weight_of_a_draft_would_be_seen(monkeypatch, field, factor):
 
 
 def test_a_shifted_position_would_be_seen(monkeypatch):
-    """Rows lie where they belong, but for their positions; a shift of all would change nothing, that of some does."""
+    """Only the positions of some rows are shifted; a shift of all rows would change nothing."""
     fast, slow = pair("eagle")
     first = trees(fast, BINARY, at_most(MANY), **GREEDY)[0]
     trees(slow, BINARY, at_most(MANY), **GREEDY)

@@ -1,4 +1,4 @@
-"""Exported drafters and deciders in the decoder: the rows, the tokens and the refusals of the torch parts."""
+"""Exported drafters and deciders in decoders: the same rows and tokens as the torch parts, and refusals."""
 
 import pytest
 from onnx_steps import draft_steps
@@ -27,7 +27,7 @@ KINDS = [
 DRAWN = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
 
 
-EXPORTED = [name for name in ROWS if name not in ("dflash", "dspark")]  # of which there are no graphs
+EXPORTED = [name for name in ROWS if name not in ("dflash", "dspark")]  # these have no graphs
 
 
 def decode(proposer, *, coupling=GREEDY, decider=None, prompts=PROMPTS, **options):
@@ -37,13 +37,13 @@ def decode(proposer, *, coupling=GREEDY, decider=None, prompts=PROMPTS, **option
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_every_row_is_the_networks_own(graphs, name):
-    """Over rounds that accept different paths of uneven trees, in a batch whose samples end at different times."""
+    """Rounds accept different paths of uneven trees, and samples of the batch end at different times."""
     assert walk(load_drafter(graphs(name).folder, target()), name)[1] > 35
 
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_the_same_tokens_from_the_same_steps(graphs, name):
-    """At temperature 0 in float32, alone and in a ragged batch: not the answers only, the drafts as well."""
+    """Answers and drafts are equal at temperature 0 in float32, alone and in a ragged batch."""
     exported, original = load_drafter(graphs(name).folder, target()), drafter(name)
     found, stats = decode(exported)
     expected, known = decode(original)
@@ -94,7 +94,7 @@ def test_loaders_take_the_folder(graphs):
 # Deciders
 
 
-def test_a_decider_decides_alike(graphs):
+def test_an_exported_decider_decides_like_the_original(graphs):
     exported, original = OnnxDecider.from_pretrained(graphs("decider").folder), decider()
     assert exported.threshold == original.threshold
     for changes in ({}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": [1, 2, 3], "coupling": DRAWN}):
@@ -103,17 +103,17 @@ def test_a_decider_decides_alike(graphs):
         assert found == expected
         assert (stats.rows, stats.forwards) == (known.rows, known.forwards)
     full = decode(drafter("eagle"))[1]
-    assert decode(drafter("eagle"), decider=exported)[1].tau < full.tau, "it never stopped anything"
+    assert decode(drafter("eagle"), decider=exported)[1].tau < full.tau, "the decider never stopped drafting"
 
 
-def test_a_threshold_of_ones_own(graphs):
+def test_the_threshold_can_be_overridden(graphs):
     folder = graphs("decider").folder
     never, always = (OnnxDecider.from_pretrained(folder, threshold=value) for value in (1.1, 0.0))
     assert decode(drafter("eagle"), decider=never)[1].tau == 1
     assert decode(drafter("eagle"), decider=always)[1].tau == decode(drafter("eagle"))[1].tau
 
 
-# What does not fit
+# Parts that do not fit
 
 
 def test_a_drafter_belongs_to_its_target(graphs):
@@ -139,10 +139,10 @@ def test_another_tokenizer_is_noticed(graphs):
     folder = write(lambda: [spec], graphs.root / "other-tokenizer", force=True).folder
     with pytest.raises(ValueError, match="tokenizer that gives other ids"):
         load_drafter(folder, spoken)
-    load_drafter(folder, target())  # nobody knows better
+    load_drafter(folder, target())  # this target has no tokenizer to compare
 
 
-def test_files_that_are_no_graphs(graphs, tmp_path):
+def test_files_that_are_no_graphs_are_refused(graphs, tmp_path):
     with pytest.raises(ValueError, match=r"model\.onnx is missing: write the folder again"):
         Graph(tmp_path / "model.onnx")
     whole = (graphs("medusa").folder / "model.onnx").read_bytes()

@@ -1,4 +1,4 @@
-"""Drafters whose tokenizer is not the target's: what both share is drafted, or text is tokenised anew."""
+"""Drafters with another tokenizer than the target: they draft shared tokens, or their text is tokenised anew."""
 
 from dataclasses import replace
 from functools import cache
@@ -24,7 +24,7 @@ PAIRS = ["ab", "cd", "ef", "gh", "mn", "xy"]
 
 
 def merging(letters, pairs=(), **options):
-    """One token for every letter, in another order, and for some pairs of letters."""
+    """Builds a tokenizer with a token for every letter, in another order, and for some pairs of letters."""
     vocabulary = {token: number for number, token in enumerate([*reversed(letters), *pairs])}
     spelling = Tokenizer(models.BPE(vocabulary, [(first, second) for first, second in pairs]))
     spelling.decoder = decoders.Fuse()
@@ -33,7 +33,7 @@ def merging(letters, pairs=(), **options):
 
 @cache
 def models_with(kernels):
-    """A target, and a model of its own ids; four letters of the target's have none."""
+    """Builds a target and a draft model with other ids; the draft model lacks four letters of the target."""
     letters = LETTERS[: VOCAB - 4]
     model = tiny(seed=3, vocab_size=len(letters) + len(PAIRS), num_hidden_layers=1)
     target = ad.RaggedModel(tiny(), tiny_tokenizer(), kernels=kernels)
@@ -75,7 +75,7 @@ def sentence_piece(*words):
     return PreTrainedTokenizerFast(tokenizer_object=spelling, eos_token="</s>")
 
 
-def test_tokens_are_known_by_their_bytes_and_ends_by_what_they_mean():
+def test_tokens_are_matched_by_bytes_and_end_tokens_by_meaning():
     ours = byte_level("a", "Ġthe", "Ã¼", "Â", "<end>", "z", "Ġ", "Ċ")
     theirs = sentence_piece("▁the", "</s>", "ü", "<0xC2>", "q", "a", "Ġ", "▁")
     assert spelt_tokens(ours) == {b"a": 0, b" the": 1, "ü".encode(): 2, b"\xc2": 3, b"z": 5, b" ": 6, b"\n": 7}
@@ -84,7 +84,7 @@ def test_tokens_are_known_by_their_bytes_and_ends_by_what_they_mean():
     assert shared_tokens(ours, theirs, (2, 1))[0].tolist() == [1]  # ids that the models have
 
 
-def test_a_translation_depends_on_the_text_not_on_how_it_came():
+def test_a_translation_depends_on_the_text_alone():
     text = [token % 50 for token in range(0, 900, 7)] * 2
     whole, growing = Translation(tiny_tokenizer(), merging(LETTERS, PAIRS)), None
     growing = Translation(tiny_tokenizer(), merging(LETTERS, PAIRS))
@@ -95,21 +95,21 @@ def test_a_translation_depends_on_the_text_not_on_how_it_came():
     assert merging(LETTERS, PAIRS).decode(found) == letters_of(text)
 
 
-def test_what_goes_on_is_encoded_behind_something():
-    """As beginnings of texts are treated in ways of their own."""
+def test_a_continuation_is_encoded_after_other_text():
+    """Tokenizers may treat the beginning of a text in a special way."""
     spelling = Tokenizer(models.BPE({"▁": 0, "a": 1, "b": 2, "c": 3}, []))
     spelling.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=spelling)
     assert tokenizer("bc")["input_ids"] == [0, 2, 3]
     assert encoded(tokenizer, "bc") == [2, 3]
-    assert encoded(merging("abc", ["ab"]), "bc") == merging("abc", ["ab"])("bc")["input_ids"]  # where it would merge
+    assert encoded(merging("abc", ["ab"]), "bc") == merging("abc", ["ab"])("bc")["input_ids"]  # alone, or a and b merge
 
 
-# What is drafted
+# Drafts
 
 
 def intersection_row(prefix, drafted):
-    """By the book: the text as the drafter spells it, the path token by token, and the tokens that both have."""
+    """Computes a row by definition: the drafter's ids of the text, the path token by token, only shared tokens."""
     ids = merging(LETTERS[: VOCAB - 4], PAIRS).get_vocab()
     text = [*merging(LETTERS[: VOCAB - 4], PAIRS)(letters_of(prefix))["input_ids"], *(ids[LETTERS[t]] for t in drafted)]
     row = next_logits(small().model, text)
@@ -122,7 +122,7 @@ def intersection_row(prefix, drafted):
 @every_backend
 @pytest.mark.parametrize("law", [ad.WithoutReplacement(2), ad.IID(2)], ids=str)
 def test_rows_are_the_models_own_over_the_shared_tokens(kernels, law):
-    """Round after round, whatever was accepted."""
+    """Compares over several rounds that accept different paths."""
     prompts = [[token % (VOCAB - 4) for token in prompt] for prompt in PROMPTS]
     rounds = Rounds(drafter("intersection", kernels), target(kernels), prompts)
     compared = 0
@@ -139,7 +139,7 @@ def test_rows_are_the_models_own_over_the_shared_tokens(kernels, law):
     assert compared > 40
 
 
-def test_tokens_that_the_drafter_lacks_are_never_drafted_but_read():
+def test_tokens_that_the_drafter_lacks_are_read_but_never_drafted():
     lacking = [*PROMPTS[2], VOCAB - 1, VOCAB - 2]
     tree = Rounds(drafter("intersection"), target(), [lacking]).propose(ad.TreeTopology.chain(3), ad.IID(1))
     for row in range(tree.rows):
@@ -149,7 +149,7 @@ def test_tokens_that_the_drafter_lacks_are_never_drafted_but_read():
 
 
 @every_backend
-def test_chains_are_what_the_model_writes_tokenised_anew(kernels):
+def test_chains_are_the_models_text_tokenised_anew(kernels):
     made, prompts = drafter("retokenized", kernels), [[t % (VOCAB - 4) for t in prompt] for prompt in PROMPTS]
     rounds = Rounds(made, target(kernels), prompts)
     tree = rounds.propose(ad.TreeTopology.chain(4), ad.Fixed(1))
@@ -166,7 +166,7 @@ def test_chains_are_what_the_model_writes_tokenised_anew(kernels):
 
 
 def test_no_token_is_out_of_reach_where_text_is_tokenised_anew():
-    """A pair is one token to the drafter, and two to the target."""
+    """A pair is one token for the drafter and two for the target."""
     made = drafter("retokenized")
     pairs = {number: pair for pair, number in merging(LETTERS[: VOCAB - 4], PAIRS).get_vocab().items() if pair in PAIRS}
     with torch.no_grad():
@@ -231,7 +231,7 @@ def test_rows_that_were_not_drawn_from_would_be_seen(monkeypatch):
 
 
 def test_it_goes_on_from_tokens_that_it_lacks():
-    """Which the target chose, or another drafter: of their text it reads the beginning."""
+    """The target or another drafter chose them; the drafter reads the first id of their text."""
     of, made = target(), drafter("intersection")
     assert made._id_of(VOCAB - 1) == 0
     hybrid = ad.HybridDrafter(ad.NGramDrafter(3, 1), made)
@@ -247,7 +247,7 @@ def test_it_goes_on_from_tokens_that_it_lacks():
 
 @every_drafter
 def test_it_rests_where_its_positions_end(name):
-    """The text goes on without it."""
+    """The text goes on without drafts."""
     model = tiny(seed=3, vocab_size=VOCAB + 2, num_hidden_layers=1, max_position_embeddings=20)
     made = DRAFTERS[name](ad.RaggedModel(model, merging(LETTERS[: VOCAB - 4], PAIRS), kernels="torch"), target())
     expected, _ = decode(ad.builders.plain(target()), max_new_tokens=40)
@@ -257,7 +257,7 @@ def test_it_rests_where_its_positions_end(name):
 
 @every_drafter
 def test_it_rests_where_its_memory_ends(name):
-    """A text of pairs takes twice the rows in letters, which a bounded cache does not have: nobody is refused."""
+    """A text of pairs needs twice the rows in letters. A bounded cache lacks them, but no request is refused."""
     wide = merging(LETTERS[: VOCAB - 4], PAIRS)
     of = ad.RaggedModel(tiny(vocab_size=len(wide)), wide, kernels="torch")
     letters = ad.RaggedModel(tiny(seed=3, num_hidden_layers=1), tiny_tokenizer(), kernels="torch")
@@ -274,7 +274,7 @@ def test_it_rests_where_its_memory_ends(name):
     assert drafted[0] < drafted[1]
 
 
-def test_by_name(tmp_path):
+def test_names_select_these_drafters(tmp_path):
     model = small()
     model.model.save_pretrained(tmp_path / "small")
     model.tokenizer.save_pretrained(tmp_path / "small")
@@ -283,7 +283,7 @@ def test_by_name(tmp_path):
     assert isinstance(drafter_named(f"retokenized:{tmp_path / 'small'}", of), ad.RetokenizedDrafter)
 
 
-def test_what_cannot_be_is_refused():
+def test_pairs_of_models_that_do_not_fit_are_refused():
     bare = ad.RaggedModel(tiny(), kernels="torch")
     for kind in DRAFTERS.values():
         with pytest.raises(ValueError, match="need both: wrap the models with theirs"):

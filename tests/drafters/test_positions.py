@@ -1,4 +1,4 @@
-"""Drafters with fewer positions than their target: they rest beyond them, and the target goes alone."""
+"""Drafters with fewer positions than their target: beyond these they rest, and the target decodes alone."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ def limited(drafter):
 
 
 def draft_model(architecture="gpt2"):
-    """A table of positions: whoever reads behind it is told at once."""
+    """Builds a draft model with a table of positions, so that reading beyond its end raises an error."""
     size = {"n_positions": POSITIONS} if architecture == "gpt2" else {"max_position_embeddings": POSITIONS}
     return ad.LanguageModelDrafter(ragged(architecture, seed=3, **size))
 
 
 def pair(kind):
-    """A target and a drafter for it that ends."""
+    """Builds a target, and a drafter for it with fewer positions."""
     if kind == "model, table":
         return ragged(), draft_model()
     kind, _, kernels = kind.partition(", ")
@@ -43,13 +43,13 @@ KINDS += ["dflash, native", "dspark, torch"]
 
 
 def decode(decoder, *, sampled, texts=TEXTS):
-    """The tokens, and of every tree how long the text with it is and who drafted."""
+    """Returns the tokens, and for every tree the length of the text with it and the drafter's name."""
     seen = []
 
     def watch(state, tree, verdict):
         for number in tree.living:
             if tree.lengths[number] > 1:
-                deepest = int(tree.depth[tree[number].rows[-1]])  # nodes stand level by level
+                deepest = int(tree.depth[tree[number].rows[-1]])  # nodes are ordered by level
                 seen.append((len(state[number].tokens) + deepest, tree[number].proposal.source))
 
     decoder.on_step = watch
@@ -71,7 +71,7 @@ def test_drafts_end_with_the_positions_and_texts_go_on(kind, sampled):
 
 @pytest.mark.parametrize("kind", ["eagle", "model"])
 def test_fixed_shapes_draft_no_further(kind, monkeypatch):
-    """All that runs stays within the positions, padding included."""
+    """All rows stay within the positions, including padding."""
     target, drafter = built(kind, "torch")
     network, highest = ModelOnRows if kind == "model" else type(drafter._network), []
     run = network.run
@@ -119,8 +119,8 @@ def test_the_room_of_an_engine_is_the_targets():
 
 
 @pytest.mark.parametrize("kind", ["model, table", "eagle, torch"])
-def test_what_is_shared_with_longer_texts_changes_no_draft(kind):
-    """Drawn at random, drafts are a part of the text: requests get those that they would get alone."""
+def test_a_prefix_shared_with_longer_texts_changes_no_draft(kind):
+    """Random drafts affect the text, so requests must get the drafts that they would get alone."""
     target, drafter = pair(kind)
     drafter.max_positions = limit = 60 if kind == "eagle, torch" else POSITIONS
     text = torch.randint(3, VOCAB, (80,), generator=torch.Generator().manual_seed(2)).tolist()

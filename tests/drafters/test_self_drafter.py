@@ -1,4 +1,4 @@
-"""A target that drafts for itself with weights of fewer bits: its own words, on its own cache."""
+"""A target that drafts for itself with weights of fewer bits: its own tokens, on its own cache."""
 
 import warnings
 from dataclasses import replace
@@ -40,7 +40,7 @@ def decoder(of, weights="int8", topology=CHAIN, coupling=None, **options):
 @each_type
 @pytest.mark.parametrize("weights", self_drafter.BITS)
 @pytest.mark.parametrize("request_", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_the_words_are_the_targets_own_bit_for_bit(request_, weights, dtype):
+def test_the_tokens_are_the_targets_own(request_, weights, dtype):
     of = target(dtype)
     expected, _ = decode(ad.builders.plain(of), **request_)
     for topology in (CHAIN, TREE):
@@ -60,8 +60,8 @@ def test_weights_of_more_bits_are_right_more_often():
 
 
 @pytest.mark.parametrize("request_", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_one_call_drafts_what_level_after_level_does(monkeypatch, request_):
-    """In bfloat16 it rounds less in between."""
+def test_one_call_drafts_the_same_trees_as_level_by_level(monkeypatch, request_):
+    """This holds in float32; in bfloat16, one call rounds less in between."""
     of, drafted = target(), []
     for whole in (True, False):
         if not whole:
@@ -76,7 +76,7 @@ def test_one_call_drafts_what_level_after_level_does(monkeypatch, request_):
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3", "gpt2", "mixtral"])
 def test_other_architectures(architecture):
-    """With windows, norms of heads, learned positions and experts, where one call may not do."""
+    """They have windows, norms of heads, learned positions and experts, which one call may not support."""
     of = target(architecture=architecture)
     expected, _ = decode(ad.builders.plain(of))
     assert decode(decoder(of))[0] == expected
@@ -99,12 +99,12 @@ def test_drafts_may_be_drawn_at_random(coupling):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_costs_let_drafts_go_on_whatever_their_probability(monkeypatch, temperature):
-    """Models of random weights are sure of nothing, and yet both are of one mind."""
+def test_costs_let_drafts_of_any_probability_go_on(monkeypatch, temperature):
+    """Models of random weights give low probabilities, and yet target and drafter agree."""
     of, costs = target(), StepCosts(CostTable((1, 16), (1.0, 1.2)), CostTable((1, 16), (0.3, 0.3)))
     request = SAMPLED | {"temperature": temperature} if temperature else {}
     taus = []
-    for informative in (False, True):  # negative control: as other drafters go on
+    for informative in (False, True):  # True, as for other drafters, is the negative control
         monkeypatch.setattr(ad.SelfDrafter, "informative", informative)
         made = decoder(of, topology=ad.TreeTopology.chain(6), decider=ad.CostAware(costs))
         _, stats = decode(made, **request, max_new_tokens=40)
@@ -112,7 +112,7 @@ def test_costs_let_drafts_go_on_whatever_their_probability(monkeypatch, temperat
     assert taus[0] > 3 > taus[1]
 
 
-def test_nothing_is_kept_but_the_weights():
+def test_the_drafter_holds_nothing_but_its_weights():
     of = target()
     made, rows = decoder(of), []
 
@@ -129,8 +129,8 @@ def test_nothing_is_kept_but_the_weights():
     assert made.drafter.model.prepacking.nbytes < 0.7 * of.prepacking.nbytes
 
 
-def test_a_cache_of_its_own_would_be_needed_without_overwriting(monkeypatch):
-    """Negative control: rows that the drafter leaves as committed ones are not those of the target."""
+def test_rows_that_the_drafter_leaves_in_the_cache_would_be_seen(monkeypatch):
+    """Negative control: rows that the drafter commits differ from the target's rows, and change the text."""
     of = target(torch.bfloat16)
     expected, _ = decode(ad.builders.plain(of), max_new_tokens=30)
     feed = self_drafter.feed
@@ -159,7 +159,7 @@ def test_requests_come_and_go(reuse):
 
 def test_processors_that_look_at_the_text():
     class Odd:
-        """Odd tokens behind even ones, and even ones behind odd ones."""
+        """Allows only odd tokens after even ones, and only even tokens after odd ones."""
 
         def __call__(self, input_ids, scores):
             forbidden = torch.arange(scores.shape[1])[None] % 2 == input_ids[:, -1:] % 2
@@ -172,7 +172,7 @@ def test_processors_that_look_at_the_text():
     assert sum(stats.accepted.values()) > 0
 
 
-def test_behind_lookups():
+def test_it_drafts_after_lookups():
     of = target()
     hybrid = ad.HybridDrafter(ad.NGramDrafter(), ad.SelfDrafter(of, "int8"))
     expected, _ = decode(ad.builders.plain(of), max_new_tokens=30)
@@ -197,7 +197,7 @@ def test_new_weights_are_packed_anew():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_grammars(temperature):
+def test_it_drafts_under_grammars(temperature):
     model = fusable(sharpness=3.0, vocab_size=SPEAKER_VOCAB, max_position_embeddings=512)
     of = ad.RaggedModel(model, speller_tokenizer(), kernels="native", self_test=False)
     expected, _ = decoded(ad.builders.plain(of), temperature)
@@ -207,8 +207,8 @@ def test_grammars(temperature):
 
 
 @each_type
-def test_the_head_has_the_last_word(dtype):
-    """Even if the copy that screens tokens is a bad one: the head itself puts those that it lets pass into order."""
+def test_the_exact_head_ranks_the_screened_tokens(dtype):
+    """Even if a bad copy of the head screens the tokens, the exact head ranks those that pass."""
     of = target(dtype)
     drafter = ad.SelfDrafter(of, "int8")
     exact = drafter._run()
@@ -224,21 +224,21 @@ def test_the_head_has_the_last_word(dtype):
     assert rates[0] > rates[1] + 0.02
 
 
-def test_the_text_in_which_both_are_compared():
-    """Weights of 8 bits agree more often; which ones are taken hangs on what each gains."""
+def test_the_weights_that_gain_most_are_taken():
+    """Weights of 8 bits agree more often; the gain of each decides which are taken."""
     of, found = target(), {}
     for weights in self_drafter.BITS:
         drafter = ad.SelfDrafter(of, weights)._compared()
         found[weights] = drafter.acceptance[0], drafter.gain(of)
         assert sum(drafter.acceptance) <= 1
-        assert drafter.default_topology().num_nodes > 1  # fitted to these
+        assert drafter.default_topology().num_nodes > 1  # fitted to this acceptance
     assert found["int4"][0] < found["int8"][0] <= 1
     best = max(found, key=lambda weights: found[weights][1])
     taken = ad.SelfDrafter.fitted(of)
     assert (taken.weights, taken.acceptance[0]) == (best, found[best][0])
 
 
-def test_what_it_should_gain(monkeypatch):
+def test_the_gain_follows_from_agreement_and_effort(monkeypatch):
     drafter = ad.SelfDrafter(target())
     gains = []
     for agreed, effort in ((1.0, 0.25), (0.9, 0.25), (0.9, 0.5), (0.3, 0.9)):
@@ -260,7 +260,7 @@ def test_auto_takes_it_where_it_pays(monkeypatch, caplog):
     assert isinstance(pays, ad.HybridDrafter)
     assert (repr(pays.first), type(pays.otherwise)) == ("NGramDrafter(longest=4, shortest=2)", ad.SelfDrafter)
     assert "the model itself: with" in caplog.text
-    assert ad.load(of).drafter.first.shortest == 1  # what does not pay is dropped
+    assert ad.load(of).drafter.first.shortest == 1  # the decider drops lookups that do not pay
     monkeypatch.setattr(drafter_names, "_PAYS", 99)
     assert isinstance(ad.load(of, costs=None).drafter, ad.NGramDrafter)
     assert "would bring less" in caplog.text
@@ -270,19 +270,19 @@ def test_auto_takes_it_where_it_pays(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(("acceptance", "taken"), [(0.99, ad.EagleDrafter), (0.2, ad.HybridDrafter)])
-def test_auto_takes_what_was_trained_unless_it_brings_less(monkeypatch, tmp_path, acceptance, taken):
+def test_auto_takes_a_trained_head_unless_it_gains_less(monkeypatch, tmp_path, acceptance, taken):
     of = target()
     head = EagleHead.for_target(of.model, range(of.vocab_size), hidden_layers=[0, 1, 2])
     head.config.acceptance = [acceptance, 0.01]
     head.save_pretrained(tmp_path / "head")
     monkeypatch.setattr(drafter_names, "trained_for", lambda target: tmp_path / "head")
-    monkeypatch.setattr(ad.EagleDrafter, "effort", lambda *_: 0.05)  # as beside a target of common sizes
+    monkeypatch.setattr(ad.EagleDrafter, "effort", lambda *_: 0.05)  # as with a target of common size
     assert isinstance(choose_drafter(of)[0], ad.EagleDrafter)  # too small a target to try anything else
     monkeypatch.setattr(drafter_names, "_LARGE", 0)
     assert isinstance(choose_drafter(of)[0], taken)
 
 
-def test_by_name():
+def test_names_select_the_weights():
     of = target()
     assert repr(drafter_named("self:int8", of)) == "SelfDrafter(weights='int8')"
     assert drafter_named("self", of).weights in self_drafter.BITS
@@ -307,6 +307,6 @@ def test_by_name():
         (lambda: ad.SpeculativeDecoder(target(), ad.SelfDrafter(target()), CHAIN), ValueError, "the target that it"),
     ],
 )
-def test_what_cannot_be_is_refused(make, error, match):
+def test_invalid_arguments_are_refused(make, error, match):
     with pytest.raises(error, match=match):
         make()

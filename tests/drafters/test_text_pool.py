@@ -1,4 +1,4 @@
-"""A pool of finished texts: what it finds, forgets and keeps, and that it changes no text."""
+"""A pool of finished texts: it finds suffixes, drops texts, survives a file, and changes no text."""
 
 import threading
 
@@ -17,12 +17,12 @@ SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": [1, 2, 3]
 def test_the_longest_suffix_is_found():
     pool = ad.TextPool()
     pool.extend([[1, 2, 3, 4, 5], [9, 2, 3, 4, 6], [7, 7]])
-    assert len(pool) == 2  # one of two tokens has nothing to look up
+    assert len(pool) == 2  # a text of two tokens has nothing to look up
     assert pool.matches((9, 2, 3, 4)) == [(4, 6, 2), (3, 5, 1)]
     assert pool.matches((8, 2, 3, 4)) == [(3, 6, 2), (3, 5, 1)]
     assert pool.matches((2, 3)) == []
     assert pool.matches((5, 9, 2)) == []  # no suffix runs over the end of a text
-    assert pool.matches((3, 4, 5)) == []  # nothing comes behind it
+    assert pool.matches((3, 4, 5)) == []  # nothing follows this suffix
 
 
 def test_the_least_useful_texts_make_room():
@@ -36,7 +36,7 @@ def test_the_least_useful_texts_make_room():
         pool.add(text)
         assert pool.nbytes <= 1 << 16
     assert 1 < len(pool) < len(texts)
-    assert pool.matches((100, 101, 102))  # as it was praised
+    assert pool.matches((100, 101, 102))  # kept, because it was praised
     assert not pool.matches((110, 111, 112))
     assert pool.matches((390, 391, 392))
     pool.add(list(range(5000)))
@@ -44,7 +44,7 @@ def test_the_least_useful_texts_make_room():
     assert pool.matches((4990, 4991, 4992))
 
 
-def test_it_is_kept_in_a_file(tmp_path):
+def test_a_pool_survives_a_file(tmp_path):
     pool = ad.TextPool(shortest=2)
     pool.extend([[1, 2, 3, 4, 5], [9, 2, 3, 4, 6]])
     pool.save(tmp_path / "pool.safetensors")
@@ -83,7 +83,7 @@ def test_threads_may_read_and_add():
 
 
 @pytest.mark.parametrize("request_", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_what_was_said_once_is_said_faster_again(request_):
+def test_a_repeated_text_is_decoded_faster(request_):
     of = ragged()
     expected, _ = decode(ad.builders.plain(of), max_new_tokens=24, **request_)
     decoder = ad.SpeculativeDecoder(of, ad.NGramDrafter(pool=ad.TextPool()), ad.TreeTopology.chain(6))
@@ -96,7 +96,7 @@ def test_what_was_said_once_is_said_faster_again(request_):
     assert len(decoder.drafter.pool) == len(PROMPTS)
 
 
-def test_where_texts_depend_on_drafts_it_is_not_asked():
+def test_the_pool_is_not_used_if_texts_depend_on_drafts():
     of, taus = ragged(), []
     coupling = ad.Coupling(ad.Fixed(1), ad.TopDown(ad.RecursiveRejection()))
     decoder = ad.SpeculativeDecoder(of, ad.NGramDrafter(pool=ad.TextPool()), ad.TreeTopology.chain(6), coupling)
@@ -111,7 +111,7 @@ def test_where_texts_depend_on_drafts_it_is_not_asked():
 
 
 @pytest.mark.parametrize("reuse", [True, False])
-def test_answers_do_not_depend_on_what_was_said_before(reuse):
+def test_answers_do_not_depend_on_earlier_texts(reuse):
     of = ragged()
     asked = [
         Request(prompt=PROMPTS[n % 3], max_new_tokens=12 + n, seed=n // 3, temperature=float(n % 2)) for n in range(9)
@@ -131,7 +131,7 @@ def test_answers_do_not_depend_on_what_was_said_before(reuse):
         assert len(drafter.pool) >= 6
 
 
-def test_load_puts_it_before_other_drafters():
+def test_load_puts_the_pool_before_other_drafters():
     of, pool = ragged(), ad.TextPool()
     for name, kind in (("ngram", ad.NGramDrafter), ("none", ad.NGramDrafter), ("early-exit:1", ad.HybridDrafter)):
         drafter = ad.load(of, name, costs=None, pool=pool).drafter
@@ -148,6 +148,6 @@ def test_load_puts_it_before_other_drafters():
         (lambda: ad.NGramDrafter(pool=[1]), TypeError, "pool must be of type TextPool"),
     ],
 )
-def test_what_cannot_be_is_refused(make, error, match):
+def test_invalid_arguments_are_refused(make, error, match):
     with pytest.raises(error, match=match):
         make()

@@ -1,4 +1,4 @@
-"""Trained drafters: their rows are those of their networks, whatever was accepted before, and nothing is lost."""
+"""Trained drafters: their rows are those of their networks after any accepted path, and decoding is lossless."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def build(name, coupling=DRAWN, topology=UNEVEN):
 
 
 def untrained(name, of, tokens=range(30), hidden_layers=(0, 1, 2)):
-    """For any target; its masks, terms and adapters say something."""
+    """Builds an untrained drafter for any target; its masks, terms and adapters have an effect."""
     model, options = of.model, {"hidden_layers": list(hidden_layers)}
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -81,17 +81,17 @@ def untrained(name, of, tokens=range(30), hidden_layers=(0, 1, 2)):
 
 
 def few_drafter(name):
-    """For the target of six tokens whose law of texts is known."""
+    """Builds a drafter for the target of six tokens, whose law of texts is known."""
     return untrained(name, few(0), [0, 1, 3, 4, 5], [1])
 
 
-# Nothing is lost
+# Losslessness
 
 
 @pytest.mark.parametrize("topology", [CHAIN, UNEVEN], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", [*ROWS, *HYBRIDS])
 def test_greedy_equals_transformers(name, topology):
-    """For a ragged batch, with a prompt of one token, and for its samples alone."""
+    """Compares a ragged batch, with a prompt of one token, and its samples alone."""
     coupling = LOOKUP if name in HYBRIDS else DRAWN
     decoder = build(name, coupling, topology)
     expected = greedy_reference(target().model, PROMPTS, max_new_tokens=18, eos_token_id=None)
@@ -138,7 +138,7 @@ def test_rows_that_were_not_drawn_from_would_be_seen(monkeypatch):
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @every_drafter
 def test_rows_are_those_of_the_network(name, law, topology):
-    """In a ragged batch, and tokens are drawn from them as the law says."""
+    """The batch is ragged, and tokens are drawn from these rows by the law."""
     rounds = Rounds(drafter(name), target(), PROMPTS)
     tree = rounds.propose(topology, law)
     assert check_rows(name, trained(name).network, target().model, tree, PROMPTS) > 5
@@ -151,19 +151,19 @@ def test_rows_are_those_of_the_network(name, law, topology):
 
 
 @every_drafter
-def test_rows_stay_right_whatever_was_accepted(name):
+def test_rows_stay_right_after_any_accepted_path(name):
     assert walk(drafter(name), name)[1] > 35
 
 
 class Late(ad.EagleDrafter):
-    """Takes each token's states for those of the next."""
+    """Uses each token's states for the next token."""
 
     def take_hidden(self, state, hidden):
         super().take_hidden(state, {sample: states.roll(1, 0) for sample, states in hidden.items()})
 
 
 class Hoarder(ad.EagleDrafter):
-    """Does not give up the slots of its trees."""
+    """Keeps the slots of its trees."""
 
     def commit(self, state, tree, verdict):
         state.cache.commit = lambda kept: None
@@ -172,7 +172,7 @@ class Hoarder(ad.EagleDrafter):
 
 
 class Forward(ad.MedusaDrafter):
-    """Looks ahead from the first token that it was shown."""
+    """Predicts from the first token that it was shown."""
 
     def take_hidden(self, state, hidden):
         state.seen |= {sample: states[0] for sample, states in hidden.items()}
@@ -205,7 +205,7 @@ def test_medusa_trees_end_where_the_heads_do():
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["block", "eagle", "medusa"])
 def test_nothing_outside_of_the_vocabulary_is_drafted(name, greedy):
-    """Not even where the tree has more room than the vocabulary tokens."""
+    """This holds even if the tree has more nodes than the vocabulary has tokens."""
     kind = {"block": BlockHead, "eagle": EagleHead, "medusa": MedusaHead}[name]
     with torch.random.fork_rng():
         head = kind.for_target(target().model, [3, 60])
@@ -238,7 +238,7 @@ def test_a_broken_network_costs_speed_only(name, value, sampling):
 
 
 def adapted(model, layers):
-    """An adapter that does something."""
+    """Builds an adapter that changes its input."""
     with torch.random.fork_rng():
         adapter = ExitAdapter.for_target(model, layers)
         torch.nn.init.normal_(adapter.mlp.down_proj.weight, std=0.3)
@@ -249,7 +249,7 @@ def adapted(model, layers):
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @every_drafter
 def test_packed_weights_give_the_same_rows(name, backend):
-    model, twin = (with_norms(fusable(num_hidden_layers=3)) for _ in range(2))  # asking for states leaves hooks behind
+    model, twin = (with_norms(fusable(num_hidden_layers=3)) for _ in range(2))  # reading states leaves hooks
     packed, reference = ad.RaggedModel(model, kernels=backend), ad.RaggedModel(twin, kernels="torch")
     made, plain = untrained(name, packed), untrained(name, reference)
     network = {"exit": "adapter", "model": "model"}.get(name, "head")
@@ -265,7 +265,7 @@ def test_packed_weights_give_the_same_rows(name, backend):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @every_drafter
 def test_half_precision(name, dtype):
-    """A drafter takes the target's dtype over; NaN or an error would show here."""
+    """A drafter takes the target's dtype; NaN or an error would show here."""
     half = ad.RaggedModel(with_norms(fusable(num_hidden_layers=3)).to(dtype), kernels="torch")
     made = untrained(name, half)
     found, stats = decode(ad.SpeculativeDecoder(half, made, UNEVEN, DRAWN), max_new_tokens=8)
@@ -300,7 +300,7 @@ def test_a_new_adapter_changes_no_bit(architecture):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "opt", "gpt_oss", "deepseek_v3"])
 def test_the_final_norm_follows_the_layers(architecture):
-    """The state in front of the second layer, normed, is what a model of one layer hands to its head."""
+    """The normed state before the second layer is the input of the head in a model of one layer."""
     of, found = ad.RaggedModel(fusable(architecture), kernels="torch"), []
     for layers, hidden in ((None, 1), (1, 2)):
         cache = RaggedKVCache()
@@ -310,7 +310,7 @@ def test_the_final_norm_follows_the_layers(architecture):
     assert not torch.allclose(found[0], found[1], atol=1e-2)
 
 
-def test_more_than_a_norm_behind_the_layers_is_refused():
+def test_more_than_a_norm_after_the_layers_is_refused():
     projecting = ragged("opt", word_embed_proj_dim=16)
     with pytest.raises(ad.UnsupportedModel, match="more than a norm between"):
         _ = projecting.final_norm
@@ -338,8 +338,8 @@ class Sometimes(Drafter):
     """Proposes one token to some samples in some rounds, and checks the states that it is shown.
 
     Args:
-        rounds: for every round, the samples.
-        layers: states that it wants.
+        rounds: for every round, the samples that get a token.
+        layers: layers whose states it reads.
     """
 
     certain = True
@@ -365,8 +365,8 @@ class Sometimes(Drafter):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_who_was_skipped_catches_up(name):
-    """With states of its own for the first part, between those of the other one."""
+def test_a_skipped_sample_catches_up(name):
+    """The first part reads states of other layers than the second part."""
     first = Sometimes([(0, 1), (), (0, 2), (0,), ()], (2, 0))
     hybrid = ad.HybridDrafter(first, drafter(name))
     others = drafter(name).hidden_layers
@@ -385,13 +385,13 @@ def test_who_was_skipped_catches_up(name):
             torch.testing.assert_close(shown, states(target().model, text[:-1], 2, 0), rtol=0, atol=1e-4)
 
 
-def test_parts_that_want_no_states_get_none():
+def test_parts_that_read_no_states_get_none():
     hybrid = ad.HybridDrafter(ad.NGramDrafter(), drafter("exit"))
     assert hybrid.hidden_layers == ()
     assert ad.HybridDrafter(ad.NGramDrafter(), drafter("medusa")).hidden_layers == (LAYERS,)
 
 
-# What does not fit
+# Parts that do not fit
 
 
 @pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit"])

@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads as checkpoints of the library that defines these layouts, made of those that it made."""
+"""Exports of DFlash and DSpark heads to the layout of ``speculators``, from checkpoints of that library."""
 
 import json
 
@@ -19,7 +19,7 @@ KINDS = ["dflash", "dspark", "dspark-gated", "dspark-rnn"]
 
 @pytest.fixture
 def exported(tmp_path):
-    """Takes a checkpoint of the library over and writes it again."""
+    """Returns a function that reads a checkpoint of the library and exports it again."""
 
     def make(kind, change=None, **options):
         of, _ = beside(kind)
@@ -35,12 +35,12 @@ def exported(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_library_wrote_is_written_again(exported, kind):
-    """All tensors but those of the confidence head, and every setting that changes what is drafted."""
+def test_an_exported_checkpoint_equals_the_librarys(exported, kind):
+    """Compares all tensors but the confidence head's, and every setting that changes the drafts."""
     _, out = exported(kind)
     ours, theirs = load_file(out / "model.safetensors"), load_file(FOLDER / kind / "model.safetensors")
     theirs = {name: tensor for name, tensor in theirs.items() if not name.startswith("confidence_head.")}
-    if kind == "dflash":  # whose vocabulary is whole; the library keeps no map then either
+    if kind == "dflash":  # drafts from the whole vocabulary, for which the library keeps no map either
         assert "d2t" not in ours
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name].to(theirs[name].dtype), theirs[name]) for name in ours)
@@ -56,7 +56,7 @@ def test_what_the_library_wrote_is_written_again(exported, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_read_back(exported, kind):
+def test_an_export_is_read_back(exported, kind):
     done, out = exported(kind)
     assert [file.name for file in done.files] == ["README.md", "config.json", "model.safetensors"]
     of, _ = beside(kind)
@@ -67,7 +67,7 @@ def test_it_is_read_back(exported, kind):
     assert again.head.config.to_diff_dict() == known.config.to_diff_dict()
 
 
-def test_states_are_sorted(exported):
+def test_hidden_states_are_sorted_by_layer(exported):
     """Engines collect each state once, in the order of the layers."""
 
     def turn(head):
@@ -101,7 +101,7 @@ def test_requests_that_do_not_fit_are_refused(exported, tmp_path, options, match
         ("dflash", {"own_head": True}, "has one of all tokens"),
     ],
 )
-def test_heads_that_the_layout_has_no_place_for_are_refused(tmp_path, kind, settings, match):
+def test_heads_that_the_layout_cannot_hold_are_refused(tmp_path, kind, settings, match):
     of, _ = beside(kind)
     of.model.save_pretrained(tmp_path / "target")
     known = published_head(FOLDER / kind, of.model).config
@@ -113,13 +113,13 @@ def test_heads_that_the_layout_has_no_place_for_are_refused(tmp_path, kind, sett
     assert not (tmp_path / "out").exists()
 
 
-def test_sglang_gets_none(exported, tmp_path):
+def test_export_for_sglang_is_refused(exported, tmp_path):
     exported("dspark")
     with pytest.raises(ValueError, match="are written for vLLM"):
         export_sglang(tmp_path / "head", tmp_path / "other", target=str(tmp_path / "target"))
 
 
-def test_there_are_no_graphs_of_them(exported, tmp_path):
+def test_export_to_onnx_is_refused(exported, tmp_path):
     exported("dspark")
     with pytest.raises(ValueError, match="holds a DFlash or DSpark head, which has no graphs"):
         sources.of(str(tmp_path / "head"), str(tmp_path / "target"))

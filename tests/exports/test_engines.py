@@ -1,4 +1,4 @@
-"""Exported drafters are what engines compute: checked on the files alone, by their rules, not ours."""
+"""Exported drafters compute the same in engines, checked on the files alone and by the engines' own rules."""
 
 import json
 import pickle
@@ -28,7 +28,7 @@ from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.medusa import MedusaHead
 
-KEYS = {  # of an EAGLE-3 checkpoint, by the formats' own descriptions
+KEYS = {  # of an EAGLE-3 checkpoint, from the formats' own descriptions
     "fc.weight",
     "norm.weight",
     "lm_head.weight",
@@ -42,7 +42,7 @@ KEYS = {  # of an EAGLE-3 checkpoint, by the formats' own descriptions
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """What training publishes: a target, and one drafter of each kind."""
+    """Returns folders as training publishes them: a target, and one drafter of each kind."""
     root = tmp_path_factory.mktemp("published")
     companions.target().model.save_pretrained(root / "target")
     for name in companions.STUDENTS:
@@ -62,7 +62,7 @@ def target(folders):
 
 
 def engine_row(folder: Path, engine: str, prefix: list[int], drafted: list[int]) -> Tensor:
-    """``[V]`` logits behind a draft, by what an engine reads from an EAGLE folder and how it goes on from there."""
+    """Returns ``[V]`` logits after a draft, from an EAGLE folder as the engine reads and runs it."""
     config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     llama = config.get("transformer_layer_config", config)
     assert not config["norm_before_residual"]
@@ -75,9 +75,9 @@ def engine_row(folder: Path, engine: str, prefix: list[int], drafted: list[int])
             hook.remove()
     plain = [found[0] if isinstance(found, tuple) else found for found in outputs]
     ids = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    if engine == "sglang":  # names the layer that a state comes out of
+    if engine == "sglang":  # numbers a state by the layer that outputs it
         states = [plain[layer][0] for layer in ids]
-    else:  # counts the layers that have worked on it; the embeddings would be 0
+    else:  # numbers a state by the count of layers before it; the embeddings would be 0
         states = [plain[layers - 1][0] for layers in config.get("eagle_aux_hidden_state_layer_ids") or ids]
     layer = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
     inside = {name.removeprefix(layer): tensor for name, tensor in weights.items()}
@@ -94,7 +94,7 @@ def engine_row(folder: Path, engine: str, prefix: list[int], drafted: list[int])
 
     fused = list(linear(torch.cat(states, dim=-1), inside["fc.weight"]))
     mask = config.get("mask_token_id", config.get("pard_token"))
-    if mask is not None:  # drafts in parallel: what was drafted is not read
+    if mask is not None:  # parallel drafting does not read drafted tokens
         drafted = [mask] * len(drafted)
         fused += [linear(inside["mask_hidden"].flatten(), inside["fc.weight"])] * len(drafted)
     text, keys, values, hidden = [*prefix, *drafted], [], [], None
@@ -121,7 +121,7 @@ EAGLES = [("vllm", "eagle3"), ("vllm", "speculators"), ("sglang", "eagle3")]
 
 
 @pytest.mark.parametrize(("engine", "layout"), EAGLES)
-def test_engines_compute_the_same_head(folders, tmp_path, engine, layout):
+def test_engines_compute_the_logits_of_the_head(folders, tmp_path, engine, layout):
     export = {"vllm": export_vllm, "sglang": export_sglang}[engine]
     done = export(folders["eagle"], tmp_path / "out", layout=layout, target=str(folders["target"]))
     assert [file.name for file in done.files] == ["README.md", "config.json", "model.safetensors"]
@@ -133,7 +133,7 @@ def test_engines_compute_the_same_head(folders, tmp_path, engine, layout):
         expected = companions.eagle_row(head, model, PROMPTS[2], drafted)
         row = engine_row(tmp_path / "out", engine, PROMPTS[2], drafted)
         torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
-    # The trap: read by the other engine's numbers, the same files are another network.
+    # The trap: with the other engine's layer numbers, the same files are another network.
     if layout == "eagle3":
         other = engine_row(tmp_path / "out", {"vllm": "sglang", "sglang": "vllm"}[engine], PROMPTS[2], [])
         assert not torch.allclose(other, companions.eagle_row(head, model, PROMPTS[2], []), atol=1e-2)
@@ -141,8 +141,8 @@ def test_engines_compute_the_same_head(folders, tmp_path, engine, layout):
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
 @pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2]])
-def test_vllm_computes_the_same_block_head(folders, tmp_path, layout, order):
-    """Also where the head reads the target's states in another order than engines collect them in."""
+def test_vllm_computes_the_logits_of_the_block_head(folders, tmp_path, layout, order):
+    """Covers a head that reads the target's states in another order than engines collect them."""
     head = BlockHead.from_pretrained(folders["peagle"])
     size, places = head.config.target_hidden_size, [[1, 2, 3].index(number) for number in order]
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_settings_of_the_speculators_layout(folders, tmp_path):
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     assert config["speculators_config"]["verifier"] == {"name_or_path": place, "architectures": ["LlamaForCausalLM"]}
-    assert config["norm_before_residual"] is False  # vLLM takes true for granted
+    assert config["norm_before_residual"] is False  # vLLM's default is true
     assert config["transformer_layer_config"]["model_type"] == "llama"
 
 
@@ -218,7 +218,7 @@ def test_medusa_heads_have_the_same_most_probable_token(folders, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["num_heads"], config["medusa_fc_bias"]) == ("medusa", 3, True)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert tensors["lm_heads.2.weight"].shape == (VOCAB, 32)  # vLLM takes no fewer
+    assert tensors["lm_heads.2.weight"].shape == (VOCAB, 32)  # vLLM requires all rows
     head = companions.drafter("medusa").head
     hidden = torch.randn(200, 32)
     for index in range(3):
@@ -228,7 +228,7 @@ def test_medusa_heads_have_the_same_most_probable_token(folders, tmp_path):
         assert torch.equal(found, head.widen(head.logits(hidden, index)).argmax(-1))
 
 
-def test_a_path_that_misleads_vllm(folders, tmp_path):
+def test_a_path_that_misleads_vllm_is_refused(folders, tmp_path):
     for name in ("medusa", "model"):
         with pytest.raises(ValueError, match="because of 'eagle3' in its path"):
             export_vllm(folders[name], tmp_path / "My-EAGLE3" / "out", target=str(folders["target"]))
@@ -236,15 +236,15 @@ def test_a_path_that_misleads_vllm(folders, tmp_path):
     assert export_sglang(folders["model"], tmp_path / "eagle3", target=str(folders["target"])).files
 
 
-def test_rows_of_zeros_would_not_do():
-    """The control: a token that is not in the draft vocabulary wins where all others have negative logits."""
+def test_rows_of_zeros_would_change_the_most_probable_token():
+    """Negative control: a token outside the draft vocabulary wins where all others have negative logits."""
     rows, tokens, hidden = -torch.ones(2, 3), torch.tensor([0, 2]), torch.ones(3)
     assert linear(hidden, torch.zeros(4, 3).index_copy(0, tokens, rows)).argmax() == 1
     rows[0] *= 0.5
     assert linear(hidden, widened(rows, tokens, 4)).argmax() == 0
 
 
-def test_a_draft_model_keeps_its_weights_and_speaks_both_dialects(folders, tmp_path):
+def test_a_draft_model_keeps_its_weights_and_has_settings_in_both_dialects(folders, tmp_path):
     for export in (export_vllm, export_sglang):
         export(folders["model"], tmp_path / "out", target=str(folders["target"]), force=True)
         config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -286,8 +286,8 @@ BROKEN = {
     "shape": (lambda t: swap(t, "fc.weight", torch.zeros(32, 64)), r"fc.weight is \[32, 64\] instead of \[32, 96\]"),
     "dtype": (lambda t: swap(t, "norm.weight", torch.ones(32).half()), "norm.weight is torch.float16"),
     "map's dtype": (lambda t: swap(t, "d2t", t["d2t"].int()), "d2t is torch.int32 instead of torch.int64"),
-    "ids for offsets": (lambda t: swap(t, "d2t", t["d2t"] + torch.arange(40)), "d2t leads"),
-    "twice": (lambda t: t["d2t"].__setitem__(1, t["d2t"][0] - 1), "to the same id"),
+    "ids instead of offsets": (lambda t: swap(t, "d2t", t["d2t"] + torch.arange(40)), "d2t leads"),
+    "one id twice": (lambda t: t["d2t"].__setitem__(1, t["d2t"][0] - 1), "to the same id"),
     "t2d disagrees": (lambda t: swap(t, "t2d", ~t["t2d"]), "not the 40 that d2t leads to"),
 }
 
@@ -296,13 +296,13 @@ BROKEN = {
 def test_broken_tensors_are_noticed(folders, target, tmp_path, breakage, message):
     files = eagle3(EagleHead.from_pretrained(folders["eagle"]), target, "vllm", "")
     tensors = {name: tensor.clone() for name, tensor in files.tensors.items()}
-    replace(files, tensors=tensors).write(tmp_path)  # which is fine as long as nothing is changed
+    replace(files, tensors=tensors).write(tmp_path)  # unchanged tensors are accepted
     breakage(tensors)
     with pytest.raises(LayoutError, match=message):
         replace(files, tensors=tensors).write(tmp_path)
 
 
-def test_the_other_layouts_are_checked_too(folders, target, tmp_path):
+def test_speculators_and_medusa_layouts_are_checked(folders, target, tmp_path):
     for files in (
         speculators(EagleHead.from_pretrained(folders["eagle"]), target, 3, ""),
         medusa(MedusaHead.from_pretrained(folders["medusa"]), target, ""),
@@ -313,7 +313,7 @@ def test_the_other_layouts_are_checked_too(folders, target, tmp_path):
             replace(files, tensors=tensors).write(tmp_path)
 
 
-def test_files_that_changed_on_their_way_are_noticed(folders, target, tmp_path):
+def test_files_changed_after_writing_are_noticed(folders, target, tmp_path):
     files = eagle3(EagleHead.from_pretrained(folders["eagle"]), target, "vllm", "")
     files.write(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -322,18 +322,18 @@ def test_files_that_changed_on_their_way_are_noticed(folders, target, tmp_path):
         files.check(tmp_path)
 
 
-# What cannot be exported says why, and leaves nothing behind
+# Failed exports name the cause and leave no files
 
 
 def truncated(source: Path, folder: Path) -> Path:
-    """A damaged copy of a checkpoint; `tests/checkpoints/test_damaged.py` has every kind of damage."""
+    """Copies a checkpoint and truncates it; `tests/checkpoints/test_damaged.py` has every kind of damage."""
     weights = Path(shutil.copytree(source, folder)) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     return folder
 
 
 @pytest.mark.parametrize("name", ["eagle", "peagle", "medusa", "model"])
-def test_damaged_checkpoints(folders, tmp_path, name):
+def test_damaged_checkpoints_are_refused(folders, tmp_path, name):
     with pytest.raises(ValueError, match=r"truncated or damaged .* copy the checkpoint again"):
         export_vllm(truncated(folders[name], tmp_path / name), tmp_path / "out", target=str(folders["target"]))
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -351,7 +351,7 @@ def test_a_pickle_is_never_opened(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["drafter.pt"]
 
 
-def test_an_index_may_not_lead_elsewhere(folders, tmp_path):
+def test_an_index_may_not_name_files_elsewhere(folders, tmp_path):
     folder = shutil.copytree(folders["model"], tmp_path / "model")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
@@ -378,14 +378,14 @@ def test_an_index_may_not_lead_elsewhere(folders, tmp_path):
     ],
 )
 @pytest.mark.usefixtures("no_hub")
-def test_unsupported_requests(folders, tmp_path, engine, drafter, options, message):
+def test_unsupported_requests_are_refused(folders, tmp_path, engine, drafter, options, message):
     with pytest.raises(ValueError, match=message):
         engine(folders[drafter], tmp_path / "out", **{"target": str(folders["target"]), **options})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["vit", "mystery"])
-def test_what_is_no_language_model(folders, tmp_path, kind):
+def test_models_without_language_modelling_are_refused(folders, tmp_path, kind):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(ValueError, match="engines serve EAGLE heads, Medusa heads and causal language models"):
@@ -393,7 +393,7 @@ def test_what_is_no_language_model(folders, tmp_path, kind):
     assert [path.name for path in tmp_path.iterdir()] == ["odd"]
 
 
-def test_another_target(folders, tmp_path):
+def test_a_target_that_does_not_fit_is_refused(folders, tmp_path):
     tiny(num_hidden_layers=2, hidden_size=64, head_dim=16).save_pretrained(tmp_path / "wide")
     with pytest.raises(ValueError, match=r"hidden states of size 32, the target .* has 64"):
         export_vllm(folders["eagle"], tmp_path / "out", target=str(tmp_path / "wide"))
@@ -405,7 +405,7 @@ def test_another_target(folders, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "wide"]
 
 
-def test_the_last_state_is_normed_here_and_not_there(folders, tmp_path):
+def test_hidden_states_that_engines_do_not_give_are_refused(folders, tmp_path):
     head = EagleHead.for_target(companions.target().model, range(40), hidden_layers=(1, 2, companions.LAYERS))
     head.save_pretrained(tmp_path / "head")
     with pytest.raises(ValueError, match="passed the final norm, which engines leave out"):
@@ -416,7 +416,7 @@ def test_the_last_state_is_normed_here_and_not_there(folders, tmp_path):
         export_sglang(tmp_path / "low", tmp_path / "out", target=str(folders["target"]))
 
 
-def test_a_folder_that_is_there_stays(folders, tmp_path):
+def test_a_failed_export_keeps_an_existing_folder(folders, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
     with pytest.raises(FileExistsError, match="--force"):

@@ -1,4 +1,4 @@
-"""A decoder that was logged decodes elsewhere as it did here; a champion is better; what fails leaves nothing."""
+"""Logged decoders decode elsewhere as before, only better ones become champions, and failures leave nothing."""
 
 import contextlib
 import json
@@ -47,17 +47,17 @@ COSTS = StepCosts(ad.CostTable((1, 2), (1.0, 1.5)), ad.CostTable((1,), (0.1,)), 
 
 @pytest.fixture
 def _own_server():
-    """For tests that tell MLflow itself where its server is."""
+    """Resets MLflow's own tracking address after tests that set it."""
     yield
     mlflow.set_tracking_uri(None)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target with its tokenizer, a drafter and a decider, as they lie on somebody's disk."""
+    """Returns the folders of a target with its tokenizer, a drafter and a decider."""
     root = tmp_path_factory.mktemp("published")
     tokenizer = tiny_tokenizer()
-    tokenizer.eos_token = "c"  # the model's
+    tokenizer.eos_token = "c"  # the model's own
     for place in (companions.target().model, tokenizer):
         place.save_pretrained(root / "target")
     companions.drafter("eagle").head.save_pretrained(root / "eagle")
@@ -72,13 +72,13 @@ def parts(folders):
 
 @pytest.fixture(scope="module")
 def questions(parts):
-    """Texts of which the target's answers are known to the drafter."""
+    """Returns prompts; the drafter was trained on the target's answers to them."""
     return parts[1].batch_decode(PROMPTS)
 
 
 @pytest.fixture
 def options(uri, folders, questions):
-    """Of short exports: where they are logged, and what their figures are measured on."""
+    """Returns options of short exports: the store, and the prompts and tokens to measure."""
     return {"target": folders["target"], "prompts": questions, "new_tokens": 4, "uri": uri}
 
 
@@ -94,7 +94,7 @@ def eagle(target, folders, coupling=SAMPLED, decider=None):
 
 @pytest.fixture(scope="module")
 def logged(uri, folders, parts, questions):
-    """A decoder with everything that has weights, as the first candidate of its name."""
+    """Logs a decoder with a drafter and a decider as the first candidate of its name."""
     decider = LearnedDecider.from_pretrained(folders["decider"])
     decoder = eagle(parts[0], folders, decider=decider)
     options = {"target": folders["target"], "drafter": folders["eagle"], "prompts": questions, "new_tokens": 12}
@@ -132,7 +132,7 @@ class Mine(FixedDepth):
 
 
 @pytest.mark.parametrize("part", [Mine(), ad.TopDown, lambda: None])
-def test_parts_that_are_not_data(part):
+def test_parts_that_are_not_plain_data_are_refused(part):
     with pytest.raises(
         ValueError, match=r"cannot be described as plain data|does not keep the arguments it was made with"
     ):
@@ -148,7 +148,7 @@ def test_parts_that_are_not_data(part):
         {"class": "Fixed", "arguments": {"n": 1}},
     ],
 )
-def test_nothing_but_parts_is_built(description, tmp_path):
+def test_only_parts_of_arbordraft_are_built(description, tmp_path):
     with pytest.raises(ValueError, match=r"of arbordraft|is not made with"):
         rebuild(description, tmp_path)
 
@@ -175,7 +175,7 @@ def test_decoders_are_rebuilt_as_they_were(folders, parts, questions, tmp_path):
         assert (ours.stats.drafted, ours.stats.accepted) == (theirs.stats.drafted, theirs.stats.accepted)
 
 
-def test_what_a_description_needs(folders, parts, tmp_path):
+def test_incomplete_descriptions_are_refused(folders, parts, tmp_path):
     with pytest.raises(ValueError, match="name the folder or hub name that the EagleDrafter"):
         DecoderConfig.of(eagle(parts[0], folders), folders["target"])
     other = TargetInitialisedDecoder(parts[0], ad.EarlyExitDrafter(parts[0], 2), TREE)
@@ -187,7 +187,7 @@ def test_what_a_description_needs(folders, parts, tmp_path):
 
 
 def test_the_bits_of_the_weights_are_described(folders, parts, tmp_path):
-    """And a description that was saved before there was a choice means the model's own."""
+    """In a description without this setting, weights keep the model's own bits."""
     target = ad.RaggedModel(parts[0].model, parts[0].tokenizer, kernels="native", weights="int4")
     DecoderConfig.of(lookup(target), folders["target"]).save(tmp_path / "decoder.json")
     again, _ = DecoderConfig.load(tmp_path / "decoder.json").build(tmp_path)
@@ -222,7 +222,7 @@ def test_evaluation(parts, questions):
 
 
 def test_wrong_answers_fail_parity(parts, questions, monkeypatch):
-    """The control: a verdict that keeps a draft too many."""
+    """Negative control: a verdict in which the target's best token is 7 at every even row."""
     from arbordraft.decoding import judging as module
 
     real = module.matching_verdict
@@ -245,7 +245,7 @@ def test_wrong_answers_fail_parity(parts, questions, monkeypatch):
     assert not evaluate(broken, parts[1], questions, new_tokens=12).parity
 
 
-# What is logged
+# Logged decoders
 
 
 @pytest.mark.usefixtures("_own_server")
@@ -274,7 +274,7 @@ def test_a_logged_decoder_is_complete(uri, client, logged):
     assert not names & {".pkl", ".pickle", ".pt", ".bin"}
 
 
-def test_a_loaded_decoder_decodes_as_it_did(uri, client, logged, parts, questions):
+def test_a_loaded_decoder_decodes_as_before(uri, client, logged, parts, questions):
     decoder = logged[0]
     again, tokenizer = load_decoder(client, "whole", "1")
     assert describe(again.decider) == {"class": "LearnedDecider", "folder": "decider"}
@@ -288,7 +288,7 @@ def test_a_loaded_decoder_decodes_as_it_did(uri, client, logged, parts, question
 
 @pytest.fixture(scope="module")
 def served(uri, logged, tmp_path_factory):
-    """The address of `mlflow models serve`."""
+    """Yields the address of `mlflow models serve`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -324,7 +324,7 @@ def served(uri, logged, tmp_path_factory):
 
 
 def invoke(served, prompts, **params):
-    """What a client is answered."""
+    """Returns the server's answers to a client."""
     body = {"dataframe_records": [{"prompt": prompt} for prompt in prompts], "params": params}
     response = httpx.post(f"{served}/invocations", json=body, timeout=60)
     assert response.status_code == 200, response.text
@@ -349,7 +349,7 @@ def test_served_over_http(served, logged, parts, questions):
 
 
 def test_served_to_several_clients_at_once(served, questions):
-    """MLflow answers in threads; each client gets what it gets alone, greedy or sampled, whatever the others ask."""
+    """MLflow answers in threads; each client gets the same answer as alone, greedy or sampled."""
 
     def ask(client):
         prompts = (questions * 2)[client : client + 1 + client % 3]
@@ -447,7 +447,7 @@ def measured(**changes):
         ({"tau": 1.0, "tokens_per_second": 60.0}, {}, ["tau", "tokens_per_second"], True, "60 against 50"),
     ],
 )
-def test_the_gate(candidate, champion, by, promoted, reason):
+def test_the_gate_of_promotion(candidate, champion, by, promoted, reason):
     bar = None if champion is None else measured(**champion)
     verdict = judge("2", measured(**candidate), None if bar is None else "1", bar, by, 0.02)
     assert verdict.promoted is promoted
@@ -488,7 +488,7 @@ def test_promotion(uri, client, folders, parts, questions, options):
         promote_decoder("gate", questions, by=["beauty"], uri=uri)
 
 
-# What fails leaves nothing behind
+# Failures leave nothing behind
 
 
 @pytest.mark.parametrize(
@@ -500,7 +500,7 @@ def test_promotion(uri, client, folders, parts, questions, options):
     ],
     ids=["alias", "version", "artifacts"],
 )
-def test_what_fails_leaves_neither_a_model_nor_a_version(client, parts, options, monkeypatch, method, error):
+def test_a_failed_log_leaves_neither_a_model_nor_a_version(client, parts, options, monkeypatch, method, error):
     options["experiment"], name = method, f"half-{method}"
 
     def broken(*args, **kwargs):
@@ -544,7 +544,7 @@ def test_names_are_checked_first(uri, parts, folders):
 
 
 @pytest.mark.usefixtures("_own_server")
-def test_the_users_own_server_is_left_alone(parts, options, monkeypatch):
+def test_the_users_own_server_setting_stays_unchanged(parts, options, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log_decoder(lookup(parts[0]), parts[1], **options)
     assert "MLFLOW_TRACKING_URI" not in os.environ

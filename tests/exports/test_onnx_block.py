@@ -1,4 +1,4 @@
-"""A block head as graphs: three of them, or two without its Markov term."""
+"""A block head becomes three graphs, or two without its Markov term."""
 
 import onnx
 import pytest
@@ -37,7 +37,7 @@ def test_a_block_head_is_three_graphs(graphs):
         assert written.parity[f"{name}.onnx: same most probable tokens"] is True
 
 
-def test_none_for_a_term_that_there_is_not(tmp_path):
+def test_a_head_without_a_markov_term_has_no_graph_for_it(tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         head = BlockHead.for_target(target().model, range(40), hidden_layers=[1, 2, 3], markov_rank=0)
@@ -52,7 +52,7 @@ def test_none_for_a_term_that_there_is_not(tmp_path):
     assert outputs[0] == outputs[1]
 
 
-def test_a_missing_term_is_noticed(graphs, tmp_path):
+def test_a_missing_markov_graph_is_an_error(graphs, tmp_path):
     for file in graphs("block").files:
         if file.name != "markov.onnx":
             (tmp_path / file.name).write_bytes((graphs("block").folder / file.name).read_bytes())

@@ -1,4 +1,4 @@
-"""What an exported folder holds, and that nothing is written which does not compute what the original does."""
+"""Exported folders: their contents, and the parity with the original without which no graph is written."""
 
 import base64
 import json
@@ -32,7 +32,7 @@ def operators(folder: Path) -> set[str]:
     return {node.op_type for node in onnx.load(folder / "model.onnx").graph.node}
 
 
-# What is in the files
+# Contents of the files
 
 
 def test_names_and_sizes_are_those_of_optimum(graphs):
@@ -68,7 +68,7 @@ def test_an_eagle_head_is_two_graphs(graphs):
     assert axes(model.output)["hidden_states_out"] == axes(model.input)["hidden_states"]
 
 
-def test_files_say_what_they_are(graphs):
+def test_files_describe_themselves(graphs):
     head = trained("eagle").network
     about = Graph(graphs("eagle").folder / "model.onnx").about
     assert about["kind"] == "eagle"
@@ -81,7 +81,7 @@ def test_files_say_what_they_are(graphs):
     assert Graph(graphs("decider").folder / "model.onnx").about["threshold"] == decider().threshold
 
 
-def test_files_do_not_say_where_they_were_made(graphs):
+def test_files_hold_no_stack_traces_or_paths(graphs):
     for name in ("eagle", "model"):
         for file in graphs(name).files:
             content = (graphs(name).folder / file.name).read_bytes()
@@ -109,7 +109,7 @@ def test_matrices_get_fewer_bits(graphs):
         if n.op_type == "MatMulNBits"
         for name in n.output
     }
-    assert bits.pop("logits") == 8, "the head"
+    assert bits.pop("logits") == 8, "the head keeps more bits"
     assert set(bits.values()) == {4}
     for name, export in small.items():
         found = export.parity
@@ -144,7 +144,7 @@ def test_the_report_is_beside_the_graphs(graphs):
 
 
 class Sabotaged(torch.nn.Module):
-    """Computes something else in the graph than here."""
+    """Network that computes something else in its graph than in torch."""
 
     def __init__(self, network, change):
         super().__init__()
@@ -177,7 +177,7 @@ def test_a_graph_that_misses_parity_is_not_written(tmp_path, change, message):
 
 
 class Loud(torch.nn.Module):
-    """The same tokens, with logits that are ``factor`` times as large."""
+    """Network with the same tokens and logits that are ``factor`` times as large."""
 
     def __init__(self, network, factor):
         super().__init__()
@@ -191,14 +191,14 @@ class Loud(torch.nn.Module):
     ("factor", "tolerance"), [(1, 1e-3), (30, 1e-4)], ids=["another bound", "logits of trained models"]
 )
 def test_the_bound_is_a_share_of_the_logits(tmp_path, factor, tolerance):
-    """What is rounding beside logits of 30 is a fault beside logits of 1; deep models round more, and may."""
+    """An error that is rounding for logits of 30 is a fault for logits of 1, unless the tolerance is raised."""
     (spec,) = PLANS["medusa"]()
     spoiled = replace(spec, network=Sabotaged(Loud(spec.network, factor), lambda logits: logits + 9e-4))
     written = write(lambda: [spoiled], tmp_path / "out", tolerance=tolerance)
     assert json.loads((written.folder / "parity.json").read_text())["tolerance"] == tolerance
 
 
-def test_a_good_graph_beside_a_bad_one_is_not_written_either(tmp_path, graphs):
+def test_one_bad_graph_keeps_good_ones_from_being_written(tmp_path, graphs):
     (spec,) = PLANS["medusa"]()
     spoiled = replace(spec, file="second.onnx", network=Sabotaged(spec.network, lambda logits: logits + 1))
     old = tmp_path / "out"
@@ -235,7 +235,7 @@ def test_quantisation_has_a_bound_of_its_own(graphs, tmp_path):
 
 
 def test_acceptance_is_measured_against_float32(graphs):
-    """The float32 graph itself accepts all of its tokens; a network that says something else, few."""
+    """Acceptance is 1 against the graph's own network, and too low against a network with flat logits."""
     spec = PLANS["eagle"]()[1]
     path = graphs("eagle").folder / "model.onnx"
     assert check_quantized(spec, path)["model.onnx: acceptance by float32, quantised"] == pytest.approx(1, abs=1e-5)
@@ -250,7 +250,7 @@ def test_acceptance_is_measured_against_float32(graphs):
 
 
 def test_every_example_is_another_tree():
-    """Samples see different parts of their pasts, and rows different branches: a plain causal mask would not do."""
+    """Samples see different parts of their pasts and rows different branches, so no plain causal mask fits."""
     spec = PLANS["model"]()[0]
     found = spec.example(Shape(2, 9, 17), torch.Generator().manual_seed(0))
     seen = found["attention_mask"] == 0
@@ -265,7 +265,7 @@ def test_every_example_is_another_tree():
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2", "qwen3", "gpt2", "opt", "gpt_neox", "olmo2", "qwen3_moe", "deepseek_v3"]
 )
-def test_models_that_can_be_graphs(name):
+def test_supported_models_agree_with_their_networks(name):
     model = tiny(name)
     check_against(CausalNetwork(model), model, cache_sizes(model))
 
@@ -277,7 +277,7 @@ def test_sliding_windows_are_refused(name):
 
 
 def test_a_model_that_cannot_take_a_mask_is_refused():
-    """Its logits say so: whatever the reason, the graph would be another model."""
+    """Its logits differ from the model's own, so the graph would be another model."""
     model = tiny()
 
     class Deaf(CausalNetwork):
@@ -295,13 +295,13 @@ def test_a_model_without_keys_and_values_is_refused():
         cache_sizes(tiny("mamba"))
 
 
-def test_hidden_states_that_are_none():
+def test_hidden_states_out_of_range_are_refused():
     with pytest.raises(ValueError, match=rf"numbered 0\.\.{LAYERS}, got \[7\]"):
         plans.causal_lm(target(), origin(), [7])
 
 
-def test_shown_hidden_states_are_what_drafters_read(graphs):
-    """Numbered as transformers numbers them: an EAGLE head may read them."""
+def test_exported_hidden_states_are_those_of_transformers(graphs):
+    """They are numbered as in transformers, so an EAGLE head can read them."""
     text = texts()[0]
     (spec,) = PLANS["model"]()
     graph = Graph(graphs("model").folder / "model.onnx")
@@ -312,7 +312,7 @@ def test_shown_hidden_states_are_what_drafters_read(graphs):
     torch.testing.assert_close(found, torch.cat([states[1], states[2]], dim=-1), rtol=0, atol=1e-4)
 
 
-def test_a_head_belongs_to_its_target():
+def test_a_head_of_another_target_is_refused():
     other = plans.Origin(ragged(num_hidden_layers=LAYERS, seed=2))
     for make, name in ((plans.eagle, "eagle"), (plans.medusa, "medusa")):
         with pytest.raises(ValueError, match="trained for another target"):

@@ -1,4 +1,4 @@
-"""The draw as a graph: the bits of the definition in any runtime, and nothing else is ever written."""
+"""The draw as a graph: it has the bits of the definition in any runtime, or it is not written."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def graph(graphs):
 @pytest.mark.parametrize("level", ["DISABLE_ALL", "ENABLE_BASIC", "ENABLE_EXTENDED", "ENABLE_LAYOUT", "ENABLE_ALL"])
 @pytest.mark.parametrize("opset", [20, 23])
 def test_noise_has_the_bits_of_the_definition(graphs, opset, level):
-    """Whatever a runtime fuses: nothing is reordered or contracted. Of logits 0 the scores are the noise."""
+    """No fusion in a runtime may reorder or contract operations. With logits of 0, the scores are the noise."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_{level}")
     path = str(graphs("draw", opset=opset).folder / noise.DRAW)
@@ -88,16 +88,16 @@ def test_tokens_are_those_of_the_kernel(graph, vocabulary, temperature):
         ([0.0] * 64 + [1e20, 1e20], 64),
         ([0.0, INF], 1),
     ],
-    ids=["only one", "none", "none of one", "ties", "ties behind", "ties below", "ties in the next group", "infinite"],
+    ids=["only one", "none", "none of one", "ties", "later ties", "low ties", "ties in the next group", "infinite"],
 )
-def test_what_noise_does_not_decide(graph, row, token):
-    """-inf stays -inf, and of equal scores the first wins: the noise is lost in them."""
+def test_noise_changes_neither_masked_nor_tied_scores(graph, row, token):
+    """Scores of -inf stay -inf. Among equal scores so large that the noise is lost, the first one wins."""
     found = graph.run(feed([row] * 5, torch.arange(5), torch.arange(5)))
     assert found["token"].tolist() == [token] * 5
     assert torch.equal(found["scores"] == -INF, torch.tensor([row] * 5) == -INF)
 
 
-def test_rows_of_one_place_share_its_noise(graph):
+def test_rows_of_one_seed_and_position_share_noise(graph):
     logits, once, often = torch.randn(7, 70), torch.tensor([5]), torch.full((7,), 5)
     shared, own = (graph.run(feed(logits, places, places)) for places in (once, often))
     assert torch.equal(shared["scores"], own["scores"])
@@ -110,7 +110,7 @@ def test_temperature_divides_logits_and_not_the_noise(graph):
     assert torch.equal(scores, (logits / torch.tensor(0.7)).double() + gumbel_reference(rows, rows, 70))
 
 
-def test_what_the_file_says(graphs):
+def test_the_file_describes_itself(graphs):
     path = graphs("draw").folder / noise.DRAW
     found = Graph(path)
     assert (found.kind, found.about["opset"], found.outputs) == ("draw", 20, ["token", "scores"])
@@ -124,12 +124,12 @@ def test_what_the_file_says(graphs):
     onnx.checker.check_model(onnx.load(path), full_check=True)
 
 
-def test_the_command_writes_it(tmp_path):
+def test_the_command_writes_the_graph(tmp_path):
     result = CliRunner().invoke(cli.app, ["export", "onnx", "draw", str(tmp_path / "out"), "--quantize", "int8"])
     assert result.exit_code == 0, result.output
     assert "draw.onnx: greatest difference: 0" in result.output
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["draw.onnx", "parity.json"]
-    assert Graph(tmp_path / "out" / noise.DRAW).about["quantization"] == "none"  # it has no matrices
+    assert Graph(tmp_path / "out" / noise.DRAW).about["quantization"] == "none"  # the draw has no matrices
 
 
 @pytest.mark.parametrize(
@@ -144,19 +144,19 @@ def test_the_command_writes_it(tmp_path):
     ],
     ids=[
         "float64",
-        "real seeds",
+        "float seeds",
         "rank of positions",
-        "temperatures",
-        "temperatures of columns",
+        "one temperature per row",
+        "one temperature per column",
         "another number of seeds",
     ],
 )
-def test_a_runtime_refuses_what_does_not_fit(graph, change, message):
+def test_a_runtime_refuses_inputs_that_do_not_fit(graph, change, message):
     with pytest.raises(Exception, match=message):
         graph.run(feed(torch.zeros(2, 5), torch.arange(2), torch.arange(2)) | change)
 
 
-# What is not the definition is not written
+# Other definitions are not written
 
 WORDS_OF = reference.words_of
 
@@ -190,8 +190,8 @@ def test_another_definition_is_refused(monkeypatch, tmp_path, name, value):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bit_is_enough(tmp_path):
-    """Tokens would hardly ever show it."""
+def test_a_difference_of_one_bit_is_refused(tmp_path):
+    """Tokens would hardly ever show such a difference."""
     (spec,) = PLANS["draw"]()
 
     class Other(noise.Draw):
@@ -203,7 +203,7 @@ def test_a_bit_is_enough(tmp_path):
         write(lambda: [replace(spec, network=Other())], tmp_path / "out", tolerance=1.0)
 
 
-# The arrays that it is made with
+# Arrays that build the graph
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_bit_is_enough(tmp_path):
     ids=["powers", "below", "above", "random"],
 )
 def test_frexp_is_exact(values):
-    """At powers of two a logarithm is likely to be off by one."""
+    """A logarithm would likely be off by one at powers of two."""
     builder = arrays.GraphBuilder()
     mantissa, exponent = arrays.frexp(builder.input("x", np.float64, ["n"]))
     model = builder.model({"m": (mantissa, ["n"]), "e": (exponent, ["n"])}, 20)

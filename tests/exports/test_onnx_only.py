@@ -1,6 +1,6 @@
-"""The example without torch: a whole decode loop on graphs says what the torch model says, and samples by its law.
+"""The example without torch: a decode loop on graphs emits the torch model's tokens and samples by its law.
 
-With shared noise it says token for token what plain decoding with the same seed says.
+With shared noise, it emits the same tokens as plain decoding with the same seed.
 """
 
 import runpy
@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "onnx_only.py"
 
 @pytest.fixture(scope="module")
 def folders(graphs, tmp_path_factory):
-    """By tops and tails: folders as the example wants them."""
+    """Returns a function that makes the example's folder for given numbers of tops and tails."""
     root = tmp_path_factory.mktemp("onnx-only")
     write(lambda: [plans.causal_lm(target(), origin())], root / "target")
 
@@ -45,7 +45,7 @@ def folders(graphs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(folders, graphs):
-    """A folder with the draw in place of a verdict."""
+    """Returns a folder with the draw in place of a verdict."""
     folder = folders(1, 1).with_name("shared")
     shutil.copytree(graphs("draw").folder, folder / "draw")
     for part in ("target", "draft"):
@@ -77,14 +77,14 @@ def test_greedy_tokens_are_the_torch_models_own(folders, decode, tops, tails, de
     assert forwards < 20 * len(PROMPTS), "nothing was ever accepted"
 
 
-def test_an_end_of_text_ends_it(folders, decode):
+def test_a_stop_token_ends_the_text(folders, decode):
     answer = texts()[0][len(PROMPTS[0]) :]
     tokens, _ = decode(folders(1, 1), PROMPTS[0], 20, ends=[answer[5]])
     assert tokens == answer[: answer.index(answer[5]) + 1]
 
 
 def plain(temperature, seed, new_tokens=20):
-    """What the toolkit says to the prompts without drafts."""
+    """Returns the toolkit's tokens for the prompts, decoded without drafts."""
     output = builders.plain(target()).generate(
         **left_padded(PROMPTS),
         do_sample=True,
@@ -116,8 +116,8 @@ def test_no_tree_changes_the_text(shared, decode, width, depth):
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_drafter_that_is_the_target_is_always_right(shared, decode, tmp_path, depth):
-    """It is so only with the noise of each draft's own position."""
+def test_drafts_of_the_target_itself_are_all_accepted(shared, decode, tmp_path, depth):
+    """This holds only if each draft uses the noise of its own position."""
     for part, of in (("target", "target"), ("draft", "target"), ("draw", "draw")):
         (tmp_path / part).symlink_to(shared / of)
     tokens, forwards = decode(tmp_path, PROMPTS[0], 20, 1, temperature=1.0, depth=depth, seed=4)
@@ -125,8 +125,8 @@ def test_a_drafter_that_is_the_target_is_always_right(shared, decode, tmp_path, 
     assert forwards == 20 / (depth + 1)
 
 
-def test_the_text_is_the_definitions(shared, decode):
-    """Without the toolkit's decoder: the highest of logits and the noise of the position, token by token."""
+def test_the_text_follows_the_definition(shared, decode):
+    """Checks without the toolkit's decoder: each token has the highest sum of logit and noise at its position."""
     text, seed, temperature = list(PROMPTS[1]), 11, 0.9
     tokens, _ = decode(shared, text, 12, temperature=temperature, seed=seed)
     for token in tokens:
@@ -144,7 +144,7 @@ def test_greedy_decoding_has_no_noise(shared, decode):
 
 @pytest.mark.parametrize("coupling", ["SpecHub", "shared noise"])
 def test_samples_follow_the_targets_law(folders, shared, decode, coupling):
-    """First and second tokens of seeded texts against the exact probabilities; what was wrong would add up."""
+    """Compares first and second tokens of seeded texts with the exact probabilities; errors would add up."""
     draws, temperature = 600, 0.7
     folder = shared if coupling == "shared noise" else folders(1, 1)
     found = [decode(folder, PROMPTS[0], 2, temperature=temperature, depth=1, seed=s)[0] for s in range(draws)]
@@ -156,13 +156,13 @@ def test_samples_follow_the_targets_law(folders, shared, decode, coupling):
     for place, law in enumerate((first, second)):
         counts = Counter(tokens[place] for tokens in found)
         seen = torch.tensor([counts[token] for token in range(len(law))]) / draws
-        # Of multinomial counts, E sum (seen - law)^2 = (1 - sum law^2) / draws.
+        # For multinomial counts, E sum (seen - law)^2 = (1 - sum law^2) / draws.
         assert ((seen - law) ** 2).sum() < 3 * (1 - (law**2).sum()) / draws
-        assert ((seen - law.roll(1)) ** 2).sum() > 3 * (1 - (law**2).sum()) / draws, "it would not see another law"
+        assert ((seen - law.roll(1)) ** 2).sum() > 3 * (1 - (law**2).sum()) / draws, "another law must be detected"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_it_runs_as_a_command_without_torch(shared, temperature):
+def test_the_example_runs_as_a_command_without_torch(shared, temperature):
     script = (
         "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__'); "
         "print('torch' in sys.modules or 'arbordraft' in sys.modules)"

@@ -1,4 +1,4 @@
-"""The verdict at one node as a graph: what the rules in torch say, node by node."""
+"""The verdict at one node as a graph, compared with the rules in torch node by node."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ NODES, VOCAB = 400, 29
 
 
 def cases(tops, tails, *, sharpness=3.0, seed=0):
-    """Target rows, draft rows and what was drawn from them, with all uniforms."""
+    """Returns target logits, draft rows, the tokens drawn from them, and all uniforms."""
     generator = torch.Generator().manual_seed(seed)
     logits = sharpness * torch.randn(NODES, VOCAB, generator=generator)
     draft = (logits + sharpness / 2 * torch.randn(logits.shape, generator=generator)).softmax(dim=-1)
@@ -26,7 +26,7 @@ def cases(tops, tails, *, sharpness=3.0, seed=0):
 
 
 def by_rule(rule, law, logits, draft, tokens, uniforms):
-    """Accepted child, or -1, and token of every node, by a tree of one level."""
+    """Returns every node's accepted child, or -1, and its token, as a rule decides on a tree of one level."""
     topology = TreeTopology.k_ary(law.k, 1)
     accepted, emitted = [], []
     for target, row, drawn, numbers in zip(logits.softmax(-1), draft, tokens, uniforms, strict=True):
@@ -57,7 +57,7 @@ def test_the_graph_decides_as_the_rule(graphs, name, tops, tails):
     assert found["accepted"].tolist() == accepted
     assert found["token"].tolist() == emitted
     assert {-1, *range(tops + tails)} == set(accepted), "every outcome must have occurred"
-    # A graph that tried the children in another order would not pass.
+    # Negative control: a graph that tried the children in another order would not pass.
     other = by_rule(RecursiveRejection(), IID(tops + tails), *given)
     assert other != (accepted, emitted)
 
@@ -72,7 +72,7 @@ def test_one_top_and_one_tail_are_spechub(graphs):
 
 
 def test_another_vocabulary_and_a_single_node(graphs):
-    """No size is built in."""
+    """The graph fixes no size."""
     graph = Graph(graphs("verification").folder / "verification.onnx")
     generator = torch.Generator().manual_seed(0)
     for vocabulary in (3, 500):
@@ -84,7 +84,7 @@ def test_another_vocabulary_and_a_single_node(graphs):
 
 
 def test_rows_with_few_tokens_have_fewer_children():
-    """Sharp rows: the draft row's support, and the residual, run out."""
+    """In sharp rows, the draft row's support and the residual run out."""
     network = NodeVerification(2, 2)
     logits, draft, _, uniforms = cases(2, 2, sharpness=30.0)
     draft[draft < 1e-3] = 0
@@ -93,7 +93,7 @@ def test_rows_with_few_tokens_have_fewer_children():
     draws = torch.rand(NODES, 4, generator=generator).tolist()
     tokens = [law.draw(row, numbers) for row, numbers in zip(draft, draws, strict=True)]
     assert {1, 2, 3} <= {len(row) for row in tokens}
-    # Tails come first: where one is missing, tops must stay in their places.
+    # Tails come first. If one is missing, tops must stay in their places.
     tails = [[t for t in row if t not in law.top_tokens(d)] for row, d in zip(tokens, draft, strict=True)]
     tops = [[t for t in row if t in law.top_tokens(d)] for row, d in zip(tokens, draft, strict=True)]
     shown = torch.cat([padded(tails, 2), padded(tops, 2)], dim=1)
@@ -112,7 +112,7 @@ def test_rows_with_few_tokens_have_fewer_children():
 
 
 def test_a_node_that_cannot_be_rejected():
-    """Target and draft are one: what would follow a rejection has no mass."""
+    """Target and draft rows are equal, so the residual after a rejection has no mass."""
     row = torch.tensor([[0.0, 0.5, 0.5]]).log()
     network = NodeVerification(0, 1)
     uniforms = torch.tensor([[1 - 1e-12, 0.5]], dtype=torch.float64)

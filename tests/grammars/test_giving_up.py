@@ -1,4 +1,4 @@
-"""Grammars that become too complex: their own answer fails by name, whoever drafts, and never goes on unconstrained."""
+"""Grammars that become too complex fail only their own answer, which never continues without a grammar."""
 
 import pytest
 from support.constrained import DECODERS, TEXTS, Following, plainly
@@ -11,7 +11,7 @@ from arbordraft.decoding.engine import Engine
 from arbordraft.grammars import Grammar, GrammarCompiler, GrammarError, engine
 
 MANY = {"type": "object", "properties": {f"k{i}": {"const": i} for i in range(40)}, "additionalProperties": False}
-# Fails between the word, which is a choice, and the keys of "wide": the engine looks ahead where text is forced.
+# Fails after the choice of the word and before the keys of "wide": the engine looks ahead through forced text.
 LATE = {
     "type": "object",
     "properties": {"word": {"enum": ["cat", "dog"]}, "wide": MANY},
@@ -23,7 +23,7 @@ SAID = '{"word": "'
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """An engine that gives up early."""
+    """Lowers the limit of the engine, which then gives up early."""
     monkeypatch.setattr(engine, "_PARTS", 100)
 
 
@@ -65,7 +65,7 @@ def test_an_engine_fails_only_that_request():
     assert good.result()[0].finish_reason == "stop"
     with pytest.raises(GrammarError, match="too many parts"):
         late.result()
-    # at once, where the first token shows it
+    # refused at once, as the first token already fails
     with pytest.raises(GrammarError, match="too many parts"):
         running.submit(Request(prompt=prompt, grammar=Grammar.json_schema(MANY)))
 
@@ -95,7 +95,7 @@ def test_wide_and_long_schemas_are_followed():
 
 
 def test_a_state_never_allows_everything():
-    """Neither behind a token that is forbidden, nor behind the end."""
+    """A state restricts tokens even after a forbidden token and after the end."""
     compiler = GrammarCompiler(speller_tokenizer(), SPEAKER_VOCAB)
     state = compiler(Grammar.choice(["yes"]), [EOS]).fork()
     with pytest.raises(GrammarError, match="forbids the token"):
@@ -109,7 +109,7 @@ def test_a_state_never_allows_everything():
 
 
 class Jealous(Following):
-    """Fails behind every token that one text does not have next."""
+    """Raises after every token that is not the next token of one text."""
 
     def __init__(self, text, count=0):
         super().__init__(count)
@@ -129,7 +129,7 @@ class Jealous(Following):
 
 @pytest.mark.parametrize("name", ["lookup, tree", "model, tree", "head, tree"])
 def test_a_failure_after_a_rejected_draft_is_ignored(name):
-    """Whether a text fails must not depend on what was drafted beside it."""
+    """Whether a text fails must not depend on rejected drafts."""
     prompt = speller_tokenizer()(TEXTS[1]).input_ids
     settings = {**left_padded([prompt]), "max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
     plain = builders.plain(speller()).generate(**settings)

@@ -1,4 +1,4 @@
-"""Grammars as values, and their compiled form: what is refused, and what is allowed next."""
+"""Grammars as values, and their compiled form: refusals, and allowed next tokens."""
 
 import json
 
@@ -19,7 +19,7 @@ DEEP = json.dumps({"properties": {f"key {number}": {"enum": [f"v{number}"]} for 
     [
         pytest.param(lambda: Grammar.json_schema("{"), ValueError, "is no JSON", id="no JSON"),
         pytest.param(lambda: Grammar.json_schema("[1]"), ValueError, "mapping", id="no schema"),
-        pytest.param(lambda: Grammar.json_schema(3), TypeError, "mapping", id="a number"),
+        pytest.param(lambda: Grammar.json_schema(3), TypeError, "mapping", id="a number as schema"),
         pytest.param(lambda: Grammar.json_schema({"type": {1, 2}}), ValueError, "cannot be written", id="a set"),
         pytest.param(lambda: Grammar.json_schema({"type": "text"}), ValueError, "Invalid type: text", id="type"),
         pytest.param(lambda: Grammar.json_schema({"not": {}}), ValueError, "not cannot be held", id="keyword"),
@@ -29,14 +29,14 @@ DEEP = json.dumps({"properties": {f"key {number}": {"enum": [f"v{number}"]} for 
             lambda: Grammar.json_schema({"type": "integer", "minimum": 2, "maximum": 1}),
             ValueError,
             "minimum",
-            id="nothing",
+            id="no value fits",
         ),
         pytest.param(lambda: Grammar.regex("a("), ValueError, "invalid regex", id="regex"),
         pytest.param(lambda: Grammar.regex("(?=a)b"), ValueError, "look-around", id="look-around"),
-        pytest.param(lambda: Grammar.regex(3), TypeError, "pattern", id="no regex"),
+        pytest.param(lambda: Grammar.regex(3), TypeError, "pattern", id="a number as regex"),
         pytest.param(lambda: Grammar.lark('start: "a" missing'), ValueError, "missing", id="rule"),
-        pytest.param(lambda: Grammar.choice([]), ValueError, "at least one", id="no choice"),
-        pytest.param(lambda: Grammar.choice("yes"), TypeError, "list of texts", id="letters"),
+        pytest.param(lambda: Grammar.choice([]), ValueError, "at least one", id="no choices"),
+        pytest.param(lambda: Grammar.choice("yes"), TypeError, "list of texts", id="a text as choices"),
     ],
 )
 def test_invalid_grammars_are_refused(make, error, message):
@@ -56,7 +56,7 @@ def test_invalid_grammars_are_refused(make, error, message):
     ],
 )
 def test_hostile_grammars_take_bounded_time(make):
-    """They are refused, or followed: either way soon."""
+    """They are refused or followed, within the time limit."""
     try:
         state = GrammarCompiler(speller_tokenizer(), SPEAKER_VOCAB)(make(), [EOS])
         for letter in "aaaa":
@@ -76,7 +76,7 @@ def test_a_grammar_is_a_value():
 
 
 def spelled(grammar, text=""):
-    """What may follow a text, by characters or special tokens."""
+    """Returns the characters and special tokens that may follow a text."""
     tokenizer = speller_tokenizer()
     state = GrammarCompiler(tokenizer, SPEAKER_VOCAB)(grammar, [EOS]).fork()
     for token in tokenizer(text).input_ids:
@@ -95,7 +95,7 @@ def spelled(grammar, text=""):
         (Grammar.lark('start: "(" start? ")"'), "()", {"<eos>"}),
         (Grammar.json_schema({"const": 7}), "", {"7"}),
     ],
-    ids=["ended", "branch", "begin", "may end", "nested", "forced"],
+    ids=["must end", "branch", "begin", "may end", "nested", "forced"],
 )
 def test_allowed_next_tokens(grammar, text, expected):
     assert spelled(grammar, text) == expected
@@ -110,7 +110,7 @@ def test_allowed_next_tokens(grammar, text, expected):
         (lambda: GrammarCompiler(speller_tokenizer(), SPEAKER_VOCAB)(Grammar.json(), []), ValueError, "end token"),
         (lambda: GrammarCompiler(tiny_tokenizer(), 61)(Grammar.json(), [EOS]), ValueError, "tokenizer"),
     ],
-    ids=["none", "slow", "too large", "no end", "words"],
+    ids=["no tokenizer", "slow tokenizer", "too large tokenizer", "no end token", "tokens are words"],
 )
 def test_grammars_need_a_suitable_tokenizer_and_an_end_token(make, error, message):
     with pytest.raises(error, match=message):
@@ -126,7 +126,7 @@ def test_an_end_token_in_the_middle_is_refused(text):
     state = GrammarCompiler(speller_tokenizer(), SPEAKER_VOCAB)(Grammar.lark(text), [EOS]).fork()
     for letter in "ba":
         state.accept(speller_tokenizer().convert_tokens_to_ids(letter))
-    for _ in range(2):  # every time that it is asked: drafting asks first
+    for _ in range(2):  # every call must raise, as drafting calls first
         with pytest.raises(ValueError, match="end token in the middle"):
             state.allowed()
 
@@ -137,7 +137,7 @@ def test_a_failed_request_affects_no_other():
     good = engine.submit(Request(prompt=prompt, grammar=Grammar.choice(["yes", "no"])))
     with pytest.raises(ValueError, match="end token"):
         engine.submit(Request(prompt=prompt, grammar=Grammar.json(), ends=()))
-    # forbids the only token with which the grammar can go on
+    # the processor forbids the only token that the grammar allows
     stuck = engine.submit(Request(prompt=prompt, grammar=Grammar.choice(["a"]), ends=[EOS], processors=[Nothing()]))
     short = engine.submit(Request(prompt=prompt, grammar=Grammar.regex("[a-z]{30}"), max_new_tokens=5))
     engine.run()
@@ -149,7 +149,7 @@ def test_a_failed_request_affects_no_other():
 
 
 class Nothing:
-    """Forbids everything."""
+    """Forbids all tokens."""
 
     def __call__(self, input_ids, scores):
         return scores - float("inf")

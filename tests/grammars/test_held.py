@@ -1,4 +1,4 @@
-"""Schemas of all kinds, walked through at random: whatever ends is valid by the whole schema."""
+"""Random walks through schemas of all kinds: every finished answer is valid by the whole schema."""
 
 import itertools
 import json
@@ -58,7 +58,7 @@ def compiler():
 
 
 def answers(compiler, grammar, walks, seed=0, steps=60):
-    """Finished answers of random choices among the tokens that are allowed."""
+    """Yields finished answers, written with random choices among the allowed tokens."""
     tokenizer, chance = speller_tokenizer(), random.Random(seed)
     closing = {token for token in range(len(tokenizer)) if tokenizer.decode([token])[:1] in ('"', "}", "]", ",")}
     for _ in range(walks):
@@ -76,7 +76,7 @@ def answers(compiler, grammar, walks, seed=0, steps=60):
 
 
 def check(compiler, schema, walks, seed=0):
-    """How many answers were finished, all of them valid."""
+    """Checks that all finished answers are valid; returns their number."""
     grammar = Grammar.json_schema(schema)
     validator, count = jsonschema.Draft202012Validator(schema), 0
     for text in answers(compiler, grammar, walks, seed):
@@ -92,7 +92,7 @@ def test_finished_answers_are_valid(compiler, name):
 
 
 def generated():
-    """Systematic ones: bounds of both kinds, objects with names of their own and others, lists, and what joins them."""
+    """Yields numbers with systematic bounds, and unions, objects, arrays and intersections of pairs of schemas."""
     bounds = [None, -1, -0.5, 0, 0.25, 1, 10, 99.5]
     for low, high, kind in itertools.product(bounds, bounds, ("number", "integer")):
         for least, most in itertools.product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
@@ -111,7 +111,7 @@ def generated():
 def test_finished_answers_are_valid_for_hundreds_of_schemas(compiler):
     finished, fitting = 0, []
     for number, schema in enumerate(generated()):
-        with suppress(ValueError):  # joined, some admit nothing
+        with suppress(ValueError):  # some joined schemas admit no value
             Grammar.json_schema(schema)
             fitting.append((number, schema))
     for number, schema in fitting:
@@ -134,11 +134,11 @@ def test_characters_may_be_escaped_or_not(compiler, schema, text):
     assert allows(compiler, schema, text)
     inside = {"type": "object", "properties": {"a": schema}}
     assert allows(compiler, inside, f'{{"a": {text}}}')
-    assert not allows(compiler, schema, r'"\ud83d"')  # half a letter
+    assert not allows(compiler, schema, r'"\ud83d"')  # half a surrogate pair
 
 
 def test_escapes_that_fit_only_control_characters_are_not_allowed(compiler):
-    r"""Where only control letters could be written as \u, none begins so."""
+    r"""If ``\u`` could only spell control characters, it is not allowed."""
     assert not allows(compiler, {**TEXT, "pattern": "^.*$"}, r'"\u0001"')
     assert allows(compiler, {**TEXT, "pattern": "^.*$"}, r'"\té"')
 
@@ -170,7 +170,7 @@ def test_unsupported_schemas_are_refused_with_the_cause(schema, message):
         Grammar.json_schema(schema)
 
 
-@pytest.mark.parametrize("last", [{"minimum": 2}, {"$ref": "#/$defs/a0"}], ids=["valid", "itself"])
+@pytest.mark.parametrize("last", [{"minimum": 2}, {"$ref": "#/$defs/a0"}], ids=["ends in a schema", "ends in itself"])
 def test_references_that_multiply_are_followed_a_bounded_number_of_times(last, monkeypatch):
     asked, target = [], productive._target
     monkeypatch.setattr(productive, "_target", lambda *given: asked.append(given) or target(*given))

@@ -1,4 +1,4 @@
-"""Many real schemas and a real model: whatever ends is valid, whoever drafts."""
+"""Many real schemas and a real model: every answer ends and is valid."""
 
 import importlib
 import itertools
@@ -37,7 +37,7 @@ OWN = [
 
 
 def bounded(schema: Any) -> Any:
-    """The schema with a bound on everything that could go on for ever, which a small model might do."""
+    """Returns the schema with bounds on every part that a small model might continue for ever."""
     if isinstance(schema, list):
         return [bounded(one) for one in schema]
     if not isinstance(schema, dict):
@@ -57,7 +57,7 @@ def bounded(schema: Any) -> Any:
 
 
 def published() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Schemas of the types of OpenAI's API: nested, with unions, enumerations and defaults."""
+    """Yields names and schemas of OpenAI's API types: nested, with unions, enumerations and defaults."""
     import pydantic
     from openai.types import chat, fine_tuning, graders, shared, vector_stores, webhooks
 
@@ -73,7 +73,7 @@ def published() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def loose(schema: Any) -> bool:
-    """Whether some part of it lets anything be said."""
+    """Returns whether some part of a schema allows any value."""
     if isinstance(schema, list):
         return any(map(loose, schema))
     if not isinstance(schema, dict):
@@ -91,7 +91,7 @@ def loose(schema: Any) -> bool:
 
 
 def schemas() -> list[dict[str, Any]]:
-    """Of both, 75."""
+    """Returns 75 bounded schemas: our own and published ones."""
     every = [schema for _, schema in published()]
     return [bounded(schema) for schema in (*OWN, *every[:: len(every) // (75 - len(OWN))])][:75]
 
@@ -105,7 +105,7 @@ def target():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_every_answer_is_valid(target, batch, temperature):
-    """75 answers each, of which none may lack an end either."""
+    """All 75 answers must end, too."""
     asked, tokenizer = schemas(), target.tokenizer
     engine = Engine(builders.lookup(target, PAYS), max_tokens=16_000, max_samples=batch)
     streams = []
@@ -123,7 +123,7 @@ def test_every_answer_is_valid(target, batch, temperature):
 
 
 def test_the_schemas_are_of_all_kinds():
-    """And are schemas that can be followed, without a model."""
+    """Grammars accept every schema; this needs no model."""
     asked = schemas()
     text = json.dumps(asked)
     assert len(asked) == 75

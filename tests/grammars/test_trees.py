@@ -1,4 +1,4 @@
-"""Grammars and other processors that follow a text, on the paths of trees: what plain decoding says is said."""
+"""Grammars and stateful processors on the paths of trees: the output is that of plain decoding."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_drafts_change_nothing(name, temperature):
 
 
 def test_grammars_change_the_output():
-    """Without them the texts are others, so that the equality above says something."""
+    """Without grammars the texts differ, so the equality above is a real test."""
     free = decoded(builders.plain(speller()), 0.0, [None] * 3)[0]
     assert [ours == theirs for ours, theirs in zip(plainly(0.0), free, strict=True)] == [False, True, False]
 
@@ -52,7 +52,7 @@ def test_forced_tokens_are_drafted_while_deciders_rest():
 
 
 def test_forbidden_tokens_are_never_drafted():
-    """Lookups would go on as the prompt does; the grammar lets them only as far as it allows."""
+    """Lookups would continue as the prompt does; the grammar stops them at forbidden tokens."""
     seen = []
     decoder = ad.SpeculativeDecoder(speller(), ad.NGramDrafter(shortest=1), TREE)
     compiled = decoder.compiler(GRAMMARS[2], [EOS])
@@ -76,7 +76,7 @@ def test_forbidden_tokens_are_never_drafted():
 
 
 class Alternating(LogitsProcessor):
-    """Every third token in turn, counted from the prompt's end: by the path, or by a state."""
+    """Allows ids with ``id % 3 == position % 3``; the path, not a state, gives the position after the prompt."""
 
     def __init__(self, prompt):
         self.prompt = prompt
@@ -86,7 +86,7 @@ class Alternating(LogitsProcessor):
 
 
 class Entangled(Following):
-    """A fork that is none."""
+    """Shares one state among all forks, which is wrong."""
 
     def fork(self):
         return self
@@ -108,7 +108,7 @@ def test_a_users_stateful_processor_is_followed_if_it_forks(kind, right, tempera
 
 
 class Failing(Following):
-    """Fails behind its third token."""
+    """Raises after its third token."""
 
     def accept(self, token):
         super().accept(token)
@@ -123,7 +123,7 @@ def test_errors_of_a_processor_are_raised(name):
 
 
 class Wheel(Following):
-    """Leaves every third token one of its kind, and in between only a single one."""
+    """Leaves every third position free, and forces a single token at the others."""
 
     def allowed(self):
         tokens = range(3, VOCAB) if self.count % 3 == 0 else [5 + self.count % 40]
@@ -137,7 +137,7 @@ class Wheel(Following):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_with_native_drafts_follow_processors(kind, temperature):
-    """A sample that is constrained is drafted for level by level, the others as ever."""
+    """A constrained sample is drafted level by level, the others as usual."""
     target, drafter = built(kind, "native", torch.float32)
     warped = [
         {"prompt": prompt, "max_new_tokens": 24, "temperature": temperature, "seed": 3, "ends": (), "processors": some}
@@ -154,12 +154,12 @@ def test_heads_with_native_drafts_follow_processors(kind, temperature):
     assert texts[0][0] != texts[0][1]
 
 
-# Where each state leads: it branches, is forced, and comes back.
+# Transitions of each state: they branch, force a token, and return.
 AUTOMATON = {0: {1: 1, 2: 2, 5: 0}, 1: {3: 2}, 2: {0: 0, 1: 1, 4: 3, 5: 2}, 3: {2: 0}}
 
 
 class Automaton:
-    """Follows the table above."""
+    """Follows the transitions of ``AUTOMATON``."""
 
     def __init__(self, state=0):
         self.state = state
@@ -180,7 +180,7 @@ class Automaton:
 
 
 class Careless(Automaton):
-    """Does not see one of the tokens: the wrong law, which the test has to notice."""
+    """Ignores one of the tokens; the test must notice its wrong law."""
 
     def accept(self, token):
         if token != 1:
@@ -188,7 +188,7 @@ class Careless(Automaton):
 
 
 def followers(text):
-    """The tokens on which the table leads from a text, if it led so far."""
+    """Returns the transitions of ``AUTOMATON`` after a text."""
     state = 0
     for token in text:
         state = AUTOMATON[state][token]

@@ -1,7 +1,7 @@
-"""Makes the checkpoints of tests/golden/published with the library whose layout they have, and what it drafts.
+"""Makes the checkpoints of tests/golden/published, and their drafts, with the library whose layout they have.
 
-Run it in an environment of its own: ``pip install speculators``, then ``python tests/heads/make_published.py``, with
-the names of those that are to be made anew.
+Run it in a separate environment: ``pip install speculators``, then ``python tests/heads/make_published.py``. Its
+arguments are the names of the checkpoints to make anew, by default all.
 """
 
 import sys
@@ -39,7 +39,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-LOSS = resolve_loss_config("kl_div", "eager")  # computed on the way
+LOSS = resolve_loss_config("kl_div", "eager")  # the forward computes a loss as well
 EAGLE = (Eagle3DraftModel, Eagle3SpeculatorConfig)
 DSPARK = (DSparkDraftModel, DSparkSpeculatorConfig)
 KINDS = {  # models and configs, kinds of layers, settings of layers, settings of heads
@@ -128,7 +128,7 @@ def make(name: str) -> None:
 
 
 def chains(model, states, ids):
-    """EAGLE-3's unrolled steps: ``[STEPS, LENGTH, D]`` logits."""
+    """Returns the ``[STEPS, LENGTH, D]`` logits of EAGLE-3's unrolled steps."""
     found = []
     hook = model.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits[0].clone()))
     model(states, ids, torch.zeros_like(ids), ttt_steps=STEPS)
@@ -137,7 +137,7 @@ def chains(model, states, ids):
 
 
 def masked(model, states, ids):
-    """P-EAGLE's places with their depths, all of them: ``[n]``, ``[n]`` and ``[n, D]`` logits."""
+    """Returns all of P-EAGLE's places ``[n]``, their depths ``[n]`` and their ``[n, D]`` logits."""
     found, places, sample = [], [], peagle.generate_cod_sample_indices
     hook = model.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits[0].clone()))
     peagle.generate_cod_sample_indices = lambda **given: places.append(sample(**given)) or places[0]
@@ -149,7 +149,7 @@ def masked(model, states, ids):
 
 
 def blocks(model, states, ids):
-    """Blocks behind every place: ``[n]``, and ``[n, block_size, D]`` logits. The target's matrices are not saved."""
+    """Returns places ``[n]``, ``[n, block_size, D]`` logits of their blocks, and matrices that the checkpoint lacks."""
     size, found = model.block_size, []
     hook = model.lm_head.register_forward_hook(lambda _, __, logits: found.append(logits[0].clone()))
     if term := getattr(model, "markov_head", None):

@@ -1,7 +1,7 @@
-"""Makes the checkpoints ``specforge-*`` of tests/golden/published with SpecForge's own models, and what they draft.
+"""Makes the checkpoints ``specforge-*`` of tests/golden/published, and their drafts, with SpecForge's own models.
 
-Run it in an environment of its own: ``pip install --no-deps specforge``, torch, transformers and safetensors, then
-``python tests/heads/make_specforge.py``. Of the package nothing but the models is imported, which need no server.
+Run it in a separate environment: ``pip install --no-deps specforge``, torch, transformers and safetensors, then
+``python tests/heads/make_specforge.py``. It imports only the package's models, which need no server.
 """
 
 import importlib
@@ -40,7 +40,7 @@ KINDS = {
 
 
 def models(module: str) -> types.ModuleType:
-    """A module of models; the packages around it would import a serving engine."""
+    """Imports a module of models without its packages, which would import a serving engine."""
     for name in ("", ".modeling", ".modeling.draft"):
         package = sys.modules.setdefault(f"specforge{name}", types.ModuleType(f"specforge{name}"))
         package.__path__ = [str(PACKAGE.joinpath(*name.split(".")))]
@@ -49,7 +49,7 @@ def models(module: str) -> types.ModuleType:
 
 @torch.no_grad()
 def make(name: str) -> None:
-    """Writes a checkpoint, and beside it the inputs and the logits of blocks behind some places."""
+    """Writes a checkpoint, and beside it the inputs and the logits of blocks after some places."""
     module, kind, own = KINDS[name]
     torch.manual_seed(sorted(KINDS).index(name))
     config = Qwen3Config(**SIZES, attn_implementation="eager")

@@ -1,4 +1,4 @@
-"""The block head: what depths share, what masks and the Markov term say, and what it begins as."""
+"""The block head: shared weights of depths, effects of masks and of the Markov term, and its start."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def row(head, drafted=(), text=TEXT):
     return block_row(head, target().model, text, list(drafted))
 
 
-def test_it_begins_as_an_eagle_head():
-    """Depth 0 is the first level of an EAGLE head with the same weights, and so it stays whatever the masks learn."""
+def test_it_starts_as_an_eagle_head():
+    """Depth 0 is the first level of an EAGLE head with the same weights, and masks never change it."""
     head = made()
     eagle = EagleHead(head.config)
     eagle.load_state_dict(head.state_dict(), strict=False)
@@ -35,7 +35,7 @@ def test_it_begins_as_an_eagle_head():
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_child_knows_its_parent_by_the_term_alone(rank):
+def test_a_child_depends_on_its_parent_by_the_markov_term_alone(rank):
     head = made(markov_rank=rank)
     torch.nn.init.normal_(head.masks.weight[1:])
     if rank:
@@ -43,7 +43,7 @@ def test_a_child_knows_its_parent_by_the_term_alone(rank):
     siblings = torch.stack([row(head, [token]) for token in range(12)])
     differences = siblings[1:] - siblings[:1]
     assert torch.linalg.matrix_rank(differences, atol=1e-3) == rank
-    # Who stands above the parent is nobody's business but the parent's.
+    # Tokens above the parent have no effect.
     assert torch.equal(row(head, [5, 9]), row(head, [6, 9]))
     assert head.weight.shape == (VOCAB, 32 + rank)
     assert head.follow(torch.randn(3, 32)).shape == (3, rank)
@@ -59,10 +59,10 @@ def test_depths_differ_by_their_masks_and_places():
     assert not torch.allclose(row(fresh, [7, 7]), row(fresh, [7]), atol=1e-3)  # the same mask one place further on
     with torch.no_grad():
         fresh.midlayer.self_attn.o_proj.weight.zero_()
-    assert_close(row(fresh, [7, 7]), row(fresh, [7]), rtol=0, atol=1e-6)  # which only the attention sees
+    assert_close(row(fresh, [7, 7]), row(fresh, [7]), rtol=0, atol=1e-6)  # only attention sees the place
 
 
-def test_embeddings_of_any_scale_say_the_same():
+def test_the_scale_of_embeddings_has_no_effect():
     head = made()
     embeddings = torch.randn(3, 32)
     assert_close(head.follow(30 * embeddings), head.follow(embeddings), rtol=1e-3, atol=1e-3)
@@ -83,7 +83,7 @@ def test_embeddings_of_any_scale_say_the_same():
     ],
     ids=["no token", "half a token", "unknown mask", "a mask and a term", "negative rank"],
 )
-def test_settings_out_of_range(settings, error, message):
+def test_settings_out_of_range_are_refused(settings, error, message):
     with pytest.raises(error, match=message):
         BlockHead(BlockConfig(vocab_size=VOCAB, target_hidden_size=32, hidden_size=32, draft_vocab_size=5, **settings))
 

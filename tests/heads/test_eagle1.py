@@ -31,7 +31,7 @@ SIZES = {
 
 
 class Reference(torch.nn.Module):
-    """The network as its authors wrote it: one of Llama's layers behind a linear."""
+    """The network as its authors wrote it: a linear layer, and one of Llama's layers after it."""
 
     def __init__(self, bias):
         super().__init__()
@@ -54,7 +54,7 @@ class Reference(torch.nn.Module):
 
 @torch.no_grad()
 def rows(reference, model, prefix, drafted):
-    """Of every draft: the target's states first, then the layer's own output in their place."""
+    """Returns the row of every draft: the target's states come first, then the layer's own outputs in their place."""
     tokens = torch.tensor([*prefix, *drafted])
     hidden = model(tokens[None, : len(prefix) - 1], output_hidden_states=True).hidden_states[-1][0]
     found = []
@@ -66,7 +66,7 @@ def rows(reference, model, prefix, drafted):
 
 
 def checkpoint(folder, bias, model, *, nested=False, **more):
-    """In the layout of SafeAILab, which vLLM reads; with a copy of the target's embeddings."""
+    """Saves a head in the layout of SafeAILab, which vLLM reads, with a copy of the target's embeddings."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         reference = Reference(bias)
@@ -100,7 +100,7 @@ def test_drafts_are_those_of_the_layer(tmp_path, kernels, bias, nested):
 
 
 def test_a_first_norm_would_be_seen(tmp_path):
-    """Negative control."""
+    """Negative control: the row changes with it."""
     of = ad.RaggedModel(tiny(), kernels="torch")
     reference = checkpoint(tmp_path / "head", False, of.model)
     expected = rows(reference, of.model, PROMPTS[2], [])[0]
@@ -109,7 +109,7 @@ def test_a_first_norm_would_be_seen(tmp_path):
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_decoders_of_them(tmp_path, kernels):
+def test_texts_are_those_of_the_target(tmp_path, kernels):
     of = ad.RaggedModel(tiny(), kernels=kernels)
     checkpoint(tmp_path / "head", False, of.model)
     for request in ({}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": [1, 2, 3]}):
@@ -121,7 +121,7 @@ def test_decoders_of_them(tmp_path, kernels):
             assert sum(stats.tried.values()) > 0
 
 
-def test_it_is_kept_as_one_of_ours_and_what_it_lacks_is_refused(tmp_path):
+def test_it_is_saved_in_our_format_and_unsupported_parts_are_refused(tmp_path):
     of = ad.RaggedModel(tiny(), kernels="torch")
     checkpoint(tmp_path / "head", False, of.model)
     head = published_head(tmp_path / "head", of.model)

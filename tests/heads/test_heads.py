@@ -1,4 +1,4 @@
-"""Networks behind drafters: sizes, starting points, files, and the target they belong to."""
+"""Networks of drafters: sizes, starting points, files, and the target they belong to."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ NAMES["block"] = NAMES["eagle"] | {"masks.weight", "markov.weight", "gate.weight
 
 
 def outputs(name, network):
-    """What a network makes of some hidden states."""
+    """Returns the outputs of a network for some hidden states."""
     with torch.no_grad():
         hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(network.dtype)
         if name == "exit":
@@ -63,7 +63,7 @@ def outputs(name, network):
 
 
 def scrambled(name, model=None):
-    """With weights that are no starting point any more."""
+    """Builds a network with weights away from their starting point."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         network = MADE[name](model or target().model)
@@ -78,7 +78,7 @@ def scrambled(name, model=None):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @every_network
-def test_saved_and_loaded(name, dtype, tmp_path):
+def test_saving_and_loading_keeps_a_network(name, dtype, tmp_path):
     network = scrambled(name).to(dtype)
     network.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -93,7 +93,7 @@ def test_saved_and_loaded(name, dtype, tmp_path):
     assert [getattr(again.config, key) for key in known] == [getattr(network.config, key) for key in known]
 
 
-def test_an_adapter_says_how_many_layers_it_needs(tmp_path):
+def test_an_adapter_without_a_number_of_layers_is_refused(tmp_path):
     adapter = scrambled("exit")
     adapter.config.hidden_layers = None
     adapter.save_pretrained(tmp_path)
@@ -113,14 +113,14 @@ def test_medusa_starts_as_the_targets_own_head():
         assert (wide[:, others] == -torch.inf).all()
 
 
-def test_an_adapter_starts_as_nothing():
+def test_an_adapter_starts_as_the_identity():
     hidden = torch.randn(3, 32)
     assert torch.equal(ExitAdapter.for_target(target().model, EXIT)(hidden), hidden)
     assert not torch.allclose(scrambled("exit")(hidden), hidden)
 
 
 def test_an_eagle_layer_that_sees_no_tokens_is_the_targets_last():
-    """Rotation, groups of heads, norms and MLP, against transformers' own layer on the same states."""
+    """Compares rotation, groups of heads, norms and MLP with transformers' own layer on the same states."""
     model = target().model
     head = EagleHead.for_target(model, range(VOCAB), hidden_layers=[LAYERS - 1])
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_an_eagle_layer_that_sees_no_tokens_is_the_targets_last():
 @pytest.mark.skipif(not native.load(), reason="needs the C++ kernels")
 @every_network
 def test_native_kernels_stand_in_for_norms_and_linears(name):
-    """The same numbers but for rounding, and nothing is left to torch's own modules."""
+    """Outputs are equal except for rounding, and no linear or norm of torch remains."""
     plain, fast = scrambled(name), scrambled(name)
     prepack_linears(fast)
     assert not any(isinstance(module, torch.nn.Linear | torch.nn.RMSNorm) for module in fast.modules())
@@ -184,7 +184,7 @@ def test_another_target_is_refused(name, other, message):
 
 
 @every_network
-def test_a_relative_of_the_target_may_be_tried(name):
+def test_a_head_without_a_fingerprint_fits_similar_targets(name):
     network = MADE[name](target().model)
     network.config.target_fingerprint = None
     other = ad.RaggedModel(with_norms(tiny(num_hidden_layers=LAYERS), seed=2), kernels="torch")
@@ -223,7 +223,7 @@ def test_fingerprints_notice_the_norms_of_every_architecture(architecture):
 
 
 def cut(model, layers):
-    """The same model with fewer layers, by hand."""
+    """Cuts a model down to some layers, by hand."""
     inner = model.model
     inner.layers = torch.nn.ModuleList(inner.layers[layer] for layer in layers)
     inner.config.num_hidden_layers = len(layers)
@@ -248,7 +248,7 @@ def test_a_small_model_has_the_layers(architecture, wanted, layers, tmp_path):
     assert torch.equal(next_logits(again, PROMPTS[2]), next_logits(small, PROMPTS[2]))
 
 
-def test_layers_of_several_kinds_keep_theirs(tmp_path):
+def test_layers_of_several_kinds_keep_their_kinds(tmp_path):
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     model = tiny("gemma2", num_hidden_layers=4, layer_types=kinds)
     small = shrink(model, [1, 2, 3])
@@ -274,12 +274,12 @@ def test_tied_weights_stay_tied():
     [(1, "2 to 4 layers"), (5, "2 to 4 layers"), ([], "ascend"), ([0, 4], "ascend within 0..3"), ([2, 1], "ascend"),
      ([1, 1], "ascend"), ([-1], "ascend")],
 )  # fmt: skip
-def test_layers_that_there_are_not(layers, message):
+def test_invalid_layers_are_refused(layers, message):
     with pytest.raises(ValueError, match=message):
         shrink(target().model, layers)
 
 
-def test_layers_that_do_not_fit_elsewhere():
+def test_layers_that_do_not_fit_in_another_place_are_refused():
     """The first layer of deepseek is dense, all others are experts."""
     model = tiny("deepseek_v3", num_hidden_layers=3)
     shrink(model, [0, 2])
@@ -288,7 +288,7 @@ def test_layers_that_do_not_fit_elsewhere():
 
 
 @pytest.mark.parametrize("name", STUDENTS)
-def test_what_training_saves_drafters_load(name, tmp_path):
+def test_drafters_load_the_files_of_training(name, tmp_path):
     student = trained(name)
     student.save(tmp_path)
     drafter = load_drafter(tmp_path, target())

@@ -1,4 +1,4 @@
-"""Heads that others have published draft what their own libraries draft, position by position.
+"""Heads published by other projects give the same logits as their own libraries, position by position.
 
 The checkpoints and their drafts were made by ``speculators`` and SpecForge: see make_published.py, make_specforge.py.
 """
@@ -41,7 +41,7 @@ def target(kernels="torch", **options):
 
 
 def drafts(drafter, states, ids, steps):
-    """``[steps, slots, D]`` logits of a chain behind every slot, fed with the tokens of the text."""
+    """Returns ``[steps, slots, D]`` logits of a chain after every slot, fed with the tokens of the text."""
     network, head, slots = drafter._network, drafter.head, len(ids)
     found = []
     for last in range(slots - steps):
@@ -62,7 +62,7 @@ def drafts(drafter, states, ids, steps):
 
 
 def beside(kind, kernels="torch"):
-    """A target with the embeddings and the output matrix that the library had, where these are not in the files."""
+    """Builds a target with the library's embeddings and output matrix, if the head lacks them; loads the drafts."""
     of, known = target("torch"), load_file(FOLDER / kind / "drafts.safetensors")
     with torch.no_grad():
         if "embeddings" in known:
@@ -74,7 +74,7 @@ def beside(kind, kernels="torch"):
 
 @torch.no_grad()
 def block_drafts(drafter, states, ids, place):
-    """``[depths, D]`` logits of a block behind a place of the text, each depth behind the text's own token."""
+    """Returns ``[depths, D]`` logits of a block after a place of the text, each depth after the text's own token."""
     network, head, cache = drafter._network, drafter.head, RaggedKVCache()
     config, sample = head.config, cache.open(64)
     for part, _, batch in cache.portions({sample: range(place)}, 2):
@@ -93,7 +93,7 @@ def block_drafts(drafter, states, ids, place):
 @pytest.mark.parametrize("kernels", BACKENDS)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_are_those_of_the_library(kind, kernels):
-    """Behind every place with states before it."""
+    """Compares after every place that has states before it."""
     of, expected = beside(kind, kernels)
     drafter = load_drafter(FOLDER / kind, of)
     assert (type(drafter._network).__name__ == "_NativeRows") == (kernels == "native")
@@ -117,7 +117,7 @@ def test_blocks_are_those_of_the_library(kind, kernels):
     ],
 )  # fmt: skip
 def test_every_setting_of_blocks_counts(kind, change):
-    """Negative control: a block of another length, or with other masks, is another one."""
+    """Negative control: a block of another length, or with other masks, gives other logits."""
     of, expected = beside(kind)
     drafter = load_drafter(FOLDER / kind, of)
     for name, value in change.items():
@@ -131,7 +131,7 @@ def test_every_setting_of_blocks_counts(kind, change):
 
 @pytest.mark.parametrize("kernels", BACKENDS)
 def test_masks_are_those_of_the_library(kernels):
-    """P-EAGLE: behind every slot, all depths, as the library computes them in one pass."""
+    """Compares all depths after every slot of P-EAGLE, which the library computes in one pass."""
     of, expected = beside("peagle", kernels)
     drafter = load_drafter(FOLDER / "peagle", of)
     network, head, depths = drafter._network, drafter.head, 3
@@ -140,7 +140,7 @@ def test_masks_are_those_of_the_library(kernels):
         cache = RaggedKVCache()
         sample = cache.open(32)
         slots = network.fuse(expected["states"][: last + 1])
-        # Slot j of theirs holds states and token of place j; ours takes the token beside the states as it is given.
+        # Slot j of the library holds states and token of place j; ours takes the given token beside the states.
         (rows,) = drafter._ask(cache, {sample: expected["ids"][: last + 1].tolist()}, {sample: slots}, depths)
         for depth in range(depths):
             at = (expected["places"] == last) & (expected["depths"] == depth)
@@ -170,7 +170,7 @@ def test_drafts_are_those_of_the_library(kind, kernels):
     ],
 )
 def test_every_setting_counts(kind, setting, value):
-    """Negative control: with another value the drafts are others."""
+    """Negative control: with another value the drafts differ."""
     expected = load_file(FOLDER / kind / "drafts.safetensors")
     drafter = load_drafter(FOLDER / kind, target())
     if setting == "fc_norm":
@@ -185,7 +185,7 @@ def test_every_setting_counts(kind, setting, value):
 
 @pytest.mark.parametrize("kernels", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoders_of_them(kind, kernels):
+def test_texts_are_those_of_the_target(kind, kernels):
     of, _ = beside(kind, kernels)
     plain, _ = decode(ad.builders.plain(of))
     for topology in (ad.TreeTopology.chain(3), ad.TreeTopology.from_k_config((2, 2))):
@@ -198,8 +198,8 @@ def test_decoders_of_them(kind, kernels):
             assert sum(stats.tried.values()) > 0
 
 
-def test_one_call_grows_what_level_after_level_does(monkeypatch):
-    """Norms of what is read and of what is kept, embeddings of its own and several layers, in the kernels."""
+def test_one_call_grows_the_same_trees_as_level_by_level(monkeypatch):
+    """The kernels handle norms of inputs and of kept outputs, own embeddings and several layers."""
     of = target("native")
     for kind in EAGLES:
         seen = []
@@ -227,7 +227,7 @@ def copied(tmp_path, kind="eagle3", tensors=None, **config):
 
 
 def specforge(tmp_path, **config):
-    """The same head in the layout of SpecForge, which names the layers that states come out of."""
+    """Saves the EAGLE-3 head in the layout of SpecForge, which numbers states by the layers they come out of."""
     layer = json.loads((FOLDER / "eagle3" / "config.json").read_text())["transformer_layer_config"]
     own = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -250,7 +250,7 @@ def test_the_layout_of_specforge(tmp_path):
 
 
 def dense(tmp_path, kind, **changes):
-    """A DFlash or DSpark head with the flat settings of SpecForge (``dflash_config``) or DeepSpec."""
+    """Saves a DFlash or DSpark head with the flat settings of SpecForge (``dflash_config``) or DeepSpec."""
     layer = json.loads((FOLDER / kind / "config.json").read_text())
     own = {
         name: layer[name]
@@ -264,7 +264,7 @@ def dense(tmp_path, kind, **changes):
 
 
 def test_the_layouts_of_specforge_and_deepspec(tmp_path):
-    """Layers are numbered from the one that a state comes out of; masks alone predict in SpecForge's."""
+    """Both number states by the layer they come out of; in SpecForge's layout, masks alone predict."""
     of, _ = beside("dflash")
     own = {"target_layer_ids": [0, 1, 2], "mask_token_id": 63}
     folder = dense(
@@ -294,14 +294,14 @@ def test_the_layouts_of_specforge_and_deepspec(tmp_path):
         ({"tensors": lambda held: {n: t for n, t in held.items() if n != "lm_head.weight"}}, "has no output matrix"),
     ],
 )  # fmt: skip
-def test_blocks_that_are_not_understood_are_refused(tmp_path, change, match):
+def test_unsupported_blocks_are_refused(tmp_path, change, match):
     with pytest.raises(ValueError, match=match):
         load_drafter(copied(tmp_path, "dspark", **change), beside("dspark")[0])
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_medusa_heads_of_vllm(tmp_path, trimmed):
-    """What is written for it is read back; heads with trimmed vocabularies have rows for all tokens there."""
+    """Exported heads are read back; in vLLM's layout, trimmed vocabularies have rows for all tokens."""
     of = target()
     of.model.save_pretrained(tmp_path / "target")
     head = MedusaHead.for_target(of.model, range(40) if trimmed else range(VOCAB), num_heads=3)
@@ -348,7 +348,7 @@ def test_embeddings_of_the_target_are_not_kept_twice(tmp_path):
         ({"transformer_layer_config": {"model_type": "llama", "hidden_act": "gelu"}}, "hidden_act='gelu'"),
     ],
 )  # fmt: skip
-def test_what_is_not_understood_is_refused(tmp_path, change, match):
+def test_unsupported_heads_are_refused(tmp_path, change, match):
     with pytest.raises(ValueError, match=match):
         load_drafter(copied(tmp_path, **change), target())
 
@@ -370,7 +370,7 @@ def test_pickled_weights_are_refused(tmp_path):
         load_drafter(folder, target())
 
 
-def test_by_a_name_on_the_hub(monkeypatch):
+def test_a_name_on_the_hub_loads_a_head(monkeypatch):
     asked = []
 
     def download(name, allow_patterns, local_files_only=False):
@@ -390,7 +390,7 @@ def test_by_a_name_on_the_hub(monkeypatch):
         drafter_named("somebody/else", target())
 
 
-def test_import_keeps_it_as_one_of_ours(tmp_path):
+def test_import_saves_a_head_in_our_format(tmp_path):
     of = target()
     of.model.save_pretrained(tmp_path / "model")
     from support.models import LETTERS, tiny_tokenizer
@@ -407,7 +407,7 @@ def test_import_keeps_it_as_one_of_ours(tmp_path):
     assert not is_published(out)
 
 
-def test_where_only_plain_heads_are_known_others_are_refused():
+def test_parts_that_support_only_plain_heads_refuse_others():
     head = published_head(FOLDER / "eagle31-qwen3", target().model)
     with pytest.raises(ValueError, match=r"ONNX knows EAGLE-3 heads of one plain layer, .*norm_output=True"):
         plans.eagle(head, None)

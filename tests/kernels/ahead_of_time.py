@@ -90,7 +90,7 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2, fusion=True):
 
 
 def resources(binary, target):
-    """Returns registers per thread, bytes spilled, shared memory, matrix instructions, and if loads have 16 bytes."""
+    """Returns registers per thread, spills, shared memory, matrix instructions, and whether loads are 16 bytes wide."""
     if target == "gfx942":
         text = binary.asm["amdgcn"]
         registers, spilled = (

@@ -245,7 +245,7 @@ ZEROS = 20  # leading bits that are 0
 
 @pytest.mark.parametrize("bits", [64, 24], ids=["64 bits", "negative control: 24 bits"])
 def test_very_rare_tokens(bits):
-    """Tests draws too rare to wait for: conditions on leading zeros, so that they are a million times as frequent.
+    """Tests draws too rare to wait for: given numbers with leading zeros, they are a million times as frequent.
 
     The bits of a word are independent, so these zeros do not change the law of the other bits. A token of probability p
     is drawn if ``E / p < E' / (1 - p)``. Here E is the exponential variable of the token, which is small, and E' that

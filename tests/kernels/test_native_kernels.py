@@ -566,7 +566,7 @@ print(itself == expected, loaded == expected, after == expected, run() == expect
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_forked_children():
-    """The parent has not loaded the kernels, has only loaded them, or has run them. It runs them again at the end."""
+    """The parent has not loaded the kernels, has only loaded them, or has run them; at the end, it runs them again."""
     assert script("-c", FORKS).split() == ["True"] * 4
 
 
@@ -593,7 +593,7 @@ ISAS = [
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa):
-    """Runs alone in its process, with passive waiting: with more threads than processors, teams wait for each other."""
+    """Sets run one after the other: with more threads than processors, teams of threads wait for each other."""
     if not machine.NEEDED_BY[isa] <= machine.cpu_features():
         pytest.skip("this CPU lacks it; test_emulated.py has some of those")
     here = Path(__file__).parents[1] / "support" / "native_checks.py"

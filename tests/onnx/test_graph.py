@@ -1,4 +1,4 @@
-"""Graphs on ragged batches: with one whose answers can be known, what every row sees and where keys and values go."""
+"""Graphs on ragged batches: a stub shows the tokens that every row sees and the places of keys and values."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.masks import SlicedCausalMask, stack_words
 
 TREE = TreeTopology.from_parents([-1, 0, 0, 1, 1])
-SIZES = {"key": 3, "value": 5}  # of two heads
+SIZES = {"key": 3, "value": 5}  # per head
 
 
 class Summing:
-    """Says of every row the sum of the tokens that it sees, and its position; values are the tokens themselves."""
+    """Graph stub that returns each row's position and the sum of the tokens it sees; values are the tokens."""
 
     def __init__(self):
         past = {f"past_key_values.0.{part}": ["b", 2, "p", size] for part, size in SIZES.items()}
@@ -37,7 +37,7 @@ def run(graph, cache, tokens, batch):
 
 
 @pytest.mark.parametrize("prompts", [[[3, 5, 7]], [[3, 5, 7], [11], [2, 4, 6, 8, 10]]], ids=["alone", "ragged"])
-def test_every_row_sees_its_own(prompts):
+def test_every_row_sees_its_own_past_and_branch(prompts):
     stub, cache = Summing(), RaggedKVCache()
     graph = RaggedGraph(stub)
     handles = [cache.open(1) for _ in prompts]  # slabs will move as they grow
@@ -47,7 +47,7 @@ def test_every_row_sees_its_own(prompts):
     assert found["positions"].tolist() == [i for p in prompts for i in range(len(p))]
     cache.commit({handle: range(len(prompt)) for handle, prompt in zip(handles, prompts, strict=True)})
 
-    # Two levels of a tree behind it, of which the second follows in a run of its own; the last sample stays behind.
+    # Two levels of a tree follow, each in its own run. The last sample takes no part in the second run.
     mask, fed = SlicedCausalMask(TREE), [0, 1, 2]
     first = run(
         graph,
@@ -67,7 +67,7 @@ def test_every_row_sees_its_own(prompts):
     assert second["sums"].tolist() == [float(t + s) for t in texts[: len(part)] for s in (1300, 2300)]
     assert second["positions"].tolist() == [len(p) + 2 for p in prompts[: len(part)] for _ in range(2)]
 
-    # What is committed stays where it is; the rest is forgotten.
+    # Committed slots stay in place; the other slots are dropped.
     cache.commit({handle: [0, 1] for handle in part} | {handle: [] for handle in handles[len(part) :]})
     third = run(graph, cache, [1] * len(handles), cache.lay_out(handles, [[0]] * len(handles)))
     assert third["sums"].tolist() == [
@@ -80,7 +80,7 @@ def words(mask, rows, columns, handles):
     return stack_words([mask.select(rows, columns)] * len(handles))
 
 
-def test_one_sample_is_not_filled_up():
+def test_one_sample_is_not_padded():
     stub, cache = Summing(), RaggedKVCache()
     handle = cache.open(4)
     run(RaggedGraph(stub), cache, [3, 5], cache.lay_out([handle], [range(2)]))

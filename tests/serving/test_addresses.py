@@ -1,4 +1,4 @@
-"""HEAD, OPTIONS and the pages of other origins."""
+"""HEAD and OPTIONS requests, and requests from pages of other origins."""
 
 import httpx
 import pytest
@@ -78,7 +78,7 @@ def test_pages_of_allowed_origins_may_send_requests(app, cors, grant):
     assert reply.headers["Access-Control-Allow-Headers"] == PREFLIGHT["Access-Control-Request-Headers"]
     assert "Access-Control-Allow-Credentials" not in reply.headers
     refused = client.post("/v1/chat/completions", json={}, headers={"Origin": PAGE})
-    assert (refused.status_code, refused.headers[GRANT]) == (401, grant)  # a page can read errors, too
+    assert (refused.status_code, refused.headers[GRANT]) == (401, grant)  # pages must be able to read errors, too
 
 
 def test_pages_of_other_origins_get_no_grant(app):

@@ -1,4 +1,4 @@
-"""How templates write calls is found out, models are held to it, and it is read back."""
+"""Call formats: found in chat templates, enforced by grammars, and read back from answers."""
 
 import json
 
@@ -23,7 +23,7 @@ NAMES = {
     "listed": ('[TOOL_CALLS][{"name": "', '", "arguments": ', ', "id": "\0"}, {"name": "'),
     "tokens": ("<calls><call>", "<sep>", "</call><call>"),
 }
-HOW = {"special": True, "added": False, "spelt": None}  # what the marks are for the tokenizer
+HOW = {"special": True, "added": False, "spelt": None}  # how the tokenizer knows the marks of calls
 
 
 def tokenizer_of(style, special):
@@ -31,7 +31,7 @@ def tokenizer_of(style, special):
 
 
 def written(form, calls, words=""):
-    """What a model writes that calls, or only words."""
+    """Returns words followed by calls in the given format; ``calls`` may be empty."""
     text = words
     for place, (name, arguments) in enumerate(calls):
         text += (form.separator if place else form.opening) + name + form.middle + arguments
@@ -39,7 +39,7 @@ def written(form, calls, words=""):
 
 
 def follows(tokenizer, text, **asked):
-    """Whether the format's grammar lets a model write a text, or several that are spelt one by one, and end there."""
+    """Returns whether the format's grammar accepts a whole text; the texts of a list are tokenised one by one."""
     settings = {"required": False, "parallel": True, "answer": None, **asked}
     grammar = call_format(tokenizer, [EOS]).grammar(TOOLS, **settings)
     return callers.follows(tokenizer, grammar, [text] if isinstance(text, str) else text)
@@ -65,17 +65,17 @@ def test_thoughts_before_calls_are_no_part_of_the_format():
 REFUSED = {
     "no template": (None, "no chat template"),
     "no tools": (CHATML, "knows no tools"),
-    "an error": ("{{ raise_exception('never') }}", "refuses tools: never"),
-    "offers only": (
+    "an error of the template": ("{{ raise_exception('never') }}", "refuses tools: never"),
+    "tools without calls": (
         "{{ tools | tojson }}{% for said in messages %}{{ said.content }}{% endfor %}",
         "leaves out the names",
     ),
-    "no JSON": (
+    "arguments that are no JSON": (
         TOKENS.replace("+ call.function.arguments +", "+ call.function.arguments | string | replace('\"', '') +"),
         "arguments are not written as JSON",
     ),
     "names twice": (TOKENS.replace("+ '<sep>'", "+ ':' + call.function.name + '<sep>'"), "more than once"),
-    "nothing before": (
+    "nothing before calls": (
         BARE.replace('{"name": "', "").replace("said.role + ': '", "''").replace("'assistant: '", "''"),
         "nothing shows",
     ),
@@ -105,14 +105,14 @@ def test_grammars_enforce_the_format(style, how):
     assert follows(tokenizer, one, required=True, parallel=False)
     assert follows(tokenizer, WORDS)
     behind = written(form, CALLS[:1], "So.\n")
-    assert follows(tokenizer, behind)  # as words alone, where calls come first
+    assert follows(tokenizer, behind)  # plain words, if the format allows no words before calls
     assert follows(tokenizer, behind.replace("look", "luck")) == (not form.anywhere)
     assert follows(tokenizer, two, required=True)
     if style != "bare":
         assert follows(tokenizer, '{"x": 4}', answer=X)
         assert follows(tokenizer, one, answer=X)
         assert not follows(tokenizer, WORDS, answer=X)
-    # and to nothing else
+    # everything else is refused
     assert not follows(tokenizer, WORDS, required=True)
     assert not follows(tokenizer, "", required=True)
     assert not follows(tokenizer, one.replace("look", "luck"))
@@ -136,7 +136,7 @@ def test_plain_words_are_unrestricted(text):
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-@pytest.mark.parametrize("words", ["", WORDS, "two lines\n\n"], ids=["calls", "words", "lines"])
+@pytest.mark.parametrize("words", ["", WORDS, "two lines\n\n"], ids=["no words", "words", "lines"])
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_calls_are_read_from_pieces_of_any_size(style, words, size):
     form = call_format(tokenizer_of(style, True), [EOS])
@@ -179,7 +179,7 @@ def test_arguments_are_passed_on_before_they_are_complete():
     ids=["line breaks", "words and line breaks", "arguments"],
 )
 def test_a_reader_keeps_a_bounded_amount_of_text(texts):
-    """So that the work of a piece does not grow with those before it."""
+    """The work per piece must not grow with the number of earlier pieces."""
     reader, said = CallReader(call_format(tokenizer_of("tagged", True), [EOS]), TOOLS), ""
     for text in texts:
         said += reader.add(text)[0]

@@ -1,4 +1,4 @@
-"""OpenAI's own client gets over HTTP what the engine says alone."""
+"""OpenAI's own client gets over HTTP the answers that the engine gives directly."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -181,7 +181,7 @@ def test_steps_show_which_drafts_were_accepted(decoder, client):
     assert "arbordraft" not in chat(client, max_tokens=3).choices[0].model_extra
 
 
-def test_models_health_and_page(served, client):
+def test_models_health_and_page_are_served(served, client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").exactness == "pathwise"
     assert chat(client, max_tokens=1).system_fingerprint.endswith("-pathwise")

@@ -1,4 +1,4 @@
-"""Completions of several prompts, and prompts in front of them with their log-probabilities."""
+"""Completions of several prompts, and echoed prompts with their log-probabilities."""
 
 import random
 
@@ -37,7 +37,7 @@ def complete(client, prompt, **settings):
 
 
 def streamed(client, prompt, **settings):
-    """The choices that chunks join to, by their numbers."""
+    """Joins the chunks of a stream; returns the choices by index."""
     joined = {}
     for chunk in complete(client, prompt, stream=True, **settings):
         (choice,) = chunk.choices
@@ -80,7 +80,7 @@ def test_one_answer_that_fails_ends_the_others():
         with pytest.raises(openai.InternalServerError) as failure:
             complete(served.client, ["abc", "9"], **settings)
         assert failure.value.code == "not_finite"
-        with pytest.raises(openai.InternalServerError) as failure:  # in the prompt itself
+        with pytest.raises(openai.InternalServerError) as failure:  # the prompt itself gives NaN
             complete(served.client, ["abc", "9a"], echo=True, logprobs=1, max_tokens=0)
         assert failure.value.code == "not_finite"
         short = complete(served.client, "abc", max_tokens=2)
@@ -110,7 +110,7 @@ def test_echo_decodes_prompts_given_as_tokens(client, tokenizer):
 
 @pytest.mark.parametrize("length", [0, 1, 5])
 def test_log_probabilities_of_prompts_match_transformers(served, client, tokenizer, length):
-    """As evaluation harnesses ask: the first token has none, the others those of transformers."""
+    """Evaluation harnesses read these values; the first token has none."""
     settings = {"echo": True, "logprobs": 3, "max_tokens": length, "temperature": 0}
     reply = complete(client, PROMPTS, **settings)
     joined = streamed(client, PROMPTS, **settings)
@@ -131,7 +131,7 @@ def test_log_probabilities_of_prompts_match_transformers(served, client, tokeniz
         assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) >= len(ids)
         assert joined[choice.index]["text"] == choice.text
         assert joined[choice.index]["logprobs"] == told.to_dict()
-        # A harness takes a continuation for greedy if each of its tokens has the highest value at its place.
+        # A harness regards a continuation as greedy if each of its tokens has the highest value at its position.
         if length:
             assert told.token_logprobs[len(ids)] == max(told.top_logprobs[len(ids)].values())
 

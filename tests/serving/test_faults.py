@@ -1,4 +1,4 @@
-"""What goes wrong has a clear status, ends in time, and is nobody else's problem."""
+"""Failures have a clear status, end in time, and affect no other request."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def until(true, seconds=10):
 
 @pytest.fixture
 def gate():
-    """Steps wait for it; it opens at the end at the latest."""
+    """Yields an event that steps wait for, and sets it at the end of the test at the latest."""
     opened = threading.Event()
     yield opened
     opened.set()
@@ -41,7 +41,7 @@ def gate():
 
 @pytest.fixture
 def held(gate):
-    """A decoder whose steps wait for the gate."""
+    """Returns a decoder whose steps wait for the gate."""
     decoder = tiny_decoder()
     decoder.on_step = lambda *_: gate.wait(20)
     return decoder
@@ -58,14 +58,14 @@ def asked(**fields):
 
 
 WRONG = {
-    "cut off": ('{"messages": [', 400, "invalid_json", "no JSON"),
-    "nothing": ("", 400, None, "the body"),
+    "JSON that is cut off": ('{"messages": [', 400, "invalid_json", "no JSON"),
+    "an empty body": ("", 400, None, "the body"),
     "not an object": ("[1]", 400, None, "the body"),
     "no messages": ("{}", 400, None, "messages"),
     "empty messages": (asked(messages=[]), 400, None, "messages"),
     "an empty prompt": ('{"prompt": []}', 400, None, "empty"),
     "an empty prompt of several": ('{"prompt": ["a", ""]}', 400, None, "entry 1 is empty"),
-    "many prompts": (json.dumps({"prompt": ["a"] * 700, "n": 3}), 400, None, "700 prompts with 3 answers each"),
+    "too many prompts": (json.dumps({"prompt": ["a"] * 700, "n": 3}), 400, None, "700 prompts with 3 answers each"),
     "unknown tokens": ('{"prompt": [61]}', 400, None, "vocabulary"),
     "negative tokens": ('{"prompt": [-1]}', 400, None, "prompt[0]"),
     "an image": (asked(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, None, "got image_url"),
@@ -76,19 +76,19 @@ WRONG = {
     "tools": (asked(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "unsupported", "knows no tools"),
     "echo": (asked(echo=True), 400, "unsupported", "echo"),
     "neither an answer nor an echo": ('{"prompt": "a", "max_tokens": 0}', 400, None, "max_tokens: 0"),
-    "temperature": (asked(temperature=-1), 400, None, "temperature"),
-    "a melting temperature": (asked(temperature=1e308), 400, None, "temperature"),
+    "a negative temperature": (asked(temperature=-1), 400, None, "temperature"),
+    "a huge temperature": (asked(temperature=1e308), 400, None, "temperature"),
     "a presence penalty": (asked(presence_penalty=1e308), 400, None, "presence_penalty"),
     "a frequency penalty": (asked(frequency_penalty=-3), 400, None, "frequency_penalty"),
     "a repetition penalty": (asked(repetition_penalty=1e-308), 400, None, "repetition_penalty"),
-    "a bias": (asked(logit_bias={"5": 1e308}), 400, None, "logit_bias"),
+    "a huge bias": (asked(logit_bias={"5": 1e308}), 400, None, "logit_bias"),
     "NaN": (asked(temperature=float("nan")), 400, None, "temperature"),
     "top_p": (asked(top_p=1.5), 400, None, "top_p"),
     "n": (asked(n=0), 400, None, "n: "),
     "seed": (asked(seed=-2), 400, None, "seed"),
     "an empty stop": (asked(stop=""), 400, None, "stop"),
-    "top_logprobs alone": (asked(top_logprobs=2), 400, None, "logprobs"),
-    "a bias outside": (asked(logit_bias={"61": 1}), 400, None, "logit_bias"),
+    "top_logprobs without logprobs": (asked(top_logprobs=2), 400, None, "logprobs"),
+    "a bias outside the vocabulary": (asked(logit_bias={"61": 1}), 400, None, "logit_bias"),
     "no tokens": (asked(max_tokens=0), 400, None, "max_tokens"),
     "too many tokens": (asked(max_tokens=POSITIONS), 400, "context_length_exceeded", "lower max_tokens"),
     "a long prompt": (json.dumps({"prompt": "a" * 600}), 400, "context_length_exceeded", "shorten the prompt"),
@@ -106,7 +106,7 @@ def test_invalid_requests_are_refused_with_the_cause(served, name):
     error = reply.json()["error"]
     assert (reply.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
     assert cause in error["message"]
-    assert chat(served.client, max_tokens=2).usage.completion_tokens <= 2  # and the next one is answered
+    assert chat(served.client, max_tokens=2).usage.completion_tokens <= 2  # the next request is answered
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "nowhere", 404), ("GET", "v1/completions", 405)])
@@ -144,7 +144,7 @@ def test_a_client_that_disconnects_cancels_its_request(streaming):
         else:
             with pytest.raises(openai.APITimeoutError):
                 chat(served.client.with_options(timeout=0.5), **LONG)
-        assert until(lambda: served.engine.living == 0, 3)  # its 400 tokens take more than ten seconds
+        assert until(lambda: served.engine.living == 0, 3)  # all 400 tokens would take more than ten seconds
         assert 'outcome="cancelled"} 1.0' in httpx.get(f"{served.url}/metrics").text
 
 
@@ -233,7 +233,7 @@ def test_health_reports_an_engine_that_fails_repeatedly(served, monkeypatch):
         with pytest.raises(openai.InternalServerError) as failure:
             chat(served.client)
         assert failure.value.code == "internal_error"
-        assert "division" not in str(failure.value)  # what happens inside is for the log
+        assert "division" not in str(failure.value)  # details go to the log only
         assert status() == expected
     monkeypatch.undo()
     assert chat(served.client, max_tokens=2).choices

@@ -1,4 +1,4 @@
-"""The tokens of log-probabilities join to the answer's text and their bytes to its bytes, with any tokenizer."""
+"""Tokens of log-probabilities join to the answer's text, and their bytes to its bytes, with any tokenizer."""
 
 import random
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ USAGE = CompletionUsage(completion_tokens=0, prompt_tokens=0, total_tokens=0)
 
 
 def answered(tokenizer, tokens, stop=(), source=None, others=()):
-    """The pieces of an answer, in steps of one to three tokens, and the log-probability -i of token i."""
+    """Yields pieces of one to three tokens, or of one without ``source``; token i has log-probability -i."""
     speller, at = Speller(tokenizer, stop, 1, steps=False), 0
     while at < len(tokens):
         size = source.randint(1, 3) if source else 1
@@ -28,7 +28,7 @@ def answered(tokenizer, tokens, stop=(), source=None, others=()):
 
 
 def shown(shape, pieces):
-    """The choice of the whole answer, and those of its chunks."""
+    """Returns the choice of the whole answer and the choices of its chunks."""
     service, question = SimpleNamespace(name="m", exactness="law"), SimpleNamespace(others=1, functions={})
     whole = shape(service, question).whole([sum(pieces[1:], pieces[0])], USAGE)
     stream = shape(service, question)

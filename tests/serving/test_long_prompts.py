@@ -1,4 +1,4 @@
-"""A prompt that takes long to tokenise holds up none that are short."""
+"""A prompt that takes long to tokenise does not delay short prompts."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ def test_short_questions_do_not_wait_for_long_questions(long):
     begun, go, kind = threading.Event(), threading.Event(), type(long)
 
     class Waiting(kind):
-        """Is tokenised when it is let."""
+        """Waits for ``go`` before it is tokenised."""
 
         def encode(self, *how):
             begun.set()

@@ -23,7 +23,7 @@ MARKED = {"model": "tiny", "exactness": "exact", "prompt": "<b>who</b>", "text":
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium without a screen."""
+    """Yields a headless Chromium."""
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:
         pytest.skip("no Chromium to look at the page with; on Debian: apt install chromium")
@@ -37,7 +37,7 @@ def browser():
 
 @pytest.fixture
 def tab(browser):
-    """An empty tab, whose errors are those of the test; nothing but the server may be asked."""
+    """Yields an empty tab; its script errors, and its requests to other hosts, fail the test."""
     tab, wrong = browser.new_page(), []
     tab.set_default_timeout(10_000)
     tab.on("pageerror", lambda error: wrong.append(str(error)))
@@ -88,7 +88,7 @@ def ask(tab, text="hello there"):
 def test_a_chat_streams_and_draws_its_steps(served, tab):
     tab.goto(served.url)
     assert tab.locator("#model").text_content() == "tiny, pathwise"
-    ask(tab)  # the field has the focus: nobody has to click
+    ask(tab)  # the field already has the focus
     steps, tokens = tab.evaluate("steps"), tab.evaluate("steps.reduce((sum, step) => sum + step.emitted, 0)")
     greedy = {"model": "tiny", "messages": [{"role": "user", "content": "hello there"}], "temperature": 0}
     (expected,) = served.client.chat.completions.create(**greedy).choices

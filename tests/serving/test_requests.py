@@ -1,4 +1,4 @@
-"""Hints, echoes and what asks for nothing are taken; what would change the answer and is not supported is named."""
+"""Hints, echoed fields and values without effect are accepted; unsupported fields are refused by name."""
 
 import json
 import typing
@@ -43,7 +43,7 @@ def ask(http, path="chat/completions", **body):
 
 
 def refusal(kind, given):
-    """What a client is told of a body that is not taken."""
+    """Returns the error that a client gets for an invalid body, or ``None`` if the body is valid."""
     try:
         kind.model_validate(given)
     except ApiError as error:
@@ -57,7 +57,7 @@ def chat(**fields):
     return ChatQuestion.model_validate({"messages": [USER], **fields})
 
 
-# By our own type the fields of OpenAI's that would change the answer and are refused, and what else has to be said.
+# Per type: OpenAI's fields that would change the answer and are refused, and the fields that a body needs.
 REFUSED = {
     ChatQuestion: ({"audio": {"voice": "alloy"}, "moderation": {"model": "m"}}, {"messages": [USER]}),
     Message: ({"audio": {"id": "a"}, "function_call": {"name": "f", "arguments": "{}"}}, {"role": "assistant"}),
@@ -91,7 +91,7 @@ def test_every_field_of_openais_types_is_handled(name):
     fields = {field for kind in theirs for field in getattr(kind, "model_fields", None) or typing.get_type_hints(kind)}
     refused, least = REFUSED.get(ours, ({}, {}))
     assert fields
-    assert not fields - {*ours.model_fields, *ours.hints, *ours.nothing, *refused}, "a field, a hint, or refused?"
+    assert not fields - {*ours.model_fields, *ours.hints, *ours.nothing, *refused}, "support, ignore or refuse them"
     for field, value in refused.items():
         error = refusal(ours, {**least, field: value})
         assert (error.param, error.code) == (field, "unsupported")
@@ -118,21 +118,21 @@ def test_hints_and_values_without_effect_are_ignored(kind):
 MESSAGES = {
     "names": [{"role": role, "content": "x", "name": "ada"} for role in ("system", "user", "assistant", "developer")],
     "a tool's name": [USER, {"role": "assistant", "tool_calls": [CALL]}, {**RESULT, "name": "f"}],
-    "places of calls": [USER, {"role": "assistant", "tool_calls": [{**CALL, "index": 0}]}, RESULT],
-    "what was parsed": [
+    "indices of calls": [USER, {"role": "assistant", "tool_calls": [{**CALL, "index": 0}]}, RESULT],
+    "parsed answers": [
         {"role": "assistant", "content": "{}", "parsed": {"a": 1}, "annotations": [{"type": "url_citation"}]},
         {"role": "assistant", "tool_calls": [{**CALL, "function": {**CALL["function"], "parsed_arguments": {}}}]},
     ],
-    "nothing said": [USER, {"role": "assistant"}, {"role": "assistant", "content": None, "audio": None}],
+    "messages without content": [USER, {"role": "assistant"}, {"role": "assistant", "content": None, "audio": None}],
     "caches": [
         {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
         {**USER, "cache_control": {"type": "ephemeral"}},
     ],
-    "other names of parts": [
+    "parts of the responses API": [
         {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
         {"role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": []}]},
     ],
-    "nothing seen": [{**USER, **{name: values[0] for name, values in MESSAGE_NOTHING.items()}}],
+    "fields without effect": [{**USER, **{name: values[0] for name, values in MESSAGE_NOTHING.items()}}],
 }
 
 
@@ -177,28 +177,36 @@ UNCLEAR = {
         "messages.0.content.0",
         "the field text",
     ),
-    "a user who says nothing": ({"messages": [{**USER, "content": None}]}, "messages.0", "content is missing"),
+    "a user message without content": ({"messages": [{**USER, "content": None}]}, "messages.0", "content is missing"),
     "no object": ({"stream_options": 5}, "stream_options", "JSON object"),
     "no list": ({"tools": 5}, "tools", "a list"),
     "no number": ({"n": "x"}, "n", "whole number"),
-    "a bias of no token": ({"logit_bias": {"a": 1}}, "logit_bias.a", "whole number"),
-    "a temperature": ({"temperature": -1}, "temperature", "at least 0"),
-    "a seed": ({"seed": -2}, "seed", "from 0 to"),
-    "a template's own": ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize", "no variable"),
-    "its messages": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "no variable"),
-    "more than there may be": ({"min_tokens": 5}, "min_tokens", "longest answer, 4 tokens, got 5"),
-    "an end before the end": ({"min_tokens": 2, "stop": "a"}, "min_tokens", "one of the two"),
-    "a form that goes on": ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens", "JSON"),
-    "an end in a form": ({"stop_token_ids": [5], **TOOLS}, "stop_token_ids", "tools"),
-    "an unknown end": ({"stop_token_ids": [10**6]}, "stop_token_ids", "vocabulary"),
-    "an end that is none": ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
-    "an answer of the user": ({"continue_final_message": True}, "messages.0", "role assistant"),
-    "an answer in a form": (
+    "a bias for a word": ({"logit_bias": {"a": 1}}, "logit_bias.a", "whole number"),
+    "a negative temperature": ({"temperature": -1}, "temperature", "at least 0"),
+    "a negative seed": ({"seed": -2}, "seed", "from 0 to"),
+    "an argument of the template": (
+        {"chat_template_kwargs": {"tokenize": True}},
+        "chat_template_kwargs.tokenize",
+        "no variable",
+    ),
+    "the messages of the template": (
+        {"chat_template_kwargs": {"messages": []}},
+        "chat_template_kwargs.messages",
+        "no variable",
+    ),
+    "a minimum above the maximum": ({"min_tokens": 5}, "min_tokens", "longest answer, 4 tokens, got 5"),
+    "a minimum length with a stop": ({"min_tokens": 2, "stop": "a"}, "min_tokens", "one of the two"),
+    "a minimum length with JSON": ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens", "JSON"),
+    "a stop token with tools": ({"stop_token_ids": [5], **TOOLS}, "stop_token_ids", "tools"),
+    "a stop token outside the vocabulary": ({"stop_token_ids": [10**6]}, "stop_token_ids", "vocabulary"),
+    "a negative stop token": ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
+    "continuing a message of the user": ({"continue_final_message": True}, "messages.0", "role assistant"),
+    "continuing an answer in JSON": (
         {"continue_final_message": True, "response_format": {"type": "json_object"}},
         "continue_final_message",
         "cannot begin the answer",
     ),
-    "two ways to begin": (
+    "continuing and beginning a turn": (
         {
             "messages": [{"role": "assistant", "content": "a"}],
             "continue_final_message": True,
@@ -227,7 +235,7 @@ def test_mixed_prompts_are_refused(http, prompt):
 
 
 def test_other_media_types_are_refused(http):
-    """And so a page of another origin cannot ask: browsers send it JSON only where the server allows that."""
+    """Protects against pages of other origins: browsers send their JSON only if the server allows it."""
     for kind in ({"Content-Type": "text/plain"}, {}):
         reply = http.post("/v1/completions", content='{"prompt": "a"}', headers=kind)
         assert reply.status_code == 400

@@ -1,4 +1,4 @@
-"""/v1/responses says what a chat says, in items and events that OpenAI's own client reads."""
+"""/v1/responses gives the answers of a chat, as items and events that OpenAI's own client reads."""
 
 import json
 from typing import Literal
@@ -49,7 +49,7 @@ def chat(client, messages=({"role": "user", "content": "hello there"},), **setti
 
 
 def items(output):
-    """Without the names that are new each time."""
+    """Returns items as dictionaries, without the ids that are new in every call."""
     return [item.to_dict() | {"id": "", **({"call_id": ""} if item.type == "function_call" else {})} for item in output]
 
 
@@ -262,17 +262,17 @@ def test_hints_and_fields_without_effect_are_accepted(client):
     reply = respond(client, seed=3, **nothing)
     assert reply.output_text == respond(client, seed=3).output_text
     assert reply.metadata == {"run": "7"}
-    assert reply.store is False  # nothing is kept
+    assert reply.store is False  # no response is stored
 
 
 REFUSED = {
     "an earlier response": ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_id"),
     "a conversation": ({"conversation": "conv_1"}, "conversation", "conversation"),
     "a stored prompt": ({"prompt": {"id": "p"}}, "prompt", "prompt"),
-    "later": ({"background": True}, "background", "background"),
-    "less of the input": ({"truncation": "auto"}, "truncation", "truncation"),
+    "a background response": ({"background": True}, "background", "background"),
+    "automatic truncation": ({"truncation": "auto"}, "truncation", "truncation"),
     "a tool of the provider": ({"tools": [{"type": "web_search"}]}, "tools.0", "web_search"),
-    "a choice of such": ({"tool_choice": {"type": "file_search"}}, "tool_choice", "file_search"),
+    "a choice of a provider's tool": ({"tool_choice": {"type": "file_search"}}, "tool_choice", "file_search"),
     "an image": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input.0.content.0.type",
@@ -281,8 +281,12 @@ REFUSED = {
     "another item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "item_reference"),
     "no item": ({"input": []}, "input", "entry"),
     "no role": ({"input": [{"content": "x"}]}, "input.0", "role is missing"),
-    "another item's field": ({"input": [{**CALL, "output": "x"}]}, "input.0", "output is no field"),
-    "arguments": ({"input": [{**CALL, "arguments": "[1]"}]}, "input.0.arguments", "JSON text of an object"),
+    "a field of another item": ({"input": [{**CALL, "output": "x"}]}, "input.0", "output is no field"),
+    "arguments that are no object": (
+        {"input": [{**CALL, "arguments": "[1]"}]},
+        "input.0.arguments",
+        "JSON text of an object",
+    ),
     "an unknown call": (
         {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
         "input.0.call_id",
@@ -291,10 +295,10 @@ REFUSED = {
     "no such function": ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "no f among"),
     "a chat's field": ({"max_tokens": 3}, "max_tokens", "max_tokens is not supported"),
     "no tokens": ({"max_output_tokens": 0}, "max_output_tokens", "greater than"),
-    "too many": ({"max_output_tokens": 9999}, None, "lower max_output_tokens"),
-    "temperature": ({"temperature": "hot"}, "temperature", "number"),
-    "a negative one": ({"temperature": -1}, "temperature", "temperature"),
-    "a schema": (
+    "too many tokens": ({"max_output_tokens": 9999}, None, "lower max_output_tokens"),
+    "a temperature that is a word": ({"temperature": "hot"}, "temperature", "number"),
+    "a negative temperature": ({"temperature": -1}, "temperature", "temperature"),
+    "an invalid schema": (
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nothing"}}}},
         "text.format.schema",
         "text.format.schema",
@@ -305,7 +309,7 @@ REFUSED = {
         "tools.0.parameters",
         "tools.0.parameters",
     ),
-    "alternatives alone": ({"top_logprobs": 2}, "top_logprobs", "include"),
+    "alternatives without log-probabilities": ({"top_logprobs": 2}, "top_logprobs", "include"),
 }
 
 

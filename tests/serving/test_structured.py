@@ -1,4 +1,4 @@
-"""JSON and calls of tools, asked for with OpenAI's own client."""
+"""JSON answers and tool calls, requested with OpenAI's own client."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +57,7 @@ def chat(client, messages=HELLO, **settings):
 
 
 def streamed(client, messages=HELLO, **settings):
-    """The completion that the client's own helper puts together."""
+    """Returns the completion that the client's own helper assembles, and the kinds of its events."""
     with client.chat.completions.stream(model="tiny", messages=messages, **settings) as stream:
         kinds = {event.type for event in stream}
         return stream.get_final_completion(), kinds
@@ -111,7 +111,7 @@ def test_without_a_format_answers_are_no_json(client):
 def test_json_object_begins_an_object(client):
     reply = chat(client, response_format={"type": "json_object"}, max_tokens=12, seed=2)
     assert reply.choices[0].message.content.startswith("{")
-    assert reply.choices[0].finish_reason == "length"  # a random model hardly ever ends what has no bounds
+    assert reply.choices[0].finish_reason == "length"  # a random model hardly ever ends an object without bounds
 
 
 class Animal(BaseModel):
@@ -183,7 +183,7 @@ def test_functions_are_called_as_asked(style, name):
 @pytest.mark.parametrize("name", ["auto", "none"])
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_answers_without_calls_are_those_without_a_grammar(style, name):
-    """A random model hardly ever begins a call. What it must not write are bytes that are no characters."""
+    """A random model hardly ever begins a call; the bias excludes bytes that are no characters."""
     decoder = caller(style)
     tokenizer = decoder.target.tokenizer
     bytes_only = {token: -100.0 for token in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([token])}
@@ -201,7 +201,7 @@ def test_answers_without_calls_are_those_without_a_grammar(style, name):
 
 
 def test_keywords_beyond_the_grammar_are_checked_and_reported(client):
-    """Without strict, as OpenAI's default is; the rest is held."""
+    """``strict`` is off, as by OpenAI's default; the grammar enforces the other keywords."""
     pairs = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
     asked = {"response_format": json_format(pairs), "seed": 3, "n": 12, "temperature": 1.5}
     seen = set()
@@ -222,16 +222,16 @@ OPEN = {"type": "boolean"}
 LOOSE = {
     "anything": {},
     "no type": {"properties": {"a": OPEN}, "required": ["a"], "additionalProperties": False},
-    "or nothing": {"type": ["object", "null"], "properties": {"a": OPEN}, "additionalProperties": False},
-    "one of several": {"anyOf": [{"type": "array"}, {"type": "object", "maxProperties": 0}]},
-    "a value": {"enum": [3, {"a": [True]}, None]},
+    "an object or null": {"type": ["object", "null"], "properties": {"a": OPEN}, "additionalProperties": False},
+    "one of several types": {"anyOf": [{"type": "array"}, {"type": "object", "maxProperties": 0}]},
+    "an enumeration": {"enum": [3, {"a": [True]}, None]},
     "a definition": {"$ref": "#/$defs/a", "$defs": {"a": {"type": ["object", "string"], "maxProperties": 0}}},
 }
 
 
 @pytest.mark.parametrize("name", LOOSE)
 def test_arguments_are_objects_even_if_the_schema_allows_more(client, name):
-    """And what is called can be sent back."""
+    """Finished calls can be sent back."""
     tool = {"type": "function", "function": {"name": "f", "parameters": LOOSE[name]}}
     asked = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 40, "n": 8}
     for choice in chat(client, **asked, seed=1).choices:
@@ -240,12 +240,12 @@ def test_arguments_are_objects_even_if_the_schema_allows_more(client, name):
         if choice.finish_reason == "tool_calls":
             jsonschema.validate(json.loads(call.function.arguments), LOOSE[name])
             back = [*HELLO, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
-    if name != "anything":  # a random model hardly ever ends it
+    if name != "anything":  # a random model hardly ever ends such an object
         assert chat(client, back, max_tokens=1).choices
 
 
 def biased(served, **tokens):
-    """What makes a random model want, or not want, to say something."""
+    """Returns a logit bias for the mark of a call and for the end token."""
     known = {"call": "<tool_call>", "end": "<eos>"}
     tokenizer = served.engine.decoder.target.tokenizer
     return {str(tokenizer.convert_tokens_to_ids(known[name])): bias for name, bias in tokens.items()}
@@ -323,7 +323,7 @@ def test_conversations_remember_calls(style):
         assert [choice.message.content for choice in chat(served.client, messages, seed=3).choices] == expected
         forgotten = chat(served.client, [*HELLO, {**messages[1], "tool_calls": [], "content": ""}], seed=3)
         assert forgotten.choices[0].message.content != expected[0]
-        # what the server says can be sent back as it is
+        # a reply can be sent back unchanged
         asked = {"tools": TOOLS, "tool_choice": NOW, "parallel_tool_calls": False, "max_tokens": 60}
         reply = chat(served.client, **asked).choices[0].message
         back = [*HELLO, reply, {**result, "tool_call_id": reply.tool_calls[0].id}]
@@ -332,13 +332,13 @@ def test_conversations_remember_calls(style):
 
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 WRONG = {
-    "a choice": ({"tools": TOOLS, "tool_choice": "often"}, "tool_choice.type", "'required'"),
+    "an unknown choice": ({"tools": TOOLS, "tool_choice": "often"}, "tool_choice.type", "'required'"),
     "an unknown function": ({"tools": TOOLS, "tool_choice": {**NOW, "function": {"name": "g"}}}, "tool_choice", "no g"),
-    "a choice of nothing": ({"tool_choice": "required"}, "tool_choice", "no tools"),
-    "a name": ({"tools": [{**NOW, "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
+    "a choice without tools": ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    "a name with a blank": ({"tools": [{**NOW, "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
     "a custom tool": ({"tools": [{"type": "custom"}]}, "tools.0.type", "'function'"),
-    "twice": ({"tools": [NOW, NOW]}, "tools", "several have the name now"),
-    "arguments' schema": (
+    "two tools of one name": ({"tools": [NOW, NOW]}, "tools", "several have the name now"),
+    "an invalid schema of arguments": (
         {"tools": [NOW, {**NOW, "function": {"name": "g", "parameters": {"type": "thing"}}}]},
         "tools.1.function.parameters",
         "Invalid type",
@@ -353,14 +353,14 @@ WRONG = {
         "tools.0.function.parameters",
         "its type is ['array', 'null']",
     ),
-    "a format": ({"response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
+    "an unknown format": ({"response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "goes with"),
-    "an empty schema": (
+    "a format without a schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
         "response_format.json_schema.schema",
         "required",
     ),
-    "a keyword": (
+    "a keyword that cannot be held": (
         {"response_format": json_format({"type": "array", "uniqueItems": True}, strict=True)},
         "response_format.json_schema.schema",
         "uniqueItems cannot be held",
@@ -385,24 +385,28 @@ WRONG = {
         None,
         "the conversation holds half of a surrogate pair",
     ),
-    "a pattern to be run": (
+    "a pattern that the server would run": (
         {"response_format": json_format({"not": {"pattern": "(a+)+$"}})},
         "response_format.json_schema.schema",
         "the server would have to run",
     ),
-    "itself": ({"response_format": json_format({"$ref": "#"})}, "response_format.json_schema.schema", "hold itself"),
+    "a schema that holds itself": (
+        {"response_format": json_format({"$ref": "#"})},
+        "response_format.json_schema.schema",
+        "hold itself",
+    ),
     "a schema's name": (
         {"response_format": json_format({}, name="a b")},
         "response_format.json_schema.name",
         "pattern",
     ),
-    "no end": ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos", "able to end"),
-    "a result of nothing": (
+    "tools without an end token": ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos", "able to end"),
+    "a result without a call": (
         {"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "a"}]},
         "messages.1.tool_call_id",
         "no call a",
     ),
-    "arguments": (
+    "arguments that are no object": (
         {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]}]},
         "messages.0.tool_calls.0.function.arguments",
         "JSON text of an object",
@@ -424,7 +428,7 @@ def test_invalid_formats_and_tools_are_refused_by_name(served, name):
 
 
 def test_all_kinds_share_a_batch(served, client):
-    """Each gets what it gets alone; one that is refused harms none."""
+    """Each request gets the answer that it gets alone; a refused request affects no other."""
     kinds = [
         {"response_format": json_format(SCHEMA)},
         {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
@@ -449,7 +453,7 @@ def test_all_kinds_share_a_batch(served, client):
 
 
 def test_a_grammar_that_becomes_too_complex_fails_its_own_answer(client, monkeypatch):
-    """With an error, and not with text that no grammar holds."""
+    """The answer ends with an error, and never continues without a grammar."""
     monkeypatch.setattr(grammar_engine, "_PARTS", 100)
     wide = {"type": "object", "properties": {f"k{i}": {"const": i} for i in range(40)}, "additionalProperties": False}
     late = {"properties": {"name": {"enum": ["cat", "dog"]}, "wide": wide}, "required": ["name", "wide"]}

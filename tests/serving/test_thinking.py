@@ -1,4 +1,4 @@
-"""Thoughts are told from answers, by the marks that a chat template knows, and grammars begin behind them."""
+"""Thoughts are separated from answers by the marks of the chat template; grammars begin after the thoughts."""
 
 import json
 
@@ -19,12 +19,12 @@ from arbordraft.serving.thinking import Thinking, ThoughtReader, thinking_of
 EVENT = TypeAdapter(ResponseStreamEvent)
 _TURN = "{{ 'assistant: ' }}"
 assert _TURN in TAGGED
-# As Qwen3: the model begins its thoughts itself, unless it is told not to think.
+# Like Qwen3: the model begins its thoughts itself, unless thinking is turned off.
 FREE = TAGGED.replace(
     _TURN,
     _TURN + "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
 )
-# As DeepSeek-R1: the template begins them.
+# Like DeepSeek-R1: the template begins the thoughts.
 BEGUN = TAGGED.replace(_TURN, _TURN + "{{ '<think>\n' }}").replace(
     "{{ said.content }}", "{{ said.content.split('</think>') | last }}"
 )
@@ -76,13 +76,13 @@ def test_the_prompt_decides_whether_thoughts_have_begun():
 
 TEXTS = {
     "thoughts": ("<think>\nWell, <b> </thin\n\nk.\n</think>\n\nYes.\n", "Well, <b> </thin\n\nk.", "Yes.\n"),
-    "blanks before": ("\n <think>hm</think>a", "hm", "a"),
-    "empty ones": ("<think>\n\n</think>\n\nYes", "", "Yes"),
-    "none": ("\n<thing> </think> yes", "", "\n<thing> </think> yes"),
-    "nothing": ("  ", "", "  "),
+    "blanks before thoughts": ("\n <think>hm</think>a", "hm", "a"),
+    "empty thoughts": ("<think>\n\n</think>\n\nYes", "", "Yes"),
+    "no thoughts": ("\n<thing> </think> yes", "", "\n<thing> </think> yes"),
+    "blanks alone": ("  ", "", "  "),
     "cut off": ("<think>\nWell, </thi", "Well, </thi", ""),
     "cut off at once": ("<thi", "", "<thi"),
-    "twice": ("<think>a</think><think>b</think>", "a", "<think>b</think>"),
+    "thoughts twice": ("<think>a</think><think>b</think>", "a", "<think>b</think>"),
 }
 
 
@@ -106,7 +106,7 @@ def test_tokens_of_thoughts_are_counted():
         assert reader.tokens == count
 
 
-@pytest.mark.parametrize("marked", [True, False], ids=["tokens", "texts"])
+@pytest.mark.parametrize("marked", [True, False], ids=["marks as tokens", "marks as texts"])
 def test_grammars_begin_after_thoughts(marked):
     tokenizer = tokenizer_of(FREE, marked=marked)
     free, answer = thinking_of(tokenizer, [EOS]), '{"a": 1, "b": true}'
@@ -149,7 +149,7 @@ def served(request):
 
 
 def asking(service, **fields):
-    """Random models think, and come to an end of that, only if these tokens are far more likely than others."""
+    """Returns a request with a bias, without which random models neither begin nor end their thoughts."""
     words = ["<think>", "</think>", "a", "b", "c", "d"]
     bias = {str(service.tokenizer.convert_tokens_to_ids(word)): 63 if word == "<think>" else 60 for word in words}
     return {"messages": [USER], "seed": 3, "n": 6, "temperature": 2, "logit_bias": bias, **fields}

@@ -50,7 +50,7 @@ def chat_tokenizer(template: str = CHATML, *, spaced: bool = False) -> PreTraine
 
 
 class Scripted:
-    """Continues every text by a rule, and records the texts that it was given.
+    """Continues every text by a rule, and records texts and settings of its calls.
 
     Args:
         rule: returns the continuation of a text, or only the tokens of a continuation that ends.

@@ -77,7 +77,7 @@ def frequent(count: int) -> list[int]:
 
 
 def batch_for(student: Student, of: RaggedModel | None = None) -> Batch:
-    """Returns a batch of the texts with the features of a student; only answers are to be learned."""
+    """Returns a batch of the texts with the features of a student; prompts are marked as given."""
     of = of or target()
 
     def side_by_side(rows: Sequence[Tensor]) -> Tensor:
@@ -159,7 +159,7 @@ def eagle_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[in
 
 @torch.no_grad()
 def block_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """Computes a row of the last slot, or of the mask of the depth, which attends to all slots.
+    """Computes a row from the last slot, or from the mask of the depth, attending to all slots.
 
     The term of the parent's token comes last. In P-EAGLE's form the mask also attends to itself and the masks above it.
     """
@@ -187,9 +187,9 @@ def block_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[in
 
 @torch.no_grad()
 def dflash_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """Computes the rows of the last token and its masks.
+    """Computes a row from the block of the last token and its masks.
 
-    Each row attends to the target's states before it and to the whole block.
+    Each row of the block attends to the target's states before the block, and to the whole block.
     """
     config, depth = head.config, len(drafted)
     embed = model.get_input_embeddings().weight

@@ -76,7 +76,7 @@ def only(scores, rest):
 
 
 class Following:
-    """Allows every third token id, in turn by the number of tokens; the number is its state."""
+    """Allows ids with ``id % 3 == count % 3``; the number of accepted tokens, ``count``, is its state."""
 
     def __init__(self, count=0):
         self.count = count

@@ -52,7 +52,7 @@ def _equal(rows, vocabulary):
 
 
 def _close(rows, vocabulary):
-    """Makes all tokens equal up to rounding: a bound that leaves one out leaves out the best."""
+    """Makes all sums of score and noise equal up to rounding: a bound that leaves one out leaves out the best."""
     return -gumbel_reference(*_keys(rows), vocabulary).float()
 
 

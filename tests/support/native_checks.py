@@ -246,7 +246,7 @@ PARTS = {
     "side by side": {"parallel": True},
     "biases": {"bias": True},
     "sinks": {"sinks": True},
-    "norms behind": {"norms": "post"},
+    "norms after": {"norms": "post"},
     "norms on both sides": {"norms": "pre post"},
     "no norms": {"norms": ""},
     "window": {"window": 3},

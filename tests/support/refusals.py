@@ -1,4 +1,4 @@
-"""Tables of `(call, error, words)`, one per room: calls that cannot work, and the error that names the argument."""
+"""Tables of `(call, error, words)`, one per subpackage: invalid calls, and the error that names the argument."""
 
 import re
 

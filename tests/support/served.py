@@ -43,7 +43,7 @@ def poisoned_decoder() -> SpeculativeDecoder:
 def answered_alone(
     decoder: SpeculativeDecoder, prompt: list[int], stop: str | Sequence[str] = (), **settings: object
 ) -> tuple[list[Answer], list[str]]:
-    """Returns the answers of an engine that serves no other request and no HTTP, and their texts."""
+    """Returns the answers of an engine without a server and without other requests, and their texts."""
     request = Request(prompt=prompt, stop=stop, **{"temperature": 1.0, **settings})
     answers, texts = Engine(decoder, max_tokens=12_000).submit(request).result(), []
     for answer in answers:

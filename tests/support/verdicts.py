@@ -13,7 +13,7 @@ from arbordraft.verifiers.packed import verify_packed
 
 
 class Repeated(ad.Fixed):
-    """Draws children as a drafter that proposes its best token twice."""
+    """Draws children like a drafter that proposes its best token twice."""
 
     def narrow(self, children):
         return Repeated(children)

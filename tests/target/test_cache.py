@@ -54,7 +54,7 @@ def contents(cache, sample):
 
 
 def attended_mean(cache, sample, beyond=0):
-    """Attends from one new row over poisoned pools; the mean of the sample's own values, if no other row is read."""
+    """Returns a new row's attention over poisoned pools: the mean of its sample's values, if it reads no others."""
     batch = cache.lay_out([sample], [[0]])
     fill(cache, batch, [0.5])
     poison(cache)
@@ -253,7 +253,7 @@ def test_pools_with_a_limit_grow_in_place(monkeypatch):
 
     before = resident()
     assert len(places()) == 1
-    assert resident() - before < 50e6  # of 4 times 100 MB
+    assert resident() - before < 50e6  # the limit is 4 times 100 MB
     monkeypatch.setattr("arbordraft.target.cache.untouched_zeros", lambda *_, **__: None)
     assert len(places()) > 3
 

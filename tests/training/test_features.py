@@ -95,7 +95,7 @@ def test_a_target_that_scales_its_logits_is_refused(monkeypatch, architecture, d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_unknown_cap_is_refused(dtype):
-    target = RaggedModel(tiny(sharpness=6.0).to(dtype), self_test=False, kernels="torch")  # the cap changes them by 5 %
+    target = RaggedModel(tiny(sharpness=6.0).to(dtype), self_test=False, kernels="torch")  # a cap changes logits by 5 %
     TeacherHead(target)
     target.model.lm_head.register_forward_hook(lambda _, __, logits: torch.tanh(logits / 30) * 30)
     with pytest.raises(ValueError, match="does something unknown to its logits"):

@@ -88,7 +88,7 @@ def test_a_longer_training_resumes_as_one_uninterrupted_training(world, tmp_path
         assert same(kept[name], wanted[name]), name
 
 
-def test_resuming_within_the_cooldown_writes_no_new_checkpoint_of_before(world, tmp_path):
+def test_resuming_within_the_cooldown_writes_no_checkpoint_from_before_it(world, tmp_path):
     _, before, _ = train(world, tmp_path, max_steps=10, max_epochs=-1)
     last = before.with_name("cooling.ckpt")
     before.rename(last)

@@ -97,7 +97,7 @@ def test_batches_are_bounded(lengths, of):
             assert batch.inputs.shape == (rows, width - 1, 3)
             seen += found
     assert len(seen) == len(set(seen))
-    # An epoch may lack only sequences that remain when fewer than one per part are left.
+    # An epoch may lack a remainder of fewer sequences than parts.
     assert len(seen) > sum(map(len, lengths)) - of
 
 

@@ -1,9 +1,9 @@
 """Hierarchical speculative decoding (arXiv 2601.05724) through our enumeration: its published code is not lossless.
 
 The paper and its code walk a chain from its end, as in block verification. Let b be the product of the ratios of target
-and draft, capped at 1 at every token. A prefix is kept with the share h of its residual ``(b p - q)+``. They differ for
-the whole chain, which the code accepts by the product without caps. With caps, the rule is block verification. So the
-gain over block verification comes from the loss of the law.
+and draft, capped at 1 at every token. A prefix is kept with the share h of its residual ``(b p - q)+``. Only for the
+whole chain do paper and code differ: the code accepts it by the product without caps. With caps, the rule is block
+verification. So the gain over block verification comes from the loss of the law.
 """
 
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Drafts with the target's step behind them in one run: the tokens, trees and counts of two runs."""
+"""Drafts and the target's step in one run: the same tokens, trees and counts as in two runs."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ PADDING = {"rows", "pad_rows", "pad_keys", "seconds"}
 
 
 class Halving(Decider):
-    """Keeps half of the drafts, and tells nobody in numbers."""
+    """Keeps half of the drafts, by a function instead of numbers."""
 
     can_plan = True
 
@@ -38,8 +38,8 @@ class Halving(Decider):
 
 DECIDERS = {
     "all": lambda: None,
-    "what pays": lambda: CostAware(PAYS),
-    "dear rows": lambda: CostAware(DEAR),
+    "drafts that pay": lambda: CostAware(PAYS),
+    "expensive rows": lambda: CostAware(DEAR),
     "four nodes": lambda: CostAware(PAYS, nodes=4),
     "budget": lambda: NodeBudget(3),
 }
@@ -47,7 +47,7 @@ DECIDERS = {
 
 @pytest.fixture
 def done(monkeypatch):
-    """Nodes of the trees that were verified in one run with their drafts, step by step."""
+    """Records the nodes of trees that were drafted and verified in one run, step by step."""
     found, result = [], StepAhead.result
 
     def watched(self, tree):
@@ -81,7 +81,7 @@ def apart(monkeypatch):
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("decider", DECIDERS)
 @pytest.mark.parametrize("name", ["eagle", "model"])
-def test_one_run_says_what_two_say(monkeypatch, done, name, decider, settings):
+def test_one_run_gives_the_same_tokens_and_counts_as_two(monkeypatch, done, name, decider, settings):
     tokens, counts, stats = decode(DECIDERS[decider](), name, **settings)
     steps = len(done)
     assert steps > 3
@@ -116,19 +116,19 @@ def test_samples_of_many_temperatures_share_a_run(monkeypatch, done):
     assert answers() == together
 
 
-@pytest.mark.parametrize("decider", [Halving, EntropyBound], ids=["a function", "asked"])
-def test_two_runs_where_numbers_do_not_say_what_is_kept(done, decider):
+@pytest.mark.parametrize("decider", [Halving, EntropyBound], ids=["a function", "a decider that is asked"])
+def test_two_runs_are_needed_if_numbers_cannot_state_the_kept_nodes(done, decider):
     decode(decider(), **GREEDY)
     assert done == []
 
 
-def test_two_runs_where_whole_trees_are_too_large(done):
+def test_two_runs_are_needed_if_whole_trees_are_too_large(done):
     *_, stats = decode(NodeBudget(3), buckets=(8,), **GREEDY)
-    assert len(done) < max(stats.forwards) - 1  # but the last ones, of few levels
+    assert len(done) < max(stats.forwards) - 1  # only the last trees, of few levels, fit
     assert max(done, default=0) <= 8
 
 
-def test_nothing_asks_the_host(monkeypatch):
+def test_no_operator_of_a_run_waits_for_the_host(monkeypatch):
     found = watch(monkeypatch, DraftedStep)
     decode(CostAware(DEAR), **SAMPLED)
     assert found == []
@@ -147,8 +147,8 @@ def test_drafts_that_are_not_given_up_would_be_seen(monkeypatch):
     assert others != counts
 
 
-def test_rows_with_tokens_of_others_would_be_seen(monkeypatch):
-    """Negative control: the target accepts what was drafted elsewhere."""
+def test_rows_with_tokens_of_other_nodes_would_be_seen(monkeypatch):
+    """Negative control: the target verifies tokens of other nodes."""
     sources = WholeTrees.sources
 
     def elsewhere(*given):
@@ -162,7 +162,7 @@ def test_rows_with_tokens_of_others_would_be_seen(monkeypatch):
 
 
 class Changing(EagleDrafter):
-    """Changes what was drafted: every token is the next one."""
+    """Replaces every drafted token by the next token id."""
 
     alone = False
 
@@ -172,9 +172,9 @@ class Changing(EagleDrafter):
         return None if found is None else found._replace(tokens=[(token + 1) % VOCAB for token in found.tokens])
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["once more", "alone"])
-def test_a_drafter_that_changes_what_was_drafted_gets_what_it_changed_it_to(monkeypatch, done, alone):
-    """What the target verified and what is committed are the same tokens."""
+@pytest.mark.parametrize("alone", [False, True], ids=["with the target's step", "drafts alone"])
+def test_drafts_that_a_drafter_changes_are_verified_as_changed(monkeypatch, done, alone):
+    """The target verifies the same tokens that are committed."""
     monkeypatch.setattr(Changing, "alone", alone)
     drafter = Changing(trained_drafter("eagle").head, trained_target())
     expected, _, right = decode(None, **GREEDY)
@@ -190,17 +190,17 @@ def test_a_drafter_that_changes_what_was_drafted_gets_what_it_changed_it_to(monk
 
 
 def by_the_host(reach, keep):
-    """As the grower ranks them."""
+    """Returns the places that the host keeps, ranked like the grower ranks them."""
     places = [(sample, node) for sample, row in enumerate(reach) for node, one in enumerate(row) if one >= 0]
     ranked = sorted(places, key=lambda place: (-reach[place[0]][place[1]], place[1], place[0]))
     return set(ranked[: keep([reach[sample][node] for sample, node in ranked])])
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_kept_is_what_the_host_would_keep(seed):
+def test_the_device_keeps_the_nodes_that_the_host_would_keep(seed):
     generator = torch.Generator().manual_seed(seed)
     samples, nodes = 1 + seed % 4, (2, 3, 4)
-    # Few different values, so that many are as likely as others; and some that are no nodes.
+    # Few different values, so that many nodes are equally likely; negative values mark missing nodes.
     reach = [torch.randint(-1, 5, (samples, count), generator=generator).double() / 8 for count in nodes]
     reach = [torch.where(level < 0, -1.0, level) for level in reach]
     price = 0.05 * (seed % 6)

@@ -1,4 +1,4 @@
-"""Steps of fixed shapes that nobody asked for: where a GPU could record them, and where they are left out."""
+"""Automatic steps of fixed shapes: used where a GPU could record them, left out elsewhere."""
 
 import gc
 import logging
@@ -42,18 +42,18 @@ def build(coupling=None, drafter=None, **options):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Steps of fixed shapes are taken as they are on a GPU, though nothing is recorded."""
+    """Uses steps of fixed shapes as on a GPU, although nothing is recorded."""
     monkeypatch.setattr(StaticStepping, "active", property(lambda self: not self._failed))
 
 
-def test_a_cpu_has_no_use_for_them():
+def test_a_cpu_uses_no_steps_of_fixed_shapes():
     decoder = build()
     assert not decoder.stepper.fixed
     assert decode(decoder)[1].pad_rows == 0
 
 
 def test_kernels_of_the_reference_cannot_be_recorded(monkeypatch):
-    """Whatever the device is: they ask the host."""
+    """Reference kernels ask the host on every device."""
     decoder = build()
     monkeypatch.setattr(type(decoder.target), "device", property(lambda self: torch.device("cuda")))
     monkeypatch.setattr(choice, "installed", lambda: True)
@@ -64,7 +64,7 @@ def test_kernels_of_the_reference_cannot_be_recorded(monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_they_are_taken_where_they_can_be(as_on_a_gpu, settings):
+def test_steps_of_fixed_shapes_are_used_where_possible(as_on_a_gpu, settings):
     expected, stats = decode(build(buckets=None), **settings)
     assert stats.pad_rows == 0
     decoder = build()
@@ -75,7 +75,7 @@ def test_they_are_taken_where_they_can_be(as_on_a_gpu, settings):
 
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, {"repetition_penalty": 1.3, **SAMPLED}], ids=str)
-def test_what_asks_the_host_gets_other_steps(as_on_a_gpu, settings):
+def test_requests_that_ask_the_host_get_ordinary_steps(as_on_a_gpu, settings):
     expected, _ = decode(build(buckets=None), **settings)
     decoder = build()
     found, stats = decode(decoder, **settings)
@@ -85,7 +85,7 @@ def test_what_asks_the_host_gets_other_steps(as_on_a_gpu, settings):
         decode(build(buckets=(8,)), **settings)
 
 
-def test_a_rule_that_samples_on_the_host_gets_other_steps_where_it_samples(as_on_a_gpu):
+def test_a_rule_that_samples_on_the_host_gets_ordinary_steps_when_sampling(as_on_a_gpu):
     def make(**options):
         return build(Coupling(IID(1), TopDown(OptimalTransport())), **options)
 
@@ -97,7 +97,7 @@ def test_a_rule_that_samples_on_the_host_gets_other_steps_where_it_samples(as_on
 
 
 def parts_of_steps(monkeypatch):
-    """How many runs of fixed shapes each step takes, in a list that grows."""
+    """Records in a list how many runs of fixed shapes each step takes."""
     step, run, parts = Stepper.step, StaticStepping.__call__, []
 
     def stepping(self, state):
@@ -128,7 +128,7 @@ def answers(decoder, requests):
     ],
     ids=["log-probabilities", "many settings"],
 )
-def test_requests_that_would_be_slower_or_lose_something_get_other_steps(as_on_a_gpu, monkeypatch, requests):
+def test_requests_that_would_be_slower_or_lose_logprobs_get_ordinary_steps(as_on_a_gpu, monkeypatch, requests):
     parts = parts_of_steps(monkeypatch)
     decoder = build()
     found = answers(decoder, requests)
@@ -142,7 +142,7 @@ def test_requests_that_would_be_slower_or_lose_something_get_other_steps(as_on_a
     [({}, (0.0, 0.3, 5.0), 1), ({"top_k": 9}, (0.3, 5.0), 2)],
     ids=["temperatures are numbers of a table", "other settings are constants of a step"],
 )
-def test_samples_of_other_temperatures_share_a_step(as_on_a_gpu, monkeypatch, settings, temperatures, groups):
+def test_samples_of_different_temperatures_share_a_step(as_on_a_gpu, monkeypatch, settings, temperatures, groups):
     parts = parts_of_steps(monkeypatch)
     requests = [{"temperature": temperature, "seed": 1, **settings} for temperature in temperatures]
     decoder = build()
@@ -154,7 +154,7 @@ def test_samples_of_other_temperatures_share_a_step(as_on_a_gpu, monkeypatch, se
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("at", [0, 2])
-def test_what_cannot_be_recorded_is_noticed_once_and_changes_no_text(as_on_a_gpu, monkeypatch, caplog, at, settings):
+def test_a_failed_recording_is_logged_once_and_changes_no_text(as_on_a_gpu, monkeypatch, caplog, at, settings):
     coupling = Coupling(IID(1), Lifted(RecursiveRejection()))
     expected, _ = decode(build(coupling, buckets=None), **settings)
     run, calls = Recording.__call__, []
@@ -179,8 +179,8 @@ def test_what_cannot_be_recorded_is_noticed_once_and_changes_no_text(as_on_a_gpu
         decode(build(coupling, buckets=(8,)), **settings)
 
 
-def test_a_second_batch_beside_the_first_gets_other_steps(as_on_a_gpu):
-    """Both would record their graphs anew in every step."""
+def test_a_second_batch_beside_the_first_gets_ordinary_steps(as_on_a_gpu):
+    """With fixed shapes, both would record their graphs anew in every step."""
     stepper = build().stepper
     first, second = stepper.open(1, None), stepper.open(1, None)
     assert isinstance(first.cache, StaticCache)
@@ -192,21 +192,21 @@ def test_a_second_batch_beside_the_first_gets_other_steps(as_on_a_gpu):
     stepper.close(third)
 
 
-def test_a_batch_that_failed_is_not_waited_for(as_on_a_gpu):
+def test_a_failed_batch_does_not_block_the_next(as_on_a_gpu):
     decoder = build()
 
     def fails(*_):
-        raise RuntimeError("a hook of somebody")
+        raise RuntimeError("a failing hook")
 
     decoder.on_step = fails
-    with pytest.raises(RuntimeError, match="a hook of somebody"):
+    with pytest.raises(RuntimeError, match="a failing hook"):
         decode(decoder)
     decoder.on_step = None
     gc.collect()
     assert decode(decoder)[1].pad_rows > 0
 
 
-def test_a_cache_that_padding_would_fill_is_left_to_the_samples(as_on_a_gpu):
+def test_padding_does_not_fill_a_small_cache(as_on_a_gpu):
     decoder = build(max_cache_tokens=30)
     expected, _ = decode(build(buckets=None), [PROMPTS[0]])
     found, stats = decode(decoder, [PROMPTS[0]])
@@ -215,7 +215,7 @@ def test_a_cache_that_padding_would_fill_is_left_to_the_samples(as_on_a_gpu):
 
 
 @pytest.mark.parametrize("part", ["target", "drafter"])
-def test_whoever_listens_to_a_module_is_called_in_every_step(as_on_a_gpu, part):
+def test_hooks_of_modules_are_called_in_every_step(as_on_a_gpu, part):
     target, draft, heard = RaggedModel(tiny(), kernels="torch"), RaggedModel(tiny(seed=3), kernels="torch"), []
     decoder = SpeculativeDecoder(target, LanguageModelDrafter(draft))
     expected, stats = decode(decoder)
@@ -246,14 +246,14 @@ def test_adapters_that_are_switched_are_recorded_anew(as_on_a_gpu):
         assert not set(decoder.static.recorder.recordings.values()) & set(recorded)
 
 
-def test_only_auto_is_a_word_for_buckets():
+def test_buckets_accept_no_word_but_auto():
     with pytest.raises(ValueError, match="buckets must be auto, None or numbers of rows"):
         build(buckets="all")
     with pytest.raises(ValueError, match="say which, with buckets="):
         build(compiler="inductor")
 
 
-def test_costs_are_those_of_steps_as_they_will_run(as_on_a_gpu, monkeypatch):
+def test_costs_are_measured_on_the_steps_that_will_run(as_on_a_gpu, monkeypatch):
     asked = iter([False, True])
     assert list(_recorded_seconds(ragged(), (1, 4, 8), 5, 2, lambda: next(asked))) == [1, 4]
     monkeypatch.setattr("arbordraft.decoding.timing._recorded_seconds", lambda *_: {1: 0.5, 8: 0.25})
@@ -266,7 +266,7 @@ def test_costs_are_those_of_steps_as_they_will_run(as_on_a_gpu, monkeypatch):
     assert measure_rows(ragged(), (1, 8), repeats=1).rows == (1, 8)
 
 
-def test_lookups_too(as_on_a_gpu):
+def test_lookups_use_steps_of_fixed_shapes(as_on_a_gpu):
     decoder = build(drafter=NGramDrafter(longest=2, shortest=1))
     assert decode(decoder)[0] == decode(build(drafter=NGramDrafter(longest=2, shortest=1), buckets=None))[0]
     assert decoder.static.shapes

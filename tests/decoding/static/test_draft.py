@@ -1,4 +1,4 @@
-"""Whole drafts in fixed shapes: the trees that the same module grows level by level, and nothing that asks the host."""
+"""Whole drafts in fixed shapes: the same trees as level by level, and no operator that waits for the host."""
 
 import copy
 from contextlib import nullcontext
@@ -65,7 +65,7 @@ def parts(kind):
 
 @pytest.fixture(autouse=True)
 def drafts(monkeypatch):
-    """The number of samples of every draft in fixed shapes."""
+    """Records the number of samples of every draft in fixed shapes."""
     done, lay_out = [], StaticDrafts.lay_out
 
     def counted(self, network, cache, missing, growth, draws):
@@ -77,7 +77,7 @@ def drafts(monkeypatch):
 
 
 def pair(kind, topology=BINARY, texts=TEXTS):
-    """The same drafter twice: in fixed shapes and level by level."""
+    """Builds rounds of one drafter twice: in fixed shapes and level by level."""
     target, drafter = parts(kind) if isinstance(kind, str) else kind
     return Rounds(drafter, target, texts, StaticDrafts(topology)), Rounds(drafter, target, texts)
 
@@ -97,16 +97,16 @@ def test_fixed_shapes_grow_the_same_trees(drafts, kind, topology, plan):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["eagle, trimmed", "model"])
-def test_by_any_plan(drafts, kind, plan):
-    """Samples that rest read more, once they go on."""
+def test_fixed_shapes_follow_any_plan(drafts, kind, plan):
+    """Samples that rested read more tokens when they draft again."""
     assert (check(*pair(kind), BINARY, PLANS[plan], **GREEDY) > 0) == (plan != "nothing")
     assert len(drafts) == 3 * (plan != "nothing")
     assert set(drafts[1:]) <= {3 if plan == "levels" else 4}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_as_many_levels_run_as_some_sample_may_have(monkeypatch, kind):
-    """And what they leave in the cache is what later steps find there."""
+def test_as_many_levels_run_as_the_deepest_sample_may_have(monkeypatch, kind):
+    """Later steps find in the cache the rows that these levels leave there."""
     sizes, forward = [], DraftStep.forward
 
     def seen(self, *inputs):
@@ -123,14 +123,14 @@ def test_as_many_levels_run_as_some_sample_may_have(monkeypatch, kind):
 @pytest.mark.parametrize("plan", ["everything", "levels", "large budget", "dear rows"])
 @pytest.mark.parametrize("heat", ["0.5", "1"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_shared_noise(drafts, kind, heat, plan):
+def test_fixed_shapes_grow_the_same_trees_with_shared_noise(drafts, kind, heat, plan):
     topology = TOPOLOGIES["sequoia"]
     assert check(*pair(kind, topology), topology, PLANS[plan], **TEMPERATURES[heat]) > 0
     assert len(drafts) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trees_of_more_than_a_word(kind):
+def test_trees_of_more_than_one_ancestor_word(kind):
     for options in (GREEDY, HOT):
         assert check(*pair(kind, WIDE), WIDE, at_most(MANY), **options) > 1000
 
@@ -150,7 +150,7 @@ def test_fewer_tokens_than_children(options):
 @pytest.mark.parametrize("samples", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_any_size(drafts, kind, samples):
-    """Also those that others must fill up to a power of two."""
+    """This includes batches that are padded to a power of two."""
     texts = [[4, 2, 8]] if samples == 1 else [*TEXTS[2:], [6, 6]][:samples]
     fast, slow = pair(kind, texts=texts)
     for number in range(3):
@@ -183,7 +183,7 @@ def test_models_with_windows_caps_sinks_learned_positions_and_latent_keys(archit
 
 @pytest.mark.parametrize("kind", ["model", "eagle"])
 def test_positions_end_where_the_text_may_end(kind):
-    """There are 128, and rows below a sample's last level have none of their own."""
+    """There are 128 positions; rows below a sample's last level have none of their own."""
     model = LanguageModelDrafter(ragged("gpt2", seed=3), same_tokenizer=True)
     case = (ragged(), model) if kind == "model" else parts(kind)
     text = [token % VOCAB for token in range(126)]
@@ -197,7 +197,7 @@ def test_positions_end_where_the_text_may_end(kind):
 
 @pytest.mark.parametrize("heat", TEMPERATURES)
 @pytest.mark.parametrize("kind", ["eagle", "eagle, trimmed", "model"])
-def test_weights_that_are_no_numbers_draft_nothing(kind, heat):
+def test_nan_weights_draft_nothing(kind, heat):
     target, drafter = built(kind, "torch")
     head = drafter.model.model if kind == "model" else drafter.head
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_weights_that_are_no_numbers_draft_nothing(kind, heat):
 
 @pytest.mark.parametrize("options", UNTOLD.values(), ids=UNTOLD)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_be_told_in_numbers_is_grown_level_by_level(drafts, kind, options):
+def test_requests_that_numbers_cannot_state_are_grown_level_by_level(drafts, kind, options):
     target, drafter = parts(kind)
     rounds = Rounds(drafter, target, TEXTS, StaticDrafts(BINARY))
     tree = rounds.propose(BINARY, **{"law": LAW, **options})
@@ -216,8 +216,8 @@ def test_what_cannot_be_told_in_numbers_is_grown_level_by_level(drafts, kind, op
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_written_but_rows_of_one_s_own(kind):
-    """Committed rows and those of others stay as they are, whatever samples there are besides."""
+def test_a_draft_writes_only_its_own_rows(kind):
+    """Committed rows and rows of other samples stay as they are, in any batch."""
     rounds, _ = pair(kind, texts=TEXTS[:3])
     trees(rounds, BINARY, at_most(MANY), **GREEDY)
     own = rounds.state.cache
@@ -234,11 +234,11 @@ def test_nothing_is_written_but_rows_of_one_s_own(kind):
         assert not torch.equal(pool[taken], old[taken])
 
 
-# Negative controls: what differs is seen
+# Negative controls: differences are seen
 
 
 def swapped(forward):
-    """Two siblings get each other's output."""
+    """Gives two siblings each other's output."""
 
     def feed(self, part, grown, out, depth, level, pools):
         return forward(self, part, grown, None if out is None else out.flip(1), depth, level, pools)
@@ -247,7 +247,7 @@ def swapped(forward):
 
 
 def another(name, change):
-    """Tables in which something else stands."""
+    """Builds a patch that changes one entry of the tables."""
 
     def spoil(fill):
         def filled(self, table, *given):
@@ -271,7 +271,7 @@ CONTROLS = {
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_another_would_be_seen(monkeypatch, control):
+def test_a_changed_input_would_be_seen(monkeypatch, control):
     (owner, name, spoil), plan, options = CONTROLS[control]
     monkeypatch.setattr(owner, name, spoil(getattr(owner, name)))
     with pytest.raises(AssertionError):
@@ -300,7 +300,7 @@ INTRUDERS = {
 
 
 @pytest.mark.parametrize("intruder", INTRUDERS)
-def test_one_that_does_is_noticed(monkeypatch, intruder):
+def test_an_operator_that_waits_is_noticed(monkeypatch, intruder):
     found, going = watch(monkeypatch, DraftStep), DraftStep._going
 
     def spoiled(self, *given):
@@ -314,7 +314,7 @@ def test_one_that_does_is_noticed(monkeypatch, intruder):
 
 
 def run_without_numbers(kind, device, mode):
-    """A draft of a network of which there are only the shapes."""
+    """Runs a draft of a network that has shapes but no numbers; returns the operators that are noticed."""
     bucket = DraftBucket(2, BINARY.max_depth + 1, BINARY.max_depth)
     with mode, torch.device(device):
         config = AutoConfig.for_model("llama", **ARCHITECTURES["llama"])
@@ -338,7 +338,7 @@ def run_without_numbers(kind, device, mode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_tensor_of_a_draft_lies_on_its_device(kind):
-    """The device that computes nothing: what is made elsewhere stands out."""
+    """The meta device computes nothing, so tensors made elsewhere stand out."""
     assert run_without_numbers(kind, "meta", nullcontext()) == []
 
 
@@ -349,8 +349,8 @@ def test_drafts_have_shapes_without_numbers(kind):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "model"])
-def test_whatever_leaves_the_device_is_noticed(monkeypatch, kind):
-    """Negative control."""
+def test_a_tensor_on_another_device_is_noticed(monkeypatch, kind):
+    """Negative control: a tensor of the CPU."""
     going = DraftStep._going
 
     def elsewhere(self, *given):
@@ -394,7 +394,7 @@ def test_greedy_text_is_that_of_transformers(drafts, name):
 
 @pytest.mark.parametrize("name", ["eagle", "model", "hybrid"])
 def test_sampled_text_is_that_of_plain_decoding(drafts, name):
-    """Whatever the drafts are, and whatever shares the batch."""
+    """This holds for any drafts and in any batch."""
     plain = SpeculativeDecoder(trained_target(), NoDrafter(), TreeTopology.chain(0), Coupling.shared(2))
     expected, _ = decode(plain, **SAMPLED)
     assert decode(static := decoder(name), **SAMPLED)[0] == expected
@@ -406,7 +406,7 @@ def test_sampled_text_is_that_of_plain_decoding(drafts, name):
 
 @pytest.mark.parametrize("spoiled", [1, 5])
 def test_wrong_drafts_change_no_text(monkeypatch, spoiled):
-    """Lossless means that what is drafted is of no account."""
+    """In lossless decoding, drafts never change the text."""
     expected, right = decode(decoder(), **SAMPLED)
     likeliest = DraftStep._likeliest
 
@@ -461,7 +461,7 @@ def test_drafts_are_recorded_once_and_replayed(drafts, recorded, name, settings)
     static = as_on_a_gpu(decoder(name))
     assert decode(static, **settings)[0] == expected
     made, first = recorded.made, len(drafts)
-    assert made <= 2 * 3 + 1  # of three samples or two, and one; of all levels, two and one; a cache that has grown
+    assert made <= 2 * 3 + 1  # for 3 or 2 samples, and 1; for all levels, 2 and 1; a cache that has grown
     assert recorded.replays == first
     assert decode(static, **settings)[0] == expected
     assert recorded.made == made, "pools stay where they are"
@@ -477,7 +477,7 @@ def test_a_draft_that_asks_the_host_cannot_be_recorded(monkeypatch, recorded):
         decode(as_on_a_gpu(decoder()), **NEVER)
 
 
-def test_drafts_that_are_not_used_any_more_are_given_up(monkeypatch):
+def test_recordings_of_unused_drafts_are_dropped(monkeypatch):
     monkeypatch.setattr(recording, "_MOST", 2)
     static = decoder()
     first, _ = decode(static, **SAMPLED)

@@ -1,4 +1,4 @@
-"""Decoding in steps of fixed shapes: the tokens of the ordinary step, in buckets, with padding that disturbs nobody."""
+"""Decoding in steps of fixed shapes: the tokens of the ordinary step, in buckets, with padding that changes nothing."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -69,14 +69,14 @@ def build(coupling="wor lifted", drafter="model", topology=TREE, buckets=BUCKETS
 
 
 def decode(decoder, prompts=PROMPTS, **options):
-    """The new tokens of every sample, and the statistics."""
+    """Returns the new tokens of every sample, and the statistics."""
     options = {"max_new_tokens": 16, "do_sample": False, "seeds": list(range(len(prompts))), **options}
     output = decoder.generate(**left_padded(prompts), return_dict_in_generate=True, **options)
     return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
 
 
 def compare(*parts, prompts=PROMPTS, requests=({},), **options):
-    """Decodes every request both ways; returns the static decoder and its statistics."""
+    """Decodes every request with and without buckets; returns the static decoder and its statistics."""
     static, found = build(*parts, **options), []
     plain = build(*parts, **{**options, "buckets": None})
     for request in requests:
@@ -98,7 +98,7 @@ WARPED = {"do_sample": True, "temperature": 0.6, "top_k": 30, "top_p": 0.95}
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_samples_equal_the_ordinary_steps(coupling):
-    """With the same noise: a ragged batch, plain and warped, some of whose samples end early."""
+    """The noise is the same. The batch is ragged, plain or warped, and some samples end early."""
     _, found = compare(coupling, "exit", TreeTopology.from_k_config((3, 2, 1)), requests=(SAMPLED, WARPED))
     ranks = sum((stats.accepted_rank for stats in found), Counter())
     assert sum(ranks.values()) > 10
@@ -107,7 +107,7 @@ def test_samples_equal_the_ordinary_steps(coupling):
 
 @pytest.mark.parametrize("topology", [CHAIN, WIDE], ids=["chain", "wide"])
 @pytest.mark.parametrize("coupling", ["iid lifted", "two tops"])
-def test_chains_and_trees_of_more_than_a_word(coupling, topology):
+def test_chains_and_trees_of_more_than_one_ancestor_word(coupling, topology):
     compare(coupling, "model", topology, requests=(SAMPLED, NEVER), prompts=PROMPTS[:2])
 
 
@@ -124,7 +124,7 @@ def test_greedy_equals_transformers(drafter, topology):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("settings", [SAMPLED, {**SAMPLED, "temperature": 0.5}, WARPED], ids=["T=1", "T=0.5", "top-p"])
 def test_shared_noise_gives_the_text_of_plain_decoding(drafter, settings):
-    """In buckets of every size and with any drafter, whatever shares the batch; with other seeds another text."""
+    """This holds in buckets of every size, with any drafter and in any batch; other seeds give another text."""
     plain = build("shared", NoDrafter(), TreeTopology.chain(0), buckets=None)
     seeds = [3, 2**63 + 1, 2**64 - 1]
     expected, _ = decode(plain, **settings, seeds=seeds)
@@ -159,7 +159,7 @@ def test_samples_that_end_at_different_times():
     ends = [tokens[at] for tokens, at in zip(plain, (0, 4, 8), strict=True)]
     static, (stats,) = compare("wor", requests=({"eos_token_id": ends, "pad_token_id": EOS},))
     assert len(set(stats.emitted)) == 3
-    assert {bucket.rows for bucket in static.static.shapes} > {32}  # what is left of the batch takes a smaller bucket
+    assert {bucket.rows for bucket in static.static.shapes} > {32}  # the remaining batch takes a smaller bucket
 
 
 def test_pruned_trees_early_stops_and_no_drafts_at_all():
@@ -234,7 +234,7 @@ def test_above_the_largest_bucket_come_powers_of_two(monkeypatch):
 
 
 @pytest.mark.parametrize("buckets", [(), (0, 8), (8, -1)])
-def test_buckets_that_are_none(buckets):
+def test_invalid_buckets_are_refused(buckets):
     with pytest.raises(ValueError, match=r"at least one number of rows|must be a whole number from 1 to 65536"):
         build(buckets=buckets)
 
@@ -244,7 +244,7 @@ def test_buckets_that_are_none(buckets):
 
 @contextmanager
 def poison(where):
-    """NaN in some pool rows before every step."""
+    """Writes NaN to some pool rows before every step."""
     called = StaticStepping.__call__
 
     def spoiled(self, tree, batch, noise, cache, pipeline, temperatures):
@@ -265,7 +265,7 @@ def dummys(cache, tree):
 
 
 def nobodys(cache, tree):
-    """All rows but the committed ones of samples."""
+    """Yields all rows but the committed rows of samples."""
     living = [slab for slab in cache._slabs.values() if slab.start != cache.dummy_start]
     free = torch.ones(cache._rows, dtype=torch.bool)
     for slab in living:
@@ -281,7 +281,7 @@ def somebodys(cache, tree):
 @pytest.mark.parametrize("where", [dummys, nobodys])
 @pytest.mark.parametrize("settings", [NEVER, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("coupling", ["wor lifted", "shared"])
-def test_poisoned_rows_of_the_dummy_reach_nobody(where, settings, coupling):
+def test_poisoned_rows_of_the_dummy_reach_no_sample(where, settings, coupling):
     decoder = build(coupling)
     expected, _ = decode(build(coupling, buckets=None), **settings)
     with poison(where):
@@ -291,7 +291,7 @@ def test_poisoned_rows_of_the_dummy_reach_nobody(where, settings, coupling):
 
 
 def test_poison_in_a_sample_is_seen():
-    """Negative control."""
+    """Negative control: NaN in the first row of the longest slab."""
     with poison(somebodys), pytest.raises(DecodingError):
         decode(build("wor lifted"), **NEVER)
 
@@ -325,13 +325,13 @@ def test_pools_stay_where_they_are_from_batch_to_batch():
     assert list(cache._slabs) == [cache.dummy]
     assert decode(decoder, **SAMPLED)[0] == first
 
-    decoder.static.open(3, None)  # somebody else has it, or lost it
+    decoder.static.open(3, None)  # another batch has the cache, or lost it
     assert decode(decoder, **SAMPLED)[0] == first
     assert decoder.static._idle is not cache
 
 
-def test_steps_that_are_not_used_any_more_are_given_up(monkeypatch):
-    """Every temperature has steps of its own where noise is not shared."""
+def test_recordings_of_unused_steps_are_dropped(monkeypatch):
+    """Every temperature has its own steps if noise is not shared."""
     monkeypatch.setattr("arbordraft.decoding.static.recording._MOST", 4)
     decoder = build("wor lifted", buckets=(32,))
     first, _ = decode(decoder, **SAMPLED, temperature=0.5)
@@ -345,7 +345,7 @@ def test_prompts_of_one_token():
     compare("wor lifted", prompts=[[7], [9]], requests=(NEVER, SAMPLED))
 
 
-def test_the_dummy_counts_for_the_limit():
+def test_the_dummy_counts_towards_the_limit():
     dummy, sample = 1 + 8, 5 + TREE.num_nodes + 10
     enough = build(buckets=(8,), max_cache_tokens=dummy + sample)
     assert decode(enough, PROMPTS[:1], **NEVER, max_new_tokens=10)
@@ -354,8 +354,8 @@ def test_the_dummy_counts_for_the_limit():
 
 
 @pytest.mark.parametrize(("buckets", "least"), [((8,), 1 + 64), ((256,), 1 + 256), (None, 0)], ids=str)
-def test_an_engine_says_at_once_how_many_tokens_it_takes(buckets, least):
-    """For samples that are all drafted for at the same time; the least that is named has room for a request."""
+def test_an_engine_states_its_least_limit_at_once(buckets, least):
+    """The least limit covers drafts of all samples at the same time, and has room for one request."""
     decoder, least = build(buckets=buckets), least + TREE.num_nodes + 2
     with pytest.raises(ValueError, match=rf"max_tokens must be at least {least} for max_samples=7 .*, got {least - 1}"):
         Engine(decoder, max_tokens=least - 1, max_samples=7)
@@ -389,7 +389,7 @@ class OwnTops(DraftLaw):
         ("wor", {"do_sample": True, "min_new_tokens": 3}, "MinNewTokensLength"),
     ],
 )
-def test_what_takes_the_host_is_refused_before_anything_is_decoded(coupling, settings, reason):
+def test_requests_that_need_the_host_are_refused_before_decoding(coupling, settings, reason):
     decoder = build(coupling)
     decoder.stepper.step = pytest.fail
     with pytest.raises(ValueError, match=rf"{reason}.*buckets=None"):
@@ -401,7 +401,7 @@ def test_lossless_verifiers_of_any_kind_decode_greedily():
     compare(Coupling(Fixed(2), TopDown(Matching())), "lookup", requests=(NEVER,))
 
 
-def test_parts_that_do_not_go_together(kernels):
+def test_parts_that_do_not_fit_together_are_refused(kernels):
     packed = RaggedModel(tiny(), kernels="native")
     with pytest.raises(ValueError, match=r"kernels='torch'.*buckets=None"):
         build(target=packed, drafter=EarlyExitDrafter(packed, 1))
@@ -410,7 +410,7 @@ def test_parts_that_do_not_go_together(kernels):
 
 
 def test_weights_that_moved_are_noticed():
-    """What was recorded or compiled holds their addresses."""
+    """Recorded or compiled steps hold the addresses of weights."""
     target = RaggedModel(tiny(), kernels="torch")
     decoder = build(target=target, drafter=LanguageModelDrafter(ragged(seed=3)))
     decode(decoder, **NEVER)
@@ -438,7 +438,7 @@ def test_a_model_in_training_mode_is_refused():
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Sees to it that recording touches no sample."""
+    """Checks that recording changes no rows of samples; returns the class that counts recordings."""
     record, run, caches = Recording.record, StaticStepping.__call__, []
 
     def running(self, tree, batch, noise, cache, *others):

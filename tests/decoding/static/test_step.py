@@ -65,7 +65,7 @@ def decoder(coupling, drafter=None, **options):
 
 LIFTED = Coupling(TopTail(2, 1), Lifted(RecursiveRejection()))
 SHARED = Coupling.shared(3)
-# Not top_p: its `mask[..., -1:] = 0` is a fill on a GPU, but looks on a CPU as if a tensor was made of numbers.
+# Not top_p: its `mask[..., -1:] = 0` is a fill on a GPU, but on a CPU it looks like a tensor made of numbers.
 REQUESTS = [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 20, "min_p": 0.01}]
 TEMPERATURE = {"do_sample": True, "temperature": 0.7, "top_k": 0}
 
@@ -92,7 +92,7 @@ INTRUDERS = {
     "mask": lambda path: path[path >= 0],
     "assignment": lambda path: path.clone().__setitem__(path >= 0, torch.zeros_like(path[0, 0])),
     "unique": lambda path: path.unique(),
-    "tolist": lambda path: path.tolist(),  # on a CPU no operator at all
+    "tolist": lambda path: path.tolist(),  # on a CPU this is no operator
     "upload": lambda path: torch.tensor([1, 2], device=path.device),
     "elsewhere": lambda path: torch.arange(2, device="cpu"),
 }
@@ -100,7 +100,7 @@ INTRUDERS = {
 
 @pytest.fixture(params=INTRUDERS)
 def intruder(request, monkeypatch):
-    """Lets every step do what it must not."""
+    """Makes every step do something forbidden."""
     ordinary = StaticStep._path
 
     def spoiled(self, part, end):
@@ -112,18 +112,18 @@ def intruder(request, monkeypatch):
     return request.param
 
 
-def test_one_that_does_is_noticed(monkeypatch, intruder):
-    """Negative control, of what a CPU can tell."""
+def test_an_operator_that_waits_is_noticed(monkeypatch, intruder):
+    """Negative control, as far as a CPU can tell."""
     found = watch(monkeypatch, StaticStep)
     tokens(decoder(LIFTED), REQUESTS[0])
     assert bool(found) == (intruder not in ("tolist", "elsewhere"))
 
 
 def run_without_numbers(architecture, kind, device):
-    """A step of a model of which there are only the shapes."""
+    """Runs a step of a model that has shapes but no numbers; returns the operators that are noticed."""
     with torch.device(device):
         config = AutoConfig.for_model(architecture, **ARCHITECTURES[architecture])
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # experts know no other
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # experts support no other dtype
         bucket = Bucket.of(TREE, 32, 2)
         pipeline = LogitsPipeline(PROCESSORS if device == "meta" else PROCESSORS[:2])
         step = StaticStep(RaggedModel(model, self_test=False, kernels="torch"), bucket, kind, pipeline, TREE.num_nodes)
@@ -139,17 +139,17 @@ def run_without_numbers(architecture, kind, device):
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_tensor_of_a_step_lies_on_its_device(kind):
-    """The device that computes nothing: what is made elsewhere stands out."""
+    """The meta device computes nothing, so tensors made elsewhere stand out."""
     assert run_without_numbers("llama", kind, "meta") == []
 
 
-def test_whatever_leaves_it_is_noticed(intruder):
-    """Negative control: either an operator stands out, or it cannot do without numbers."""
+def test_a_step_that_leaves_its_device_is_noticed(intruder):
+    """Negative control: the operator stands out, or raises because it needs numbers."""
     try:
         noticed = bool(run_without_numbers("llama", KINDS["greedy"], "meta"))
     except RuntimeError:
         noticed = True
-    assert noticed == (intruder != "upload")  # which makes nothing, where there are no numbers
+    assert noticed == (intruder != "upload")  # on the meta device an upload leaves no trace
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt2", "opt", "gpt_oss", "qwen3_moe", "phi3"])
@@ -187,8 +187,8 @@ def test_a_compiled_step_shows_hidden_states():
     assert tokens(compiled, REQUESTS[0]) == tokens(plain, REQUESTS[0])
 
 
-def test_a_step_that_asks_does_not_compile(monkeypatch):
-    """Negative control."""
+def test_a_step_that_asks_the_host_does_not_compile(monkeypatch):
+    """Negative control: the step asks for a number."""
     torch._dynamo.reset()
     ordinary = StaticStep._path
 
@@ -205,7 +205,7 @@ def test_a_step_that_asks_does_not_compile(monkeypatch):
 
 @st.composite
 def batches(draw):
-    """A topology, and some of its subtrees."""
+    """Draws a topology and some of its subtrees."""
     parents = [-1]
     for _ in range(draw(st.integers(0, 14))):
         parents.append(draw(st.integers(max(0, parents[-1]), len(parents) - 1)))
@@ -222,7 +222,7 @@ def batches(draw):
 
 @given(batches())
 def test_any_trees_fit_into_their_bucket(case):
-    """However a batch spreads over the levels, tables have room; and they say what the trees say."""
+    """Tables have room for any spread of a batch over the levels, and hold the values of the trees."""
     topology, tree = case
     samples, count = len(tree), tree.rows
     bucket = Bucket.of(topology, rows := bucket_for((1, 2, 4, 8), count), samples)
@@ -283,7 +283,7 @@ def test_tops_are_those_of_the_law():
 
 @pytest.mark.parametrize("lifted", [False, True])
 def test_a_batch_without_drafts(lifted):
-    """All at once, as the device does it: from the target's row."""
+    """Tokens are drawn from the target's rows, all at once as on the device."""
     tree = DraftTree.of(TREE, IID(3), [{0: 1}, {0: 1}])
     scores = torch.randn(2, 9)
     noise = Noise.draw([Noise.source(i) for i in range(2)], TREE.num_nodes)

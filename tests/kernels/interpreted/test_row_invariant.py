@@ -115,7 +115,7 @@ def test_other_attention_would_be_seen(ordered, monkeypatch):
     assert different_rows(invariant(varied("llama").to(torch.float16)))
 
 
-def test_the_equality_report_of_a_decoder_says_pathwise():
+def test_a_decoder_reports_pathwise_equality():
     decoder = SpeculativeDecoder(invariant(varied("llama")), NGramDrafter(), TreeTopology.chain(2))
     with choice.use("reference"):  # fast, with the bits of torch; the report must notice rows that differ
         report = decoder.equality_report()
@@ -175,7 +175,7 @@ def test_adapters_are_refused():
         invariant(model)
 
 
-def test_other_backends():
+def test_row_invariance_needs_native_or_triton_kernels():
     with pytest.raises(ValueError, match=r"row_invariant=True needs kernels='native' .* asked for"):
         invariant(fusable(), kernels="torch")
     if native.problem() is None:
@@ -184,7 +184,7 @@ def test_other_backends():
             invariant(tiny(), kernels="native")  # its heads are too small
 
 
-def test_other_gpus(monkeypatch):
+def test_other_gpus_are_refused(monkeypatch):
     """On AMD GPUs, the instruction that multiplies depends on the tile."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ValueError, match="row-invariant on NVIDIA's GPUs only"):
