@@ -298,8 +298,8 @@ def test_costs_are_measured_once(timed):
 @pytest.fixture
 def soon(monkeypatch):
     """Makes measurements worthwhile after 20 tokens, or before 100 at once."""
-    monkeypatch.setattr(cost_aware, "_WORTH", 20)
-    monkeypatch.setattr(cost_aware, "_LARGE", 100)
+    monkeypatch.setattr(cost_aware, "_TOKENS_DECODED", 20)
+    monkeypatch.setattr(cost_aware, "_TOKENS_REQUESTED", 100)
 
 
 def answers(decoder, count=12, prompts=1):

@@ -93,7 +93,7 @@ def dynasd(
         width: tokens that the target proposes for the first level, 1 or more. A width of 1 is lossless: the token is
             the one that ends every step. Larger widths reproduce the paper. Its output does not follow the target, so
             results are marked lossy.
-        depth: levels below these tokens, 0 to 512: chains, the paper's fork.
+        depth: length of the chains below these tokens, 0 to 512; together they are the paper's fork.
         k_config: children per level below these tokens, instead of chains: the paper's static tree.
         decider: stops drafting early; by default once no draft's probability reaches the paper's 0.4.
     """

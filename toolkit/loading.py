@@ -109,14 +109,14 @@ def load(
     """
     if isinstance(costs, str) and costs not in ("auto", "renew"):
         raise ValueError(f"costs must be auto, renew, a CostTable, StepCosts or None, got {costs!r}")
-    how: dict[str, Any] = {
+    target_options: dict[str, Any] = {
         "kernels": kernels,
         "keep_weights": keep_weights,
         "weights": weights,
         "row_invariant": row_invariant,
     }
     if isinstance(model, str | os.PathLike):
-        target = _target_named(os.fspath(model), dtype, device, tokenizer, revision, **how)
+        target = _target_named(os.fspath(model), dtype, device, tokenizer, revision, **target_options)
     else:
         given: dict[str, Any] = {"dtype": dtype, "device": device, "revision": revision}
         if isinstance(model, RaggedModel):
@@ -132,19 +132,19 @@ def load(
         if isinstance(model, RaggedModel):
             target = model
         else:
-            if tokenizer is None and (home := getattr(model, "name_or_path", "")):
-                tokenizer = load_tokenizer(home, local_files_only=True)
-            target = RaggedModel(model, tokenizer, **how)
-    why = "asked for"
+            if tokenizer is None and (folder_or_name := getattr(model, "name_or_path", "")):
+                tokenizer = load_tokenizer(folder_or_name, local_files_only=True)
+            target = RaggedModel(model, tokenizer, **target_options)
+    reason = "asked for"
     if drafter == "auto":
-        proposer, why = choose_drafter(target, weighed=decider is not None or costs is not None)
+        proposer, reason = choose_drafter(target, weighed=decider is not None or costs is not None)
     elif isinstance(drafter, str | os.PathLike):
         proposer = drafter_named(os.fspath(drafter), target)
     else:
         proposer = as_drafter(drafter)
     if pool is not None:
         proposer = _with_pool(proposer, pool)
-    logging.getLogger("arbordraft").info("drafter: %s (%s)", type(proposer).__name__, why)
+    logging.getLogger("arbordraft").info("drafter: %s (%s)", type(proposer).__name__, reason)
     measured: CostAware | None = None
     if decider is None and costs is not None and not isinstance(proposer, NoDrafter):
         if isinstance(drafter, str) and isinstance(proposer, NGramDrafter):
@@ -185,10 +185,10 @@ def _target_named(
     if place.type == "cpu" and kernels in ("auto", "native"):
         native.load_in_background()
     if as_stored := weights == "file":
-        weights = None  # they are the model's own
-    model, own = load_model(name, _dtype(dtype, place), revision, as_stored=as_stored)
+        weights = None  # the model itself holds the file's blocks
+    model, own_tokenizer = load_model(name, _dtype(dtype, place), revision, as_stored=as_stored)
     model.to(place)  # type: ignore[arg-type]
-    return RaggedModel(model, tokenizer or own, kernels=kernels, weights=weights, **options)
+    return RaggedModel(model, tokenizer or own_tokenizer, kernels=kernels, weights=weights, **options)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

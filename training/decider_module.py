@@ -153,7 +153,7 @@ class DeciderModule(DistillationModule):
             fit_temperature(fit["logits"][step], fit["labels"][step], fit["weights"][step])
             for step in range(self.draft_steps)
         )
-        metrics = self._honesty(judge) | self._choose(fit, judge)
+        metrics = self._calibration_errors(judge) | self._choose(fit, judge)
         self.log_dict({f"val/{name}": value for name, value in metrics.items()}, rank_zero_only=False, sync_dist=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ class DeciderModule(DistillationModule):
         """Returns ``[G, M]`` logits at their temperatures."""
         return part["logits"] / torch.tensor(self.decider.temperatures)[:, None]
 
-    def _honesty(self, part: Mapping[str, Tensor]) -> dict[str, float]:
+    def _calibration_errors(self, part: Mapping[str, Tensor]) -> dict[str, float]:
         """Measures the errors of the chances, before and after calibration."""
         reached = part["weights"] > 0
         before, after, labels, weights = (

@@ -11,8 +11,8 @@ from arbordraft.checkpoints.reader import CONFIG, INDEX, load_network, load_toke
 from arbordraft.checkpoints.vocabulary import check_tokenizers
 from arbordraft.exports.engines.target import Target
 
-# Copied with the weights, if they exist; other files of the folder are not copied.
-_COMPANY = (
+# Other files of the folder are not copied.
+_COPIED_WITH_WEIGHTS = (
     INDEX,
     "generation_config.json",
     "tokenizer.json",
@@ -54,7 +54,7 @@ def write_draft_model(source: Path, folder: Path, target: Target, card: str) -> 
             f"the draft model has {vocabulary} token ids, the target {target.name} {target.config.vocab_size}: both "
             "must share one tokenizer"
         )
-    for file in [*weight_files(source), *(source / name for name in _COMPANY)]:
+    for file in [*weight_files(source), *(source / name for name in _COPIED_WITH_WEIGHTS)]:
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
     (folder / CONFIG).write_text(json.dumps(in_both_dialects(read_config(source)), indent=2) + "\n")

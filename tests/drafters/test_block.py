@@ -82,7 +82,7 @@ def test_a_batch_shares_the_pass():
 @pytest.mark.parametrize("together", [1, 2, 32])
 def test_long_prompts_are_read_in_parts(monkeypatch, together):
     short = drafter("block")
-    monkeypatch.setattr(block, "_TOGETHER", together)
+    monkeypatch.setattr(block, "_MOST_SLOTS", together)
     monkeypatch.setattr(type(short._network), "chunk", 3)
     rounds = Rounds(short, target(), PROMPTS)
     tree = rounds.propose(UNEVEN, ad.WithoutReplacement(2))

@@ -21,7 +21,7 @@ def drafter(context: typer.Context) -> None:
     from arbordraft.training.drafter_module import DrafterModule
     from arbordraft.training.fit import run
 
-    trained = run(DrafterModule, _soberly(context.args))
+    trained = run(DrafterModule, _silence_lightning(context.args))
     _show_best(trained, "decode --drafter {best}")
 
 
@@ -31,7 +31,7 @@ def decider(context: typer.Context) -> None:
     from arbordraft.training.decider_module import DeciderModule
     from arbordraft.training.fit import run
 
-    trained = run(DeciderModule, _soberly(context.args))
+    trained = run(DeciderModule, _silence_lightning(context.args))
     _show_best(trained, "deciders --drafter {drafter} --learned {best}")
 
 
@@ -94,7 +94,7 @@ def demo(
     gain(console, spec, trained)
 
 
-def _soberly(arguments: list[str]) -> list[str]:
+def _silence_lightning(arguments: list[str]) -> list[str]:
     """Silences Lightning's adverts and its notes on absent hardware; returns the arguments."""
     import lightning.pytorch  # noqa: F401  # its import sets the levels
 

@@ -1,7 +1,7 @@
 """The decider that spends a step's time where it brings most tokens.
 
-Times and drafts are weighed in tokens: a second is worth the tokens that decoding brings in it, a draft its chance of
-acceptance. The cost of drafts is measured once; their gain is learned from every verdict.
+Times and drafts are compared in tokens. A second is worth the tokens that decoding brings per second. A draft is worth
+its chance of acceptance. The cost of drafts is measured once; their gain is learned from every verdict.
 """
 
 import math
@@ -20,15 +20,15 @@ from arbordraft.utils.checks import check_float, check_instance, check_int
 
 _DEPTHS = 4  # depths with records of their own; the last one stands for all greater depths
 _FALL = 0.85  # prior acceptance below the first level, relative to that of the first level
-_WEIGHT, _LEAST = 4.0, 0.1  # drafted steps that the prior counts for: at first, and at least
-_IDLE = 0.99  # share of a record that a step without drafts keeps, since the reasons against drafts may have passed
-_AHEAD = 16  # rows per sample among which the cheapest ones are sought
-_PACE = 8  # exponent of a sample's remaining length: the last sample ends a batch, so tokens of others are worth less
-_SOON = 16  # steps, if as many are left, in which the tokens that a drafter must read first have to pay
+_PRIOR_STEPS, _LEAST_PRIOR_STEPS = 4.0, 0.1  # drafted steps that the prior counts for
+_QUIET_DECAY = 0.99  # of a record, per step without drafts, since the reasons against drafts may have passed
+_ROWS_AHEAD = 16  # rows per sample among which the cheapest ones are sought
+_LENGTH_EXPONENT = 8  # of remaining lengths: the last sample ends a batch, so tokens of the others are worth less
+_CATCH_UP_STEPS = 16  # steps in which the tokens that a drafter must read first have to pay, if as many are left
 _MARGIN = 1.1  # factor by which drafts must bring more than they cost, since part of the cost is unknown
-_LAG, _MOST = 0.1, 4  # added per doubling of a batch that ends with its last sample: other gains are half lost
+_MARGIN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 4  # of a batch that ends with its last sample: other gains are half lost
 _PATIENCE, _PAUSE = 2, 16  # steps without drafts before fewer steps look for drafts; at least one in this many does
-_WORTH, _LARGE = 512, 8192  # tokens decoded at rough costs, or wanted at once, that justify a measurement
+_TOKENS_DECODED, _TOKENS_REQUESTED = 512, 8192  # at rough costs, and at once: either number justifies a measurement
 _ROUNDS = 3  # iterations in which the rate and the drafts that are worth it settle together
 
 
@@ -39,7 +39,7 @@ class _Record:
     tried: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # nodes whose children were verified
     accepted: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # tried nodes with an accepted child
     stated: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # tried nodes expected to have one
-    presumed: list[float] = field(default_factory=lambda: [_WEIGHT] * _DEPTHS)  # steps that the prior counts for
+    presumed: list[float] = field(default_factory=lambda: [_PRIOR_STEPS] * _DEPTHS)  # steps that the prior counts for
     steps: int = 0
     idle: int = 0  # steps since drafts of this drafter were verified
     quiet: int = 0  # steps without drafts of any drafter, for which the record is still to fade
@@ -59,9 +59,9 @@ class _Record:
     def wake(self) -> None:
         """Fades the record for all steps without drafts at once, since such steps come in rows."""
         if self.quiet:
-            share, self.quiet = _IDLE**self.quiet, 0
+            share, self.quiet = _QUIET_DECAY**self.quiet, 0
             self.fade(share)
-            self.presumed = [_WEIGHT - share * (_WEIGHT - weight) for weight in self.presumed]
+            self.presumed = [_PRIOR_STEPS - share * (_PRIOR_STEPS - steps) for steps in self.presumed]
 
 
 class CostAware(Decider):
@@ -69,12 +69,12 @@ class CostAware(Decider):
 
     Before a step, the decider weighs the recent acceptance of the samples' drafts against the cost of forwards and
     levels on this machine. This decides which samples draft at all, and the gain that a further level or row must
-    bring. Trees then grow where draft probabilities promise this gain, corrected by how often such probabilities came
-    true. Finally, the likeliest drafts are verified, as many as pay.
+    bring. Trees then grow where draft probabilities, corrected by past acceptance, promise this gain.
+    Finally, the likeliest drafts are verified, as many as pay.
 
     Samples whose text does not depend on drafts, greedy ones and those with shared noise, are weighed together. Any
-    other sample decides for itself, as if its whole batch were like it. For this, see ``expected_batch`` of
-    :class:`~arbordraft.SpeculativeDecoder`. The trees of such a sample are ended, not pruned.
+    other sample is planned alone, as if all samples of its batch were equal. For the size of that batch, see
+    ``expected_batch`` of :class:`~arbordraft.SpeculativeDecoder`. The trees of such a sample are ended, not pruned.
 
     Args:
         costs: costs measured by :func:`~arbordraft.decoding.measuring.known_costs` or ``arbordraft tune --costs``. With
@@ -86,7 +86,7 @@ class CostAware(Decider):
 
     Attributes:
         measure: a function that finds better costs if ``costs`` are rough, otherwise ``None``. It is called while
-            nothing is decoded, after the first 512 tokens or before thousands are wanted at once. Its argument is a
+            nothing is decoded, after the first 512 tokens or before thousands are requested at once. Its argument is a
             function that says whether to break off, or ``None``. It returns costs, or ``None`` if it broke off.
 
     Raises:
@@ -129,14 +129,14 @@ class CostAware(Decider):
 
     @property
     def can_plan(self) -> bool:  # type: ignore[override]
-        """Whether draft probabilities are the chances of paths; ``survival`` has to be asked level by level."""
+        """Whether draft probabilities are the chances of paths; ``survival`` estimates them level by level."""
         return self.survival is None
 
     def start(self) -> dict[str, _Record]:
         return {}
 
     def expect(self, tokens: int, hurry: Callable[[], bool] | None = None) -> None:
-        if self._decoded >= _WORTH or tokens >= _LARGE:
+        if self._decoded >= _TOKENS_DECODED or tokens >= _TOKENS_REQUESTED:
             self.settle(hurry)
 
     def settle(self, hurry: Callable[[], bool] | None = None) -> None:
@@ -178,9 +178,9 @@ class CostAware(Decider):
             record.tried[at] += 1
             record.accepted[at] += depth < outcome.accepted
             record.stated[at] += min(1.0, stated)
-        # A prior that does not come true must fade, or a drafter with a high one would be used for ever.
+        # A prior that is too high must fade, or its drafter would be used for ever.
         for at in range(min(len(outcome.stated), _DEPTHS)):
-            record.presumed[at] = max(_LEAST, self.decay * record.presumed[at])
+            record.presumed[at] = max(_LEAST_PRIOR_STEPS, self.decay * record.presumed[at])
 
     def rests(self, memory: dict[str, _Record]) -> bool:
         return bool(memory) and all(record.rests for record in memory.values())
@@ -207,11 +207,13 @@ class CostAware(Decider):
         samples = len(records) * situation.alike + situation.extra_rows
         base = self._target(samples) + self.costs.rest
         longest = max(situation.left, default=1)
-        weights = [(left / longest) ** _PACE for left in situation.left] or [1.0] * len(records)
+        weights = [(left / longest) ** _LENGTH_EXPONENT for left in situation.left] or [1.0] * len(records)
         # Only a further token of every slowest sample saves a step: the fewer these are, the more each token is worth.
         worth = sum(weights) * situation.alike + situation.extra_rows
         margin = _MARGIN + (
-            _LAG * min(_MOST, math.log2(len(records) + situation.extra_rows)) if situation.left else 0.0
+            _MARGIN_PER_DOUBLING * min(_MOST_DOUBLINGS, math.log2(len(records) + situation.extra_rows))
+            if situation.left
+            else 0.0
         )
         rate = margin * worth / base
         row = self._slope(samples)
@@ -231,18 +233,18 @@ class CostAware(Decider):
         following = [_expected(record, situation.acceptance, fall) for record in records]
         draft, widest = self.costs.draft, self.costs.draft.rows[-1]
         level = draft(1) + self.costs.decide
-        each = 0.0 if widest == 1 else (draft(widest) - draft(1)) / (widest - 1)
-        row += each
+        per_draft = 0.0 if widest == 1 else (draft(widest) - draft(1)) / (widest - 1)
+        row += per_draft
         # If deeper drafts are as good as the first ones, stopping early avoids no unknown cost, so no margin applies.
-        ahead = margin if situation.informative else 1.0
+        chain_margin = margin if situation.informative else 1.0
         for _ in range(_ROUNDS):
-            lengths, gains, gained, seconds = self._chains(situation, following, weights, rate, level, row, each)
-            before, rate = rate, max(rate, ahead * (worth + gained) / (base + seconds))
+            lengths, gains, gained, seconds = self._chains(situation, following, weights, rate, level, row, per_draft)
+            before, rate = rate, max(rate, chain_margin * (worth + gained) / (base + seconds))
             if rate == before:
                 break
         lag = situation.lag or [0] * len(gains)
-        soon = [min(_SOON, left) for left in situation.left] or [_SOON] * len(gains)
-        reading = [rate * each * tokens / steps for tokens, steps in zip(lag, soon, strict=True)]
+        spread = [min(_CATCH_UP_STEPS, left) for left in situation.left] or [_CATCH_UP_STEPS] * len(gains)
+        reading = [rate * per_draft * tokens / steps for tokens, steps in zip(lag, spread, strict=True)]
         gains = [gain - cost for gain, cost in zip(gains, reading, strict=True)]
         longest_trees = situation.max_depth if situation.informative else lengths
         return Plan(
@@ -263,14 +265,14 @@ class CostAware(Decider):
         following: Sequence[Sequence[float]],
         weights: Sequence[float],
         rate: float,
-        extra: float,
+        per_level: float,
         row: float,
-        each: float,
+        per_draft: float,
     ) -> tuple[list[int], list[float], float, float]:
-        """Returns the chains that bring most: their lengths, the worth of each, and the tokens and seconds of all.
+        """Chooses the chains that pay most; returns their lengths, the worth of each, and all their tokens and seconds.
 
-        Only the likeliest drafts are verified, as many as pay. A row takes at least ``row`` seconds, ``each`` of them
-        in drafting.
+        Only the likeliest drafts are verified, as many as pay. A level takes ``per_level`` seconds. Drafting
+        and verifying a draft takes at least ``row`` seconds, of which ``per_draft`` go to drafting.
         """
         alike = situation.alike
         samples, drafted = len(situation.max_depth) * alike + situation.extra_rows, 0
@@ -286,13 +288,13 @@ class CostAware(Decider):
         for level in range(max(map(len, chains), default=0)):
             here = [chain[level] for chain in chains if len(chain) > level]
             drafted += len(here) * alike
-            drafting = start + (level + 1) * extra + each * drafted
+            drafting = start + (level + 1) * per_level + per_draft * drafted
             reaches = sorted(reaches + here, reverse=True)
             for verified, total in enumerate(accumulate(reaches), 1):
                 time = drafting + self._target(samples + verified * alike) - before
                 if total * alike - rate * time > worth:
                     best, worth, gained, seconds = level + 1, total * alike - rate * time, total * alike, time
-                    share = (start + extra * best) / (verified * alike)  # time of the levels per verified row
+                    share = (start + per_level * best) / (verified * alike)  # time of the levels per verified row
         chains = [chain[:best] for chain in chains]
         worths = [sum(chain) - rate * (row + share) * len(chain) for chain in chains]
         return list(map(len, chains)), worths, gained, seconds
@@ -308,7 +310,7 @@ class CostAware(Decider):
         """Returns the seconds of a further row, where rows are cheapest."""
         slopes = self._slopes
         if samples not in slopes:
-            slopes[samples] = self.costs.target.least_slope(samples, _AHEAD * samples)
+            slopes[samples] = self.costs.target.least_slope(samples, _ROWS_AHEAD * samples)
         return slopes[samples]
 
     def _price(self, samples: int, alike: int, rate: float) -> Callable[[int], float]:
@@ -348,13 +350,13 @@ class CostAware(Decider):
 
 
 def _expected(record: _Record, acceptance: Sequence[float], fall: float) -> list[float]:
-    """Returns how often some child of a node is accepted, by depth; below the first, the prior is ``fall`` times it."""
+    """Returns how often some child of a node is accepted, by depth; ``fall`` lowers the prior below the first depth."""
     known = [acceptance[0], *[fall * acceptance[0]] * (_DEPTHS - 1)]
     sums = zip(record.accepted, record.tried, record.presumed, known, strict=True)
     return [(right + weight * before) / (tried + weight) for right, tried, weight, before in sums]
 
 
 def _trust(record: _Record) -> list[float]:
-    """Returns, by depth, how often drafts came true relative to how often they were expected to."""
+    """Returns, by depth, the acceptance of drafts relative to their draft probabilities."""
     sums = zip(record.accepted, record.stated, record.presumed, strict=True)
     return [(right + weight) / (stated + weight) for right, stated, weight in sums]

@@ -60,7 +60,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class StepView:
-    """The view that a decider has before the children of the nodes at ``depth`` are drawn.
+    """Inputs of a decider before the children of the nodes at ``depth`` are drawn.
 
     Every list has one entry per sample; the inner ones have one entry per frontier node (those at ``depth``).
 
@@ -74,6 +74,8 @@ class StepView:
         alike: number of samples of the batch that each shown sample stands for. A pathwise view shows all samples that
             go on, each for itself. Any other view shows one sample, which stands for a whole batch of equal samples.
             This sample decides alone, so that its text does not depend on the other samples of the batch.
+        source: kind of the drafter, as in :class:`Situation`.
+        acceptance: expected rates of the drafter, as in :class:`Situation`.
     """
 
     depth: int
@@ -111,11 +113,11 @@ class Situation:
         memory: the decider's memory of each sample, see :meth:`~arbordraft.deciders.Decider.start`.
         alike: number of samples that each sample stands for, as in :class:`StepView`.
         source: kind of the drafter, so that experience with one drafter is not applied to another.
-        acceptance: expected rates, before any experience, at which the drafter's most probable token is the next one,
-            its second, and so on.
-        free: whether a level takes next to no time beside the target's forward, as with lookups.
+        acceptance: expected rates, before any experience, at which the drafter's most probable token, its second and so
+            on is the next token.
+        free: whether a level takes almost no time compared with the target's forward, as with lookups.
         lag: by sample, the number of committed tokens that the drafter would have to read first; none if empty.
-        left: by sample, the number of tokens that it may still get; irrelevant if empty.
+        left: by sample, the number of tokens that it may still get; ignored if empty.
         extra_rows: rows of the target's forward besides those of these samples, independent of the plan.
         informative: whether draft probabilities distinguish drafts that will be accepted from others. If not, the plan
             has to limit the trees, since the drafts will not show where to stop.
@@ -135,7 +137,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class RowPrices:
-    """Keeps the number of likeliest drafts that brings most expected tokens, less the price of their rows.
+    """Keeps as many of the likeliest drafts as maximise their expected tokens, less the price of their rows.
 
     Args:
         price: returns, for a number of drafts, the tokens that their rows could bring elsewhere. By default it is
@@ -182,7 +184,7 @@ class Plan:
             :class:`RowPrices` can run on a device. With any other function, the device waits for the host.
         weights: by sample, the worth of its tokens to the batch; 1 by default.
         gains: by sample, the tokens that drafting is expected to bring, less those that its time could bring elsewhere.
-            Without a value, drafting is not expected to beat other drafts.
+            Without values, the drafts of this drafter replace no others.
     """
 
     levels: Sequence[int]

@@ -59,7 +59,7 @@ class SpeculativeDecoder(nn.Module):
         topology: the largest tree to draft; by default the drafter's
             (:meth:`~arbordraft.drafters.Drafter.default_topology`).
         coupling: how children are drawn and trees are verified; by default derived from the drafter. Trees and lookups
-            are drafted with the target's own noise (:meth:`Coupling.shared <arbordraft.Coupling.shared>`): a draft is
+            are drafted with the target's noise (:meth:`Coupling.shared <arbordraft.Coupling.shared>`): a draft is
             accepted if the target draws the same token. Chains are drawn at random and verified as a block. Both
             defaults are lossless, for greedy decoding and for sampling.
         decider: how much of the tree is drafted and verified, per sample and step; by default all of it.
@@ -69,19 +69,19 @@ class SpeculativeDecoder(nn.Module):
             verified drafts. All samples of that batch count as equal. So the text does not depend on the real batch.
         max_cache_tokens: most rows of each KV cache; unlimited by default.
         buckets: row counts of fixed step shapes, such as ``(8, 16, 32, 64)``. Each step is padded to the smallest
-            bucket that holds its trees, or above the largest to the next power of two. It runs without the host from
-            the upload of its trees to the download of its verdicts. On a GPU each shape is recorded once as a CUDA
-            graph and replayed. Drafts of EAGLE heads and draft models are recorded, too, if the most probable tokens
-            are drafted and the decider plans beforehand. ``stats.pad_rows`` counts the target's padding. Sampling then
-            needs shared noise, recursive rejection or ``TopTailRule``, and processors that read only the scores. By
-            default (``"auto"``) a GPU takes steps of 1, 8, 16, 32 and 64 rows, if the batch and its requests allow
-            them. All other steps run unpadded. ``None`` runs every step unpadded.
+            bucket that holds its trees; beyond the largest bucket, to the next power of two. From the
+            upload of its trees to the download of its verdicts, such a step runs without the host. On a GPU each shape
+            is recorded once as a CUDA graph and replayed. Drafts of EAGLE heads and draft models are recorded, too, if
+            the most probable tokens are drafted and the decider plans beforehand. ``stats.pad_rows`` counts the
+            target's padding. In such steps, sampling needs shared noise, recursive rejection or ``TopTailRule``, and
+            processors that read only the scores. By default (``"auto"``) a GPU takes steps of 1, 8, 16, 32 and 64 rows,
+            if the batch and its requests allow them. All other steps run unpadded. ``None`` runs every step unpadded.
         compiler: ``torch.compile`` backend for these steps, such as ``"inductor"``.
         generation_config: source of the settings that a request leaves open: ``model`` for the model's own
             ``generation_config``, ``none`` for its special tokens alone.
 
     Attributes:
-        stepper: takes batches a step further, with the parts that the decoder was built with.
+        stepper: runs the steps of batches with the decoder's parts.
         on_step: called as ``on_step(state, tree, verdict)`` in every step, after verification and before anything is
             committed; it must change none of the three. :class:`~arbordraft.StepLog` records steps as a table.
 
@@ -116,7 +116,7 @@ class SpeculativeDecoder(nn.Module):
         if isinstance(buckets, str) and buckets != "auto":
             raise ValueError(f"buckets must be auto, None or numbers of rows such as (8, 16, 32, 64), got {buckets!r}")
         if compiler is not None and (buckets is None or isinstance(buckets, str)):
-            raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
+            raise ValueError("compiler is for steps of fixed shapes: give their row counts, buckets=(8, 16, 32, 64)")
         self.static: StaticStepping | None = None
         if isinstance(buckets, str):
             if self.target.backend != "native":  # "native" runs on a CPU alone
@@ -127,7 +127,7 @@ class SpeculativeDecoder(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in AssembledParts._fields and "stepper" in self.__dict__:
-            raise AttributeError(f"the parts of a decoder fit each other: make another one with {name}=...")
+            raise AttributeError(f"a decoder keeps its parts: make another one with {name}=...")
         super().__setattr__(name, value)
 
     @property
@@ -140,7 +140,7 @@ class SpeculativeDecoder(nn.Module):
 
     @property
     def own_settings(self) -> "GenerationConfig":
-        """The model's own settings, which hold where a request sets nothing."""
+        """The model's own generation settings, which apply where a request leaves a setting open."""
         return own_settings(self.target.model, self.generation_config)
 
     @cached_property
@@ -197,17 +197,17 @@ class SpeculativeDecoder(nn.Module):
         Args:
             text: one text, or a list of texts, which is decoded as one batch.
             max_new_tokens: longest answer, in tokens.
-            temperature: 0 decodes greedily, more samples; ``None`` for the model's own, or 0 if it has none.
+            temperature: 0 decodes greedily, greater values sample; ``None`` takes the model's own, or 0 if it has none.
             top_p: sample from the fewest tokens whose probabilities reach this sum, 0 to 1; by default the model's own,
                 or 1.
-            top_k: sample from this many most probable tokens, 0 for all; by default the model's own, or all.
+            top_k: number of most probable tokens to sample from, 0 for all; by default the model's own, or all.
             seed: seed of the first text, 0 to 2**64 - 1; text i gets ``seed + i``. By default torch's generator draws
                 the seeds.
             stream: return an iterator of the answer's pieces; one text only. A separate thread decodes them. Closing
                 the iterator ends the decoding.
             raw: continue the text itself, without the tokenizer's chat template.
             system: system prompt of the chat template.
-            stop: text, or several, before which the answer ends. By default the answer ends with the model's own
+            stop: text or texts before which the answer ends. By default the answer ends with the model's own
                 ``stop_strings`` and includes them.
             grammar: grammar that the answers follow.
 
@@ -315,20 +315,21 @@ class SpeculativeDecoder(nn.Module):
         Args:
             input_ids: ``[B, L]``, left-padded if the prompts differ in length. They may be on another device than the
                 model; the output is returned on their device.
-            streamer: one, or one per sample; it receives only committed tokens.
+            streamer: one streamer, or one per sample; receives only committed tokens.
             seeds: one integer from 0 to 2**64 - 1 per sample. With seeds, a sample's output does not depend on the
                 other samples of its batch.
-            grammar: grammar that the answers follow: one for all samples, or one per sample with ``None`` for samples
-                without.
+            grammar: grammar that the answers follow: one for all samples, or one per sample, ``None`` where a sample
+                has none.
             **kwargs: arguments of ``transformers``' ``generate``, such as ``attention_mask``, ``generation_config``,
                 ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ``stopping_criteria``,
                 ``stop_strings`` and ``return_dict_in_generate``. Settings left open are the model's own.
-                ``temperature`` is at most 1e6; values below 1e-10 decode greedily. ``stop_strings`` are spelt by
-                ``tokenizer``, by default the target's. ``max_length`` and ``min_length`` count columns, padding
-                included, as in transformers. ``max_new_tokens`` and ``min_new_tokens`` count a sample's own tokens.
+                ``temperature`` is at most 1e6; values below 1e-10 decode greedily. ``stop_strings`` are matched
+                in the spelling of ``tokenizer``, by default the target's. ``max_length`` and ``min_length`` count
+                columns, padding included, as in transformers. ``max_new_tokens`` and ``min_new_tokens`` count a
+                sample's own tokens.
 
-        Logits processors and stopping criteria see one sample at a time, its own tokens without padding, once per node
-        of its tree. User-defined ones are called with ``[B, L]`` ids and ``[B, V]`` scores whose rows are all copies of
+        Logits processors and stopping criteria see one sample at a time: its tokens without padding, once per node of
+        its tree. User-defined ones are called with ``[B, L]`` ids and ``[B, V]`` scores whose rows are all copies of
         this sample's row. Only the row with the sample's number is read. A processor may use a row's tokens, scores and
         number, but neither other rows nor earlier calls. A processor with state implements
         :class:`~arbordraft.sampling.stateful.StatefulProcessor`.
@@ -346,7 +347,7 @@ class SpeculativeDecoder(nn.Module):
                 grammar to the end.
         """
         if input_ids is None:
-            input_ids = kwargs.pop("inputs", None)  # transformers' own name for it
+            input_ids = kwargs.pop("inputs", None)  # the name that transformers uses
         kwargs |= integral_lengths(kwargs)
         own = self.own_settings
         settings = check_options(kwargs, own)
@@ -362,14 +363,14 @@ class SpeculativeDecoder(nn.Module):
         if input_ids is not None:
             check_prompts(input_ids, kwargs.get("attention_mask"), self.target.vocab_size)
             if kwargs.get("max_new_tokens") == 0:  # transformers refuses 0; here it decodes nothing
-                return self._nothing(input_ids, streamer, kwargs)
+                return self._without_new_tokens(input_ids, streamer, kwargs)
         model = with_settings(self.target.model, own)
         # transformers builds its processors on the prompts' device, but they are called on the model's.
-        home, there = None if input_ids is None else input_ids.device, self.target.device
+        prompt_device, model_device = None if input_ids is None else input_ids.device, self.target.device
         if input_ids is not None:
-            input_ids = input_ids.to(there)
+            input_ids = input_ids.to(model_device)
         if isinstance(mask := kwargs.get("attention_mask"), Tensor):
-            kwargs["attention_mask"] = mask.to(there)
+            kwargs["attention_mask"] = mask.to(model_device)
         output: Tensor | GenerateDecoderOnlyOutput = model.generate(  # type: ignore[operator]
             input_ids,
             custom_generate=self.decode_loop,
@@ -379,9 +380,9 @@ class SpeculativeDecoder(nn.Module):
             **kwargs,
         )
         if isinstance(output, Tensor):
-            return output if home is None else output.to(home)
-        if home is not None:
-            output.sequences = output.sequences.to(home)  # type: ignore[assignment]
+            return output if prompt_device is None else output.to(prompt_device)
+        if prompt_device is not None:
+            output.sequences = output.sequences.to(prompt_device)  # type: ignore[assignment]
         return output
 
     @torch.no_grad()
@@ -424,7 +425,7 @@ class SpeculativeDecoder(nn.Module):
         scheduler = batch_of(self.stepper, samples, self.max_cache_tokens)
         for sample, streamer in zip(samples, streamers, strict=False):
             streamer.put(torch.tensor(sample.tokens))
-            sample.emit = _told(streamer)
+            sample.emit = _emitter(streamer)
         stats = decode_batch(scheduler, samples)
         for streamer in streamers:
             streamer.end()
@@ -434,7 +435,7 @@ class SpeculativeDecoder(nn.Module):
             raise DecodingError(failures, output)
         return output if generation_config.return_dict_in_generate else output.sequences
 
-    def _nothing(
+    def _without_new_tokens(
         self, input_ids: Tensor, streamer: Any, kwargs: dict[str, Any]
     ) -> "Tensor | GenerateDecoderOnlyOutput":
         from arbordraft.decoding.output import SpeculativeOutput
@@ -447,5 +448,5 @@ class SpeculativeDecoder(nn.Module):
         return output if kwargs.get("return_dict_in_generate") else input_ids
 
 
-def _told(streamer: "BaseStreamer") -> Callable[[Emission], None]:
+def _emitter(streamer: "BaseStreamer") -> Callable[[Emission], None]:
     return lambda gain: streamer.put(torch.tensor(gain.tokens))

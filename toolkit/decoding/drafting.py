@@ -1,4 +1,4 @@
-"""Drafts the trees of a step: asks the grower for them, or skips it where nothing is to be drafted.
+"""Drafts the trees of a step: calls the grower, or builds lone roots if nothing is to be drafted.
 
 Shapes: B samples, V vocabulary.
 """
@@ -20,12 +20,12 @@ from arbordraft.trees.draft_tree import DraftTree, Proposal
 Candidates = Callable[
     [DecodeState, Sequence[Sample], Noise | GumbelNoise | None], Sequence[tuple[Sequence[int], Tensor] | None]
 ]
-"""Called with the batch, its active samples and the noise. Returns by sample the children of its root and the ``[V]``
-row from which they were drawn."""
+"""Called with the batch, its active samples and the noise. Returns, by sample, the children of its root and the ``[V]``
+row that they were drawn from."""
 
 
 class Drafting:
-    """Lets the drafter propose trees, within the limits that the decider sets.
+    """Drafts trees with the drafter, within the limits that the decider sets.
 
     Args:
         parts: the decoder's parts.
@@ -114,7 +114,7 @@ class Drafting:
 
 
 def noise_of(state: DecodeState, active: Sequence[Sample], nodes: int, *, shared: bool) -> Noise | GumbelNoise | None:
-    """Draws the noise of a step from the samples' own seeds; returns ``None`` if all of them are greedy.
+    """Draws the noise of a step from the samples' seeds; returns ``None`` if all of them are greedy.
 
     Args:
         state: the batch.

@@ -89,11 +89,11 @@ class RecordedExecutor:
         self._whole = lru_cache(_KINDS_OF_TREES)(partial(WholeTrees.of, static, mask))
 
     def kinds(self, samples: Sequence[Sample]) -> dict[Hashable, list[Sample]]:
-        """Groups samples that can share one recorded step; with shared noise, temperature is a column of its table."""
+        """Groups samples that can share one recorded step; with shared noise, temperature is a column of the table."""
         kinds: dict[Hashable, list[Sample]] = {}
         for sample in samples:
-            divides = self.shared and sample.pipeline.temperature is not None
-            kind = () if divides else (sample.greedy, sample.pipeline.constants)
+            only_temperature = self.shared and sample.pipeline.temperature is not None
+            kind = () if only_temperature else (sample.greedy, sample.pipeline.constants)
             kinds.setdefault(kind, []).append(sample)
         return kinds
 
@@ -101,8 +101,10 @@ class RecordedExecutor:
         self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None
     ) -> StepAhead | None:
         """Prepares draft and step as one call; ``None`` if the batch needs several steps or the host in between."""
-        told = (draft_temperature(sample, self.shared) is not None and not sample.path_state for sample in active)
-        if len(self.kinds(active)) != 1 or isinstance(noise, Noise) or not all(told):
+        processed_on_device = (
+            draft_temperature(sample, self.shared) is not None and not sample.path_state for sample in active
+        )
+        if len(self.kinds(active)) != 1 or isinstance(noise, Noise) or not all(processed_on_device):
             return None
         seats = state.seats()
         seated = None if noise is None else noise.seated(seats)
@@ -134,7 +136,7 @@ class RecordedExecutor:
                 state.give_up([seats[place] for place in result.failed])
                 verdicts.append(_shifted(result.verdict.unseated(seats, len(tree)), part, tree))
                 hidden |= {number: result.hidden[places[number]] for number in part.living}
-        # These hold only the rows of roots and paths, by sample.
+        # By sample, `hidden` has only the rows of the accepted path, root included.
         return Judged(Verdict.joined(verdicts), lambda sample, rows: hidden[sample][: len(rows)], state.cache.advance)
 
 
@@ -155,7 +157,7 @@ def _shifted(verdict: Verdict, part: DraftTree, whole: DraftTree) -> Verdict:
 
 
 def _picked(rows: Tensor, path: Sequence[int]) -> Tensor:
-    """Selects rows; consecutive ones, nearly always the case, without a copy."""
+    """Selects the rows of a path; consecutive rows, the usual case, are not copied."""
     first, last = path[0], path[-1]
     if last - first == len(path) - 1:
         return rows[first : last + 1]

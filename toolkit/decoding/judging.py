@@ -52,7 +52,7 @@ class CouplingJudge:
         if not samples:
             return Verdict.nothing(len(tree))
         target = target_rows(state, tree, logits, best)
-        # Under shared noise the coupling takes greedy samples, too, as samples without noise. Uniforms cannot say so.
+        # Shared noise marks greedy samples by `None`, so the coupling verifies them, too. Uniforms have no such mark.
         if noise is None or isinstance(noise, Noise):
             greedy = [sample for sample in samples if noise is None or state[sample].greedy]
         else:
@@ -71,12 +71,12 @@ class CouplingJudge:
         assert noise is not None
         try:
             return self.coupling(tree, target, noise, samples)
-        except ValueError as error:  # no token can be drawn for some sample: the same noise finds which one
+        except ValueError as error:  # some sample has no token to draw: verify one by one, with the same noise
             for sample in samples:
                 try:
                     self.coupling(tree, target, noise, [sample])
-                except ValueError as own:
-                    raise SampleError(sample, own) from own
+                except ValueError as failure:
+                    raise SampleError(sample, failure) from failure
             raise SampleError(samples[0], error) from error
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BLANKS = "\u2581\u0120\u010a\u0109\u010d"  # blanks and line breaks in SentencePiece and byte-level vocabularies
-_STRANGE = "\U0010fffd" * 64  # a private-use character, which no token contains
+_UNKNOWN_CHARACTERS = "\U0010fffd" * 64  # a private-use character, which no token contains
 _MARGIN = 64  # bytes that may change near the cut of a text
 
 
@@ -67,7 +67,7 @@ class LengthCheck:
         tokenizer = self._tokenizer
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             return None
-        if len(tokenizer(_STRANGE, add_special_tokens=False)["input_ids"]) < len(_STRANGE):
+        if len(tokenizer(_UNKNOWN_CHARACTERS, add_special_tokens=False)["input_ids"]) < len(_UNKNOWN_CHARACTERS):
             return None
         names = tokenizer.get_vocab()
         blanks = [blank for blank in _BLANKS if blank in names and not str(tokenizer.decode([names[blank]])).strip()]

@@ -19,7 +19,7 @@ from arbordraft.target.cache import CacheOverflow
 _LEAST = 32  # fewest tokens of a common beginning that are worth copying, or waiting for
 _AHEAD = 256  # most new tokens that get rows at admission if the cache has no limit
 _KEPT = 4  # cached finished texts per slot
-_PART = 4  # prompts are read together until they fill 1 / _PART of max_rows
+_PREFILL_DIVISOR = 4  # further prompts are read in a step until max_rows / _PREFILL_DIVISOR rows are filled
 
 
 @dataclass(eq=False)
@@ -175,7 +175,7 @@ class Scheduler:
             portions[sample.number] = min(sample.num_unprefilled, most - count)
             count += portions[sample.number]
             prefilling.append(sample)
-            if _PART * count >= most:
+            if _PREFILL_DIVISOR * count >= most:
                 break  # the first tokens of these prompts should not wait for further prompts
         self._done += count
         return portions

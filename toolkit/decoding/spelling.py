@@ -134,8 +134,8 @@ class _Decoding:
         self.undecided: list[Spelt] = []
         self._spelling, self._kept = spelling, kept
         self._window: list[int] = []  # last spelt tokens, which are decoded with the next
-        self._told = 0  # letters of the decoded window that belong to spelt tokens
-        self._begun = b""  # first bytes of an incomplete character
+        self._num_spelt = 0  # letters of the decoded window that belong to spelt tokens
+        self._incomplete = b""  # first bytes of an incomplete character
         self._last = Spelt()  # token that these bytes come from
         self._run: list[Spelt] = []  # consecutive byte tokens
         self._utf8 = getincrementaldecoder("utf-8")("replace")  # decodes the run
@@ -155,14 +155,14 @@ class _Decoding:
             self._end_run()
         self._window.append(token)
         text = self._spelling.text(self._window)
-        begun, self._begun, own = self._begun, b"", known.data
+        begun, self._incomplete, own = self._incomplete, b"", known.data
         if own is None:
             waits = text.endswith(_UNREADABLE)
         else:
-            self._begun = (begun + own)[utf_8_decode(begun + own, "replace", False)[1] :]
-            waits = bool(self._begun)
-        end = max(self._told, len(text) - waits)
-        news, self._told = text[self._told : end], end
+            self._incomplete = (begun + own)[utf_8_decode(begun + own, "replace", False)[1] :]
+            waits = bool(self._incomplete)
+        end = max(self._num_spelt, len(text) - waits)
+        news, self._num_spelt = text[self._num_spelt : end], end
         self._forget(waits)
         new = Spelt(news)
         if begun and news and own and not 0x80 <= own[0] < 0xC0:  # the bytes before can no longer become a character
@@ -177,8 +177,8 @@ class _Decoding:
         if self._run:
             self._end_run()
         elif self.undecided:
-            self._last.text += self._spelling.text(self._window)[self._told :]
-            self._last.data = self._last.data if self._begun else self._last.text.encode()
+            self._last.text += self._spelling.text(self._window)[self._num_spelt :]
+            self._last.data = self._last.data if self._incomplete else self._last.text.encode()
         decided, self.undecided = self.undecided, []
         return decided
 
@@ -186,7 +186,7 @@ class _Decoding:
     def ahead(self) -> str:
         """Text of the undecided tokens if no other token follows."""
         if self._run:
-            return self._spelling.text(self._window)[self._told :]
+            return self._spelling.text(self._window)[self._num_spelt :]
         return "".join(spelt.text for spelt in self.undecided)
 
     def _decided(self, new: Spelt, waits: bool, news: bool) -> list[Spelt]:
@@ -200,27 +200,27 @@ class _Decoding:
     def _end_run(self) -> None:
         """Ends a run of byte tokens; the tokenizer's decoding tells whether all or none of them are characters."""
         text = self._spelling.text(self._window)
-        told, run = text[self._told :], self._run
+        decoded, run = text[self._num_spelt :], self._run
         run[-1].text += self._utf8.decode(b"", True)
         spelt = "".join(part.text for part in run)
-        if told != spelt and len(told) == len(run):
-            for part, letter in zip(run, told, strict=True):
+        if decoded != spelt and len(decoded) == len(run):
+            for part, letter in zip(run, decoded, strict=True):
                 part.text = letter
-        elif told != spelt and spelt.endswith(told):  # the tokenizer drops blanks at the beginning
-            for part in run[: len(spelt) - len(told)]:
+        elif decoded != spelt and spelt.endswith(decoded):  # the tokenizer drops blanks at the beginning
+            for part in run[: len(spelt) - len(decoded)]:
                 part.text, part.data = "", b""
-        elif told != spelt:
+        elif decoded != spelt:
             for part in run:
                 part.text, part.data = "", b""
-            run[-1].text, run[-1].data = told, told.encode()
-        self._told, self._run = len(text), []
+            run[-1].text, run[-1].data = decoded, decoded.encode()
+        self._num_spelt, self._run = len(text), []
         self._utf8.reset()
         self._forget(False)
 
     def _forget(self, waits: bool) -> None:
         if len(self._window) > 2 * _CONTEXT:
             self._window = self._window[-_CONTEXT:]
-            self._told = len(self._spelling.text(self._window)) - waits
+            self._num_spelt = len(self._spelling.text(self._window)) - waits
 
 
 class Pieces:

@@ -59,32 +59,32 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], others: int) -> list[Toke
     Args:
         logits: ``[R, V]``, one row per token, which predicts it.
         tokens: R tokens.
-        others: how many most probable tokens to add to each.
+        others: number of most probable tokens to add to each token.
     """
     found = list[TokenLogprobs]()
     for part in logits.split(_ROWS):
         rows = part.double().log_softmax(dim=-1)
         best = rows.topk(min(others, rows.shape[1]))
         ids = torch.tensor(tokens[len(found) : len(found) + len(part)], device=rows.device)
-        own = rows.gather(1, ids[:, None]).flatten().tolist()
-        known = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
+        token_logprobs = rows.gather(1, ids[:, None]).flatten().tolist()
+        known = zip(token_logprobs, best.indices.tolist(), best.values.tolist(), strict=True)
         found += [TokenLogprobs(value, tuple(zip(*ranked, strict=True))) for value, *ranked in known]
     return found
 
 
 @dataclass(eq=False)
 class Sample:
-    """A text being decoded, with settings of its own that do not depend on the rest of its batch.
+    """A request while it is decoded in a batch; its settings do not depend on the other samples.
 
     Args:
-        tokens: committed tokens, with the prompt, without padding.
+        tokens: committed tokens, prompt included, without padding.
         budget: tokens it may still emit; 0 when it is finished.
         seed: seed of its noise, 0 to 2**64 - 1.
-        greedy: whether the target decodes at temperature 0; set, too, if the temperature of ``pipeline`` is near 0.
+        greedy: whether the target decodes at temperature 0; also set if the temperature of ``pipeline`` is near 0.
         pipeline: its logits processors; samples that share one are processed together.
         stopping: called with a token and a function that returns all tokens so far; returns whether the sample ends.
         padding: left padding of the prompt in the caller's batch.
-        emit: called with the tokens that it gains in a step.
+        emit: called in each step with the tokens that the sample gains.
         logprobs: number of most probable tokens to report with each emitted token; ``None`` reports no
             log-probabilities.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens after the first.
@@ -129,7 +129,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
-        self.num_unprefilled = self.prompt - 1  # the last one is the root of the first tree
+        self.num_unprefilled = self.prompt - 1  # the last token is the root of the first tree
         self.greedy = self.greedy or self.pipeline.greedy
         if self.pipeline.stateful:
             self.path_state = PathState([template.fork() for template in self.pipeline.stateful])
@@ -155,7 +155,7 @@ class Sample:
         return Noise.source(self.seed)
 
     def uniforms(self, nodes: int) -> "npt.NDArray[np.float64]":
-        """Returns its ``[3, N]`` noise of this step; the same noise if the step is repeated."""
+        """Returns its ``[3, N]`` noise for this step; a repeated step gets the same noise."""
         if self._uniforms is None:
             self._uniforms = self._generator.random((3, nodes))
         return self._uniforms
@@ -191,7 +191,7 @@ class Sample:
                     break
                 if self.path_state is not None:
                     self.path_state = self.path_state.commit(token)
-                    if self.path_state.failure is not None:  # its processors had no part in the next tokens
+                    if self.path_state.failure is not None:  # the next tokens were drawn without these processors
                         break
             self.emitted += kept
             if self.emit is not None:
@@ -224,14 +224,14 @@ class DecodeState:
     """A batch between two steps.
 
     Args:
-        cache: the target's cache. It holds all committed tokens of a sample that were read, except the last one.
-        drafts: the drafter's own state.
+        cache: the target's cache. It lacks each sample's last committed token, and prompt tokens that are not read yet.
+        drafts: the drafter's state of this batch.
         stats: counts over all samples.
         samples: samples by number; ``None`` if a number is free.
         fixed_batch: whether no further sample joins.
 
     Attributes:
-        most: largest number of samples so far that were running at the same time.
+        most: greatest number of samples that have run at the same time.
     """
 
     cache: RaggedKVCache

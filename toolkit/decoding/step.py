@@ -33,7 +33,7 @@ _MOST_KINDS = 2
 
 
 class Stepper:
-    """Takes a batch a step further: drafts, runs the target, verifies, commits.
+    """Runs the steps of batches: drafts, runs the target, verifies, commits.
 
     A decoder owns one stepper. Any number of batches may use it at a time.
 
@@ -43,8 +43,8 @@ class Stepper:
         expected_batch: see :class:`~arbordraft.SpeculativeDecoder`.
         static: runs steps of fixed shapes, always or where possible; by default no step has fixed shapes.
         candidates: chooses the children of the roots; by default the drafter does.
-        runner: runs the target; by default packed, without padding. Recorded steps have their own.
-        judge: verifies drafts; by default with the coupling. Recorded steps have their own.
+        runner: runs the target; by default packed, without padding. Recorded steps do not use it.
+        judge: verifies drafts; by default with the coupling. Recorded steps do not use it.
 
     Attributes:
         on_step: see :class:`~arbordraft.SpeculativeDecoder`.
@@ -100,16 +100,20 @@ class Stepper:
 
     @property
     def can_share(self) -> bool:
-        """Whether beginnings copied from another sample have the same bits as computed ones."""
+        """Whether prefixes copied from another sample have the same bits as computed ones."""
         return self.target.row_invariant
 
     def least_tokens(self, samples: int) -> int:
-        """Returns the fewest cache rows that fit a one-token prompt and one new token, padding included."""
+        """Returns the fewest cache rows that fit a one-token prompt and one new token, padding included.
+
+        Args:
+            samples: most samples of a batch at a time, for which padding is reserved.
+        """
         reserved = 0 if self.static is None or self.static.automatic else self.static.reserved(samples)
         return reserved + self.topology.num_nodes + 2
 
     def check(self, sample: Sample) -> None:
-        """Raises ValueError if a sample asks for something that the decoder's steps do not support."""
+        """Raises ValueError if the decoder's steps do not support a sample's settings."""
         if self.static is None or self.static.automatic:
             return
         if (obstacle := self._obstacle(self.static, sample)) is not None:
@@ -127,7 +131,7 @@ class Stepper:
         Args:
             state: the batch.
             sample: gets a number and a place in the cache.
-            rows: cache rows to reserve for it. It gets more when needed, if rows are free.
+            rows: cache rows to reserve for the sample. It gets more when needed, if rows are free.
 
         Raises:
             CacheOverflow: if fewer rows are free; the batch is unchanged then.
@@ -199,7 +203,7 @@ class Stepper:
             state: the batch, updated in place; each active sample gains at least one token.
 
         Raises:
-            SampleError: if a sample's own processors fail. Nothing is committed then, and the step can be repeated
+            SampleError: if a sample's processors fail. Nothing is committed then, and the step can be repeated
                 without that sample.
         """
         active = state.active
@@ -247,7 +251,7 @@ class Stepper:
         return static.drafts if static is not None and static.active and isinstance(state.cache, StaticCache) else None
 
     def _given_up(self, executor: Executor, failure: UnsupportedModel) -> bool:
-        """Gives up recorded steps after a failed recording, if they were only automatic; returns whether it did."""
+        """Disables recorded steps after a failed recording if they are automatic; returns whether it did."""
         if executor is not self.recorded or self.static is None or not self.static.automatic:
             return False
         self.static.give_up(failure)

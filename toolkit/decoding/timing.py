@@ -30,15 +30,14 @@ from arbordraft.verifiers.coupling import Coupling
 
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # most rows and longest context of a timed forward, to bound its memory
-_CPU = (
-    (1, 4, 8, 16, 64),
-    (1.0, 1.25, 1.6, 2.8, 10.0),
-)  # rows, and rough times of their forwards in forwards of one row, slightly too high
+# Rows, and rough times of their forwards in forwards of one row, slightly too high.
+_CPU = (1, 4, 8, 16, 64), (1.0, 1.25, 1.6, 2.8, 10.0)
 _GPU = (1, 64), (1.0, 1.3)
-_ASIDE = 0.05  # rough time of each other part of a step, in forwards of one row
+_OTHER_PARTS = 0.05  # rough time of each other part of a step, in forwards of one row
 _BATCHES = (1, 2, 4, 8, 16)
 _WIDTH = 4  # nodes per sample and level in timed forks
-_SAID, _TIMES = 8, 4  # tokens, and how often prompts repeat them: models then go on repeating, and lookups find drafts
+# Prompts of timed lookups repeat their last tokens: models then go on repeating, and lookups find drafts.
+_REPEATED_TOKENS, _REPETITIONS = 8, 4
 
 
 def rough_costs(target: RaggedModel, drafter: Drafter) -> StepCosts:
@@ -47,7 +46,11 @@ def rough_costs(target: RaggedModel, drafter: Drafter) -> StepCosts:
     forward = CostTable(*_GPU if on_gpu else _CPU)
     effort = drafter.effort(target)
     return StepCosts(
-        forward, CostTable((1,), (max(1e-9, effort),)), rest=_ASIDE, start=effort and _ASIDE, lookup=_ASIDE
+        forward,
+        CostTable((1,), (max(1e-9, effort),)),
+        rest=_OTHER_PARTS,
+        start=effort and _OTHER_PARTS,
+        lookup=_OTHER_PARTS,
     )
 
 
@@ -168,38 +171,40 @@ def measure_steps(
     # Noise only adds time. So least times are subtracted later; the least of differences would be too small.
     least: dict[tuple[Drafter, int, int, int, bool], float] = {}
 
-    def decode(batch: int, width: int, levels: int, who: Drafter = drafter, sampled: bool = True) -> None:
+    def decode(batch: int, width: int, levels: int, timed_drafter: Drafter = drafter, sampled: bool = True) -> None:
         if enough():
             return
-        watch = _Stopwatch(decider) if decider is not None and levels > 1 and who is drafter else FixedDepth()
+        watch = _Stopwatch(decider) if decider is not None and levels > 1 and timed_drafter is drafter else FixedDepth()
         topology = TreeTopology.fork(width, levels) if width > 1 else TreeTopology.chain(levels)
-        decoder = SpeculativeDecoder(target, who, topology, Coupling.shared(max(1, topology.width)), watch)
+        decoder = SpeculativeDecoder(target, timed_drafter, topology, Coupling.shared(max(1, topology.width)), watch)
         asked = watch.questions if isinstance(watch, _Stopwatch) else []
         # Totals at each verdict; a whole step lies between two of them. The first step counts only for lookups, since
         # other drafters also read the prompts in it. Steps whose trees are cut by a sample's end do not count.
-        spent = [0.0] if who is lookups else []
+        spent = [0.0] if timed_drafter is lookups else []
 
         def note(state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
             living = [sample for sample in state.samples if sample]
-            cut = who is drafter and (len(living) < batch or any(sample.budget <= levels for sample in living))
+            cut = timed_drafter is drafter and (
+                len(living) < batch or any(sample.budget <= levels for sample in living)
+            )
             if spent and (cut or enough()):
                 raise _Enough
             seconds = state.stats.seconds
             spent.append(sum(seconds.get(phase, 0.0) for phase in ("draft", "verify", "commit")) - sum(asked))
 
         decoder.on_step = note
-        begun = list(islice(endless, batch))
-        if who is lookups:
-            begun = [[*text[-_SAID:]] * _TIMES for text in begun]  # lookups then find drafts
+        prompts = list(islice(endless, batch))
+        if timed_drafter is lookups:
+            prompts = [[*text[-_REPEATED_TOKENS:]] * _REPETITIONS for text in prompts]
         with suppress(_Enough):
             decoder.generate(
-                **{name: tensor.to(target.device) for name, tensor in left_padded(begun).items()},
+                **{name: tensor.to(target.device) for name, tensor in left_padded(prompts).items()},
                 **plain_request(float(sampled), new_tokens),
                 eos_token_id=None,
                 seeds=range(batch),  # leaves torch's generator, the user's, untouched
             )
         step = (spent[-1] - spent[0]) / (len(spent) - 1) if len(spent) > 1 else spent[0]
-        key = (who, batch, width, levels, sampled)
+        key = (timed_drafter, batch, width, levels, sampled)
         least[key] = min(least.get(key, math.inf), step)
         questions.extend(asked)
 

@@ -8,7 +8,7 @@ from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import CacheOverflow
 
 _PROMPT = 128  # tokens of the prompt: so many rows use the largest attention tiles
-_SAID = 8  # distinct tokens, which the prompt repeats, so that lookups find drafts
+_REPEATED_TOKENS = 8  # tokens that the prompt repeats, so that lookups find drafts
 _DEPTHS = 4  # most trees have at most so many levels
 
 
@@ -36,7 +36,7 @@ def _step(stepper: Stepper, state: DecodeState, depth: int, greedy: bool) -> Non
     room = min((limit - stepper.topology.num_nodes - 1 for limit in limits if limit is not None), default=_PROMPT)
     if room < 1:
         return
-    tokens = [(1 + place % _SAID) % stepper.target.vocab_size for place in range(min(room, _PROMPT))]
+    tokens = [(1 + place % _REPEATED_TOKENS) % stepper.target.vocab_size for place in range(min(room, _PROMPT))]
     sample = Sample(tokens, depth + 1, 0, greedy, LogitsPipeline([]), lambda *_: False)
     stepper.add(state, sample, len(tokens))
     try:

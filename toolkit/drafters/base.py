@@ -1,6 +1,6 @@
 """The base class of drafters, and helpers that drafters share.
 
-Shapes: B samples, R nodes of a level, S samples of them, F hidden states side by side, H hidden size, V vocabulary.
+Shapes: B samples, R nodes of a level, S samples that draft, F hidden states side by side, H hidden size, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 Network = TypeVar("Network", bound="Companion")
 
-_EFFORT = 0.1  # of a level, if the drafter's weights are not torch parameters
-_VERIFIED, _LONGEST = 1.1, 12  # cost of verifying a chain, in one-row forwards; most drafts in a chain
+_EFFORT_WITHOUT_PARAMETERS = 0.1
+_VERIFICATION_FORWARDS = 1.1  # time of verifying a chain, in forwards of one row
+_LONGEST_CHAIN = 12
 
 
 class Predictions(NamedTuple):
@@ -50,20 +51,20 @@ class Drafter(nn.Module):
 
     A subclass needs only :meth:`propose`. The defaults of the other methods suit drafters without state.
 
-    All that a drafter remembers about a batch (caches, indices) is in the state that :meth:`open` returns. This state
-    travels with the decoder's own, so one drafter serves many batches at once. Samples join and leave a batch between
+    All that a drafter remembers about a batch (caches, indices) is in the state that :meth:`open` returns. Each batch
+    keeps its own state, so one drafter serves many batches at once. Samples join and leave a batch between
     two steps; their data is stored by sample number.
     """
 
     certain = False  # whether it chooses tokens without noise, as lookups do; such drafts are never drawn
     max_positions: int | None = None  # longest text, drafts included, that it can process; None for no limit
     max_levels: int | None = None  # deepest level that it proposes; None for no limit
-    # How often its most probable token, its second and so on is the next token. Trees are fitted to these rates.
+    # Rates at which its most probable token, its second and so on is the next token. Trees are fitted to them.
     acceptance: tuple[float, ...] = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)
     hidden_layers: tuple[int, ...] = ()  # the target's hidden states that it reads, as transformers numbers them
     takes_candidates = False  # whether it can continue from first tokens that it did not choose
     informative = True  # whether its probabilities predict acceptance; otherwise ranks do
-    free = False  # whether a level takes almost no time beside the target's forward
+    free = False  # whether a level takes almost no time compared with the target's forward
 
     # Proposing
 
@@ -91,7 +92,7 @@ class Drafter(nn.Module):
             context: the step.
             samples: the S samples that draft.
             growth: how far their trees go on, in plain numbers.
-            draws: how tokens are drawn; without it, the most probable ones are drafted.
+            draws: how tokens are drawn; ``None`` drafts the most probable tokens.
         """
         return None
 
@@ -113,7 +114,7 @@ class Drafter(nn.Module):
         return ()
 
     def stages(self, state: Any) -> Sequence[tuple["Drafter", Any]]:
-        """Returns drafters and their states in order; a later one drafts where it is expected to bring more."""
+        """Returns drafters with their states, in order; a later one drafts where it is expected to gain more tokens."""
         return ((self, state),)
 
     # State of a batch
@@ -138,7 +139,7 @@ class Drafter(nn.Module):
     def share(self, state: Any, source: int, sample: int, tokens: int) -> None:
         """Copies the state of another sample's first ``tokens`` tokens, which both texts share.
 
-        Both texts also share the next token. The target itself still reads at least one token before the prompt's last.
+        Both texts also share the next token. The target still reads at least one token before the prompt's last one.
         """
 
     def prefill(self, state: Any, tokens: Mapping[int, Sequence[int]]) -> None:
@@ -155,7 +156,7 @@ class Drafter(nn.Module):
         Args:
             state: the state from :meth:`open`.
             hidden: ``[n, F]`` by sample: the states of ``hidden_layers`` side by side. They cover all tokens since the
-                last call but the last committed one, which the target has not read yet.
+                last call, except the last committed token, which the target has not read yet.
         """
         raise NotImplementedError
 
@@ -169,18 +170,18 @@ class Drafter(nn.Module):
         return (Fixed(law.k) if self.certain else law,)
 
     def effort(self, target: RaggedModel) -> float:
-        """Estimates a level's share of the time of a target forward, by weights read, until it is measured."""
+        """Estimates the time of a level in target forwards, by weights read; used until it is measured."""
         if self.free:
             return 0.0
         theirs = {id(parameter) for parameter in target.parameters()}
-        own = sum(parameter.numel() for parameter in self.parameters() if id(parameter) not in theirs)
-        return own / sum(parameter.numel() for parameter in target.parameters()) or _EFFORT
+        size = sum(parameter.numel() for parameter in self.parameters() if id(parameter) not in theirs)
+        return size / sum(parameter.numel() for parameter in target.parameters()) or _EFFORT_WITHOUT_PARAMETERS
 
     def gain(self, target: RaggedModel) -> float:
         """Estimates the speed-up of chains over plain decoding of one text, from ``acceptance`` and :meth:`effort`."""
         likely, level = self.acceptance[0], self.effort(target)
-        chains = accumulate((likely**depth for depth in range(1, _LONGEST + 1)), initial=1.0)
-        return max(tokens / (_VERIFIED + depth * level) for depth, tokens in enumerate(chains))
+        chains = accumulate((likely**depth for depth in range(1, _LONGEST_CHAIN + 1)), initial=1.0)
+        return max(tokens / (_VERIFICATION_FORWARDS + depth * level) for depth, tokens in enumerate(chains))
 
     def default_topology(self) -> TreeTopology:
         """Returns the largest tree that decoders draft by default, fitted to its acceptance."""
@@ -194,7 +195,7 @@ class Drafter(nn.Module):
         """Returns the default law for up to ``width`` children.
 
         Trees share the noise of the target, so that they may take any shape. Chains are drawn at random, because
-        block verification is the best that a single draft can do.
+        block verification is the optimum for a single path.
         """
         if self.certain:
             return Fixed(width)
@@ -204,7 +205,8 @@ class Drafter(nn.Module):
         """Raises ValueError if the drafter cannot draft for this target, or cannot draw by this law."""
         if self.certain and not law.deterministic:
             raise ValueError(
-                f"{type(self).__name__} chooses its tokens, they are not drawn by {law}; couple them as Fixed({law.k})"
+                f"{type(self).__name__} chooses its tokens without noise, {law} does not draw them: couple them as "
+                f"Fixed({law.k})"
             )
 
 
@@ -279,7 +281,7 @@ class HeadDrafter(Drafter):
 def num_unprefilled(
     cache: RaggedKVCache, handles: Mapping[int, int], context: DraftContext, last: int = 0
 ) -> list[int]:
-    """Counts each sample's committed tokens that a cache lacks, without the ``last`` ones; 0 without a handle."""
+    """Counts, by sample, committed tokens that a cache lacks, except the ``last`` ones; 0 without a handle."""
     lacking = [0] * len(context.samples)
     for sample, handle in handles.items():
         lacking[sample] = max(0, len(context.tokens(sample)) - last - cache.length(handle))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from arbordraft.heads.block import BlockHead
 
 
-_TOGETHER = 32  # most new slots of a sample in the pass of its masks; both then fit into one word
+_MOST_SLOTS = 32  # of a sample in the pass of its masks: slots and masks then fit into one word
 
 
 @dataclass
@@ -137,7 +137,7 @@ class BlockDrafter(SlotDrafter):
         tokens = {handle: row for handle, (row, _) in zip(handles, lacking, strict=True)}
         fused = self._network.fuse(torch.cat([states for _, states in lacking]))
         slots = dict(zip(handles, fused.split([len(row) for row in tokens.values()]), strict=True))
-        early = {handle: row[:-_TOGETHER] for handle, row in tokens.items()}
+        early = {handle: row[:-_MOST_SLOTS] for handle, row in tokens.items()}
         for part, row, batch in cache.portions(early, self._network.chunk):
             counts = {handle: len(taken) for handle, taken in part.items()}
             self._network.store(row, torch.cat([slots[h][:n] for h, n in counts.items()]), batch, cache)

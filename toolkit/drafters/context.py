@@ -1,4 +1,4 @@
-"""The data about a step that drafters read.
+"""Data of a step, as drafters read them.
 
 Shapes: B samples, R nodes of a level, V vocabulary.
 """
@@ -45,7 +45,7 @@ class OneCallDrafts(Protocol):
 
         Args:
             network: a :class:`~arbordraft.drafters.model_drafter.DraftNetwork`.
-            cache: the drafter's cache, which was made beside the target's.
+            cache: the drafter's cache for the samples of the target's.
             samples: numbers of the samples that draft.
             missing: by handle, in the order of ``samples``; see :data:`~arbordraft.drafters.model_drafter.Missing`.
             growth: how far trees go on.
@@ -69,13 +69,13 @@ class DraftContext:
 
     Args:
         samples: the samples of the batch; ``None`` at a free number.
-        max_depth: greatest useful depth of each sample's tree; ``None`` for one that takes no part.
+        max_depth: greatest useful depth of each sample's tree; ``None`` for a sample that takes no part.
         topology: the planned shape of the trees.
         law: the coupling's draft law.
         greedy_law: the draft law of greedy samples: the most probable tokens, as many as ``law`` gives.
         shared: whether target and drafter share their noise.
         noise: uniforms of this step, or shared noise that is added to draft scores; ``None`` if all samples are greedy.
-        expected_batch: batch size that a sampled request assumes, with all samples like itself.
+        expected_batch: batch size that a sampled request assumes; all samples of that batch count as equal.
         candidates: children that each root has already, with the ``[V]`` row that they were drawn from; ``None`` if the
             drafter proposes the roots' children.
         vocab_size: V of the target, to which draft logits are fitted; ``None`` leaves them as they are.
@@ -135,7 +135,7 @@ class Level:
         context: the step.
         depth: depth of these nodes; 0 for roots.
         places: ``[R]`` sample and topology node of each.
-        tokens: ``[R]`` their own tokens.
+        tokens: ``[R]`` token of each.
         parents: ``[R]`` rows of their parents in the level above; none for roots.
         above: the level above; ``None`` for roots.
     """
@@ -165,7 +165,7 @@ class Level:
         return path[::-1]
 
     def text(self, row: int) -> list[int]:
-        """Returns the committed and drafted tokens down to the node of a row, its own included."""
+        """Returns the committed and drafted tokens down to the node of a row, that node included."""
         return [*self.context.tokens(self.places[row][0]), *self.path(row)]
 
     def allowed(self, row: int) -> Allowed | None:

@@ -26,8 +26,8 @@ from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.owned_rows import draft_scores
 from arbordraft.trees.draft_tree import NO_ROWS, DraftTree, Proposal, check_drawn
 
-_NOTHING = Origin()  # of children without a draft row
-_ONES = (1.0,)
+_NO_ORIGIN = Origin()  # of children without a draft row
+_FULL_TRUST = (1.0,)
 _SURE = 1e9  # a trust whose product with any probability counts as 1
 
 
@@ -43,18 +43,18 @@ def grow(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
         drafter: proposes children.
         state: the drafter's state for this batch.
     """
-    (part, own), *others = drafter.stages(state)
-    first = TreeGrower(context, decider, part, own)
+    (stage, stage_state), *later = drafter.stages(state)
+    first = TreeGrower(context, decider, stage, stage_state)
     first.grow()
     growers = dict.fromkeys(context.alive, first)
-    for part, own in others:
-        waiting = _waiting(context, decider, part, own, growers)
+    for stage, stage_state in later:
+        waiting = _waiting(context, decider, stage, stage_state, growers)
         if not waiting:
             continue
         max_depth = [limit if sample in waiting else None for sample, limit in enumerate(context.max_depth)]
         rows = sum(growers[sample].drafts(sample) + 1 for sample in context.alive if sample not in waiting)
         step = replace(context, max_depth=max_depth, extra_rows=context.extra_rows + rows)
-        grower = TreeGrower(step, decider, part, own)
+        grower = TreeGrower(step, decider, stage, stage_state)
         grower.grow()
         growers |= {sample: grower for sample in waiting if grower.drafts(sample)}
     return _packed(context, growers)
@@ -63,7 +63,7 @@ def grow(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
 def _waiting(
     context: DraftContext, decider: Decider, drafter: Drafter, state: Any, growers: Mapping[int, "TreeGrower"]
 ) -> set[int]:
-    """Returns the samples for which another drafter is expected to bring more than the drafts so far."""
+    """Returns the samples for which this drafter is expected to gain more tokens than the drafts so far."""
     waiting = {sample for sample, grower in growers.items() if not grower.drafts(sample)}
     if len(waiting) < len(growers):
         for group in decision_groups(context, decider, drafter, state):
@@ -78,7 +78,7 @@ class TreeGrower:
 
     Args:
         context: the step.
-        decider: decides how far they go on.
+        decider: decides how far trees go on.
         drafter: proposes children.
         state: the drafter's state.
     """
@@ -99,16 +99,17 @@ class TreeGrower:
         self.certain: set[int] = set()
         self.draft_row: dict[int, int] = {}
         self.draft_rows: list[Tensor] = []
-        self.rows = {sample: [row] for row, sample in enumerate(self.sample)}  # by sample, without dropped drafts
+        # By sample, the places of its nodes in these columns, without dropped drafts.
+        self.rows = {sample: [row] for row, sample in enumerate(self.sample)}
         self._trust: dict[int, Sequence[float]] = {}
-        # The draws along every node's path, for deciders that are asked at each level.
+        # The draws along every node's path, for deciders that decide level by level.
         self._paths: dict[int, tuple[Draw, ...]] = {}
         for group in self.groups:
             plan, first = group.plan, len(self.reach)
             group.rows = range(first, first + len(group.samples))
             self.reach += (plan and plan.weights) or [1.0] * len(group.samples)
             if plan is None:
-                self._trust |= dict.fromkeys(group.samples, _ONES)
+                self._trust |= dict.fromkeys(group.samples, _FULL_TRUST)
                 self._paths |= dict.fromkeys(group.rows, ())
             else:
                 self._trust |= zip(group.samples, plan.trust, strict=True)
@@ -120,7 +121,7 @@ class TreeGrower:
     @cached_property
     def gains(self) -> dict[int, float]:
         """Expected tokens from every sample's drafts, less the price of their rows."""
-        trunk = self._trunk()  # its rows must be computed sooner or later
+        trunk = self._trunk()  # the target must read these nodes in any case
         return {
             sample: sum(self.reach[row] - price * (row not in trunk) for row in self.rows[sample][1:])
             for group in self.groups
@@ -205,7 +206,7 @@ class TreeGrower:
         going = [place for place, most in enumerate(plan.levels) if most > 0 and group.depths[place] > 0]
         if not going:
             return True
-        # Lookups do not grow whole trees: to spell out the limits in numbers takes longer than a lookup.
+        # Lookups do not grow whole trees: converting the limits to numbers takes longer than a lookup.
         able = group.told and context.candidates is None and (context.static is not None or usable())
         if not able or type(self.drafter).propose_trees is Drafter.propose_trees:
             return False
@@ -225,8 +226,8 @@ class TreeGrower:
 
     def _take_drafted(self, samples: Sequence[int], drafted: Drafted) -> None:
         parents, first = self.context.topology.parent_list, len(self.token)
-        own = [self.rows[sample] for sample in samples]
-        row_of = [{0: rows[0]} for rows in own]  # by node
+        sample_rows = [self.rows[sample] for sample in samples]
+        row_of = [{0: rows[0]} for rows in sample_rows]  # by node
         self.sample += [samples[place] for place in drafted.samples]
         self.node += drafted.nodes
         self.token += drafted.tokens
@@ -234,12 +235,12 @@ class TreeGrower:
         if not self.drafter.informative:
             chances = [self._by_rank(node) for node in drafted.nodes]
         self.chance += chances
-        told = zip(drafted.samples, drafted.nodes, chances, strict=True)
-        for row, (place, node, chance) in enumerate(told, first):
+        drafts = zip(drafted.samples, drafted.nodes, chances, strict=True)
+        for row, (place, node, chance) in enumerate(drafts, first):
             rows = row_of[place]
             parent = rows[parents[node]]
             rows[node] = row
-            own[place].append(row)
+            sample_rows[place].append(row)
             self.parent.append(parent)
             self.reach.append(self._below(parent, chance))
 
@@ -250,9 +251,9 @@ class TreeGrower:
         proposed = self.drafter.propose(self.state, level)
         if isinstance(proposed, Tensor):
             proposed = Predictions(proposed)
-        nodes, said = len(level.places), len(proposed.logits if isinstance(proposed, Predictions) else proposed)
-        if said != nodes:
-            raise ValueError(f"{self.drafter} must give predictions for each of {nodes} nodes, gave {said}")
+        nodes, given = len(level.places), len(proposed.logits if isinstance(proposed, Predictions) else proposed)
+        if given != nodes:
+            raise ValueError(f"{self.drafter} must give predictions for each of {nodes} nodes, gave {given}")
         return proposed
 
     def _going(self, group: DecisionGroup, depth: int) -> list[int]:
@@ -284,7 +285,7 @@ class TreeGrower:
         return [row for row, goes_on in zip(rows, going, strict=True) if goes_on]
 
     def _asked(self, group: DecisionGroup, depth: int) -> list[int]:
-        """Returns the nodes of samples for which the decider goes on."""
+        """Returns the nodes of the samples that the decider lets draft another level."""
         living: dict[int, list[int]] = {}
         for row in sorted(group.rows, key=self._place):
             living.setdefault(self.sample[row], []).append(row)
@@ -334,7 +335,7 @@ class TreeGrower:
             if law is not None:
                 check_drawn(law, self.node[row], tokens)
                 self.draft_row[row] = first + number
-            origin = _NOTHING
+            origin = _NO_ORIGIN
             if self._paths:
                 hidden = None if predicted.hidden is None else predicted.hidden[number]
                 origin = Origin(partial(_probabilities, scores, number), hidden)
@@ -350,7 +351,7 @@ class TreeGrower:
         for row, plan in zip(rows, plans, strict=True):
             sample = self.sample[row]
             law = self.law_of(sample)
-            if law.deterministic or row in self.children:  # its children were given
+            if law.deterministic or row in self.children:  # its children are candidates or forced tokens
                 laws.append(None)
                 uniforms.append(())
                 continue
@@ -365,7 +366,7 @@ class TreeGrower:
     # Nodes
 
     def _add_children(
-        self, row: int, tokens: Sequence[int], confidence: Sequence[float], origin: Origin = _NOTHING
+        self, row: int, tokens: Sequence[int], confidence: Sequence[float], origin: Origin = _NO_ORIGIN
     ) -> None:
         """Adds the children of a node unless it has some; fewer tokens than planned give fewer children.
 

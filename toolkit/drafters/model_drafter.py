@@ -1,7 +1,7 @@
 """Drafters with a network on a ragged cache, which runs level by level, or grows whole trees in one call.
 
-Shapes: T packed rows, R of them or nodes of a level, F hidden states side by side, H hidden size, D outputs of a
-network, V vocabulary.
+Shapes: T packed rows, R rows to predict from or nodes of a level, F hidden states side by side, H hidden size, D
+outputs of a network, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,8 @@ from arbordraft.trees.verdict import Verdict
 
 CHUNK = 2048  # most rows of a call, to bound its memory
 
-Missing = tuple[
-    Sequence[int], Tensor | None
-]  # committed tokens that a cache lacks, and the target's hidden states for them
+# Committed tokens that a cache lacks, and the target's hidden states for them.
+Missing = tuple[Sequence[int], Tensor | None]
 
 
 class DraftNetwork(Protocol):
@@ -58,7 +57,7 @@ class DraftNetwork(Protocol):
     def vocabulary(self) -> Tensor | None: ...
 
     def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
-        """Returns its key and value pools in a cache, creating missing ones; ``dummy`` has room for a token."""
+        """Returns its key and value pools in a cache; creates missing pools with a token of the sample ``dummy``."""
 
     def fuse(self, states: Tensor) -> Tensor:
         """Fuses ``[T, F]`` states of the target into the ``[T, H]`` that it reads, if it reads any."""
@@ -86,7 +85,7 @@ class Outputs(NamedTuple):
     Args:
         logits: ``[R, V]``.
         final: ``[R, H]`` states before the logits, if the network exposes them.
-        out: ``[R, H]`` states that the rows of their children read, if they read any.
+        out: ``[R, H]`` states that the rows of children read, if they read any.
     """
 
     logits: Tensor
@@ -101,8 +100,8 @@ class ModelState:
     Args:
         cache: the network's cache.
         handles: by sample, its handle in the cache.
-        fed: by sample, the nodes whose keys follow the committed ones, in order, with their tokens. The token is -1
-            for rows that are no node of the tree.
+        fed: by sample, the token of each fed node, in order; -1 for rows that are no node of the tree. Their keys
+            follow the committed ones.
         seen: by sample and fed node, a bit for each fed node that it sees.
         out: ``[R, H]`` states that the next level's nodes read, by row of the last level.
     """
@@ -180,7 +179,7 @@ class ModelDrafter(Drafter):
             prefill = partial(self.catch_up, state)
             drafted = feed_static(context.static, whole, prefill, state.cache, samples, missing, growth, draws)
         if self.keeps:
-            self._took(state, context, samples, drafted)
+            self._record_fed(state, context, samples, drafted)
         return drafted
 
     def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:
@@ -215,7 +214,7 @@ class ModelDrafter(Drafter):
             found = self.run(state, packed, hidden, batch, torch.tensor(counts).cumsum(0) - 1)
             if counts != lengths:
                 last |= {handle: _row(found, place) for place, handle in enumerate(part)}
-        if not last:  # all in one portion, as nearly always
+        if not last:  # one portion had all tokens, the usual case
             return found
         rows = zip(*(last[handle] for handle in missing), strict=True)
         return Outputs(*(None if parts[0] is None else torch.stack(parts) for parts in rows))  # type: ignore[arg-type]
@@ -238,10 +237,10 @@ class ModelDrafter(Drafter):
         return _integers(level.tokens), batch
 
     @staticmethod
-    def _took(state: Any, context: DraftContext, samples: Sequence[int], drafted: Drafted) -> None:
+    def _record_fed(state: Any, context: DraftContext, samples: Sequence[int], drafted: Drafted) -> None:
         """Records the nodes that a call has fed after the committed tokens."""
-        told = zip(drafted.samples, drafted.nodes, drafted.tokens, strict=True)
-        tokens = {(place, node): token for place, node, token in told}
+        drafts = zip(drafted.samples, drafted.nodes, drafted.tokens, strict=True)
+        tokens = {(place, node): token for place, node, token in drafts}
         state.fed |= {sample: {} for sample in samples}
         for place, node in drafted.fed:
             state.fed[samples[place]][node] = tokens.get((place, node), -1)
@@ -297,7 +296,7 @@ def feed(
     Args:
         run: the model.
         cache: its cache.
-        missing: by handle, in the order of ``growth``.
+        missing: the tokens that the cache lacks, by handle, in the order of ``growth``.
         growth: how far trees go on.
         draws: how tokens are drawn.
         commit: whether the cache keeps the missing tokens; if not, each sample must lack exactly one.
@@ -331,10 +330,10 @@ def _call(
     places = cache.reserve(list(missing), [count + inner for count in counts])
     like = run.weights.embedding
     states = [part for _, part in missing.values() if part is not None]
-    together = (states[0] if len(states) == 1 else torch.cat(states)).to(like.dtype) if states else None
+    packed_states = (states[0] if len(states) == 1 else torch.cat(states)).to(like.dtype) if states else None
     drafted = run(
         _integers([token for tokens, _ in missing.values() for token in tokens]),
-        together,
+        packed_states,
         [cache.pools(index, (layer.kv_heads, layer.dim), like) for index, layer in enumerate(run.weights.layers)],
         _integers([[start for start, _ in places], [length for _, length in places], counts]),
         growth,
@@ -365,7 +364,7 @@ def feed_static(
     growth: Growth,
     draws: Draws | None,
 ) -> Drafted:
-    """Runs like :func:`feed`, in fixed shapes for the tokens of one step; ``prefill`` reads earlier tokens."""
+    """Runs like :func:`feed`, in fixed shapes for the last missing tokens; ``prefill`` reads the tokens before them."""
     early, late = {}, {}
     for handle, (tokens, states) in missing.items():
         first = max(0, len(tokens) - static.rows)

@@ -83,7 +83,7 @@ class Guess(NamedTuple):
     text: int = 0
 
 
-class _Odds:
+class _SuccessRates:
     """Success rates of a sample's lookups, by length of the suffix, votes and rank.
 
     They start from rates in texts of language models: longer suffixes and more consistent ones are right more often.
@@ -124,7 +124,7 @@ class _Text:
     """
 
     index: _Index
-    odds: _Odds = field(default_factory=_Odds)
+    odds: _SuccessRates = field(default_factory=_SuccessRates)
     guesses: dict[int, list[tuple[int, Guess]]] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     grew: bool = False

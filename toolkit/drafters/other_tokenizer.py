@@ -55,7 +55,7 @@ class _State(ModelState):
     texts: dict[int, _Text] = field(default_factory=dict)
 
 
-class _Foreign(ModelDrafter):
+class _OtherTokenizerDrafter(ModelDrafter):
     """Base class of drafters that read the text in tokens of their own.
 
     Args:
@@ -142,7 +142,7 @@ class _Foreign(ModelDrafter):
         return Outputs(self.model(tokens, batch, state.cache, rows=rows))
 
 
-class IntersectionDrafter(_Foreign):
+class IntersectionDrafter(_OtherTokenizerDrafter):
     """Drafts with a causal LM of another tokenizer, from shared tokens: token-level intersection (TLI).
 
     Committed text is tokenised anew for the drafter. Drafts are drawn from its law over the shared tokens, so any
@@ -197,7 +197,7 @@ class IntersectionDrafter(_Foreign):
         return f"shared={self.shared}"
 
 
-class RetokenizedDrafter(_Foreign):
+class RetokenizedDrafter(_OtherTokenizerDrafter):
     """Drafts with a causal LM of any tokenizer, whose output is tokenised for the target (SLEM).
 
     Its most probable continuation becomes a chain of the target's tokens. They need not be in the drafter's vocabulary,

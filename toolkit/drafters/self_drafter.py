@@ -22,7 +22,7 @@ from arbordraft.trees.topology import TreeTopology
 
 BITS = ("int4", "int8")
 _LEVELS = 12
-_AGREED = 0.93  # share of agreeing tokens from which 4-bit weights are taken without trying 8 bits
+_ENOUGH_AGREEMENT = 0.93  # share of agreeing tokens from which 4-bit weights are taken without trying 8 bits
 _ROWS = 128  # most tokens of the text on which both are compared
 _TEXT = """The river had risen in the night, and by morning the lower road was gone. Three people stood on the bridge \
 and talked about what to do: one wanted to wait, one wanted to walk round by the mill, and the third said nothing.
@@ -82,7 +82,7 @@ class SelfDrafter(TargetCacheDrafter):
         random tokens if the target has no tokenizer. The rate of agreement sets the drafter's ``acceptance``.
         """
         four = cls(target, "int4")._compared()
-        if four.acceptance[0] >= _AGREED:
+        if four.acceptance[0] >= _ENOUGH_AGREEMENT:
             return four
         return max(four, cls(target, "int8")._compared(), key=lambda drafter: drafter.gain(target))
 

@@ -34,7 +34,7 @@ class DraftLaw(nn.Module):
     """
 
     threshold = 0.0  # least draft probability of a top
-    shared = False  # whether children are taken from rows that contain the target's own noise
+    shared = False  # whether children are taken from rows that contain the target's noise
 
     def __init__(self, tops: int, tails: int, replacement: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class DraftLaw(nn.Module):
         """Returns the law for a node with fewer children: drops all tails but one first, then tops.
 
         Raises:
-            ValueError: if more children are asked for than the law draws.
+            ValueError: if ``children`` is below 1 or above ``k``.
 
         Examples:
             >>> TopTail(2, 2).narrow(3)
@@ -214,8 +214,8 @@ class TopTail(DraftLaw):
 class AdaptiveTopTail(DraftLaw):
     """``TopTail(m, k - m)`` with m chosen per node: tokens of draft probability ``threshold`` or more are tops.
 
-    Certain tokens are accepted as often as the target wants them, so they suit rows of which the drafter is sure. On
-    other rows, random draws cover more. The choice depends on the draft row alone, so verification stays lossless. At
+    A top is accepted with its mass in the target's residual, so tops suit rows of which the drafter is sure. On other
+    rows, random draws cover more. The choice depends on the draft row alone, so verification stays lossless. At
     least one token is always drawn.
 
     Args:
@@ -261,14 +261,14 @@ class Fixed(DraftLaw):
 
 
 class SharedNoise(DraftLaw):
-    """The ``k`` tokens, at least 1, with the highest ``log q + g``, where g is the target's own noise.
+    """The ``k`` tokens, at least 1, with the highest ``log q + g``, where g is the noise that the target draws with.
 
     A drafter that predicts the target's row correctly also predicts the token that the target draws. The law is valid
     only if a child is kept exactly when it *is* that token. Both depend on the same noise, so the law of the target's
     token given the child is not p.
 
     Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft. In Gumbel list sampling (Rowan, Phan and
-    Khisti, NeurIPS 2025, arXiv 2506.05632) each of k drafts has its own noise. Here they are the k best of one noise.
+    Khisti, NeurIPS 2025, arXiv 2506.05632) each of k drafts has its own noise. Here the k drafts share one noise.
     """
 
     shared = True

@@ -18,7 +18,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.utils.allocator import untouched_zeros
 from arbordraft.utils.errors import UserError
 
-_SHARE = 0.5  # share of a GPU's free memory that pools may take at once: prompts and graphs need some, too
+_MEMORY_SHARE = 0.5  # of a GPU's free memory, for pools allocated whole: prompts and graphs need some, too
 
 
 class CacheOverflow(UserError):
@@ -206,7 +206,7 @@ class RaggedKVCache(nn.Module):
         if self.max_tokens is None or not pools[0].is_cuda:
             return
         needed = self.max_tokens * sum(pool[:1].nbytes for pool in pools)
-        if needed > _SHARE * torch.cuda.mem_get_info(pools[0].device)[0]:
+        if needed > _MEMORY_SHARE * torch.cuda.mem_get_info(pools[0].device)[0]:
             return
         with suppress(torch.OutOfMemoryError):  # free memory may be fragmented: the other pools grow on demand
             for name, pool in list(self._buffers.items()):

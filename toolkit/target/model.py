@@ -1,6 +1,6 @@
 """Runs any Hugging Face causal LM on the packed rows of a ragged batch.
 
-Shapes: T packed rows, R rows whose logits are wanted, F hidden states side by side, V vocabulary, H hidden size.
+Shapes: T packed rows, R rows whose logits are returned, F hidden states side by side, V vocabulary, H hidden size.
 """
 
 import logging
@@ -75,7 +75,7 @@ class RaggedModel(nn.Module):
     The model itself stays as it is. Forwards run a second set of modules around the same parameters, whose attention is
     :func:`~arbordraft.kernels.ragged_tree_attention.ragged_tree_attention`. Any number of threads may decode with it,
     and with the model, at once. Changes of the model's weights and modules are noticed when a new cache is begun (see
-    :meth:`refresh` for the one exception). A decoding under way keeps the modules and prepacked weights of its start.
+    :meth:`refresh` for the one exception). A running decode keeps the modules and prepacked weights that it began with.
 
     Args:
         model: a causal LM of transformers in eval mode whose attention follows the ``AttentionInterface``. A PEFT model
@@ -84,7 +84,7 @@ class RaggedModel(nn.Module):
         kernels: runner of the model's layers.
             ``"torch"``: the model's own modules.
             ``"native"``: C++ kernels on a CPU, built on first use. They read a prepacked copy of the weights and fuse
-            the decoder layers they recognise. Every row gets the same bits regardless of the rows beside it. Active
+            the decoder layers they recognise. Every row gets the same bits regardless of the other rows. Active
             adapters of PEFT are merged into this copy, not into the model. The copy takes as much memory as the
             weights. If the weights change, it is renewed with a warning.
             ``"triton"``: the model's own linears on a GPU, and Triton kernels between them. Kernels exist for the
@@ -103,10 +103,10 @@ class RaggedModel(nn.Module):
         keep_weights: keep the original weights of prepacked modules in memory. Otherwise they move to a file of the
             same size in the cache folder, which is read on access. ``state_dict``, LoRA and ``model.generate`` then
             give the same results, at first more slowly. If nothing is prepacked, this has no effect.
-        row_invariant: require equal bits for every row, regardless of the rows beside it. Speculative output then
+        row_invariant: require equal bits for every row, regardless of the other rows. Speculative output then
             equals plain output in 16 bits, too. Native kernels guarantee this if they recognise all of a model. On an
             NVIDIA GPU, the model's linears then run in Triton as well, and attention runs row by row.
-        head_of: another RaggedModel around the same model; this one shares its prepacked head, in its precision.
+        head_of: another RaggedModel around the same model, whose prepacked head is shared, in that head's precision.
         self_test: compare packed logits with those of single texts now, on a few random tokens.
 
     Examples:
@@ -166,8 +166,8 @@ class RaggedModel(nn.Module):
         except UnsupportedModel as failure:
             if kernels != "auto" or self.backend == "torch" or self.weights or row_invariant:
                 raise
-            what = "prepacked weights do" if self.backend == "native" else "Triton's kernels do"
-            self._choice = Choice("torch", f"{what} not fit the model: {failure}")
+            misfit = "prepacked weights do" if self.backend == "native" else "Triton's kernels do"
+            self._choice = Choice("torch", f"{misfit} not fit the model: {failure}")
             self._begin(tested)  # raises again if the copy is not at fault
             warnings.warn(f"kernels='auto' uses the model's own modules: {failure}", stacklevel=2)
         logging.getLogger("arbordraft").info("kernels: %s", self.chosen)
@@ -197,16 +197,16 @@ class RaggedModel(nn.Module):
     def chosen(self) -> str:
         """Readable summary: the backend, the modules it computes, and the reason against a faster one."""
         prepared = self._prepared
-        what = "the model's own modules" if prepared.prepacking is None else str(prepared.prepacking)
+        summary = "the model's own modules" if prepared.prepacking is None else str(prepared.prepacking)
         if prepared.fused is not None and str(prepared.fused):
-            what = f"{prepared.fused} fused" + ", all linears with them" * self._invariant
+            summary = f"{prepared.fused} fused" + ", all linears with them" * self._invariant
         if self.prepacking is not None and not self.keep_weights:
-            what += ", originals in a file"
-        return f"{self.backend}: {what}" + (f" ({self._choice.reason})" if self._choice.reason else "")
+            summary += ", originals in a file"
+        return f"{self.backend}: {summary}" + (f" ({self._choice.reason})" if self._choice.reason else "")
 
     @property
     def row_invariant(self) -> bool:
-        """Whether every part of a forward gives each row the same bits, regardless of the rows beside it."""
+        """Whether every part of a forward gives each row the same bits, regardless of the other rows."""
         if self.backend == "triton":
             return self._invariant
         return self.prepacking is not None and self.prepacking.row_invariant
@@ -248,7 +248,7 @@ class RaggedModel(nn.Module):
             tokens: ``[T]`` int64.
             batch: layout of these rows, from ``cache.lay_out``.
             cache: the KV cache to read and write.
-            rows: ``[R]`` rows whose logits are wanted, all T by default.
+            rows: ``[R]`` rows whose logits are returned, all T by default.
             layers: number of first layers to run (early exit), all by default.
             behind: module to run between these layers and the final norm; maps ``[1, T, H]`` to ``[1, T, H]``.
 
@@ -274,7 +274,7 @@ class RaggedModel(nn.Module):
                 layer, then the output of the final norm.
 
         Returns:
-            ``[R, V]`` logits and ``[T, F]`` hidden states, side by side in the order asked for.
+            ``[R, V]`` logits and ``[T, F]`` hidden states, side by side in the order of ``hidden``.
 
         Raises:
             ValueError: if an index in ``hidden`` is out of range.
@@ -335,7 +335,7 @@ class RaggedModel(nn.Module):
             prompts: tokens to append to each sample of the cache; may be empty.
             cache: the KV cache.
             chunk: bound on the rows of one forward, and so on its memory.
-            hidden: hidden states that are wanted, see :meth:`run`.
+            hidden: hidden states to return, see :meth:`run`.
 
         Returns:
             The ``[n, F]`` hidden states of every sample with tokens.
@@ -361,8 +361,8 @@ class RaggedModel(nn.Module):
             prompts: tokens to append to each sample of the cache; may be empty.
             cache: the KV cache.
             chunk: bound on the rows of one forward, and so on its memory.
-            hidden: hidden states that are wanted, see :meth:`run`.
-            scored: samples whose logits are wanted.
+            hidden: hidden states to return, see :meth:`run`.
+            scored: samples whose logits are returned.
 
         Yields:
             For each sample of a forward, the ``[n, F]`` hidden states and ``[n, V]`` logits of its next tokens. Samples
@@ -408,7 +408,7 @@ class RaggedModel(nn.Module):
         return _Prepared(self, view, None, layered=False)
 
     def _prepared_for(self, cache: RaggedKVCache) -> _Prepared:
-        """Returns the modules that a cache was begun with, as its rows depend on them, or else the current ones."""
+        """Returns the modules that a cache began with, on which its rows depend; a new cache gets the current ones."""
         prepared = cache.weights
         if not isinstance(prepared, _Prepared) or prepared.owner is not self:
             prepared = cache.weights = self._latest()

@@ -23,7 +23,7 @@ SPANS = ("attention_chunk_size", "sliding_window")  # settings that bound the re
 SHORT = 4  # tokens of a shortened span, so that the test's texts exceed it
 NUDGES = 16  # forwards that look for steps in a model's output, as quantised activations cause them
 ROUNDING = 1e-3  # bound on the rounding of float32 and float64 logits, relative to their spread
-COMPANY = 0.2  # bound on how far other rows or rounding may move the model's own logits, relative to their spread
+MOST_INFLUENCE = 0.2  # bound on the effect of other rows or rounding on the model's logits, relative to their spread
 
 
 class PackedModel(Protocol):
@@ -153,7 +153,7 @@ def _explain(
         if not _distance(target, expected, alone) < _bound(target):
             raise UnsupportedModel(f"{name} is not causal: its tokens see later ones (is_decoder=False?)")
         _check(target, packed, expected, fault)
-    if not moved < COMPANY:
+    if not moved < MOST_INFLUENCE:
         raise UnsupportedModel(
             f"{name} itself gives a text other logits when other texts run beside it or a sum is rounded otherwise, by "
             f"{moved:.1e} of their spread: its rows depend on each other, as where activations are quantised with one "

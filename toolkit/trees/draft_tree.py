@@ -99,43 +99,43 @@ class DraftTree:
             topology: the planned shape.
             law: the law that drew the children.
             tokens: by sample, the token of every node, node 0 included; ``None`` for a sample that takes no part.
-            draft_probs: by sample, the ``[V]`` draft rows of nodes with children, as sampled from.
-            chances: by sample, the draft probabilities of nodes below the root.
+            draft_probs: by sample and node, the ``[V]`` draft row that the children were drawn from.
+            chances: by sample and node, the draft probability of a node below the root.
             source: kind of drafter that proposed the trees.
 
         Raises:
             ValueError: if a root is missing, or nodes are out of order or lack their parents. Also if siblings drawn
                 without replacement repeat a token, or another list is not as long as ``tokens``.
         """
-        parents, depths, untold = topology.parent_list, topology.depth_list, [None] * len(tokens)
-        told: list[tuple[int, int, int, int, int]] = []
+        parents, depths, absent = topology.parent_list, topology.depth_list, [None] * len(tokens)
+        rows: list[tuple[int, int, int, int, int]] = []
         chance: list[float] = []
         draft_rows: list[Tensor] = []
         offsets = [0]
-        for own, probs, stated in zip(tokens, draft_probs or untold, chances or untold, strict=True):
-            if own is not None:
+        for sample_tokens, probs, stated in zip(tokens, draft_probs or absent, chances or absent, strict=True):
+            if sample_tokens is not None:
                 probs, stated = probs or {}, stated or {}
-                _check_nodes(topology, law, own, probs)
+                _check_nodes(topology, law, sample_tokens, probs)
                 row_of = {-1: -1}
-                for node, token in own.items():
-                    row_of[node], place = len(told), -1
+                for node, token in sample_tokens.items():
+                    row_of[node], place = len(rows), -1
                     if node in probs:
                         place = len(draft_rows)
                         draft_rows.append(probs[node])
-                    told.append((token, node, row_of[parents[node]], depths[node], place))
+                    rows.append((token, node, row_of[parents[node]], depths[node], place))
                     chance.append(stated.get(node, 0.0))
-            offsets.append(len(told))
-        columns = np.array(told, dtype=np.int64).reshape(-1, 5).T.copy()
+            offsets.append(len(rows))
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy()
         return cls(
             topology,
-            [None if own is None else Proposal(law, source) for own in tokens],
+            [None if sample_tokens is None else Proposal(law, source) for sample_tokens in tokens],
             offsets,
             token=columns[0],
             node=columns[1],
             parent=columns[2],
             depth=columns[3],
             chance=np.array(chance, dtype=np.float64),
-            certain=np.zeros(len(told), dtype=np.bool_),
+            certain=np.zeros(len(rows), dtype=np.bool_),
             draft_row=columns[4],
             draft_rows=torch.stack(draft_rows) if draft_rows else NO_ROWS,
         )
@@ -176,7 +176,7 @@ class DraftTree:
         """Renumbers the samples; rows stay as they are.
 
         Args:
-            seats: by new number, the old one, ascending; -1 for none. Includes every sample that takes part.
+            seats: the old number by new number, ascending; -1 for an empty seat. Includes every sample that takes part.
         """
         if len(seats) == len(self):
             return self

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from arbordraft.utils.checks import check_float, check_int, check_sequence
 
 WORD_BITS = 64
-MOST_NODES = 2048  # their mask takes 4 MiB; no target verifies this many rows in the time of a few
+MOST_NODES = 2048  # their mask takes 4 MiB; no target verifies this many rows in the time of a few rows
 MOST_DEPTH = 512  # trees are walked through recursively
 MOST_SIBLINGS = 256  # children of one node, where a separate bound is needed
 Values = npt.NDArray[np.float64]

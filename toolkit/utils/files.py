@@ -68,7 +68,7 @@ def new_file(path: StrPath, kept: str = "") -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield partial
-            _settle(partial)
+            _flush(partial)
             partial.replace(final)
         finally:
             _remove(partial)
@@ -102,7 +102,7 @@ def new_folder(path: StrPath, *, force: bool = False, kept: str = "") -> Iterato
             new.mkdir(parents=True)
             yield new
             for file in (file for file in new.rglob("*") if file.is_file()):
-                _settle(file)
+                _flush(file)
             try:
                 if final.exists():
                     final.rename(old)
@@ -184,7 +184,7 @@ def _number(error: BaseException | None, private: Path) -> int | None:
     return None
 
 
-def _settle(file: Path) -> None:
+def _flush(file: Path) -> None:
     """Flushes a file to disk: some disks report only now that they are full, and a crash must not leave it empty."""
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())

@@ -20,7 +20,7 @@ class Coupling(nn.Module):
 
     Args:
         law: how children are drawn.
-        verifier: how the tree is judged.
+        verifier: decides about the tree.
 
     Raises:
         TypeError: if either has another type, for example a bare rule.
@@ -53,8 +53,8 @@ class Coupling(nn.Module):
             )
         if verifier.shared and not law.deterministic:
             raise ValueError(
-                f"{verifier} keeps a child only if it is the target's own token; children drawn by {law}, with noise "
-                "of their own, seldom are: take SharedNoise(k) or Fixed(k)"
+                f"{verifier} keeps a child only if it is the token that the target draws; children drawn by {law}, "
+                "with other noise, seldom are: take SharedNoise(k) or Fixed(k)"
             )
         if not verifier.supports(law):
             raise ValueError(
@@ -68,7 +68,7 @@ class Coupling(nn.Module):
     def shared(cls, width: int = 1) -> Self:
         """Pairs shared noise with matching: for any drafts, a seed's text is that of plain decoding.
 
-        Suits trees and lookups. Greedy requests are decoded as with any other pair.
+        Suits trees and lookups. Greedy requests are decoded as with any other coupling.
 
         Examples:
             >>> Coupling.shared(2).exactness.value
@@ -106,7 +106,7 @@ class Coupling(nn.Module):
 
     @property
     def exactness(self) -> Exactness:
-        """The pair's promise about the output law."""
+        """The coupling's promise about the output law."""
         return self.verifier.exactness
 
     def check(self, topology: TreeTopology) -> None:

@@ -1,6 +1,6 @@
 """Rules: decisions among the children of one node.
 
-A rule does not sample. It returns its law, for the sub-stochastic target ``weight * target`` plus a null
+A rule does not sample. It returns the law of its outcome, for the sub-stochastic target ``weight * target`` plus a null
 token of mass ``1 - weight``. With ``weight = 1`` this is the ordinary rule. A tree verifier samples the law.
 
 Shapes: V vocabulary, k children.
@@ -163,7 +163,7 @@ class Remembered(Rule):
         return self._answers[key]
 
     def _content(self, row: Tensor) -> tuple[torch.dtype, bytes]:
-        """Returns the numbers of a row; they are read once, as long as the row stays as it is."""
+        """Returns the dtype and bytes of a row; an unchanged row is read only once."""
         place = (row.data_ptr(), row._version, row.dtype, row.shape, row.stride())
         if place not in self._rows:  # the row is kept, so that no other takes its place in memory
             self._rows[place] = row, (row.dtype, row.cpu().numpy().tobytes())

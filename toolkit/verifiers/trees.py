@@ -62,7 +62,7 @@ class TreeVerifier(nn.Module):
             samples: samples to decide about; by default all that take part.
 
         Raises:
-            TypeError: if the noise is of the other kind.
+            TypeError: if the verifier takes another kind of noise.
             ValueError: if there are not exactly T target rows, or the rows cannot be probabilities.
         """
         uniforms = check_instance("noise", noise, Noise)
@@ -257,7 +257,7 @@ class TypicalAcceptance(TreeVerifier):
                     score[child] = (score[row][0] + 1, score[row][1] + probability.log().item())
         best = max(score, key=score.__getitem__)
         return best, target[best]
-        yield  # a decision without questions
+        yield  # makes this a generator, which asks no questions
 
     def extra_repr(self) -> str:
         return f"epsilon={self.epsilon}, delta={self.delta}"
@@ -270,14 +270,14 @@ def matching_verdict(
     *,
     at_once: bool = False,
 ) -> Verdict:
-    """Returns the verdict that keeps the target's own tokens as far as they were drafted.
+    """Returns the verdict that follows the target's tokens as long as they were drafted.
 
     Args:
         tree: the drafts.
-        tokens_of: given rows, and the sample and depth of each, returns the target's own token after each row; -1 if
+        tokens_of: given rows, and the sample and depth of each, returns the target's token after each row; -1 if
             there is none.
         samples: samples to decide about; by default all that take part.
-        at_once: ask about all rows in one call, which suits devices. Otherwise asks level by level, along the paths.
+        at_once: call ``tokens_of`` once for all rows, which suits devices; by default once per level, along the paths.
 
     Raises:
         ValueError: if there is no token after an accepted node.
@@ -301,8 +301,8 @@ def matching_verdict(
     ends, depth = [tree[sample].root for sample in going], 0
     while ends:
         further, below = [], []
-        own = tokens_of(ends, [(sample, depth) for sample in going])
-        for sample, end, token in zip(going, ends, own, strict=True):
+        drawn = tokens_of(ends, [(sample, depth) for sample in going])
+        for sample, end, token in zip(going, ends, drawn, strict=True):
             if token < 0:
                 raise ValueError("cannot draw from a row in which no token has any probability; check the processors")
             paths[sample].append(end)
@@ -326,14 +326,15 @@ class SharedMatching(TreeVerifier):
     still to be verified, other samples, or the cost of rows.
 
     Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft. Gumbel list sampling (Rowan, Phan and
-    Khisti, NeurIPS 2025, arXiv 2506.05632) came first for several; its text depends on their number, ours does not.
+    Khisti, NeurIPS 2025, arXiv 2506.05632) first shared noise with several drafts. There the text depends on their
+    number, here it does not.
     """
 
     exactness = Exactness.PATHWISE
     shared = True
 
     def supports(self, law: DraftLaw) -> bool:
-        return law.deterministic  # random laws draw with noise of their own, which gains nothing
+        return law.deterministic  # children of random laws seldom equal the target's draw
 
     def forward(
         self,
