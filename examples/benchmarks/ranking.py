@@ -15,6 +15,8 @@ from arbordraft.bench.verifiers.positions import difference
 from arbordraft.cli.options import JsonOption
 from arbordraft.cli.program import run_script
 
+NEGLIGIBLE = 1e-3  # difference of rules that are equal but for rounding
+
 
 @dataclass(frozen=True)
 class RankRow:
@@ -25,7 +27,7 @@ class RankRow:
         figure: acceptance of a node, or tokens per forward of a tree.
         behind: difference to the best of the setting.
         error: standard error of ``behind``; prompts are independent.
-        as_good: whether the difference is within two errors.
+        as_good: whether the difference is within two errors, or negligible.
     """
 
     table: ClassVar[str] = "draft laws and verifiers, from the best of a setting down"
@@ -58,7 +60,7 @@ def ranks(rows: Sequence[NodeRow | TreeRow]) -> Iterator[RankRow]:
         for row in alike:
             behind, error = difference(alike[0].by_prompt, row.by_prompt)
             verifier = row.rule if isinstance(row, NodeRow) else row.verifier
-            as_good = row is alike[0] or behind <= 2 * error
+            as_good = row is alike[0] or behind <= max(2 * error, NEGLIGIBLE)
             yield RankRow(drafter, temperature, setting, row.law, verifier, _figure(row), behind, error, as_good)
 
 
