@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the package as it is installed, for the API, and the page of commands."""
+"""Hooks of mkdocs: they link the package under its installed names and write the page of commands."""
 
 import re
 import shutil
@@ -28,13 +28,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Shows Sphinx roles of docstrings, such as :meth:`~a.B.c`, as names, and sources where they really lie."""
+    """Shows Sphinx roles of docstrings, such as :meth:`~a.B.c`, as names, and the true paths of sources."""
     html = re.sub(r":(?:attr|class|func|meth|mod):<code>(?:~[\w.]*\.)?([\w.]+)</code>", r"<code>\1</code>", html)
     return html.replace("build/documented/arbordraft/", "toolkit/")
 
 
 def every_command() -> str:
-    """Usage, arguments and options of all commands, each below a heading of its own."""
+    """Returns usage, arguments and options of all commands, each below its own heading."""
     import typer
     from typer.cli import get_docs_for_click
 
@@ -42,5 +42,5 @@ def every_command() -> str:
 
     command = typer.main.get_command(app)
     described = get_docs_for_click(obj=command, ctx=command.context_class(command), name="arbordraft")
-    described = described[described.index("\n## ") :]  # behind the heading of the whole
-    return described.replace("[--", r"\[--")  # else the options in a help text are taken for links
+    described = described[described.index("\n## ") :]  # after the heading of the page
+    return described.replace("[--", r"\[--")  # otherwise options in a help text become links

@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation, and those of the results, from what is in the repository.
+"""Draws the pictures of the documentation and of the results from files of the repository.
 
 python docs/pictures.py
 """
@@ -28,7 +28,7 @@ DRAFTER = ROOT / "examples" / "checkpoints" / "smollm2-135m-instruct-eagle"
 REJECTED = "#d9d9d9"
 Spell = Callable[[int], str]
 
-# Three samples in the middle of their texts: their trees, what the target accepts, and its own token behind.
+# Three samples in the middle of their texts: their trees, the path that the target accepts, and its next token.
 STEP = (
     (11, [-1, 0, 0, 1, 1, 3], ["sky", "is", "looks", "blue", "so", "because"], (1, 3, 5), ("light", False)),
     (5, [-1, 0, 1, 2], ["print", "(", "a", ","], (1,), ("x", True)),
@@ -37,14 +37,14 @@ STEP = (
 
 
 def step() -> None:
-    """One step as data."""
+    """Draws one step as data."""
     trees, verdicts, words = drafted_and_judged()
     lengths = [length for length, *_ in STEP]
     save_png(step_picture(trees, verdicts, lengths, words.__getitem__), PICTURES / "step.png")
 
 
 def drafted_and_judged() -> tuple[list[SampleTree], list[SampleVerdict], list[str]]:
-    """The samples of ``STEP``, and the words that their tokens stand for."""
+    """Returns the trees and verdicts of ``STEP``, and the word of each token."""
     words = [word for _, _, drafted, _, (own, _) in STEP for word in (*drafted, own)]
     trees, verdicts = [], []
     for _, parents, drafted, path, (own, recovered) in STEP:
@@ -55,7 +55,7 @@ def drafted_and_judged() -> tuple[list[SampleTree], list[SampleVerdict], list[st
 
 
 def page_of_step() -> None:
-    """The first of these samples on the server's page, in the Chromium that is installed."""
+    """Draws the first of these samples on the server's page, in an installed Chromium."""
     from playwright.sync_api import sync_playwright
 
     trees, verdicts, words = drafted_and_judged()
@@ -70,29 +70,37 @@ def page_of_step() -> None:
 
 
 def tree() -> None:
-    """The best tree of 16 nodes for the measured acceptance of the drafter in ``examples/checkpoints``."""
+    """Draws the best tree of 16 nodes for the measured acceptance of the drafter in ``examples/checkpoints``."""
     by_rank = json.loads((DRAFTER / "config.json").read_text())["acceptance"]
     save_png(acceptance_picture(TreeTopology.sequoia(by_rank, 16, 6), by_rank), PICTURES / "tree.png")
 
 
 def speed() -> None:
-    """Speed against batch."""
+    """Draws speed against batch."""
     save_png(speed_picture(read_rows(RESULTS / "batching.json")), PICTURES / "speed.png")
 
 
+def verifiers() -> None:
+    """Draws the gain of draft laws and rules over recursive rejection of independent drafts."""
+    plot(
+        [row for drafter in ("eagle", "early-exit") for row in read_rows(RESULTS / f"verifiers-{drafter}.json")],
+        PICTURES / "verifiers.png",
+    )
+
+
 def results() -> None:
-    """The pictures beside the measurements that they show."""
+    """Draws the pictures that stand beside their measurements."""
     for name in ("product", "batching", "deciders"):
         plot(read_rows(RESULTS / f"{name}.json"), RESULTS / f"{name}.png")
 
 
 def acceptance_picture(topology: TreeTopology, by_rank: Sequence[float]) -> "Figure":
-    """A tree whose nodes are as large and as dark as it is likely that they are accepted.
+    """Draws a tree whose nodes are larger and darker the likelier they are accepted.
 
     Args:
-        topology: its shape.
-        by_rank: probability that the child of each rank is the accepted one, given that its parent was; children of
-            higher ranks count as never accepted.
+        topology: shape of the tree.
+        by_rank: probability that the child of each rank is accepted, given that its parent was; children of higher
+            ranks count as never accepted.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -109,7 +117,10 @@ def acceptance_picture(topology: TreeTopology, by_rank: Sequence[float]) -> "Fig
     axes = figure.subplots()
     draw_edges(axes, topology, place, lambda node: {"lw": 0.5 + 5 * chance[node]})
     depths = [-depth for depth in topology.depth_list]
-    sizes, shades = [60 + 1500 * each for each in chance], [each**0.5 for each in chance]  # small ones stay apart
+    sizes, shades = (
+        [60 + 1500 * each for each in chance],
+        [each**0.5 for each in chance],
+    )  # the square root keeps small ones apart
     axes.scatter(place, depths, s=sizes, c=shades, cmap="YlGn", vmin=-0.2, vmax=1.1, edgecolors=ACCEPTED, zorder=2)
     for each, x, y in zip(chance, place, depths, strict=True):
         where: dict[str, Any] = {"xytext": (0, 0), "ha": "center"} if each > 0.2 else {"xytext": (10, 0), "ha": "left"}
@@ -125,13 +136,13 @@ def acceptance_picture(topology: TreeTopology, by_rank: Sequence[float]) -> "Fig
 def step_picture(
     trees: Sequence[SampleTree], verdicts: Sequence[SampleVerdict], lengths: Sequence[int], spell: Spell
 ) -> "Figure":
-    """One step as data: ragged trees, the packed rows with their mask, and what was decided.
+    """Draws one step as data: ragged trees, the packed rows with their mask, and the verdicts.
 
     Args:
-        trees: of every sample.
-        verdicts: of every sample.
-        lengths: of every sample's committed tokens.
-        spell: the text of a token; short texts fit.
+        trees: one tree per sample.
+        verdicts: one verdict per sample.
+        lengths: committed tokens per sample.
+        spell: returns the text of a token; short texts fit.
 
     Raises:
         ImportError: if matplotlib is not installed.

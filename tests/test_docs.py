@@ -1,4 +1,4 @@
-"""What the README, docs/ and docstrings show is true: code runs, command lines parse, links lead somewhere."""
+"""README, docs/ and docstrings are true: code runs, command lines parse, links have targets."""
 
 import doctest
 import importlib
@@ -105,7 +105,7 @@ def test_a_wrong_command_line_is_caught(line, expected, tmp_path, monkeypatch):
 
 
 def problem(line: str, whole: bool) -> str | None:
-    """What the command line refuses before it does anything. Reads and writes in the current folder."""
+    """Returns the error of a command line before it runs. Reads and writes in the current folder."""
     command, arguments = typer.main.get_command(app), shlex.split(line, comments=True)[1:]
     if line.startswith(BENCHMARKS):
         script = typer.Typer()

@@ -1,4 +1,4 @@
-"""The harness itself: padding costs what it says and changes nothing, and expectations are those of the laws."""
+"""Tests of the benchmarks: padding changes no token and costs its rows, and expectations follow from the laws."""
 
 import math
 from dataclasses import replace
@@ -137,7 +137,7 @@ def test_node_rows_are_expectations_on_the_same_positions():
     assert hub[0] == pytest.approx(hub[1], abs=0.05)  # equal on average over draws, not given a draw
 
 
-def test_tree_rows_are_what_decoding_would_show():
+def test_tree_rows_agree_with_decoding():
     """The mean over positions of the exact expectation, against counting verdicts there."""
     target = told()
     drafter, law, topology = ad.EarlyExitDrafter(target, 1), ad.WithoutReplacement(2), ad.TreeTopology.k_ary(2, 2)
@@ -194,7 +194,7 @@ def test_a_remembered_race_is_that_of_its_rows():
 
 
 def test_lists_of_gumbel_noise():
-    """The target's token keeps its law under the highest of several lists; it is another one than under the first."""
+    """Under the highest of several lists the target's token keeps its law, but differs from its token under the first."""
     target, draft = random_rows("random", 4, 3)
     ranks, changed = zip(*(shared_acceptance(target, draft, 3, seed, lists=True) for seed in range(60)), strict=True)
     ours, same = zip(*(shared_acceptance(target, draft, 3, seed, lists=False) for seed in range(60)), strict=True)
@@ -212,6 +212,6 @@ def test_clusters_are_the_units_of_the_error():
     assert math.isnan(clustered([(0, 1.0)])[1])
 
 
-def test_what_is_behind_the_end_of_an_answer_does_not_count():
+def test_tokens_after_the_end_of_an_answer_do_not_count():
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[2, 7]))
     assert emitted(torch.tensor([[5, 2, 0, 0], [5, 5, 5, 5], [7, 2, 2, 2]]), model) == 2 + 4 + 1

@@ -1,4 +1,4 @@
-"""The scripts in ``examples/benchmarks``: each runs whole on a tiny model and writes what it measured."""
+"""Each script in ``examples/benchmarks`` runs to its end on a tiny model and writes its figures."""
 
 import importlib
 import json
