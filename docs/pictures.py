@@ -219,5 +219,5 @@ def _word(axes: "Axes", word: str, x: float, y: float, colour: str) -> None:
 
 
 if __name__ == "__main__":
-    for draw in (step, page_of_step, tree, speed, results):
+    for draw in (step, page_of_step, tree, speed, verifiers, results):
         draw()
