@@ -35,7 +35,7 @@ def import_drafter(
     model: ModelOption = "smollm2",
     force: ForceOption = False,
 ) -> None:
-    """Import a published drafter for a model. Afterwards 'auto' finds it."""
+    """Import a published drafter for a model. 'auto' finds it beside the model or in the cache folder's 'drafters'."""
     from arbordraft.cli.display import progress
     from arbordraft.heads.base import fingerprint
     from arbordraft.heads.published import published_head
