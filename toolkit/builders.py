@@ -61,7 +61,7 @@ def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int 
 def specinfer(
     target: "Model", draft: "Model | Drafter", k_config: Sequence[int] = (1, 1, 3, 1, 1, 1, 1, 1)
 ) -> SpeculativeDecoder:
-    """Builds SpecInfer (Miao et al., ASPLOS 2024), by default with its expansion: IID draws, multi-step rejection."""
+    """Builds SpecInfer (Miao et al., ASPLOS 2024): IID draws, multi-step rejection, and by default its expansion."""
     topology = TreeTopology.from_k_config(k_config)
     coupling = Coupling(IID(topology.width), TopDown(RecursiveRejection()))
     return SpeculativeDecoder(target, draft, topology, coupling)

@@ -65,7 +65,7 @@ def load(
             - folder or hub name of a published head, or of a draft model, which may have another tokenizer.
             - ``retokenized:NAME``: such a draft model, whose text is tokenised anew.
         dtype: dtype of the weights, for models by name: ``float32``, ``bfloat16`` or ``float16``. By default, bfloat16
-            on GPUs and CPUs that multiply it fast (avx512_bf16 or ARM's bf16), else float32. bfloat16 halves the bytes
+            on GPUs that support it and CPUs with avx512_bf16 or ARM's bf16, else float32. bfloat16 halves the bytes
             that every step reads. Decoding preserves the law of the model in this precision.
         kernels: see :class:`~arbordraft.RaggedModel`.
         device: device of models by name; by default the GPU if torch sees one, else the CPU.

@@ -35,7 +35,7 @@ _TIMED = 4  # prompts that are decoded to measure the costs of a decoding step
 
 
 class DeciderModule(DistillationModule):
-    """Teaches a decider how likely the target accepts each draft, on the target's own text.
+    """Teaches a decider the chance that the target accepts each draft, on the target's own text.
 
     The label of a draft row is 1 - TV(target row, draft row). Its weight is the chance that the path above it survives,
     so that each depth counts as often as decoding visits it. Validation calibrates the decider depth by depth, and
@@ -136,6 +136,7 @@ class DeciderModule(DistillationModule):
 
     def on_validation_epoch_end(self) -> None:
         """Calibrates the decider, chooses its threshold, and logs the metrics.
+
         Raises:
             ValueError: if too little text is held out.
         """

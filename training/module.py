@@ -15,6 +15,7 @@ from arbordraft.training.students import Student
 
 class DistillationModule(LightningModule):  # type: ignore[misc]  # Lightning is not type-checked here
     """Base of the drafter and decider modules, which learn along text of a target.
+
     Subclasses add ``save(folder)`` and ``card(metrics)``, by which
     :class:`~arbordraft.training.recording.Recorder` publishes them.
     """

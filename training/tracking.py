@@ -65,7 +65,7 @@ def _harmless(
 
 
 class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-checked here
-    """Tracks one run, on rank zero. Only the constructor raises; later failures are logged, and training goes on.
+    """Tracks one run, on rank zero. Only the constructor raises; later failures warn once, and training goes on.
 
     Args:
         experiment: name of the experiment on the server.

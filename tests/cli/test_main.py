@@ -131,7 +131,7 @@ def test_bench_equality_fails_where_a_promise_is_broken(asked, monkeypatch):
                 *("--drafter", "early-exit:1", "--temperatures", "1"),
                 *("--children", "2", "--nodes", "4"),
             ],
-            9 + 53,
+            9 + 52,
         ),
     ],
 )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TREES = (8, 16, 32)
-_LARGEST = 4096  # batch size to tune for
+_LARGEST = 4096  # largest batch size to tune for
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def _in_turns(
 
 app.command(
     "decode",
-    help="Measure the gain of drafters over plain decoding. Compares lookups, chains, trees, and lookups else trees.",
+    help="Measure the gain of drafters over plain decoding. Compares lookups, chains, trees, and lookups with trees.",
 )(_in_turns(lambda suites: suites.drafter_gain, "8", "0,1", 1))
 app.command(
     "policy",

@@ -83,7 +83,9 @@ AutoDtypeOption = Annotated[
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default a GPU if torch sees one.")]
 KernelsOption = Annotated[
     Kernels,
-    typer.Option(help="Kernels of the model's layers; 'auto' takes the fastest that work, 'torch' those of torch."),
+    typer.Option(
+        help="Kernels of the model's layers; 'auto' takes the fastest that work, 'torch' the model's own modules."
+    ),
 ]
 WeightsOption = Annotated[
     Weights | None,

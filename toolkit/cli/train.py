@@ -69,7 +69,8 @@ def demo(
         float, typer.Option(min=0.01, callback=finite, help="Minutes for generating text, interrupted runs included.")
     ] = 75,
     training_minutes: Annotated[
-        float, typer.Option(min=0.01, callback=finite, help="Minutes for training it, interrupted runs included.")
+        float,
+        typer.Option(min=0.01, callback=finite, help="Minutes for training the drafter, interrupted runs included."),
     ] = 60,
     conversations: Annotated[
         int | None, typer.Option(min=1, help="Number of conversations to generate, without a time limit.")

@@ -238,7 +238,7 @@ class ResponsesQuestion(_OfChats):
         if self.instructions is not None:
             told = {"type": "text", "text": self.instructions}
             if messages[0]["role"] in ("system", "developer"):
-                messages[0]["content"].insert(0, told)  # many chat templates allow one message of that role
+                messages[0]["content"].insert(0, told)  # many chat templates allow only one message of that role
             else:
                 messages.insert(0, {"role": "system", "content": [told]})
         return messages

@@ -1,6 +1,6 @@
 """Our attention for transformers' AttentionInterface, and the state that a forward hands to its layers.
 
-Shapes: T packed rows, Hq/Hkv heads, D head size.
+Shapes: T packed rows, H hidden size, Hq/Hkv heads, D head size.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class AttentionCall(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """Inputs and weights from which a layer computes queries, keys and values; see ``kernels.fused_linear``."""
+    """``[T, H]`` rows and weights of a layer's queries, keys and values; see ``kernels.fused_linear``."""
 
     hidden: Tensor
     weights: list[Tensor]

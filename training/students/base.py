@@ -87,6 +87,7 @@ class Student(nn.Module):
 
         Networks whose trainings went on from one another lie in the same valley of the loss. Their mean has less of
         the noise that the last steps of each training left.
+
         Raises:
             ValueError: if one is damaged, of another form or draft vocabulary, or was trained for another target.
 

@@ -41,7 +41,7 @@ class NodeRow:
         acceptance: probability that one of them is accepted.
         error: standard error of ``acceptance``; prompts are independent.
         optimum: greatest acceptance of any lossless rule for these draws.
-        changed: share of positions at which lists of shared noise change the target's token.
+        changed: with lists of shared noise, share of draws in which they change the target's token; else 0.
         by_prompt: acceptance of each prompt, from which the error of a difference between two rows follows.
     """
 
@@ -133,7 +133,7 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
         for rule_name, rule in ({"SharedMatching": None} if law.shared else rules).items():
             changes.clear()
             accepts = [ranks(law, rule, index) for index in judged]
-            # At positions that were not solved, the rule's acceptance takes the place of the optimum.
+            # The optimum is the rule's mean over all positions plus its mean gap to the optimum at solved positions.
             reached = sum(map(sum, accepts[::every])) / max(1, len(solved))
             values = [(rows[i][0], sum(accept)) for i, accept in zip(judged, accepts, strict=True)]
             mean, error = clustered(values)

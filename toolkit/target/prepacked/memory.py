@@ -76,10 +76,11 @@ def move_to_file(tensors: Sequence[Tensor]) -> None:
 
 
 def move_together(tensors: Sequence[Tensor]) -> None:
-    """Moves tensors into one stretch of memory in this order, on large pages if the system has them.
+    """Moves tensors into one stretch of memory in this order, on large pages if the system grants them.
 
     Repeated sequential reads are faster there: fewer addresses are translated, and processors do not prefetch beyond
-    the end of a page. Tensors move one by one, so at most one exists twice at a time.
+    the end of a page. Tensors move one by one, so at most one exists twice at a time. They stay where they are if they
+    are smaller than a large page, or if Python knows no large pages on this system.
 
     Args:
         tensors: contiguous tensors on the CPU without duplicates.

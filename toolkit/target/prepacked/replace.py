@@ -181,7 +181,7 @@ class Prepacking:
         return torch.cat(self._samples).float().view(torch.int32)
 
     def _stack(self) -> Iterator[nn.Module]:
-        """Yields the new list of layers: a call for each run, then empty layers unless there is only one run."""
+        """Yields the new layers: a call per fused run, then empty layers unless one call runs all; others stay."""
         for run in self._runs:
             layers = [layer for layer in self._layers[run[0] : run[-1] + 1] if layer]
             if layers:
