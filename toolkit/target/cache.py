@@ -199,7 +199,7 @@ class RaggedKVCache(nn.Module):
         return [self._whole[name] if name in self._whole else self._buffers[name] for name in names]  # type: ignore[misc]
 
     def settle(self) -> None:
-        """Allocates pools on a GPU whole if memory allows. Only the first call with pools acts: all must exist by then."""
+        """Allocates pools on a GPU whole if memory allows. Acts at the first call with pools, when all must exist."""
         if self._settled or not (pools := list(self._pools())):
             return
         self._settled = True
