@@ -194,7 +194,7 @@ def test_a_remembered_race_is_that_of_its_rows():
 
 
 def test_lists_of_gumbel_noise():
-    """Under the highest of several lists the target's token keeps its law, but differs from its token under the first."""
+    """The highest of several lists keeps the law of the target's token, but changes the token of the first list."""
     target, draft = random_rows("random", 4, 3)
     ranks, changed = zip(*(shared_acceptance(target, draft, 3, seed, lists=True) for seed in range(60)), strict=True)
     ours, same = zip(*(shared_acceptance(target, draft, 3, seed, lists=False) for seed in range(60)), strict=True)

@@ -543,3 +543,14 @@ def test_a_coupling_checks_the_topology():
     coupling.check(ad.TreeTopology.chain(4))
     with pytest.raises(ValueError, match="nodes with 3 children"):
         coupling.check(ad.TreeTopology.k_ary(3, 1))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_remembered_rules_read_a_changed_row_again(inference):
+    law, rule = ad.IID(1), Remembered(ad.RecursiveRejection())
+    with torch.inference_mode(inference):
+        target, draft = row(0.1, 0.9), row(0.5, 0.5)
+        assert rule(target, 1.0, draft, [0], law).accept == pytest.approx([0.2])
+        assert rule(target, 1.0, draft, [0], law) is rule(target, 1.0, draft, [0], law)
+        target.copy_(row(0.9, 0.1))
+        assert rule(target, 1.0, draft, [0], law).accept == pytest.approx([1.0])

@@ -20,7 +20,7 @@ from arbordraft.utils.checks import check_float, check_instance, check_int
 
 _DEPTHS = 4  # depths with records of their own; the last one stands for all greater depths
 _FALL = 0.85  # prior acceptance below the first level, relative to that of the first level
-_PRIOR_STEPS, _LEAST_PRIOR_STEPS = 4.0, 0.1  # drafted steps that the prior counts for
+_PRIOR_STEPS, _LEAST_PRIOR_STEPS = 4.0, 0.1  # drafted steps that the prior counts for: at first, and at least
 _QUIET_DECAY = 0.99  # of a record, per step without drafts, since the reasons against drafts may have passed
 _ROWS_AHEAD = 16  # rows per sample among which the cheapest ones are sought
 _LENGTH_EXPONENT = 8  # of remaining lengths: the last sample ends a batch, so tokens of the others are worth less
@@ -57,7 +57,7 @@ class _Record:
             sums[:] = [share * value for value in sums]
 
     def wake(self) -> None:
-        """Fades the record for all steps without drafts at once, since such steps come in rows."""
+        """Fades the record for all steps without drafts at once, since most of them are followed by another."""
         if self.quiet:
             share, self.quiet = _QUIET_DECAY**self.quiet, 0
             self.fade(share)

@@ -180,8 +180,8 @@ class Plan:
         level: tokens that the nodes of a level must gain together.
         row: tokens that a node must gain for its rows.
         budget: greatest number of drafts of all samples; the likeliest ones are taken.
-        keep: given the reaches of drafts, descending, returns how many are verified; all by default. Only
-            :class:`RowPrices` can run on a device. With any other function, the device waits for the host.
+        keep: given the reaches of drafts, descending, returns how many are verified; all by default. Besides the
+            default, only :class:`RowPrices` can run on a device. With other functions, the device waits for the host.
         weights: by sample, the worth of its tokens to the batch; 1 by default.
         gains: by sample, the tokens that drafting is expected to bring, less those that its time could bring elsewhere.
             Without values, the drafts of this drafter replace no others.

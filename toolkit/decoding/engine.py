@@ -40,6 +40,7 @@ class Engine:
     the highest ``priority``, then to the one with the fewest answers in the batch. Ties go to the request that has
     waited longest since it came or since one of its answers last ended. So a request for many answers (``n``) does not
     block others.
+
     An answer is admitted once the cache has room for all rows that it may need. An admitted answer thus never fails for
     lack of room. While a request waits for room, no other request overtakes it.
 
@@ -254,7 +255,7 @@ class Engine:
                 continue
 
     def _announce(self) -> None:
-        """Tells the decider how many tokens are due, if nothing is being decoded; an idle thread does so itself."""
+        """Tells the decider how many tokens are wanted if nothing is being decoded; used without a thread."""
         if not self._scheduler.living:
             waiting = [entry for job in list(self._scheduler.waiting) for entry in job.waiting]
             self.decoder.decider.expect(sum(entry.sample.budget for entry in waiting))

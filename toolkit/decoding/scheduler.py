@@ -274,7 +274,7 @@ class Scheduler:
                 self.waiting.remove(job)
 
     def _longest(self, sample: Sample) -> tuple[Sample | None, int]:
-        """Returns the sample with the longest common beginning that was read, and its tokens to copy."""
+        """Returns the sample with the longest common beginning that was read, and how many tokens to copy from it."""
         best, most = None, _LEAST - 1
         for other in self.state.samples:
             if other is not None and other is not sample:

@@ -31,7 +31,7 @@ class StepLog:
     text       text of the token, if the log has a tokenizer
     chance     draft probability given the parent, if the drafter states it
     accepted   whether the token was accepted; always true for the root and the target's own token
-    source     kind of drafter that proposed the tree, if there are several
+    source     kind of drafter that proposed the tree; empty if the step drafted nothing
     ========== ========================================================================================
 
     A step is recorded before it is committed. If an answer ends among the accepted tokens, the later ones are in the

@@ -179,7 +179,7 @@ def measure_steps(
         decoder = SpeculativeDecoder(target, timed_drafter, topology, Coupling.shared(max(1, topology.width)), watch)
         asked = watch.questions if isinstance(watch, _Stopwatch) else []
         # Totals at each verdict; a whole step lies between two of them. The first step counts only for lookups, since
-        # other drafters also read the prompts in it. Steps whose trees are cut by a sample's end do not count.
+        # other drafters also read the prompts in it. The drafter's steps with trees cut by a sample's end do not count.
         spent = [0.0] if timed_drafter is lookups else []
 
         def note(state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:

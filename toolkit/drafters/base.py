@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 Network = TypeVar("Network", bound="Companion")
 
-_EFFORT_WITHOUT_PARAMETERS = 0.1
+_EFFORT_WITHOUT_PARAMETERS = 0.1  # target forwards per level, for drafters whose weights are not torch's
 _VERIFICATION_FORWARDS = 1.1  # time of verifying a chain, in forwards of one row
-_LONGEST_CHAIN = 12
+_LONGEST_CHAIN = 12  # most drafts of a chain whose speed-up is estimated
 
 
 class Predictions(NamedTuple):

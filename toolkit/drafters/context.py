@@ -45,7 +45,7 @@ class OneCallDrafts(Protocol):
 
         Args:
             network: a :class:`~arbordraft.drafters.model_drafter.DraftNetwork`.
-            cache: the drafter's cache for the samples of the target's.
+            cache: the drafter's cache, made by ``beside`` of the target's cache.
             samples: numbers of the samples that draft.
             missing: by handle, in the order of ``samples``; see :data:`~arbordraft.drafters.model_drafter.Missing`.
             growth: how far trees go on.

@@ -46,7 +46,7 @@ class TextPool:
         self.max_bytes = check_int("max_bytes", max_bytes, 1 << 16)
         self.shortest = check_int("shortest", shortest, 1, 16)
         self._lock = threading.Lock()
-        self._used: dict[int, int] = {}  # by text, oldest first: the clock at its last right draft
+        self._used: dict[int, int] = {}  # by text, oldest first: the clock when it was last added or right
         self._known: dict[int, int] = {}  # texts by the hash of their tokens
         self._clock = self._number = 0
         self._clear()

@@ -209,7 +209,7 @@ class _Reader:
 
 
 def _beyond(bound: float, sign: int, exclusive: bool) -> float:
-    """Returns the double nearest to a bound on its admissible side."""
+    """Returns a double close to a bound, on its admissible side."""
     if abs(bound) <= _EXACT:
         return bound + sign * max(_NUDGE, 2 * math.ulp(bound))
     close = float(bound)

@@ -89,7 +89,8 @@ class Layer(nn.Module):
 
     Args:
         config: sizes.
-        embeddings: size of the embeddings; 0 for none. ``input_layernorm`` then norms them, ``hidden_norm`` the states.
+        embeddings: size of the embeddings; 0 for none. If there are any, ``input_layernorm`` norms them, and
+            ``hidden_norm`` norms the states.
     """
 
     hidden_norm: nn.RMSNorm

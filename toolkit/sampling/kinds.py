@@ -48,7 +48,7 @@ _NOT_FOR_TREES = frozenset(
 )
 # Libraries whose processors follow one text token by token, as a grammar matcher does.
 _FOLLOWING = frozenset({"guidance", "llguidance", "outlines", "outlines_core", "transformers_cfg", "xgrammar"})
-# Processors that count columns from the first one of the batch, and the attribute that holds where they stop.
+# Processors that count columns from the first one of the batch, and the attribute with the column they count to.
 _COUNTING = {
     "ExponentialDecayLengthPenalty": "regulation_start",
     "ForcedEOSTokenLogitsProcessor": "max_length",

@@ -48,7 +48,7 @@ class Noise:
 
     @classmethod
     def draw(cls, generators: Sequence[np.random.Generator], nodes: int) -> Self:
-        """Draws equally many uniforms from each sample's :meth:`source`, so requests do not affect each other."""
+        """Draws ``[3, N]`` uniforms from each sample's own :meth:`source`, so requests do not affect each other."""
         return cls.of([source.random((3, nodes)) for source in generators], nodes)
 
     @classmethod

@@ -70,7 +70,7 @@ class DraftRows(NamedTuple):
     def of(self, tree: DraftTree) -> Tensor:
         """Returns the ``[D, V]`` rows themselves."""
         first, count = int(self.rows[0]), len(self.rows)
-        if (self.rows == np.arange(first, first + count)).all():  # also level by level: no index to upload
+        if (self.rows == np.arange(first, first + count)).all():  # rows in this order need no index upload
             return tree.draft_rows[first : first + count]
         return tree.draft_rows[torch.from_numpy(self.rows).to(tree.draft_rows.device)]
 

@@ -163,11 +163,17 @@ class Remembered(Rule):
         return self._answers[key]
 
     def _content(self, row: Tensor) -> tuple[torch.dtype, bytes]:
-        """Returns the dtype and bytes of a row; an unchanged row is read only once."""
+        """Returns the numbers of a row; they are read once, as long as the row stays as it is."""
+        if row.is_inference():  # such a row may change without a trace
+            return _numbers(row)
         place = (row.data_ptr(), row._version, row.dtype, row.shape, row.stride())
         if place not in self._rows:  # the row is kept, so that no other takes its place in memory
-            self._rows[place] = row, (row.dtype, row.cpu().numpy().tobytes())
+            self._rows[place] = row, _numbers(row)
         return self._rows[place][1]
+
+
+def _numbers(row: Tensor) -> tuple[torch.dtype, bytes]:
+    return row.dtype, row.cpu().numpy().tobytes()
 
 
 def reject_in_turn(target: Tensor, weight: float, tokens: Sequence[int], proposals: Iterable[Tensor | None]) -> NodeLaw:

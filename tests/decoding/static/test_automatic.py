@@ -249,7 +249,7 @@ def test_adapters_that_are_switched_are_recorded_anew(as_on_a_gpu):
 def test_buckets_accept_no_word_but_auto():
     with pytest.raises(ValueError, match="buckets must be auto, None or numbers of rows"):
         build(buckets="all")
-    with pytest.raises(ValueError, match="say which, with buckets="):
+    with pytest.raises(ValueError, match="give their row counts, buckets="):
         build(compiler="inductor")
 
 

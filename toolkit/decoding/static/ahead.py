@@ -106,8 +106,8 @@ class StepAhead:
 
     Args:
         static: runs such steps.
-        state: the batch. All its active samples need one kind of step, and drafts cannot change their texts. Numbers
-            alone describe to drafters how their scores are processed.
+        state: the batch. All its active samples need one kind of step, and drafts cannot change their texts. Their
+            processors apply only a temperature to draft scores.
         whole: returns the trees of all nodes down to given levels, by sample.
         noise: shared noise of the step; ``None`` if all samples are greedy.
         temperatures: see :meth:`StaticStepping.__call__`.
