@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -91,7 +92,7 @@ def picture(rows: Sequence[Any]) -> "Figure":
     panels = [_speed(*group) for group in _by(decodes, _setting)]
     panels += [panel for group in _by(decodes, _setting) if (panel := _cause(*group))]
     panels += [_tau(*group) for group in _by(trees, lambda row: (row.drafter, row.temperature, row.topology))]
-    panels += [_acceptance(*group) for group in _by(nodes, lambda row: (row.drafter, row.temperature))]
+    panels += _acceptance(nodes)
     panels += pictures.panels(rows)
     if not panels:
         raise ValueError("these measurements have no picture")
@@ -231,34 +232,66 @@ def _tau(setting: tuple[str, float, str], rows: list[TreeRow]) -> Panel:
     return _measured(title, "nodes, root included", y, lines)
 
 
-def _acceptance(setting: tuple[str, float], rows: list[NodeRow]) -> Panel:
-    """Builds a panel of acceptance over children; of a law's splits into tops and tails it shows the best ones."""
-    plain = {row.k: row for row in rows if row.law.startswith("IID(") and row.rule == "RRS"}
-    gains = all(row.by_prompt and row.k in plain for row in rows)
+def _acceptance(nodes: Sequence[NodeRow]) -> list[Panel]:
+    """Builds panels of acceptance over children, by drafter and temperature; a law has one colour in all of them."""
+    groups = _by(nodes, lambda row: (row.drafter, row.temperature))
+    best = [_best(_acceptance_lines(rows)) for _, rows in groups]
+    shown = Counter(line.name for lines in best for line in lines)
+    ranked = [name for name, _ in shown.most_common()]
+    colours = dict.fromkeys(ranked, GREY) | dict(zip(ranked, COLOURS, strict=False))
+    return [
+        _measured(
+            f"{drafter}, {_drawn(temperature)}",
+            "children of one node",
+            f"acceptance{_BEYOND if _plain(rows) else ''}",
+            _acceptance_lines(rows),
+            colours,
+        )
+        for (drafter, temperature), rows in groups
+    ]
+
+
+def _acceptance_lines(rows: Sequence[NodeRow]) -> list[Line]:
+    """Builds a line for each law and rule; ``TopTail``, with SpecHub, for its best split into tops and tails."""
+    plain = _plain(rows)
 
     def point(row: NodeRow) -> tuple[float, float, float]:
-        if gains:
+        if plain:
             return row.k, *difference(row.by_prompt, plain[row.k].by_prompt)
         return row.k, row.acceptance, row.error
 
     lines = []
-    for (law, rule), group in _by(rows, lambda row: (row.law.partition("(")[0], row.rule)):
-        best = [max(same, key=lambda row: row.acceptance) for _, same in _by(group, lambda row: row.k)]
-        lines.append(Line(f"{law}, {rule}", list(map(point, best))))
-    y = f"acceptance{_BEYOND if gains else ''}"
-    return _measured(f"{setting[0]}, {_drawn(setting[1])}", "children of one node", y, lines)
+    for name, group in _by(rows, _name):
+        best = [max(alike, key=lambda row: row.acceptance) for _, alike in _by(group, lambda row: row.k)]
+        lines.append(Line(name, list(map(point, best))))
+    return lines
 
 
-def _measured(title: str, x: str, y: str, lines: list[Line]) -> Panel:
+def _name(row: NodeRow) -> str:
+    law = row.law.partition("(")[0]
+    return law if law.endswith("TopTail") else f"{law}, {row.rule}"
+
+
+def _plain(rows: Sequence[NodeRow]) -> dict[int, NodeRow]:
+    """Returns recursive rejection of independent drafts by number of children; empty if gains over it are unknown."""
+    plain = {row.k: row for row in rows if row.law.startswith("IID(") and row.rule == "RRS"}
+    return plain if all(row.by_prompt and row.k in plain for row in rows) else {}
+
+
+def _best(lines: Sequence[Line]) -> list[Line]:
+    return sorted(lines, key=lambda line: line.points[-1][1], reverse=True)[:MOST_LINES]
+
+
+def _measured(title: str, x: str, y: str, lines: list[Line], colours: dict[str, str] | None = None) -> Panel:
     """Builds a panel of the lines that end highest, with the number of lines left out."""
-    best = sorted(lines, key=lambda line: line.points[-1][1], reverse=True)[:MOST_LINES]
+    best = _best(lines)
 
     def draw(axes: "Axes", _: dict[str, str]) -> None:
         axes.set(xlabel=x, ylabel=y, title=title, xticks=sorted({point[0] for line in lines for point in line.points}))
         if len(best) < len(lines):
             left = f"{len(lines) - len(best)} lower ones are not shown"
             axes.text(0.98, 0.02, left, transform=axes.transAxes, ha="right", fontsize=8, color=GREY)
-        _draw(axes, best, {})
+        _draw(axes, best, colours or {})
 
     return draw
 
