@@ -95,7 +95,9 @@ def test_rounds_that_differ_have_error_bars(spread, bars):
     assert len(drawn) == bars
 
 
-@pytest.mark.parametrize("name", ["product", "batching", "deciders", "verifiers-eagle", "verifiers-trees", "trained-batch8"])
+@pytest.mark.parametrize(
+    "name", ["product", "batching", "deciders", "verifiers-eagle", "verifiers-trees", "trained-batch8"]
+)
 def test_stored_measurements_can_be_drawn(name):
     rows = read_rows(RESULTS / f"{name}.json")
     assert len(rows) == len(json.loads((RESULTS / f"{name}.json").read_text())["measurements"])
