@@ -153,6 +153,11 @@ def test_named_files_exist(page):
     assert [name for name in sorted(results) if not (RESULTS / name).exists()] == []
 
 
+def test_every_page_links_to_the_glossary():
+    pages = [page for page in PAGES if page.name not in ("glossary.md", "CONTRIBUTING.md")]
+    assert [page_id(page) for page in pages if "glossary.md" not in page.read_text()] == []
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= 6 * 1024
 
