@@ -69,7 +69,7 @@ def _figure(row: NodeRow | TreeRow) -> float:
 
 
 def main(
-    files: Annotated[list[Path], typer.Argument(help="Files of 'arbordraft bench verifiers --json'.", exists=True)],
+    files: Annotated[list[Path], typer.Argument(help="Files of 'arbordraft bench verifiers --json'.")],
     trees: Annotated[bool, typer.Option(help="Rank whole trees instead of single nodes.")] = False,
     json: JsonOption = None,
 ) -> None:

@@ -320,6 +320,32 @@ def test_streamers_get_committed_tokens_in_order(ends):
         assert streamer.ended == 1
 
 
+def test_tokens_before_a_failing_criterion_are_streamed():
+    """A criterion fails amid a run of accepted drafts: the streamer has every token of the result."""
+    prompt, calls = PROMPTS[2], []
+
+    def fails(tokens, scores, **_):
+        calls.append(tokens.shape[1])
+        if len(calls) == 3:
+            raise RuntimeError("no judgement")
+        return torch.zeros(len(tokens), dtype=torch.bool)
+
+    decoder = ad.SpeculativeDecoder(ragged(), ad.LanguageModelDrafter(ragged()), CHAIN, COUPLINGS["wor recursive"])
+    streamer = Recorder()
+    options = {
+        "stopping_criteria": StoppingCriteriaList([fails]),
+        "streamer": [streamer],
+        "max_new_tokens": 12,
+        **NEVER,
+    }
+    with pytest.raises(ad.DecodingError, match="no judgement") as raised:
+        decode(decoder, [prompt], **options)
+    emitted = raised.value.output.sequences[0, len(prompt) :].tolist()
+    assert [token for chunk in streamer.chunks[1:] for token in chunk] == emitted
+    assert len(emitted) == len(calls) == 3
+    assert raised.value.output.stats.emitted == [3]
+
+
 def test_a_text_streamer_of_transformers():
     tokenizer = tiny_tokenizer()
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)

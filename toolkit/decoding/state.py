@@ -178,9 +178,10 @@ class Sample:
         """Commits tokens one by one until the sample ends; returns how many were committed.
 
         If a criterion raises, the sample fails; its last token is the one that the criterion was called for. If a
-        stateful processor fails after a token, the sample fails, too.
+        stateful processor fails after a token, the sample fails, too. All committed tokens are emitted.
         """
         kept, self._uniforms = 0, None
+        failure: Exception | None = None
         try:
             for token in gain.tokens[: self.budget]:
                 self.tokens.append(token)
@@ -193,13 +194,18 @@ class Sample:
                     self.path_state = self.path_state.commit(token)
                     if self.path_state.failure is not None:  # the next tokens were drawn without these processors
                         break
-            self.emitted += kept
+        except Exception as error:
+            failure = error
+        self.emitted += kept
+        try:
             if self.emit is not None:
                 self.emit(gain._replace(tokens=gain.tokens[:kept], logprobs=gain.logprobs and gain.logprobs[:kept]))
-            if self.budget and self.path_state is not None and self.path_state.failure is not None:
-                self.fail(self.path_state.failure)
         except Exception as error:
-            self.fail(error)
+            failure = failure or error
+        if self.budget and self.path_state is not None:
+            failure = failure or self.path_state.failure
+        if failure is not None:
+            self.fail(failure)
         return kept
 
     def score(self, logits: Tensor) -> None:
