@@ -8,6 +8,7 @@ This program measures the accepted tokens that the barrier costs.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Annotated, ClassVar
@@ -93,10 +94,7 @@ def budgets(
     for law in (IID(1), SharedNoise(1)):
         found: dict[int, list[Position]] = defaultdict(list)
 
-        def look(prompt: int, tree: SampleTree, target: Rows[Tensor], accepted: int, found=found) -> None:  # type: ignore[no-untyped-def]
-            found[prompt].append(_position(tree, target, accepted))
-
-        watch(target, drafter, TreeTopology.chain(depth), law, workload, look, tell)
+        watch(target, drafter, TreeTopology.chain(depth), law, workload, partial(_look, found), tell)
         noise = "shared" if law.shared else "independent"
         for looks_at, scores in _scores(found, depth).items():
             if law.shared and looks_at == "rows before the draw":  # the drafted tokens themselves may be looked at
@@ -105,6 +103,10 @@ def budgets(
             for budget in rows:
                 mean, error = clustered(_spent(found, scores, workload.batch, budget))
                 yield BudgetRow(workload.temperature, noise, looks_at, lossless, budget, mean, error)
+
+
+def _look(found: dict[int, list[Position]], prompt: int, tree: SampleTree, target: Rows[Tensor], accepted: int) -> None:
+    found[prompt].append(_position(tree, target, accepted))
 
 
 def _position(tree: SampleTree, target: Rows[Tensor], accepted: int) -> Position:

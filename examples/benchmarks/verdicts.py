@@ -3,7 +3,6 @@
 Shapes: N nodes, V vocabulary, k children of a node.
 """
 
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from arbordraft.bench.gpu.score_problems import drafted_trees
 from arbordraft.bench.report import Report
-from arbordraft.bench.verifiers.laws import laws_of
+from arbordraft.bench.verifiers.laws import laws_of, verifiers_of
+from arbordraft.bench.verifiers.trees import complete_tree
 from arbordraft.bench.workload import Tell, quiet
 from arbordraft.cli.options import JsonOption, RepeatsOption, SeedOption, numbers, whole_numbers
 from arbordraft.cli.program import run_script
@@ -26,7 +26,7 @@ from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.verifiers import GreedyMultiPath, Lifted, SharedMatching, TopDown, TreeVerifier
+from arbordraft.verifiers import SharedMatching
 from arbordraft.verifiers.coupling import Coupling
 
 NODES = 15  # root included: both trees of two children have as many
@@ -58,8 +58,7 @@ def verdict_times(vocabulary: int, k: int, rounds: int, seed: int, tell: Tell = 
     if k == 1:
         shapes = {"chain": TreeTopology.chain(NODES - 1)}
     else:
-        depth = int(math.log(NODES * (k - 1) + 1, k) + 1e-9) - 1  # of the greatest complete tree of this size
-        shapes = {"complete": TreeTopology.k_ary(k, depth), "paths": TreeTopology.fork(k, (NODES - 1) // k)}
+        shapes = {"complete": complete_tree(k, NODES), "paths": TreeTopology.fork(k, (NODES - 1) // k)}
     calls: dict[tuple[str, int, str, str], Callable[[], object]] = {}
     for shape, topology in shapes.items():
         for law, verifier, call in _verdicts(topology, k, vocabulary, seed):
@@ -92,14 +91,7 @@ def _verdicts(
             continue
         trees = [drafted_trees(topology, law, rows, generator) for rows in logits]
         noise = Noise.draw([Noise.source(seed)], topology.num_nodes)
-        verifiers: dict[str, TreeVerifier] = {
-            f"{kind.__name__}({rule_name})": kind(rule)
-            for rule_name, rule in rules.items()
-            for kind in (TopDown, Lifted)
-        }
-        if "K-SEQ" in rules and sum(len(children) > 1 for children in topology.child_list) < 2:
-            verifiers["multi-path"] = GreedyMultiPath()
-        for verifier, judge in verifiers.items():
+        for verifier, judge in verifiers_of(law, rules, topology).items():
             yield name, verifier, partial(_judge, Coupling(law, judge), trees, logits, noise)
 
 

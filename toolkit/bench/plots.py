@@ -215,56 +215,32 @@ def _cause(setting: tuple[str, float], rows: list[DecodeRow]) -> Panel | None:
 
 
 def _tau(setting: tuple[str, float, str], rows: list[TreeRow]) -> Panel:
-    plain = {row.nodes: row for row in rows if row.law.startswith("IID(") and row.verifier == "TopDown(RRS)"}
-    gains = all(row.by_prompt and row.nodes in plain for row in rows)
-
-    def point(row: TreeRow) -> tuple[float, float, float]:
-        if gains:
-            return row.nodes, *difference(row.by_prompt, plain[row.nodes].by_prompt)
-        return row.nodes, row.tau, row.error
-
+    point, beyond = _points(rows, "nodes", "tau", "verifier", "TopDown(RRS)")
     lines = [
         Line(f"{law}, {verifier}", sorted(map(point, group)))
         for (law, verifier), group in _by(rows, lambda row: (row.law, row.verifier))
     ]
     title = f"{setting[0]}, {_drawn(setting[1])}, {setting[2]} trees"
-    y = f"tokens per target forward{_BEYOND if gains else ''}"
-    return _measured(title, "nodes, root included", y, lines)
+    return _measured(title, "nodes, root included", f"tokens per target forward{beyond}", lines)
 
 
 def _acceptance(nodes: Sequence[NodeRow]) -> list[Panel]:
-    """Builds panels of acceptance over children, by drafter and temperature; a law has one colour in all of them."""
-    groups = _by(nodes, lambda row: (row.drafter, row.temperature))
-    best = [_best(_acceptance_lines(rows)) for _, rows in groups]
-    shown = Counter(line.name for lines in best for line in lines)
+    """Builds panels of acceptance over children, by drafter and temperature; a law has one colour in all of them.
+
+    ``TopTail``, with SpecHub, stands for its best split into tops and tails.
+    """
+    panels = []
+    for (drafter, temperature), rows in _by(nodes, lambda row: (row.drafter, row.temperature)):
+        point, beyond = _points(rows, "k", "acceptance", "rule", "RRS")
+        lines = []
+        for name, group in _by(rows, _name):
+            best = [max(alike, key=lambda row: row.acceptance) for _, alike in _by(group, lambda row: row.k)]
+            lines.append(Line(name, list(map(point, best))))
+        panels.append((f"{drafter}, {_drawn(temperature)}", f"acceptance{beyond}", lines))
+    shown = Counter(line.name for *_, lines in panels for line in _best(lines))
     ranked = [name for name, _ in shown.most_common()]
     colours = dict.fromkeys(ranked, GREY) | dict(zip(ranked, COLOURS, strict=False))
-    return [
-        _measured(
-            f"{drafter}, {_drawn(temperature)}",
-            "children of one node",
-            f"acceptance{_BEYOND if _plain(rows) else ''}",
-            _acceptance_lines(rows),
-            colours,
-        )
-        for (drafter, temperature), rows in groups
-    ]
-
-
-def _acceptance_lines(rows: Sequence[NodeRow]) -> list[Line]:
-    """Builds a line for each law and rule; ``TopTail``, with SpecHub, for its best split into tops and tails."""
-    plain = _plain(rows)
-
-    def point(row: NodeRow) -> tuple[float, float, float]:
-        if plain:
-            return row.k, *difference(row.by_prompt, plain[row.k].by_prompt)
-        return row.k, row.acceptance, row.error
-
-    lines = []
-    for name, group in _by(rows, _name):
-        best = [max(alike, key=lambda row: row.acceptance) for _, alike in _by(group, lambda row: row.k)]
-        lines.append(Line(name, list(map(point, best))))
-    return lines
+    return [_measured(title, "children of one node", y, lines, colours) for title, y, lines in panels]
 
 
 def _name(row: NodeRow) -> str:
@@ -272,10 +248,24 @@ def _name(row: NodeRow) -> str:
     return law if law.endswith("TopTail") else f"{law}, {row.rule}"
 
 
-def _plain(rows: Sequence[NodeRow]) -> dict[int, NodeRow]:
-    """Returns recursive rejection of independent drafts by number of children; empty if gains over it are unknown."""
-    plain = {row.k: row for row in rows if row.law.startswith("IID(") and row.rule == "RRS"}
-    return plain if all(row.by_prompt and row.k in plain for row in rows) else {}
+def _points(
+    rows: Sequence[Any], x: str, y: str, judge: str, plain: str
+) -> tuple[Callable[[Any], tuple[float, float, float]], str]:
+    """Returns a function from a row to its point, and the end of the label of y.
+
+    The points are gains over independent drafts with the judge ``plain``, if the rows allow it. The fewest children
+    come first.
+    """
+    reference: dict[int, Any] = {}
+    for row in rows:
+        if row.law.startswith("IID(") and getattr(row, judge) == plain:
+            reference.setdefault(getattr(row, x), row)
+    if all(row.by_prompt and getattr(row, x) in reference for row in rows):
+        return lambda row: (
+            getattr(row, x),
+            *difference(row.by_prompt, reference[getattr(row, x)].by_prompt),
+        ), _BEYOND
+    return lambda row: (getattr(row, x), getattr(row, y), row.error), ""
 
 
 def _best(lines: Sequence[Line]) -> list[Line]:

@@ -1,9 +1,8 @@
 """Tokens per target forward with whole trees, by shape, draft law and verifier."""
 
-import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -11,7 +10,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from arbordraft.bench.tables import HIDDEN
-from arbordraft.bench.verifiers.laws import laws_of
+from arbordraft.bench.verifiers.laws import laws_of, verifiers_of
 from arbordraft.bench.verifiers.positions import by_cluster, clustered, watch
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.drafters import Drafter
@@ -20,7 +19,7 @@ from arbordraft.sampling.rows import Rows
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.verifiers import GlobalResolution, GreedyMultiPath, Lifted, Remembered, Rule, TopDown, TreeVerifier
+from arbordraft.verifiers import GlobalResolution, Remembered, Rule
 
 SHARED_TREES = 4  # drafted at every position with noise that target and drafter share
 
@@ -86,7 +85,7 @@ def tree_tau(
                 rows = measured.setdefault(topology.parent_list, [])
                 accepted: dict[str, list[tuple[int, float]]] = defaultdict(list)
                 reached: list[float] = [0.0] * (topology.max_depth + 1)
-                weigh = partial(_weigh, accepted, reached, _judges(law, rules, topology))
+                weigh = partial(_weigh, accepted, reached, law, rules, topology)
                 for other in range(SHARED_TREES if law.shared else 1):
                     watch(target, drafter, topology, law, workload, weigh, tell, other)
                 if shape == "chain":
@@ -99,6 +98,11 @@ def tree_tau(
                 yield from rows
 
 
+def complete_tree(k: int, size: int) -> TreeTopology:
+    """Returns the greatest complete tree of at most ``size`` nodes, k children per node, k being 2 or more."""
+    return TreeTopology.k_ary(k, int(math.log(size * (k - 1) + 1, k) + 1e-9) - 1)
+
+
 def _shapes(
     law: DraftLaw, nodes: Sequence[int], rates: Sequence[float] | None, chain: Sequence[float]
 ) -> Iterator[tuple[str, TreeTopology]]:
@@ -108,8 +112,7 @@ def _shapes(
             yield "chain", TreeTopology.chain(size - 1)
         if law.k == 1 or size <= law.k:  # no room for all children of one node
             continue
-        depth = int(math.log(size * (law.k - 1) + 1, law.k) + 1e-9) - 1  # of the greatest complete tree of that size
-        yield "complete", TreeTopology.k_ary(law.k, depth)
+        yield "complete", complete_tree(law.k, size)
         yield "paths", TreeTopology.fork(law.k, (size - 1) // law.k)
         if rates is not None:
             yield "sequoia", TreeTopology.sequoia([max(rate, 1e-3) for rate in rates], size)
@@ -117,29 +120,12 @@ def _shapes(
             yield "delayed", TreeTopology.delayed(chain, fork, size)
 
 
-def _judges(law: DraftLaw, rules: Mapping[str, Rule], topology: TreeTopology) -> dict[str, Callable[[], TreeVerifier]]:
-    """Returns constructors of the valid verifiers for a law and a tree; each verifier caches one position."""
-
-    def judge(kind: type[TopDown] | type[Lifted], rule: Rule) -> TreeVerifier:
-        return kind(Remembered(rule))
-
-    judges: dict[str, Callable[[], TreeVerifier]] = {
-        f"{kind.__name__}({name})": partial(judge, kind, rule)
-        for name, rule in rules.items()
-        for kind in (TopDown, Lifted)
-    }
-    paths = GreedyMultiPath()
-    if paths.supports(law) and law.k > 1:  # a single path is judged by block verification, as by Lifted(RRS)
-        with contextlib.suppress(ValueError):
-            paths.check(topology)
-            judges["multi-path"] = GreedyMultiPath
-    return judges
-
-
 def _weigh(
     accepted: dict[str, list[tuple[int, float]]],
     reached: list[float],
-    judges: Mapping[str, Callable[[], TreeVerifier]],
+    law: DraftLaw,
+    rules: Mapping[str, Rule],
+    topology: TreeTopology,
     prompt: int,
     tree: SampleTree,
     rows: Rows[Tensor],
@@ -149,12 +135,14 @@ def _weigh(
 
     Adds to ``reached[d]`` the probability that the first verifier accepts d tokens or more.
     """
-    if tree.proposal.law.shared:
+    if law.shared:
         accepted["SharedMatching"].append((prompt, matched))
         for depth in range(matched + 1):
             reached[depth] += 1
-    for number, (name, judge) in enumerate(judges.items()):
-        ends = judge().law(tree, rows)
+        return
+    remembered = {name: Remembered(rule) for name, rule in rules.items()}  # of the rows of this position
+    for number, (name, verifier) in enumerate(verifiers_of(law, remembered, topology).items()):
+        ends = verifier.law(tree, rows)
         accepted[name].append((prompt, sum(chance * (len(path) - 1) for chance, path, _ in ends)))
         if number == 0:
             for chance, path, _ in ends:
