@@ -225,6 +225,7 @@ CHANGES = {
     "data": assign_data,
     "written norm": lambda model: write(model.model.layers[0].post_attention_layernorm.weight),
     "written head": lambda model: write(model.lm_head.weight),
+    "written embedding": lambda model: write(model.model.embed_tokens.weight),
     "adapter": replace("model.layers.0.self_attn.q_proj", Lora),
     "mlp": lambda model: replace("model.layers.0.mlp", lambda _: copy.deepcopy(model.model.layers[1].mlp))(model),
     "layer": replace_layer,
@@ -264,7 +265,7 @@ def test_a_wrapper_that_checks_nothing_would_be_seen():
     """Negative control: these changes matter."""
     model = fusable()
     target = RaggedModel(model, kernels="native")
-    target.prepacking.current = lambda: True
+    target._prepared.weights.current = lambda: True
     CHANGES["state"](model)
     assert not torch.allclose(logits(target), logits(plain(model)), atol=1e-2)
 

@@ -46,8 +46,12 @@ class Engine:
 
     Prompts are read in portions between decoding steps, first the one that would finish first if it were read alone. So
     a short prompt does not wait for a long one that came with it. A long prompt does not wait for all later ones. If a
-    prompt shares its beginning with a text that is still cached, that part is copied, not computed. Weights, and
-    settings that requests leave open, are those that the model had when the engine was built.
+    prompt shares its beginning with a text that is still cached, that part is copied, not computed.
+
+    Settings that requests leave open are those that the model had when the engine was built. Weights and modules may
+    change later, for instance if an adapter is switched. Running answers then end with the old model. Cached texts are
+    dropped, and the next request is admitted with the new model. If weights change that running answers read from the
+    model itself, these answers fail with ``WeightsChanged``, since part of their text followed the old weights.
 
     Args:
         decoder: runs the steps; any number of engines and other calls may use it at a time.

@@ -135,7 +135,13 @@ class Scheduler:
             entry.job.waiting.append(entry)
 
     def advance(self) -> bool:
-        """Runs one round: reads prompts, takes a step, retires ended samples; returns whether work remains."""
+        """Runs one round: reads prompts, takes a step, retires ended samples; returns whether work remains.
+
+        Raises:
+            WeightsChanged: if weights changed that the batch reads.
+        """
+        if self.living:
+            self.stepper.target.check_unchanged(self.state.cache)
         if portions := self.schedule():
             self.stepper.prefill(self.state, portions)
         if self.state.active and not (self.state.fixed_batch and self.state.prefilling):
@@ -154,7 +160,12 @@ class Scheduler:
         """
         with self._mutex:
             self._sweep()
-            self.admit()
+            outdated = not self.admit()
+        if outdated and not self.living:
+            self.stepper.close(self.state)
+            self._open_again()  # may take seconds, so requests can be submitted meanwhile
+            with self._mutex:
+                self.admit()
         portions: dict[int, int] = {}
         prefilling: list[Sample] = []
         most, count = sys.maxsize if self.max_rows is None else self.max_rows, 0
@@ -202,6 +213,10 @@ class Scheduler:
         """
         lost = self.living + (self._withdraw(self.waiting) if include_waiting else [])
         self._end(lost, reason)
+        self._open_again()
+
+    def _open_again(self) -> None:
+        """Opens a new state without samples; nothing of the old one is kept."""
         self._kept.clear()
         old = self.state
         self.state = self.stepper.open(self.max_samples, old.cache.max_tokens, fixed_batch=old.fixed_batch)
@@ -248,8 +263,14 @@ class Scheduler:
             entry.finished(entry.sample)
             self.stepper.remove(self.state, entry.sample)
 
-    def admit(self) -> None:
-        """Gives free slots to waiting jobs by rank, as far as the cache has room."""
+    def admit(self) -> bool:
+        """Gives free slots to waiting jobs by rank, as far as the cache has room.
+
+        Returns:
+            False if samples have to wait for a new state, since the model's weights or modules have changed. Admitted
+            samples end with those that they began with.
+        """
+        current = False  # until it is asked
         free = self.max_samples - len(self.living)
         line = [(job.rank, job) for job in self.waiting] if free > 0 else []  # no two have the same turn
         heapq.heapify(line)
@@ -263,6 +284,13 @@ class Scheduler:
                     break  # until a sample leaves: no job overtakes the one with the lowest rank
                 self.stepper.remove(self.state, self._kept.popitem(last=False)[1])
                 continue
+            try:
+                current = current or self.stepper.current(self.state)
+            finally:
+                if not current:
+                    self.stepper.remove(self.state, sample)
+            if not current:
+                return False
             entry = job.waiting.popleft()
             entry.due = self._done + sample.num_unprefilled
             self.living.append(entry)
@@ -272,6 +300,7 @@ class Scheduler:
                 heapq.heappush(line, (job.rank, job))
             else:
                 self.waiting.remove(job)
+        return True
 
     def _longest(self, sample: Sample) -> tuple[Sample | None, int]:
         """Returns the sample with the longest common beginning that was read, and how many tokens to copy from it."""

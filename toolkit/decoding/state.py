@@ -18,6 +18,7 @@ from arbordraft.sampling.noise import Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import PathState
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.weight_watch import WeightWatch
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.verdict import SampleVerdict
 
@@ -235,6 +236,7 @@ class DecodeState:
         stats: counts over all samples.
         samples: samples by number; ``None`` if a number is free.
         fixed_batch: whether no further sample joins.
+        drafter_weights: the drafter's weights when the batch was opened; ``None`` for a fixed batch.
 
     Attributes:
         most: greatest number of samples that have run at the same time.
@@ -245,6 +247,7 @@ class DecodeState:
     stats: DecodeStats
     samples: list[Sample | None] = field(default_factory=list)
     fixed_batch: bool = False
+    drafter_weights: WeightWatch | None = None
     most: int = field(init=False, default=0)
 
     def __getitem__(self, number: int) -> Sample:

@@ -22,6 +22,7 @@ from arbordraft.decoding.static.recording import INSTEAD
 from arbordraft.decoding.static.runner import StaticStepping
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.target.attention import UnsupportedModel
+from arbordraft.target.weight_watch import WeightWatch
 from arbordraft.trees.draft_tree import DraftTree, Proposal
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.verdict import Verdict
@@ -83,7 +84,16 @@ class Stepper:
         cache = self.eager.runner.open(max_tokens) if fixed is None else fixed
         self.target.begin(cache)
         stats = DecodeStats(self.coupling.exactness.value, [0], [0])
-        return DecodeState(cache, self.drafter.open(cache), stats, fixed_batch=fixed_batch)
+        watch = None if fixed_batch else WeightWatch(self.drafter.modules())
+        return DecodeState(cache, self.drafter.open(cache), stats, fixed_batch=fixed_batch, drafter_weights=watch)
+
+    def current(self, state: DecodeState) -> bool:
+        """Returns whether an open batch has the weights and modules that a new one would get, the drafter's included.
+
+        A fixed batch, which no sample joins, always has.
+        """
+        watch = state.drafter_weights
+        return watch is None or (watch.current() and self.target.current(state.cache))
 
     def close(self, state: DecodeState) -> None:
         """Closes a batch and removes its samples."""

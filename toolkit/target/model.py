@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ from arbordraft.target.prepacked.probing import vocabulary
 from arbordraft.target.prepacked.replace import Prepacking
 from arbordraft.target.prepacked.shortcut import Shortcut, unheard
 from arbordraft.target.self_test import check_logits
+from arbordraft.target.weight_watch import WeightsChanged, WeightWatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,11 +63,13 @@ class _Prepared:
     view: ModelView
     prepacking: Prepacking | None
     layered: bool  # whether its layers lie in one ModuleList
+    weights: WeightWatch
+    read: WeightWatch  # the weights that forwards read from the model itself, not from copies
     shortcut: Shortcut | None = None
     fused: Recognised | None = None  # modules that run in Triton, if any may
 
     def current(self) -> bool:
-        return self.view.current() and (self.prepacking is None or self.prepacking.current())
+        return self.view.current() and self.weights.current()
 
 
 class RaggedModel(nn.Module):
@@ -75,7 +78,8 @@ class RaggedModel(nn.Module):
     The model itself stays as it is. Forwards run a second set of modules around the same parameters, whose attention is
     :func:`~arbordraft.kernels.ragged_tree_attention.ragged_tree_attention`. Any number of threads may decode with it,
     and with the model, at once. Changes of the model's weights and modules are noticed when a new cache is begun (see
-    :meth:`refresh` for the one exception). A running decode keeps the modules and prepacked weights that it began with.
+    :meth:`refresh` for the one exception). A running decode keeps the modules and prepacked layers that it began with.
+    If weights change that it reads from the model itself, it ends with :class:`WeightsChanged`.
 
     Args:
         model: a causal LM of transformers in eval mode whose attention follows the ``AttentionInterface``. A PEFT model
@@ -388,12 +392,28 @@ class RaggedModel(nn.Module):
             self._prepared = self._prepare()
 
     def begin(self, cache: RaggedKVCache) -> None:
-        """Ties a cache to the current weights, which its first forward would do otherwise.
+        """Ties a cache without samples to the current weights; its first forward would do that otherwise.
 
         Raises:
             ValueError: if the model is in training mode, or its vocabulary or other sizes changed after it was wrapped.
         """
-        self._prepared_for(cache)
+        cache.weights = self._latest()
+
+    def current(self, cache: RaggedKVCache) -> bool:
+        """Returns whether the model still has the weights and modules that a cache was begun with."""
+        return cache.weights is self._latest()
+
+    def check_unchanged(self, cache: RaggedKVCache) -> None:
+        """Raises WeightsChanged if weights were changed or replaced that the cache's next forward would read.
+
+        It compares no elements, so it notices only changes that torch counts.
+        """
+        prepared = self._prepared_for(cache)
+        if not prepared.read.untouched():
+            raise WeightsChanged(
+                "the model's weights changed while answers were decoded with them: change weights only when nothing is "
+                "being decoded, and ask again"
+            )
 
     def network(self) -> nn.Module:
         """Returns the modules that run; a call takes ``ragged=``, a :class:`~arbordraft.target.attention.Forward`.
@@ -405,7 +425,7 @@ class RaggedModel(nn.Module):
 
     def prepared(self, view: ModelView) -> Any:
         """Returns the value for a cache's ``weights`` that makes its rows run in another view of the model."""
-        return _Prepared(self, view, None, layered=False)
+        return _Prepared(self, view, None, False, *[WeightWatch(self.model.modules())] * 2)
 
     def _prepared_for(self, cache: RaggedKVCache) -> _Prepared:
         """Returns the modules that a cache began with, on which its rows depend; a new cache gets the current ones."""
@@ -432,13 +452,19 @@ class RaggedModel(nn.Module):
                 "built with it"
             )
         with self._lock:
-            if not self._prepared.current():
-                if self._prepared.prepacking is not None:
-                    warnings.warn(
-                        "the model's weights or modules changed after they were prepacked; prepacking them again",
-                        stacklevel=5,
-                    )
-                self._prepared = self._prepare()
+            before = self._prepared
+            if before.current():
+                return before
+            if before.prepacking is None and before.view.current():  # its modules follow the weights
+                watch = WeightWatch(self.model.modules())
+                self._prepared = replace(before, weights=watch, read=watch)
+                return self._prepared
+            if before.prepacking is not None:
+                warnings.warn(
+                    "the model's weights or modules changed after they were prepacked; prepacking them again",
+                    stacklevel=5,
+                )
+            self._prepared = self._prepare()
             return self._prepared
 
     def _prepare(self) -> _Prepared:
@@ -467,7 +493,10 @@ class RaggedModel(nn.Module):
             vars(place[0])["forward"] = partial(run_stack, self.num_layers, place[0].forward)
         if prepacking is not None and prepacking.stack is not None and place is not None and plain:
             shortcut = Shortcut.of(view.model, place[0])
-        return _Prepared(self, view, prepacking, place is not None, shortcut, fused)
+        weights = read = WeightWatch(self.model.modules())
+        if prepacking is not None:
+            read = WeightWatch(self.model.modules(), leave=prepacking.copied)
+        return _Prepared(self, view, prepacking, place is not None, weights, read, shortcut, fused)
 
     def _shared_head(self) -> PrepackedLinear | None:
         other: RaggedModel | None = vars(self)["_head_of"]

@@ -102,7 +102,7 @@ def layer_of(
         down=mlp.down,
         table=0,
         **norms,
-        sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
+        sinks=None if call.sinks is None else call.sinks.detach().to(torch.float32, copy=True),
         heads=call.heads,
         kv_heads=call.kv_heads,
         dim=call.dim,

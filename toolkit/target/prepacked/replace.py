@@ -5,13 +5,11 @@ MLPs are replaced one by one. Only our view of the model changes; the model itse
 """
 
 import itertools
-import operator
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerWeights, Matrix
@@ -32,15 +30,11 @@ from arbordraft.target.prepacked.weight_collector import WeightCollector
 # Kinds that treat every row by itself, besides prepacked modules.
 _ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
 
-_VERSION = operator.attrgetter("_version")
-
-_SAMPLED = 16  # elements of every tensor that are compared whenever a cache is begun
-
 Place = tuple[nn.Module, str, nn.Module]  # owner, name, prepacked module
 
 
 class Prepacking:
-    """All prepacked modules of one model; detects when they no longer match its weights.
+    """All prepacked modules of one model.
 
     Args:
         model: a view of the model whose layers call our attention.
@@ -86,32 +80,12 @@ class Prepacking:
         if self._place is not None and self.fused:
             self.places.append((*self._place, nn.ModuleList(self._stack())))
         move_together([matrix.weight for matrix in self._matrices()])
-        self._watch()
 
-    def _watch(self) -> None:
-        """Records the current weights in lists that are fast to compare, as they are whenever a cache is begun."""
-        sources = self._collector.sources
-        self._holders = [source.module._parameters for source in sources], [source.parameter for source in sources]
-        self._tensors = [source.tensor for source in sources]
-        self._writable = [tensor for tensor in self._tensors if not isinstance(tensor, FileBlocks)]
-        self._addresses = list(map(Tensor.data_ptr, self._writable))
-        self._counting = [tensor for tensor in self._writable if not tensor.is_inference()]
-        self._versions = list(map(_VERSION, self._counting))
-        self._samples = list(map(_sampled, self._writable))
-        self._fingerprint = self._read()
-
-    def current(self) -> bool:
-        """Returns whether the model still has the weights that were prepacked.
-
-        Writes through ``.data``, through numpy or in inference mode change no version counter. They are noticed only if
-        they change one of a few sampled elements, spread evenly over each tensor.
-        """
-        return (
-            all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
-            and list(map(_VERSION, self._counting)) == self._versions
-            and list(map(Tensor.data_ptr, self._writable)) == self._addresses
-            and torch.equal(self._read(), self._fingerprint)
-        )
+    @property
+    def copied(self) -> set[int]:
+        """Ids of the weights whose copies a running decode keeps; a prepacked linear follows its weights."""
+        followed = {id(tensor) for module in self._linears() for tensor in (module.weight, module.bias)}
+        return {id(tensor) for tensor in self._collector.sources} - followed
 
     @property
     def stack(self) -> list[LayerWeights] | None:
@@ -145,15 +119,13 @@ class Prepacking:
         Raises:
             WriteError: if there is no room for the file.
         """
-        large = {id(tensor): tensor for tensor in self._writable if tensor.ndim > 1}
-        if large:
+        sources = [tensor for tensor in self._collector.sources if not isinstance(tensor, FileBlocks)]
+        if large := {id(tensor): tensor for tensor in sources if tensor.ndim > 1}:
             move_to_file(list(large.values()))
-            self._watch()
 
     def __str__(self) -> str:
         """Returns a short summary of the prepacked modules."""
-        linears = sum(isinstance(module, PrepackedLinear) for module in self._prepacked_modules.values())
-        prepacked = f"{linears} linears prepacked"
+        prepacked = f"{len(list(self._linears()))} linears prepacked"
         adapted = (
             f", adapters merged into copies of {self._collector.adapted} linears" if self._collector.adapted else ""
         )
@@ -174,11 +146,10 @@ class Prepacking:
             elif isinstance(prepacked_module, PrepackedGatedMLP):
                 yield from (prepacked_module.gate_up, prepacked_module.down)
 
-    def _read(self) -> Tensor:
-        """Returns the sampled elements' bits as integers, since NaN never equals NaN."""
-        if not self._samples:
-            return torch.empty(0, dtype=torch.int32)
-        return torch.cat(self._samples).float().view(torch.int32)
+    def _linears(self) -> Iterator[PrepackedLinear]:
+        for module in self._prepacked_modules.values():
+            if isinstance(module, PrepackedLinear):
+                yield module
 
     def _stack(self) -> Iterator[nn.Module]:
         """Yields the new layers: a call per fused run, then empty layers unless one call runs all; others stay."""
@@ -269,12 +240,6 @@ class Prepacking:
 def _is_rotary(module: nn.Module) -> bool:
     """Returns whether a module of transformers makes rotary tables; other libraries may use such names, too."""
     return type(module).__module__.startswith("transformers.models.") and "RotaryEmbedding" in type(module).__name__
-
-
-def _sampled(tensor: Tensor) -> Tensor:
-    """Returns a few elements of a tensor, as a view of its storage."""
-    flat = tensor.detach().flatten()
-    return flat[:: max(1, len(flat) // _SAMPLED)]
 
 
 __all__ = ["Prepacking"]

@@ -1,4 +1,4 @@
-"""Extracts linears and norms from a user's modules, and records every tensor it used.
+"""Extracts linears and norms from a user's modules, and records every weight it used.
 
 Shapes: I inputs and O outputs of a linear.
 """
@@ -28,14 +28,6 @@ from arbordraft.target.prepacked.probing import (
 )
 
 
-class Source(NamedTuple):
-    """A tensor from which a prepacked module was made, and its place in the model."""
-
-    module: nn.Module
-    parameter: str
-    tensor: Tensor
-
-
 class Linear(NamedTuple):
     """``[O, I]`` weight and ``[O]`` bias of a linear, and its module: a merged copy if it has adapters."""
 
@@ -45,7 +37,7 @@ class Linear(NamedTuple):
 
 
 class WeightCollector:
-    """Extracts weights from modules and records every tensor it used.
+    """Copies weights from modules and records every tensor it used.
 
     Args:
         weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack`. ``"file"``
@@ -53,7 +45,7 @@ class WeightCollector:
     """
 
     def __init__(self, weights: str | None = None) -> None:
-        self.sources: list[Source] = []
+        self.sources: list[Tensor] = []
         self.adapted = 0  # linears into whose copies adapters were merged
         self.as_stored = weights == "file"
         self.weights = "int8" if self.as_stored else weights
@@ -103,8 +95,8 @@ class WeightCollector:
         sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
         x = noise(4, len(weight)) * sizes
         expected = tried(widened(module), x)
-        wide = weight.detach().float().contiguous()
-        offset = torch.zeros_like(wide) if bias is None else bias.detach().float().contiguous()
+        wide = _wide_copy(weight)
+        offset = torch.zeros_like(wide) if bias is None else _wide_copy(bias)
         for found in (Norm(wide), Norm(1 + wide), Norm(wide, offset)):
             if expected is not None and distance(apply_norm_reference(x, found, epsilon), expected) < TOLERANCE:
                 self.remember(module)
@@ -122,5 +114,10 @@ class WeightCollector:
         return Matrix(*pack(order(torch.cat([linear.weight.detach() for linear in linears])), self.weights), bias)
 
     def remember(self, module: nn.Module) -> None:
-        """Records a module's own parameters: if they change, the module must be prepacked again."""
-        self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
+        """Records a module's own parameters."""
+        self.sources += [tensor for tensor in module._parameters.values() if tensor is not None]
+
+
+def _wide_copy(tensor: Tensor) -> Tensor:
+    """Returns a copy in float32, which does not follow later changes."""
+    return tensor.detach().to(torch.float32, copy=True).contiguous()
