@@ -425,7 +425,7 @@ class RaggedModel(nn.Module):
 
     def prepared(self, view: ModelView) -> Any:
         """Returns the value for a cache's ``weights`` that makes its rows run in another view of the model."""
-        return _Prepared(self, view, None, False, *[WeightWatch(self.model.modules())] * 2)
+        return replace(self._prepared, view=view, prepacking=None, layered=False, shortcut=None, fused=None)
 
     def _prepared_for(self, cache: RaggedKVCache) -> _Prepared:
         """Returns the modules that a cache began with, on which its rows depend; a new cache gets the current ones."""
