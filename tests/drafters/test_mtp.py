@@ -219,3 +219,24 @@ def test_layers_with_a_state_are_refused():
     layers.config.layer_types = ["linear_attention"]
     with pytest.raises(ad.UnsupportedModel, match="is one of linear_attention"):
         ad.MtpDrafter(ad.RaggedModel(made("mellum")[0], kernels="torch"), layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_check_of_rows_tells_rounding_from_faults(dtype):
+    """In bfloat16, rounding decides between experts; a layer that mixes neighbouring rows is refused all the same."""
+    for seed in range(12):
+        model, layers = copy.deepcopy(made("glm4_moe"))
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in layers.layers.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=2 * parameter.shape[-1] ** -0.5)
+        layers = layers.to(dtype)
+        target = ad.RaggedModel(model.to(dtype), kernels="torch", self_test=False)
+        layers.tie_with_main_model(target.model)
+        ad.MtpDrafter(target, layers)
+        mlp = layers.layers[0].mtp_block.mlp
+        forward = mlp.forward
+        mlp.forward = lambda rows, forward=forward: forward(rows + 0.5 * torch.roll(rows, 1, dims=1))
+        with pytest.raises(ad.UnsupportedModel, match="keeps more than keys and values"):
+            ad.MtpDrafter(target, layers)

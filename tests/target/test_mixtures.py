@@ -1,13 +1,18 @@
 """Mixtures of experts: those that are fused, those that only look right, and changes of their weights."""
 
+import warnings
+
 import pytest
 import torch
 from support.models import fusable
 from support.prepacked_models import MIXTURES, ROUNDING, faithful, logits, plain
 from torch import nn
 from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from arbordraft import RaggedModel
+from arbordraft.target import self_test
+from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.prepacked.memory import copy_bytes
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -158,3 +163,53 @@ def test_originals_in_a_file():
     target = RaggedModel(model, kernels="native", keep_weights=False)
     assert_close(logits(target), expected, **ROUNDING)
     assert_close(logits(plain(model)), expected, **ROUNDING)
+
+
+# Mixtures in 16 bits, whose rounding decides between experts
+
+
+def random_mixture(seed):
+    """Returns a small gpt-oss whose router is often undecided in 16 bits."""
+    settings = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 160,
+        "sliding_window": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **settings)).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=1.0 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5)
+            elif "bias" in name or "sink" in name:
+                parameter.normal_(std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong mask"])
+def test_the_self_test_in_16_bits_tells_rounding_from_faults(kernels, wrong, monkeypatch):
+    """A wrong mask, the negative control, is refused although rounding alone moves some of these models as far."""
+    if wrong:
+        words = self_test.ancestor_words
+        monkeypatch.setattr(self_test, "ancestor_words", lambda visible: words(torch.ones_like(visible).tril()))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for seed in range(12):
+            model = random_mixture(seed).bfloat16()
+            if not wrong:
+                RaggedModel(model, kernels=kernels)
+            else:
+                with pytest.raises(UnsupportedModel, match="packed logits differ from single ones"):
+                    RaggedModel(model, kernels=kernels)
+    assert any("16 bits decide between experts" in str(one.message) for one in told) != wrong

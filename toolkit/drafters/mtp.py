@@ -16,6 +16,7 @@ from arbordraft.target.attention import ATTENTION_NAME, Forward, UnsupportedMode
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
+from arbordraft.target.self_test import bound_of, is_outcome, nudge
 
 if TYPE_CHECKING:
     from transformers.modeling_layers import MtpModel
@@ -107,23 +108,25 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
         state = self.open(cache)
         tokens = torch.arange(4) % self.target.vocab_size
         hidden = torch.linspace(-1, 1, 4 * self._size).reshape(4, -1).to(self.target.device, self.target.model.dtype)
+        noise = torch.Generator(hidden.device).manual_seed(0)
+
+        def logits(hidden: Tensor, *lengths: int) -> Tensor:
+            sample, rows = state.cache.open(4), []
+            for part in torch.arange(4).split(lengths):
+                batch = state.cache.lay_out([sample], [range(len(part))])
+                rows.append(self.run(state, tokens[part], hidden[part], batch).logits)
+                state.cache.commit({sample: range(len(part))})
+            return torch.cat(rows)
+
         try:
-            found = []
-            for lengths in ([4], [2, 2]):
-                sample, rows = state.cache.open(4), []
-                for length, start in zip(lengths, (0, lengths[0]), strict=False):
-                    batch = state.cache.lay_out([sample], [range(length)])
-                    part = slice(start, start + length)
-                    rows.append(self.run(state, tokens[part], hidden[part], batch).logits)
-                    state.cache.commit({sample: range(length)})
-                found.append(torch.cat(rows).float())
+            whole, halves = logits(hidden, 4), logits(hidden, 2, 2)
+            bound = bound_of(self.target.model.dtype)
+            same = is_outcome(halves, [whole], lambda: logits(nudge(hidden, noise), 4), bound)
         except UnsupportedModel:
             raise
         except Exception as failure:  # third-party modules may fail in any way
             raise unsupported(self.mtp.layers[0].mtp_block, failure) from failure
-        near = 1e-3 if self.target.model.dtype == torch.float32 else 0.1
-        whole, halves = found
-        if not torch.allclose(whole, halves, rtol=near, atol=near * float(whole.abs().max())):
+        if not same:
             raise UnsupportedModel("its layer for multi-token prediction keeps more than keys and values of its rows")
 
     @property
