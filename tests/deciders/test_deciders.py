@@ -23,7 +23,7 @@ from arbordraft.deciders import (
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Draw, Origin, Situation, StepView
 from arbordraft.drafters import Drafter
-from arbordraft.trees.verdict import Outcome
+from arbordraft.trees.verdict import Causality, Outcome
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
 
@@ -258,7 +258,7 @@ def test_forward_decides_if_there_is_no_plan(base):
 
 def test_a_decider_that_looks_ahead_is_refused():
     class Peeking(FixedDepth):
-        anticipating = True
+        growth = Causality.ANTICIPATING
 
     with pytest.raises(ValueError, match="looks at tokens that are still to be verified"):
         ad.SpeculativeDecoder(

@@ -23,6 +23,7 @@ from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree, Proposal
+from arbordraft.trees.verdict import Causality
 from arbordraft.verifiers import KSeq, SharedMatching, TypicalAcceptance
 
 # Valid couplings
@@ -267,7 +268,7 @@ def texts(decoder, order, temperature, top_p, penalty, seed, count=12):
 class Peeking(Decider):
     """Stops by drafted tokens that are not verified yet: by the parity of the likely ones."""
 
-    anticipating = True
+    growth = Causality.ANTICIPATING
 
     def forward(self, view):
         return [sum(path[-1].probability > 0.3 for path in nodes if path) % 2 == 0 for nodes in view.paths]

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from arbordraft.deciders.base import Decider
+from arbordraft.deciders.base import Decider, growth_of
 from arbordraft.deciders.decisions import StepView
 from arbordraft.deciders.simple import EntropyBound
-from arbordraft.trees.verdict import Outcome
+from arbordraft.trees.verdict import Causality, Outcome
 from arbordraft.utils.checks import check_float, check_instance, check_int, check_positive
 
 
@@ -28,6 +28,8 @@ class Heuristic(Decider):
 
     Source: the "heuristic" schedule of Hugging Face's assisted generation, per sample.
     """
+
+    growth = Causality.FIXED
 
     def __init__(self, first: int = 5, longest: int = 20) -> None:
         super().__init__()
@@ -56,6 +58,8 @@ class AcceptedAverage(Decider):
 
     Source: the moving average behind SGLang's adaptive draft lengths, without its tiers.
     """
+
+    growth = Causality.FIXED
 
     def __init__(self, first: float = 3.0, margin: float = 1.0, decay: float = 0.8) -> None:
         super().__init__()
@@ -149,7 +153,7 @@ class Bandit(Decider):
             check_instance(f"deciders[{index}]", decider, Decider)
         if len(deciders) < 2:
             raise ValueError(f"a bandit needs at least two deciders to choose from, got {len(deciders)}")
-        self.anticipating = any(decider.anticipating for decider in deciders)
+        self.growth = max(map(growth_of, deciders))
         self.deciders: Sequence[Decider] = nn.ModuleList(deciders)  # type: ignore[assignment]
         self.cost = check_float("cost", cost, 0)
         self.longest = check_int("longest", longest, 1)

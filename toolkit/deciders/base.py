@@ -7,15 +7,15 @@ from typing import Any
 from torch import nn
 
 from arbordraft.deciders.decisions import Plan, Situation, StepView
-from arbordraft.trees.verdict import Outcome
+from arbordraft.trees.verdict import Causality, Outcome
 
 
 class Decider(nn.Module):
     """Decides, sample by sample, whether the nodes of the frontier get children.
 
     A decider sees only values that exist before these children are drawn. Whether a token is verified then never
-    depends on that token or a later one, so the output law is preserved. A decider that looks further declares itself
-    ``anticipating``. It is refused where that would bias the law: everywhere but under shared noise.
+    depends on that token or a later one, so most verifiers preserve the output law. :attr:`growth` states on which
+    drafts decisions depend. Decoders refuse a decider that looks further than their verifier allows.
 
     The memory of a sample travels with the sample, so one decider serves many batches at once. Some texts do not depend
     on the drafts: greedy ones, and those with shared noise. Their samples are shown together and may be weighed against
@@ -23,7 +23,8 @@ class Decider(nn.Module):
     a seeded text depends neither on the other samples of its batch nor on earlier ones.
     """
 
-    anticipating = False
+    growth = Causality.CAUSAL
+    """Drafts of a step on which decisions depend; a subclass that decides anew has to state ``FIXED`` anew."""
     can_plan: bool = False
     """Whether :meth:`plan` is asked once per step, instead of :meth:`forward` before every level."""
 
@@ -63,6 +64,22 @@ class Decider(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.settings().items())
+
+
+def growth_of(decider: Decider) -> Causality:
+    """Returns on which drafts a decider's decisions depend.
+
+    If a class overrides a decision without stating its growth anew, its decisions may depend on more than those of its
+    base class.
+    """
+    kind = type(decider)
+    if decider.growth > Causality.FIXED or "growth" in vars(decider):
+        return decider.growth
+    stated, *decisions = (
+        next(level for level, base in enumerate(kind.__mro__) if name in vars(base))
+        for name in ("growth", "forward", "plan")
+    )
+    return decider.growth if stated <= min(decisions) else Causality.CAUSAL
 
 
 def check_answers(decider: Decider) -> None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, takewhile
 from operator import mul
 
-from arbordraft.deciders.base import Decider
+from arbordraft.deciders.base import Decider, growth_of
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.deciders.decisions import Plan, RowPrices, Situation, StepView
 from arbordraft.deciders.simple import PathSurvival
-from arbordraft.trees.verdict import Outcome
+from arbordraft.trees.verdict import Causality, Outcome
 from arbordraft.utils.checks import check_float, check_instance, check_int
 
 _DEPTHS = 4  # depths with records of their own; the last one stands for all greater depths
@@ -122,7 +122,7 @@ class CostAware(Decider):
         self.survival = survival
         if survival is not None:
             check_instance("survival", survival, PathSurvival)
-            self.anticipating = survival.anticipating
+            self.growth = max(Causality.CAUSAL, growth_of(survival))
         self.decay = check_float("decay", decay, 0, 1)
         self._slopes: dict[int, float] = {}
         self._times = [0.0]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.decisions import Plan, RowPrices, Situation, StepView
+from arbordraft.trees.verdict import Causality
 from arbordraft.utils.checks import check_float, check_int, check_positive
 
 
@@ -12,6 +13,7 @@ class FixedDepth(Decider):
     """Drafts down to ``depth`` (0 or more) always; by default down to the topology's leaves."""
 
     can_plan = True
+    growth = Causality.FIXED
 
     def __init__(self, depth: int | None = None) -> None:
         super().__init__()
@@ -46,8 +48,8 @@ class NodeBudget(Decider):
         (6, 6)
     """
 
-    anticipating = True
     can_plan = True
+    growth = Causality.ANTICIPATING
 
     def __init__(self, nodes: int) -> None:
         super().__init__()

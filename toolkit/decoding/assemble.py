@@ -3,11 +3,13 @@
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.deciders import Decider, FixedDepth
-from arbordraft.deciders.base import check_answers
+from arbordraft.deciders.base import check_answers, growth_of
 from arbordraft.drafters import Drafter, LanguageModelDrafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Causality
 from arbordraft.utils.checks import check_instance
+from arbordraft.verifiers import TreeVerifier
 from arbordraft.verifiers.coupling import Coupling
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ def assemble(
 
     Raises:
         TypeError: if a part has the wrong type, or a decider overrides only some of its answers.
-        ValueError: if the parts do not fit: vocabulary, tokenizer, draft law or topology.
+        ValueError: if the parts do not fit: vocabulary, tokenizer, draft law or topology. Also if the decider looks at
+            drafts further than the verifier allows.
     """
     target, drafter = wrapped(target), as_drafter(drafter)
     topology = drafter.default_topology() if topology is None else topology
@@ -49,12 +52,24 @@ def assemble(
     for law in drafter.laws(coupling.law):
         if not coupling.verifier.supports(law):
             raise ValueError(f"{drafter} also proposes by {law}, for which {coupling.verifier} is not valid")
-    if decider.anticipating and not coupling.verifier.shared:
+    _check_growth(decider, coupling.verifier)
+    return AssembledParts(target, drafter, topology, coupling, decider)
+
+
+def _check_growth(decider: Decider, verifier: TreeVerifier) -> None:
+    """Raises ValueError if trees would grow by drafts that the verifier's law takes for independent of their growth."""
+    if (growth := growth_of(decider)) <= verifier.growth:
+        return
+    if growth is Causality.ANTICIPATING:
         raise ValueError(
             f"{decider} looks at tokens that are still to be verified, which would bias the output unless target "
             "and drafter share their noise: Coupling.shared(k)"
         )
-    return AssembledParts(target, drafter, topology, coupling, decider)
+    raise ValueError(
+        f"{decider} looks at drafted tokens, but {verifier} preserves the output law only if the growth of trees does "
+        "not depend on them: take FixedDepth(), Heuristic() or AcceptedAverage(), or the verifier "
+        "Lifted(RecursiveRejection())"
+    )
 
 
 def wrapped(target: Any) -> RaggedModel:

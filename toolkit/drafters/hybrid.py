@@ -33,7 +33,7 @@ class HybridDrafter(Drafter):
     output law is preserved. If a text exceeds the positions of one drafter, the other one goes on.
 
     Args:
-        first: proposes deterministically, as lookups do.
+        first: proposes without noise of its own, as lookups do, or any drafter if noise is shared.
         otherwise: any drafter.
 
     Raises:
@@ -59,6 +59,12 @@ class HybridDrafter(Drafter):
         return (*self.first.laws(law), *self.otherwise.laws(law))
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
+        if any(not own.deterministic for own in self.first.laws(law)):
+            raise ValueError(
+                f"{self.first} draws its tokens by {law}, and the choice between two drafters would depend on them, "
+                "which biases the output: draft first with lookups, such as NGramDrafter(), or couple them as "
+                f"Coupling.shared({law.k})"
+            )
         self.first.check(target, Fixed(law.k))
         self.otherwise.check(target, law)
 

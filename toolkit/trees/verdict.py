@@ -5,7 +5,7 @@ Shapes: B samples.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple, Self
 
 from arbordraft.trees.draft_tree import DraftTree
@@ -26,6 +26,22 @@ class Exactness(StrEnum):
     def lossless(self) -> bool:
         """Whether the output has the target's law."""
         return self in (Exactness.PATHWISE, Exactness.EXACT)
+
+
+class Causality(IntEnum):
+    """Drafts of a step on which the growth of its trees may depend, from the fewest to the most.
+
+    A decider states on which its decisions depend; a verifier states for which its promise about the output law holds.
+    """
+
+    FIXED = 0
+    """None: settings, committed tokens and earlier verdicts alone."""
+
+    CAUSAL = 1
+    """Drafts that exist before the tokens are drawn which the decision is about."""
+
+    ANTICIPATING = 2
+    """Any drafts, including those which the decision is about."""
 
 
 class Outcome(NamedTuple):

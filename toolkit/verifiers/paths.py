@@ -12,6 +12,7 @@ from arbordraft.sampling.laws import IID, DraftLaw, given
 from arbordraft.sampling.rows import Rows
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.trees.verdict import Causality
 from arbordraft.verifiers.rules import RecursiveRejection, Remembered
 from arbordraft.verifiers.trees import Decision, Lifted, TreeVerifier
 
@@ -27,7 +28,8 @@ class GreedyMultiPath(TreeVerifier):
 
     Trees must be a trunk, possibly empty, that ends in K chains of one length, such as ``TreeTopology.fork(K, depth)``.
     Their children must be :class:`~arbordraft.sampling.laws.IID`. The paper's trees have no trunk. Equal tokens in
-    different paths stay separate rows.
+    different paths stay separate rows. Deciders must not look at drafts, since the law of the best path takes the
+    paths for independent, however long they are.
 
     Source: greedy multi-path block verification (Thomas and Pal, 2026, arXiv 2602.16961).
 
@@ -40,6 +42,8 @@ class GreedyMultiPath(TreeVerifier):
             ...
         ValueError: GreedyMultiPath() needs a trunk that ends in chains of one length, got levels of [1, 2, 4] nodes
     """
+
+    growth = Causality.FIXED
 
     def supports(self, law: DraftLaw) -> bool:
         return law.replacement and law.tops == 0

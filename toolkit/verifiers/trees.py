@@ -19,7 +19,7 @@ from arbordraft.sampling.noise import GumbelNoise, Noise, draw
 from arbordraft.sampling.rows import Rows, SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.trees.verdict import Exactness, Verdict
+from arbordraft.trees.verdict import Causality, Exactness, Verdict
 from arbordraft.utils.checks import check_float, check_instance, check_positive
 from arbordraft.verifiers.packed import verify_packed
 from arbordraft.verifiers.rules import NodeLaw, Rule
@@ -33,6 +33,8 @@ class TreeVerifier(nn.Module):
     """Decides which path of a draft tree is committed and which token follows."""
 
     exactness = Exactness.EXACT
+    growth = Causality.CAUSAL
+    """The most that the growth of trees may depend on drafts, so that :attr:`exactness` holds."""
     shared = False  # whether it takes the noise that target and drafter share
 
     def supports(self, law: DraftLaw) -> bool:
@@ -331,6 +333,7 @@ class SharedMatching(TreeVerifier):
     """
 
     exactness = Exactness.PATHWISE
+    growth = Causality.ANTICIPATING
     shared = True
 
     def supports(self, law: DraftLaw) -> bool:
