@@ -137,12 +137,6 @@ def test_characters_may_be_escaped_or_not(compiler, schema, text):
     assert not allows(compiler, schema, r'"\ud83d"')  # half a surrogate pair
 
 
-def test_escapes_that_fit_only_control_characters_are_not_allowed(compiler):
-    r"""If ``\u`` could only spell control characters, it is not allowed."""
-    assert not allows(compiler, {**TEXT, "pattern": "^.*$"}, r'"\u0001"')
-    assert allows(compiler, {**TEXT, "pattern": "^.*$"}, r'"\té"')
-
-
 def test_escaped_names_do_not_evade_their_schema(compiler):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "": {"const": 1}}}
     for text, right in {
@@ -152,6 +146,10 @@ def test_escaped_names_do_not_evade_their_schema(compiler):
         '{"": 2}': False,
     }.items():
         assert allows(compiler, schema, text) == right, text
+    by_pattern = {"type": "object", "patternProperties": {"^a": {"type": "integer"}}}
+    for others in ({}, {"additionalProperties": TEXT}):
+        assert allows(compiler, by_pattern | others, '{"a": 1, "b": "x"}')
+        assert not allows(compiler, by_pattern | others, r'{"\u0061": "x"}')
 
 
 @pytest.mark.parametrize(
@@ -163,6 +161,8 @@ def test_escaped_names_do_not_evade_their_schema(compiler):
         ({"const": 10**20 + 1}, "too many digits"),
         ({"type": "object", "minProperties": 2}, "minProperties cannot be held"),
         ({"type": "string", "pattern": "a("}, "is no regular expression"),
+        ({"properties": [1]}, "properties must be an object"),
+        ({"required": [1]}, "Expected string for 'required' item"),
     ],
 )
 def test_unsupported_schemas_are_refused_with_the_cause(schema, message):

@@ -37,6 +37,22 @@ def speller_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @cache
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with one token per byte: it writes every text in a single way."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<bos>", "<eos>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spelling = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
+    spelling.add_special_tokens(special)
+    spelling.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spelling.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=spelling, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
+    )
+
+
+@cache
 def speller(seed: int = 0, sharpness: float = 3.0) -> RaggedModel:
     """Returns a model with this tokenizer."""
     tokenizer = speller_tokenizer()

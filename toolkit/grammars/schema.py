@@ -28,8 +28,7 @@ _EXACT = 2**53  # whole numbers are exact up to here: the engine reads doubles
 _MOST = 10**18  # the engine counts in 64 bits
 _NUDGE = 1e-9
 _NAMES = 5_000  # most letters of an object's names for which an expression excludes these names
-# In a text that follows an expression, only control letters are spelt with \u: without them nothing begins with \u.
-_PLAIN_LETTERS = "^[^\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f]*$"
+# A name that follows an expression spells only these letters with \u: without them, no such name begins with \u.
 _OTHER_LETTERS = "\\x00-\\x1f\\x7f"
 _WARNINGS = (
     (re.compile(r"Unimplemented keys: \[(.*)\]"), lambda found: json.loads(f"[{found[1]}]")),
@@ -161,16 +160,15 @@ class _Reader:
 
     def _values(self, schema: dict[str, Any]) -> None:
         for key in ("const", "enum"):
-            if key in schema and (number := _unheld_number(schema[key])) is not None:
-                raise ValueError(f"{key}: the number {number} has too many digits to be held")
+            if key in schema:
+                if (number := _unheld_number(schema[key])) is not None:
+                    raise ValueError(f"{key}: the number {number} has too many digits to be held")
+                schema[key] = _unsigned(schema[key])
 
     def _patterns(self, schema: dict[str, Any]) -> None:
-        if isinstance(pattern := schema.get("pattern"), str):
-            if not _followed(pattern):
-                del schema["pattern"]
-                self._left_out("pattern", pattern)
-            elif _followed(pattern, {"pattern": _PLAIN_LETTERS}):
-                schema["allOf"] = [*schema.get("allOf", ()), {"pattern": _PLAIN_LETTERS}]
+        if isinstance(pattern := schema.get("pattern"), str) and not _followed(pattern):
+            del schema["pattern"]
+            self._left_out("pattern", pattern)
         patterns = schema.get("patternProperties")
         if isinstance(patterns, dict) and (
             others := [one for one in patterns if not (self.patterns and _followed(one))]
@@ -189,12 +187,16 @@ class _Reader:
 
     def _names(self, schema: dict[str, Any]) -> None:
         """Ensures that no further name of an object is another spelling of a name with its own schema."""
-        names = {*schema.get("properties", ()), *schema.get("required", ())}
-        if not names or schema.get("additionalProperties") is False:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not (isinstance(properties, dict) and isinstance(required, list) and {*map(type, required)} <= {str}):
+            return  # the engine refuses this, and names the fault
+        names = {*properties, *required}
+        if not (names or schema.get("patternProperties")) or schema.get("additionalProperties") is False:
             return
         free = not {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & schema.keys()
         if self.named and free and sum(map(len, names)) <= _NAMES:
             others = schema.pop("additionalProperties", True)
+            schema["properties"] = {**properties, **{name: others for name in required if name not in properties}}
             schema["patternProperties"] = {f"^(?:{_unlike(names)})$": others}
             schema["additionalProperties"] = False
         else:
@@ -226,9 +228,18 @@ def _unheld_number(value: Any) -> int | None:
     return next((number for part in parts if (number := _unheld_number(part)) is not None), None)
 
 
-def _followed(pattern: str, *others: Mapping[str, Any]) -> bool:
+def _unsigned(value: Any) -> Any:
+    """Returns a value whose zeros have no sign: the engine would require it."""
+    if isinstance(value, Mapping):
+        return {name: _unsigned(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_unsigned(part) for part in value]
+    return 0 if value == 0 and isinstance(value, float) else value
+
+
+def _followed(pattern: str) -> bool:
     """Returns whether the engine can enforce a regular expression."""
-    failed, _ = _validated({"type": "string", "allOf": [{"pattern": pattern}, *others]})
+    failed, _ = _validated({"type": "string", "pattern": pattern})
     return not failed
 
 

@@ -14,20 +14,13 @@ from arbordraft.serving.errors import ApiError, wrong
 from arbordraft.serving.fields import Text
 from arbordraft.serving.messages import Message
 from arbordraft.serving.question import Question
-from arbordraft.serving.structure import Function, ResponseFormat, Tool, ToolChoice
+from arbordraft.serving.structure import Function, Tool, ToolChoice
 from arbordraft.serving.thinking import Thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LAST_WORDS = 32  # last tokens of a prompt that show whether it begins thoughts
-# Fields that conflict with a grammar, and the reasons.
-_NOT_WITH_FORMS = {
-    "ignore_eos": "with tools and JSON the model must be able to end",
-    "min_tokens": "tools and JSON say where an answer ends",
-    "stop_token_ids": "tools and JSON say where an answer ends",
-    "continue_final_message": "with tools and JSON a request cannot begin the answer",
-}
 
 
 class ChatQuestion(Question):
@@ -38,7 +31,6 @@ class ChatQuestion(Question):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
-    response_format: ResponseFormat = ResponseFormat()
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
@@ -61,10 +53,6 @@ class ChatQuestion(Question):
             raise wrong("tool_choice", f"there is no {chosen.name} among the tools")
         if self.tool_choice.type == "required" and not names:
             raise wrong("tool_choice", "there are no tools to call")
-        if self.functions or self.response_format.content is not None:
-            for name, reason in _NOT_WITH_FORMS.items():
-                if getattr(self, name):
-                    raise wrong(name, reason)
         if self.continue_final_message:
             self._check_begun()
         known = {call.id for said in self.messages for call in said.tool_calls}
@@ -89,6 +77,10 @@ class ChatQuestion(Question):
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         silent = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
         return {**effort, **silent, **self.chat_template_kwargs}
+
+    @property
+    def formed(self) -> bool:
+        return super().formed or (bool(self.tools) and self.tool_choice.type != "none")
 
     @property
     def most(self) -> int | None:
@@ -135,12 +127,6 @@ class ChatQuestion(Question):
     def thoughts(self, thinking: Thinking, prompt: list[int], spelling: Spelling) -> Thinking | None:
         said = self.messages[-1].text if self.continue_final_message else ""
         return thinking.behind(spelling.text(prompt[-_LAST_WORDS:]), said)
-
-    @property
-    def checks(self) -> Grammar | None:
-        form = self.response_format.json_schema
-        answer = None if form is None or form.strict else self.response_format.grammar
-        return answer if answer is not None and answer.unheld else None
 
     def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
         answer, schema = self.response_format.grammar, self.response_format.content

@@ -12,7 +12,7 @@ from arbordraft.grammars import Grammar
 from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.errors import wrong
 from arbordraft.serving.fields import REQUEST_HINTS, REQUEST_NOTHING, STREAM_HINTS, Fields, Text
-from arbordraft.serving.structure import Function
+from arbordraft.serving.structure import Function, ResponseFormat
 from arbordraft.serving.thinking import Thinking
 
 if TYPE_CHECKING:
@@ -23,6 +23,14 @@ _SETTINGS = (
     *("n", "seed", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
+# Fields that conflict with a grammar, and the reasons.
+_NOT_WITH_FORMS = {
+    "ignore_eos": "with tools and JSON the model must be able to end",
+    "min_tokens": "tools and JSON say where an answer ends",
+    "stop_token_ids": "tools and JSON say where an answer ends",
+    "continue_final_message": "with tools and JSON a request cannot begin the answer",
+    "echo": "the prompt before the answer would make its text no JSON",
+}
 _MOST_ENDS = 1024
 _MOST_STOPS, _LONGEST_STOP = 16, 4096  # number, and characters of each
 
@@ -80,6 +88,7 @@ class Question(Fields, ABC):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
     max_tokens: int | None = Field(None, ge=1)
+    response_format: ResponseFormat = ResponseFormat()
     # Not part of OpenAI's protocol; other servers have them under these names.
     top_k: int | None = None
     min_p: float | None = None
@@ -96,7 +105,15 @@ class Question(Fields, ABC):
         if self.best_of not in (None, self.n):
             reason = f"all answers that are made are returned: leave it out, or set it to n, {self.n}"
             raise wrong("best_of", reason)
+        for name, reason in _NOT_WITH_FORMS.items() if self.formed else ():
+            if getattr(self, name, None):
+                raise wrong(name, reason)
         return self
+
+    @property
+    def formed(self) -> bool:
+        """Whether the answer follows a grammar."""
+        return self.response_format.content is not None
 
     @property
     def most(self) -> int | None:
@@ -156,7 +173,9 @@ class Question(Fields, ABC):
     @property
     def checks(self) -> Grammar | None:
         """Grammar that checks finished answers; ``None`` if the grammar enforces the whole schema."""
-        return None
+        form = self.response_format.json_schema
+        answer = None if form is None or form.strict else self.response_format.grammar
+        return answer if answer is not None and answer.unheld else None
 
     def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
         """Builds the grammar of the answer; ``None`` allows any text.
@@ -168,7 +187,7 @@ class Question(Fields, ABC):
         Raises:
             ApiError: if a schema is invalid, or cannot be enforced.
         """
-        return None
+        return self.response_format.grammar
 
     def request(
         self, prompt: list[int], most: int, calls: CallFormat | None, thinking: Thinking | None, temperature: float

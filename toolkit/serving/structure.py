@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -39,7 +40,7 @@ def grammar_of(schema: Mapping[str, Any], param: str, strict: bool = True) -> Gr
                 "them out"
             )
         if grammar.unheld and strict:
-            raise ValueError(f"{found}: leave it out, or have /v1/chat/completions check it: strict false")
+            raise ValueError(f"{found}: leave it out, or have it checked: strict false, not in /v1/responses")
     except (TypeError, ValueError) as error:
         raise wrong(param, str(error), "invalid_schema") from error
     return grammar
@@ -73,7 +74,7 @@ class ResponseFormat(Fields):
             return self.json_schema.content
         return _OBJECT if self.type == "json_object" else None
 
-    @property
+    @cached_property  # a completion asks once per prompt
     def grammar(self) -> Grammar | None:
         """Grammar of the format; ``None`` for text.
 
