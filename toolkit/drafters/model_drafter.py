@@ -6,7 +6,7 @@ outputs of a network, V vocabulary.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -326,8 +326,9 @@ def _call(
     commit: bool = True,
 ) -> Drafted:
     counts = [len(tokens) for tokens, _ in missing.values()]
-    inner = sum(before < after for before, after in pairwise(growth.offsets))
-    places = cache.reserve(list(missing), [count + inner for count in counts])
+    inner = _inner_nodes(tuple(growth.offsets), tuple(growth.children))
+    fed = [inner[min(levels, len(inner) - 1)] for levels in growth.levels]
+    places = cache.reserve(list(missing), [count + nodes for count, nodes in zip(counts, fed, strict=True)])
     like = run.weights.embedding
     states = [part for _, part in missing.values() if part is not None]
     packed_states = (states[0] if len(states) == 1 else torch.cat(states)).to(like.dtype) if states else None
@@ -342,6 +343,17 @@ def _call(
     if commit:
         caught_up(cache, missing)
     return drafted
+
+
+@lru_cache
+def _inner_nodes(offsets: tuple[int, ...], children: tuple[int, ...]) -> list[int]:
+    """Returns, by number of levels, how many nodes of a topology get children in them; the root counts, too."""
+    depths = [0] * (len(offsets) - 1)
+    for node, (first, last) in enumerate(pairwise(offsets)):
+        for child in children[first:last]:
+            depths[child] = depths[node] + 1
+    inner = [depth for depth, (first, last) in zip(depths, pairwise(offsets), strict=True) if first < last]
+    return [sum(depth < levels for depth in inner) for levels in range(max(depths) + 1)]
 
 
 def caught_up(cache: RaggedKVCache, missing: Mapping[int, Missing]) -> None:

@@ -110,13 +110,16 @@ class _OtherTokenizerDrafter(ModelDrafter):
         state.cache.close(state.handles.pop(sample))
 
     def depths(self, state: _State, context: DraftContext) -> list[int]:
-        found, bounded = super().depths(state, context), state.cache.max_tokens is not None
-        for sample in context.alive if bounded or self.model.max_positions is not None else ():
-            rows = state.cache.capacity(state.handles[sample]) if bounded else None
-            most = min(limit for limit in (rows, self.model.max_positions) if limit is not None)
-            room = most - len(state.texts[sample].translation(context.tokens(sample))) - 1
-            nodes = context.topology.num_nodes if bounded else 0  # rows of a tree besides its deepest path
-            found[sample] = min(found[sample], max(0, int((room - nodes) / self.per_token)))
+        found = super().depths(state, context)
+        for sample in context.alive:
+            length = len(state.texts[sample].translation(context.tokens(sample)))
+            if not length:  # the text has no token here, as if it consists of special ones alone
+                found[sample] = 0
+            rooms = [] if self.model.max_positions is None else [self.model.max_positions - length]
+            if state.cache.max_tokens is not None:  # a tree has rows besides its deepest path
+                rooms.append(state.cache.capacity(state.handles[sample]) - length - context.topology.num_nodes)
+            for room in rooms:
+                found[sample] = min(found[sample], max(0, int((room - 1) / self.per_token)))
         return found
 
     def lag(self, state: _State, context: DraftContext) -> Sequence[int]:
@@ -255,32 +258,45 @@ class RetokenizedDrafter(_OtherTokenizerDrafter):
     def _write(self, state: _State, context: DraftContext, samples: Sequence[int]) -> None:
         """Lets the model continue the texts, and converts its output to the target's tokens."""
         depths = self.depths(state, context)
-        wanted = min(context.topology.max_depth, max(depths[sample] for sample in samples))
+        wanted = [min(context.topology.max_depth, depths[sample]) for sample in samples]
         missing = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
-        written = self._continued(state, missing, ceil(wanted * self.per_token))
-        for sample, tokens in zip(samples, written, strict=True):
+        written = self._continued(state, missing, [ceil(tokens * self.per_token) for tokens in wanted])
+        for sample, most, tokens in zip(samples, wanted, written, strict=True):
             chain = encoded(self._theirs, decoded(self._ours, tokens, special=False))
             if (end := self._ours.eos_token_id) in tokens and self._theirs.eos_token_id is not None:
                 before = tokens[: tokens.index(end)]
                 chain = [*encoded(self._theirs, decoded(self._ours, before, special=False)), self._theirs.eos_token_id]
-            state.texts[sample].chain = [token for token in chain if token < self.target.vocab_size][:wanted]
+            state.texts[sample].chain = [token for token in chain if token < self.target.vocab_size][:most]
 
-    def _continued(self, state: _State, missing: Mapping[int, Missing], steps: int) -> list[list[int]]:
-        """Returns the model's greedy continuation of each text, ``steps`` tokens long."""
+    def _continued(self, state: _State, missing: Mapping[int, Missing], steps: Sequence[int]) -> list[list[int]]:
+        """Returns the model's greedy continuation of each text, at most as many tokens as its ``steps``.
+
+        A continuation ends early where the model gives NaN or infinite logits.
+        """
+        written: list[list[int]] = [[] for _ in steps]
         if self.model.backend == "native" and (run := self._natively()) is not None:
-            chain, count = TreeTopology.chain(steps), len(missing)
-            sure = [1.0] * count
-            growth = Growth(chain.child_offsets, chain.child_order, [steps] * count, sure, sure, sure, 0.0, 0.0, -1)
-            tokens = feed(run, state.cache, missing, growth, None).tokens
-            return [list(tokens[first : first + steps]) for first in range(0, len(tokens), steps)]
+            chain, sure = TreeTopology.chain(max(steps)), [1.0] * len(steps)
+            growth = Growth(chain.child_offsets, chain.child_order, steps, sure, sure, sure, 0.0, 0.0, -1)
+            drafted = feed(run, state.cache, missing, growth, None)
+            for place, token in zip(drafted.samples, drafted.tokens, strict=True):
+                written[place].append(token)
+            return written
         logits, handles = self.catch_up(state, missing).logits, list(missing)
-        found = [logits.argmax(dim=-1)]
-        for step in range(steps - 1):
-            words = torch.full((len(handles), 1), (1 << step + 1) - 1)
-            batch = state.cache.lay_out(handles, [[step]] * len(handles), words)
-            found.append(self.run(state, found[-1], None, batch).logits.argmax(dim=-1))
+        going = list(range(len(handles)))
+        for step in range(max(steps)):
+            best = logits.max(dim=-1)
+            rows = zip(going, best.values.isfinite().tolist(), best.indices.tolist(), strict=True)
+            found = {place: token for place, finite, token in rows if finite}
+            for place, token in found.items():
+                written[place].append(token)
+            going = [place for place in found if step + 1 < steps[place]]
+            if not going:
+                break
+            words = torch.full((len(going), 1), (1 << step + 1) - 1)
+            batch = state.cache.lay_out([handles[place] for place in going], [[step]] * len(going), words)
+            logits = self.run(state, torch.tensor([found[place] for place in going]), None, batch).logits
         state.cache.drop(handles)
-        return torch.stack(found, dim=1).tolist()
+        return written
 
     def _natively(self) -> DraftRun | None:
         if self._native[0] is not self.model.prepacking:

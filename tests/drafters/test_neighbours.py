@@ -1,0 +1,150 @@
+"""A sample that fails or must end early changes neither the texts nor the acceptance of its neighbours."""
+
+import copy
+
+import pytest
+import torch
+from support.models import LETTERS, PROMPTS, VOCAB, tiny, tiny_tokenizer
+from support.native_drafters import KINDS, built
+
+import arbordraft as ad
+from arbordraft.decoding.engine import Engine
+from arbordraft.drafters.native_models import native_model
+
+pytestmark = [
+    pytest.mark.usefixtures("kernels"),
+    pytest.mark.filterwarnings("ignore:the drafter produced NaN"),
+]
+
+TREE = ad.TreeTopology.from_k_config((2, 1, 1, 1, 1))
+CHAIN = ad.TreeTopology.chain(6)
+POSITIONS = 26  # room for a draft or two after the bad text, and for all drafts after its neighbours
+NEIGHBOURS = [PROMPTS[0], PROMPTS[2]]
+BAD = torch.randint(3, VOCAB, (POSITIONS - 3,), generator=torch.Generator().manual_seed(4)).tolist()
+NEW = 14
+
+TRANSLATED = {"intersection": ad.IntersectionDrafter, "retokenized": ad.RetokenizedDrafter}
+EVERY = [*(f"{kind}/{kernels}" for kind in [*KINDS, *TRANSLATED] for kernels in ("native", "torch"))]
+EVERY += ["early exit/torch", "early exit/native", "self/native"]
+UNPOISONED = ("early exit", "self", "model, windows")  # whose poison would reach the target, or each of their rows
+
+
+def reversed_letters(model):
+    """Returns a copy of a model whose token ids run the other way round."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for table in (copied.get_input_embeddings(), copied.get_output_embeddings()):
+            table.weight.copy_(table.weight.flip(0))
+    return copied
+
+
+def translated(kind, kernels, positions=None):
+    """Builds a drafter with the letters of the target in another order: the target itself, or one of few positions.
+
+    With ``torch``, the latter has a table of positions, so that reading beyond its end raises an error.
+    """
+    target = ad.RaggedModel(tiny(head_dim=16, max_position_embeddings=2048), tiny_tokenizer(), kernels=kernels)
+    small = reversed_letters(target.model)
+    if positions and kernels == "torch":
+        small = tiny("gpt2", seed=3, n_positions=positions)
+    elif positions:
+        small = tiny(seed=3, head_dim=16, max_position_embeddings=positions)
+    model = ad.RaggedModel(small, tiny_tokenizer(LETTERS[::-1]), kernels=kernels)
+    return target, TRANSLATED[kind](model, target)
+
+
+def pair(name, positions=None):
+    """Builds a target and a drafter, which may have few positions."""
+    kind, kernels = name.split("/")
+    if kind in TRANSLATED:
+        return translated(kind, kernels, positions)
+    target, drafter = built("model" if kind in ("early exit", "self") else kind, kernels)
+    if kind == "early exit":
+        drafter = ad.EarlyExitDrafter(target, 1)
+    elif kind == "self":
+        drafter = ad.SelfDrafter(target)
+    drafter.max_positions = positions or drafter.max_positions
+    return target, drafter
+
+
+def poison(drafter):
+    """Makes the drafter compute NaN for the bad text: by its hidden states, or by one of its tokens."""
+    if drafter.hidden_layers:
+        bad, add, take = set(), drafter.add, drafter.take_hidden
+
+        def added(state, sample, tokens, handle):
+            (bad.add if list(tokens) == BAD else bad.discard)(sample)
+            add(state, sample, tokens, handle)
+
+        def taken(state, hidden):
+            nan = float("nan")
+            take(state, {n: states * nan if n in bad else states for n, states in hidden.items()})
+
+        drafter.add, drafter.take_hidden = added, taken
+        return
+    model = drafter.model
+    ids = model.tokenizer(tiny_tokenizer().decode(BAD))["input_ids"] if model.tokenizer else BAD
+    table = model.model.get_input_embeddings().weight
+    for token in ids:
+        before = table[token].clone()
+        with torch.no_grad():
+            table[token] = float("nan")
+        model.refresh()
+        if model.backend == "torch" or native_model(model) is not None:  # its probe reads a few tokens, too
+            return
+        with torch.no_grad():
+            table[token] = before
+    raise AssertionError("there is no token to poison")
+
+
+def outcomes(target, drafter, mode, prompts):
+    """Returns tokens, forwards, drafts and accepted drafts of each answer, all decoded in one batch."""
+    law = ad.Fixed(2) if drafter.certain else ad.IID(2)
+    coupling = ad.Coupling(law, ad.Lifted(ad.RecursiveRejection())) if mode == "random" else ad.Coupling.shared(2)
+    topology = CHAIN if mode == "random" else TREE
+    decoder = ad.SpeculativeDecoder(target, drafter, topology, coupling)
+    rows = sum(len(prompt) + NEW + topology.num_nodes for prompt in prompts)
+    engine = Engine(decoder, max_tokens=rows, max_samples=len(prompts), reuse=False)  # as tight as it gets
+    temperature = 0.0 if mode == "greedy" else 0.9
+    streams = [
+        engine.submit(ad.Request(prompt=prompt, max_new_tokens=NEW, temperature=temperature, seed=len(prompt), ends=()))
+        for prompt in prompts
+    ]
+    engine.run()
+    answers = [stream.result()[0] for stream in streams]
+    return [(answer.tokens, answer.forwards, answer.drafted, answer.accepted) for answer in answers]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "shared", "random"])
+@pytest.mark.parametrize("name", EVERY)
+def test_a_text_near_the_last_position_harms_no_other(name, mode):
+    target, drafter = pair(name, POSITIONS)
+    alone = outcomes(target, drafter, mode, NEIGHBOURS)
+    first, bad, second = outcomes(target, drafter, mode, [NEIGHBOURS[0], BAD, NEIGHBOURS[1]])
+    assert [first, second] == alone
+    assert bad == outcomes(target, drafter, mode, [BAD])[0]
+    assert bad[2] < min(first[2], second[2])  # it must end early
+
+
+@pytest.mark.parametrize("mode", ["greedy", "shared", "random"])
+@pytest.mark.parametrize("name", [name for name in EVERY if not name.startswith(UNPOISONED)])
+def test_a_text_whose_drafts_are_not_numbers_harms_no_other(name, mode):
+    target, drafter = pair(name)
+    poison(drafter)
+    alone = outcomes(target, drafter, mode, NEIGHBOURS)
+    first, bad, second = outcomes(target, drafter, mode, [NEIGHBOURS[0], BAD, NEIGHBOURS[1]])
+    assert [first, second] == alone
+    assert bad == outcomes(target, drafter, mode, [BAD])[0]
+    assert min(first[2], second[2]) > 0 == bad[3]
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kind", TRANSLATED)
+def test_a_text_without_tokens_on_the_other_side_harms_no_other(kind, kernels):
+    """Special tokens alone decode to no text."""
+    target, drafter = translated(kind, kernels)
+    target.tokenizer.add_special_tokens({"eos_token": LETTERS[2]})
+    alone = outcomes(target, drafter, "greedy", NEIGHBOURS)
+    first, bad, second = outcomes(target, drafter, "greedy", [NEIGHBOURS[0], [2, 2], NEIGHBOURS[1]])
+    assert [first, second] == alone
+    assert bad == outcomes(target, drafter, "greedy", [[2, 2]])[0]
