@@ -5,7 +5,6 @@ The unpadded batch decodes the same chains of lookups as the padded one: equal a
 
 import time
 
-import torch
 from benchmarks.padded import PaddedDecoder
 from rich.console import Console
 from rich.table import Table
@@ -13,13 +12,14 @@ from rich.table import Table
 from arbordraft import Coupling, NGramDrafter, RaggedModel, TreeTopology, builders
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.decoding.prompts import REPEATING, chat_batch
+from arbordraft.kernels.precision import fast_dtype
 
 NEW_TOKENS = 48
 
 
 def main() -> None:
     """Prints padding and speed of both batches."""
-    model, tokenizer = load_smollm2(torch.bfloat16)
+    model, tokenizer = load_smollm2(fast_dtype("cpu"))
     target = RaggedModel(model, tokenizer)
     inputs = chat_batch(tokenizer, REPEATING)
     coupling = Coupling.matching()

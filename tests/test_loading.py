@@ -28,7 +28,7 @@ from arbordraft.drafter_names import drafter_named, trained_for
 from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
-from arbordraft.kernels import machine, native
+from arbordraft.kernels import machine, native, precision
 from arbordraft.target.prepacked import backend as backends
 
 FREE = {"costs": None, "kernels": "torch"}
@@ -107,6 +107,17 @@ def test_the_small_model_has_a_name(monkeypatch):
 def test_dtypes(folder, monkeypatch, dtype, fast, expected):
     monkeypatch.setattr(native, "fast_bfloat16", lambda: fast)
     assert ad.load(folder, "none", dtype=dtype, device="cpu", kernels="torch").target.model.dtype == expected
+
+
+def test_a_slow_dtype_is_used_and_said_in_one_line(folder, monkeypatch, caplog):
+    monkeypatch.setattr(native, "fast_bfloat16", lambda: False)
+    precision._tell.cache_clear()
+    options = {"device": "cpu", "kernels": "torch"}
+    with caplog.at_level(logging.WARNING, "arbordraft"):
+        assert ad.load(folder, "none", **options).target.model.dtype == torch.float32
+        assert not caplog.messages
+        assert ad.load(folder, "none", dtype="bfloat16", **options).target.model.dtype == torch.bfloat16
+    assert [message.partition(",")[0] for message in caplog.messages] == ["dtype: bfloat16 is slow here"]
 
 
 def test_a_gguf_file(tmp_path):

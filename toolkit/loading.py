@@ -18,6 +18,7 @@ from arbordraft.decoding.measuring import cost_aware, known_costs
 from arbordraft.drafter_names import choose_drafter, drafter_named
 from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, NoDrafter, TextPool
 from arbordraft.kernels import native
+from arbordraft.kernels.precision import fast_dtype, tell_if_slow
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf import load_blocks
 from arbordraft.trees.topology import TreeTopology
@@ -205,11 +206,12 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     if dtype is None:
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else native.fast_bfloat16()
-        return torch.bfloat16 if fast else torch.float32
+        return fast_dtype(device)
     if (name := str(dtype).removeprefix("torch.")) not in list(Dtype):
         raise ValueError(f"dtype must be one of {', '.join(Dtype)}, got {dtype!r}")
-    return cast(torch.dtype, getattr(torch, name))
+    chosen = cast(torch.dtype, getattr(torch, name))
+    tell_if_slow(chosen, device, "dtype")
+    return chosen
 
 
 def load_model(
@@ -248,7 +250,7 @@ def load_model(
 
 def load_target(
     model: str,
-    dtype: Dtype,
+    dtype: Dtype | None = None,
     kernels: Kernels = Kernels.auto,
     weights: str | None = None,
     device: str | None = "cpu",

@@ -173,7 +173,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         return {
             "model": self.spec.model,
             "revision": self.spec.revision,
-            "dtype": self.spec.dtype,
+            "dtype": str(self.target.model.dtype).removeprefix("torch."),
             "fingerprint": fingerprint(self.target.model),
         }
 

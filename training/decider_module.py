@@ -158,6 +158,7 @@ class DeciderModule(DistillationModule):
         self.log_dict({f"val/{name}": value for name, value in metrics.items()}, rank_zero_only=False, sync_dist=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         checkpoint["calibration"] = self.decider.temperatures, self.decider.threshold
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

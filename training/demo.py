@@ -61,7 +61,7 @@ def train_demo(
     shared = [
         f"--data.folder={data}",
         f"--data.target.model={target.model}",
-        f"--data.target.dtype={target.dtype}",
+        *([f"--data.target.dtype={target.dtype}"] if target.dtype else []),
         f"--data.generation_batch={sizes.generation_batch}",
         f"--data.recipe.per_shard={sizes.per_shard}",
         f"--data.recipe.conversations={conversations or _MANY}",
@@ -93,7 +93,7 @@ def train_demo(
 
 def gain(console: Console, target: Target, drafter: Path) -> None:
     """Decodes the built-in prompts with the trained drafter and prints its gain over plain decoding."""
-    model = target.load("cuda" if torch.cuda.is_available() else "cpu")
+    model = target.load(_device())
     drafters = {"trained": load_drafter(drafter, model)}
     rows: list[DecodeRow] = []
     for temperature in (0.0, 1.0):
@@ -112,7 +112,7 @@ def _train(console: Console, module: type, output: Path, arguments: list[str]) -
 
 def _sizes(console: Console, target: Target, data: Path) -> Sizes:
     """Chooses sizes for this target and machine; a folder that was begun keeps the size of its shards."""
-    model, _ = load_model(target.model, getattr(torch, target.dtype), target.revision)
+    model, _ = load_model(target.model, target.weight_type(_device()), target.revision)
     memory, disk = free_memory(model), free_disk(data)
     sizes = Sizes.of(model, memory, disk)
     if (data / MANIFEST).exists():
@@ -124,6 +124,10 @@ def _sizes(console: Console, target: Target, data: Path) -> Sizes:
         f"{', '.join(f'{name} {value}' for name, value in asdict(sizes).items())}"
     )
     return sizes
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _clock(minutes: float) -> str:

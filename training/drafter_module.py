@@ -26,7 +26,7 @@ from arbordraft.training.losses import loss_named, position_decay
 from arbordraft.training.module import DistillationModule
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.reports import acceptance_figure, card, tau_figure
-from arbordraft.training.schedule import BEFORE_COOLDOWN, Phase, progress, relative_rate
+from arbordraft.training.schedule import BEFORE_COOLDOWN, Phase, relative_rate
 from arbordraft.training.students import EagleStudent, Student
 from arbordraft.training.validation import decoded, expectations
 from arbordraft.trees.drawing import tree_picture
@@ -111,7 +111,6 @@ class DrafterModule(DistillationModule):
         self.draft_steps, self.decoded, self.decoded_tokens = draft_steps, decoded, decoded_tokens
         self.tree = TreeTopology.from_k_config(tree)
         self.samples: dict[str, list[Any]] = {}
-        self._progress = 0.0
 
     def save(self, folder: Path) -> None:
         """Writes the network as of the last validation, in the format of transformers."""
@@ -156,22 +155,17 @@ class DrafterModule(DistillationModule):
     def configure_optimizers(self) -> MuonAdamW:
         return MuonAdamW(self.student, self.lr)
 
-    def on_train_start(self) -> None:
-        self._advance()
-
     def on_train_batch_end(self, outputs: Any, batch: Batch, index: int) -> None:
-        """Saves the state before the cool-down; stops at the end so that Lightning validates the final network."""
+        """Saves the state before the cool-down; otherwise works as the base class."""
         before = self._progress
-        self._advance()
+        super().on_train_batch_end(outputs, batch, index)
         keeper = self.trainer.checkpoint_callback
         if keeper is not None and before < 1 - self.cooldown <= self._progress:
             self.trainer.save_checkpoint(Path(keeper.dirpath) / BEFORE_COOLDOWN)
-        if self._progress == 1:
-            self.trainer.should_stop = True
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Updates the progress and sets the learning rate of the next step, also when a training is resumed."""
-        self._progress = progress(self.trainer)
+        super().advance()
         rate = self.lr * relative_rate(self.global_step, self._progress, self.warmup, self.cooldown)
         for optimizer in self.trainer.optimizers:
             optimizer.set_lr(rate)
@@ -262,6 +256,7 @@ class DrafterModule(DistillationModule):
         Raises:
             TrainingDiverged: if a weight is NaN or infinite.
         """
+        super().on_save_checkpoint(checkpoint)
         for name, parameter in self.named_parameters():
             if not parameter.isfinite().all():
                 raise TrainingDiverged(f"{name} is not finite at step {self.global_step}; {_DIVERGED}")

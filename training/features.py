@@ -210,9 +210,11 @@ class CachedFeatures:
         """
         pairs = zip(self.read(shard, sequences), fresh.read(shard, sequences), strict=True)
         for sequence, (cached, wanted) in zip(sequences, pairs, strict=True):
+            # The cache may come from a device with another default type. Normalisers have full precision, but are only
+            # as exact as the states that they come from.
+            coarser = max(cached.final.dtype, wanted.final.dtype, key=lambda dtype: torch.finfo(dtype).eps)
             for name, ours, theirs in zip(Features._fields, cached, wanted, strict=True):
-                # Normalisers have full precision, but are only as exact as the states that they come from.
-                if not _close(ours, theirs.cpu().to(wanted.final.dtype)):
+                if not _close(ours, theirs.cpu().to(coarser)):
                     raise ShardError(
                         f"{self.folder.hidden_path(shard)}: cached {name} of sequence {sequence} differ from a fresh "
                         "forward of this target; delete the file to compute it again"

@@ -4,6 +4,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from arbordraft.kernels.precision import fast_dtype, tell_if_slow
+
 if TYPE_CHECKING:
     from arbordraft.training.data import SelfDistillationDataModule
 
@@ -57,6 +61,9 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
 
     Raises:
         ValueError: if a configuration or the checkpoint to go on with is missing or damaged.
+
+    Without ``trainer.precision``, training runs in ``bf16-mixed`` on devices that are fast at bfloat16, else in
+    ``32-true``.
     """
     from jsonargparse import ArgumentError
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -83,6 +90,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
             except ArgumentError as error:
                 parser.exit(2, f"error: {' '.join(str(error).split())}; usage: {command} fit --help\n")
             subcommand = self.config["subcommand"]
+            _choose_types(self.config[subcommand])
             if (path := self.config[subcommand].get("ckpt_path")) is not None:  # Lightning opens it right after this
                 check_resumable(path, fit=subcommand == "fit")
 
@@ -110,3 +118,15 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
         seed_everything_default=0,
         trainer_defaults={"logger": False, "enable_checkpointing": True},
     )
+
+
+def _choose_types(settings: Any) -> None:
+    """Fills in the fastest types where none are given, so that they are recorded; says so if a given one is slow."""
+    trainer, target = settings.trainer, settings.data.target
+    device = "cpu" if trainer.accelerator == "cpu" or not torch.cuda.is_available() else "cuda"
+    if trainer.precision is None:
+        trainer.precision = "bf16-mixed" if fast_dtype(device) == torch.bfloat16 else "32-true"
+    elif str(trainer.precision).startswith("bf16"):
+        tell_if_slow(torch.bfloat16, device, "trainer.precision")
+    if target.dtype is None:
+        target.dtype = str(fast_dtype(device if target.device == "auto" else target.device)).removeprefix("torch.")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from arbordraft.kernels import native
+from arbordraft.kernels.precision import fast_dtype
 
 
 class Muon32(Muon):
-    """Torch's Muon with iterations in float32 instead of bfloat16, for processors that are slow in bfloat16."""
+    """Torch's Muon with iterations in float32 instead of bfloat16, for devices that are slow in bfloat16."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -46,7 +46,7 @@ class MuonAdamW(Optimizer):
         network: the network to train; matrices of its ``lm_head`` or ``lm_heads`` count as output matrices.
         lr: learning rate of AdamW, and of Muon scaled to updates of the same size.
 
-    Muon orthogonalises in bfloat16, like torch's own, and in float32 on CPUs without instructions for bfloat16.
+    Muon orthogonalises in bfloat16, like torch's own, and in float32 on devices without instructions for bfloat16.
 
     Source: Muon (Jordan et al., 2024), with the scale of Liu et al., 2025.
     """
@@ -61,7 +61,7 @@ class MuonAdamW(Optimizer):
                 (others if parameter.dim() != 2 or by_token else inner).append(parameter)
         self.parts: list[Optimizer] = []
         if inner:
-            kind = Muon32 if any(matrix.is_cpu for matrix in inner) and not native.fast_bfloat16() else Muon
+            kind = Muon if fast_dtype(inner[0].device) == torch.bfloat16 else Muon32
             self.parts.append(kind(inner, lr=lr, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"))
         if others:
             self.parts.append(AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))

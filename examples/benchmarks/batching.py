@@ -9,9 +9,9 @@ from arbordraft import builders
 from arbordraft.bench.report import Report
 from arbordraft.bench.suites import whole_batches
 from arbordraft.cli.options import (
+    AutoDtypeOption,
     BatchesOption,
     DrafterOption,
-    DtypeOption,
     JsonOption,
     LimitOption,
     ModelOption,
@@ -26,10 +26,8 @@ from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
-from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.utils.choices import Dtype
 from arbordraft.verifiers.coupling import Coupling
 
 
@@ -50,7 +48,7 @@ def padding(target: RaggedModel, drafter: Drafter, length: int = 7) -> dict[str,
 
 def main(
     model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
+    dtype: AutoDtypeOption = None,
     drafter: DrafterOption = "ngram",
     length: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 7,
     prompts: PromptsOption = None,
@@ -64,8 +62,8 @@ def main(
 ) -> None:
     """Measure the same greedy chains in padded, half padded and unpadded batches."""
     sizes = workloads(prompts, limit, batches, new_tokens=new_tokens, repeats=repeats, seed=seed)
-    with Report(json, png, model=model, dtype=dtype, drafter=drafter, length=length) as report:
-        target, _ = load_target(model, dtype)
+    with Report(json, png, drafter=drafter, length=length) as report:
+        target = report.load(model, dtype)
         decoders = padding(target, drafter_named(drafter, target), length)
         for workload in map(whole_batches, sizes):
             report.decode(target, decoders, workload)

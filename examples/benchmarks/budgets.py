@@ -20,9 +20,9 @@ from arbordraft.bench.report import Report
 from arbordraft.bench.verifiers.positions import clustered, watch
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.cli.options import (
+    AutoDtypeOption,
     BatchesOption,
     DrafterOption,
-    DtypeOption,
     JsonOption,
     LimitOption,
     ModelOption,
@@ -37,13 +37,11 @@ from arbordraft.cli.options import (
 from arbordraft.cli.program import run_script
 from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
-from arbordraft.loading import load_target
 from arbordraft.sampling.laws import IID, SharedNoise
 from arbordraft.sampling.rows import Rows
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.utils.choices import Dtype
 
 STALE = 2  # steps between a confidence and its use, as in DSpark
 
@@ -166,7 +164,7 @@ def _spent(
 def main(
     drafter: DrafterOption,
     model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
+    dtype: AutoDtypeOption = None,
     depth: Annotated[int, typer.Option(min=1, help="Longest chain of drafts.")] = 8,
     rows: Annotated[str, typer.Option(callback=whole_numbers, help="Rows per sample to spend.")] = "1,2,4",
     prompts: PromptsOption = None,
@@ -179,8 +177,8 @@ def main(
 ) -> None:
     """Measure how many tokens a batch-wide budget of rows accepts, by the information that may choose the rows."""
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed)
-    with Report(json, model=model, dtype=dtype, drafter=drafter, depth=depth, rows=rows) as report:
-        target, _ = load_target(model, dtype)
+    with Report(json, drafter=drafter, depth=depth, rows=rows) as report:
+        target = report.load(model, dtype)
         proposer = drafter_named(drafter, target)
         for workload in sizes:
             report.take(budgets(target, proposer, workload, depth, numbers(rows, int), report.tell), workload)

@@ -10,9 +10,9 @@ from arbordraft import builders
 from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Workload
 from arbordraft.cli.options import (
+    AutoDtypeOption,
     BatchesOption,
     DrafterOption,
-    DtypeOption,
     JsonOption,
     LimitOption,
     ModelOption,
@@ -42,9 +42,7 @@ from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
-from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
-from arbordraft.utils.choices import Dtype
 
 
 def deciders(depth: int, costs: StepCosts | None = None, learned: LearnedDecider | None = None) -> dict[str, Decider]:
@@ -90,7 +88,7 @@ def stops(
 def main(
     drafter: DrafterOption,
     model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
+    dtype: AutoDtypeOption = None,
     depth: Annotated[int, typer.Option(min=1, help="Longest chain.")] = 6,
     costs: Annotated[Path | None, typer.Option(help="Step costs that 'arbordraft tune --costs' has written.")] = None,
     learned: Annotated[Path | None, typer.Option(help="Folder of a trained decider for the drafter.")] = None,
@@ -109,8 +107,8 @@ def main(
     table = StepCosts.load(costs) if costs else None
     trained = LearnedDecider.from_pretrained(learned) if learned else None
     settings = {"drafter": drafter, "depth": depth, "costs": costs, "learned": learned}
-    with Report(json, png, model=model, dtype=dtype, **settings) as report:
-        target, _ = load_target(model, dtype)
+    with Report(json, png, **settings) as report:
+        target = report.load(model, dtype)
         proposer = drafter_named(drafter, target)
         for workload in sizes:
             stopping = deciders(depth, table, trained)

@@ -15,14 +15,14 @@ import typer
 from rich.table import Table
 
 import arbordraft
-from arbordraft.cli.options import DtypeOption, LimitOption, ModelOption, NewTokensOption, numbers
+from arbordraft.bench.measure import precision
+from arbordraft.cli.options import AutoDtypeOption, LimitOption, ModelOption, NewTokensOption, numbers
 from arbordraft.cli.program import run_script
 from arbordraft.decoding.measuring import cost_aware
 from arbordraft.decoding.prompts import chat_batches
 from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, NoDrafter, SelfDrafter, TextPool
 from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
-from arbordraft.utils.choices import Dtype
 from arbordraft.utils.terminal import terminal
 
 TASKS = (
@@ -67,7 +67,7 @@ def drafters(target: RaggedModel) -> dict[str, Drafter]:
 
 def main(
     model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
+    dtype: AutoDtypeOption = None,
     limit: LimitOption = 200,
     new_tokens: NewTokensOption = 96,
     batches: Annotated[str, typer.Option(help="Requests at a time, as in 1,8.")] = "1,8",
@@ -78,7 +78,9 @@ def main(
     target, tokenizer = load_target(model, dtype)
     place = folder or Path(arbordraft.__file__).parent
     texts = requests(functions(place, 20), limit or 200)
-    table = Table("batch", "decoder", "tokens/s", "against plain", "tokens per forward")
+    table = Table(
+        "batch", "decoder", "tokens/s", "against plain", "tokens per forward", caption=precision(target.model)
+    )
     for batch in numbers(batches, int):
         plain, expected = 0.0, list[Any]()
         for name, drafter in drafters(target).items():

@@ -16,8 +16,8 @@ from arbordraft.bench.decoding import Decode, DecodeRow, emitted
 from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Workload
 from arbordraft.cli.options import (
+    AutoDtypeOption,
     BatchesOption,
-    DtypeOption,
     JsonOption,
     LimitOption,
     ModelOption,
@@ -32,9 +32,7 @@ from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.grammars import Grammar, GrammarCompiler
-from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
-from arbordraft.utils.choices import Dtype
 
 if TYPE_CHECKING:
     from arbordraft.grammars.compiler import GrammarState
@@ -269,7 +267,7 @@ class GrammarSuite:
 
 def main(
     model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
+    dtype: AutoDtypeOption = None,
     limit: LimitOption = None,
     new_tokens: NewTokensOption = 160,
     batches: BatchesOption = "1,8",
@@ -280,8 +278,8 @@ def main(
     png: PngOption = None,
 ) -> None:
     """Measure texts turned into JSON by schemas: masked plain decoding, forced tokens with lookups, transformers."""
-    with Report(json, png, model=model, dtype=dtype) as report:
-        suite = GrammarSuite(load_target(model, dtype)[0], limit)
+    with Report(json, png) as report:
+        suite = GrammarSuite(report.load(model, dtype), limit)
         for each in workloads(None, None, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed):
             workload = replace(each, prompts=suite.prompts)
             rows = report.decode(suite.target, suite.decoders(workload), workload)

@@ -7,9 +7,9 @@ import typer
 from arbordraft import builders
 from arbordraft.bench.report import Report
 from arbordraft.cli.options import (
+    AutoDtypeOption,
     BatchesOption,
     DrafterOption,
-    DtypeOption,
     JsonOption,
     LimitOption,
     ModelOption,
@@ -26,10 +26,8 @@ from arbordraft.deciders import ConfidenceThreshold
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
-from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.utils.choices import Dtype
 
 
 def product(target: RaggedModel, drafter: Drafter, nodes: int = 16) -> dict[str, SpeculativeDecoder]:
@@ -49,7 +47,7 @@ def product(target: RaggedModel, drafter: Drafter, nodes: int = 16) -> dict[str,
 def main(
     drafter: DrafterOption,
     model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
+    dtype: AutoDtypeOption = None,
     nodes: Annotated[int, typer.Option(min=3, help="Most nodes of a tree, root included.")] = 16,
     prompts: PromptsOption = None,
     limit: LimitOption = None,
@@ -63,8 +61,8 @@ def main(
 ) -> None:
     """Measure ragged batches of chains, static trees and trees of dynamic depth; and the lossy fork."""
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
-    with Report(json, png, model=model, dtype=dtype, drafter=drafter, nodes=nodes) as report:
-        target, _ = load_target(model, dtype)
+    with Report(json, png, drafter=drafter, nodes=nodes) as report:
+        target = report.load(model, dtype)
         decoders = product(target, drafter_named(drafter, target), nodes)
         for workload in sizes:
             report.decode(target, decoders, workload)

@@ -8,8 +8,8 @@ import typer
 from arbordraft.bench.report import Report
 from arbordraft.bench.tuning import Tuned, grid
 from arbordraft.cli.options import (
+    AutoDtypeOption,
     BatchesOption,
-    DtypeOption,
     JsonOption,
     LimitOption,
     ModelOption,
@@ -24,9 +24,7 @@ from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
-from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
-from arbordraft.utils.choices import Dtype
 
 
 def against_grid(target: RaggedModel, drafter: Drafter, tuned: Tuned, batch: int) -> dict[str, SpeculativeDecoder]:
@@ -46,7 +44,7 @@ def main(
     file: Annotated[Path, typer.Argument(help="The file that 'arbordraft tune' has written.")],
     drafter: Annotated[str | None, typer.Option(help="By default the one it was tuned for.")] = None,
     model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
+    dtype: AutoDtypeOption = None,
     prompts: PromptsOption = None,
     limit: LimitOption = None,
     new_tokens: NewTokensOption = 96,
@@ -60,8 +58,8 @@ def main(
     choice = Tuned.load(file)
     at = str(choice.temperature)
     sizes = workloads(prompts, limit, batches, at, new_tokens=new_tokens, repeats=repeats, seed=seed)
-    with Report(json, png, model=model, dtype=dtype, drafter=drafter or choice.drafter, file=file) as report:
-        target, _ = load_target(model, dtype)
+    with Report(json, png, drafter=drafter or choice.drafter, file=file) as report:
+        target = report.load(model, dtype)
         proposer = drafter_named(drafter or choice.drafter, target)
         for workload in sizes:
             report.decode(target, against_grid(target, proposer, choice, workload.batch), workload)

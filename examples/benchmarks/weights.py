@@ -18,8 +18,8 @@ from arbordraft.bench.measure import precision
 from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.cli.options import (
+    AutoDtypeOption,
     BatchesOption,
-    DtypeOption,
     JsonOption,
     LimitOption,
     ModelOption,
@@ -32,10 +32,8 @@ from arbordraft.cli.options import (
 from arbordraft.cli.program import run_script
 from arbordraft.decoding.text import encode, user_turn
 from arbordraft.kernels.prepacked_linear import WEIGHTS
-from arbordraft.loading import load_target
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.utils.choices import Dtype
 from arbordraft.utils.files import read_text
 
 _CHUNK = 256  # tokens that are read at a time
@@ -146,7 +144,7 @@ def _log_probs(model: RaggedModel, tokens: Tensor) -> Tensor:
 
 def main(
     model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
+    dtype: AutoDtypeOption = None,
     text: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Text to predict; else Python's own help.")
     ] = None,
@@ -162,8 +160,8 @@ def main(
     """Measure weights of 4 and 8 bits against the model's own: predictions on a text, memory and tokens per second."""
     known = help_text() if text is None else read_text(text)
     sizes = workloads(prompts, limit, batches, new_tokens=new_tokens, repeats=repeats, seed=seed)
-    with Report(json, model=model, dtype=dtype, text=text, chunks=chunks) as report:
-        target, _ = load_target(model, dtype)
+    with Report(json, text=text, chunks=chunks) as report:
+        target = report.load(model, dtype)
         report.take(compared(target, known, sizes, chunks, report.tell), sizes[0])
 
 

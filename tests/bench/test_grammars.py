@@ -35,7 +35,7 @@ def test_all_contestants_decode_all_tokens(monkeypatch, tmp_path):
     masks = suite.masks(workload, rows[0])
     assert masks.tokens == 48
     assert masks.share > 0
-    monkeypatch.setattr(grammars, "load_target", lambda *_: (target, target.tokenizer))
+    monkeypatch.setattr("arbordraft.bench.report.load_target", lambda *_, **__: (target, target.tokenizer))
     grammars.main(limit=2, new_tokens=4, batches="2", repeats=1, json=tmp_path / "report.json")
     written = json.loads((tmp_path / "report.json").read_text())["measurements"]
     assert [row.get("decoder") for row in written] == [*decoders, None]

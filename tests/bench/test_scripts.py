@@ -1,6 +1,7 @@
 """Each script in ``examples/benchmarks`` runs to its end on a tiny model and writes its figures."""
 
 import importlib
+import inspect
 import json
 import warnings
 from dataclasses import replace
@@ -12,6 +13,7 @@ import edits
 import pytest
 import ranking
 import torch
+import typer
 import verdicts
 import weights
 from support.models import ragged, tiny_checkpoint
@@ -22,7 +24,9 @@ from arbordraft.bench.report import Report
 from arbordraft.bench.tuning import Choice, Setting, Tuned, grid
 from arbordraft.bench.verifiers import NodeRow
 from arbordraft.cli.main import app
+from arbordraft.cli.options import BOTH
 from arbordraft.deciders.costs import StepCosts
+from arbordraft.kernels import native
 from arbordraft.utils.choices import Dtype
 
 SCRIPTS = Path(weights.__file__).parent
@@ -79,6 +83,36 @@ def test_times_and_their_provenance(measured, name, options, groups):
     assert all(row["ours"] > 0 for row in found["measurements"])
     assert found["provenance"]["versions"]["torch"] == version("torch")
     assert found["settings"]["model"]
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["slow", "fast"])
+def test_a_report_names_the_type_that_was_chosen(measured, monkeypatch, fast):
+    monkeypatch.setattr(native, "fast_bfloat16", lambda: fast)
+    found = measured("batching", batches="1", length=2)
+    expected = "bfloat16" if fast else "float32"
+    assert found["settings"]["dtype"] == expected
+    assert {row["dtype"] for row in found["measurements"]} == {expected}
+
+
+def test_no_default_ignores_the_processor():
+    """Commands and scripts choose a type by the processor, take float32, or compare both types."""
+    defaults = {}
+
+    def look(command, path):
+        for name, inner in getattr(command, "commands", {}).items():
+            look(inner, f"{path} {name}")
+        for option in command.params:
+            if option.name == "dtype":
+                defaults[path] = option.default
+
+    look(typer.main.get_command(app), "arbordraft")
+    for script in SCRIPTS.glob("*.py"):
+        main = getattr(importlib.import_module(script.stem), "main", None)
+        if main is not None and "dtype" in (parameters := inspect.signature(main).parameters):
+            defaults[script.name] = parameters["dtype"].default
+    assert len(defaults) > 15
+    fixed = {name: value for name, value in defaults.items() if value not in (None, Dtype.float32, BOTH)}
+    assert not fixed
 
 
 @pytest.mark.parametrize(

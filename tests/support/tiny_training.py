@@ -29,6 +29,7 @@ TRAINER = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
+    "precision": "32-true",
     "log_every_n_steps": 1,
     "logger": False,
     "enable_checkpointing": False,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from support.models import VOCAB, check_greedy, context, grown, joined, next_logits, ragged, tiny
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -380,6 +380,28 @@ def folder(tmp_path_factory, target):
     path = tmp_path_factory.mktemp("drafter")
     eagle_student(target).save(path)
     return str(path)
+
+
+class Validations(Callback):
+    """Records the steps of validations."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_validation_end(self, trainer, pl_module):
+        self.steps.append(trainer.global_step)
+
+
+@pytest.mark.parametrize(("held_out", "expected"), [(3, [3, 5]), (4, [5])])
+def test_the_final_network_is_validated_and_early_validations_wait(tmp_path, target, folder, held_out, expected):
+    seen = Validations()
+    module = DeciderModule(folder, draft_steps=3, widths=(16,), costs=StepCosts(FREE, drafting(0.25)))
+    data = Data(target, module.hidden_layers(target), train=5, held_out=held_out)
+    options = {"enable_checkpointing": False, "num_sanity_val_steps": 0, "val_check_interval": 3}
+    runner = trainer(tmp_path, callbacks=[seen], **options)
+    runner.fit(module, data)
+    assert seen.steps == expected
+    assert runner.limit_val_batches == 1.0, "the trainer's own limit must come back"
 
 
 def test_a_whole_training(tmp_path, target, folder):

@@ -190,6 +190,19 @@ def test_features_that_were_changed_are_found(cached, shard, fresh, change, plac
         cached.check(shard, [0, 1, 2], fresh)
 
 
+@pytest.mark.parametrize("cached_in", [torch.bfloat16, torch.float32], ids=str)
+def test_a_cache_in_another_type_serves_the_same_target(cached, shard, fresh, cached_in):
+    """The default type differs between machines, and data may move from one to another."""
+    half = FreshFeatures(RaggedModel(tiny().to(torch.bfloat16), self_test=False, kernels="torch"), LAYERS)
+    writer, reader = (half, fresh) if cached_in == torch.bfloat16 else (fresh, half)
+    cached.write(shard, writer(TEXTS))
+    assert cached.read(shard, [0])[0].final.dtype == cached_in
+    cached.check(shard, [0, 1, 2], reader)
+    spoil(cached, shard, lambda tensors: tensors["final"][1].mul_(1.3))
+    with pytest.raises(ShardError, match="final of sequence 0 differ"):
+        cached.check(shard, [0], reader)
+
+
 def test_features_of_another_target_are_found(cached, shard, fresh):
     cached.write(shard, FreshFeatures(ragged(seed=1), LAYERS)(TEXTS))
     with pytest.raises(ShardError, match="differ from a fresh forward"):

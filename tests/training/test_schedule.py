@@ -1,5 +1,6 @@
 """Trainings end at their limit of time or steps; longer ones resume from the checkpoint before the cool-down."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +73,55 @@ def test_rates_of_a_training_of_steps(world, tmp_path):
     assert torch.load(before, weights_only=True)["global_step"] == 16
     assert seen.validations == [20], "the cooled weights must be validated"
     assert (tmp_path / "best" / "model.safetensors").exists()
+
+
+class Batches(Callback):
+    """Counts the batches of training before every validation, and those of the validation."""
+
+    def __init__(self):
+        self.trained, self.validated = [0], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.trained[-1] += 1
+
+    def on_validation_start(self, trainer, pl_module):
+        self.trained.append(0)
+        self.validated.append(0)
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.validated[-1] += 1
+
+
+@pytest.mark.parametrize(
+    ("interval", "lines"),
+    [
+        ({"val_check_interval": 1}, 1),
+        ({"val_check_interval": 0.25, "check_val_every_n_epoch": 1}, 1),
+        ({"val_check_interval": "00:00:00:00"}, 0),  # by time: always due
+        ({"val_check_interval": 7}, 0),
+    ],
+    ids=str,
+)
+def test_validations_never_read_more_batches_than_trainings(world, tmp_path, interval, lines, caplog):
+    count = Batches()
+    with caplog.at_level(logging.WARNING, "arbordraft"):
+        train(world, tmp_path, count, max_steps=18, max_epochs=-1, **interval)
+    *before, last, after = count.trained
+    assert after == 0, "the final network must be validated"
+    assert len(before) > 1
+    assert all(trained >= read > 1 for trained, read in zip(before, count.validated, strict=False))
+    assert count.validated[-1] == count.validated[0]
+    assert sum([*before, last]) == 18
+    assert len([message for message in caplog.messages if "lower data.validation" in message]) == lines
+
+
+def test_a_resumed_training_validates_at_the_same_steps(world, tmp_path):
+    options = {"max_steps": 18, "max_epochs": -1, "val_check_interval": 1}
+    whole, before, _ = train(world, tmp_path / "whole", **options)
+    stands = torch.load(before, weights_only=True)["global_step"]
+    assert max(step for step in whole.validations if step < stands) < stands - 1, "it must stand between validations"
+    rest, _, _ = train(world, tmp_path / "rest", resumed=before, **options)
+    assert rest.validations == [step for step in whole.validations if step >= stands]
 
 
 def test_a_longer_training_resumes_as_one_uninterrupted_training(world, tmp_path):

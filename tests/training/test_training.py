@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import os
 import random
 import signal
@@ -21,10 +22,13 @@ from typer.testing import CliRunner
 
 from arbordraft import Coupling, EagleDrafter, Fixed, Matching, SpeculativeDecoder, TopDown, TreeTopology
 from arbordraft.cli.train import app
+from arbordraft.kernels import native, precision
+from arbordraft.kernels.precision import fast_dtype
 from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.fit import known_configs, resolve_configs, run
 from arbordraft.training.recording import Recorder
 from arbordraft.training.shards import ANSWER
+from arbordraft.training.targets import Target
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")  # resumed trainings find their own
 
@@ -144,6 +148,36 @@ def test_the_command_line_resumes_and_validates(world, tmp_path):
         run(DrafterModule, ["fit", "--config", str(config), others, "--ckpt_path", str(last)])
     validated = run(DrafterModule, ["validate", "--config", str(config), "--ckpt_path", str(last)])
     assert float(validated.trainer.callback_metrics["val/tau"]) == pytest.approx(curve[-1]["val/tau"])
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["slow", "fast"])
+@pytest.mark.parametrize("name", [name for name in known_configs() if name.startswith("drafter/")])
+def test_types_that_are_not_given_are_those_that_the_processor_is_fast_at(tmp_path, monkeypatch, caplog, name, fast):
+    """The recorded configuration names them."""
+    monkeypatch.setattr(native, "fast_bfloat16", lambda: fast)
+    precision._tell.cache_clear()
+    usual = ["fit", "--config", name, "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+    usual += ["--results.output", str(tmp_path)]
+    with caplog.at_level(logging.WARNING, "arbordraft"):
+        cli = run(DrafterModule, usual, go=False)
+        assert not caplog.messages
+        given = run(DrafterModule, [*usual, "--trainer.precision", "bf16-mixed"], go=False)
+    expected = ("bf16-mixed", "bfloat16") if fast else ("32-true", "float32")
+    assert (cli.trainer.precision, cli.datamodule.spec.dtype) == expected
+    (recorder,) = (each for each in cli.trainer.callbacks if isinstance(each, Recorder))
+    recorded = yaml.safe_load(recorder.config)
+    assert (recorded["trainer"]["precision"], recorded["data"]["target"]["dtype"]) == expected
+    assert given.trainer.precision == "bf16-mixed"
+    assert [message.partition(",")[0] for message in caplog.messages] == (
+        [] if fast else ["trainer.precision: bfloat16 is slow here"]
+    )
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["slow", "fast"])
+def test_a_target_takes_the_type_that_the_processor_is_fast_at(world, monkeypatch, fast):
+    monkeypatch.setattr(native, "fast_bfloat16", lambda: fast)
+    assert Target(str(world / "target"), kernels="torch").load().model.dtype == fast_dtype("cpu")
+    assert Target(str(world / "target"), dtype="float16").weight_type("cpu") == torch.float16
 
 
 @pytest.mark.parametrize("tokens", [512, 40])

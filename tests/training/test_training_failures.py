@@ -39,7 +39,7 @@ def world(finished, tmp_path):
 
 def fit(world, output, *callbacks, every=3, model=None, source=None, **settings):
     keep = ModelCheckpoint(output / "checkpoints", every_n_train_steps=every, save_last=True)
-    settings = {**TRAINER, "enable_checkpointing": True, "max_steps": 8, "val_check_interval": 2, **settings}
+    settings = {**TRAINER, "enable_checkpointing": True, "max_steps": 8, "val_check_interval": 4, **settings}
     trainer = Trainer(**settings, callbacks=[Recorder(str(output)), keep, *callbacks])
     trainer.fit(model or module(), source or data(world))
 
@@ -133,7 +133,7 @@ class Spoil(Callback):
             pl_module.student.network.fc.weight.grad[0, 0] = torch.nan
 
 
-@pytest.mark.filterwarnings("ignore:the drafter produced NaN")  # in the validation after step 6
+@pytest.mark.filterwarnings("ignore:the drafter produced NaN")  # in the validation after step 8
 @pytest.mark.parametrize("what", ["weight", "gradient"])
 @pytest.mark.parametrize(("step", "every"), [(4, 1), (5, 3), (5, 4)])
 def test_diverged_trainings_keep_their_good_checkpoints(world, tmp_path, what, step, every):
@@ -141,7 +141,7 @@ def test_diverged_trainings_keep_their_good_checkpoints(world, tmp_path, what, s
         fit(world, tmp_path, Spoil(step, what), every=every)
     assert "checkpoints written before are good. Lower model.lr or trainer.gradient_clip_val" in str(raised.value)
     curve = json.loads((tmp_path / "curve.json").read_text())
-    assert [point["step"] for point in curve] == [2, 4]
+    assert [point["step"] for point in curve] == [4]
     last = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert last["global_step"] == step // every * every
     assert all(tensor.isfinite().all() for tensor in last["state_dict"].values())

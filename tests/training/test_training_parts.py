@@ -439,4 +439,3 @@ def test_muon_adamw_trains_modules_with_one_kind_of_parameter():
 
 def test_the_default_target_names_kernels_that_exist():
     assert Target().kernels in set(Kernels)
-    assert hasattr(torch, Target().dtype)

@@ -8,12 +8,14 @@ from typing import Any, Self
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from arbordraft.bench.decoding import Decode, in_turns
-from arbordraft.bench.measure import save
+from arbordraft.bench.measure import precision, save
 from arbordraft.bench.plots import plot
 from arbordraft.bench.tables import print_tables
 from arbordraft.bench.workload import Workload
 from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
+from arbordraft.utils.choices import Dtype
 from arbordraft.utils.terminal import bars, terminal
 
 
@@ -52,6 +54,12 @@ class Report:
         for path in (self.json, self.png):
             if path is not None:
                 self.console.print(f"wrote {path}", soft_wrap=True)
+
+    def load(self, model: str, dtype: Dtype | None, device: str | None = "cpu") -> RaggedModel:
+        """Loads the model and writes its name and type beside the rows; for arguments see :func:`~arbordraft.load`."""
+        target, _ = load_target(model, dtype, device=device)
+        self.settings |= {"model": _nameable(model), "dtype": precision(target.model)}
+        return target
 
     def take(self, rows: Iterable[Any], workload: Workload | None = None) -> list[Any]:
         """Collects rows as they come, notes their workload, and returns them."""

@@ -8,6 +8,7 @@ import typer
 
 from arbordraft.cli.options import (
     BOTH,
+    AutoDtypeOption,
     BatchesOption,
     DeviceOption,
     DraftersOption,
@@ -75,7 +76,7 @@ def _in_turns(
     def command(
         drafter: DraftersOption = usual_drafters,
         model: ModelOption = "smollm2",
-        dtype: DtypeOption = Dtype.bfloat16,
+        dtype: AutoDtypeOption = None,
         device: DeviceOption = None,
         prompts: PromptsOption = None,
         limit: LimitOption = None,
@@ -89,12 +90,11 @@ def _in_turns(
     ) -> None:
         from arbordraft.bench import suites
         from arbordraft.bench.report import Report
-        from arbordraft.loading import load_target
 
         decoders = suite(suites)
         sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
-        with Report(json, png, model=model, dtype=dtype, drafter=drafter) as report:
-            target, _ = load_target(model, dtype, device=device)
+        with Report(json, png, drafter=drafter) as report:
+            target = report.load(model, dtype, device=device)
             drafters = drafters_of(drafter, target)
             for workload in map(suites.whole_batches, sizes) if whole else sizes:
                 report.decode(target, decoders(target, drafters, workload), workload)
@@ -181,13 +181,12 @@ def verifiers(
     """Measure acceptance of draft laws and verifiers. Prints expectations on the model's rows, with standard errors."""
     from arbordraft.bench.report import Report
     from arbordraft.bench.verifiers import node_acceptance, tree_tau
-    from arbordraft.loading import load_target
 
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed)
     counts, most = numbers(children, int), numbers(nodes, int)
     options = {"children": children, "nodes": nodes, "trees": trees, "resolution": resolution, "optima": optima}
-    with Report(json, png, model=model, dtype=dtype, drafter=drafter, **options) as report:
-        target, _ = load_target(model, dtype, device=device)
+    with Report(json, png, drafter=drafter, **options) as report:
+        target = report.load(model, dtype, device=device)
         drafters = drafters_of(drafter, target)
         for workload in sizes:
             single = node_acceptance(target, drafters, workload, children=counts, optima=optima, tell=report.tell)

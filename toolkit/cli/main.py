@@ -17,9 +17,9 @@ from arbordraft.cli.generate import generate
 from arbordraft.cli.importing import import_drafter
 from arbordraft.cli.options import (
     SHAPES,
+    AutoDtypeOption,
     DeviceOption,
     DrafterOption,
-    DtypeOption,
     LimitOption,
     ModelOption,
     PromptsOption,
@@ -32,7 +32,6 @@ from arbordraft.cli.program import run
 from arbordraft.cli.serve import serve
 from arbordraft.cli.trace import trace
 from arbordraft.cli.train import app as train
-from arbordraft.utils.choices import Dtype
 from arbordraft.utils.terminal import terminal
 
 app = typer.Typer(
@@ -58,7 +57,7 @@ console = terminal()
 def tune(
     drafter: DrafterOption = "ngram",
     model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
+    dtype: AutoDtypeOption = None,
     prompts: PromptsOption = None,
     limit: LimitOption = None,
     device: DeviceOption = None,

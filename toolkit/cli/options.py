@@ -78,7 +78,8 @@ DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
 DtypesOption = Annotated[list[Dtype], typer.Option("--dtype", help="Precision of the weights. May be repeated.")]
 BOTH = [Dtype.bfloat16, Dtype.float32]
 AutoDtypeOption = Annotated[
-    Dtype | None, typer.Option(help="Precision of the weights; by default bfloat16 if this machine is fast at it.")
+    Dtype | None,
+    typer.Option(help="Precision of the weights; by default bfloat16 if this machine is fast at it, else float32."),
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default a GPU if torch sees one.")]
 KernelsOption = Annotated[

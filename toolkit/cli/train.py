@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from arbordraft.cli.options import DtypeOption, ModelOption, finite
-from arbordraft.utils.choices import SMALL, Dtype
+from arbordraft.cli.options import AutoDtypeOption, ModelOption, finite
+from arbordraft.utils.choices import SMALL
 from arbordraft.utils.terminal import terminal
 
 app = typer.Typer(no_args_is_help=True, help="Train drafters and deciders for a target.")
@@ -75,7 +75,7 @@ def demo(
     conversations: Annotated[
         int | None, typer.Option(min=1, help="Number of conversations to generate, without a time limit.")
     ] = None,
-    dtype: DtypeOption = Dtype.bfloat16,
+    dtype: AutoDtypeOption = None,
 ) -> None:
     """Train a drafter and a decider from scratch. Takes any causal LM that chats, within available time and memory."""
     from arbordraft.training.demo import gain, train_demo
