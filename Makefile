@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed-demo ## Decode with several drafts per step and show what was gained
+demo: $(VENV)/.installed-demo ## Decode with several drafts per step and show the gain: three to five minutes
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 # Processes with one thread each: twice as fast as the other way round, and steady on a busy machine. One more than there
@@ -37,7 +37,7 @@ QUICK := $(addprefix tests/,decoding/test_losslessness.py decoding/test_generate
 check: lint ## Lint, type-check and run the quick tests: a minute or two
 	$(PYTEST) $(QUICK) $(ARGS)
 
-test: ## Lint, type-check and run all tests but those that soak: 17 minutes on two cores, the first time
+test: ## Lint, type-check and run all tests but those that soak: 25 to 35 minutes on two cores
 	$(MAKE) --no-print-directory --jobs=2 suite lint
 
 suite: $(VENV)/.compiled

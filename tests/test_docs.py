@@ -153,6 +153,12 @@ def test_named_files_exist(page):
     assert [name for name in sorted(results) if not (RESULTS / name).exists()] == []
 
 
+@pytest.mark.parametrize("acronym", ["GBV", "GLS", "HSD", "K-SEQ", "PLD", "SLEM", "TLI", "UniVer"])
+def test_acronyms_of_papers_stand_in_the_glossary(acronym):
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    assert re.search(rf"^\| {acronym}\b", glossary, re.MULTILINE)
+
+
 def test_every_page_links_to_the_glossary():
     pages = [page for page in PAGES if page.name not in ("glossary.md", "CONTRIBUTING.md")]
     assert [page_id(page) for page in pages if "glossary.md" not in page.read_text()] == []

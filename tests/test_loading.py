@@ -1,5 +1,6 @@
 """Loading of models, drafters, kernels and costs by name; errors name their cause at once."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.gguf_files import write_gguf
 from support.models import (
     PROMPTS,
     VOCAB,
@@ -28,7 +30,8 @@ from arbordraft.drafter_names import drafter_named, trained_for
 from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
-from arbordraft.kernels import machine, native, precision
+from arbordraft.kernels import machine, native, precision, progress
+from arbordraft.target import model as models
 from arbordraft.target.prepacked import backend as backends
 
 FREE = {"costs": None, "kernels": "torch"}
@@ -408,23 +411,80 @@ def test_costs_without_time_to_measure_are_estimated(monkeypatch, seconds):
     assert known_costs(of, drafter) == costs, "the costs were not kept"
 
 
-def test_measurements_are_announced(timed, stepped, monkeypatch, capsys):
-    monkeypatch.setattr(measuring, "PATIENCE", 0.0)
-    of, logger = target(), logging.getLogger("arbordraft")
+def test_measurements_are_announced(timed, stepped, caplog):
+    caplog.set_level(logging.INFO, "arbordraft")
+
+    def announced():
+        found = [record.getMessage() for record in caplog.records if record.getMessage().endswith(" ...")]
+        caplog.clear()
+        return [text for text in found if text.startswith("measuring")]
+
+    of = target()
     known_costs(of, drafters(of)["model"])
     known_costs(of, drafters(of)["model"])
-    shown, said = capsys.readouterr()
-    assert shown == ""
-    assert said.splitlines() == [
-        "arbordraft: measuring forwards of this model, once per machine and kind of model (at most 4 s)",
-        "arbordraft: measuring drafts for it, once per machine and kind of model (at most 6 s)",
+    assert announced() == [
+        "measuring forwards of this model, once per machine and kind of model (at most 4 s) ...",
+        "measuring drafts for it, once per machine and kind of model (at most 6 s) ...",
     ]
     ad.load(of, drafters(of)["copied layer"]).decider.expect(10**6, hurry=lambda: False)
     assert len(stepped) == 2
-    assert capsys.readouterr() == ("", ""), "no caller waited for this measurement"
-    monkeypatch.setattr(logger, "level", logging.ERROR)
+    assert announced() == [], "no caller waited for this measurement"
     known_costs(of, drafters(of)["model"], renew=True)
-    assert capsys.readouterr() == ("", "")
+    assert len(announced()) == 2
+
+
+# Work that takes long
+
+
+@pytest.fixture
+def reported(monkeypatch):
+    """Watches functions that take long for real models; returns whether their work was reported, by name."""
+    found = {}
+
+    def watch(place, name):
+        function = getattr(place, name)
+
+        def watched(*arguments, **options):
+            found[name] = found.get(name, True) and bool(progress._reporter._running)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(place, name, watched)
+
+    watch(loading, "load_causal_lm")
+    watch(loading, "load_blocks")
+    watch(loading, "load_tokenizer")
+    watch(models, "Prepacking")
+    watch(models, "check_logits")
+    watch(loading, "choose_drafter")
+    watch(loading, "drafter_named")
+    watch(measuring, "measure_rows")
+    watch(measuring, "measure_steps")
+    return found
+
+
+def test_loading_reports_all_its_work(reported, folder):
+    ad.load(folder, dtype="float32", kernels="native", costs="renew")
+    once = ["load_causal_lm", "load_tokenizer", "Prepacking", "check_logits", "choose_drafter"]
+    assert reported == dict.fromkeys([*once, "measure_rows", "measure_steps"], True)
+    ad.load(folder, "self", dtype="float32", kernels="native", costs=None)
+    assert reported["drafter_named"]
+
+
+def test_loading_a_gguf_file_reports_all_its_work(reported, tmp_path):
+    model = tiny(hidden_size=64, intermediate_size=128, head_dim=16)
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, model, [("", "Q8_0")])
+    ad.load(file, "none", weights="file", tokenizer=tiny_tokenizer(), kernels="native", dtype="float32")
+    assert {"load_blocks", "Prepacking", "check_logits"} <= reported.keys()
+    assert all(reported.values())
+
+
+def test_work_outside_of_a_phase_would_be_noticed(reported, folder, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(loading, "phase", lambda what, **_: contextlib.nullcontext())
+    ad.load(folder, "none", dtype="float32", kernels="torch")
+    assert not reported["load_causal_lm"]
+    assert reported["check_logits"]
 
 
 # Steps with a drafter
@@ -586,7 +646,7 @@ def test_a_copy_must_fit_into_memory(kernels, monkeypatch, free, backend):
 def test_the_chosen_kernels_are_logged_once(kernels, caplog):
     with caplog.at_level("INFO", logger="arbordraft"):
         target = ad.RaggedModel(tiny(head_dim=16, intermediate_size=64))
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = [text for record in caplog.records if (text := record.getMessage()).startswith("kernels: ")]
     assert line == f"kernels: {target.chosen}"
     assert target.chosen == f"native: 2 of 2 layers fused, {native.isa()}"
 

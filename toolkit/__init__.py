@@ -94,7 +94,10 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of the packag
             return import_module("arbordraft.builders")
         if name not in _MODULES:
             raise AttributeError(f"module 'arbordraft' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"arbordraft.{_MODULES[name]}"), name)
+        from arbordraft.kernels.progress import phase
+
+        with phase("importing torch and transformers"):
+            value = globals()[name] = getattr(import_module(f"arbordraft.{_MODULES[name]}"), name)
         return value
 
 

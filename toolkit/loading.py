@@ -19,6 +19,7 @@ from arbordraft.drafter_names import choose_drafter, drafter_named
 from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, NoDrafter, TextPool
 from arbordraft.kernels import native
 from arbordraft.kernels.precision import fast_dtype, tell_if_slow
+from arbordraft.kernels.progress import phase
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf import load_blocks
 from arbordraft.trees.topology import TreeTopology
@@ -138,9 +139,11 @@ def load(
             target = RaggedModel(model, tokenizer, **target_options)
     reason = "asked for"
     if drafter == "auto":
-        proposer, reason = choose_drafter(target, weighed=decider is not None or costs is not None)
+        with phase("choosing a drafter"):
+            proposer, reason = choose_drafter(target, weighed=decider is not None or costs is not None)
     elif isinstance(drafter, str | os.PathLike):
-        proposer = drafter_named(os.fspath(drafter), target)
+        with phase(f"preparing the drafter {os.fspath(drafter)}"):
+            proposer = drafter_named(os.fspath(drafter), target)
     else:
         proposer = as_drafter(drafter)
     if pool is not None:
@@ -234,8 +237,23 @@ def load_model(
     if name == SMALL:
         if revision is not None:
             raise ValueError(f"revision is for models on the hub; {SMALL} is always the same one")
-        return load_smollm2(dtype)
+        with phase(f"reading {name}", live=False):  # fetching it has bars of its own
+            return load_smollm2(dtype)
     place = {} if revision is None else {"revision": revision}
+    with phase(f"reading {name}", live=_without_bars() and os.path.exists(name)):
+        return _read(name, dtype, place, as_stored=as_stored)
+
+
+def _without_bars() -> bool:
+    """Returns whether transformers shows no progress bars of its own."""
+    from transformers.utils.logging import is_progress_bar_enabled
+
+    return not is_progress_bar_enabled()
+
+
+def _read(
+    name: str, dtype: torch.dtype, place: dict[str, Any], *, as_stored: bool
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
     if name.endswith(".gguf"):
         file = Path(name)
         if not file.is_file():

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from arbordraft.kernels.machine import ISA_VARIABLE, NEEDED_BY, cache_folder, cpu, cpu_features
-from arbordraft.kernels.native.progress import progress_line
+from arbordraft.kernels.progress import phase
 
 KERNELS = Path(__file__).resolve().parents[1]
 SOURCE = Path(__file__).resolve().with_name("bindings.cpp")  # the one translation unit; it includes all others
@@ -36,7 +36,6 @@ LIBRARY = "arbordraft_native.so"
 
 SCRATCH = ".build-"
 SCRATCH_LIFE = 3600.0  # seconds after which a scratch folder belongs to a build that was killed
-PATIENCE = 1.0  # seconds of compiling before a line on stderr reports it
 COMPILER_LIMIT = 1200.0  # seconds; far above the time on a busy machine, and below SCRATCH_LIFE
 SEAL = hashlib.sha256().digest_size
 
@@ -122,19 +121,19 @@ class Build:
         system = ["-undefined", "dynamic_lookup"] if _MAC else ["-Wl,--no-as-needed"]
         libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
         linking: list[str | Path] = ["-shared", part, *system, *libraries, "-o", library]
-        with progress_line(_NOTICE) as tell:
+        with phase(_NOTICE):
             for arguments in (compiling, linking):
-                self._run(arguments, folder, log, tell)
+                self._run(arguments, folder, log)
         content = library.read_bytes()
         library.write_bytes(content + hashlib.sha256(content).digest())
         return library
 
-    def _run(self, arguments: list[str | Path], folder: Path, log: Path | None, tell: Callable[[float], None]) -> None:
+    def _run(self, arguments: list[str | Path], folder: Path, log: Path | None) -> None:
         environment = os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)}  # a killed compiler leaves its files there
         fix = f"install a newer g++, name another compiler in CXX, or set {ISA_VARIABLE}=off to do without"
         command = [*self.compiler, *arguments]
         try:
-            status, text = _finished(command, environment, tell)
+            status, text = _finished(command, environment)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(f"the compiler could not run ({error}); {fix}") from error
         if not status:
@@ -152,10 +151,8 @@ class Build:
         raise Unavailable(f"{self.compiler[0]} failed{where}; {fix}. It said:\n{said}")
 
 
-def _finished(
-    command: list[str | Path], environment: dict[str, str], tell: Callable[[float], None] = lambda _: None
-) -> tuple[int, bytes]:
-    """Runs the compiler and reports its seconds; kills it with all its processes if the wait ends early."""
+def _finished(command: list[str | Path], environment: dict[str, str]) -> tuple[int, bytes]:
+    """Runs the compiler; kills it with all its processes if the wait ends early."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -164,7 +161,6 @@ def _finished(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    start = time.monotonic()
 
     def kill() -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -172,15 +168,8 @@ def _finished(
 
     atexit.register(kill)  # the waiting thread may be a daemon, which ends with the process
     try:
-        while True:
-            left = COMPILER_LIMIT - (time.monotonic() - start)
-            try:
-                output, _ = process.communicate(timeout=min(PATIENCE, left))
-                return process.returncode, output
-            except subprocess.TimeoutExpired:
-                if (seconds := time.monotonic() - start) >= COMPILER_LIMIT:
-                    raise subprocess.TimeoutExpired(command, COMPILER_LIMIT) from None
-                tell(seconds)
+        output, _ = process.communicate(timeout=COMPILER_LIMIT)
+        return process.returncode, output
     except BaseException:
         kill()
         process.wait()

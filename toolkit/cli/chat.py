@@ -17,6 +17,7 @@ from arbordraft.cli.options import (
     TopPOption,
     WeightsOption,
 )
+from arbordraft.kernels.progress import phase
 from arbordraft.utils.choices import Kernels, Settings
 from arbordraft.utils.terminal import terminal
 
@@ -40,21 +41,21 @@ def chat(
 
     Without a terminal, every line of the input is a message; exits with 1 if one could not be answered.
     """
-    from arbordraft.cli.decoders import load_decoder
-    from arbordraft.cli.session import Session, converse, typed_lines
+    with phase("importing torch and transformers"):
+        from arbordraft.cli.decoders import load_decoder
+        from arbordraft.cli.session import Session, converse, typed_lines
 
     console = terminal(highlight=False, soft_wrap=True)
-    with console.status("loading the model"):  # only a terminal shows this
-        decoder = load_decoder(
-            model,
-            drafter,
-            corpus=corpus,
-            dtype=dtype,
-            device=device,
-            kernels=kernels,
-            weights=weights,
-            generation_config=generation_config,
-        )
+    decoder = load_decoder(
+        model,
+        drafter,
+        corpus=corpus,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        weights=weights,
+        generation_config=generation_config,
+    )
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     session = Session(decoder, settings, console, system)
     if sys.stdin.isatty():

@@ -41,25 +41,33 @@ class AnswerStreamer:
     Args:
         pieces: spells tokens as text.
         show: called with every new piece of text.
+        begun: called before the first piece.
     """
 
-    def __init__(self, pieces: "Pieces", show: Callable[[str], object] = lambda piece: None) -> None:
-        self.text, self.show = "", show
-        self._pieces, self._begun = pieces, False
+    def __init__(
+        self,
+        pieces: "Pieces",
+        show: Callable[[str], object] = lambda piece: None,
+        begun: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.text, self.show, self.begun = "", show, begun
+        self._pieces, self._prompted = pieces, False
 
     def put(self, tokens: "Tensor") -> None:
         """Adds committed tokens; ignores the first call, which brings the prompt."""
-        if self._begun:
+        if self._prompted:
             self._add(self._pieces.add(tokens.flatten().tolist()))
-        self._begun = True
+        self._prompted = True
 
     def end(self) -> None:
         """Adds the rest of the text, which was held back for further tokens."""
         self._add(self._pieces.end())
 
     def _add(self, piece: str) -> None:
-        self.text += piece
         if piece:
+            if not self.text:
+                self.begun()
+            self.text += piece
             self.show(piece)
 
 

@@ -2,6 +2,7 @@
 
 import json as json_format
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from arbordraft.cli.options import (
     finite,
     parse_topology,
 )
+from arbordraft.kernels.progress import phase
 from arbordraft.utils.choices import Kernels, Law, Settings, Verifier
 from arbordraft.utils.files import read_text
 from arbordraft.utils.terminal import terminal
@@ -81,12 +83,13 @@ def generate(
         raise typer.BadParameter("give at least one prompt, or --file")
     if raw and system is not None:
         raise typer.BadParameter("--system is for the chat template, which --raw leaves out: write it into the prompt")
-    from arbordraft.cli.decoders import load_decoder
-    from arbordraft.cli.display import AnswerStreamer, show_answers, show_stats
-    from arbordraft.deciders import ConfidenceThreshold
-    from arbordraft.decoding.prompts import left_padded
-    from arbordraft.decoding.spelling import Pieces
-    from arbordraft.decoding.text import encode, ending, settings_of, stops, user_turn
+    with phase("importing torch and transformers"):
+        from arbordraft.cli.decoders import load_decoder
+        from arbordraft.cli.display import AnswerStreamer, show_answers, show_stats
+        from arbordraft.deciders import ConfidenceThreshold
+        from arbordraft.decoding.prompts import left_padded
+        from arbordraft.decoding.spelling import Pieces
+        from arbordraft.decoding.text import encode, ending, settings_of, stops, user_turn
 
     topology, ends, grammar = None if tree is None else parse_topology(tree), stops(stop), _grammar(json_schema, regex)
     decoder = load_decoder(
@@ -112,9 +115,11 @@ def generate(
     ]
     settings |= ending(tokenizer, ends or None)
     inputs = {name: tensor.to(decoder.target.device) for name, tensor in left_padded(encoded).items()}
-    streamers: list[Any] = [AnswerStreamer(Pieces(tokenizer, ends)) for _ in questions]
+    reading = ExitStack()  # until the first tokens come
+    streamers: list[Any] = [AnswerStreamer(Pieces(tokenizer, ends), begun=reading.close) for _ in questions]
     console = terminal()
-    with show_answers(console, questions, streamers, quiet=json or max_new_tokens == 0):
+    with reading, show_answers(console, questions, streamers, quiet=json or max_new_tokens == 0):
+        reading.enter_context(phase("reading the prompts"))
         start = time.perf_counter()
         output: Any = decoder.generate(**inputs, **settings, streamer=streamers, return_dict_in_generate=True)
         seconds = time.perf_counter() - start

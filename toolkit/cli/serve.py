@@ -16,6 +16,7 @@ from arbordraft.cli.options import (
     SettingsOption,
     WeightsOption,
 )
+from arbordraft.kernels.progress import phase
 from arbordraft.utils.choices import Kernels, Settings
 from arbordraft.utils.terminal import terminal
 
@@ -72,31 +73,31 @@ def serve(
     """
     if missing := [library for library in _LIBRARIES if find_spec(library) is None]:
         raise ImportError(f"serving needs {', '.join(missing)}; run: pip install 'arbordraft[serve]'")
-    from arbordraft.cli.decoders import load_decoder
-    from arbordraft.decoding.engine import Engine
-    from arbordraft.decoding.measuring import rows_within
-    from arbordraft.serving.app import build_app
-    from arbordraft.serving.middleware import cors_options
-    from arbordraft.serving.server import Server, bound, url_of
-    from arbordraft.serving.service import Service
+    with phase("importing torch, transformers and fastapi"):
+        from arbordraft.cli.decoders import load_decoder
+        from arbordraft.decoding.engine import Engine
+        from arbordraft.decoding.measuring import rows_within
+        from arbordraft.serving.app import build_app
+        from arbordraft.serving.middleware import cors_options
+        from arbordraft.serving.server import Server, bound, url_of
+        from arbordraft.serving.service import Service
 
     cors_options(cors or ())  # refuses a wrong origin before the model is loaded
     console = terminal(highlight=False, soft_wrap=True)
     with bound(host, port) as listener:
-        with console.status("loading the model"):
-            decoder = load_decoder(
-                model,
-                drafter,
-                corpus=corpus,
-                dtype=dtype,
-                device=device,
-                kernels=kernels,
-                weights=weights,
-                generation_config=generation_config,
-            )
-            decoder.decider.expect(sys.maxsize)  # a server decodes much: measures the costs of steps now
-            rows = max_rows or rows_within(decoder.target)
-        with console.status("readying its kernels"):
+        decoder = load_decoder(
+            model,
+            drafter,
+            corpus=corpus,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            weights=weights,
+            generation_config=generation_config,
+        )
+        decoder.decider.expect(sys.maxsize)  # a server decodes much: measures the costs of steps now
+        rows = max_rows or rows_within(decoder.target)
+        with phase("compiling kernels and recording steps"):
             decoder.warm_up(max_samples, max_tokens)
         engine = Engine(decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting)
         service = Service(engine, name or _name(model), default_tokens, reasoning=reasoning == "auto")

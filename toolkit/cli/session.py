@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from arbordraft.decoding.spelling import Pieces
 from arbordraft.decoding.streams import Answer
 from arbordraft.decoding.text import encode
 from arbordraft.kernels.machine import cache_folder
+from arbordraft.kernels.progress import phase
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.verdict import SampleVerdict
 
@@ -61,7 +63,9 @@ class Session:
         start = time.perf_counter()
         try:
             with closing(self._pieces(asked)) as pieces:
-                for piece in pieces:
+                with phase("reading the conversation"):
+                    first = next(pieces, "")
+                for piece in chain([first], pieces):
                     said.append(piece)
                     self.console.print(Text(piece), end="")
         except Terminated:

@@ -16,6 +16,7 @@ from arbordraft.cli.options import (
     WeightsOption,
     output_file,
 )
+from arbordraft.kernels.progress import phase
 from arbordraft.utils.choices import Kernels, Settings
 from arbordraft.utils.files import write_text
 from arbordraft.utils.terminal import terminal
@@ -38,11 +39,12 @@ def trace(
     generation_config: SettingsOption = Settings.model,
 ) -> None:
     """Write a page with every step of an answer. It shows drafted, accepted and rejected tokens."""
-    from arbordraft.cli.decoders import load_decoder
-    from arbordraft.decoding.engine import Engine
-    from arbordraft.decoding.requests import Request
-    from arbordraft.decoding.text import encode, user_turn
-    from arbordraft.serving.page import page
+    with phase("importing torch and transformers"):
+        from arbordraft.cli.decoders import load_decoder
+        from arbordraft.decoding.engine import Engine
+        from arbordraft.decoding.requests import Request
+        from arbordraft.decoding.text import encode, user_turn
+        from arbordraft.serving.page import page
     from arbordraft.serving.pieces import Piece, Speller
 
     console = terminal(highlight=False, soft_wrap=True)

@@ -21,8 +21,7 @@ from arbordraft.decoding.prompts import chat_batches, check_texts
 from arbordraft.decoding.timing import measure_rows, measure_steps, rough_costs
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.machine import cache_folder, cpu
-from arbordraft.kernels.native.build import PATIENCE
-from arbordraft.kernels.native.progress import progress_line
+from arbordraft.kernels.progress import phase
 from arbordraft.target.model import RaggedModel
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def known_rows(target: RaggedModel, *, renew: bool = False) -> CostTable:
 
     Costs are kept in the cache folder, by processor, threads, versions, the model's shapes, dtype and kernels. If a
     file is damaged, they are measured again, with a warning. Measuring takes some seconds and reports progress on
-    stderr (:func:`~arbordraft.kernels.native.progress.progress_line`). After 4 s the rows timed so far form the table.
+    stderr (:func:`~arbordraft.kernels.progress.phase`). After 4 s the rows timed so far form the table.
 
     Args:
         renew: measure again in any case, without a time limit.
@@ -140,16 +139,14 @@ def _known(
     limit = math.inf if renew else _SECONDS[what]
     bound = "as long as it takes" if renew else f"at most {limit:.0f} s"
     begun = time.monotonic()
-    line = progress_line(f"measuring {what}, once per machine and kind of model ({bound})")
-    with line if hurry is None else nullcontext(lambda _: None) as tell:
 
-        def enough() -> bool:
-            if hurry is not None and hurry():
-                raise _Hurry
-            if (seconds := time.monotonic() - begun) >= PATIENCE:
-                tell(seconds)
-            return seconds >= limit
+    def enough() -> bool:
+        if hurry is not None and hurry():
+            raise _Hurry
+        return time.monotonic() - begun >= limit
 
+    line = phase(f"measuring {what}, once per machine and kind of model ({bound})")
+    with line if hurry is None else nullcontext():
         costs = measure(enough)
     try:
         costs.save(path)

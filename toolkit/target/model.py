@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear import check_weights
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
+from arbordraft.kernels.progress import phase
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import (
     ATTENTION_NAME,
@@ -180,7 +181,8 @@ class RaggedModel(nn.Module):
         """Prepares for the first forward; compares logits with those of ``tested`` unless it is ``None``."""
         self._prepared = self._prepare()
         if tested is not None:
-            check_logits(self, tested)
+            with phase("comparing packed logits with the model's own"):
+                check_logits(self, tested)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state without the view: a copy, in this process or another, views its own model."""
@@ -468,6 +470,11 @@ class RaggedModel(nn.Module):
             return self._prepared
 
     def _prepare(self) -> _Prepared:
+        work = "prepacking weights" if self.backend == "native" else "preparing the model"
+        with phase(f"{work} in {self.weights}" if self.weights else work):
+            return self._view()
+
+    def _view(self) -> _Prepared:
         check_adapters(self.model)
         view = ModelView(self.model, ATTENTION_NAME)
         place = decoder_list(view.model, self.num_layers)

@@ -1,0 +1,108 @@
+"""Says on stderr which work takes long, and how long it took."""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+PATIENCE = 2.0  # seconds of work before it is reported
+
+
+class _Phase:
+    def __init__(self, work: str, live: bool) -> None:
+        self.work, self.live, self.begun, self.told = work, live, time.monotonic(), False
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begun
+
+
+class _Reporter:
+    """Reports the innermost of all running phases, in a thread of its own while there is one."""
+
+    def __init__(self) -> None:
+        self._running: list[_Phase] = []  # in the order of their beginnings
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, own: _Phase) -> None:
+        with self._wake:
+            self._running.append(own)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._report, name="arbordraft-progress", daemon=True)
+                self._thread.start()
+            self._wake.notify()
+
+    def end(self, own: _Phase) -> None:
+        with self._wake:
+            if own in self._running:  # else the process was forked meanwhile
+                self._running.remove(own)
+            if own.told:
+                _print(f"arbordraft: {own.work}: {own.seconds:.1f} s", keep=True)
+            self._wake.notify()
+
+    def _report(self) -> None:
+        with self._wake:
+            while self._running:
+                last = self._running[-1]
+                if (waits := PATIENCE - last.seconds) <= 0:
+                    if sys.stderr is not None and sys.stderr.isatty() and last.live:
+                        _print(f"arbordraft: {last.work}: {last.seconds:.0f} s", keep=False)
+                    elif not last.told:
+                        _print(f"arbordraft: {last.work} ...", keep=True)
+                    last.told = True
+                self._wake.wait(waits if waits > 0 else 1.0)
+            self._thread = None
+
+
+_reporter = _Reporter()
+
+
+def _renew() -> None:
+    """Replaces the reporter in a forked child, which has no thread that reports."""
+    global _reporter
+    _reporter = _Reporter()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
+
+
+@contextlib.contextmanager
+def phase(work: str, *, live: bool = True) -> Iterator[None]:
+    """Reports some work on stderr once it has lasted two seconds, and its duration at the end.
+
+    Of nested phases, the innermost one is reported. Logs ``work`` and the duration at level INFO. If INFO is shown, or
+    the level of the logger ``arbordraft`` was set, nothing else is reported: programs silence it that way.
+
+    Args:
+        work: a few words, such as ``reading weights``.
+        live: show passing seconds in one line of a terminal, which must not be shared with other progress bars.
+    """
+    logger = logging.getLogger("arbordraft")
+    logger.info("%s ...", work)
+    own = _Phase(work, live)
+    silent = logger.isEnabledFor(logging.INFO) or logger.level != logging.NOTSET or sys.stderr is None
+    if not silent:
+        _reporter.begin(own)
+    try:
+        yield
+    finally:
+        logger.info("%s: %.1f s", work, own.seconds)
+        if not silent:
+            _reporter.end(own)
+
+
+def _print(line: str, *, keep: bool) -> None:
+    """Writes a line, on a terminal over the last one unless that was kept."""
+    if (stream := sys.stderr) is None:
+        return
+    with contextlib.suppress(OSError, ValueError):  # closed, which is no reason to fail
+        begin = "\r\x1b[K" if stream.isatty() else ""
+        print(f"{begin}{line}", end="\n" if keep else "", file=stream, flush=True)
+
+
+__all__ = ["PATIENCE", "phase"]
