@@ -43,6 +43,12 @@ def test_an_answer_is_that_of_decoder_chat_and_joins_the_conversation(session):
     assert shown(session) == f"{first}\n{second}\n"
 
 
+def test_reading_the_conversation_is_reported(session, caplog):
+    caplog.set_level("INFO", "arbordraft")
+    session.answer("abc")
+    assert "reading the conversation ..." in [record.getMessage() for record in caplog.records]
+
+
 def test_the_system_prompt_stands_before_every_answer(session):
     session.system = "hijk"
     session.answer("abc")

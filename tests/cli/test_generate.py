@@ -110,6 +110,31 @@ class Pipe(io.StringIO):
         self.flushed.append(self.getvalue())
 
 
+def test_work_before_the_first_tokens_is_reported(folder, caplog):
+    caplog.set_level("INFO", "arbordraft")
+    generate(folder, "abc", "--raw", "--kernels", "torch")
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.removesuffix(" ...") for line in lines if line.endswith(" ...")] == [
+        "importing torch and transformers",
+        f"reading {folder}",
+        "preparing the model",
+        "comparing packed logits with the model's own",
+        "preparing the drafter none",
+        "reading the prompts",
+    ]
+    assert len([line for line in lines if re.search(r": \d+\.\d s$", line)]) == 6
+
+
+def test_the_first_piece_ends_the_reading_of_prompts():
+    seen, tokenizer = [], tiny_tokenizer()
+    streamer = AnswerStreamer(Pieces(tokenizer), show=seen.append, begun=lambda: seen.append("begun"))
+    streamer.put(torch.tensor([1, 2, 3]))
+    assert seen == []
+    for token in tokenizer("xy")["input_ids"]:
+        streamer.put(torch.tensor([token]))
+    assert seen == ["begun", "x", "y"]
+
+
 def test_answers_stream_into_a_pipe():
     """Every piece is written as soon as it is certain, not at the end."""
     pipe, tokenizer = Pipe(), tiny_tokenizer()

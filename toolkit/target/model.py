@@ -520,7 +520,7 @@ class RaggedModel(nn.Module):
             raise unsupported(self.model, failure) from failure
         prepacking = Prepacking(view.model, seen, weights=self.weights, head=self._shared_head())
         if prepacking.left:
-            warnings.warn(f"not prepacked, as they are not plain linears: {'; '.join(prepacking.left)}", stacklevel=5)
+            warnings.warn(f"not prepacked, as they are not plain linears: {'; '.join(prepacking.left)}", stacklevel=6)
         return prepacking
 
 
