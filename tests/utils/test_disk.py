@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from support.tiny_training import TRAINER, data, module, save_config, save_world
 from support.writers import FILES, FOLDERS, WRITERS, everything, place, several
 
@@ -182,6 +182,13 @@ def test_generation_resumes_after_a_full_disk(world, tmp_path, monkeypatch):
     assert len(list((tmp_path / "data").glob("tokens-*"))) == 3
 
 
+class Steps(Callback):
+    """Logs a metric that every validation improves."""
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        pl_module.log("val/steps", float(trainer.global_step))
+
+
 @pytest.mark.parametrize("full", ["last", "curve", "model.safetensors"])
 def test_a_training_keeps_files_saved_before_the_disk_was_full(world, tmp_path, monkeypatch, full):
     """The disk fills when the file is written for the second time."""
@@ -198,9 +205,10 @@ def test_a_training_keeps_files_saved_before_the_disk_was_full(world, tmp_path, 
     monkeypatch.setattr(os, "fsync", fail)
     keep = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=2, save_last=True)
     settings = TRAINER | {"enable_checkpointing": True, "max_steps": 8, "val_check_interval": 2}
-    trainer = Trainer(**settings, callbacks=[Recorder(str(tmp_path / "results")), keep])
+    recorder = Recorder(str(tmp_path / "results"), monitor="val/steps")
+    trainer = Trainer(**settings, callbacks=[Steps(), recorder, keep])
     with pytest.raises(WriteError, match=r"No space left on device; what was saved before is kept, and --ckpt_path"):
-        trainer.fit(module(), data(world))
+        trainer.fit(module(), data(world, validation=1))
     names = {path.name for path in tmp_path.rglob("*")}
     assert not [name for name in names if name.startswith(".")]
     assert {"best", "model.safetensors", "curve.json"} <= names
