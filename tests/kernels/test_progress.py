@@ -36,7 +36,8 @@ def test_long_work_is_reported_with_its_duration(capsys):
     assert float(re.fullmatch(r"arbordraft: reading: (\d+\.\d) s", ended)[1]) >= 0.1
 
 
-def test_short_work_is_not_reported(capsys):
+def test_short_work_is_not_reported(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE", 5.0)
     for _ in range(50):
         with phase("reading"):
             pass
@@ -49,7 +50,9 @@ def test_of_nested_work_the_innermost_is_reported(capsys):
             time.sleep(LONG)
         with phase("comparing"):
             pass
-    assert said(capsys).splitlines() == ["arbordraft: packing ...", "arbordraft: packing: N s"]
+    lines = said(capsys).splitlines()  # the outer one may follow, if the machine is busy
+    assert lines[:2] == ["arbordraft: packing ...", "arbordraft: packing: N s"]
+    assert not any("comparing" in line for line in lines)
 
 
 def test_outer_work_goes_on_after_inner_work(capsys):
@@ -71,7 +74,7 @@ def test_failures_end_their_line(capsys):
         fail()
     assert said(capsys).splitlines() == ["arbordraft: reading ...", "arbordraft: reading: N s"]
     with phase("short"):
-        time.sleep(0.01)
+        pass
     assert said(capsys) == "", "nothing is left of the work that failed"
 
 
