@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -102,6 +103,8 @@ def _print(line: str, *, keep: bool) -> None:
         return
     with contextlib.suppress(OSError, ValueError):  # closed, which is no reason to fail
         begin = "\r\x1b[K" if stream.isatty() else ""
+        if not keep:  # a wrapped line could not be erased
+            line = line[: shutil.get_terminal_size().columns - 1]
         print(f"{begin}{line}", end="\n" if keep else "", file=stream, flush=True)
 
 

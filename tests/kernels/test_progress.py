@@ -108,6 +108,17 @@ def test_a_terminal_shows_passing_seconds_in_one_line(capsys, monkeypatch, live)
     assert said(capsys) == f"{begin}{first}{begin}arbordraft: reading: N s\n"
 
 
+def test_a_live_line_fits_into_the_terminal(capsys, monkeypatch):
+    """The terminal would wrap a longer line, of which only the last part can be erased."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    with phase("reading " + "x" * 100):
+        time.sleep(LONG)
+    live, kept = re.findall(r"\r\x1b\[K([^\r\n]*)", capsys.readouterr().err)
+    assert len(live) == 39
+    assert re.fullmatch(r"arbordraft: reading x{100}: \d\.\d s", kept)
+
+
 def test_a_log_of_infos_has_it_instead(caplog, capsys):
     with caplog.at_level("INFO", logger="arbordraft"), phase("reading"):
         time.sleep(LONG)
