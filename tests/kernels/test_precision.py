@@ -12,8 +12,11 @@ from arbordraft.kernels.precision import fast_dtype, tell_if_slow
 @pytest.fixture(params=[False, True], ids=["slow", "fast"])
 def fast(request, monkeypatch):
     """Pretends that processor and GPU lack, or have, instructions for bfloat16."""
+
+    def supported(including_emulation=True):
+        return including_emulation or request.param
+
     monkeypatch.setattr(native, "fast_bfloat16", lambda: request.param)
-    supported = lambda including_emulation=True: including_emulation or request.param  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     precision._tell.cache_clear()
     return request.param

@@ -81,7 +81,7 @@ VERIFIERS = {
 } | {"GreedyMultiPath": (ad.IID(2), GreedyMultiPath)}
 
 
-def view_of(depth, tree, source="LanguageModelDrafter", memory=None):
+def view_of(depth, tree, memory):
     """Returns the view of a decider before the level below ``depth`` is drawn."""
     origins = {}
 
@@ -96,14 +96,12 @@ def view_of(depth, tree, source="LanguageModelDrafter", memory=None):
         return path[::-1]
 
     rows = [row for row in tree.rows if tree.batch.depth[row] == depth]
-    return StepView(
-        depth, [[draws(row) for row in rows]], [memory], planned=len(tree.rows), source=source, acceptance=(0.5,)
-    )
+    return StepView(depth, [[draws(row) for row in rows]], [memory], planned=len(tree.rows))
 
 
 def distance(verifier, law, decider, topology, steps, kind, seed=0):
     def goes_on(depth, tree):
-        return decider(view_of(depth - 1, tree, memory=decider.start()))[0]
+        return decider(view_of(depth - 1, tree, decider.start()))[0]
 
     draft = partial(draft_trees, goes_on=goes_on)
     return distance_to_target(verifier, topology, law, random_table(kind, 2, seed), steps, draft)

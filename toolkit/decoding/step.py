@@ -84,7 +84,9 @@ class Stepper:
         cache = self.eager.runner.open(max_tokens) if fixed is None else fixed
         self.target.begin(cache)
         stats = DecodeStats(self.coupling.exactness.value, [0], [0])
-        watch = None if fixed_batch else WeightWatch(self.drafter.modules())
+        watch = None
+        if not fixed_batch:  # the cache is tied to the target's weights
+            watch = WeightWatch(self.drafter.modules(), leave={id(one) for one in self.target.parameters()})
         return DecodeState(cache, self.drafter.open(cache), stats, fixed_batch=fixed_batch, drafter_weights=watch)
 
     def current(self, state: DecodeState) -> bool:

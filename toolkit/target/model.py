@@ -472,9 +472,9 @@ class RaggedModel(nn.Module):
     def _prepare(self) -> _Prepared:
         work = "prepacking weights" if self.backend == "native" else "preparing the model"
         with phase(f"{work} in {self.weights}" if self.weights else work):
-            return self._view()
+            return self._build()
 
-    def _view(self) -> _Prepared:
+    def _build(self) -> _Prepared:
         check_adapters(self.model)
         view = ModelView(self.model, ATTENTION_NAME)
         place = decoder_list(view.model, self.num_layers)

@@ -61,8 +61,8 @@ class WeightWatch:
         return self.untouched() and all(map(torch.equal, self._read(), self._found))
 
     def _read(self) -> list[Tensor]:
-        """Returns the sampled elements' bits as integers, since NaN never equals NaN."""
-        return [torch.cat(samples).double().view(torch.int64) for samples in self._samples]
+        """Returns the bytes of the sampled elements, since NaN never equals NaN."""
+        return [torch.cat(samples).view(torch.uint8) for samples in self._samples]
 
 
 def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
