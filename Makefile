@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed-demo ## Decode with several drafts per step and show the gain: three to five minutes
+demo: $(VENV)/.installed-demo ## Decode with several drafts per step and show the gain: two to five minutes
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 # Processes with one thread each: twice as fast as the other way round, and steady on a busy machine. One more than there
