@@ -1,34 +1,39 @@
 """Whole draft trees in one call of the C++ kernels.
 
 Trees grow from a small model that is fed with its own tokens level by level, or from rows of scores that already exist.
-:func:`arbordraft.drafters.grower.grow` computes the same trees level by level, with the same model and plan.
+:func:`arbordraft.drafters.grow.grow` computes the same trees level by level, with the same model and limits.
 
-Shapes: N tokens to catch up with, S samples, F concatenated hidden states, V vocabulary, E embedding size, H hidden
-size. D draft vocabulary, P pool rows, M drafted nodes, K depths told apart, B rotary tables, R rotated channels.
+Shapes: T tokens to catch up with, S samples, N nodes of the topology, M drafts, K depths with values of their own. F
+concatenated hidden states, V vocabulary, E embedding size, H hidden size, D draft vocabulary, P pool rows, B rotary
+tables, R rotated channels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, Norm
 from arbordraft.kernels.dispatch import define
+from arbordraft.kernels.draft_tree.limits import Ints, Limits, Trees, Verification
 from arbordraft.kernels.native import load
 
 _GROWTH = (
-    "int[] offsets, int[] children, int[] levels, float[] trust, float[] next, float[] weights, float[] prices, "
-    "int budget, Tensor? seeds, Tensor? positions, float[] temperatures"
+    "Tensor(t!) token, Tensor(c!) chance, Tensor(r!) reach, int[] slots, int[] offsets, int[] children, int[] levels, "
+    "float[] calibration, float[] expected, float[] costs, int budget, Tensor? seeds, Tensor? positions, "
+    "float[] temperatures"
 )
 _draft_from_rows = define(
-    "draft_from_rows(Tensor scores, Tensor? table, Tensor? correction, Tensor? gates, Tensor roots, "
-    f"Tensor? vocabulary, {_GROWTH}) -> (Tensor, Tensor, Tensor, int)"
+    "draft_from_rows(Tensor scores, Tensor? table, Tensor? correction, Tensor? gates, Tensor? vocabulary, "
+    f"{_GROWTH}) -> int"
 )
 _draft_tree = define(
     "draft_tree(Tensor tokens, Tensor? states, Tensor embedding, Tensor?[] ends, Tensor?[] parameters, int[] ints, "
     "float[] scalars, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? vocabulary, Tensor frequencies, Tensor slabs, "
-    f"{_GROWTH}, float[] numbers) -> (Tensor, Tensor, Tensor, int)"
+    f"Tensor(f!) fed, {_GROWTH}, float[] numbers) -> int"
 )
 
 
@@ -72,68 +77,6 @@ class DraftWeights:
     norm_output: bool = False
 
 
-class Growth(NamedTuple):
-    """Limits of growing trees: a :class:`~arbordraft.deciders.decisions.Plan` in plain numbers.
-
-    Args:
-        offsets: ``[nodes + 1]`` positions in ``children`` at which the children of each node of the topology begin.
-        children: children of node 0, of node 1, and so on.
-        levels: ``[S]`` maximum number of levels.
-        trust: ``[S K]`` factor of draft probabilities, by depth of the parent.
-        next: ``[S K]`` how often some child is expected to be accepted, by depth of the parent.
-        weights: ``[S]`` worth of a sample's tokens to the batch.
-        level: tokens that a level must gain.
-        row: tokens that a node must gain.
-        budget: maximum number of drafts of all samples, -1 for no limit.
-        keep: takes the maximum number of drafts and returns the prices, in tokens, of verifying 0, 1, 2, ... of them.
-            An empty result keeps all drafts. ``None`` if the host has to decide. Kernels do not read it.
-    """
-
-    offsets: Sequence[int]
-    children: Sequence[int]
-    levels: Sequence[int]
-    trust: Sequence[float]
-    next: Sequence[float]
-    weights: Sequence[float]
-    level: float
-    row: float
-    budget: int
-    keep: Callable[[int], Sequence[float]] | None = None
-
-    def spelled(self, draws: "Draws | None") -> tuple[object, ...]:
-        """Returns growth and draws as the arguments of the operators."""
-        *numbers, level, row, budget, _ = self
-        return (*numbers, [level, row], budget, *(draws or (None, None, ())))
-
-
-class Drafted(NamedTuple):
-    """Drafted nodes: M nodes below the roots, sample after sample, nodes ascending.
-
-    Args:
-        samples: ``[M]`` index of each node's sample, below S.
-        nodes: ``[M]`` node of the topology.
-        tokens: ``[M]``.
-        chances: ``[M]`` draft probability of each node, given its parent.
-        fed: sample and node of each node that was fed, in the order of their keys after a sample's committed keys.
-        broken: number of rows of scores with NaN or without a finite maximum; their nodes got no children.
-        trimmed: whether the nodes that the plan does not keep are already left out.
-    """
-
-    samples: Sequence[int]
-    nodes: Sequence[int]
-    tokens: Sequence[int]
-    chances: Sequence[float]
-    fed: Sequence[Sequence[int]]
-    broken: int
-    trimmed: bool = False
-
-    @classmethod
-    def of(cls, nodes: Tensor, chances: Tensor, fed: Tensor, broken: int) -> Self:
-        """Converts the kernels' results ``[M, 3]``, ``[M]`` and ``[fed nodes, 2]``."""
-        owners, places, tokens = nodes.T.tolist()
-        return cls(owners, places, tokens, chances.tolist(), fed.tolist(), broken)
-
-
 class Draws(NamedTuple):
     """Shared noise for drawing tokens; see :mod:`arbordraft.kernels.gumbel`.
 
@@ -148,34 +91,91 @@ class Draws(NamedTuple):
     temperatures: Sequence[float]
 
 
+class TreesToGrow(NamedTuple):
+    """The trees of some samples, which kernels grow in place, and how far they go on.
+
+    Args:
+        trees: trees of all slots; their roots are there. Tokens are int64, chances and reach float64.
+        slots: the S slots that draft.
+        offsets: ``[N + 1]`` positions in ``children`` at which the children of each node of the topology begin.
+        children: children of node 0, of node 1, and so on.
+        limits: limits of all slots; one group decides.
+        draws: shared noise of the S samples; ``None`` drafts the most probable tokens.
+    """
+
+    trees: Trees
+    slots: Sequence[int]
+    offsets: Sequence[int]
+    children: Sequence[int]
+    limits: Limits
+    draws: "Draws | None" = None
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """Tokens that a level, and that a row must gain."""
+        limits, first = self.limits, self.slots[0]
+        return tuple(  # type: ignore[return-value]
+            float(cost[first, 0]) if isinstance(cost, np.ndarray) else cost
+            for cost in (limits.level_cost, limits.row_cost)
+        )
+
+    @property
+    def budget(self) -> int:
+        """Greatest number of drafts; -1 for no limit."""
+        group = self.limits.group
+        return int(self.limits.budget if group is None else self.limits.budget[group[self.slots[0]]])
+
+    @property
+    def verification(self) -> Verification | None:
+        """Price of verifying drafts."""
+        group, known = self.limits.group, self.limits.verification
+        found: Verification | None = known if group is None else known[group[self.slots[0]]]
+        return found
+
+    def spelled(self) -> tuple[object, ...]:
+        """Returns the arguments of the operators."""
+        trees, slots, limits = self.trees, self.slots, self.limits
+        return (
+            torch.from_numpy(trees.token),
+            torch.from_numpy(trees.chance),
+            torch.from_numpy(trees.reach),
+            slots,
+            self.offsets,
+            self.children,
+            limits.levels[slots].tolist(),
+            limits.calibration[slots].ravel().tolist(),
+            limits.expected[slots].ravel().tolist(),
+            self.costs,
+            self.budget,
+            *(self.draws or (None, None, ())),
+        )
+
+
 def draft_from_rows(
     scores: Tensor,
-    growth: Growth,
-    draws: Draws | None = None,
+    trees: TreesToGrow,
     *,
     vocabulary: Tensor | None = None,
     table: Tensor | None = None,
     correction: Tensor | None = None,
     gates: Tensor | None = None,
-    roots: Tensor,
-) -> Drafted:
+) -> int:
     """Grows trees from rows of scores that depend on the depth alone, or also on the parent's token.
 
     Args:
         scores: ``[S, K, D]`` float32 scores of the children of nodes at depth 0 to K - 1.
-        growth: limits of the trees; at most K levels.
-        draws: shared noise; by default the most probable tokens are drafted.
+        trees: grown in place, by at most K levels.
         vocabulary: ``[D]`` int64 ascending tokens of the scores; by default 0 to D - 1.
         table: ``[V, r]`` a row for each parent token. That row times the depth's gates, multiplied by ``correction``,
             is added to the scores.
         correction: ``[D, r]``, prepacked.
         gates: ``[S, K, r]``, of the dtype of ``table``.
-        roots: ``[S]`` int64 tokens of the roots.
+
+    Returns:
+        The number of rows of scores with NaN or without a finite maximum; their nodes got no children.
     """
-    nodes, chances, fed, broken = _draft_from_rows(
-        scores, table, correction, gates, roots, vocabulary, *growth.spelled(draws)
-    )
-    return Drafted.of(nodes, chances, fed, broken)
+    broken: int = _draft_from_rows(scores, table, correction, gates, vocabulary, *trees.spelled())
+    return broken
 
 
 class DraftRun:
@@ -200,23 +200,26 @@ class DraftRun:
         states: Tensor | None,
         pools: Sequence[tuple[Tensor, Tensor]],
         slabs: Tensor,
-        growth: Growth,
-        draws: Draws | None = None,
-    ) -> Drafted:
+        trees: TreesToGrow,
+        fed: Ints,
+    ) -> int:
         """Feeds the missing tokens and grows the trees; a row's bits do not depend on the other rows.
 
         Args:
-            tokens: ``[N]`` int64 tokens to catch up with, sample after sample. The last one of a sample predicts its
+            tokens: ``[T]`` int64 tokens to catch up with, sample after sample. The last one of a sample predicts its
                 first drafts.
-            states: ``[N, F]`` the target's hidden states for these tokens, for a model that reads them.
+            states: ``[T, F]`` the target's hidden states for these tokens, for a model that reads them.
             pools: ``[P, Hkv, D]`` keys and values of every layer; those of fed tokens are written after the committed
                 rows.
             slabs: ``[3, S]`` int64: first pool row, committed tokens and tokens to catch up with of every sample.
-            growth: limits of the trees.
-            draws: shared noise; by default the most probable tokens are drafted.
+            trees: grown in place.
+            fed: of the shape of the trees; gets the place of each node that was fed, after a sample's committed keys.
+
+        Returns:
+            The number of rows of scores with NaN or without a finite maximum; their nodes got no children.
         """
         weights = self.weights
-        nodes, chances, fed, broken = _draft_tree(
+        broken: int = _draft_tree(
             tokens,
             states,
             weights.embedding,
@@ -229,10 +232,11 @@ class DraftRun:
             weights.vocabulary,
             weights.frequencies,
             slabs,
-            *growth.spelled(draws),
+            torch.from_numpy(fed),
+            *trees.spelled(),
             [weights.epsilon, float(weights.outputs), weights.scale, float(weights.norm_output), *weights.factors],
         )
-        return Drafted.of(nodes, chances, fed, broken)
+        return broken
 
 
 def usable() -> bool:
@@ -244,4 +248,13 @@ def _spelled(matrix: Matrix | None) -> list[Tensor | None]:
     return [None, None, None] if matrix is None else [matrix.weight, matrix.scale, matrix.bias]
 
 
-__all__ = ["DraftRun", "DraftWeights", "Drafted", "Draws", "Growth", "draft_from_rows", "usable"]
+__all__ = [
+    "DraftRun",
+    "DraftWeights",
+    "Draws",
+    "Limits",
+    "TreesToGrow",
+    "Verification",
+    "draft_from_rows",
+    "usable",
+]

@@ -14,25 +14,26 @@ struct Shape {
   int64_t nodes;
 };
 
-// Limits of trees; `trust` and `next` hold `known` numbers for every sample, the last ones for all deeper levels.
+// Limits of trees; `calibration` and `expected` hold `known` numbers for every sample, the last ones for all deeper levels.
 struct Limits {
   const int64_t* levels;
-  const double *trust, *next, *weights;
-  int64_t known, budget;  // drafts of all samples, or -1
-  double level, row;
+  const double *calibration, *expected;
+  int64_t known, budget;  // drafts of all samples, or 0
+  double level_cost, row_cost;
 };
 
 struct Place {
   int64_t sample, node;
 };
 
-// The trees of all samples while they grow.
+// The trees of some samples while they grow, in arrays that belong to the caller: [slots][nodes] each. Sample s has the
+// slot slots[s], and its root is there.
 class Forest {
  public:
-  Forest(const Shape& shape, const Limits& limits, int64_t samples)
-      : shape_(shape), limits_(limits), samples_(samples), tokens(samples * shape.nodes, -1),
-        chances(samples * shape.nodes, 0.f), reach(samples * shape.nodes, 0.) {
-    for (int64_t s = 0; s < samples; ++s) reach[s * shape.nodes] = limits.weights[s];
+  Forest(
+      const Shape& shape, const Limits& limits, const int64_t* slots, int64_t samples, int64_t* token, double* chance,
+      double* reach)
+      : shape_(shape), limits_(limits), slots_(slots), samples_(samples), token_(token), chance_(chance), reach_(reach) {
     starts_ = {0, 1};
   }
 
@@ -44,37 +45,38 @@ class Forest {
     double worth = 0;
     for (int64_t s = 0; s < samples_; ++s) {
       if (depth >= limits_.levels[s]) continue;
-      const double next = limits_.next[s * limits_.known + std::min(depth, limits_.known - 1)];
+      const double expected = limits_.expected[s * limits_.known + std::min(depth, limits_.known - 1)];
       for (int64_t n = starts_[depth]; n < starts_[depth + 1]; ++n) {
-        const double chance = reach[s * shape_.nodes + n], gain = chance * next - limits_.row;
-        const bool alive = n == 0 || tokens[s * shape_.nodes + n] >= 0;
-        if (!alive || shape_.offsets[n] == shape_.offsets[n + 1] || chance < floor || gain < 0) continue;
+        const double reach = reach_[at({s, n})], gain = reach * expected - limits_.row_cost;
+        if (reach < 0 || shape_.offsets[n] == shape_.offsets[n + 1] || reach < floor || gain < 0) continue;
         worth += gain;
         found.push_back({s, n});
       }
     }
-    if (worth < limits_.level) found.clear();
+    if (worth < limits_.level_cost) found.clear();
     if (!found.empty()) open_level();
     return found;
   }
 
-  int64_t children(Place at) const { return shape_.offsets[at.node + 1] - shape_.offsets[at.node]; }
+  int64_t children(Place place) const { return shape_.offsets[place.node + 1] - shape_.offsets[place.node]; }
+  int64_t token(Place place) const { return token_[at(place)]; }
+  int64_t at(Place place) const { return slots_[place.sample] * shape_.nodes + place.node; }
 
   // Gives every node of a frontier its children, the likeliest first; returns how many nodes got none.
-  int64_t plant(
+  int64_t add(
       const std::vector<Place>& frontier, int64_t depth, const std::vector<std::vector<std::pair<int64_t, float>>>& drawn) {
     int64_t barren = 0;
     for (size_t r = 0; r < frontier.size(); ++r) {
       const auto [s, n] = frontier[r];
-      const double trust = limits_.trust[s * limits_.known + std::min(depth, limits_.known - 1)];
+      const double calibration = limits_.calibration[s * limits_.known + std::min(depth, limits_.known - 1)];
       const int64_t* child = shape_.children + shape_.offsets[n];
       barren += drawn[r].empty();
       for (size_t i = 0; i < drawn[r].size(); ++i) {
-        const int64_t node = s * shape_.nodes + child[i];
-        tokens[node] = drawn[r][i].first;
-        chances[node] = drawn[r][i].second;
-        reach[node] = reach[s * shape_.nodes + n] * std::min(1., trust * double(drawn[r][i].second));
-        ++planted_;
+        const int64_t node = at({s, child[i]});
+        token_[node] = drawn[r][i].first;
+        chance_[node] = drawn[r][i].second;
+        reach_[node] = reach_[at({s, n})] * std::min(1., calibration * double(drawn[r][i].second));
+        ++added_;
       }
     }
     return barren;
@@ -83,11 +85,11 @@ class Forest {
  private:
   // Returns the reach of the last draft that fits into the budget so far.
   double least_reach() const {
-    if (limits_.budget <= 0 || planted_ < limits_.budget) return 0;
+    if (limits_.budget <= 0 || added_ < limits_.budget) return 0;
     std::vector<double> all;
     for (int64_t s = 0; s < samples_; ++s)
       for (int64_t n = 1; n < starts_.back(); ++n)
-        if (tokens[s * shape_.nodes + n] >= 0) all.push_back(reach[s * shape_.nodes + n]);
+        if (const double reach = reach_[at({s, n})]; reach >= 0) all.push_back(reach);
     std::nth_element(all.begin(), all.begin() + limits_.budget - 1, all.end(), std::greater<>());
     return all[limits_.budget - 1];
   }
@@ -102,13 +104,12 @@ class Forest {
 
   Shape shape_;
   Limits limits_;
-  int64_t samples_, planted_ = 0;
+  const int64_t* slots_;
+  int64_t samples_, added_ = 0;
   std::vector<int64_t> starts_;  // first node of every level reached, and one past the last
-
- public:
-  std::vector<int64_t> tokens;  // [samples][nodes], -1 if there is no node
-  std::vector<float> chances;   // draft probability given the parent
-  std::vector<double> reach;    // chance that the path to a node is accepted, times the sample's weight
+  int64_t* token_;   // -1 if there is no node
+  double* chance_;   // draft probability given the parent
+  double* reach_;    // chance that the path to a node is accepted, times the sample's weight; -1 if there is no node
 };
 
 // The highest of several numbers with their places; among equal ones the first places.

@@ -1,41 +1,65 @@
-"""The growth rule of draft trees: which nodes get children, and the reach of these children.
+"""The growth rule of draft trees: which nodes get children, what these are worth, and which drafts are verified.
 
-Functions take numpy arrays and tensors alike, so a recorded graph runs them too. A node's reach is the chance that its
-path is accepted, times the worth of its sample's tokens.
+Functions take numpy arrays and tensors alike: trees grow on a host, and in recorded graphs on a device. A node's reach
+is the chance that its path is accepted, times the worth of its sample's tokens.
 
-Shapes: S samples, n nodes of one depth, M drafts of all samples so far, N nodes of the topology, k children.
+Shapes: S samples, N nodes of the topology. At one depth n nodes that may have children, m nodes below them, k children
+at most. M drafts of all samples.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
+import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from arbordraft.kernels.draft_tree import Growth
+from arbordraft.kernels.draft_tree.limits import Ints, Limits, Reals, Trees, Verification
 
-Tokens = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
 Array = TypeVar("Array", Reals, Tensor)
+Numbers = Any  # an array or tensor of integers
 Flags = Any  # an array or tensor of booleans
 
-
-def reach_below(reach: Array, trust: Array, chance: Array) -> Array:
-    """Returns the reach of children, given the reach of their parents; ``trust`` corrects draft probabilities."""
-    return reach * (trust * chance).clip(0, 1)
+_ROUNDS = 3  # iterations in which the rate and the drafts that are worth it settle together
 
 
-def gains(reach: Array, following: Array, row: "float | Array") -> Array:
+class Level(Protocol):
+    """Constants of one depth at which nodes have children.
+
+    Attributes:
+        inner: ``[n]`` nodes with children.
+        below: the m nodes one depth below.
+        parent: ``[m]`` place of each one's parent among the n.
+        rank: ``[m]`` rank of each one among its parent's children.
+    """
+
+    @property
+    def inner(self) -> Any: ...
+
+    @property
+    def below(self) -> slice: ...
+
+    @property
+    def parent(self) -> Any: ...
+
+    @property
+    def rank(self) -> Any: ...
+
+
+def reach_below(reach: Array, calibration: Array, chance: Array) -> Array:
+    """Returns the reach of children, given that of their parents; ``calibration`` corrects draft probabilities."""
+    return reach * (calibration * chance).clip(0, 1)
+
+
+def gains(reach: Array, expected: Array, row_cost: "float | Array") -> Array:
     """Returns the tokens that children bring, less the price of their parents' rows.
 
     Args:
         reach: ``[S, n]``.
-        following: ``[S, 1]`` or ``[S, n]`` how often some child is expected to be accepted.
-        row: price of a row: tokens that it could bring elsewhere.
+        expected: ``[S, 1]`` or ``[S, n]`` how often some child is expected to be accepted.
+        row_cost: price of a row: tokens that it could bring elsewhere.
     """
-    return reach * following - row
+    return reach * expected - row_cost
 
 
 def fits(reach: Array, drafts: Array, budget: "int | Tensor") -> Flags:
@@ -51,94 +75,106 @@ def fits(reach: Array, drafts: Array, budget: "int | Tensor") -> Flags:
     return (drafts > reach[..., None]).sum(-1) < budget
 
 
-def growing(gain: Array, able: Flags, level: "float | Array", axis: int | None = None) -> Flags:
+def growing(
+    gain: Array,
+    able: Flags,
+    level_cost: "float | Array",
+    group: Ints | None = None,
+    whole: "bool | Flags" = False,
+) -> Flags:
     """Returns ``[S, n]``: nodes that get children: those that gain, if together they are worth a level's time.
 
     Args:
         gain: ``[S, n]``.
         able: ``[S, n]`` whether a node exists, may have children and fits.
-        level: price of a level.
-        axis: 1 lets every sample decide by itself; by default the batch decides together.
+        level_cost: price of a level.
+        group: ``[S]`` number of the group of samples that decides together; by default all samples do.
+        whole: whether all able nodes of a sample get children or none, as ``[S, 1]`` or for all samples. Randomly drawn
+            trees are whole: a choice among drafts by their tokens would change the law of the remaining ones.
     """
-    going = able & (gain >= 0)
-    return going & ((gain * going).sum(axis=axis, keepdims=True) >= level)
+    going = able & ((gain >= 0) | whole)
+    worth = (gain * going).sum(axis=1, keepdims=True)
+    if group is None:
+        worth = worth.sum(axis=0, keepdims=True)
+    elif len(group) > 1:
+        worth = np.bincount(group, weights=worth[:, 0])[group][:, None]
+    return going & (worth >= level_cost) & (worth >= 0)
 
 
-def growing_whole(gain: Array, able: Flags, level: "float | Array") -> Flags:
-    """Returns ``[S, n]``: which nodes of randomly drawn trees get children, all nodes of a sample or none.
-
-    A choice among drafts by their tokens would change the law of the remaining ones.
-    """
-    total = (gain * able).sum(axis=1, keepdims=True)
-    return able & (total >= 0) & (total >= level)
-
-
-def chosen(
-    reach: Sequence[float],
-    following: Sequence[float],
-    row: float,
-    level: float,
-    drafts: Sequence[float] = (),
-    budget: int = 0,
-    *,
-    whole: bool = False,
-) -> list[bool]:
-    """Returns which of n nodes get children. For few nodes, plain numbers are faster than arrays.
+def going(trees: Trees, limits: Limits, level: Level, depth: int) -> Flags:
+    """Returns ``[S, n]``: which nodes of a depth get children.
 
     Args:
-        reach: ``[n]`` reach of nodes that exist and may have children.
-        following: ``[n]`` how often some child is expected to be accepted.
-        row: price of a row.
-        level: price of a level.
-        drafts: reach of all drafts so far.
-        budget: number of drafts that fit; 0 for no limit.
-        whole: whether to decide for all nodes of one sample together, as :func:`growing_whole` does.
+        trees: trees down to this depth.
+        limits: how far they go on.
+        level: the depth's constants.
+        depth: the depth.
     """
-    gain = [own * next_ - row for own, next_ in zip(reach, following, strict=True)]
-    if whole:
-        return [0 <= sum(gain) >= level] * len(gain)
-    least = sorted(drafts, reverse=True)[budget - 1] if 0 < budget <= len(drafts) else 0.0
-    going = [own >= 0 and far >= least for own, far in zip(gain, reach, strict=True)]
-    worth = sum(own for own, goes_on in zip(gain, going, strict=True) if goes_on)
-    return going if worth >= level else [False] * len(going)
+    reach = trees.reach[:, level.inner]
+    able = (reach >= 0) & (depth < limits.levels)[:, None]
+    for slots, budget in limits.budgets() if depth else ():
+        fit = fits(reach[slots], trees.reach[slots, 1:].ravel(), budget)
+        able[slots] = able[slots] & fit
+    gain = gains(reach, limits.expected_at(depth), limits.row_cost)
+    return growing(gain, able, limits.level_cost, limits.group, limits.whole)
 
 
-def grow(growth: "Growth", draw: Callable[[int, list[int], Tokens], tuple[Tokens, Reals]]) -> tuple[Tokens, Reals]:
-    """Grows trees of most probable tokens on the host, level by level.
+def add(
+    trees: Trees, limits: Limits, level: Level, depth: int, parents: Flags, tokens: Numbers, chances: Array
+) -> None:
+    """Adds children to the trees, in place.
 
     Args:
-        growth: limits of the trees.
-        draw: takes a depth, n of its nodes and their ``[S, n]`` tokens. Returns the ``[S, n, k]`` tokens of their
-            children, the best one first, and their draft probabilities. The token of a root or of a missing node is -1.
-
-    Returns:
-        ``[S, N]`` tokens, -1 for roots and missing nodes, and ``[S, N]`` draft probabilities.
+        trees: the trees.
+        limits: how far they go on.
+        level: constants of the parents' depth.
+        depth: the parents' depth.
+        parents: ``[S, n]`` which nodes get children.
+        tokens: ``[S, n, k]`` tokens of the children, -1 for none.
+        chances: ``[S, n, k]`` their draft probabilities.
     """
-    samples, nodes = len(growth.levels), len(growth.offsets) - 1
-    trust, following = (np.reshape(told, (samples, -1)) for told in (growth.trust, growth.next))
-    tokens, chances, reach = np.full((samples, nodes), -1), np.zeros((samples, nodes)), np.full((samples, nodes), -1.0)
-    reach[:, 0] = growth.weights
-    here: list[int] = [0]
-    for depth in range(max(growth.levels)):
-        inner = [node for node in here if growth.offsets[node] < growth.offsets[node + 1]]
-        if not inner:
+    token, chance = tokens[:, level.parent, level.rank], chances[:, level.parent, level.rank]
+    added = parents[:, level.parent] & (token >= 0)
+    reach = reach_below(trees.reach[:, level.inner][:, level.parent], limits.calibration_at(depth), chance)
+    where: Any = torch.where if isinstance(added, Tensor) else np.where
+    for known, new in ((trees.token, token), (trees.chance, chance), (trees.reach, reach)):
+        known[:, level.below] = where(added, new, known[:, level.below])
+
+
+def reached(trees: Trees, limits: Limits, levels: Sequence[Level], slots: Sequence[int]) -> None:
+    """Computes the reach of some samples' drafts anew, in place, after their chances were given otherwise."""
+    reach = trees.reach[slots]
+    for depth, level in enumerate(levels):
+        below = reach_below(
+            reach[:, level.inner][:, level.parent],
+            limits.calibration_at(depth)[slots],
+            trees.chance[slots, level.below],
+        )
+        reach[:, level.below] = np.where(trees.token[slots, level.below] >= 0, below, -1)
+    trees.reach[slots] = reach
+
+
+def number_kept(reach: Reals, budget: int, verification: Verification | None) -> int:
+    """Returns how many of the likeliest drafts are verified.
+
+    Args:
+        reach: ``[M]`` reach of all drafts, descending.
+        budget: greatest number of drafts; -1 for any number.
+        verification: the price of their rows; ``None`` if they are free.
+    """
+    most = min(len(reach), budget) if budget >= 0 else len(reach)
+    if verification is None:
+        return most
+    seconds, rate = verification.seconds[: most + 1], verification.rate
+    gained = np.concatenate(([0.0], reach[: len(seconds) - 1].cumsum())) * verification.alike
+    count = 0
+    for _ in range(_ROUNDS):
+        count = int((gained - rate * seconds).argmax())
+        better = verification.margin * (verification.tokens + gained[count]) / (verification.base + seconds[count])
+        if better <= rate:
             break
-        known = min(depth, trust.shape[1] - 1)
-        own = reach[:, inner]
-        able = (own >= 0) & (depth < np.array(growth.levels))[:, None]
-        if growth.budget > 0:
-            able &= fits(own, reach[:, 1:].ravel(), growth.budget)
-        going = growing(gains(own, following[:, known, None], growth.row), able, growth.level)
-        drawn, chance = draw(depth, inner, tokens[:, inner])
-        for place, node in enumerate(inner):
-            for rank, child in enumerate(growth.children[growth.offsets[node] : growth.offsets[node + 1]]):
-                added = going[:, place] & (chance[:, place, rank] > 0)
-                tokens[added, child] = drawn[added, place, rank]
-                chances[added, child] = chance[added, place, rank]
-                below = reach_below(own[:, place], trust[:, known], chance[:, place, rank])
-                reach[added, child] = below[added]
-        here = [child for node in here for child in growth.children[growth.offsets[node] : growth.offsets[node + 1]]]
-    return tokens, chances
+        rate = better
+    return count
 
 
-__all__ = ["chosen", "fits", "gains", "grow", "growing", "growing_whole", "reach_below"]
+__all__ = ["Level", "add", "fits", "gains", "going", "growing", "number_kept", "reach_below", "reached"]

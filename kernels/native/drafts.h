@@ -19,31 +19,44 @@ struct Growing {
   Shape shape;
   Limits limits;
   int64_t samples;
+  at::IntArrayRef slots;
+  int64_t* token;
+  double *chance, *reach;
   const int64_t* vocabulary;  // target token of each score of a row, or null
   const Tensor *seeds, *positions;  // of shared noise, or null
   at::ArrayRef<double> temperatures;  // divisors of scores; 0 draws without noise
 
   Growing(
-      int64_t samples_, int64_t outputs, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
-      at::ArrayRef<double> trust, at::ArrayRef<double> next, at::ArrayRef<double> weights, at::ArrayRef<double> prices,
-      int64_t budget, const OptionalTensor& words, const OptionalTensor& seeds_, const OptionalTensor& positions_,
+      int64_t samples_, int64_t outputs, const OptionalTensor& words, const Tensor& token_, const Tensor& chance_,
+      const Tensor& reach_, at::IntArrayRef slots_, at::IntArrayRef offsets, at::IntArrayRef children,
+      at::IntArrayRef levels, at::ArrayRef<double> calibration, at::ArrayRef<double> expected,
+      at::ArrayRef<double> costs, int64_t budget, const OptionalTensor& seeds_, const OptionalTensor& positions_,
       at::ArrayRef<double> temperatures_)
-      : samples(samples_), vocabulary(integers(words)), seeds(seeds_ ? &*seeds_ : nullptr),
+      : samples(samples_), slots(slots_), token(mutable_integers(token_)), chance(doubles(chance_)), reach(doubles(reach_)),
+        vocabulary(integers(words)), seeds(seeds_ ? &*seeds_ : nullptr),
         positions(positions_ ? &*positions_ : nullptr), temperatures(temperatures_) {
-    const int64_t nodes = int64_t(offsets.size()) - 1, known = int64_t(trust.size()) / std::max<int64_t>(1, samples);
+    const int64_t nodes = int64_t(offsets.size()) - 1, known = int64_t(calibration.size()) / std::max<int64_t>(1, samples);
     TORCH_CHECK(
         nodes >= 1 && int64_t(children.size()) == nodes - 1 && offsets.back() == nodes - 1 &&
-            int64_t(levels.size()) == samples && int64_t(trust.size()) == samples * known && known >= 1 &&
-            next.size() == trust.size() && int64_t(weights.size()) == samples && prices.size() == 2,
+            int64_t(levels.size()) == samples && int64_t(calibration.size()) == samples * known && known >= 1 &&
+            expected.size() == calibration.size() && int64_t(slots.size()) == samples && costs.size() == 2,
         "the shape or the limits of the trees do not fit");
+    for (const Tensor* array : {&token_, &chance_, &reach_})
+      TORCH_CHECK(
+          array->dim() == 2 && array->size(0) == token_.size(0) && array->size(1) == nodes && array->is_contiguous(),
+          "trees need arrays of one shape, with a column for each of ", nodes, " nodes");
+    for (const int64_t slot : slots)
+      TORCH_CHECK(slot >= 0 && slot < token_.size(0) && token[slot * nodes] >= 0, "slot ", slot, " has no root");
     TORCH_CHECK(!seeds || (positions && seeds->numel() == samples && positions->numel() == samples), "noise needs places");
     TORCH_CHECK(!words || words->numel() == outputs, "expected a token for each of ", outputs, " outputs");
     TORCH_CHECK(!seeds || int64_t(temperatures.size()) == samples, "noise needs a temperature for every sample");
     for (const double temperature : temperatures)
       TORCH_CHECK(temperature >= 0, "temperatures must not be negative, got ", temperature);
     shape = {offsets.data(), children.data(), nodes};
-    limits = {levels.data(), trust.data(), next.data(), weights.data(), known, budget, prices[0], prices[1]};
+    limits = {levels.data(), calibration.data(), expected.data(), known, budget, costs[0], costs[1]};
   }
+
+  Forest forest() const { return Forest(shape, limits, slots.data(), samples, token, chance, reach); }
 
   // Results of drawing a level: the children of every node, the best scores of every part of its row, and the bounds of the
   // noise of every sample, which its nodes share.
@@ -93,30 +106,6 @@ struct Growing {
     }
   }
 };
-
-// The drafted nodes, their chances, the nodes that were fed, and the number of rows with NaN or no finite maximum.
-using Grown = std::tuple<Tensor, Tensor, Tensor, int64_t>;
-
-Grown grown(const Forest& forest, const Growing& growing, const std::vector<Place>& fed, int64_t broken) {
-  std::vector<int64_t> places;
-  std::vector<float> chances;
-  for (int64_t s = 0; s < growing.samples; ++s)
-    for (int64_t n = 1; n < growing.shape.nodes; ++n)
-      if (const int64_t at = s * growing.shape.nodes + n; forest.tokens[at] >= 0) {
-        places.insert(places.end(), {s, n, forest.tokens[at]});
-        chances.push_back(forest.chances[at]);
-      }
-  const auto whole = at::TensorOptions().dtype(at::kLong);
-  Tensor found = at::empty({int64_t(chances.size()), 3}, whole), order = at::empty({int64_t(fed.size()), 2}, whole);
-  Tensor odds = at::empty({int64_t(chances.size())}, whole.dtype(at::kFloat));
-  std::copy(places.begin(), places.end(), found.mutable_data_ptr<int64_t>());
-  std::copy(chances.begin(), chances.end(), odds.mutable_data_ptr<float>());
-  for (size_t i = 0; i < fed.size(); ++i) {
-    order.mutable_data_ptr<int64_t>()[2 * i] = fed[i].sample;
-    order.mutable_data_ptr<int64_t>()[2 * i + 1] = fed[i].node;
-  }
-  return {found, odds, order, broken};
-}
 
 // y [rows][outputs] = x W^T, or y += x W^T if `add`; computes a thread's share.
 template <class W, class X>
@@ -214,10 +203,10 @@ class Drafting {
     for (int64_t row : last) outputs_.insert(outputs_.end(), x.begin() + row * size_, x.begin() + (row + 1) * size_);
   }
 
-  // Grows the trees; returns the nodes that were fed, in their order in the cache.
-  std::vector<Place> grow(Forest& forest, const Growing& growing, bool states, int64_t& broken) {
+  // Grows the trees. Writes the place of each fed node among its sample's fed ones, and returns the number of broken rows.
+  int64_t grow(Forest& forest, const Growing& growing, bool states, int64_t* fed) {
     const Shape& shape = growing.shape;
-    std::vector<Place> fed;
+    int64_t broken = 0;
     std::vector<std::vector<int64_t>> paths(samples_ * shape.nodes);  // slots from below the root down to a fed node
     std::vector<int64_t> output(samples_ * shape.nodes, -1), count(samples_, 0), parent(shape.nodes, -1);
     for (int64_t n = 0; n < shape.nodes; ++n)
@@ -225,10 +214,9 @@ class Drafting {
     for (int64_t s = 0; s < samples_; ++s) output[s * shape.nodes] = s;
     for (int64_t depth = 0;; ++depth) {
       const std::vector<Place> frontier = forest.frontier(depth);
-      if (frontier.empty()) return fed;
-      if (depth) feed(forest, shape, frontier, depth, parent, paths, output, count, states);
-      if (depth) fed.insert(fed.end(), frontier.begin(), frontier.end());
-      expand(forest, growing, frontier, depth, output, broken);
+      if (frontier.empty()) return broken;
+      if (depth) feed(forest, shape, frontier, depth, parent, paths, output, count, states, fed);
+      broken += expand(forest, growing, frontier, depth, output);
     }
   }
 
@@ -236,16 +224,17 @@ class Drafting {
   void feed(
       const Forest& forest, const Shape& shape, const std::vector<Place>& frontier, int64_t depth,
       const std::vector<int64_t>& parent, std::vector<std::vector<int64_t>>& paths, std::vector<int64_t>& output,
-      std::vector<int64_t>& count, bool states) {
+      std::vector<int64_t>& count, bool states, int64_t* fed) {
     Fed rows(stack_.windows());
     std::vector<float> x(frontier.size() * size_);
     for (size_t r = 0; r < frontier.size(); ++r) {
       const auto [s, n] = frontier[r];
       const int64_t here = s * shape.nodes + n, above = s * shape.nodes + parent[n], known = committed_[s] + missing_[s];
-      const int64_t slot = starts_[s] + known + count[s]++;
+      const int64_t slot = starts_[s] + known + count[s];
+      fed[forest.at(frontier[r])] = count[s]++;
       paths[here] = paths[above];
       paths[here].push_back(slot);
-      rows.add(ends_, forest.tokens[here], known - 1 + depth, slot, starts_[s], known, paths[here]);
+      rows.add(ends_, forest.token(frontier[r]), known - 1 + depth, slot, starts_[s], known, paths[here]);
       if (states) std::copy_n(outputs_.begin() + output[above] * size_, size_, x.begin() + r * size_);
       output[here] = int64_t(outputs_.size()) / size_ + int64_t(r);
     }
@@ -253,9 +242,9 @@ class Drafting {
     outputs_.insert(outputs_.end(), x.begin(), x.end());
   }
 
-  void expand(
+  int64_t expand(
       Forest& forest, const Growing& growing, const std::vector<Place>& frontier, int64_t depth,
-      const std::vector<int64_t>& output, int64_t& broken) {
+      const std::vector<int64_t>& output) {
     const int64_t rows = int64_t(frontier.size()), outputs = ends_.head.outputs;
     constexpr bool grouped = std::is_same_v<W, Grouped>;
     const int64_t groups = groups_of(size_);
@@ -290,7 +279,7 @@ class Drafting {
     if (ends_.exact)
       for (int64_t r = 0; r < rows; ++r)
         rescore(normed + r * size_, growing, frontier[r], depth, forest.children(frontier[r]), level.drawn[r]);
-    broken += forest.plant(frontier, depth, level.drawn);
+    return forest.add(frontier, depth, level.drawn);
   }
 
   // Sorts the drawn children by the exact head, and keeps the first ones.
@@ -351,14 +340,14 @@ class Drafting {
 };
 
 // See arbordraft.kernels.draft_tree.DraftRun.
-Grown draft_tree(
+int64_t draft_tree(
     const Tensor& tokens, const OptionalTensor& states, const Tensor& embedding, c10::List<OptionalTensor> ends,
     c10::List<OptionalTensor> parameters, at::IntArrayRef ints, at::ArrayRef<double> scalars, at::TensorList keys,
     at::TensorList values, const OptionalTensor& vocabulary, const Tensor& frequencies, const Tensor& slabs,
-    at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels, at::ArrayRef<double> trust,
-    at::ArrayRef<double> next, at::ArrayRef<double> weights, at::ArrayRef<double> prices, int64_t budget,
-    const OptionalTensor& seeds, const OptionalTensor& positions, at::ArrayRef<double> temperatures,
-    at::ArrayRef<double> numbers) {
+    const Tensor& fed, const Tensor& token, const Tensor& chance, const Tensor& reach, at::IntArrayRef slots,
+    at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels, at::ArrayRef<double> calibration,
+    at::ArrayRef<double> expected, at::ArrayRef<double> costs, int64_t budget, const OptionalTensor& seeds,
+    const OptionalTensor& positions, at::ArrayRef<double> temperatures, at::ArrayRef<double> numbers) {
   const int64_t samples = slabs.size(1), width = embedding.size(1), rows = tokens.numel();
   const int64_t* slab = integers(slabs);
   TORCH_CHECK(slabs.dim() == 2 && slabs.size(0) == 3, "expected slabs of shape [3, S]");
@@ -367,8 +356,9 @@ Grown draft_tree(
       "expected 12 tensors, 4 numbers, and one for every rotary table");
   const int64_t outputs = int64_t(numbers[1]);
   const Growing growing(
-      samples, outputs, offsets, children, levels, trust, next, weights, prices, budget, vocabulary, seeds, positions,
-      temperatures);
+      samples, outputs, vocabulary, token, chance, reach, slots, offsets, children, levels, calibration, expected, costs,
+      budget, seeds, positions, temperatures);
+  TORCH_CHECK(fed.sizes() == token.sizes() && fed.is_contiguous(), "expected a place for every node of the trees");
   int64_t missing = 0;
   for (int64_t s = 0; s < samples; ++s) missing += slab[2 * samples + s];
   TORCH_CHECK(rows == missing && (!states || states->size(0) == rows), "expected ", missing, " rows, got ", rows);
@@ -395,39 +385,34 @@ Grown draft_tree(
     Stack<W, T> stack({parameters, ints, scalars, keys, values}, size, states ? width : 0, around.rotary, around.tables);
     Drafting<W, T> drafting(around, stack, size, slab, samples);
     drafting.catch_up(integers(tokens), states ? data<T>(*states) : nullptr, states ? states->size(1) : 0);
-    Forest forest(growing.shape, growing.limits, samples);
-    int64_t broken = 0;
-    const std::vector<Place> fed = drafting.grow(forest, growing, bool(states), broken);
-    return grown(forest, growing, fed, broken);
+    Forest forest = growing.forest();
+    return drafting.grow(forest, growing, bool(states), mutable_integers(fed));
   });
 }
 
 // See arbordraft.kernels.draft_tree.draft_from_rows.
-Grown draft_from_rows(
+int64_t draft_from_rows(
     const Tensor& scores, const OptionalTensor& table, const OptionalTensor& correction, const OptionalTensor& gates,
-    const Tensor& roots, const OptionalTensor& vocabulary, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
-    at::ArrayRef<double> trust, at::ArrayRef<double> next, at::ArrayRef<double> weights, at::ArrayRef<double> prices,
-    int64_t budget, const OptionalTensor& seeds, const OptionalTensor& positions, at::ArrayRef<double> temperatures) {
-  TORCH_CHECK(scores.dim() == 3 && roots.numel() == scores.size(0), "expected rows [S, K, D] and a root for each sample");
+    const OptionalTensor& vocabulary, const Tensor& token, const Tensor& chance, const Tensor& reach,
+    at::IntArrayRef slots, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
+    at::ArrayRef<double> calibration, at::ArrayRef<double> expected, at::ArrayRef<double> costs, int64_t budget,
+    const OptionalTensor& seeds, const OptionalTensor& positions, at::ArrayRef<double> temperatures) {
+  TORCH_CHECK(scores.dim() == 3, "expected rows [S, K, D]");
   TORCH_CHECK(bool(table) == bool(correction), "a correction needs its table of tokens");
   const int64_t samples = scores.size(0), depths = scores.size(1), outputs = scores.size(2);
   const Growing growing(
-      samples, outputs, offsets, children, levels, trust, next, weights, prices, budget, vocabulary, seeds, positions,
-      temperatures);
+      samples, outputs, vocabulary, token, chance, reach, slots, offsets, children, levels, calibration, expected, costs,
+      budget, seeds, positions, temperatures);
   for (int64_t s = 0; s < samples; ++s) TORCH_CHECK(levels[s] <= depths, "there are rows for ", depths, " depths only");
   const float* from = data<float>(scores);
-  const int64_t* root = integers(roots);
-  Forest forest(growing.shape, growing.limits, samples);
+  Forest forest = growing.forest();
   int64_t broken = 0;
   for (int64_t depth = 0;; ++depth) {
     const std::vector<Place> frontier = forest.frontier(depth);
-    if (frontier.empty()) return grown(forest, growing, {}, broken);
+    if (frontier.empty()) return broken;
     const int64_t rows = int64_t(frontier.size());
     std::vector<float> own(rows * outputs);
     Growing::Level level(growing, frontier, outputs);
-    const auto token_of = [&](const Place& at) {
-      return at.node ? forest.tokens[at.sample * growing.shape.nodes + at.node] : root[at.sample];
-    };
     const auto expand = [&](const auto& correct) {
       team(rows * outputs >= kWorthATeam / 4, [&](int thread, int threads) {
         for (int64_t r = thread; r < rows; r += threads)
@@ -452,7 +437,7 @@ Grown draft_from_rows(
             gates && gates->size(0) == samples && gates->size(1) == depths && gates->size(2) == rank,
             "expected gates for every depth of a sample");
         for (int64_t r = 0; r < rows; ++r) {
-          const int64_t token = token_of(frontier[r]);
+          const int64_t token = forest.token(frontier[r]);
           TORCH_CHECK(token >= 0 && token < table->size(0), "token ", token, " has no row in the table");
           const T *known = data<T>(*table) + token * rank, *gate = data<T>(*gates) + (frontier[r].sample * depths + depth) * rank;
           for (int64_t i = 0; i < rank; i += kLanes)
@@ -463,7 +448,7 @@ Grown draft_from_rows(
         expand([&](int thread, int threads) { times(m, x, rows, own.data(), true, thread, threads); });
       });
     }
-    broken += forest.plant(frontier, depth, level.drawn);
+    broken += forest.add(frontier, depth, level.drawn);
   }
 }
 

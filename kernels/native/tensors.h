@@ -37,6 +37,16 @@ const int64_t* integers(const Tensor& tensor) {
   return tensor.const_data_ptr<int64_t>();
 }
 const int64_t* integers(const OptionalTensor& tensor) { return tensor ? integers(*tensor) : nullptr; }
+
+int64_t* mutable_integers(const Tensor& tensor) {
+  integers(tensor);
+  return tensor.mutable_data_ptr<int64_t>();
+}
+
+double* doubles(const Tensor& tensor) {
+  TORCH_CHECK(tensor.scalar_type() == at::kDouble && tensor.is_contiguous(), "expected contiguous float64 numbers");
+  return tensor.mutable_data_ptr<double>();
+}
 const float* floats(const OptionalTensor& tensor) { return tensor ? data<float>(*tensor) : nullptr; }
 
 // Scratch memory of one call.

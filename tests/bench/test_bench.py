@@ -32,13 +32,13 @@ class Told(Drafter):
         super().__init__()
         self.texts, self.plan, self.step = texts, plan, 0
 
-    def propose(self, state, level):
+    def scores(self, state, frontier):
         step, guesses = self.plan[min(self.step, len(self.plan) - 1)], []
-        for row, (sample, _) in enumerate(level.places):
+        for row, sample in enumerate(frontier.samples):
             length, right = step[sample]
-            token = self.texts[sample][len(level.text(row))]
-            guess = token if level.depth < right else (token + 1) % VOCAB
-            guesses.append(([guess], [1.0]) if level.depth < length else ([], []))
+            token = self.texts[sample][len(frontier.text(row))]
+            guess = token if frontier.depth < right else (token + 1) % VOCAB
+            guesses.append(([guess], [1.0]) if frontier.depth < length else ([], []))
         return guesses
 
     def commit(self, state, tree, verdict):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,11 +17,12 @@ from torch import Tensor
 from arbordraft import CostTable, Fixed, TreeTopology
 from arbordraft.deciders import CostAware, Decider, FixedDepth, PathSurvival
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.deciders.decisions import Draw, Origin, Plan, Situation, StepView
+from arbordraft.deciders.decisions import Draw, Limits, Origin, Situation, StepView
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.base import Guesses
-from arbordraft.drafters.context import DraftContext, Level
-from arbordraft.drafters.grower import grow
+from arbordraft.drafters.context import DraftContext, Frontier
+from arbordraft.drafters.grow import grow
+from arbordraft.kernels.draft_tree.reference import number_kept
 from arbordraft.sampling.laws import IID, DraftLaw
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.verdict import Outcome, Verdict
@@ -55,12 +57,12 @@ class Guessing(Drafter):
         self.stated: Sequence[float] = ()
         self.levels = 0
 
-    def propose(self, state: object, level: Level) -> Tensor | Guesses:
+    def scores(self, state: object, frontier: Frontier) -> Tensor | Guesses:
         self.levels += 1
-        chance = self.stated[level.depth]
+        chance = self.stated[frontier.depth]
         if self.certain:
-            return [([7], [chance])] * len(level.places)
-        return torch.tensor([[1 - chance, *[0.0] * 6, chance]] * len(level.places)).log()
+            return [([7], [chance])] * len(frontier)
+        return torch.tensor([[1 - chance, *[0.0] * 6, chance]] * len(frontier)).log()
 
 
 class Sevens(IID):
@@ -141,6 +143,11 @@ def situation(decider: CostAware, samples: int = 1, promise: float = 0.6, **opti
     return Situation(max_depth=[DEPTH] * samples, memory=memory, acceptance=(promise, 0.1), **options)
 
 
+def kept(limits: Limits, chances: Sequence[float]) -> int:
+    """Returns how many drafts of these reaches, descending, are verified."""
+    return number_kept(np.array(chances), limits.budget, limits.verification)
+
+
 def taught(
     decider: CostAware, memory: dict, *, right: float, stated: float, steps: int = 400, source: str = ""
 ) -> None:
@@ -197,42 +204,42 @@ def test_a_sampled_request_drafts_as_in_its_expected_batch():
 
 def test_more_expensive_rows_keep_fewer_drafts():
     chances = sorted((0.9**depth * width for depth in range(1, 7) for width in (1, 0.4, 0.1)), reverse=True)
-    kept = []
+    found = []
     for slope in (0.0, 0.01, 0.1, 0.3, 0.5, 1.0):
         decider = CostAware(costs(slope, 0.01))
-        kept.append(decider.plan(situation(decider, promise=0.9)).keep(chances))
-    assert kept[0] == len(chances)
-    assert kept == sorted(kept, reverse=True)
-    assert len(set(kept)) > 3
-    assert kept[-1] == 0
+        found.append(kept(decider.plan(situation(decider, promise=0.9)), chances))
+    assert found[0] == len(chances)
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) > 3
+    assert found[-1] == 0
 
 
 @pytest.mark.parametrize("price", [CHEAP, DEAR], ids=["cheap", "expensive"])
 def test_free_drafts_are_drafted_whole_and_pruned(price):
     decider = CostAware(price)
-    plan = decider.plan(situation(decider, 2, promise=0.0, free=True))
-    assert plan.levels == [DEPTH, DEPTH]
-    assert (plan.level, plan.next) == (0, [(1.0,), (1.0,)])
-    assert 0 < plan.row < 1
-    assert plan.keep([0.99] * 4) == 4
-    assert plan.keep([0.8, 0.5, 0.3, 0.1]) == (4 if price is CHEAP else 1)
-    assert plan.keep([0.001] * 4) == 0
+    limits = decider.plan(situation(decider, 2, promise=0.0, free=True))
+    assert limits.levels.tolist() == [DEPTH, DEPTH]
+    assert (limits.level_cost, limits.expected.tolist()) == (0, [[1.0], [1.0]])
+    assert 0 < limits.row_cost < 1
+    assert kept(limits, [0.99] * 4) == 4
+    assert kept(limits, [0.8, 0.5, 0.3, 0.1]) == (4 if price is CHEAP else 1)
+    assert kept(limits, [0.001] * 4) == 0
 
 
 def test_lookups_must_pay_for_their_own_time():
     chances = [0.9, 0.8, 0.7, 0.1]
-    for price, kept in ({}, 4), ({"lookup": 0.5}, 4), ({"lookup": 0.5, "finding": 1.5}, 0):
+    for price, count in ({}, 4), ({"lookup": 0.5}, 4), ({"lookup": 0.5, "finding": 1.5}, 0):
         decider = CostAware(replace(CHEAP, **price))
-        assert decider.plan(situation(decider, 2, promise=0.0, free=True)).keep(chances) == kept
+        assert kept(decider.plan(situation(decider, 2, promise=0.0, free=True)), chances) == count
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_trees_fill_the_budget_of_nodes_and_no_more(nodes, samples):
     decider = CostAware(costs(0.0, 1e-6), nodes=nodes)
-    plan = decider.plan(situation(decider, samples, promise=0.9))
-    assert plan.budget == samples * (nodes - 1)
-    assert plan.keep([0.9] * 40) == samples * (nodes - 1)
+    limits = decider.plan(situation(decider, samples, promise=0.9))
+    assert limits.budget == samples * (nodes - 1)
+    assert kept(limits, [0.9] * 40) == samples * (nodes - 1)
     tree, levels = grown(begun(decider, samples), decider, Guessing(0.9), [0.9] * DEPTH)
     assert sum(tree.lengths) == samples * nodes
     assert levels <= nodes
@@ -243,13 +250,13 @@ def test_samples_that_fail_do_not_draft_beside_those_that_succeed():
     both = situation(decider, 2)
     taught(decider, both.memory[0], right=0.0, stated=0.6)
     taught(decider, both.memory[1], right=1.0, stated=0.6)
-    assert decider.plan(both).levels == [0, DEPTH]
+    assert decider.plan(both).levels.tolist() == [0, DEPTH]
 
 
 def test_drafts_must_pay_for_the_tokens_that_a_drafter_reads_first():
     decider = CostAware(costs(0.01, 0.05, widest=2.0))
     found = [decider.plan(situation(decider, lag=[tokens])) for tokens in (0, 5, 1000)]
-    assert [plan.levels for plan in found] == [[DEPTH], [DEPTH], [0]]
+    assert [limits.levels.tolist() for limits in found] == [[DEPTH], [DEPTH], [0]]
     assert found[0].gains[0] > found[1].gains[0] > 0 > found[2].gains[0]
 
 
@@ -294,37 +301,37 @@ CHANCES = st.lists(st.floats(0, 1), max_size=12).map(lambda chances: sorted(chan
 def test_the_number_of_kept_drafts_gains_most(table, level, samples, alike, chances, promise):
     """Compares with every other number of drafts; a second is worth the tokens that decoding emits in it."""
     decider = CostAware(StepCosts(table, CostTable((1, 2), (level, level))))
-    plan = decider.plan(situation(decider, samples, promise, alike=alike))
-    rate, before = plan.level / level, table(samples * alike)
+    limits = decider.plan(situation(decider, samples, promise, alike=alike))
+    rate, before = limits.level_cost / level, table(samples * alike)
     gains = [
         alike * sum(chances[:count]) - rate * (table((samples + count) * alike) - before)
         for count in range(len(chances) + 1)
     ]
-    assert gains[plan.keep(chances)] == pytest.approx(max(gains), abs=1e-9)
+    assert gains[kept(limits, chances)] == pytest.approx(max(gains), abs=1e-9)
     assert rate >= samples * alike / before * (1 - 1e-12)
 
 
 @given(TABLES, st.floats(0.0, 2), st.floats(0, 1), st.integers(1, 3), st.integers(1, 4), CHANCES, st.floats(0, 1))
 def test_kept_drafts_are_never_slower_than_plain_decoding(table, level, rest, samples, alike, chances, promise):
     decider = CostAware(StepCosts(table, CostTable((1,), (max(level, 1e-9),)), rest=rest))
-    plan = decider.plan(situation(decider, samples, promise, alike=alike))
-    count, rows = plan.keep(chances), samples * alike
+    limits = decider.plan(situation(decider, samples, promise, alike=alike))
+    count, rows = kept(limits, chances), samples * alike
     plain = rows / (table(rows) + rest)
     assert (rows + alike * sum(chances[:count])) / (table(rows + alike * count) + rest) >= plain * (1 - 1e-9)
 
 
 @given(st.floats(0, 1), st.floats(0.001, 1), st.floats(0, 1), st.floats(0, 1), st.integers(1, 4))
 def test_planned_drafts_are_expected_to_be_no_slower_than_plain_decoding(slope, level, rest, promise, samples):
-    """Uses the plan's own numbers: chains grow as long as its prices allow, with its expectation of each level."""
+    """Uses the limits' own numbers: chains grow as long as their prices allow, with the expectation of each level."""
     price = costs(slope, level, rest)
     decider = CostAware(price)
-    plan = decider.plan(situation(decider, samples, promise))
+    limits = decider.plan(situation(decider, samples, promise))
     reaches = list(accumulate([promise, *[0.85 * promise] * (DEPTH - 1)], mul))
     plain = samples / (price.target(samples) + rest)
     depth = 0
-    while depth < max(plan.levels) and samples * (reaches[depth] - plan.row) >= plan.level:
+    while depth < max(limits.levels) and samples * (reaches[depth] - limits.row_cost) >= limits.level_cost:
         depth += 1
-    assert depth > 0 or plan.levels == [0] * samples
+    assert depth > 0 or limits.levels.tolist() == [0] * samples
     tokens = samples * (1 + sum(reaches[:depth]))
     assert tokens / (price.target(samples * (1 + depth)) + rest + depth * level) >= plain * (1 - 1e-9)
 
@@ -335,35 +342,35 @@ NARROW = StepCosts(CostTable((1, 8, 12, 13, 16), (1.0, 1.0, 1.02, 2.0, 2.0)), Co
 def test_a_batch_drafts_for_all_where_only_some_drafts_are_cheap_to_verify():
     """Eight more rows would double the forward and four are nearly free, so the likeliest four are verified."""
     decider = CostAware(NARROW)
-    plan = decider.plan(situation(decider, 8, 0.6))
-    assert min(plan.levels) > 0
-    assert plan.keep([0.6] * 8) == 4
-    assert plan.keep([0.9, 0.8, 0.02, 0.01]) == 2
+    limits = decider.plan(situation(decider, 8, 0.6))
+    assert min(limits.levels) > 0
+    assert kept(limits, [0.6] * 8) == 4
+    assert kept(limits, [0.9, 0.8, 0.02, 0.01]) == 2
     whole = replace(NARROW, target=CostTable((1, 8, 9, 16), (1.0, 1.0, 2.0, 2.0)))
-    assert CostAware(whole).plan(situation(decider, 8, 0.6)).levels == [0] * 8
+    assert CostAware(whole).plan(situation(decider, 8, 0.6)).levels.tolist() == [0] * 8
 
 
 @pytest.mark.parametrize("samples", [1, 8])
 def test_the_cost_of_each_sample_that_starts_to_draft_counts(samples):
     dear = replace(NARROW, joining=0.2)
     assert dear.starting(samples) == pytest.approx(0.2 * (samples - 1))
-    plan = CostAware(dear).plan(situation(CostAware(dear), samples, 0.6))
-    assert [levels > 0 for levels in plan.levels] == [samples == 1] * samples
+    limits = CostAware(dear).plan(situation(CostAware(dear), samples, 0.6))
+    assert (limits.levels > 0).tolist() == [samples == 1] * samples
 
 
 # Learning
 
 
 @pytest.mark.parametrize(("right", "stated"), [(0.3, 0.6), (0.6, 0.3), (0.5, 0.5), (0.0, 0.8), (1.0, 0.25)])
-def test_trust_is_acceptance_over_stated_chances(right, stated):
+def test_calibration_is_acceptance_over_stated_chances(right, stated):
     decider = CostAware(CHEAP, decay=0.99)
     case = situation(decider)
-    assert decider.plan(case).trust == [[1.0] * 4]
+    assert decider.plan(case).calibration.tolist() == [[1.0] * 4]
     taught(decider, case.memory[0], right=right, stated=stated)
-    (trust,) = decider.plan(case).trust
-    assert trust[0] == pytest.approx(right / stated, rel=0.25, abs=0.06)
-    assert trust[1:] == [1.0] * 3, "other depths learn nothing"
-    assert decider.plan(case).next[0][0] == pytest.approx(right, abs=0.05)
+    (calibration,) = decider.plan(case).calibration.tolist()
+    assert calibration[0] == pytest.approx(right / stated, rel=0.25, abs=0.06)
+    assert calibration[1:] == [1.0] * 3, "other depths learn nothing"
+    assert decider.plan(case).expected[0, 0] == pytest.approx(right, abs=0.05)
 
 
 @pytest.mark.parametrize(("right", "stated", "more"), [(0.45, 0.9, False), (0.9, 0.45, True)])
@@ -382,22 +389,22 @@ def test_accepted_drafts_are_learned_by_depth():
     case = situation(decider)
     for _ in range(200):
         decider.learn(case.memory[0], Outcome(6, 2, (0.5,) * 3))
-    (trust,), (following,) = decider.plan(case).trust, decider.plan(case).next
-    assert trust[0] == trust[1] > 1.3
-    assert trust[2] < 0.7
-    assert trust[3] == 1
-    assert following[0] == pytest.approx(following[1], abs=0.01)
-    assert following[1] > following[3] > following[2]
+    (calibration,), (expected,) = decider.plan(case).calibration, decider.plan(case).expected
+    assert calibration[0] == calibration[1] > 1.3
+    assert calibration[2] < 0.7
+    assert calibration[3] == 1
+    assert expected[0] == pytest.approx(expected[1], abs=0.01)
+    assert expected[1] > expected[3] > expected[2]
 
 
 def test_each_drafter_is_learned_separately():
     decider = CostAware(costs(0.1, 0.1))
     case = situation(decider)
     taught(decider, case.memory[0], right=0.0, stated=0.9, source="copies")
-    levels = {name: decider.plan(replace(case, source=name)).levels for name in ("copies", "model", "")}
+    levels = {name: decider.plan(replace(case, source=name)).levels.tolist() for name in ("copies", "model", "")}
     assert levels == {"copies": [0], "model": [DEPTH], "": [DEPTH]}
     other = situation(decider, source="copies")
-    assert decider.plan(other).levels == [DEPTH], "another sample has not learned that"
+    assert decider.plan(other).levels.tolist() == [DEPTH], "another sample has not learned that"
 
 
 def test_each_sample_is_learned_separately():
@@ -414,11 +421,9 @@ def test_an_idle_step_forgets_a_little():
     decider = CostAware(costs(0.1, 0.1))
     case = situation(decider)
     taught(decider, case.memory[0], right=0.0, stated=0.6, steps=40)
-    assert decider.plan(case).levels == [0]
+    assert decider.plan(case).levels.tolist() == [0]
     waits = next(
-        steps
-        for steps in range(1000)
-        if decider.plan(case).levels != [0] or decider.learn(case.memory[0], Outcome(0, 0))
+        steps for steps in range(1000) if decider.plan(case).levels[0] or decider.learn(case.memory[0], Outcome(0, 0))
     )
     assert 5 < waits < 500
 
@@ -451,7 +456,7 @@ def test_a_sample_rests_if_all_its_drafters_rest():
     for _ in range(64):
         plans = [decider.plan(replace(case, source=source)).levels for source in ("copies", "model")]
         resting.append(decider.rests(memory))
-        assert plans == [[0], [0]] or not resting[-1]
+        assert not np.any(plans) or not resting[-1]
         decider.learn(memory, Outcome(0, 0))
     assert 0.5 < sum(resting) / len(resting) < 1, "it rests in most steps, but tries again now and then"
     taught(decider, memory, right=1.0, stated=0.6, source="model", steps=1)
@@ -513,13 +518,16 @@ def test_a_decider_that_always_drafts_is_slower():
         assert run.rate(100) < 0.8 / price.target(1)
 
 
-def test_plans_are_plain_numbers():
-    """Kernels get plain numbers: no tensors, no NaN."""
+def test_limits_are_plain_numbers():
+    """Kernels get numbers of their types: no tensors, no NaN."""
     decider = CostAware(STAIRS, nodes=5)
-    plan = decider.plan(situation(decider, 3))
-    assert isinstance(plan, Plan)
-    assert all(isinstance(levels, int) for levels in plan.levels)
-    assert len(plan.levels) == len(plan.trust) == len(plan.next) == 3
-    assert all(0 <= value <= 10 for row in (*plan.trust, *plan.next) for value in row)
-    assert plan.level > 0
-    assert plan.row >= 0
+    limits = decider.plan(situation(decider, 3))
+    assert isinstance(limits, Limits)
+    assert (limits.levels.dtype, limits.levels.shape) == (np.int64, (3,))
+    for told in (limits.calibration, limits.expected):
+        assert (told.dtype, told.shape) == (np.float64, (3, 4))
+        assert ((told >= 0) & (told <= 10)).all()
+    assert (limits.weight.dtype, limits.weight.tolist()) == (np.float64, [1.0] * 3)
+    assert isinstance(limits.budget, int)
+    assert limits.level_cost > 0
+    assert limits.row_cost >= 0

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ import arbordraft as ad
 from arbordraft import builders
 from arbordraft.deciders import CostAware, Decider
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.deciders.decisions import Plan
+from arbordraft.deciders.decisions import Limits, Verification
 from arbordraft.drafters.ngram import Guess
 from arbordraft.trees.verdict import Verdict
 
@@ -130,7 +131,7 @@ class Stingy(Decider):
     can_plan = True
 
     def plan(self, situation):
-        return Plan.everything(situation.max_depth, budget=1, keep=lambda chances: 0)
+        return Limits.everything(situation.max_depth, budget=1, verification=Verification(np.zeros(1), 0.0))
 
 
 @pytest.mark.parametrize(("law", "nodes"), [(ad.TopTail(1, 1), 5), (ad.Fixed(2), 1)], ids=str)

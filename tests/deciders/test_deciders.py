@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.models import PROMPTS, VOCAB, decode, generated, greedy_reference, left_padded, ragged
@@ -23,6 +24,7 @@ from arbordraft.deciders import (
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Draw, Origin, Situation, StepView
 from arbordraft.drafters import Drafter
+from arbordraft.kernels.draft_tree.reference import number_kept
 from arbordraft.trees.verdict import Causality, Outcome
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
@@ -97,19 +99,22 @@ def test_path_survival_is_a_product():
 
 
 def test_a_node_budget_plans_for_all_its_samples():
-    plan = NodeBudget(4).plan(Situation(max_depth=[6, 3, 0], memory=[None] * 3))
-    assert (plan.levels, plan.budget, plan.level, plan.row) == ([6, 3, 0], 9, 0, 0)
-    assert [plan.keep([0.5] * count) for count in (0, 8, 9, 10)] == [0, 8, 9, 9]
-    assert NodeBudget(1).plan(Situation([6], [None])).levels == [0]
+    limits = NodeBudget(4).plan(Situation(max_depth=[6, 3, 0], memory=[None] * 3))
+    assert limits.levels.tolist() == [6, 3, 0]
+    assert (limits.budget, limits.level_cost, limits.row_cost) == (9, 0, 0)
+    kept = [number_kept(np.full(count, 0.5), limits.budget, limits.verification) for count in (0, 8, 9, 10)]
+    assert kept == [0, 8, 9, 9]
+    assert NodeBudget(1).plan(Situation([6], [None])).levels.tolist() == [0]
     assert NodeBudget(9)(view(2, ((1.0,), (0.1,)))) == [True, True]  # asked instead of planning
 
 
-def test_the_plan_of_a_fixed_depth_equals_its_answers():
+def test_the_limits_of_a_fixed_depth_equal_its_answers():
     for depth, max_depth in itertools.product((None, 0, 2, 9), (0, 1, 5)):
-        plan = FixedDepth(depth).plan(Situation([max_depth], [None]))
+        limits = FixedDepth(depth).plan(Situation([max_depth], [None]))
         asked = next((at for at in range(max_depth) if not FixedDepth(depth)(view(at))[0]), max_depth)
-        assert plan.levels == [asked]
-        assert (plan.trust, plan.next, plan.budget, plan.keep([0.1] * 7)) == ([(1.0,)], [(1.0,)], None, 7)
+        assert limits.levels.tolist() == [asked]
+        assert limits.calibration.tolist() == limits.expected.tolist() == [[1.0]]
+        assert (limits.budget, number_kept(np.full(7, 0.1), limits.budget, limits.verification)) == (-1, 7)
 
 
 @pytest.mark.parametrize("decider", [ad.ConfidenceThreshold(), EntropyBound(), PathSurvival(), Heuristic()])
@@ -208,8 +213,8 @@ def test_a_decoder_remembers_how_drafting_went():
         certain = True
         max_levels = 1
 
-        def propose(self, state, level):
-            return [([wrong], [1.0]) for _ in level.places]
+        def scores(self, state, frontier):
+            return [([wrong], [1.0]) for _ in frontier.nodes]
 
     decoder = ad.SpeculativeDecoder(ragged(), Wrong(), ad.TreeTopology.chain(1), ad.Coupling.matching(), EverySecond())
     lengths = []

@@ -5,6 +5,7 @@ import gc
 import itertools
 import random
 import threading
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -15,8 +16,8 @@ from support.models import EOS, PROMPTS, VOCAB, ragged, tiny
 import arbordraft as ad
 from arbordraft.decoding.engine import Engine, EngineClosed, QueueFull
 from arbordraft.decoding.requests import Request
+from arbordraft.decoding.static.bucket import Bucket
 from arbordraft.heads.eagle import EagleHead
-from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 
 TREE = ad.TreeTopology.from_k_config((2, 2, 1))
@@ -586,8 +587,12 @@ def test_noise_of_another_sample_would_be_seen(monkeypatch):
     made = recorded("lookups")
     asked = [Request(prompt=text(40, n), max_new_tokens=6, seed=n, temperature=1.0) for n in range(4)]
     expected = [alone(made, request) for request in asked]
-    seated = GumbelNoise.seated
-    monkeypatch.setattr(GumbelNoise, "seated", lambda noise, seats: seated(noise, seats[::-1]))
+    fill = Bucket.fill_noise
+
+    def swapped(bucket, into, tree, noise, temperatures):
+        fill(bucket, into, tree, replace(noise, sources=noise.sources[::-1]), temperatures)
+
+    monkeypatch.setattr(Bucket, "fill_noise", swapped)
     engine = Engine(made, max_tokens=4000, max_samples=2, reuse=True)
     streams = [engine.submit(request) for request in asked]
     engine.run()

@@ -391,8 +391,8 @@ class Resting(FixedDepth):
 @pytest.mark.parametrize("buckets", [None, (8, 32)])
 def test_no_drafter_is_asked_while_all_samples_rest(buckets, monkeypatch):
     decoder = build("fixed matching", decider=Resting(3), buckets=buckets)
-    asked, grow = [], drafting.grow
-    monkeypatch.setattr(drafting, "grow", lambda *arguments: asked.append(1) or grow(*arguments))
+    asked, growth = [], drafting.Growth
+    monkeypatch.setattr(drafting, "Growth", lambda *arguments: asked.append(1) or growth(*arguments))
     tokens, output = decode(decoder, PROMPTS[:1], max_new_tokens=20, **NEVER)
     assert tokens == [plain_reference(20)[0][:20]]
     assert len(asked) == math.ceil(output.stats.forwards[0] / 3)
@@ -463,14 +463,14 @@ def test_manual_seed_makes_a_run_repeatable():
 
 def test_every_step_has_fresh_noise():
     decoder, drawn = build(), []
-    propose = decoder.drafter.propose
+    scores = decoder.drafter.scores
 
-    def record(state, level):
-        if level.depth == 0:
-            drawn.append(level.context.noise)
-        return propose(state, level)
+    def record(state, frontier):
+        if frontier.depth == 0:
+            drawn.append(frontier.context.noise)
+        return scores(state, frontier)
 
-    decoder.drafter.propose = record
+    decoder.drafter.scores = record
     decode(decoder, do_sample=True, max_new_tokens=12, **NEVER)
     uniforms = torch.cat([torch.cat([noise.draft, noise.accept, noise.final]).flatten() for noise in drawn])
     uniforms = uniforms[uniforms > 0]  # finished samples draw none

@@ -51,9 +51,9 @@ def test_a_level_costs_its_time_and_no_drafting_costs_nothing(clock):
     """Only levels of drafts advance the clock, by a second each."""
 
     class Ticking(LanguageModelDrafter):
-        def propose(self, state, level):
+        def scores(self, state, frontier):
             clock.now += 1
-            return super().propose(state, level)
+            return super().scores(state, frontier)
 
     rows = CostTable((1,), (1.0,))
     costs = measured(Ticking(ragged(seed=3)), rows=rows)
@@ -66,10 +66,10 @@ def test_only_whole_trees_are_timed_and_no_prompts(clock):
     """Every draft advances the clock by a second, and the first step of a batch by a hundred more."""
 
     class Ticking(LanguageModelDrafter):
-        def propose(self, state, level):
-            first = level.depth == 0 and len(level.context.tokens(0)) == len(PROMPTS[0])
-            clock.now += len(level.places) + 100 * first
-            return super().propose(state, level)
+        def scores(self, state, frontier):
+            first = frontier.depth == 0 and len(frontier.context.tokens(0)) == len(PROMPTS[0])
+            clock.now += len(frontier) + 100 * first
+            return super().scores(state, frontier)
 
     prompts = [PROMPTS[0]] * 4
     for seed in range(3):
@@ -83,15 +83,15 @@ def test_only_whole_trees_are_timed_and_no_prompts(clock):
 
 def test_lookups_are_timed_by_samples_with_any_drafter(clock, monkeypatch):
     """Only lookups advance the clock: by a second, and by half a second for every sample."""
-    propose = NGramDrafter.propose
+    scores = NGramDrafter.scores
 
-    def ticking(self, state, level):
-        proposed = propose(self, state, level)
-        if level.depth == 0 and any(tokens for tokens, _ in proposed):
-            clock.now += 1 + 0.5 * len(level.context.samples)
+    def ticking(self, state, frontier):
+        proposed = scores(self, state, frontier)
+        if frontier.depth == 0 and any(tokens for tokens, _ in proposed):
+            clock.now += 1 + 0.5 * len(frontier.context.samples)
         return proposed
 
-    monkeypatch.setattr(NGramDrafter, "propose", ticking)
+    monkeypatch.setattr(NGramDrafter, "scores", ticking)
     for drafter in (NGramDrafter(), LanguageModelDrafter(ragged(seed=3))):
         costs = measured(drafter, batches=(1, 4), rows=CostTable((1,), (1.0,)))
         assert 0 < costs.lookup <= 1.5

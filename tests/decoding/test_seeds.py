@@ -7,6 +7,7 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from support.models import PROMPTS, generated, tiny
@@ -24,7 +25,7 @@ from arbordraft.deciders import (
     PathSurvival,
 )
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.deciders.decisions import Plan
+from arbordraft.deciders.decisions import Limits, Verification
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.language_model import shrink
 from arbordraft.sampling.noise import Noise
@@ -240,7 +241,7 @@ class Moody(Decider):
 
     def plan(self, situation):
         self.asked += 1
-        return Plan.everything(situation.max_depth, keep=lambda chances: min(len(chances), self.asked % 3))
+        return Limits.everything(situation.max_depth, verification=Verification(np.zeros(1 + self.asked % 3), 0.0))
 
 
 class Gossip(ad.NGramDrafter):

@@ -25,7 +25,6 @@ from arbordraft.drafters import Drafter
 from arbordraft.drafters.ngram import Guess
 from arbordraft.sampling.owned_rows import SampleError
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.trees.draft_tree import DraftTree, Proposal
 from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import KSeq
 
@@ -105,18 +104,17 @@ def test_growing_that_failed_halfway_leaves_nothing_behind(make):
     handle = cache.open(len(prompt))
     target.prefill({handle: prompt[:-1]}, cache)
     state = joined(drafter, [prompt], cache, [handle])
-    nothing = DraftTree.roots(topology, [None], Proposal(law))
 
     def drafted(*processors):
         tree = grown(drafter, state, context([prompt], topology, law, greedy=True, processors=processors))
-        drafter.commit(state, nothing, Verdict.nothing(1))
+        drafter.rollback(state)
         return tree
 
     expected = drafted()
     with pytest.raises(SampleError):
         drafted(fails_behind_drafts)
     cache.drop([handle])
-    drafter.commit(state, nothing, Verdict.nothing(1))
+    drafter.rollback(state)
     again = drafted()
     assert again.token.tolist() == expected.token.tolist()
     assert_close(again.chance, expected.chance, rtol=0, atol=1e-6)
@@ -284,8 +282,8 @@ def test_a_drafter_may_do_nothing_but_propose():
     """A custom drafter needs no other method."""
 
     class Table(Drafter):
-        def propose(self, state, level):
-            return torch.eye(VOCAB)[[token + 1 for token in level.tokens]]
+        def scores(self, state, frontier):
+            return torch.eye(VOCAB)[[token + 1 for token in frontier.tokens]]
 
     decoder = ad.SpeculativeDecoder(ragged(), Table(), ad.TreeTopology.chain(2), ad.Coupling.matching())
     stats = check_greedy(decoder, PROMPTS[:1], 6)
@@ -296,8 +294,8 @@ def test_a_drafter_may_choose_its_tokens():
     class Constant(Drafter):
         certain = True
 
-        def propose(self, state, level):
-            return [([7], [1.0]) for _ in level.places]
+        def scores(self, state, frontier):
+            return [([7], [1.0]) for _ in frontier.nodes]
 
     decoder = ad.SpeculativeDecoder(ragged(), Constant(), ad.TreeTopology.chain(1), ad.Coupling.matching())
     assert check_greedy(decoder, PROMPTS[:1], 6).drafted > 0
@@ -316,8 +314,8 @@ def test_a_drafter_that_ignores_the_room_left_does_not_lengthen_the_output():
         def depths(self, state, context):
             return [topology.max_depth]
 
-        def propose(self, state, level):
-            return [([future[len(level.text(0)) - len(PROMPTS[0])]], [1.0])]
+        def scores(self, state, frontier):
+            return [([future[len(frontier.text(0)) - len(PROMPTS[0])]], [1.0])]
 
     decoder = ad.SpeculativeDecoder(ragged(), Prophet(), topology, ad.Coupling.matching())
     for count in range(1, 6):
@@ -332,8 +330,8 @@ class Short(Drafter):
         super().__init__()
         self.certain = guesses
 
-    def propose(self, state, level):
-        rows = torch.zeros(len(level.places) - 1, VOCAB)
+    def scores(self, state, frontier):
+        rows = torch.zeros(len(frontier) - 1, VOCAB)
         return [([1], [0.5])] * len(rows) if self.certain else rows
 
 

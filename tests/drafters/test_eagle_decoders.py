@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from support.companions import target, texts, trained
 from support.models import PAYS, PROMPTS, decode, tiny, tiny_tokenizer
@@ -15,6 +16,7 @@ from arbordraft.bench.suites import drafter_gain
 from arbordraft.bench.workload import Workload
 from arbordraft.cli.main import app
 from arbordraft.deciders import NodeBudget
+from arbordraft.deciders.decisions import Verification
 from arbordraft.drafter_names import load_drafter
 
 
@@ -67,7 +69,9 @@ def test_pruning_early_changes_nothing(folder):
 
     class Patient(NodeBudget):
         def plan(self, situation):
-            return replace(super().plan(situation), budget=None)
+            limits = super().plan(situation)
+            every = Verification(-np.arange(limits.budget + 1.0), rate=1.0)  # as many as there may be
+            return replace(limits, budget=-1, verification=every)
 
     found = []
     for decider in (NodeBudget(4), Patient(4)):

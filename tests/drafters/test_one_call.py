@@ -28,9 +28,8 @@ from support.native_drafters import KINDS, built
 from transformers import TemperatureLogitsWarper
 
 from arbordraft import EagleDrafter
-from arbordraft.deciders.decisions import Plan
-from arbordraft.drafters import grower, model_drafter
-from arbordraft.drafters.grower import TreeGrower
+from arbordraft.deciders.decisions import Limits
+from arbordraft.drafters import grow, model_drafter
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels.decoder_layers import Norm
 from arbordraft.kernels.draft_tree import DraftRun
@@ -47,14 +46,14 @@ def both(kind):
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """Records for every attempt to grow trees in one call whether it succeeded."""
-    done, real = [], TreeGrower._grown_in_one_call
+    done, real = [], grow.Growth._grown_in_one_call
 
     def counted(self, group):
         found = real(self, group)
         done.append(found)
         return found
 
-    monkeypatch.setattr(TreeGrower, "_grown_in_one_call", counted)
+    monkeypatch.setattr(grow.Growth, "_grown_in_one_call", counted)
     return done
 
 
@@ -205,14 +204,14 @@ def test_requests_that_numbers_cannot_state_are_grown_level_by_level(calls, kind
 @pytest.mark.parametrize("kind", ["eagle", "model"])
 def test_a_temperature_beside_greedy_drafts(kind):
     """The temperature changes no token, but the chances of drafts, and so which drafts are kept."""
-    plan = at_most(MANY, row=0.05)
+    plan = at_most(MANY, row_cost=0.05)
     assert check(*pair(kind), BINARY, plan, greedy=True, processors=[TemperatureLogitsWarper(0.3)]) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_that_ask_for_more_levels_than_there_is_room(kind):
     def plan(situation):
-        return Plan.everything([9] * len(situation.max_depth))
+        return Limits.everything([9] * len(situation.max_depth))
 
     assert check(*pair(kind), BINARY, plan, **GREEDY, max_depth=[3, 1, 0, 2]) > 0
 
@@ -221,7 +220,7 @@ def test_plans_that_ask_for_more_levels_than_there_is_room(kind):
 def test_plans_whose_parts_have_unequal_depths(kind):
     def plan(situation):
         count = len(situation.max_depth)
-        return Plan(situation.max_depth, [(0.5, 1.5, 1.2, 0.3)] * count, [(0.8,)] * count, row=0.03)
+        return Limits.of(situation.max_depth, [(0.5, 1.5, 1.2, 0.3)] * count, [(0.8,)] * count, row_cost=0.03)
 
     assert check(*pair(kind), BINARY, plan, **GREEDY) > 0
 
@@ -234,15 +233,16 @@ def caught(fast, slow, **options):
         check(fast, slow, BINARY, options.pop("plan", at_most(MANY)), **{**GREEDY, **options})
 
 
-@pytest.mark.parametrize(("field", "factor"), [("trust", 1.3), ("next", 0.6)], ids=["trust", "expectation"])
+@pytest.mark.parametrize(("field", "factor"), [("calibration", 1.3), ("expected", 0.6)])
 def test_another_weight_of_a_draft_would_be_seen(monkeypatch, field, factor):
-    (fast, slow), real = pair("eagle"), grower.growth_of
+    (fast, slow), real = pair("eagle"), DraftRun.__call__
 
-    def other(*given):
-        growth = real(*given)
-        return growth._replace(**{field: [factor * weight for weight in getattr(growth, field)]})
+    def other(self, *given):
+        *rest, trees, fed = given
+        limits = replace(trees.limits, **{field: factor * getattr(trees.limits, field)})
+        return real(self, *rest, trees._replace(limits=limits), fed)
 
-    monkeypatch.setattr(grower, "growth_of", other)
+    monkeypatch.setattr(DraftRun, "__call__", other)
     caught(fast, slow, plan=PLANS["dear rows"])
 
 
@@ -267,14 +267,14 @@ def test_a_shifted_position_would_be_seen(monkeypatch):
 
 def test_the_state_of_a_sibling_would_be_seen(monkeypatch):
     fast, slow = pair("eagle")
-    real = EagleDrafter.propose
+    real = EagleDrafter.scores
 
-    def swapped(self, state, level):
-        if level.depth == 2:
+    def swapped(self, state, frontier):
+        if frontier.depth == 2:
             state.out = state.out.view(-1, 2, state.out.shape[1]).flip(1).flatten(0, 1)  # every node has two children
-        return real(self, state, level)
+        return real(self, state, frontier)
 
-    monkeypatch.setattr(EagleDrafter, "propose", swapped)
+    monkeypatch.setattr(EagleDrafter, "scores", swapped)
     caught(fast, slow)
 
 
@@ -300,6 +300,6 @@ def test_another_reading_of_a_model_would_be_seen(change):
 
 def test_noise_of_another_seed_would_be_seen(monkeypatch):
     fast, slow = pair("medusa")
-    real = grower.draws_of
-    monkeypatch.setattr(grower, "draws_of", lambda *given: (one := real(*given))._replace(seeds=one.seeds + 1))
+    real = grow.draws_of
+    monkeypatch.setattr(grow, "draws_of", lambda *given: (one := real(*given))._replace(seeds=one.seeds + 1))
     caught(fast, slow, greedy=False, **HOT, near=NEAR)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import arbordraft as ad
 from arbordraft.checkpoints.translation import Translation, encoded, shared_tokens, spelt_tokens
-from arbordraft.decoding import drafting
+from arbordraft.decoding import step
 from arbordraft.drafter_names import drafter_named
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -219,13 +219,13 @@ def test_sampling_has_the_law_of_the_target(name):
 def test_rows_that_were_not_drawn_from_would_be_seen(monkeypatch):
     """Negative control: rows flatter than those that the drafts came from."""
     of, made = few_drafter("intersection")
-    grow = drafting.grow
+    finished = step.finished
 
     def lie(*given):
-        tree = grow(*given)
+        tree = finished(*given)
         return replace(tree, draft_rows=tree.draft_rows * 0.3 + 0.7 / FEW)
 
-    monkeypatch.setattr(drafting, "grow", lie)
+    monkeypatch.setattr(step, "finished", lie)
     coupling = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
     assert fit(ad.SpeculativeDecoder(of, made, ad.TreeTopology([-1, 0, 0, 1]), coupling)) < 1e-6
 

@@ -23,7 +23,7 @@ from support.request_law import few_tokens as few
 from support.request_law import fit
 
 import arbordraft as ad
-from arbordraft.decoding import drafting
+from arbordraft.decoding import step
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.block import BlockHead
@@ -119,13 +119,13 @@ def test_sampling_has_the_law_of_the_target(name):
 
 def test_rows_that_were_not_drawn_from_would_be_seen(monkeypatch):
     """Negative control: rows flatter than those that the drafts came from."""
-    grow = drafting.grow
+    finished = step.finished
 
     def lie(*given):
-        tree = grow(*given)
+        tree = finished(*given)
         return replace(tree, draft_rows=tree.draft_rows * 0.3 + 0.7 / 6)
 
-    monkeypatch.setattr(drafting, "grow", lie)
+    monkeypatch.setattr(step, "finished", lie)
     coupling = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
     decoder = ad.SpeculativeDecoder(few(0), few_drafter("medusa"), ad.TreeTopology([-1, 0, 0, 1]), coupling)
     assert fit(decoder) < 1e-6
@@ -359,9 +359,9 @@ class Sometimes(Drafter):
         for sample, shown in hidden.items():
             state[sample].append(shown)
 
-    def propose(self, state, level):
+    def scores(self, state, frontier):
         chosen = next(self.rounds)
-        return [([9], [1.0]) if sample in chosen else ([], []) for sample, _ in level.places]
+        return [([9], [1.0]) if sample in chosen else ([], []) for sample in frontier.samples]
 
 
 @pytest.mark.parametrize("name", ROWS)

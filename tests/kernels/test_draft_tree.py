@@ -1,18 +1,29 @@
 """Kernels that grow whole trees refuse arguments that do not fit; test_growth.py tests their results."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from arbordraft import TreeTopology
 from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, Norm
-from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Draws, Growth, draft_from_rows
+from arbordraft.kernels.draft_tree import (
+    DraftRun,
+    DraftWeights,
+    Draws,
+    Limits,
+    TreesToGrow,
+    draft_from_rows,
+)
+from arbordraft.kernels.draft_tree.reference import Trees
 from arbordraft.kernels.prepacked_linear import prepack
+from arbordraft.trees.forest import Forest
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 VOCAB, STATES, HIDDEN, ROWS = 20, 24, 32, 40
 CHAIN = TreeTopology.chain(2)
-GROWTH = Growth(CHAIN.child_offsets, CHAIN.child_order, [2], [1.0], [1.0], [1.0], 0.0, 0.0, -1)
 
 
 def matrix(outputs, inputs):
@@ -62,23 +73,31 @@ def draft_run(states=True, **changes):
     return DraftRun(DraftWeights(**fields | changes))
 
 
-def drafted(run=None, **changes):
-    """Drafts a chain of two after three tokens at the first rows of the pools."""
+def planted(roots=(5,), shape=CHAIN, levels=None, limits=None, **changes):
+    """Returns trees of roots alone, and how far they go on: to the end by default."""
+    trees = Forest.of_roots(shape, roots, [None] * len(roots))
+    trees.reach[:, 0] = 1
+    known = Limits.everything([shape.max_depth] * len(roots) if levels is None else levels)
+    fields = {"trees": trees, "slots": [*range(len(roots))], "limits": replace(known, **limits or {})}
+    return TreesToGrow(**{**fields, "offsets": shape.child_offsets, "children": shape.child_order, **changes})
+
+
+def drafted(run=None, trees=None, fed=None, **changes):
+    """Drafts a chain of two after three tokens, in the first pool rows; returns trees, fed nodes and broken rows."""
+    to_grow = planted(**trees or {})
+    fed = np.full(to_grow.trees.token.shape, -1) if fed is None else fed
     given = {
         "tokens": torch.tensor([3, 4, 5]),
         "states": torch.randn(3, STATES),
         "pools": [(torch.zeros(ROWS, 1, 16), torch.zeros(ROWS, 1, 16))],
         "slabs": torch.tensor([[0], [0], [3]]),
-        "growth": GROWTH,
     }
-    return (run or draft_run())(**given | changes)
+    broken = (run or draft_run())(**given | changes, trees=to_grow, fed=fed)
+    return to_grow.trees, fed, broken
 
 
-PAIR = GROWTH._replace(levels=[1, 1], trust=[1.0] * 2, next=[1.0] * 2, weights=[1.0] * 2)
-
-
-def growth(**changes):
-    return {"growth": GROWTH._replace(**changes)}
+def drafts(found):
+    return int((found[0].token[:, 1:] >= 0).sum())
 
 
 def draws(seeds=1, positions=1, heat=1.0):
@@ -86,15 +105,19 @@ def draws(seeds=1, positions=1, heat=1.0):
 
 
 def test_arguments_that_fit_are_drafted():
-    found = drafted()
-    assert (found.samples, found.nodes) == ([0, 0], [1, 2])
-    assert found.fed == [[0, 1]]
-    assert all(0 < chance <= 1 for chance in found.chances)
-    assert not found.broken
-    assert len(drafted(draft_run(states=False), states=None).chances) == 2
-    assert len(drafted(**draws()).chances) == 2
-    assert drafted(**growth(levels=[0])) == ([], [], [], [], [], 0, False)
-    assert len(drafted(**growth(levels=[9])).chances) == 2
+    trees, fed, broken = found = drafted()
+    assert trees.token[0, 0] == 5
+    assert drafts(found) == 2
+    assert fed.tolist() == [[-1, 0, -1]]
+    assert ((trees.chance > 0) & (trees.chance <= 1)).tolist() == [[False, True, True]]
+    assert trees.reach.tolist() == [[1, *np.cumprod(trees.chance[0, 1:])]]
+    assert not broken
+    assert drafts(drafted(draft_run(states=False), states=None)) == 2
+    assert drafts(drafted(trees=draws())) == 2
+    trees, fed, broken = drafted(trees={"levels": [0]})
+    assert (trees.token.tolist(), trees.chance.tolist()) == ([[5, -1, -1]], [[0] * 3])
+    assert (trees.reach.tolist(), fed.tolist(), broken) == ([[1, -1, -1]], [[-1] * 3], 0)
+    assert drafts(drafted(trees={"levels": [9]})) == 2
 
 
 def test_fed_rows_follow_the_committed_rows():
@@ -103,12 +126,18 @@ def test_fed_rows_follow_the_committed_rows():
     keys[7:9], values[7:9] = torch.randn(2, 2, 1, 16)
     before = keys.clone()
     found = drafted(pools=[(keys, values)], slabs=torch.tensor([[7], [2], [3]]))
-    assert len(found.chances) == 2
-    assert not found.broken
+    assert drafts(found) == 2
+    assert not found[2]
     assert torch.equal(keys[7:9], before[7:9])
     assert keys[9:13].isfinite().all()  # the three missing rows and the first draft
     assert keys[:7].isnan().all()
     assert keys[13:].isnan().all()
+
+
+def with_array(name, change):
+    """Changes an array of trees that would fit."""
+    arrays = {known: getattr(planted().trees, known) for known in ("token", "chance", "reach")}
+    return {"trees": {"trees": Trees(**{**arrays, name: change(arrays[name])})}}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +149,7 @@ def test_fed_rows_follow_the_committed_rows():
         ({"states": torch.randn(2, STATES)}, "expected 3 rows"),
         ({"states": None}, "a drafter reads states"),
         ({"slabs": torch.tensor([[0, 9], [0, 0], [3, 0]])}, "do not fit"),
-        ({"slabs": torch.tensor([[0, 9], [0, 0], [3, 0]]), "growth": PAIR}, "sample 1 lacks nothing"),
+        ({"slabs": torch.tensor([[0, 9], [0, 0], [3, 0]]), "trees": {"roots": (5, 6)}}, "sample 1 lacks nothing"),
         ({"slabs": torch.tensor([[0], [-1], [3]])}, "lacks nothing"),
         ({"slabs": torch.tensor([[0], [0]])}, r"slabs of shape \[3, S\]"),
         ({"slabs": torch.tensor([[ROWS - 3], [0], [3]])}, "outside its pool"),
@@ -128,14 +157,23 @@ def test_fed_rows_follow_the_committed_rows():
         ({"pools": [(torch.zeros(ROWS, 2, 16), torch.zeros(ROWS, 1, 16))]}, "a pool has the wrong shape"),
         ({"pools": [(torch.zeros(ROWS, 1, 16), torch.zeros(9, 1, 16))]}, "different sizes"),
         ({"pools": []}, "parameters of 0 layers"),
-        (growth(levels=[2, 2]), "do not fit"),
-        (growth(trust=[1.0, 1.0]), "do not fit"),
-        (growth(next=[]), "do not fit"),
-        (growth(children=[1]), "do not fit"),
-        (growth(offsets=[0, 1, 2]), "do not fit"),
-        (draws(seeds=2), "noise needs places"),
-        (draws(positions=2), "noise needs places"),
-        (draws(heat=-1.0), "temperatures must not be negative"),
+        ({"trees": {"slots": [0, 0]}}, "do not fit"),
+        ({"trees": {"limits": {"calibration": np.ones((1, 2))}}}, "do not fit"),
+        ({"trees": {"limits": {"expected": np.ones((1, 0))}}}, "do not fit"),
+        ({"trees": {"children": [1]}}, "do not fit"),
+        ({"trees": {"offsets": [0, 1, 2]}}, "do not fit"),
+        ({"trees": {"levels": [2, 2], "slots": [1]}}, "slot 1 has no root"),
+        ({"trees": {"slots": [-1]}}, "slot -1 has no root"),
+        ({"trees": {"roots": (None,)}}, "slot 0 has no root"),
+        (with_array("token", lambda array: array[:, :2].copy()), "arrays of one shape"),
+        (with_array("chance", lambda array: array[:, :2].copy()), "arrays of one shape"),
+        (with_array("reach", lambda array: array[:, :2].copy()), "arrays of one shape"),
+        (with_array("reach", lambda array: np.zeros((1, 6))[:, ::2]), "contiguous float64"),
+        (with_array("chance", lambda array: array.astype(np.float32)), "contiguous float64"),
+        ({"fed": np.full((1, 2), -1)}, "a place for every node"),
+        ({"trees": draws(seeds=2)}, "noise needs places"),
+        ({"trees": draws(positions=2)}, "noise needs places"),
+        ({"trees": draws(heat=-1.0)}, "temperatures must not be negative"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -163,53 +201,62 @@ def test_models_that_do_not_fit_are_refused(run, message):
 
 
 SCORES = torch.log_softmax(torch.randn(2, 2, VOCAB, generator=torch.Generator().manual_seed(0)), dim=-1)
-TWO = GROWTH._replace(levels=[2, 2], trust=[1.0] * 2, next=[1.0] * 2, weights=[1.0] * 2)
 
 
-def from_rows(**changes):
-    given = {"scores": SCORES, "growth": TWO, "roots": torch.tensor([3, 4])}
-    return draft_from_rows(**given | changes)
+def from_rows(scores=SCORES, trees=None, **changes):
+    to_grow = planted(**{"roots": (3, 4), **(trees or {})})
+    broken = draft_from_rows(scores, to_grow, **changes)
+    return to_grow.trees, broken
 
 
 def test_the_likeliest_tokens_of_rows_are_drafted():
-    found = from_rows()
+    trees, broken = from_rows()
     best = SCORES.max(dim=-1)
-    assert (found.samples, found.nodes) == ([0, 0, 1, 1], [1, 2, 1, 2])
-    assert found.tokens == best.indices.flatten().tolist()
-    assert found.chances == pytest.approx(best.values.exp().flatten().tolist(), rel=1e-5)
-    named = from_rows(vocabulary=torch.arange(VOCAB) * 3)
-    assert named.tokens == [3 * token for token in found.tokens]
+    assert trees.token.tolist() == [[3, *best.indices[0].tolist()], [4, *best.indices[1].tolist()]]
+    assert trees.chance[:, 1:] == pytest.approx(best.values.exp().numpy(), rel=1e-5)
+    assert not broken
+    named, _ = from_rows(vocabulary=torch.arange(VOCAB) * 3)
+    assert np.array_equal(named.token[:, 1:], 3 * trees.token[:, 1:])
+
+
+def test_only_the_slots_that_draft_are_grown():
+    """Every slot has limits of its own."""
+    forest, _ = from_rows(trees={"roots": (3, None, 4, 5), "slots": [2, 0], "levels": [1, 2, 2, 2]})
+    best = SCORES.argmax(dim=-1).tolist()
+    assert forest.token.tolist() == [[3, best[1][0], -1], [-1] * 3, [4, *best[0]], [5, -1, -1]]
+    assert forest.reach.min(axis=1).tolist() == [-1, -1, forest.reach[2, 2], -1]
 
 
 def test_the_first_among_equals_is_drafted():
-    found = from_rows(scores=torch.zeros(2, 2, VOCAB))
-    assert found.tokens == [0] * 4
-    assert found.chances == pytest.approx([1 / VOCAB] * 4)
+    trees, _ = from_rows(torch.zeros(2, 2, VOCAB))
+    assert trees.token[:, 1:].tolist() == [[0, 0]] * 2
+    assert trees.chance[:, 1:] == pytest.approx(np.full((2, 2), 1 / VOCAB))
 
 
 def test_impossible_tokens_are_not_drafted():
     """A row may hold fewer possible tokens than a node has children, or none."""
     scores = torch.full((1, 1, VOCAB), -torch.inf)
-    fork = TreeTopology.fork(3, 1)
-    wide = Growth(fork.child_offsets, fork.child_order, [1], [1.0], [1.0], [1.0], 0.0, 0.0, -1)
     for possible in ([], [4], [9, 2]):
         scores[0, 0, possible] = torch.tensor([1.0, 2.0])[: len(possible)]
-        found = draft_from_rows(scores, wide, roots=torch.tensor([3]))
-        assert found.tokens == sorted(possible, key=lambda token: -scores[0, 0, token])
-        assert found.broken == (not possible)
+        trees, broken = from_rows(scores, {"roots": (3,), "shape": TreeTopology.fork(3, 1)})
+        found = sorted(possible, key=lambda token: -scores[0, 0, token])
+        assert trees.token.tolist() == [[3, *found, *[-1] * (3 - len(found))]]
+        assert broken == (not possible)
         scores[:] = -torch.inf
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scores": SCORES[0]}, "a root for each sample"),
-        ({"roots": torch.tensor([3])}, "a root for each sample"),
-        ({"growth": TWO._replace(levels=[2, 3])}, "rows for 2 depths only"),
-        ({"growth": TWO._replace(trust=[1.0] * 3)}, "do not fit"),
+        ({"scores": SCORES[0]}, r"expected rows \[S, K, D\]"),
+        ({"trees": {"roots": (3,)}}, "do not fit"),
+        ({"trees": {"roots": (3, None)}}, "slot 1 has no root"),
+        ({"trees": {"levels": [2, 3]}}, "rows for 2 depths only"),
+        ({"trees": {"limits": {"calibration": np.ones((2, 3))}}}, "do not fit"),
         ({"vocabulary": torch.arange(3)}, "a token for each"),
         ({"table": torch.zeros(VOCAB, 16)}, "a correction needs its table"),
-        (draws(seeds=1), "noise needs places"),
+        ({"trees": draws(seeds=1)}, "noise needs places"),
+        ({"trees": draws(seeds=2, positions=2)}, "a temperature for every sample"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -303,8 +303,8 @@ class Rounds:
         """Returns the drafter's trees; finished samples get none."""
         max_depth = [topology.max_depth if handle in self.cache else None for handle in self.handles]
         asked = {name: options.pop(name) for name in ("decide", "plan") if name in options}
-        self.step = context(self.tokens, topology, law, static=self.static, **{"max_depth": max_depth, **options})
-        return grown(self.drafter, self.state, self.step, **asked)
+        self.step = context(self.tokens, topology, law, **{"max_depth": max_depth, **options})
+        return grown(self.drafter, self.state, self.step, device=self.static, **asked)
 
     def commit(self, tree: DraftTree, ends: Sequence[int | None]) -> None:
         """Accepts each sample's path down to a node, and an arbitrary token; ``None`` ends the sample.

@@ -1,10 +1,11 @@
 """Compares trees that two drafters of equal weights grow over a few rounds."""
 
+import numpy as np
 import pytest
 from transformers import TemperatureLogitsWarper
 
 from arbordraft import TreeTopology
-from arbordraft.deciders.decisions import Plan
+from arbordraft.deciders.decisions import Limits, Verification
 from arbordraft.sampling.laws import IID, SharedNoise
 from support.models import PROMPTS
 
@@ -28,7 +29,7 @@ def at_most(levels, **options):
 
     def plan(situation):
         found = [min(pair) for pair in zip(situation.max_depth, levels, strict=False)]
-        return Plan.everything(found, **options)
+        return Limits.everything(found, **options)
 
     return plan
 
@@ -39,19 +40,29 @@ def weighed(situation):
     trust = [(0.6 + 0.2 * sample, 1.7, 0.9) for sample in range(count)]
     following = [(0.9 - 0.1 * sample, 0.7, 0.5) for sample in range(count)]
     weights = [1 - 0.2 * sample for sample in range(count)]
-    return Plan(situation.max_depth, trust, following, level=0.3, row=0.02, weights=weights)
+    return Limits.of(situation.max_depth, trust, following, weights, level_cost=0.3, row_cost=0.02)
+
+
+def priced(price):
+    """Returns a function that plans all levels, where verifying a draft costs ``price`` tokens."""
+
+    def plan(situation):
+        seconds = np.arange(situation.drafts + 1.0)
+        return at_most(MANY, verification=Verification(seconds, rate=price))(situation)
+
+    return plan
 
 
 MANY = [9] * 4
 PLANS = {
     "everything": at_most(MANY),
     "levels": at_most([3, 0, 1, 2]),
-    "dear rows": at_most(MANY, row=0.15),
-    "dear levels": at_most(MANY, level=0.9),
-    "both": at_most([4, 2, 3, 9], row=0.04, level=0.5),
-    "budget": at_most(MANY, budget=5, keep=lambda chances: min(5, len(chances))),
-    "large budget": at_most(MANY, budget=50),
-    "half": at_most(MANY, keep=lambda chances: len(chances) // 2),
+    "dear rows": at_most(MANY, row_cost=0.15),
+    "dear levels": at_most(MANY, level_cost=0.9),
+    "both": at_most([4, 2, 3, 9], row_cost=0.04, level_cost=0.5),
+    "budget": at_most(MANY, budget=5),
+    "large budget": at_most(MANY, budget=60),  # room for all drafts
+    "priced": priced(0.1),
     "weighed": weighed,
     "nothing": at_most([0] * 4),
 }

@@ -13,11 +13,11 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from arbordraft import CostTable, DecodeStats, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.deciders.decisions import Plan, Situation, StepView
+from arbordraft.deciders.decisions import Limits, Situation, StepView
 from arbordraft.decoding.output import SpeculativeOutput
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import grow
+from arbordraft.drafters.grow import DeviceDrafts, grow
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
@@ -253,11 +253,11 @@ class Planned(Decider):
 
     can_plan = True
 
-    def __init__(self, plan: Callable[[Situation], Plan]) -> None:
+    def __init__(self, plan: Callable[[Situation], Limits]) -> None:
         super().__init__()
         self.by = plan
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, situation: Situation) -> Limits:
         return self.by(situation)
 
 
@@ -297,20 +297,22 @@ def grown(
     step: DraftContext,
     *,
     decide: Decider | Callable[[StepView], Sequence[bool]] | None = None,
-    plan: Callable[[Situation], Plan] | None = None,
+    plan: Callable[[Situation], Limits] | None = None,
+    device: DeviceDrafts | None = None,
 ) -> DraftTree:
     """Returns the trees of a step.
 
     Args:
         decide: a decider, or a function to ask before every level.
         plan: a function that plans, in place of the decider.
+        device: grows whole trees in fixed shapes.
     """
     decider = FixedDepth() if decide is None else decide if isinstance(decide, Decider) else Asked(decide)
     if plan is not None:
         decider = Planned(plan)
     for sample in step.samples:
         sample.memory = decider.start()
-    return grow(step, decider, drafter, state)
+    return grow(step, decider, drafter, state, device)
 
 
 def joined(

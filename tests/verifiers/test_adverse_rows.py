@@ -225,8 +225,8 @@ class Repeating(Drafter):
     def check(self, target, law):
         self.model = target.model
 
-    def propose(self, state, level):
-        best = [int(next_logits(self.model, level.text(row)).argmax()) for row in range(len(level.places))]
+    def scores(self, state, frontier):
+        best = [int(next_logits(self.model, frontier.text(row)).argmax()) for row in range(len(frontier))]
         return [([token] * 2, [0.5] * 2) for token in best]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from arbordraft.deciders.decisions import Plan, Situation, StepView
+from arbordraft.deciders.decisions import Limits, Situation, StepView
 from arbordraft.trees.verdict import Causality, Outcome
 
 
@@ -42,8 +42,8 @@ class Decider(nn.Module):
             hurry: returns whether tokens are wanted now, so that the work must end; ``None`` if the caller waits.
         """
 
-    def plan(self, situation: Situation) -> Plan:
-        """Decides before drafting how far trees go on, in numbers, so that a drafter can grow them in one call.
+    def plan(self, situation: Situation) -> Limits:
+        """Decides before drafting how far trees go on, in arrays, so that a network can grow them in one call.
 
         It is called if the class states ``can_plan = True``.
         """

@@ -11,12 +11,17 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, takewhile
 from operator import mul
 
+import numpy as np
+import numpy.typing as npt
+
 from arbordraft.deciders.base import Decider, growth_of
 from arbordraft.deciders.costs import CostTable, StepCosts
-from arbordraft.deciders.decisions import Plan, RowPrices, Situation, StepView
+from arbordraft.deciders.decisions import Limits, Situation, StepView, Verification
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.trees.verdict import Causality, Outcome
 from arbordraft.utils.checks import check_float, check_instance, check_int
+
+Reals = npt.NDArray[np.float64]
 
 _DEPTHS = 4  # depths with records of their own; the last one stands for all greater depths
 _FALL = 0.85  # prior acceptance below the first level, relative to that of the first level
@@ -101,9 +106,9 @@ class CostAware(Decider):
         >>> costs = StepCosts(CostTable((1, 9), (1.0, 2.0)), CostTable((1, 8), (0.3, 0.3)))
         >>> decider = CostAware(costs)
         >>> decider.plan(Situation([6], [decider.start()], acceptance=[0.8])).levels
-        [6]
+        array([6])
         >>> decider.plan(Situation([6], [decider.start()], acceptance=[0.2])).levels
-        [0]
+        array([0])
     """
 
     def __init__(
@@ -189,19 +194,19 @@ class CostAware(Decider):
         """Decides about one level as :meth:`plan` does about all."""
         reaches = (self.survival or PathSurvival()).survival(view)
         max_depth = [view.depth + 1] * len(reaches)
-        plan = self.plan(Situation(max_depth, view.memory, view.alike, view.source, view.acceptance))
+        limits = self.plan(Situation(max_depth, view.memory, view.alike, view.source, view.acceptance))
         gains = [
-            sum(reach * next_[min(view.depth, len(next_) - 1)] - plan.row for reach in nodes)
-            for nodes, next_ in zip(reaches, plan.next, strict=True)
+            sum(reach * expected - limits.row_cost for reach in nodes)
+            for nodes, expected in zip(reaches, limits.expected_at(view.depth)[:, 0].tolist(), strict=True)
         ]
-        going = [levels > 0 and gain >= 0 for levels, gain in zip(plan.levels, gains, strict=True)]
+        going = [levels > 0 and gain >= 0 for levels, gain in zip(limits.levels.tolist(), gains, strict=True)]
         together = sum(gain for gain, goes_on in zip(gains, going, strict=True) if goes_on) * view.alike
-        return [goes_on and together >= plan.level for goes_on in going]
+        return [goes_on and together >= limits.level_cost for goes_on in going]
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, situation: Situation) -> Limits:
         records = [memory.setdefault(situation.source, _Record()) for memory in situation.memory]
         if all(record.rests for record in records):
-            return Plan.everything([0] * len(records))
+            return Limits.everything([0] * len(records))
         for record in records:
             record.wake()
         samples = len(records) * situation.alike + situation.extra_rows
@@ -217,18 +222,21 @@ class CostAware(Decider):
         )
         rate = margin * worth / base
         row = self._slope(samples)
-        budget = None if self.nodes is None else len(records) * (self.nodes - 1)
-        if budget is not None:
+        budget = -1 if self.nodes is None else len(records) * (self.nodes - 1)
+        if self.nodes is not None:
             situation = replace(situation, max_depth=[min(max_depth, budget) for max_depth in situation.max_depth])
         trust = [_trust(record) for record in records]
         if situation.free:  # lookups come first: the drafts that they find decide how far trees go on
-            looking = self.costs.looking(samples)
-            keep = self._keeping(samples, worth, situation.alike, rate, budget, margin, looking)
-            ones = [(1.0,)] * len(records)
             levels = [
                 0 if record.rests else max_depth for record, max_depth in zip(records, situation.max_depth, strict=True)
             ]
-            return Plan(levels, trust, ones, row=rate * row, budget=budget, keep=keep, weights=weights)
+            added = self._added(samples, situation) + self.costs.looking(samples)
+            added[0] = 0.0
+            verification = Verification(added, rate, situation.alike, base, worth, margin)
+            ones = [(1.0,)] * len(records)
+            return Limits.of(
+                levels, trust, ones, weights, row_cost=rate * row, budget=budget, verification=verification
+            )
         fall = _FALL if situation.informative else 1.0
         following = [_expected(record, situation.acceptance, fall) for record in records]
         draft, widest = self.costs.draft, self.costs.draft.rows[-1]
@@ -247,15 +255,15 @@ class CostAware(Decider):
         reading = [rate * per_draft * tokens / steps for tokens, steps in zip(lag, spread, strict=True)]
         gains = [gain - cost for gain, cost in zip(gains, reading, strict=True)]
         longest_trees = situation.max_depth if situation.informative else lengths
-        return Plan(
+        return Limits.of(
             [most if gain > 0 else 0 for most, gain in zip(longest_trees, gains, strict=True)],
             trust,
             following,
-            level=rate * level,
-            row=rate * row,
+            weights,
+            level_cost=rate * level,
+            row_cost=rate * row,
             budget=budget,
-            keep=RowPrices(self._price(samples, situation.alike, rate), budget),
-            weights=weights,
+            verification=Verification(self._added(samples, situation), rate, situation.alike),
             gains=gains,
         )
 
@@ -301,10 +309,20 @@ class CostAware(Decider):
 
     def _target(self, rows: int) -> float:
         """Returns the seconds of a forward from a table, since every step needs hundreds of them."""
+        return self._seconds(rows)[rows]
+
+    def _seconds(self, rows: int) -> list[float]:
+        """Returns the seconds of forwards of 0 to at least ``rows`` rows."""
         times = self._times  # which another thread may replace
         while len(times) <= rows:
             times.append(self.costs.target(len(times)))
-        return times[rows]
+        return times
+
+    def _added(self, samples: int, situation: Situation) -> Reals:
+        """Returns the seconds that verifying 0, 1, 2, ... drafts adds to a forward of one row for each sample."""
+        last = samples + situation.alike * situation.drafts
+        times: Reals = np.array(self._seconds(last)[samples : last + 1 : situation.alike])
+        return times - self._target(samples)
 
     def _slope(self, samples: int) -> float:
         """Returns the seconds of a further row, where rows are cheapest."""
@@ -312,41 +330,6 @@ class CostAware(Decider):
         if samples not in slopes:
             slopes[samples] = self.costs.target.least_slope(samples, _ROWS_AHEAD * samples)
         return slopes[samples]
-
-    def _price(self, samples: int, alike: int, rate: float) -> Callable[[int], float]:
-        """Returns a function of the number of drafts: the tokens that their rows could bring elsewhere at ``rate``."""
-        before = self._target(samples)
-        return lambda drafts: rate * (self._target(samples + drafts * alike) - before) / alike
-
-    def _keeping(
-        self,
-        samples: int,
-        tokens: float,
-        alike: int,
-        rate: float,
-        budget: int | None,
-        margin: float,
-        drafting: float,
-    ) -> Callable[[Sequence[float]], int]:
-        """Returns a function that counts the drafts worth their rows, at the rate that they bring, at least ``rate``.
-
-        Without drafts, ``samples`` rows bring the worth of ``tokens``. With drafts, the step takes ``drafting`` seconds
-        more.
-        """
-        before = self._target(samples)
-        base = before + self.costs.rest
-
-        def keep(chances: Sequence[float]) -> int:
-            gained = list(accumulate(chances[:budget], initial=0.0))
-            times = (drafting + self._target(samples + drafts * alike) - before for drafts in range(1, len(gained)))
-            taken = [0.0, *times]
-            worth, count = rate, 0
-            for _ in range(_ROUNDS):
-                count = max(range(len(gained)), key=lambda drafts: gained[drafts] * alike - worth * taken[drafts])
-                worth = max(worth, margin * (tokens + gained[count] * alike) / (base + taken[count]))
-            return count
-
-        return keep
 
 
 def _expected(record: _Record, acceptance: Sequence[float], fall: float) -> list[float]:

@@ -3,16 +3,15 @@
 Shapes: V vocabulary, H hidden size of a drafter.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from operator import neg
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from arbordraft.kernels.draft_tree import Limits, Verification
 
 TOP = 10  # number of highest probabilities of a draft row that deciders receive
 
@@ -106,7 +105,7 @@ class StepView:
 
 @dataclass(frozen=True)
 class Situation:
-    """Inputs of a decider's plan for one group of samples, known before drafting.
+    """Inputs of a decider's limits for one group of samples, known before drafting.
 
     Args:
         max_depth: greatest useful depth of every sample's tree.
@@ -119,8 +118,9 @@ class Situation:
         lag: by sample, the number of committed tokens that the drafter would have to read first; none if empty.
         left: by sample, the number of tokens that it may still get; ignored if empty.
         extra_rows: rows of the target's forward besides those of these samples, independent of the plan.
-        informative: whether draft probabilities distinguish drafts that will be accepted from others. If not, the plan
-            has to limit the trees, since the drafts will not show where to stop.
+        informative: whether draft probabilities distinguish drafts that will be accepted from others. If not, the
+            levels have to limit the trees, since the drafts will not show where to stop.
+        drafts: drafts that the topology has room for in all trees of the group.
     """
 
     max_depth: Sequence[int]
@@ -133,72 +133,7 @@ class Situation:
     left: Sequence[int] = ()
     extra_rows: int = 0
     informative: bool = True
+    drafts: int = 64
 
 
-@dataclass(frozen=True)
-class RowPrices:
-    """Keeps as many of the likeliest drafts as maximise their expected tokens, less the price of their rows.
-
-    Args:
-        price: returns, for a number of drafts, the tokens that their rows could bring elsewhere. By default it is
-            negative, so that all drafts are kept, even those that are sure to be wrong.
-        most: greatest number of drafts; any number by default.
-    """
-
-    price: Callable[[int], float] = neg
-    most: int | None = None
-
-    def __call__(self, chances: Sequence[float]) -> int:
-        """Returns how many drafts to keep, see :attr:`Plan.keep`."""
-        gained = list(accumulate(chances[: self.most], initial=0.0))
-        return max(range(len(gained)), key=lambda drafts: gained[drafts] - self.price(drafts))
-
-    def table(self, drafts: int) -> list[float]:
-        """Returns the prices of 0 to ``drafts`` drafts; infinite beyond ``most``."""
-        return [
-            math.inf if self.most is not None and count > self.most else self.price(count)
-            for count in range(drafts + 1)
-        ]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Limits of the trees of some samples, decided before they are drafted.
-
-    The reach of a node is the chance that its path is accepted, times the weight of its sample. The chance is the
-    product of the draft probabilities along the path, each multiplied by its ``trust`` and capped at 1.
-
-    A node gets children if ``reach * next - row`` is not negative. A level is drafted if the sum of these gains over
-    its nodes is at least ``level``. Trees that were drawn at random are only ended, not pruned node by node, since
-    verification would no longer be lossless.
-
-    Args:
-        levels: greatest number of levels, by sample; 0 drafts nothing.
-        trust: by sample and depth of the parent, the acceptance of drafts relative to their draft probabilities. The
-            last value also applies to greater depths.
-        next: by sample and depth of the parent, how often some child is expected to be accepted.
-        level: tokens that the nodes of a level must gain together.
-        row: tokens that a node must gain for its rows.
-        budget: greatest number of drafts of all samples; the likeliest ones are taken.
-        keep: given the reaches of drafts, descending, returns how many are verified; all by default. Besides the
-            default, only :class:`RowPrices` can run on a device. With other functions, the device waits for the host.
-        weights: by sample, the worth of its tokens to the batch; 1 by default.
-        gains: by sample, the tokens that drafting is expected to bring, less those that its time could bring elsewhere.
-            Without values, the drafts of this drafter replace no others.
-    """
-
-    levels: Sequence[int]
-    trust: Sequence[Sequence[float]]
-    next: Sequence[Sequence[float]]
-    level: float = 0.0
-    row: float = 0.0
-    budget: int | None = None
-    keep: Callable[[Sequence[float]], int] = RowPrices()
-    weights: Sequence[float] = ()
-    gains: Sequence[float] = ()
-
-    @classmethod
-    def everything(cls, levels: Sequence[int], **limits: Any) -> Self:
-        """Plans every node that the topology offers down to these levels; draft probabilities are trusted as stated."""
-        ones = [(1.0,)] * len(levels)
-        return cls(levels, ones, ones, **limits)
+__all__ = ["TOP", "Draw", "Limits", "Origin", "Situation", "StepView", "Verification"]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from arbordraft.deciders.base import Decider
-from arbordraft.deciders.decisions import Plan, RowPrices, Situation, StepView
+from arbordraft.deciders.decisions import Limits, Situation, StepView
 from arbordraft.trees.verdict import Causality
 from arbordraft.utils.checks import check_float, check_int, check_positive
 
@@ -19,8 +19,8 @@ class FixedDepth(Decider):
         super().__init__()
         self.depth = None if depth is None else check_int("depth", depth, 0)
 
-    def plan(self, situation: Situation) -> Plan:
-        return Plan.everything(
+    def plan(self, situation: Situation) -> Limits:
+        return Limits.everything(
             [max_depth if self.depth is None else min(max_depth, self.depth) for max_depth in situation.max_depth]
         )
 
@@ -43,9 +43,8 @@ class NodeBudget(Decider):
         ValueError: if ``nodes`` is below 1.
 
     Examples:
-        >>> plan = NodeBudget(4).plan(Situation(max_depth=[6, 6], memory=[None, None]))
-        >>> plan.budget, plan.keep([0.9] * 10)
-        (6, 6)
+        >>> NodeBudget(4).plan(Situation(max_depth=[6, 6], memory=[None, None])).budget
+        6
     """
 
     can_plan = True
@@ -55,10 +54,10 @@ class NodeBudget(Decider):
         super().__init__()
         self.nodes = check_int("nodes", nodes, 1)
 
-    def plan(self, situation: Situation) -> Plan:
+    def plan(self, situation: Situation) -> Limits:
         budget = len(situation.max_depth) * (self.nodes - 1)
         levels = [max_depth if budget else 0 for max_depth in situation.max_depth]
-        return Plan.everything(levels, budget=budget, keep=RowPrices(most=budget))
+        return Limits.everything(levels, budget=budget)
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [True] * len(view.paths)

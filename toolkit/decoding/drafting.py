@@ -11,8 +11,8 @@ from torch import Tensor
 
 from arbordraft.decoding.assemble import AssembledParts
 from arbordraft.decoding.state import DecodeState, Sample
-from arbordraft.drafters.context import DraftContext, OneCallDrafts
-from arbordraft.drafters.grower import grow
+from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.grow import DeviceDrafts, Growth
 from arbordraft.sampling.laws import Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.trees.draft_tree import DraftTree, Proposal
@@ -51,15 +51,15 @@ class Drafting:
         state: DecodeState,
         active: Sequence[Sample],
         noise: Noise | GumbelNoise | None,
-        static: OneCallDrafts | None = None,
-    ) -> DraftTree:
-        """Drafts the trees of a step.
+        device: DeviceDrafts | None = None,
+    ) -> Growth | None:
+        """Plans the trees of a step; returns ``None`` if nothing is to be drafted.
 
         Args:
             state: the batch.
             active: the samples that take part.
             noise: noise of the step; ``None`` if all active samples are greedy.
-            static: grows whole trees in fixed shapes, for batches whose caches have fixed shapes.
+            device: grows whole trees on a device, for batches whose caches have fixed shapes.
         """
         decider = self.parts.decider
         forced = self.candidates is not None or any(sample.path_state for sample in active)
@@ -68,14 +68,15 @@ class Drafting:
             or all(self.waits(state, sample) for sample in active)
             or all(decider.rests(one.memory) for one in active)
         ):
-            return self._roots(state, active)
-        return grow(self._context(state, active, noise, static), decider, self.parts.drafter, state.drafts)
+            return None
+        stage, *_ = self.parts.drafter.stages(state.drafts)
+        return Growth(self._context(state, active, noise), decider, *stage, device)
 
     def waits(self, state: DecodeState, sample: Sample) -> bool:
         """Returns whether a sample drafts nothing, so that waiting prompts are read sooner; its text stays the same."""
         return state.prefilling and self.candidates is None and (sample.greedy or self._shared)
 
-    def _roots(self, state: DecodeState, active: Sequence[Sample]) -> DraftTree:
+    def roots(self, state: DecodeState, active: Sequence[Sample]) -> DraftTree:
         """Builds trees of roots alone, without drafts."""
         tokens: list[int | None] = [None] * len(state.samples)
         for sample in active:
@@ -87,7 +88,6 @@ class Drafting:
         state: DecodeState,
         active: Sequence[Sample],
         noise: Noise | GumbelNoise | None,
-        static: OneCallDrafts | None,
     ) -> DraftContext:
         """Builds the inputs of the grower and the drafter for this step."""
         target, _, topology, coupling, _ = self.parts
@@ -109,7 +109,6 @@ class Drafting:
             vocab_size=target.vocab_size,
             fixed_batch=state.fixed_batch,
             resting=candidates is None and state.prefilling,
-            static=static,
         )
 
 

@@ -4,7 +4,6 @@ Shapes: T packed rows, V vocabulary, F hidden states side by side.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,16 +13,14 @@ from arbordraft.decoding.judging import Judge
 from arbordraft.decoding.processing import finite_rows
 from arbordraft.decoding.runner import TargetRunner, count, lay_out
 from arbordraft.decoding.state import DecodeState, Sample
-from arbordraft.decoding.static.ahead import StepAhead, WholeTrees
 from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.drafted import DraftedSteps
 from arbordraft.decoding.static.runner import StaticStepping
+from arbordraft.drafters.grow import Growth
 from arbordraft.sampling.noise import GumbelNoise, Noise
-from arbordraft.sampling.owned_rows import draft_temperature
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.verdict import Verdict
-
-_KINDS_OF_TREES = 64  # most cached layouts of whole trees, keyed by the levels of a batch's samples
 
 
 class Judged(NamedTuple):
@@ -86,7 +83,7 @@ class RecordedExecutor:
 
     def __init__(self, static: StaticStepping, mask: SlicedCausalMask, *, shared: bool) -> None:
         self.static, self.mask, self.shared = static, mask, shared
-        self._whole = lru_cache(_KINDS_OF_TREES)(partial(WholeTrees.of, static, mask))
+        self._drafted = DraftedSteps(static, mask)
 
     def kinds(self, samples: Sequence[Sample]) -> dict[Hashable, list[Sample]]:
         """Groups samples that can share one recorded step; with shared noise, temperature is a column of the table."""
@@ -97,32 +94,34 @@ class RecordedExecutor:
             kinds.setdefault(kind, []).append(sample)
         return kinds
 
-    def ahead(
-        self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None
-    ) -> StepAhead | None:
-        """Prepares draft and step as one call; ``None`` if the batch needs several steps or the host in between."""
-        processed_on_device = (
-            draft_temperature(sample, self.shared) is not None and not sample.path_state for sample in active
-        )
-        if len(self.kinds(active)) != 1 or isinstance(noise, Noise) or not all(processed_on_device):
-            return None
-        seats = state.seats()
-        seated = None if noise is None else noise.seated(seats)
-        return StepAhead(self.static, state, self._whole, seated, _temperatures(state, seats), seats)
+    def drafted(
+        self, state: DecodeState, growth: Growth, noise: Noise | GumbelNoise | None
+    ) -> tuple[DraftTree, Judged] | None:
+        """Drafts and verifies in one run; returns ``None``, with nothing changed, if the host has to see the drafts.
 
-    def done(self, state: DecodeState, tree: DraftTree, ahead: StepAhead) -> Judged | None:
-        """Returns the result of the step if it ran together with the draft of these trees, else ``None``."""
-        if (result := ahead.result(tree)) is None:
+        Args:
+            state: the batch.
+            growth: the trees, of which only roots exist.
+            noise: noise of the step; ``None`` if all samples are greedy.
+        """
+        active = state.active
+        on_host = any(sample.path_state for sample in active) or isinstance(noise, Noise)
+        if on_host or len(self.kinds(active)) != 1:
             return None
+        assert not isinstance(noise, Noise)
+        if (found := self._drafted(state, growth, noise, _temperatures(active))) is None:
+            return None
+        tree, result = found
         state.stats.count_padding(result.padding)
         state.give_up(result.failed)
-        hidden, places = result.hidden, ahead.places
-        return Judged(result.verdict, lambda sample, rows: hidden[places[sample], : len(rows)], state.cache.advance)
+        slots = {sample.number: slot for slot, sample in enumerate(active)}
+        hidden = result.hidden
+        return tree, Judged(
+            result.verdict, lambda sample, rows: hidden[slots[sample], : len(rows)], state.cache.advance
+        )
 
     def __call__(self, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None) -> Judged:
         assert isinstance(state.cache, StaticCache)
-        seats = state.seats()
-        places, temperatures = {number: place for place, number in enumerate(seats)}, _temperatures(state, seats)
         verdicts: list[Verdict] = []
         hidden: dict[int, Tensor] = {}
         with state.stats.phase("target"):
@@ -130,20 +129,20 @@ class RecordedExecutor:
                 part = tree.take([sample.number for sample in samples])
                 batch = lay_out(state, part, self.mask, causal=False)
                 count(state, part, batch)
-                drawn = None if noise is None or all(sample.greedy for sample in samples) else noise.seated(seats)
-                result = self.static(part.seated(seats), batch, drawn, state.cache, samples[0].pipeline, temperatures)
+                drawn = None if noise is None or all(sample.greedy for sample in samples) else noise
+                temperatures, pipeline = _temperatures(samples), samples[0].pipeline
+                result = self.static(part, batch, drawn, state.cache, pipeline, temperatures, state.most)
                 state.stats.count_padding(result.padding)
-                state.give_up([seats[place] for place in result.failed])
-                verdicts.append(_shifted(result.verdict.unseated(seats, len(tree)), part, tree))
-                hidden |= {number: result.hidden[places[number]] for number in part.living}
+                state.give_up(result.failed)
+                verdicts.append(_shifted(result.verdict, part, tree))
+                hidden |= zip(part.living, result.hidden, strict=False)
         # By sample, `hidden` has only the rows of the accepted path, root included.
         return Judged(Verdict.joined(verdicts), lambda sample, rows: hidden[sample][: len(rows)], state.cache.advance)
 
 
-def _temperatures(state: DecodeState, seats: Sequence[int]) -> list[float]:
-    """Returns the temperature of each seat, 0 for a greedy sample."""
-    seated = [state.samples[number] if number >= 0 else None for number in seats]
-    return [1.0 if one is None else 0.0 if one.greedy else one.pipeline.temperature or 1.0 for one in seated]
+def _temperatures(samples: Sequence[Sample]) -> list[float]:
+    """Returns the temperature of each sample, 0 for a greedy one."""
+    return [0.0 if sample.greedy else sample.pipeline.temperature or 1.0 for sample in samples]
 
 
 def _shifted(verdict: Verdict, part: DraftTree, whole: DraftTree) -> Verdict:

@@ -272,17 +272,6 @@ class DecodeState:
         self.samples[sample.number : sample.number + 1] = [sample]
         self.most = max(self.most, sum(one is not None and not one.ended for one in self.samples))
 
-    def seats(self) -> list[int]:
-        """Returns the sample number of each seat in a table of fixed shapes, -1 for an empty seat.
-
-        Each number has a seat if there are at most ``most`` numbers. With more numbers, some belong to finished texts
-        that are still cached. Then only active samples have seats, so that the table does not grow.
-        """
-        if len(self.samples) <= self.most:
-            return list(range(len(self.samples)))
-        numbers = [sample.number for sample in self.active]
-        return numbers + [-1] * (self.most - len(numbers))
-
     def give_up(self, numbers: Sequence[int]) -> None:
         """Ends samples with NaN or infinite logits, and drops the cache rows that this step wrote for them."""
         for number in numbers:

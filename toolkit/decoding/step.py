@@ -15,15 +15,14 @@ from arbordraft.decoding.judging import CouplingJudge, Judge
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.runner import PackedRunner, TargetRunner
 from arbordraft.decoding.state import DecodeState, Emission, Sample, logprobs_of
-from arbordraft.decoding.static.ahead import StepAhead
 from arbordraft.decoding.static.cache import StaticCache
-from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.decoding.static.recording import INSTEAD
 from arbordraft.decoding.static.runner import StaticStepping
+from arbordraft.drafters.grow import finished
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.weight_watch import WeightWatch
-from arbordraft.trees.draft_tree import DraftTree, Proposal
+from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.verdict import Verdict
 
@@ -222,11 +221,10 @@ class Stepper:
         noise = noise_of(state, active, self.topology.num_nodes, shared=self.shared)
         executor = self._executor(state, active)
         try:
-            ahead = self._ahead(executor, state, active, noise)
             with state.stats.phase("draft"):
-                tree = self.drafting(state, active, noise, ahead or self._static_drafts(state))
-            done = None if ahead is None or self.recorded is None else self.recorded.done(state, tree, ahead)
-            judged = executor(state, tree, noise) if done is None else done
+                tree, judged = self._draft(state, active, noise, executor)
+            if judged is None:
+                judged = executor(state, tree, noise)
         except BaseException as failure:
             self._take_back(state, active)
             if isinstance(failure, UnsupportedModel) and self._given_up(executor, failure):
@@ -248,19 +246,20 @@ class Stepper:
                 return self.eager
         return self.recorded
 
-    def _ahead(
-        self, executor: Executor, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None
-    ) -> StepAhead | None:
-        """Prepares draft and step as one call; ``None`` if the host must see the drafts first."""
-        alone = self.drafting.candidates is None and len(self.drafter.stages(state.drafts)) == 1
-        if self.recorded is None or executor is not self.recorded or not alone:
-            return None
-        return self.recorded.ahead(state, active, noise)
-
-    def _static_drafts(self, state: DecodeState) -> StaticDrafts | None:
-        """Returns the grower of whole trees in fixed shapes, or ``None`` if the batch or its model cannot use it."""
-        static = self.static
-        return static.drafts if static is not None and static.active and isinstance(state.cache, StaticCache) else None
+    def _draft(
+        self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None, executor: Executor
+    ) -> tuple[DraftTree, Judged | None]:
+        """Drafts the trees of a step, and verifies them if a recorded step does both."""
+        static, stages = self.static, self.drafter.stages(state.drafts)
+        fixed = static is not None and static.active and isinstance(state.cache, StaticCache)
+        device = static.drafts if static is not None and fixed else None
+        growth = self.drafting(state, active, noise, device)
+        if growth is None:
+            return self.drafting.roots(state, active), None
+        done = None
+        if isinstance(executor, RecordedExecutor) and len(stages) == 1:
+            done = executor.drafted(state, growth, noise)
+        return done or (finished(growth, stages[1:]), None)
 
     def _given_up(self, executor: Executor, failure: UnsupportedModel) -> bool:
         """Disables recorded steps after a failed recording if they are automatic; returns whether it did."""
@@ -272,9 +271,7 @@ class Stepper:
     def _take_back(self, state: DecodeState, active: Sequence[Sample]) -> None:
         """Drops the rows that a failed step wrote into the caches of target and drafter."""
         state.cache.drop([sample.handle for sample in active])
-        samples = len(state.samples)
-        nothing = DraftTree.roots(self.topology, [None] * samples, Proposal(self.coupling.law))
-        self.drafter.commit(state.drafts, nothing, Verdict.nothing(samples))
+        self.drafter.rollback(state.drafts)
 
     def _commit(self, state: DecodeState, tree: DraftTree, judged: Judged) -> None:
         """Commits accepted tokens to samples, caches, statistics, decider and drafter."""

@@ -1,18 +1,21 @@
 """The base class of drafters, and helpers that drafters share.
 
-Shapes: B samples, R nodes of a level, S samples that draft, F hidden states side by side, H hidden size, V vocabulary.
+Shapes: B samples, R nodes of a depth or rows to predict from, T packed rows, F hidden states side by side, H hidden
+size, D outputs of a network, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from arbordraft.drafters.context import DraftContext, Level
-from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
+from arbordraft.drafters.context import DraftContext, Frontier
+from arbordraft.kernels.draft_tree import TreesToGrow
 from arbordraft.onnx.networks import OnnxNetwork
 from arbordraft.sampling.laws import IID, DraftLaw, Fixed, SharedNoise
+from arbordraft.target.attention import Attending
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
@@ -31,7 +34,7 @@ _LONGEST_CHAIN = 12  # most drafts of a chain whose speed-up is estimated
 
 
 class Predictions(NamedTuple):
-    """A model's predictions for the nodes of a level.
+    """A model's predictions for the nodes of a depth.
 
     Args:
         logits: ``[R, V]`` draft logits for the next token of each node.
@@ -43,13 +46,62 @@ class Predictions(NamedTuple):
 
 
 Guesses = Sequence[tuple[Sequence[int], Sequence[float]]]
-"""For each node of a level: candidate next tokens, the likeliest first, and their draft probabilities."""
+"""For each node of a depth: candidate next tokens, the likeliest first, and their draft probabilities."""
+
+
+class DraftNetwork(Protocol):
+    """A drafting model for steps of fixed shapes, which runs operations on its device only.
+
+    Attributes:
+        device: its device.
+        dtype: dtype of its inputs and outputs.
+        states: F; 0 if it reads no states of the target.
+        vocab_size: number of the target's token ids.
+        vocabulary: ``[D]`` tokens of its outputs; ``None`` for 0 to D - 1.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def states(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> Tensor | None: ...
+
+    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
+        """Returns its key and value pools in a cache; creates missing pools with a token of the sample ``dummy``."""
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Fuses ``[T, F]`` states of the target into the ``[T, H]`` that it reads, if it reads any."""
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs packed rows.
+
+        Args:
+            tokens: ``[T]``.
+            hidden: ``[T, H]`` states for the tokens: the target's, or its own output for their parents.
+            positions: ``[T]``.
+            ragged: stores keys and values and attends to them.
+            rows: ``[R]`` rows to predict from, all T by default.
+
+        Returns:
+            ``[R, D]`` logits, and the ``[R, H]`` output that its next rows read, if they read any.
+        """
 
 
 class Drafter(nn.Module):
-    """Proposes tokens for draft trees, which :func:`~arbordraft.drafters.grower.grow` builds.
+    """Proposes tokens for draft trees, which :func:`~arbordraft.drafters.grow.grow` builds.
 
-    A subclass needs only :meth:`propose`. The defaults of the other methods suit drafters without state.
+    A subclass needs only :meth:`scores`. The defaults of the other methods suit drafters without state.
 
     All that a drafter remembers about a batch (caches, indices) is in the state that :meth:`open` returns. Each batch
     keeps its own state, so one drafter serves many batches at once. Samples join and leave a batch between
@@ -68,32 +120,35 @@ class Drafter(nn.Module):
 
     # Proposing
 
-    def propose(self, state: Any, level: Level) -> Predictions | Tensor | Guesses:
-        """Predicts the next tokens of a level's nodes.
+    def scores(self, state: Any, frontier: Frontier) -> Predictions | Tensor | Guesses:
+        """Predicts the next tokens of nodes that get children.
 
         Args:
             state: the state from :meth:`open`.
-            level: R nodes.
+            frontier: R nodes of one depth.
 
         Returns:
-            ``[R, V]`` draft logits, alone or as :class:`Predictions`. The grower applies the sample's logits
-            processors to them, draws children by the law, and keeps rows for verification. A drafter that is
-            ``certain`` returns :data:`Guesses` instead.
+            ``[R, V]`` draft logits, alone or as :class:`Predictions`. The sample's logits processors are applied to
+            them, children are drawn by the law, and rows are kept for verification. A drafter that is ``certain``
+            returns :data:`Guesses` instead.
         """
         raise NotImplementedError
 
-    def propose_trees(
-        self, state: Any, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
-    ) -> Drafted | None:
-        """Grows whole trees in one call; returns ``None``, with nothing changed, if it cannot.
+    def grow_natively(self, state: Any, context: DraftContext, trees: TreesToGrow) -> int | None:
+        """Grows whole trees in one call of the C++ kernels; returns ``None``, with nothing changed, if it cannot.
 
         Args:
             state: the state from :meth:`open`.
             context: the step.
-            samples: the S samples that draft.
-            growth: how far their trees go on, in plain numbers.
-            draws: how tokens are drawn; ``None`` drafts the most probable tokens.
+            trees: the trees of the samples that draft, and how far they go on.
+
+        Returns:
+            The number of rows of scores with NaN or without a finite maximum; their nodes got no children.
         """
+        return None
+
+    def network(self, context: DraftContext) -> DraftNetwork | None:
+        """Returns the network that drafts in steps of fixed shapes, if there is one."""
         return None
 
     def proposed(self, state: Any) -> None:
@@ -147,6 +202,9 @@ class Drafter(nn.Module):
 
     def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:
         """Keeps the accepted paths of a tree and drops the other drafts; a sample without a path keeps none."""
+
+    def rollback(self, state: Any) -> None:
+        """Drops all drafts of a step that failed."""
 
     def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
         """Receives the target's hidden states, after prompt tokens are read and after drafts are committed.

@@ -1,6 +1,6 @@
 """A drafter that predicts a whole tree in one pass: a block of rows, one per depth.
 
-Shapes: T packed rows, R of them that predict, or nodes of a level, k depths, F hidden states side by side, H hidden
+Shapes: T packed rows, R of them that predict, or nodes of a depth, k depths, F hidden states side by side, H hidden
 size, D draft vocabulary, V vocabulary, r rank of the Markov term.
 """
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.drafters.base import Predictions, check_ragged, expect
-from arbordraft.drafters.context import DraftContext, Level
+from arbordraft.drafters.context import DraftContext, Frontier
 from arbordraft.drafters.native_models import NativeEagle, matrix_of, runs_natively
 from arbordraft.drafters.slots import SlotDrafter, SlotState
-from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
+from arbordraft.kernels.draft_tree import TreesToGrow, draft_from_rows
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.onnx.networks import OnnxBlock
@@ -39,11 +39,15 @@ class BlockState(SlotState):
 
     Args:
         block: by sample, the network's outputs for each depth of this step, ``[k, ...]`` each.
-        memory: ``[R, r]`` memory of a recurrent Markov term for the nodes of the previous level, if there is one.
+        memory: ``[R, r]`` memory of a recurrent Markov term for the nodes one depth above, if there is one.
     """
 
     block: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     memory: Tensor | None = None
+
+    def forget(self) -> None:
+        super().forget()
+        self.block, self.memory = {}, None
 
 
 class BlockDrafter(SlotDrafter):
@@ -110,25 +114,27 @@ class BlockDrafter(SlotDrafter):
         state: BlockState = super().open(target_cache)
         return state
 
-    def propose(self, state: BlockState, level: Level) -> Predictions:
-        if level.depth == 0:
-            self._look_ahead(state, level.context, list(level.nodes))
-        rows = zip(*(state.block[sample] for sample, _ in level.places), strict=True)
-        logits, final, gates = (torch.stack([part[level.depth] for part in parts]) for parts in rows)
-        logits = self._network.condition(logits, gates, torch.tensor(level.tokens))
+    def scores(self, state: BlockState, frontier: Frontier) -> Predictions:
+        if frontier.depth == 0:
+            self._look_ahead(state, frontier.context, frontier.samples)
+        rows = zip(*(state.block[sample] for sample in frontier.samples), strict=True)
+        logits, final, gates = (torch.stack([part[frontier.depth] for part in parts]) for parts in rows)
+        logits = self._network.condition(logits, gates, torch.tensor(frontier.tokens))
         return Predictions(self.head.widen(logits), final)
 
-    def propose_trees(
-        self, state: BlockState, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
-    ) -> Drafted | None:
+    def grow_natively(self, state: BlockState, context: DraftContext, trees: TreesToGrow) -> int | None:
         if not self._network.grows_trees:
             return None
-        self._look_ahead(state, context, samples)
-        roots = torch.tensor([context.tokens(sample)[-1] for sample in samples])
-        return self._network.drafted([state.block[sample] for sample in samples], roots, growth, draws)
+        self._look_ahead(state, context, trees.slots)
+        broken: int = self._network.grow([state.block[sample] for sample in trees.slots], trees)
+        return broken
 
     def commit(self, state: BlockState, tree: DraftTree, verdict: Verdict) -> None:
-        state.block = {}
+        state.forget()
+
+    def rollback(self, state: BlockState) -> None:
+        state.cache.drop(list(state.handles.values()))
+        state.forget()
 
     def _look_ahead(self, state: BlockState, context: DraftContext, samples: Sequence[int]) -> None:
         """Fills the slots of committed tokens, and predicts all depths after the last ones in the same pass."""
@@ -263,20 +269,16 @@ class _NativeHead(_HeadOnRows):
     def _layers(self, embeddings: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
         return self._native_eagle.layers(embeddings, hidden, batch, cache)
 
-    def drafted(
-        self, block: Sequence[tuple[Tensor, ...]], roots: Tensor, growth: Growth, draws: Draws | None
-    ) -> Drafted:
-        """Grows trees from the rows that a pass has predicted for every sample."""
+    def grow(self, block: Sequence[tuple[Tensor, ...]], trees: TreesToGrow) -> int:
+        """Grows trees from the rows that a pass has predicted for every sample; returns the number of broken rows."""
         logits, _, gates = (torch.stack(parts) for parts in zip(*block, strict=True))
         return draft_from_rows(
             logits.float(),
-            growth,
-            draws,
+            trees,
             vocabulary=self._vocabulary,
             table=self._table,
             correction=self._correction,
             gates=None if self._table is None else gates.contiguous(),
-            roots=roots,
         )
 
 

@@ -3,9 +3,8 @@
 Shapes: R nodes, V vocabulary.
 """
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,27 +14,46 @@ from arbordraft.kernels.transfer import download, upload
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.sampling.laws import DraftLaw
+from arbordraft.trees.draft_tree import Flags, Ints, Reals
 
 
 class Children(NamedTuple):
     """The children of R nodes, on the host.
 
     Args:
-        tokens: the children of each node; ``None`` for a node whose probabilities are not finite.
-        chances: draft probabilities of these tokens; a list may be longer than its tokens.
+        tokens: ``[R, K]`` children in the order in which they were drawn, -1 for none.
+        chances: ``[R, K]`` draft probabilities of these tokens.
+        finite: ``[R]`` whether the probabilities of each node are finite; otherwise it has no children.
         draft_rows: ``[R, V]`` rows that tokens were drawn from; ``None`` if nothing was drawn at random.
     """
 
-    tokens: list[list[int] | None]
-    chances: list[list[float]]
-    draft_rows: Tensor | None
+    tokens: Ints
+    chances: Reals
+    finite: Flags
+    draft_rows: Tensor | None = None
+
+    @classmethod
+    def of(cls, guesses: "Sequence[tuple[Sequence[int], Sequence[float]]]", width: int) -> Self:
+        """Builds children from tokens and probabilities by node; K is ``width`` or greater."""
+        width = max(width, *(len(guessed) for guessed, _ in guesses))
+        tokens, chances = np.full((len(guesses), width), -1, dtype=np.int64), np.zeros((len(guesses), width))
+        for row, (guessed, likely) in enumerate(guesses):
+            if count := min(len(guessed), len(likely)):
+                tokens[row, :count], chances[row, :count] = guessed[:count], likely[:count]
+        return cls(tokens, chances, np.ones(len(guesses), dtype=np.bool_))
+
+    def keep(self, row: int, kept: Sequence[bool]) -> None:
+        """Keeps some children of a node, in place."""
+        tokens, chances = self.tokens[row][kept], self.chances[row][kept]
+        self.tokens[row], self.chances[row] = -1, 0
+        self.tokens[row, : len(tokens)], self.chances[row, : len(tokens)] = tokens, chances
 
 
 def children_of(
     scores: Tensor,
     most: int,
     laws: Sequence[DraftLaw | None],
-    widths: Sequence[int],
+    width: int,
     uniforms: Sequence[Sequence[float]],
 ) -> Children:
     """Chooses the children of a level's nodes, with one download.
@@ -47,7 +65,7 @@ def children_of(
         most: how many of the most probable tokens to find. It is the same at every level, because it may change the
             order of equally probable tokens.
         laws: by node, the law that draws its children at random; ``None`` to take the most probable tokens.
-        widths: by node, how many of the most probable tokens to take.
+        width: K, greatest number of children of a node.
         uniforms: by node, the uniforms for ``laws``.
     """
     likeliest, chances = tree_expand(scores, min(most if None in laws else 1, scores.shape[1]))
@@ -56,18 +74,20 @@ def children_of(
         draft_rows = scores.softmax(dim=-1)
         drawn = draw_children(draft_rows, laws, uniforms)
         found += [drawn, draft_rows.gather(1, drawn.clamp(min=0))]
-    best, odds, *others = (part.tolist() for part in download(*found))
-    tokens: list[list[int] | None] = []
-    for node, (law, width) in enumerate(zip(laws, widths, strict=True)):
-        if not math.isfinite(odds[node][0]):
-            tokens.append(None)
-        elif law is None:
-            tokens.append(best[node][: min(width, sum(chance > 0 for chance in odds[node]))])
-        else:
-            taken = [place for place, token in enumerate(others[0][node]) if token >= 0]
-            tokens.append([others[0][node][place] for place in taken])
-            odds[node] = [others[1][node][place] for place in taken]
-    return Children(tokens, odds, draft_rows)
+    best, odds, *others = ((part if part.dtype == torch.int64 else part.double()).numpy() for part in download(*found))
+    tokens, likely = np.full((len(best), width), -1, dtype=np.int64), np.zeros((len(best), width))
+    count = min(width, best.shape[1])
+    finite = np.isfinite(odds[:, 0])
+    kept = (odds[:, :count] > 0) & finite[:, None]
+    tokens[:, :count] = np.where(kept, best[:, :count], -1)
+    likely[:, :count] = np.where(kept, odds[:, :count], 0)
+    for node, law in enumerate(laws if others else ()):
+        if law is not None:
+            (taken,) = np.nonzero(others[0][node] >= 0) if finite[node] else (np.arange(0),)
+            taken = taken[:width]
+            tokens[node], likely[node] = -1, 0
+            tokens[node, : len(taken)], likely[node, : len(taken)] = others[0][node, taken], others[1][node, taken]
+    return Children(tokens, likely, finite, draft_rows)
 
 
 class _Counts(NamedTuple):

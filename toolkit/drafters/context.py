@@ -1,56 +1,21 @@
 """Data of a step, as drafters read them.
 
-Shapes: B samples, R nodes of a level, V vocabulary.
+Shapes: B samples, R nodes of a depth, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.owned_rows import RowOwner, draft_temperature
 from arbordraft.sampling.stateful import Allowed
+from arbordraft.trees.forest import Forest
 from arbordraft.trees.topology import TreeTopology
-
-
-class OneCallDrafts(Protocol):
-    """Grows the trees of a step with a drafter's network, all levels in one call.
-
-    Attributes:
-        rows: most tokens that a sample's cache may lack.
-        alone: a variant that drafts without the target's step. Callers that change the drafts should use it; otherwise
-            the step runs again with the changed drafts.
-    """
-
-    rows: int
-
-    @property
-    def alone(self) -> "OneCallDrafts": ...
-
-    def __call__(
-        self,
-        network: Any,
-        cache: Any,
-        samples: Sequence[int],
-        missing: Mapping[int, Any],
-        growth: Growth,
-        draws: Draws | None,
-    ) -> Drafted:
-        """Feeds and commits the missing tokens, and grows the trees.
-
-        Args:
-            network: a :class:`~arbordraft.drafters.model_drafter.DraftNetwork`.
-            cache: the drafter's cache, made by ``beside`` of the target's cache.
-            samples: numbers of the samples that draft.
-            missing: by handle, in the order of ``samples``; see :data:`~arbordraft.drafters.model_drafter.Missing`.
-            growth: how far trees go on.
-            draws: how tokens are drawn.
-        """
 
 
 class ContextSample(RowOwner, Protocol):
@@ -81,7 +46,6 @@ class DraftContext:
         vocab_size: V of the target, to which draft logits are fitted; ``None`` leaves them as they are.
         fixed_batch: whether no further sample joins the batch, so that it matters which one ends last.
         resting: whether samples whose texts do not depend on drafts draft only forced tokens in this step.
-        static: grows whole trees in fixed shapes; ``None`` if the target's steps have no fixed shapes.
         extra_rows: rows of the target's forward for samples that take no part.
     """
 
@@ -97,7 +61,6 @@ class DraftContext:
     vocab_size: int | None = None
     fixed_batch: bool = False
     resting: bool = False
-    static: OneCallDrafts | None = None
     extra_rows: int = 0
 
     @cached_property
@@ -128,28 +91,40 @@ class DraftContext:
 
 
 @dataclass(frozen=True)
-class Level:
+class Frontier:
     """The R nodes of one depth that get children, in ascending order of sample and node.
 
     Args:
         context: the step.
+        forest: the trees so far.
         depth: depth of these nodes; 0 for roots.
-        places: ``[R]`` sample and topology node of each.
-        tokens: ``[R]`` token of each.
-        parents: ``[R]`` rows of their parents in the level above; none for roots.
-        above: the level above; ``None`` for roots.
+        samples: ``[R]`` sample of each node.
+        nodes: ``[R]`` topology node of each.
     """
 
     context: DraftContext
+    forest: Forest
     depth: int
-    places: Sequence[tuple[int, int]]
-    tokens: Sequence[int]
-    parents: Sequence[int] = ()
-    above: "Level | None" = None
+    samples: Sequence[int]
+    nodes: Sequence[int]
+
+    def __len__(self) -> int:
+        """Returns R."""
+        return len(self.nodes)
 
     @cached_property
-    def nodes(self) -> dict[int, list[int]]:
-        """Topology nodes by sample."""
+    def places(self) -> list[tuple[int, int]]:
+        """Sample and node of each."""
+        return list(zip(self.samples, self.nodes, strict=True))
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """``[R]`` token of each node."""
+        return self.forest.token[self.samples, self.nodes].tolist()
+
+    @cached_property
+    def by_sample(self) -> dict[int, list[int]]:
+        """Nodes by sample."""
         nodes: dict[int, list[int]] = {}
         for sample, node in self.places:
             nodes.setdefault(sample, []).append(node)
@@ -157,21 +132,16 @@ class Level:
 
     def path(self, row: int) -> list[int]:
         """Returns the drafted tokens from below the root down to the node of a row."""
-        path: list[int] = []
-        level = self
-        while level.above is not None:
-            path.append(level.tokens[row])
-            level, row = level.above, level.parents[row]
-        return path[::-1]
+        return self.forest.path(self.samples[row], self.nodes[row]) if self.depth else []
 
     def text(self, row: int) -> list[int]:
         """Returns the committed and drafted tokens down to the node of a row, that node included."""
-        return [*self.context.tokens(self.places[row][0]), *self.path(row)]
+        return [*self.context.tokens(self.samples[row]), *self.path(row)]
 
     def allowed(self, row: int) -> Allowed | None:
         """Returns the tokens that constraints allow after the node of a row; ``None`` for all, or if unknown."""
-        state = self.context[self.places[row][0]].path_state
+        state = self.context[self.samples[row]].path_state
         return None if state is None else state.allowed(self.path(row))
 
 
-__all__ = ["ContextSample", "DraftContext", "Level", "OneCallDrafts"]
+__all__ = ["ContextSample", "DraftContext", "Frontier"]

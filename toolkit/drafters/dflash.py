@@ -1,6 +1,6 @@
 """A drafter that predicts a whole tree in one pass of several layers: DFlash and DSpark.
 
-Shapes: T packed rows, R rows of blocks or nodes of a level, b rows of a block, k depths, F hidden states side by side,
+Shapes: T packed rows, R rows of blocks or nodes of a depth, b rows of a block, k depths, F hidden states side by side,
 H hidden size, D draft vocabulary, V vocabulary, r rank of the Markov term.
 """
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from arbordraft.drafters.base import Predictions, check_ragged, expect
 from arbordraft.drafters.block import BlockDrafter, BlockState
-from arbordraft.drafters.context import DraftContext, Level
+from arbordraft.drafters.context import DraftContext, Frontier
 from arbordraft.drafters.native_models import layer_weights, matrix_of, norm_of, runs_natively
 from arbordraft.kernels.decoder_layers import LayerRun
-from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
+from arbordraft.kernels.draft_tree import TreesToGrow, draft_from_rows
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, version_of
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.target.cache import RaggedKVCache
@@ -75,13 +75,17 @@ class DFlashDrafter(BlockDrafter):
         check_ragged(target)
         return cls(DFlashHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
-    def propose(self, state: BlockState, level: Level) -> Predictions:
-        if level.depth == 0:
-            self._look_ahead(state, level.context, list(level.nodes))
-        rows = zip(*(state.block[sample] for sample, _ in level.places), strict=True)
-        logits, final = (torch.stack([part[level.depth] for part in parts]) for parts in rows)
-        above = None if level.depth == 0 or state.memory is None else state.memory[list(level.parents)]
-        logits, state.memory = self._network.condition(logits, final, torch.tensor(level.tokens), above)
+    def scores(self, state: BlockState, frontier: Frontier) -> Predictions:
+        if frontier.depth == 0:
+            self._look_ahead(state, frontier.context, frontier.samples)
+        rows = zip(*(state.block[sample] for sample in frontier.samples), strict=True)
+        logits, final = (torch.stack([part[frontier.depth] for part in parts]) for parts in rows)
+        above = None
+        if frontier.depth and state.memory is not None:
+            parents = frontier.context.topology.parent_list
+            above = state.memory[[state.rows[sample, parents[node]] for sample, node in frontier.places]]
+        logits, state.memory = self._network.condition(logits, final, torch.tensor(frontier.tokens), above)
+        state.rows = {place: row for row, place in enumerate(frontier.places)}
         return Predictions(self.head.widen(logits), final)
 
     def _look_ahead(self, state: BlockState, context: DraftContext, samples: Sequence[int]) -> None:
@@ -208,23 +212,19 @@ class _NativeRows(_Rows):
         pools = [cache.pools(number, shape, hidden) for number in range(len(self.head.layers))]
         return self._run(hidden[None], pools, (cosine[None], sine[None]), batch)[0][0]
 
-    def drafted(
-        self, block: Sequence[tuple[Tensor, ...]], roots: Tensor, growth: Growth, draws: Draws | None
-    ) -> Drafted:
-        """Grows trees from the rows that a pass has predicted for every sample."""
+    def grow(self, block: Sequence[tuple[Tensor, ...]], trees: TreesToGrow) -> int:
+        """Grows trees from the rows that a pass has predicted for every sample; returns the number of broken rows."""
         logits = torch.stack([rows for rows, _ in block])
         gates = None
         if self._table is not None:
             gates = self._table.new_ones(*logits.shape[:2], self._table.shape[1])
         return draft_from_rows(
             logits.float(),
-            growth,
-            draws,
+            trees,
             vocabulary=self._vocabulary,
             table=self._table,
             correction=self._correction,
             gates=gates,
-            roots=roots,
         )
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.base import check_ragged, expect
+from arbordraft.drafters.base import DraftNetwork, check_ragged, expect
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.model_drafter import DraftNetwork, ModelDrafter, Outputs
+from arbordraft.drafters.model_drafter import ModelDrafter, Outputs
 from arbordraft.drafters.native_models import NativeEagle, runs_natively
 from arbordraft.drafters.slots import SlotDrafter, SlotState
 from arbordraft.kernels.draft_tree import DraftRun
@@ -90,11 +90,11 @@ class EagleDrafter(SlotDrafter, ModelDrafter):
         fused: Tensor = self._network.fuse(states)
         return fused
 
-    def whole(self, context: DraftContext) -> DraftRun | DraftNetwork | None:
-        network = self._network
-        if isinstance(network, NativeEagle):
-            return network.run
-        return network if context.static is not None and isinstance(network, HeadOnRows) else None
+    def native(self, context: DraftContext) -> DraftRun | None:
+        return self._network.run if isinstance(self._network, NativeEagle) else None
+
+    def network(self, context: DraftContext) -> DraftNetwork | None:
+        return self._network if isinstance(self._network, HeadOnRows) else None
 
 
 def on_rows(head: "EagleHead", target: RaggedModel) -> "NativeEagle | HeadOnRows":

@@ -105,3 +105,7 @@ class HybridDrafter(Drafter):
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         for part, own in self._parts(state):
             part.commit(own, tree, verdict)
+
+    def rollback(self, state: _State) -> None:
+        for part, own in self._parts(state):
+            part.rollback(own)

@@ -1,6 +1,6 @@
 """A drafter that runs a smaller causal LM.
 
-Shapes: T packed rows, R frontier nodes, V vocabulary.
+Shapes: T packed rows, R nodes of a depth, V vocabulary.
 """
 
 import os
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.checkpoints.vocabulary import check_tokenizers, fit_logits, fit_tokens
-from arbordraft.drafters.base import Predictions, check_ragged, num_unprefilled
-from arbordraft.drafters.context import DraftContext, Level
-from arbordraft.drafters.model_drafter import DraftNetwork, Missing, ModelDrafter, ModelState, Outputs
+from arbordraft.drafters.base import DraftNetwork, Predictions, check_ragged, num_unprefilled
+from arbordraft.drafters.context import DraftContext, Frontier
+from arbordraft.drafters.model_drafter import Missing, ModelDrafter, ModelState, Outputs
 from arbordraft.drafters.native_models import native_model
 from arbordraft.kernels.draft_tree import DraftRun
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
@@ -130,9 +130,9 @@ class LanguageModelDrafter(ModelDrafter):
     def lag(self, state: _State, context: DraftContext) -> Sequence[int]:
         return num_unprefilled(state.cache, state.handles, context)
 
-    def propose(self, state: _State, level: Level) -> Predictions:
-        logits, _ = super().propose(state, level)
-        size = level.context.vocab_size
+    def scores(self, state: _State, frontier: Frontier) -> Predictions:
+        logits, _ = super().scores(state, frontier)
+        size = frontier.context.vocab_size
         return Predictions(logits if size is None else fit_logits(logits, size))
 
     def run(
@@ -145,13 +145,18 @@ class LanguageModelDrafter(ModelDrafter):
         state.cache.shorten(handle, len(tokens) - 1)  # a repeated step has already read the last token
         return tokens[state.cache.length(handle) :], None
 
-    def whole(self, context: DraftContext) -> DraftRun | DraftNetwork | None:
+    def native(self, context: DraftContext) -> DraftRun | None:
+        model = self._with_target_ids(context)
+        return self._natively(model) if model is not None and model.backend == "native" else None
+
+    def network(self, context: DraftContext) -> DraftNetwork | None:
+        model = self._with_target_ids(context)
+        return None if model is None or model.backend == "native" else ModelOnRows(model, model.network())
+
+    def _with_target_ids(self, context: DraftContext) -> RaggedModel | None:
+        """Returns the model, if it is none of an exported graph and has exactly the target's token ids."""
         model = self.model
-        if not isinstance(model, RaggedModel) or context.vocab_size not in (None, model.vocab_size):
-            return None
-        if model.backend == "native":
-            return self._natively(model)
-        return None if context.static is None else ModelOnRows(model, model.network())
+        return model if isinstance(model, RaggedModel) and context.vocab_size in (None, model.vocab_size) else None
 
     def _natively(self, model: RaggedModel) -> DraftRun | None:
         if self._native_model[0] is not model.prepacking:
@@ -164,7 +169,7 @@ class LanguageModelDrafter(ModelDrafter):
 
 @dataclass(frozen=True)
 class ModelOnRows:
-    """A causal LM for steps of fixed shapes: a :class:`~arbordraft.drafters.model_drafter.DraftNetwork`.
+    """A causal LM for steps of fixed shapes: a :class:`~arbordraft.drafters.base.DraftNetwork`.
 
     Args:
         model: the draft model.

@@ -1,10 +1,10 @@
 """A drafter that runs Medusa heads.
 
-Shapes: R nodes of a level, F hidden states side by side, H hidden size, V vocabulary.
+Shapes: R nodes of a depth, F hidden states side by side, H hidden size, V vocabulary.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import HeadDrafter, check_ragged, expect
-from arbordraft.drafters.context import DraftContext, Level
-from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
+from arbordraft.drafters.context import DraftContext, Frontier
+from arbordraft.kernels.draft_tree import TreesToGrow, draft_from_rows
 from arbordraft.onnx.networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -85,33 +85,30 @@ class MedusaDrafter(HeadDrafter):
         return [limit if sample in state.seen else 0 for sample, limit in enumerate(known)]
 
     @torch.no_grad()
-    def propose(self, state: _State, level: Level) -> Tensor:
+    def scores(self, state: _State, frontier: Frontier) -> Tensor:
         """Returns ``[R, V]`` logits: the row of every sample, repeated for each of its nodes."""
-        samples = list(level.nodes)
-        if level.depth == 0:
+        samples = list(frontier.by_sample)
+        if frontier.depth == 0:
             prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in samples]))
             state.prepared |= zip(samples, prepared, strict=True)
-        rows = self.head.logits(torch.stack([state.prepared[sample] for sample in samples]), level.depth)
+        rows = self.head.logits(torch.stack([state.prepared[sample] for sample in samples]), frontier.depth)
         wide: Tensor = self.head.widen(rows)
-        shares = zip(wide.split(1), level.nodes.values(), strict=True)
+        shares = zip(wide.split(1), frontier.by_sample.values(), strict=True)
         return torch.cat([row.expand(len(nodes), -1) for row, nodes in shares])  # indexing would upload the index
 
     @torch.no_grad()
-    def propose_trees(
-        self, state: _State, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
-    ) -> Drafted | None:
+    def grow_natively(self, state: _State, context: DraftContext, trees: TreesToGrow) -> int | None:
         if self.target.backend != "native" or isinstance(self.head, OnnxMedusa):
             return None
-        prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in samples]))
-        rows = [self.head.logits(prepared, depth).float() for depth in range(max(growth.levels))]
+        prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in trees.slots]))
+        levels = int(trees.limits.levels[trees.slots].max())
+        rows = [self.head.logits(prepared, depth).float() for depth in range(levels)]
         trimmed = self.head.config.draft_vocab_size != self.head.config.vocab_size
-        return draft_from_rows(
-            torch.stack(rows, dim=1),
-            growth,
-            draws,
-            vocabulary=self.head.tokens if trimmed else None,
-            roots=torch.tensor([context.tokens(sample)[-1] for sample in samples]),
-        )
+        vocabulary = self.head.tokens if trimmed else None
+        return draft_from_rows(torch.stack(rows, dim=1), trees, vocabulary=vocabulary)
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        self.rollback(state)
+
+    def rollback(self, state: _State) -> None:
         state.prepared = {}

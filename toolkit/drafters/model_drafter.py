@@ -1,82 +1,31 @@
 """Drafters with a network on a ragged cache, which runs level by level, or grows whole trees in one call.
 
-Shapes: T packed rows, R rows to predict from or nodes of a level, F hidden states side by side, H hidden size, D
-outputs of a network, V vocabulary.
+Shapes: T packed rows, R rows to predict from or nodes of a depth, F hidden states side by side, H hidden size, D
+outputs of a network, V vocabulary, N nodes of the topology.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import Drafter, Predictions
-from arbordraft.drafters.context import DraftContext, Level, OneCallDrafts
-from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
+from arbordraft.drafters.context import DraftContext, Frontier
+from arbordraft.kernels.draft_tree import DraftRun, Limits, TreesToGrow
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.target.attention import Attending
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.trees.draft_tree import DraftTree
-from arbordraft.trees.topology import words_of
+from arbordraft.trees.draft_tree import DraftTree, Ints
+from arbordraft.trees.forest import Forest
+from arbordraft.trees.topology import TreeTopology, words_of
 from arbordraft.trees.verdict import Verdict
 
 CHUNK = 2048  # most rows of a call, to bound its memory
 
 # Committed tokens that a cache lacks, and the target's hidden states for them.
 Missing = tuple[Sequence[int], Tensor | None]
-
-
-class DraftNetwork(Protocol):
-    """A drafting model for steps of fixed shapes, which runs operations on its device only.
-
-    Attributes:
-        device: its device.
-        dtype: dtype of its inputs and outputs.
-        states: F; 0 if it reads no states of the target.
-        vocab_size: number of the target's token ids.
-        vocabulary: ``[D]`` tokens of its outputs; ``None`` for 0 to D - 1.
-    """
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def states(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def vocabulary(self) -> Tensor | None: ...
-
-    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
-        """Returns its key and value pools in a cache; creates missing pools with a token of the sample ``dummy``."""
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """Fuses ``[T, F]`` states of the target into the ``[T, H]`` that it reads, if it reads any."""
-
-    def run(
-        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Runs packed rows.
-
-        Args:
-            tokens: ``[T]``.
-            hidden: ``[T, H]`` states for the tokens: the target's, or its own output for their parents.
-            positions: ``[T]``.
-            ragged: stores keys and values and attends to them.
-            rows: ``[R]`` rows to predict from, all T by default.
-
-        Returns:
-            ``[R, D]`` logits, and the ``[R, H]`` output that its next rows read, if they read any.
-        """
 
 
 class Outputs(NamedTuple):
@@ -100,17 +49,22 @@ class ModelState:
     Args:
         cache: the network's cache.
         handles: by sample, its handle in the cache.
-        fed: by sample, the token of each fed node, in order; -1 for rows that are no node of the tree. Their keys
-            follow the committed ones.
+        fed: by sample, the place of each fed node among its uncommitted keys, and its token.
         seen: by sample and fed node, a bit for each fed node that it sees.
-        out: ``[R, H]`` states that the next level's nodes read, by row of the last level.
+        rows: by sample and node, the row of ``out``.
+        out: ``[R, H]`` states that the nodes one depth below read.
     """
 
     cache: RaggedKVCache
     handles: dict[int, int] = field(default_factory=dict)
-    fed: dict[int, dict[int, int]] = field(default_factory=dict)
+    fed: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
     seen: dict[int, dict[int, int]] = field(default_factory=dict)
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)
     out: Tensor | None = None
+
+    def forget(self) -> None:
+        """Forgets the nodes of a step."""
+        self.fed, self.seen, self.rows, self.out = {}, {}, {}, None
 
 
 class ModelDrafter(Drafter):
@@ -146,55 +100,66 @@ class ModelDrafter(Drafter):
         """Fuses ``[T, F]`` states of the target into the ``[T, H]`` that the network reads."""
         raise NotImplementedError
 
-    def whole(self, context: DraftContext) -> DraftRun | DraftNetwork | None:
-        """Returns the network that grows whole trees, natively or in fixed shapes, if there is one."""
+    def native(self, context: DraftContext) -> DraftRun | None:
+        """Returns the network that grows whole trees natively, if there is one."""
         return None
 
-    def propose(self, state: Any, level: Level) -> Predictions:
-        if level.depth == 0 and self.catches_up:
-            samples = [sample for sample, _ in level.places]
-            found = self.catch_up(
-                state, {state.handles[sample]: self.missing(state, level.context, sample) for sample in samples}
-            )
-            state.fed |= {sample: {} for sample in samples}
+    def scores(self, state: Any, frontier: Frontier) -> Predictions:
+        if frontier.depth == 0 and self.catches_up:
+            missing = {
+                state.handles[sample]: self.missing(state, frontier.context, sample) for sample in frontier.samples
+            }
+            found = self.catch_up(state, missing)
+            state.fed |= {sample: {} for sample in frontier.samples}
         else:
-            tokens, batch = self._lay_out(state, level)
-            # Row by row, as indexing would upload the index.
-            hidden = None if state.out is None else torch.stack([state.out[parent] for parent in level.parents])
+            tokens, batch = self._lay_out(state, frontier)
+            hidden = None
+            if state.out is not None:  # row by row, as indexing would upload the index
+                parents = frontier.context.topology.parent_list
+                rows = [state.rows[sample, parents[node]] for sample, node in frontier.places]
+                hidden = torch.stack([state.out[row] for row in rows])
             found = self.run(state, tokens, hidden, batch)
-        state.out = found.out
+        state.out, state.rows = found.out, {place: row for row, place in enumerate(frontier.places)}
         return Predictions(found.logits, found.final)
 
-    def propose_trees(
-        self, state: Any, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
-    ) -> Drafted | None:
-        whole = self.whole(context)
-        if whole is None:
+    def grow_natively(self, state: Any, context: DraftContext, trees: TreesToGrow) -> int | None:
+        if (run := self.native(context)) is None:
             return None
-        missing = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
-        if isinstance(whole, DraftRun):
-            drafted = feed(whole, state.cache, missing, growth, draws)
-        else:
-            assert context.static is not None
-            prefill = partial(self.catch_up, state)
-            drafted = feed_static(context.static, whole, prefill, state.cache, samples, missing, growth, draws)
-        if self.keeps:
-            self._record_fed(state, context, samples, drafted)
-        return drafted
+        missing = {state.handles[sample]: self.missing(state, context, sample) for sample in trees.slots}
+        fed = np.full(trees.trees.token.shape, -1)
+        broken = feed(run, state.cache, missing, trees, context.topology, fed)
+        self.record_fed(state, context, trees, fed)
+        return broken
+
+    def all_but_last(self, state: Any, missing: Mapping[int, Missing], most: int) -> dict[int, Missing]:
+        """Reads missing tokens until each sample lacks at most ``most``; returns these."""
+        early, late = {}, {}
+        for handle, (tokens, states) in missing.items():
+            first = max(0, len(tokens) - most)
+            late[handle] = tokens[first:], _rows(states, first, len(tokens))
+            if first:
+                early[handle] = tokens[:first], _rows(states, 0, first)
+        if early:
+            self.catch_up(state, early)
+        return late
 
     def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:
         kept: dict[int, list[int]] = {}
         for sample, handle in state.handles.items():
-            fed, places = list(state.fed.get(sample, {}).items()), []
+            fed, places = state.fed.get(sample), []
             # Leaves and nodes of other drafters were never fed: the next catch-up reads them.
             for row in verdict.paths[sample][1:] if self.keeps and fed else ():
-                accepted = int(tree.node[row]), int(tree.token[row])
-                if accepted not in fed:
+                place, token = fed.get(int(tree.node[row]), (-1, -1))
+                if token != int(tree.token[row]):
                     break
-                places.append(fed.index(accepted))
+                places.append(place)
             kept[handle] = places
         state.cache.commit(kept)
-        state.fed, state.seen, state.out = {}, {}, None
+        state.forget()
+
+    def rollback(self, state: Any) -> None:
+        state.cache.drop(list(state.handles.values()))
+        state.forget()
 
     def catch_up(self, state: Any, missing: Mapping[int, Missing]) -> Outputs:
         """Reads and commits missing tokens, by handle; returns the predictions after the last token of each."""
@@ -219,34 +184,45 @@ class ModelDrafter(Drafter):
         rows = zip(*(last[handle] for handle in missing), strict=True)
         return Outputs(*(None if parts[0] is None else torch.stack(parts) for parts in rows))  # type: ignore[arg-type]
 
-    def _lay_out(self, state: Any, level: Level) -> tuple[Tensor, RaggedBatch]:
-        """Plans the forward of a level, whose ``[R]`` tokens follow the nodes that were fed before."""
-        parents = level.context.topology.parent_list
+    def _lay_out(self, state: Any, frontier: Frontier) -> tuple[Tensor, RaggedBatch]:
+        """Plans the forward of a depth, whose ``[R]`` tokens follow the nodes that were fed before."""
+        parents = frontier.context.topology.parent_list
         words: list[int] = []
-        for (sample, node), token in zip(level.places, level.tokens, strict=True):
+        for (sample, node), token in zip(frontier.places, frontier.tokens, strict=True):
             fed, seen = state.fed.setdefault(sample, {}), state.seen.setdefault(sample, {})
             seen[node] = seen.get(parents[node], 0) | 1 << len(fed)
-            fed[node] = token
+            fed[node] = len(fed), token
             words.append(seen[node])
-        depth = level.depth - self.catches_up  # distance from the committed tokens, which may include the roots
+        depth = frontier.depth - self.catches_up  # distance from the committed tokens, which may include the roots
         batch = state.cache.lay_out(
-            [state.handles[sample] for sample in level.nodes],
-            [[depth] * len(nodes) for nodes in level.nodes.values()],
-            words_of(words, max(len(state.fed[sample]) for sample in level.nodes)),
+            [state.handles[sample] for sample in frontier.by_sample],
+            [[depth] * len(nodes) for nodes in frontier.by_sample.values()],
+            words_of(words, max(len(state.fed[sample]) for sample in frontier.by_sample)),
         )
-        return _integers(level.tokens), batch
+        return _integers(frontier.tokens), batch
 
-    @staticmethod
-    def _record_fed(state: Any, context: DraftContext, samples: Sequence[int], drafted: Drafted) -> None:
-        """Records the nodes that a call has fed after the committed tokens."""
-        drafts = zip(drafted.samples, drafted.nodes, drafted.tokens, strict=True)
-        tokens = {(place, node): token for place, node, token in drafts}
-        state.fed |= {sample: {} for sample in samples}
-        for place, node in drafted.fed:
-            state.fed[samples[place]][node] = tokens.get((place, node), -1)
-        depths = context.topology.depth_list
-        for sample in samples:
-            state.cache.wrote(state.handles[sample], [depths[node] - 1 for node in state.fed[sample]])
+    def record_fed(self, state: Any, context: DraftContext, trees: TreesToGrow, fed: Ints) -> None:
+        """Records the nodes that a call has fed after the committed tokens, if their keys may stay.
+
+        Args:
+            state: the state from :meth:`open`.
+            context: the step.
+            trees: the trees.
+            fed: of the shape of the trees: the place of each fed node after the committed keys, -1 for the others.
+        """
+        if not self.keeps:
+            return
+        depths, token = context.topology.depth_array, trees.trees.token
+        for sample in trees.slots:
+            (nodes,) = (fed[sample] >= 0).nonzero()
+            order = fed[sample, nodes].argsort()
+            state.fed[sample] = {
+                node: (place, known)
+                for place, (node, known) in enumerate(
+                    zip(nodes[order].tolist(), token[sample, nodes[order]].tolist(), strict=True)
+                )
+            }
+            state.cache.wrote(state.handles[sample], (depths[nodes[order]] - 1).tolist())
 
 
 def _row(found: Outputs, row: int) -> Outputs:
@@ -275,42 +251,58 @@ class TargetCacheDrafter(ModelDrafter):
     def proposed(self, state: ModelState) -> None:
         # No draft rows stay in the target's cache.
         state.cache.drop([state.handles[sample] for sample in state.fed])
-        state.fed, state.seen = {}, {}
+        state.forget()
 
     def commit(self, state: ModelState, tree: DraftTree, verdict: Verdict) -> None:
-        # The target commits its own cache. Entries remain only if growing has failed halfway.
-        state.fed, state.seen = {}, {}
+        pass  # the target commits its own cache
+
+    def rollback(self, state: ModelState) -> None:
+        state.forget()
 
 
 def feed(
     run: DraftRun,
     cache: RaggedKVCache,
     missing: Mapping[int, Missing],
-    growth: Growth,
-    draws: Draws | None,
+    trees: TreesToGrow,
+    topology: TreeTopology,
+    fed: Ints,
     *,
     commit: bool = True,
-) -> Drafted:
+) -> int:
     """Runs a model on the tokens that its cache lacks, and then on its own drafts.
 
     Args:
         run: the model.
         cache: its cache.
-        missing: the tokens that the cache lacks, by handle, in the order of ``growth``.
-        growth: how far trees go on.
-        draws: how tokens are drawn.
+        missing: the tokens that the cache lacks, by handle, in the order of the trees' slots.
+        trees: grown in place.
+        topology: their shape.
+        fed: of the shape of the trees; gets the place of each fed node after the committed keys.
         commit: whether the cache keeps the missing tokens; if not, each sample must lack exactly one.
+
+    Returns:
+        The number of rows of scores that were no numbers.
     """
-    if not commit or sum(len(tokens) for tokens, _ in missing.values()) <= CHUNK:
-        return _call(run, cache, missing, growth, draws, commit)
-    ends = {}  # last tokens of the prompts, whose other tokens are read first
-    idle = growth._replace(levels=[0], trust=[1.0], next=[1.0], weights=[1.0])
+    if commit and sum(len(tokens) for tokens, _ in missing.values()) > CHUNK:
+        missing = _read_ahead(run, cache, missing, trees)
+    return _call(run, cache, missing, trees, topology, fed, commit)
+
+
+def _read_ahead(
+    run: DraftRun, cache: RaggedKVCache, missing: Mapping[int, Missing], trees: TreesToGrow
+) -> dict[int, Missing]:
+    """Lets a model read all missing tokens but the last one of each sample, in portions; returns these."""
+    ends: dict[int, Missing] = {}
+    shape, root = TreeTopology.chain(0), Forest.of_roots(TreeTopology.chain(0), [0], [None])
+    idle = TreesToGrow(root, [0], shape.child_offsets, shape.child_order, Limits.everything([0]))
     for handle, (tokens, states) in missing.items():
         for first in range(0, len(tokens) - 1, CHUNK):
             last = min(first + CHUNK, len(tokens) - 1)
-            _call(run, cache, {handle: (tokens[first:last], _rows(states, first, last))}, idle, None)
+            part = tokens[first:last], _rows(states, first, last)
+            _call(run, cache, {handle: part}, idle, shape, np.full((1, 1), -1), True)
         ends[handle] = tokens[-1:], _rows(states, len(tokens) - 1, len(tokens))
-    return _call(run, cache, ends, growth, draws)
+    return ends
 
 
 def _rows(states: Tensor | None, first: int, last: int) -> Tensor | None:
@@ -321,39 +313,28 @@ def _call(
     run: DraftRun,
     cache: RaggedKVCache,
     missing: Mapping[int, Missing],
-    growth: Growth,
-    draws: Draws | None,
-    commit: bool = True,
-) -> Drafted:
+    trees: TreesToGrow,
+    topology: TreeTopology,
+    fed: Ints,
+    commit: bool,
+) -> int:
     counts = [len(tokens) for tokens, _ in missing.values()]
-    inner = _inner_nodes(tuple(growth.offsets), tuple(growth.children))
-    fed = [inner[min(levels, len(inner) - 1)] for levels in growth.levels]
-    places = cache.reserve(list(missing), [count + nodes for count, nodes in zip(counts, fed, strict=True)])
+    most = topology.inner_counts[trees.limits.levels[trees.slots].clip(max=topology.max_depth)].tolist()
+    places = cache.reserve(list(missing), [count + nodes for count, nodes in zip(counts, most, strict=True)])
     like = run.weights.embedding
     states = [part for _, part in missing.values() if part is not None]
     packed_states = (states[0] if len(states) == 1 else torch.cat(states)).to(like.dtype) if states else None
-    drafted = run(
+    broken = run(
         _integers([token for tokens, _ in missing.values() for token in tokens]),
         packed_states,
         [cache.pools(index, (layer.kv_heads, layer.dim), like) for index, layer in enumerate(run.weights.layers)],
         _integers([[start for start, _ in places], [length for _, length in places], counts]),
-        growth,
-        draws,
+        trees,
+        fed,
     )
     if commit:
         caught_up(cache, missing)
-    return drafted
-
-
-@lru_cache
-def _inner_nodes(offsets: tuple[int, ...], children: tuple[int, ...]) -> list[int]:
-    """Returns, by number of levels, how many nodes of a topology get children in them; the root counts, too."""
-    depths = [0] * (len(offsets) - 1)
-    for node, (first, last) in enumerate(pairwise(offsets)):
-        for child in children[first:last]:
-            depths[child] = depths[node] + 1
-    inner = [depth for depth, (first, last) in zip(depths, pairwise(offsets), strict=True) if first < last]
-    return [sum(depth < levels for depth in inner) for levels in range(max(depths) + 1)]
+    return broken
 
 
 def caught_up(cache: RaggedKVCache, missing: Mapping[int, Missing]) -> None:
@@ -366,31 +347,8 @@ def _integers(values: Sequence[Any]) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
-def feed_static(
-    static: OneCallDrafts,
-    network: DraftNetwork,
-    prefill: Callable[[dict[int, Missing]], object],
-    cache: RaggedKVCache,
-    samples: Sequence[int],
-    missing: Mapping[int, Missing],
-    growth: Growth,
-    draws: Draws | None,
-) -> Drafted:
-    """Runs like :func:`feed`, in fixed shapes for the last missing tokens; ``prefill`` reads the tokens before them."""
-    early, late = {}, {}
-    for handle, (tokens, states) in missing.items():
-        first = max(0, len(tokens) - static.rows)
-        late[handle] = tokens[first:], _rows(states, first, len(tokens))
-        if first:
-            early[handle] = tokens[:first], _rows(states, 0, first)
-    if early:
-        prefill(early)
-    return static(network, cache, samples, late, growth, draws)
-
-
 __all__ = [
     "CHUNK",
-    "DraftNetwork",
     "Missing",
     "ModelDrafter",
     "ModelState",
@@ -398,5 +356,4 @@ __all__ = [
     "TargetCacheDrafter",
     "caught_up",
     "feed",
-    "feed_static",
 ]

@@ -5,12 +5,13 @@ Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from arbordraft.drafters.model_drafter import CHUNK, feed
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm
-from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Growth
+from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Limits, TreesToGrow
 from arbordraft.kernels.prepacked_linear import interleave, pack, prepack
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, version_of
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
@@ -21,6 +22,7 @@ from arbordraft.target.prepacked.gguf_blocks import in_memory
 from arbordraft.target.prepacked.prepacked_modules import PrepackedNorm
 from arbordraft.target.prepacked.probing import Unrecognised, plain
 from arbordraft.target.prepacked.weight_collector import WeightCollector
+from arbordraft.trees.forest import Forest
 from arbordraft.trees.topology import TreeTopology
 
 if TYPE_CHECKING:
@@ -228,16 +230,18 @@ def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
     prompt = torch.randint(model.vocab_size, (5,), generator=source).tolist()
     levels = 3
     chain = TreeTopology.chain(levels)
-    growth = Growth(chain.child_offsets, chain.child_order, [levels], [1.0], [1.0], [1.0], 0.0, 0.0, -1)
+    forest = Forest.of_roots(chain, prompt[-1:], [None])
+    forest.reach[:, 0] = 1
+    trees = TreesToGrow(forest, [0], chain.child_offsets, chain.child_order, Limits.everything([levels]))
     cache = RaggedKVCache()
     sample = cache.open(len(prompt) + levels)
-    drafted = feed(run, cache, {sample: (prompt, None)}, growth, None)
-    tokens = drafted.tokens
+    feed(run, cache, {sample: (prompt, None)}, trees, chain, np.full((1, levels + 1), -1))
+    tokens = [token for token in forest.token[0, 1:].tolist() if token >= 0]
     own = RaggedKVCache()
     text = [*prompt, *tokens[:-1]]
     rows = model(torch.tensor(text), own.lay_out([own.open(len(text))], [range(len(text))]), own).float()
     chances = rows[len(prompt) - 1 :].softmax(dim=-1)
-    stated = torch.tensor(drafted.chances)
+    stated = torch.from_numpy(forest.chance[0, 1:]).float()
     best = chances.max(dim=-1).values
     if len(tokens) < levels:
         return False

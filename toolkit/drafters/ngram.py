@@ -1,6 +1,6 @@
 """A drafter that looks up the text so far, without a model or noise.
 
-Shapes: R nodes of a level.
+Shapes: R nodes of a depth.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from arbordraft.drafters.base import Drafter
-from arbordraft.drafters.context import Level
+from arbordraft.drafters.context import Frontier
 from arbordraft.drafters.text_pool import TextPool
 from arbordraft.sampling.stateful import Allowed
 from arbordraft.target.cache import RaggedKVCache
@@ -133,7 +133,7 @@ class _Text:
 @dataclass
 class _State:
     texts: dict[int, _Text] = field(default_factory=dict)
-    suffixes: list[tuple[int, ...]] = field(default_factory=list)  # of the nodes of the last level
+    suffixes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by sample and node of this step
 
 
 class NGramDrafter(Drafter):
@@ -181,28 +181,28 @@ class NGramDrafter(Drafter):
     def remove(self, state: _State, sample: int) -> None:
         self._keep(state.texts.pop(sample))
 
-    def propose(self, state: _State, level: Level) -> list[tuple[list[int], list[float]]]:
-        context, longest = level.context, self.longest
-        child_list, above = context.topology.child_list, state.suffixes
-        suffixes, proposed = [], []
-        for row, (sample, node) in enumerate(level.places):
+    def scores(self, state: _State, frontier: Frontier) -> list[tuple[list[int], list[float]]]:
+        context, longest, drafted = frontier.context, self.longest, frontier.tokens
+        child_list, parent_list = context.topology.child_list, context.topology.parent_list
+        proposed = []
+        for row, (sample, node) in enumerate(frontier.places):
             text, tokens = state.texts[sample], context.tokens(sample)
             if node:
-                suffix = (*above[level.parents[row]], level.tokens[row])[-longest:]
+                suffix = (*state.suffixes[sample, parent_list[node]], drafted[row])[-longest:]
             else:
                 text.index.extend(tokens)
                 suffix = tuple(tokens[-longest:])
-            suffixes.append(suffix)
+            state.suffixes[sample, node] = suffix
             children = child_list[node]
             pool = self.pool if self.pool is not None and context.pathwise(sample) else None
-            found = self._lookup(text.index, tokens, suffix, len(children), level.allowed(row), pool)
+            found = self._lookup(text.index, tokens, suffix, len(children), frontier.allowed(row), pool)
             if found:
                 text.guesses[node] = list(zip(children, found, strict=False))
             proposed.append(([guess.token for guess in found], [text.odds(guess) for guess in found]))
-        state.suffixes = suffixes
         return proposed
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        state.suffixes = {}
         for sample, text in state.texts.items():
             emitted = verdict.emitted(tree, sample) if verdict.paths[sample] else []
             if text.guesses and emitted:
@@ -213,6 +213,11 @@ class NGramDrafter(Drafter):
                 text.grew = True
             elif not emitted:  # it has ended; later texts may begin like it
                 self._keep(text)
+
+    def rollback(self, state: _State) -> None:
+        state.suffixes = {}
+        for text in state.texts.values():
+            text.guesses = {}
 
     def _keep(self, text: _Text) -> None:
         if self.pool is not None and text.grew:

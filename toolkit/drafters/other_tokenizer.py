@@ -1,6 +1,6 @@
 """Drafters whose tokenizer differs from the target's.
 
-Shapes: T packed rows, R nodes of a level, D ids of the drafter, V ids of the target, I that both have.
+Shapes: T packed rows, R nodes of a depth, D ids of the drafter, V ids of the target, I that both have.
 """
 
 import os
@@ -9,21 +9,23 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.checkpoints.translation import Translation, decoded, encoded, shared_tokens
 from arbordraft.drafters.base import Guesses, Predictions, check_ragged
-from arbordraft.drafters.context import DraftContext, Level
+from arbordraft.drafters.context import DraftContext, Frontier
 from arbordraft.drafters.model_drafter import Missing, ModelDrafter, ModelState, Outputs, feed
 from arbordraft.drafters.native_models import native_model
-from arbordraft.kernels.draft_tree import DraftRun, Growth
+from arbordraft.kernels.draft_tree import DraftRun, Limits, TreesToGrow
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.forest import Forest
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.trees.verdict import Verdict
 
@@ -173,8 +175,8 @@ class IntersectionDrafter(_OtherTokenizerDrafter):
         self.register_buffer("theirs", theirs.to(target.device), persistent=False)
         self.register_buffer("ours", ours.to(target.device), persistent=False)
 
-    def propose(self, state: _State, level: Level) -> Predictions:
-        logits, _ = super().propose(state, level)
+    def scores(self, state: _State, frontier: Frontier) -> Predictions:
+        logits, _ = super().scores(state, frontier)
         wide = logits.new_full((len(logits), self.target.vocab_size), -torch.inf)
         return Predictions(wide.index_copy_(1, self.theirs, logits.index_select(1, self.ours)))  # type: ignore[arg-type]
 
@@ -186,8 +188,8 @@ class IntersectionDrafter(_OtherTokenizerDrafter):
                 path = [int(tree.token[row]) for row in verdict.paths[sample][1 : 1 + kept]]
                 text.read = text.read + [self._id_of(token) for token in path]
 
-    def _lay_out(self, state: Any, level: Level) -> tuple[Tensor, RaggedBatch]:
-        tokens, batch = super()._lay_out(state, level)
+    def _lay_out(self, state: Any, frontier: Frontier) -> tuple[Tensor, RaggedBatch]:
+        tokens, batch = super()._lay_out(state, frontier)
         return torch.tensor([self._id_of(token) for token in tokens.tolist()]), batch
 
     def _id_of(self, token: int) -> int:
@@ -231,12 +233,12 @@ class RetokenizedDrafter(_OtherTokenizerDrafter):
     def default_topology(self) -> TreeTopology:
         return TreeTopology.chain(5)
 
-    def propose(self, state: _State, level: Level) -> Guesses:  # type: ignore[override]  # it is certain
-        if level.depth == 0:
-            self._write(state, level.context, list(level.nodes))
+    def scores(self, state: _State, frontier: Frontier) -> Guesses:  # type: ignore[override]  # it is certain
+        if frontier.depth == 0:
+            self._write(state, frontier.context, frontier.samples)
         found: list[tuple[Sequence[int], Sequence[float]]] = []
-        for row, (sample, _) in enumerate(level.places):
-            text, path = state.texts[sample], level.path(row)
+        for row, sample in enumerate(frontier.samples):
+            text, path = state.texts[sample], frontier.path(row)
             if text.chain[: len(path)] != path or len(text.chain) == len(path):
                 found.append(((), ()))
             else:
@@ -253,7 +255,12 @@ class RetokenizedDrafter(_OtherTokenizerDrafter):
                     break
                 text.right += 1
             text.chain = []
-        state.fed, state.seen, state.out = {}, {}, None
+        state.forget()
+
+    def rollback(self, state: _State) -> None:
+        super().rollback(state)
+        for text in state.texts.values():
+            text.chain = []
 
     def _write(self, state: _State, context: DraftContext, samples: Sequence[int]) -> None:
         """Lets the model continue the texts, and converts its output to the target's tokens."""
@@ -275,12 +282,13 @@ class RetokenizedDrafter(_OtherTokenizerDrafter):
         """
         written: list[list[int]] = [[] for _ in steps]
         if self.model.backend == "native" and (run := self._natively()) is not None:
-            chain, sure = TreeTopology.chain(max(steps)), [1.0] * len(steps)
-            growth = Growth(chain.child_offsets, chain.child_order, steps, sure, sure, sure, 0.0, 0.0, -1)
-            drafted = feed(run, state.cache, missing, growth, None)
-            for place, token in zip(drafted.samples, drafted.tokens, strict=True):
-                written[place].append(token)
-            return written
+            chain, samples = TreeTopology.chain(max(steps)), range(len(steps))
+            forest = Forest.of_roots(chain, [tokens[-1] for tokens, _ in missing.values()], [None] * len(steps))
+            forest.reach[:, 0] = 1
+            limits = Limits.everything(steps)
+            trees = TreesToGrow(forest, list(samples), chain.child_offsets, chain.child_order, limits)
+            feed(run, state.cache, missing, trees, chain, np.full(forest.token.shape, -1))
+            return [[token for token in row if token >= 0] for row in forest.token[:, 1:].tolist()]
         logits, handles = self.catch_up(state, missing).logits, list(missing)
         going = list(range(len(handles)))
         for step in range(max(steps)):

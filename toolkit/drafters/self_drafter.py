@@ -3,9 +3,10 @@
 Shapes: T packed rows, R rows whose logits are wanted, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from arbordraft.drafters.base import check_ragged
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.model_drafter import Missing, ModelState, Outputs, TargetCacheDrafter, feed
 from arbordraft.drafters.native_models import native_model
-from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
+from arbordraft.kernels.draft_tree import DraftRun, TreesToGrow
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw, SharedNoise
 from arbordraft.target.cache import RaggedKVCache
@@ -151,13 +152,12 @@ class SelfDrafter(TargetCacheDrafter):
         with _lent(state.cache):
             return Outputs(self.model(tokens, batch, state.cache))
 
-    def propose_trees(
-        self, state: ModelState, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
-    ) -> Drafted | None:
+    def grow_natively(self, state: ModelState, context: DraftContext, trees: TreesToGrow) -> int | None:
         if (run := self._run()) is None:
             return None
-        missing = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
-        return feed(run, state.cache, missing, growth, draws, commit=False)
+        missing = {state.handles[sample]: self.missing(state, context, sample) for sample in trees.slots}
+        fed = np.full(trees.trees.token.shape, -1)  # verification overwrites the keys
+        return feed(run, state.cache, missing, trees, context.topology, fed, commit=False)
 
     def _run(self) -> DraftRun | None:
         source = self.model.prepacking, self.target.prepacking

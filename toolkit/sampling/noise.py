@@ -60,12 +60,6 @@ class Noise:
                 uniforms[:, sample] = torch.from_numpy(own)
         return cls(*uniforms)
 
-    def seated(self, seats: Sequence[int]) -> "Noise":
-        """Renumbers the samples; ``seats`` holds, by new number, the old one, or -1 for none."""
-        if len(seats) == len(self.accept):
-            return self
-        return Noise(*(uniforms[list(seats)] for uniforms in (self.draft, self.accept, self.final)))
-
 
 class SharedSource:
     """Source of the noise that target and drafter share: for one text, a function of its seed alone.
@@ -103,13 +97,6 @@ class GumbelNoise:
 
     sources: Sequence[SharedSource | None]
     lengths: Sequence[int]
-
-    def seated(self, seats: Sequence[int]) -> "GumbelNoise":
-        """Renumbers the samples; ``seats`` holds, by new number, the old one, or -1 for none."""
-        if len(seats) == len(self.sources):
-            return self
-        sources = [self.sources[number] if number >= 0 else None for number in seats]
-        return GumbelNoise(sources, [self.lengths[number] if number >= 0 else 0 for number in seats])
 
     def perturb(self, scores: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
         """Adds to draft scores the noise with which the target will draw.

@@ -5,9 +5,9 @@ rows, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -172,18 +172,6 @@ class DraftTree:
             draft_rows=self.draft_rows,
         )
 
-    def seated(self, seats: Sequence[int]) -> "DraftTree":
-        """Renumbers the samples; rows stay as they are.
-
-        Args:
-            seats: the old number by new number, ascending; -1 for an empty seat. Includes every sample that takes part.
-        """
-        if len(seats) == len(self):
-            return self
-        lengths = [self.lengths[number] if number >= 0 else 0 for number in seats]
-        proposals = [self.proposals[number] if number >= 0 else None for number in seats]
-        return replace(self, proposals=proposals, offsets=[0, *accumulate(lengths)])
-
     def __len__(self) -> int:
         """Returns B."""
         return len(self.proposals)
@@ -213,6 +201,11 @@ class DraftTree:
     def owner(self) -> Ints:
         """``[T]`` sample of every row."""
         return np.repeat(np.arange(len(self.proposals)), self.lengths)
+
+    @cached_property
+    def slot(self) -> Ints:
+        """``[T]`` place of every row's sample among those that take part."""
+        return np.repeat(np.arange(len(self.living)), [self.lengths[sample] for sample in self.living])
 
     @cached_property
     def children(self) -> list[list[int]]:

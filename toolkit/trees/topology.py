@@ -6,9 +6,9 @@ Shapes: N nodes (node 0 is the root), W = ceil(N / 64) ancestor words.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,25 @@ MOST_NODES = 2048  # their mask takes 4 MiB; no target verifies this many rows i
 MOST_DEPTH = 512  # trees are walked through recursively
 MOST_SIBLINGS = 256  # children of one node, where a separate bound is needed
 Values = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class TreeLevel(NamedTuple):
+    """One depth of a topology at which nodes have children.
+
+    Args:
+        inner: ``[n]`` nodes with children.
+        below: the m nodes one depth below.
+        parent: ``[m]`` place of each one's parent among the n.
+        rank: ``[m]`` rank of each one among its parent's children.
+        width: greatest number of children of a node.
+    """
+
+    inner: Ints
+    below: slice
+    parent: Ints
+    rank: Ints
+    width: int
 
 
 class TreeTopology(nn.Module):
@@ -203,6 +222,37 @@ class TreeTopology(nn.Module):
     def width(self) -> int:
         """Greatest number of children of a node; 1 for a lone root, since a law draws at least one child."""
         return max(1, *map(len, self.child_list))
+
+    @cached_property
+    def parent_array(self) -> Ints:
+        """``[N]`` parent of every node, 0 for the root."""
+        return np.array(self.parent_list).clip(0)
+
+    @cached_property
+    def depth_array(self) -> Ints:
+        """``[N]`` depth of every node."""
+        return np.array(self.depth_list)
+
+    @cached_property
+    def inner_counts(self) -> Ints:
+        """``[max_depth + 1]`` by number of levels, how many nodes get children in them; the root counts, too."""
+        return np.array([0, *accumulate(map(len, self.inner[:-1]))])
+
+    @cached_property
+    def tree_levels(self) -> tuple[TreeLevel, ...]:
+        """By depth, the nodes with children and their children; without the deepest level."""
+        return tuple(self._level(depth) for depth in range(self.max_depth))
+
+    def _level(self, depth: int) -> TreeLevel:
+        inner, below = self.inner[depth], self.levels[depth + 1]
+        place, children = {node: number for number, node in enumerate(inner)}, self.child_list
+        return TreeLevel(
+            np.array(inner),
+            slice(below.start, below.stop),
+            np.array([place[self.parent_list[node]] for node in below]),
+            np.array([children[self.parent_list[node]].index(node) for node in below]),
+            max(len(children[node]) for node in inner),
+        )
 
     def path(self, node: int) -> list[int]:
         """Returns the nodes from the root down to ``node``, both included."""

@@ -120,17 +120,6 @@ class Verdict:
         paths, tokens, recovered = zip(*chosen, strict=True)
         return cls(paths, tokens, recovered)
 
-    def unseated(self, seats: Sequence[int], samples: int) -> "Verdict":
-        """Restores the sample numbers that :meth:`DraftTree.seated` replaced, for a batch of ``samples``."""
-        if len(seats) == samples:
-            return self
-        paths: list[Sequence[int]] = [[] for _ in range(samples)]
-        tokens, recovered = [-1] * samples, [False] * samples
-        for number, path, token, rejected in zip(seats, self.paths, self.tokens, self.recovered, strict=True):
-            if number >= 0:
-                paths[number], tokens[number], recovered[number] = path, token, rejected
-        return Verdict(paths, tokens, recovered)
-
     def __len__(self) -> int:
         """Returns B."""
         return len(self.paths)

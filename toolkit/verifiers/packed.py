@@ -1,6 +1,7 @@
 """Packs all trees of a batch into one table, for verification on the device.
 
-Shapes: T rows of the batch, B samples, N inner nodes (nodes with children), K children, D draft rows, M tops, V
+Shapes: T rows of the batch, S samples that take part, N inner nodes (nodes with children), K children, D draft
+rows, M tops, V
 vocabulary.
 """
 
@@ -81,7 +82,7 @@ class TreeTable(Table):
 
     Args:
         rows: T.
-        samples: B.
+        samples: S.
         levels: number of places for inner nodes, by depth; at least one place.
         children: K, at least 1.
     """
@@ -123,9 +124,9 @@ class TreeTable(Table):
 
     def write(self, into: SimpleNamespace, tree: DraftTree, inner: InnerRows) -> DraftRows:
         """Writes trees and their inner nodes into the parts of a blank table; returns the D draft rows."""
-        into.tokens[: tree.rows], into.sample[: tree.rows] = tree.token, tree.owner
+        into.tokens[: tree.rows], into.sample[: tree.rows] = tree.token, tree.slot
         into.order[: tree.rows] = post_order(tree)
-        into.roots[tree.living] = np.flatnonzero(tree.depth == 0)
+        into.roots[: len(tree.living)] = np.flatnonzero(tree.depth == 0)
         for name in ("inner", "draft_row", "parent", "place", "children"):
             getattr(into, name)[:] = -1
         free = np.cumsum([0, *self.levels]) - np.cumsum([0, *np.bincount(inner.depth, minlength=len(self.levels))])
@@ -191,8 +192,8 @@ def verify_packed(
         scores = scores[torch.from_numpy(rows).to(scores.device)]
     packed, draft, accept, final = pack(part, noise, scores.device)
     found = download(*verify_tree(scores, draft, packed, accept, final, lifted=lifted))
-    end, token = (part.tolist() for part in found)
-    return {sample: (int(rows[end[sample]]), token[sample]) for sample in part.living}
+    ends = zip(part.living, *(numbers.tolist() for numbers in found), strict=True)
+    return {sample: (int(rows[end]), token) for sample, end, token in ends}
 
 
 def pack(tree: DraftTree, noise: Noise, device: torch.device) -> tuple[PackedTree, Tensor, Tensor, Tensor]:
@@ -205,7 +206,7 @@ def pack(tree: DraftTree, noise: Noise, device: torch.device) -> tuple[PackedTre
     inner = InnerRows.of(tree)
     table = TreeTable(
         rows=tree.rows,
-        samples=len(tree),
+        samples=len(tree.living),
         levels=tuple(np.bincount(inner.depth).tolist()) or (1,),
         children=int(inner.width.max(initial=1)),
     )

@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ from arbordraft import (
     TreeTopology,
 )
 from arbordraft.deciders import EntropyBound, NodeBudget
-from arbordraft.decoding.static import recording
+from arbordraft.decoding.static import draft, recording
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.drafted_step import DraftedStep
 from arbordraft.decoding.static.drafting import StaticDrafts
@@ -52,6 +53,7 @@ from arbordraft.decoding.static.step import StaticStep
 from arbordraft.drafters.eagle import HeadOnRows
 from arbordraft.drafters.language_model import ModelOnRows
 from arbordraft.heads.eagle import EagleConfig, EagleHead
+from arbordraft.kernels.draft_tree import reference
 from arbordraft.target.attention import UnsupportedModel
 
 KINDS = ["eagle", "eagle, trimmed", "model"]
@@ -68,9 +70,9 @@ def drafts(monkeypatch):
     """Records the number of samples of every draft in fixed shapes."""
     done, lay_out = [], StaticDrafts.lay_out
 
-    def counted(self, network, cache, missing, growth, draws):
-        done.append(len(missing))
-        return lay_out(self, network, cache, missing, growth, draws)
+    def counted(self, drafter, state, context, network, trees):
+        done.append(len(trees.slots))
+        return lay_out(self, drafter, state, context, network, trees)
 
     monkeypatch.setattr(StaticDrafts, "lay_out", counted)
     return done
@@ -260,9 +262,9 @@ def another(name, change):
 
 
 CONTROLS = {
-    "trust": (another("trust", lambda trust: trust.mul_(1.3)), PLANS["dear rows"], GREEDY),
-    "expectation": (another("next", lambda following: following.mul_(0.6)), PLANS["dear rows"], GREEDY),
-    "budget": (another("budget", lambda budget: budget.sub_(3)), at_most(MANY, budget=5), GREEDY),
+    "calibration": (another("calibration", lambda factors: factors.mul_(1.3)), PLANS["dear rows"], GREEDY),
+    "expectation": (another("expected", lambda children: children.mul_(0.6)), PLANS["dear rows"], GREEDY),
+    "budget": (another("budget", lambda budget: budget.sub_(18)), at_most(MANY, budget=20), GREEDY),
     "committed rows": (another("committed", lambda rows: rows.clamp_(min=1).sub_(1)), at_most(MANY), GREEDY),
     "seed": (another("seeds", lambda seeds: seeds.add_(1)), at_most(MANY), HOT),
     "temperature": (another("temperature", lambda heat: heat.mul_(0.5)), at_most(MANY), HOT),
@@ -279,6 +281,11 @@ def test_a_changed_input_would_be_seen(monkeypatch, control):
 
 
 # Nothing asks the host
+
+
+def decide_by(monkeypatch, going):
+    """Replaces the rule by which recorded drafts choose the nodes that get children."""
+    monkeypatch.setattr(draft, "rule", SimpleNamespace(**{**vars(reference), "going": going}))
 
 
 @pytest.mark.parametrize("heat", TEMPERATURES)
@@ -301,13 +308,13 @@ INTRUDERS = {
 
 @pytest.mark.parametrize("intruder", INTRUDERS)
 def test_an_operator_that_waits_is_noticed(monkeypatch, intruder):
-    found, going = watch(monkeypatch, DraftStep), DraftStep._going
+    found = watch(monkeypatch, DraftStep)
 
-    def spoiled(self, *given):
-        INTRUDERS[intruder](chosen := going(self, *given))
+    def spoiled(*given):
+        INTRUDERS[intruder](chosen := reference.going(*given))
         return chosen
 
-    monkeypatch.setattr(DraftStep, "_going", spoiled)
+    decide_by(monkeypatch, spoiled)
     rounds, _ = pair("eagle")
     trees(rounds, BINARY, at_most(MANY), **GREEDY)
     assert found
@@ -351,12 +358,11 @@ def test_drafts_have_shapes_without_numbers(kind):
 @pytest.mark.parametrize("kind", ["eagle", "model"])
 def test_a_tensor_on_another_device_is_noticed(monkeypatch, kind):
     """Negative control: a tensor of the CPU."""
-    going = DraftStep._going
 
-    def elsewhere(self, *given):
-        return going(self, *given) & torch.ones(2, 1, dtype=torch.bool, device="cpu")
+    def elsewhere(*given):
+        return reference.going(*given) & torch.ones(2, 1, dtype=torch.bool, device="cpu")
 
-    monkeypatch.setattr(DraftStep, "_going", elsewhere)
+    decide_by(monkeypatch, elsewhere)
     with pytest.raises(RuntimeError, match="Tensor on device cpu is not on the expected device meta"):
         run_without_numbers(kind, "meta", nullcontext())
 
@@ -472,7 +478,7 @@ def test_a_draft_that_asks_the_host_cannot_be_recorded(monkeypatch, recorded):
     def refused(*_):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(DraftStep, "_going", refused)
+    decide_by(monkeypatch, refused)
     with pytest.raises(UnsupportedModel, match=r"behind a draft of EagleHead cannot be recorded .*buckets=None"):
         decode(as_on_a_gpu(decoder()), **NEVER)
 

@@ -247,11 +247,11 @@ def poison(where):
     """Writes NaN to some pool rows before every step."""
     called = StaticStepping.__call__
 
-    def spoiled(self, tree, batch, noise, cache, pipeline, temperatures):
+    def spoiled(self, tree, batch, noise, cache, *rest):
         for rows in where(cache, tree):
             for pool in cache.layers(self.target.num_layers):
                 pool[rows] = float("nan")
-        return called(self, tree, batch, noise, cache, pipeline, temperatures)
+        return called(self, tree, batch, noise, cache, *rest)
 
     StaticStepping.__call__ = spoiled
     try:

@@ -238,9 +238,8 @@ def test_any_trees_fit_into_their_bucket(case):
     seeds = [2**64 - 1 - sample for sample in range(samples)]
     shared = GumbelNoise([SharedSource(seed) for seed in seeds], [9] * samples)
     bucket.fill(other := torch.full((bucket.size,), -77), tree, batch, shared, 1000)
-    assert bucket.read(other)["seeds"].tolist() == [seed - 2**64 for seed in seeds] + [0] * (
-        bucket.samples + 1 - samples
-    )
+    drawing = [seeds[sample] - 2**64 for sample in tree.living]
+    assert bucket.read(other)["seeds"].tolist() == drawing + [0] * (bucket.samples + 1 - len(drawing))
     assert part["tokens"][:count].tolist() == tree.token.tolist()
     places = list(zip(tree.owner, tree.node, strict=True))
     assert part["accept"][:count].tolist() == [noise.accept[sample, node] for sample, node in places]

@@ -96,7 +96,8 @@ class Bucket(TreeTable):
             batch: the plan of their forward, on the host.
             noise: noise of this step; ``None`` at temperature 0.
             dummy: first pool row of the dummy, which is committed. There must be room for T more rows after it.
-            temperatures: temperatures of the samples, for shared noise. Samples without a source draw nothing.
+            temperatures: temperatures of the samples that take part, for shared noise. Samples without a source draw
+                nothing.
 
         Returns:
             The draft rows that the table refers to.
@@ -120,19 +121,19 @@ class Bucket(TreeTable):
         # First rows and first keys of the tree; padding rows see one key and no tree.
         into.layout[0], into.layout[3] = count, count
         into.layout[0, -1] = self.rows
-        into.layout[0, : len(tree)] = into.layout[3, : len(tree)] = tree.offsets[:-1]
+        into.layout[0, : len(tree.living)] = into.layout[3, : len(tree.living)] = np.flatnonzero(tree.depth == 0)
         return drawn
 
     def fill_places(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
         """Writes the places of the trees' rows in the cache."""
-        count, living = tree.rows, tree.living
+        count, samples = tree.rows, len(tree.living)
         into.positions[:count], into.positions[count:] = batch.positions.numpy(), 1
         into.slots[:count], into.slots[count:] = batch.slots.numpy(), dummy + 1 + np.arange(self.rows - count)
         # First pool rows and committed keys.
-        into.layout[1, living], into.layout[2, living] = batch.starts, batch.past
+        into.layout[1, :samples], into.layout[2, :samples] = batch.starts, batch.past
         into.layout[1:3, self.samples] = dummy, 1
         into.home[:] = dummy
-        into.home[living] = into.slots[into.roots[living]]
+        into.home[:samples] = into.slots[into.roots[:samples]]
 
     def fill_noise(
         self,
@@ -145,9 +146,10 @@ class Bucket(TreeTable):
         if isinstance(noise, Noise):
             self.write_noise(into, tree, noise)
         elif noise is not None:
-            into.seeds[: len(tree)] = [source.seed if source else 0 for source in noise.sources]
-            heats = zip(noise.sources, temperatures, strict=False)
-            into.temperature[: len(temperatures)] = [heat if source else 0.0 for source, heat in heats]
+            sources = [noise.sources[sample] for sample in tree.living]
+            into.seeds[: len(sources)] = [source.seed if source else 0 for source in sources]
+            scaled = zip(sources, temperatures, strict=False)
+            into.temperature[: len(temperatures)] = [divisor if source else 0.0 for source, divisor in scaled]
 
     def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int) -> None:
         """Writes a step that has only padding rows."""

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from arbordraft.decoding.static.recording import Pools
 from arbordraft.decoding.static.step import StaticForward
-from arbordraft.drafters.model_drafter import DraftNetwork, Missing
-from arbordraft.kernels.draft_tree import Draws, Growth
-from arbordraft.kernels.draft_tree.reference import fits, gains, growing, reach_below
+from arbordraft.drafters.base import DraftNetwork
+from arbordraft.drafters.model_drafter import Missing
+from arbordraft.kernels.draft_tree import Limits, TreesToGrow
+from arbordraft.kernels.draft_tree.limits import Trees
+from arbordraft.kernels.draft_tree import reference as rule
 from arbordraft.kernels.gumbel import gumbel
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.trees.masks import SlicedCausalMask
@@ -41,7 +43,7 @@ class DraftBucket(Table):
         depth: K, at least 1.
     """
 
-    reals: ClassVar = frozenset({"temperature", "weight", "trust", "next", "prices"})
+    reals: ClassVar = frozenset({"temperature", "weight", "calibration", "expected", "costs"})
 
     samples: int
     rows: int
@@ -54,8 +56,8 @@ class DraftBucket(Table):
         - By row to catch up with: its token, and its place among the target's states.
         - By sample: its first pool row, its numbers of committed and missing rows, its levels, its seed.
         - Also by sample: the position after its root, its temperature (0 draws nothing), the weight of its tokens.
-        - By sample and depth: the trust in drafts, and how often some child is expected to be accepted.
-        - ``prices``: tokens that a level must gain, and those that a node must gain.
+        - By sample and depth: the calibration of drafts, and how often some child is expected to be accepted.
+        - ``costs``: tokens that a level must gain, and those that a node must gain.
         - ``budget``: greatest number of drafts of all samples.
         """
         samples = dict.fromkeys(("starts", "committed", "missing", "levels", "seeds", "positions"), (self.samples,))
@@ -65,9 +67,9 @@ class DraftBucket(Table):
             **samples,
             "temperature": (self.samples,),
             "weight": (self.samples,),
-            "trust": (self.samples, self.depth),
-            "next": (self.samples, self.depth),
-            "prices": (2,),
+            "calibration": (self.samples, self.depth),
+            "expected": (self.samples, self.depth),
+            "costs": (2,),
             "budget": (1,),
         }
 
@@ -76,8 +78,7 @@ class DraftBucket(Table):
         table: Tensor,
         missing: Sequence[Missing],
         places: Sequence[tuple[int, int]],
-        growth: Growth,
-        draws: Draws | None,
+        trees: TreesToGrow,
         spare: Sequence[int],
     ) -> None:
         """Writes a step into a table on the host.
@@ -86,8 +87,7 @@ class DraftBucket(Table):
             table: ``[size]`` int64.
             missing: the 1 to C missing tokens of every sample that drafts.
             places: first pool row and number of committed rows of each such sample.
-            growth: how far their trees go on.
-            draws: how their tokens are drawn.
+            trees: their trees, and how far they go on.
             spare: first pool rows for the unused samples of the bucket.
         """
         into, count = self.blank(table), len(missing)
@@ -102,14 +102,14 @@ class DraftBucket(Table):
         into.tokens[count:], into.missing[count:] = into.tokens[0, 0], 1
         into.starts[:] = [*(start for start, _ in places), *spare]
         into.committed[:count] = [length for _, length in places]
-        into.levels[:count], into.weight[:count] = growth.levels, growth.weights
-        for name in ("trust", "next"):
-            told = np.reshape(getattr(growth, name), (count, -1))
-            known = np.minimum(np.arange(self.depth), told.shape[1] - 1)
-            getattr(into, name)[:count] = told[:, known]
-        into.prices[:] = growth.level, growth.row
-        into.budget[0] = growth.budget if growth.budget > 0 else _ANY_NUMBER
-        if draws is not None:
+        limits, slots = trees.limits, trees.slots
+        into.levels[:count], into.weight[:count] = limits.levels[slots], limits.weight[slots]
+        for name in ("calibration", "expected"):
+            known = getattr(limits, name)[slots]
+            getattr(into, name)[:count] = known[:, np.minimum(np.arange(self.depth), known.shape[1] - 1)]
+        into.costs[:] = trees.costs
+        into.budget[0] = trees.budget if trees.budget > 0 else _ANY_NUMBER
+        if (draws := trees.draws) is not None:
             into.seeds[:count], into.positions[:count] = draws.seeds.numpy(), draws.positions.numpy()
             into.temperature[:count] = draws.temperatures
 
@@ -123,7 +123,7 @@ class _Level(nn.Module):
         depth: the depth.
     """
 
-    inner: Tensor  # [n] places of the nodes with children among all nodes of this depth
+    inner: Tensor  # [n] nodes with children
     above: Tensor  # [n] places of their parents among the nodes with children one depth above
     parent: Tensor  # [m'] by node one depth below: place of its parent among the n
     rank: Tensor  # [m'] by node one depth below: its rank among its parent's children
@@ -132,38 +132,21 @@ class _Level(nn.Module):
 
     def __init__(self, topology: TreeTopology, mask: SlicedCausalMask, depth: int) -> None:
         super().__init__()
-        children, parents = topology.child_list, topology.parent_list
-        inner = [[node for node in level if children[node]] for level in topology.levels]
+        parents, inner, level = topology.parent_list, topology.inner, topology.tree_levels[depth]
         here, before = inner[depth], inner[depth - 1] if depth else []
-        fed = [node for level in inner[1 : depth + 1] for node in level]
+        fed = [node for nodes in inner[1 : depth + 1] for node in nodes]
         self.first, self.size = len(fed) - len(here), len(here)
-        self.width = max(len(children[node]) for node in here)
-        below = topology.levels[depth + 1]
+        self.width, self.below = level.width, level.below
         numbers = {
-            "inner": [node - topology.levels[depth].start for node in here],
+            "inner": level.inner,
             "above": [before.index(parents[node]) for node in here] if depth else [],
-            "parent": [here.index(parents[node]) for node in below],
-            "rank": [children[parents[node]].index(node) for node in below],
+            "parent": level.parent,
+            "rank": level.rank,
             "depths": [topology.depth_list[node] for node in fed],
         }
         for name, values in numbers.items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.int64), persistent=False)
         self.register_buffer("words", mask.select(here, fed).clone(), persistent=False)
-
-
-@dataclass
-class GrownTrees:
-    """Trees while they grow, depth by depth: ``[S, m]`` each.
-
-    Args:
-        tokens: -1 where there is no node.
-        chances: draft probabilities, given the parents.
-        reach: see :class:`~arbordraft.deciders.decisions.Plan`; -1 where there is no node.
-    """
-
-    tokens: list[Tensor]
-    chances: list[Tensor]
-    reach: list[Tensor]
 
 
 class DraftStep(nn.Module):
@@ -188,6 +171,7 @@ class DraftStep(nn.Module):
         self.title = f"a draft of {network}"
         self.network, self.bucket, self.shared, self.longest = network, bucket, shared, longest
         mask = SlicedCausalMask(topology)
+        self.nodes = topology.levels[bucket.depth].stop
         self.levels = nn.ModuleList(_Level(topology, mask, depth) for depth in range(bucket.depth))
         self.levels.to(network.device)
 
@@ -203,23 +187,33 @@ class DraftStep(nn.Module):
             ``[2, S, N]`` float64: tokens, -1 where there is no node, and their draft probabilities. In place of a
             root's probability stands the number of the sample's rows whose scores were not numbers.
         """
-        trees = self.grow(self.bucket.read(table), states, pools)
-        return torch.stack([torch.cat(trees.tokens, dim=1).double(), torch.cat(trees.chances, dim=1)])
+        trees, broken = self.grow(self.bucket.read(table), states, pools)
+        trees.chance[:, 0] = broken
+        return torch.stack([trees.token.double(), trees.chance])
 
-    def grow(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> GrownTrees:
-        """Grows the trees, given the parts of the table."""
+    def grow(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> tuple[Trees, Tensor]:
+        """Grows the trees, given the parts of the table; also returns ``[S]`` numbers of rows that were no numbers."""
         logits, out = self._catch_up(part, states, pools)
-        roots = part["tokens"][:, -1:]
-        trees = GrownTrees([roots], [roots.new_zeros(roots.shape, dtype=torch.float64)], [part["weight"][:, None]])
+        shape = self.bucket.samples, self.nodes
+        trees = Trees(
+            torch.full(shape, -1, device=logits.device),
+            torch.zeros(shape, dtype=torch.float64, device=logits.device),
+            torch.full(shape, -1.0, dtype=torch.float64, device=logits.device),
+        )
+        trees.token[:, 0], trees.reach[:, 0] = part["tokens"][:, -1], part["weight"]
+        costs, broken = part["costs"], trees.chance[:, 0].clone()
+        limits = Limits(
+            part["levels"], part["calibration"], part["expected"], part["weight"], costs[0], costs[1], part["budget"]
+        )
         for depth, level in enumerate(self.levels):
             assert isinstance(level, _Level)
             if depth:
                 logits, out = self._feed(part, trees, out, depth, level, pools)
             tokens, chances = self._likeliest(part, logits, depth, level)
-            going = self._going(part, trees, depth, level)
-            trees.chances[0] = trees.chances[0] + (going & ~chances[:, :, 0].isfinite()).sum(dim=1, keepdim=True)
-            _add_children(trees, level, going, tokens, chances, part["trust"][:, depth, None])
-        return trees
+            going = rule.going(trees, limits, level, depth)
+            broken = broken + (going & ~chances[:, :, 0].isfinite()).sum(dim=1)
+            rule.add(trees, limits, level, depth, going, torch.where(chances > 0, tokens, -1), chances)
+        return trees, broken
 
     def _catch_up(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> tuple[Tensor, Tensor | None]:
         """Feeds missing tokens; returns ``[S, D]`` logits after the roots and the network's ``[S, 1, H]`` output."""
@@ -238,7 +232,7 @@ class DraftStep(nn.Module):
     def _feed(
         self,
         part: Mapping[str, Tensor],
-        trees: GrownTrees,
+        trees: Trees,
         out: Tensor | None,
         depth: int,
         level: _Level,
@@ -246,8 +240,8 @@ class DraftStep(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the nodes of a depth, missing ones with the root's token; returns ``[S n, D]`` and ``[S, n, H]``."""
         past = part["committed"] + part["missing"]
-        tokens = trees.tokens[depth][:, level.inner]
-        tokens = torch.where(tokens < 0, trees.tokens[0], tokens)
+        tokens = trees.token[:, level.inner]
+        tokens = torch.where(tokens < 0, trees.token[:, :1], tokens)
         # Below its last level a sample has no nodes, and the model may not have such positions.
         region = past[:, None] - 1 + torch.minimum(level.depths, part["levels"][:, None])
         positions = region[:, level.first :].flatten()
@@ -286,26 +280,6 @@ class DraftStep(nn.Module):
         tops = F.pad(tokens, lacking), F.pad(chances.exp().double(), lacking)
         return tops[0].unflatten(0, (-1, level.size)), tops[1].unflatten(0, (-1, level.size))
 
-    def _going(self, part: Mapping[str, Tensor], trees: GrownTrees, depth: int, level: _Level) -> Tensor:
-        """Returns ``[S, n]``: whether each node gets children, by the growth rule."""
-        reach = trees.reach[depth][:, level.inner]
-        able = (reach >= 0) & (depth < part["levels"])[:, None]
-        if depth:
-            able = able & fits(reach, torch.cat(trees.reach[1:], dim=1).flatten(), part["budget"])
-        return growing(gains(reach, part["next"][:, depth, None], part["prices"][1]), able, part["prices"][0])
-
-
-def _add_children(
-    trees: GrownTrees, level: _Level, going: Tensor, tokens: Tensor, chances: Tensor, trust: Tensor
-) -> None:
-    """Adds the children of the nodes that go on."""
-    chance = chances[:, level.parent, level.rank]
-    added = going[:, level.parent] & (chance > 0)
-    reach = reach_below(trees.reach[-1][:, level.inner][:, level.parent], trust, chance)
-    trees.tokens.append(torch.where(added, tokens[:, level.parent, level.rank], -1))
-    trees.chances.append(torch.where(added, chance, 0))
-    trees.reach.append(torch.where(added, reach, -1))
-
 
 def _layout(starts: Tensor, past: Tensor, rows: int, keys: int) -> Tensor:
     """Returns :attr:`RaggedBatch.layout` of samples with equally many rows, and with equally many uncommitted keys."""
@@ -313,4 +287,4 @@ def _layout(starts: Tensor, past: Tensor, rows: int, keys: int) -> Tensor:
     return torch.stack([numbers * rows, F.pad(starts, (0, 1)), F.pad(past, (0, 1)), numbers * keys])
 
 
-__all__ = ["DraftBucket", "DraftStep", "GrownTrees"]
+__all__ = ["DraftBucket", "DraftStep"]

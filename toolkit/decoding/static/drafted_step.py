@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.decoding.static.bucket import Bucket
-from arbordraft.decoding.static.draft import DraftBucket, DraftStep, GrownTrees
+from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.recording import Pools
 from arbordraft.decoding.static.step import StaticStep
 from arbordraft.utils.table import Table
@@ -75,7 +75,7 @@ class DraftedStep(nn.Module):
         """Drafts, then runs the step.
 
         Args:
-            table: the table that :meth:`StepAhead.__call__` wrote.
+            table: the tables of both, and the places of the step's tokens among the drafts.
             states: see :meth:`DraftStep.forward`.
             pools: pools of the target's cache, then of the drafter's.
 
@@ -84,10 +84,11 @@ class DraftedStep(nn.Module):
             samples' integers from :meth:`StaticStep.forward`. And the hidden states of the latter.
         """
         part = self.bucket.read(table)
-        trees = self.draft.grow(self.bucket.draft.read(part["draft"]), states, pools[self.pools :])
-        tokens = torch.cat(trees.tokens, dim=1)
+        trees, broken = self.draft.grow(self.bucket.draft.read(part["draft"]), states, pools[self.pools :])
+        tokens = trees.token
         if self.bucket.trims:
-            tokens = torch.cat([tokens[:, :1], torch.where(kept(trees, part["prices"]), tokens[:, 1:], -1)], dim=1)
+            below = torch.where(kept(trees.reach[:, 1:], part["prices"]), tokens[:, 1:], -1)
+            tokens = torch.cat([tokens[:, :1], below], dim=1)
         given, source = self.bucket.step.read(part["step"]), part["source"]
         own = given["tokens"]
         drafted = torch.where(source < 0, own, tokens.flatten()[source.clamp(min=0)])
@@ -95,16 +96,19 @@ class DraftedStep(nn.Module):
         inputs = torch.where(drafted < 0, own[0], drafted)
         nothing = states.new_empty(0, 0)
         said, hidden = self.step.run(given | {"tokens": drafted}, nothing, pools[: self.pools], inputs)
-        found = [tokens, torch.cat(trees.chances, dim=1), said]
+        found = [tokens, torch.cat([broken[:, None], trees.chance[:, 1:]], dim=1), said]
         return torch.cat([part.flatten().double() for part in found]), hidden
 
 
-def kept(trees: GrownTrees, prices: Tensor) -> Tensor:
+def kept(reach: Tensor, prices: Tensor) -> Tensor:
     """Returns ``[S, N - 1]``: whether each node below the roots is verified; the likeliest are, as many as pay.
 
     Among equally likely nodes, the first in the topology takes precedence, then that of the first sample.
+
+    Args:
+        reach: ``[S, N - 1]`` reach of the nodes below the roots; -1 where there is none.
+        prices: ``[S (N - 1) + 1]`` tokens that 0, 1, 2, ... drafts must bring.
     """
-    reach = torch.cat(trees.reach[1:], dim=1)
     likely, order = reach.T.flatten().sort(descending=True, stable=True)
     worth = likely.clamp(min=0).cumsum(0) - prices[1:]
     worth = torch.cat([-prices[:1], torch.where(likely < 0, -torch.inf, worth)])

@@ -5,7 +5,7 @@ Shapes: S samples, C rows to catch up with of each, F hidden states side by side
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +15,12 @@ from arbordraft.decoding.static.bucket import power_of_two
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.recording import Pools, Recorder, Recording
-from arbordraft.drafters.model_drafter import DraftNetwork, Missing, caught_up
-from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
-from arbordraft.target.cache import RaggedKVCache
+from arbordraft.drafters import Drafter
+from arbordraft.drafters.base import DraftNetwork
+from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.model_drafter import Missing, ModelDrafter, caught_up
+from arbordraft.kernels.draft_tree import TreesToGrow
+from arbordraft.kernels.draft_tree import reference as rule
 from arbordraft.trees.draft_tree import Reals
 from arbordraft.trees.topology import TreeTopology
 
@@ -28,30 +31,31 @@ class DraftLayout(NamedTuple):
     Args:
         bucket: shapes of the draft.
         pools: pools of the drafter's cache.
-        missing: tokens that this cache lacks, by sample.
+        cache: the drafter's cache.
+        missing: tokens that this cache lacks, by handle.
         places: first pool row and number of committed rows of each sample.
         spare: first pool rows for the unused samples of the bucket.
-        growth: how far trees go on.
-        draws: how tokens are drawn.
+        trees: the trees, and how far they go on.
     """
 
     bucket: DraftBucket
     pools: Pools
-    missing: Sequence[Missing]
+    cache: StaticCache
+    missing: Mapping[int, Missing]
     places: Sequence[tuple[int, int]]
     spare: Sequence[int]
-    growth: Growth
-    draws: Draws | None
+    trees: TreesToGrow
 
     def fill(self, table: Tensor, inputs: Tensor) -> None:
         """Writes the table on the host, and the target's states on the device."""
-        self.bucket.fill(table, self.missing, self.places, self.growth, self.draws, self.spare)
-        if states := [part for _, part in self.missing if part is not None]:
+        missing = list(self.missing.values())
+        self.bucket.fill(table, missing, self.places, self.trees, self.spare)
+        if states := [part for _, part in missing if part is not None]:
             inputs[: sum(map(len, states))].copy_(torch.cat(states))
 
 
 class StaticDrafts:
-    """Grows the trees of a step in one run of fixed shapes: see :class:`~arbordraft.drafters.context.OneCallDrafts`.
+    """Grows the trees of a step in one run of fixed shapes: see :data:`~arbordraft.drafters.grow.DeviceDrafts`.
 
     The number of samples is rounded up to a power of two. The number of levels is the greatest that a sample may have.
     The topology determines all other shapes.
@@ -68,11 +72,6 @@ class StaticDrafts:
         self._inner = [node for level in topology.inner[1:] for node in level]
 
     @property
-    def alone(self) -> "StaticDrafts":
-        """This object, which always drafts without the target's step."""
-        return self
-
-    @property
     def each(self) -> int:
         """Greatest number of cache rows that a sample takes besides its committed ones."""
         return self.rows + len(self._inner)
@@ -82,32 +81,23 @@ class StaticDrafts:
         return max(0, power_of_two(batch) // 2 - 1) * self.each
 
     def __call__(
-        self,
-        network: DraftNetwork,
-        cache: RaggedKVCache,
-        samples: Sequence[int],
-        missing: Mapping[int, Missing],
-        growth: Growth,
-        draws: Draws | None,
-    ) -> Drafted:
-        """Grows the trees; see :class:`~arbordraft.drafters.context.OneCallDrafts`."""
-        assert isinstance(cache, StaticCache)
-        layout = self.lay_out(network, cache, missing, growth, draws)
+        self, drafter: Drafter, state: Any, context: DraftContext, network: DraftNetwork, trees: TreesToGrow
+    ) -> int:
+        """Grows the trees; see :data:`~arbordraft.drafters.grow.DeviceDrafts`."""
+        layout = self.lay_out(drafter, state, context, network, trees)
         with self.recorder.turn(network.device):
-            run = self._recording(network, layout.bucket, draws is not None, cache.longest)
+            run = self._recording(network, layout.bucket, trees.draws is not None, layout.cache.longest)
             found = run(layout.pools, lambda table: layout.fill(table, run.inputs)).cpu().numpy()
-        caught_up(cache, missing)
-        return self.drafted(found[:, : len(missing)], layout.bucket)
+        return self.read(found, layout, drafter, state, context)
 
     def lay_out(
-        self,
-        network: DraftNetwork,
-        cache: StaticCache,
-        missing: Mapping[int, Missing],
-        growth: Growth,
-        draws: Draws | None,
+        self, drafter: Drafter, state: Any, context: DraftContext, network: DraftNetwork, trees: TreesToGrow
     ) -> DraftLayout:
-        """Reserves room in the drafter's cache for a draft; see :meth:`__call__`."""
+        """Reads all but the last committed tokens, and reserves room in the drafter's cache for a draft."""
+        assert isinstance(drafter, ModelDrafter)
+        missing = {state.handles[sample]: drafter.missing(state, context, sample) for sample in trees.slots}
+        missing, cache = drafter.all_but_last(state, missing, self.rows), state.cache
+        assert isinstance(cache, StaticCache)
         counts = [len(tokens) for tokens, _ in missing.values()]
         # Rows after a sample's last one are written to as well.
         wanted = [max(count + len(self._inner), self.rows) for count in counts]
@@ -115,26 +105,26 @@ class StaticDrafts:
         network.pools(cache, cache.dummy)
         cache.settle()  # before a graph is recorded on the pools
         pools = network.pools(cache, cache.dummy)
-        bucket = self._bucket(power_of_two(len(missing)), self.rows, max(growth.levels))
+        levels = int(trees.limits.levels[trees.slots].max())
+        bucket = self._bucket(power_of_two(len(missing)), self.rows, levels)
         spare = [cache.dummy_start + 1 + number * self.each for number in range(bucket.samples - len(missing))]
-        return DraftLayout(bucket, pools, list(missing.values()), places, spare, growth, draws)
+        return DraftLayout(bucket, pools, cache, missing, places, spare, trees)
 
-    def drafted(self, found: Reals, bucket: DraftBucket, *, trimmed: bool = False) -> Drafted:
-        """Reads the ``[2, S, N]`` result of :meth:`DraftStep.forward` for S samples that draft."""
-        tokens, chances = found[0].astype(np.int64), found[1]
-        samples, nodes = np.nonzero(tokens[:, 1:] >= 0)
-        places = samples, nodes + 1
+    def read(self, found: Reals, layout: DraftLayout, drafter: Drafter, state: Any, context: DraftContext) -> int:
+        """Reads the ``[2, S, N]`` result of :meth:`DraftStep.forward` into the trees; returns the broken rows."""
+        assert isinstance(drafter, ModelDrafter)
+        caught_up(layout.cache, layout.missing)
+        trees, slots, nodes = layout.trees.trees, layout.trees.slots, found.shape[2]
+        tokens, chances = found[:, : len(slots)]
+        trees.token[slots, 1:nodes] = tokens[:, 1:]
+        trees.chance[slots, 1:nodes] = chances[:, 1:]
+        rule.reached(trees, layout.trees.limits, self.topology.tree_levels[: layout.bucket.depth], slots)
+        fed = np.full(trees.token.shape, -1)
         # Nodes of the last level were added but did not run.
-        fed = [node for node in self._inner if node < self.topology.levels[bucket.depth].start]
-        return Drafted(
-            samples.tolist(),
-            places[1].tolist(),
-            tokens[places].tolist(),
-            chances[places].tolist(),
-            [(sample, node) for sample in range(len(tokens)) for node in fed],
-            int(chances[:, 0].sum()),
-            trimmed,
-        )
+        inner = [node for node in self._inner if node < self.topology.levels[layout.bucket.depth].start]
+        fed[np.ix_(slots, inner)] = np.arange(len(inner))
+        drafter.record_fed(state, context, layout.trees, fed)
+        return int(chances[:, 0].sum())
 
     def _recording(self, network: DraftNetwork, bucket: DraftBucket, shared: bool, longest: int) -> Recording:
         def make() -> tuple[DraftStep, Tensor]:

@@ -46,7 +46,7 @@ class StepResult(NamedTuple):
     Args:
         verdict: verdict on the samples; failed ones take no part in it.
         failed: samples whose logits are not numbers.
-        hidden: ``[S + 1, depth + 1, F]`` hidden states of all samples' roots and accepted nodes.
+        hidden: ``[S + 1, depth + 1, F]`` hidden states of roots and accepted nodes, by sample that takes part.
         padding: number of the step's rows that hold no node.
     """
 
@@ -208,6 +208,7 @@ class StaticStepping:
         cache: RaggedKVCache,
         pipeline: LogitsPipeline,
         temperatures: Sequence[float],
+        samples: int,
     ) -> StepResult:
         """Runs one step.
 
@@ -217,14 +218,16 @@ class StaticStepping:
             noise: noise of this step; ``None`` at temperature 0.
             cache: the cache that :meth:`open` returned; :meth:`RaggedKVCache.advance` commits the accepted rows.
             pipeline: the request's processors.
-            temperatures: temperatures of the samples, if noise is shared and the processors only divide by them.
+            temperatures: temperatures of the samples that take part, if noise is shared and the processors only divide
+                by them.
+            samples: number of samples for which steps are recorded, at least as many as take part.
 
         Raises:
             ValueError: if the chosen kernels cannot do without the host.
         """
         assert isinstance(cache, StaticCache)
         pools = cache.layers(self.target.num_layers)
-        bucket = self.bucket(tree)
+        bucket = self.bucket(tree, samples)
         with self.recorder.turn(self.target.device):
             run = self._recording(bucket, cache.longest, noise, pipeline)
 
@@ -240,13 +243,14 @@ class StaticStepping:
             found = result.tolist()
             if run.recorded:
                 hidden = hidden.clone()  # the drafter may keep it; the next step overwrites this one
-        failed = [sample for sample in tree.living if found[sample][2]]
-        ends = {sample: (found[sample][0], found[sample][1]) for sample in tree.living if not found[sample][2]}
+        said = dict(zip(tree.living, found, strict=False))
+        failed = [sample for sample, (_, _, broken) in said.items() if broken]
+        ends = {sample: (end, token) for sample, (end, token, broken) in said.items() if not broken}
         return StepResult(Verdict.of(tree, ends), failed, hidden, bucket.rows - tree.rows)
 
-    def bucket(self, tree: DraftTree) -> Bucket:
-        """Returns the shapes of a step over these trees."""
-        return self._bucket(bucket_for(self.buckets, tree.rows), power_of_two(len(tree)))
+    def bucket(self, tree: DraftTree, samples: int) -> Bucket:
+        """Returns the shapes of a step over these trees, for at most ``samples`` samples."""
+        return self._bucket(bucket_for(self.buckets, tree.rows), power_of_two(samples))
 
     def step(self, bucket: Bucket, kind: StepKind, pipeline: LogitsPipeline) -> StaticStep:
         """Builds a step of these shapes; ``kind`` is the result of :meth:`kind` for the pipeline."""

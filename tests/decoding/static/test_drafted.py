@@ -1,39 +1,30 @@
 """Drafts and the target's step in one run: the same tokens, trees and counts as in two runs."""
 
-from dataclasses import replace
-
+import numpy as np
 import pytest
 import torch
 from support.companions import drafter as trained_drafter
 from support.companions import target as trained_target
-from support.models import PAYS, PROMPTS, VOCAB, left_padded, new_tokens
+from support.models import PAYS, PROMPTS, left_padded, new_tokens
 from support.watching import watch
 
-from arbordraft import CostAware, CostTable, Coupling, EagleDrafter, Engine, Request, SpeculativeDecoder, TreeTopology
+from arbordraft import CostAware, CostTable, Coupling, Engine, Request, SpeculativeDecoder, TreeTopology
 from arbordraft.deciders import EntropyBound, NodeBudget
-from arbordraft.deciders.base import Decider
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.deciders.decisions import Plan, RowPrices
+from arbordraft.deciders.decisions import Limits, Verification
 from arbordraft.decoding.executors import RecordedExecutor
-from arbordraft.decoding.static import drafted_step
-from arbordraft.decoding.static.ahead import StepAhead, WholeTrees
-from arbordraft.decoding.static.draft import GrownTrees
+from arbordraft.decoding.static import drafted, drafted_step
+from arbordraft.decoding.static.drafted import DraftedSteps, _prices
 from arbordraft.decoding.static.drafted_step import DraftedStep, kept
+from arbordraft.kernels.draft_tree import TreesToGrow
+from arbordraft.kernels.draft_tree.reference import number_kept
+from arbordraft.trees.forest import Forest
 
 TREE = TreeTopology.from_k_config((3, 2, 1))
 GREEDY = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 0}
 DEAR = StepCosts(CostTable((1, 64), (1.0, 5.0)), CostTable((1, 64), (0.05, 0.06)))  # half of the drafts are given up
 PADDING = {"rows", "pad_rows", "pad_keys", "seconds"}
-
-
-class Halving(Decider):
-    """Keeps half of the drafts, by a function instead of numbers."""
-
-    can_plan = True
-
-    def plan(self, situation):
-        return Plan.everything(situation.max_depth, keep=lambda chances: (len(chances) + 1) // 2)
 
 
 DECIDERS = {
@@ -48,14 +39,14 @@ DECIDERS = {
 @pytest.fixture
 def done(monkeypatch):
     """Records the nodes of trees that were drafted and verified in one run, step by step."""
-    found, result = [], StepAhead.result
+    found, run = [], DraftedSteps.__call__
 
-    def watched(self, tree):
-        if (out := result(self, tree)) is not None:
-            found.append(tree.rows)
+    def watched(self, *given):
+        if (out := run(self, *given)) is not None:
+            found.append(out[0].rows)
         return out
 
-    monkeypatch.setattr(StepAhead, "result", watched)
+    monkeypatch.setattr(DraftedSteps, "__call__", watched)
     return found
 
 
@@ -75,7 +66,7 @@ def decode(decider, name="eagle", prompts=PROMPTS, buckets=(64,), **settings):
 
 
 def apart(monkeypatch):
-    monkeypatch.setattr(RecordedExecutor, "ahead", lambda *_: None)
+    monkeypatch.setattr(RecordedExecutor, "drafted", lambda *_: None)
 
 
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -116,9 +107,8 @@ def test_samples_of_many_temperatures_share_a_run(monkeypatch, done):
     assert answers() == together
 
 
-@pytest.mark.parametrize("decider", [Halving, EntropyBound], ids=["a function", "a decider that is asked"])
-def test_two_runs_are_needed_if_numbers_cannot_state_the_kept_nodes(done, decider):
-    decode(decider(), **GREEDY)
+def test_two_runs_are_needed_if_the_decider_is_asked_before_every_level(done):
+    decode(EntropyBound(), **GREEDY)
     assert done == []
 
 
@@ -134,8 +124,8 @@ def test_no_operator_of_a_run_waits_for_the_host(monkeypatch):
     assert found == []
 
 
-def everything(trees, prices):
-    return torch.cat(trees.reach[1:], dim=1) >= 0
+def everything(reach, prices):
+    return reach >= 0
 
 
 def test_drafts_that_are_not_given_up_would_be_seen(monkeypatch):
@@ -149,41 +139,16 @@ def test_drafts_that_are_not_given_up_would_be_seen(monkeypatch):
 
 def test_rows_with_tokens_of_other_nodes_would_be_seen(monkeypatch):
     """Negative control: the target verifies tokens of other nodes."""
-    sources = WholeTrees.sources
+    tokens, counts, _ = decode(CostAware(DEAR), **GREEDY)
+    sources = drafted._sources
 
     def elsewhere(*given):
         found = sources(*given)
         found[2:] = found[1:-1].copy()
         return found
 
-    monkeypatch.setattr(WholeTrees, "sources", elsewhere)
-    with pytest.raises(ValueError, match="not in list"):
-        decode(CostAware(DEAR), **GREEDY)
-
-
-class Changing(EagleDrafter):
-    """Replaces every drafted token by the next token id."""
-
-    alone = False
-
-    def propose_trees(self, state, context, samples, growth, draws):
-        static = context.static.alone if self.alone and context.static is not None else context.static
-        found = super().propose_trees(state, replace(context, static=static), samples, growth, draws)
-        return None if found is None else found._replace(tokens=[(token + 1) % VOCAB for token in found.tokens])
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["with the target's step", "drafts alone"])
-def test_drafts_that_a_drafter_changes_are_verified_as_changed(monkeypatch, done, alone):
-    """The target verifies the same tokens that are committed."""
-    monkeypatch.setattr(Changing, "alone", alone)
-    drafter = Changing(trained_drafter("eagle").head, trained_target())
-    expected, _, right = decode(None, **GREEDY)
-    done.clear()
-    found, counts, stats = decode(None, drafter, **GREEDY)
-    assert found == expected
-    assert done == []
-    assert counts["drafted"] > 0
-    assert stats.tau < right.tau
+    monkeypatch.setattr(drafted, "_sources", elsewhere)
+    assert decode(CostAware(DEAR), **GREEDY)[:2] != (tokens, counts)
 
 
 # Which nodes are kept
@@ -203,8 +168,12 @@ def test_the_device_keeps_the_nodes_that_the_host_would_keep(seed):
     # Few different values, so that many nodes are equally likely; negative values mark missing nodes.
     reach = [torch.randint(-1, 5, (samples, count), generator=generator).double() / 8 for count in nodes]
     reach = [torch.where(level < 0, -1.0, level) for level in reach]
-    price = 0.05 * (seed % 6)
-    keep = RowPrices(lambda drafts: price * drafts, seed % 9 if seed % 2 else None) if seed % 3 else RowPrices()
-    prices = torch.tensor(keep.table(samples * sum(nodes)), dtype=torch.float64)
-    found = kept(GrownTrees([], [], [torch.ones(samples, 1), *reach]), prices).nonzero().tolist()
-    assert {tuple(place) for place in found} == by_the_host(torch.cat(reach, dim=1).tolist(), keep)
+    seconds, budget = 0.05 * (seed % 6) * np.arange(samples * sum(nodes) + 1), seed % 9 if seed % 2 else -1
+    verification = Verification(seconds, rate=1.0) if seed % 3 else None
+    forest = Forest.of_roots(TREE, [0] * samples, [None] * samples)
+    limits = Limits.everything([3] * samples, budget=budget, verification=verification)
+    prices = _prices(TreesToGrow(forest, range(samples), (), (), limits), samples * sum(nodes))
+    whole = torch.cat(reach, dim=1)
+    found = (kept(whole, torch.from_numpy(prices)) if len(prices) else whole >= 0).nonzero().tolist()
+    keep = lambda ranked: number_kept(np.array(ranked), budget, verification)  # noqa: E731
+    assert {tuple(place) for place in found} == by_the_host(whole.tolist(), keep)

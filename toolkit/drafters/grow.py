@@ -1,0 +1,539 @@
+"""Grows the trees of a step: asks the decider for limits and the drafter for predictions, drops drafts that do not pay.
+
+Shapes: B samples, S samples of a group, R nodes of a depth that get children, n nodes of a depth that may have some, K
+children at most, V vocabulary.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arbordraft.deciders.base import Decider
+from arbordraft.deciders.decisions import Draw, Origin, Situation, StepView
+from arbordraft.drafters.base import Drafter, DraftNetwork, Predictions
+from arbordraft.drafters.children import Children, children_of
+from arbordraft.drafters.context import DraftContext, Frontier
+from arbordraft.kernels.draft_tree import Draws, Limits, TreesToGrow, usable
+from arbordraft.kernels.draft_tree import reference as rule
+from arbordraft.sampling.laws import DraftLaw
+from arbordraft.sampling.noise import GumbelNoise, Noise
+from arbordraft.sampling.owned_rows import draft_scores
+from arbordraft.trees.draft_tree import DraftTree, Flags, Ints, Proposal, Reals, check_drawn
+from arbordraft.trees.forest import Forest
+from arbordraft.trees.topology import TreeLevel
+
+_NO_ORIGIN = Origin()  # of children without a draft row
+_CERTAIN = 1e9  # a calibration whose product with any probability counts as 1
+
+
+class Group(NamedTuple):
+    """Samples of a step that a decider plans together.
+
+    Args:
+        samples: numbers of the S samples.
+        pathwise: whether drafts cannot change their texts.
+        scaled: whether a temperature is all that their processors apply to draft scores.
+        asked: whether the decider is asked before every level, instead of once.
+    """
+
+    samples: list[int]
+    pathwise: bool
+    scaled: bool
+    asked: bool = False
+
+
+DeviceDrafts = Callable[[Drafter, Any, DraftContext, DraftNetwork, TreesToGrow], int]
+"""Grows the trees of a step on a device, all levels in one run; returns the number of rows of scores that are no
+numbers. Called with a drafter, its state, the step, the drafter's network and the trees."""
+
+
+def grow(
+    context: DraftContext, decider: Decider, drafter: Drafter, state: Any, device: DeviceDrafts | None = None
+) -> DraftTree:
+    """Grows the trees of a step.
+
+    The stages of a drafter propose one after another. A later stage drafts for a sample if the earlier ones proposed
+    nothing, or less than it is expected to bring. This choice depends only on committed tokens.
+
+    Args:
+        context: the step.
+        decider: decides how far trees go on.
+        drafter: proposes children.
+        state: the drafter's state for this batch.
+        device: grows whole trees on a device; ``None`` if the target's steps have no fixed shapes.
+    """
+    first, *later = drafter.stages(state)
+    return finished(Growth(context, decider, *first, device), later)
+
+
+def finished(growth: "Growth", later: Sequence[tuple[Drafter, Any]] = ()) -> DraftTree:
+    """Grows the trees of a planned step, and those of the drafters that follow; see :func:`grow`."""
+    context, decider, device = growth.context, growth.decider, growth.device
+    growth.grow()
+    forest = growth.forest
+    if later:
+        gains = growth.gains()
+    for stage, own in later:
+        waiting = _waiting(context, decider, stage, own, forest, gains)
+        if not waiting:
+            continue
+        max_depth = [limit if sample in waiting else None for sample, limit in enumerate(context.max_depth)]
+        drafts = forest.drafts
+        rows = sum(int(drafts[sample]) + 1 for sample in context.alive if sample not in waiting)
+        step = replace(context, max_depth=max_depth, extra_rows=context.extra_rows + rows)
+        other = Growth(step, decider, stage, own, device)
+        other.grow()
+        found, better = other.forest.drafts, other.gains()
+        taken = [sample for sample in sorted(waiting) if found[sample]]
+        forest.take(other.forest, taken)
+        gains[taken] = better[taken]
+    if not forest.drafts.any():
+        living = set(context.alive)
+        roots = [context.tokens(sample)[-1] if sample in living else None for sample in range(len(context.max_depth))]
+        return DraftTree.roots(context.topology, roots, Proposal(context.greedy_law))
+    return forest.rows()
+
+
+def _waiting(
+    context: DraftContext, decider: Decider, drafter: Drafter, state: Any, forest: Forest, gains: Reals
+) -> set[int]:
+    """Returns the samples for which this drafter is expected to gain more tokens than the drafts so far."""
+    drafts = forest.drafts
+    waiting = {sample for sample in context.alive if not drafts[sample]}
+    if len(waiting) < len(context.alive):
+        limits, _ = plan(context, decider, drafter, state)
+        waiting |= {sample for sample in context.alive if gains[sample] < limits.gains[sample]}
+    return waiting
+
+
+def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) -> tuple[Limits, list[Group]]:
+    """Asks the decider how far the trees of a step go on.
+
+    Drafts never change a pathwise text. Pathwise samples are therefore planned together and spend rows where they gain
+    most. Those whose processors apply only a temperature form one group, the others form a second one. The text of any
+    other sample depends on its drafts. It is planned alone, for an assumed batch of equal samples.
+
+    Returns:
+        The limits of all B samples, and the groups, in the order of their numbers in the limits.
+    """
+    alive = context.alive
+    scaled = [sample for sample in alive if context.pathwise(sample) and context.temperature(sample) is not None]
+    known = set(scaled)
+    others = [sample for sample in alive if sample not in known and context.pathwise(sample)]
+    groups = [Group(own, True, fast) for own, fast in ((scaled, True), (others, False)) if own]
+    together = known.union(others)
+    groups += [Group([sample], False, False) for sample in alive if sample not in together]
+    depths, lag = drafter.depths(state, context), drafter.lag(state, context)
+    idle = drafter.max_levels == 0
+    found: list[Limits] = []
+    for number, (samples, pathwise, _, _) in enumerate(groups):
+        own = [depths[sample] for sample in samples]
+        if idle or (context.resting and pathwise):
+            found.append(Limits.everything([0] * len(samples)))
+        elif decider.can_plan:
+            most = context.topology.max_depth
+            limits = decider.plan(
+                Situation(
+                    max_depth=[min(depth, most) for depth in own],
+                    memory=[context[sample].memory for sample in samples],
+                    alike=1 if pathwise else context.expected_batch,
+                    source=type(drafter).__name__,
+                    acceptance=drafter.acceptance,
+                    free=drafter.free,
+                    lag=[lag[sample] for sample in samples] if lag else (),
+                    left=[depth + 1 for depth in own] if context.fixed_batch else (),
+                    extra_rows=context.extra_rows + len(alive) - len(samples) if pathwise else 0,
+                    informative=drafter.informative,
+                    drafts=len(samples) * (context.topology.num_nodes - 1),
+                )
+            )
+            found.append(replace(limits, levels=np.minimum(limits.levels, own)))
+        else:
+            found.append(Limits.everything(own))
+            groups[number] = groups[number]._replace(asked=True)
+    return _joined(context, groups, found), groups
+
+
+def _joined(context: DraftContext, groups: Sequence[Group], found: Sequence[Limits]) -> Limits:
+    """Returns the limits of all B samples; those that take no part draft nothing."""
+    count = len(context.max_depth)
+    known = max((max(part.calibration.shape[1], part.expected.shape[1]) for part in found), default=1)
+    limits = Limits(
+        levels=np.zeros(count, dtype=np.int64),
+        calibration=np.ones((count, known)),
+        expected=np.ones((count, known)),
+        weight=np.full(count, -1.0),
+        level_cost=np.zeros((count, 1)),
+        row_cost=np.zeros((count, 1)),
+        budget=[part.budget for part in found],
+        verification=[part.verification for part in found],
+        gains=np.full(count, -np.inf),
+        group=np.zeros(count, dtype=np.int64),
+        whole=np.zeros((count, 1), dtype=np.bool_),
+    )
+    for number, (group, part) in enumerate(zip(groups, found, strict=True)):
+        samples = group.samples
+        limits.levels[samples], limits.weight[samples], limits.group[samples] = part.levels, part.weight, number
+        for name in ("calibration", "expected"):
+            own = getattr(part, name)
+            getattr(limits, name)[samples] = own[:, np.minimum(np.arange(known), own.shape[1] - 1)]
+        limits.level_cost[samples] = part.level_cost / (1 if group.pathwise else context.expected_batch)
+        limits.row_cost[samples] = part.row_cost
+        if part.gains is not None:
+            limits.gains[samples] = part.gains
+    return limits
+
+
+class Growth:
+    """The growth of one drafter's trees in one step.
+
+    Args:
+        context: the step.
+        decider: decides how far trees go on.
+        drafter: proposes children.
+        state: the drafter's state.
+        device: see :func:`grow`.
+
+    Attributes:
+        forest: the trees so far.
+        limits: how far they go on.
+        groups: samples that are planned together, by their number in the limits.
+    """
+
+    def __init__(
+        self, context: DraftContext, decider: Decider, drafter: Drafter, state: Any, device: DeviceDrafts | None = None
+    ) -> None:
+        self.context, self.decider, self.drafter, self.state, self.device = context, decider, drafter, state, device
+        self.law = context.greedy_law if drafter.certain else context.law
+        self.limits, self.groups = plan(context, decider, drafter, state)
+        tokens: list[int | None] = [None] * len(context.max_depth)
+        proposals: list[Proposal | None] = [None] * len(tokens)
+        source = type(drafter).__name__
+        for sample in context.alive:
+            tokens[sample] = context.tokens(sample)[-1]
+            law = self.law_of(sample)
+            proposals[sample] = Proposal(law, source)
+            if not law.deterministic:  # such a tree is ended, not pruned
+                self.limits.whole[sample] = True
+                self.limits.budget[self.limits.group[sample]] = -1
+        self.forest = Forest.of_roots(context.topology, tokens, proposals)
+        self.forest.reach[:, 0] = self.limits.weight
+        self._ranked = None if drafter.informative else np.array(drafter.acceptance)
+        self._random = not self.law.deterministic
+        self._constrained = any(context[sample].path_state is not None for sample in context.alive)
+        self._forced: list[tuple[int, int, int]] = []  # sample, parent and node of the children that constraints force
+        # For deciders that are asked: the draft row that the children of a node were drawn from.
+        self._origins: dict[tuple[int, int], Origin] | None = {} if any(group.asked for group in self.groups) else None
+
+    def law_of(self, sample: int) -> DraftLaw:
+        """Returns the law of a sample's children."""
+        return self.context.greedy_law if self.context[sample].greedy else self.law
+
+    def gains(self) -> Reals:
+        """Returns ``[B]`` expected tokens from every sample's drafts, less the price of their rows."""
+        forest = self.forest
+        worth = forest.reach - self.limits.row_cost * ~forest.trunk  # the target must read the trunk in any case
+        gains: Reals = (worth * (forest.token >= 0))[:, 1:].sum(axis=1)
+        return gains
+
+    def grow(self) -> None:
+        """Grows the trees to their end."""
+        self._add_candidates()
+        if self.drafter.certain:
+            self._add_forced_tokens()
+        levels = self.limits.levels.copy()
+        for group in self.groups:
+            if self._grown_in_one_call(group):
+                levels[group.samples] = 0
+        if levels.any():
+            self._grow_level_by_level(replace(self.limits, levels=levels))
+        self.drafter.proposed(self.state)
+        for number, group in enumerate(self.groups):
+            # Trees drawn at random are not trimmed: verification would no longer be lossless.
+            if not group.asked and self.law_of(group.samples[0]).deterministic:
+                self._trim(number, np.array(group.samples))
+
+    # Before the drafter proposes
+
+    def _add_candidates(self) -> None:
+        context = self.context
+        for sample in context.alive if context.candidates is not None else ():
+            assert context.candidates is not None
+            if (given := context.candidates[sample]) is not None:
+                tokens, row = given
+                state, allowed = context[sample].path_state, None
+                if state is not None and self.law_of(sample).deterministic:
+                    allowed = state.allowed([])
+                tokens = [token for token in tokens if allowed is None or token in allowed]
+                self._prefill(sample, 0, tokens, row[tokens].tolist(), allowed is not None and allowed.only is not None)
+                if self._origins is not None:
+                    self._origins[sample, 0] = Origin(partial(_same, row))
+
+    def _add_forced_tokens(self) -> None:
+        """Adds the forced tokens after every root, along the topology's first path.
+
+        No plan delays or drops them, because the target must read them in any case.
+        """
+        child_list = self.context.topology.child_list
+        for sample in self.context.alive:
+            state = self.context[sample].path_state
+            if state is None:
+                continue
+            node, path = 0, list[int]()
+            for _ in range(self.context.max_depth[sample] or 0):
+                allowed = state.allowed(path)
+                if allowed is None or allowed.only is None or not child_list[node]:
+                    break
+                self._prefill(sample, node, [allowed.only], [1.0], forced=True)
+                node = child_list[node][0]
+                path = [*path, allowed.only]
+
+    def _prefill(self, sample: int, node: int, tokens: Sequence[int], chances: Sequence[float], forced: bool) -> None:
+        """Adds children of a node before the drafter proposes any; ``forced`` if constraints allow only the first."""
+        forest, topology = self.forest, self.context.topology
+        calibration = self.limits.calibration_at(topology.depth_list[node])[sample, 0]
+        if self._ranked is not None:
+            chances = self._ranked[np.arange(len(tokens)).clip(max=len(self._ranked) - 1)].tolist()
+        for child, token, chance in zip(topology.child_list[node], tokens, chances, strict=False):
+            forest.token[sample, child], forest.chance[sample, child] = token, chance
+            likely = 1.0 if forced else min(1.0, calibration * chance)
+            forest.certain[sample, child], forced = forced, False
+            forest.reach[sample, child] = forest.reach[sample, node] * likely
+            forest.prefilled = True
+
+    # In one call
+
+    @property
+    def whole(self) -> TreesToGrow | None:
+        """The trees, if one call can grow all of them that grow at all; ``None`` if the host has to see some level."""
+        return self._whole(self.groups[0]) if len(self.groups) == 1 else None
+
+    def _whole(self, group: Group) -> TreesToGrow | None:
+        """Returns the trees of a group, if one call can grow them."""
+        context, limits, topology = self.context, self.limits, self.context.topology
+        slots = [sample for sample in group.samples if limits.levels[sample] > 0]
+        if group.asked or not group.scaled or context.candidates is not None or not slots:
+            return None
+        if self._ranked is not None:  # so that all planned levels are drafted
+            limits = replace(limits, calibration=np.full_like(limits.calibration, _CERTAIN))
+        draws = draws_of(context, slots)
+        return TreesToGrow(self.forest, slots, topology.child_offsets, topology.child_order, limits, draws)
+
+    def _grown_in_one_call(self, group: Group) -> bool:
+        """Lets a network grow a group's trees at once; returns whether the group is finished."""
+        context, forest, topology = self.context, self.forest, self.context.topology
+        if (trees := self._whole(group)) is None:
+            return not group.asked and not self.limits.levels[group.samples].any()
+        slots = trees.slots
+        if self.device is not None and (network := self.drafter.network(context)) is not None:
+            broken: int | None = self.device(self.drafter, self.state, context, network, trees)
+        else:
+            broken = self.drafter.grow_natively(self.state, context, trees) if usable() else None
+        if broken is None:
+            return False
+        if broken:
+            warn_of_broken_rows()
+        if self._ranked is not None:
+            for level in topology.tree_levels:
+                chance = self._ranked[level.rank.clip(max=len(self._ranked) - 1)]
+                forest.chance[slots, level.below] = np.where(forest.token[slots, level.below] >= 0, chance, 0)
+            rule.reached(forest, self.limits, topology.tree_levels, slots)
+        return True
+
+    # Level by level
+
+    def _grow_level_by_level(self, limits: Limits) -> None:
+        context, forest = self.context, self.forest
+        before: Flags | None = None
+        for depth, level in enumerate(context.topology.tree_levels):
+            going = rule.going(forest, limits, level, depth)
+            if forest.prefilled or self._origins is not None:
+                present = forest.token[:, context.topology.levels[depth]] >= 0
+                if before is not None:  # prefilled nodes may be there although their parents did not go on
+                    present &= before
+                going &= present[:, level.inner - context.topology.levels[depth].start]
+                if self._origins is not None:
+                    self._ask(limits, depth, present, going)
+            samples, places = going.nonzero()
+            if not len(samples):
+                return
+            frontier = Frontier(context, forest, depth, samples.tolist(), level.inner[places].tolist())
+            children = self._children(frontier, level)
+            shape = *going.shape, children.tokens.shape[1]
+            tokens, chances = np.full(shape, -1), np.zeros(shape)
+            tokens[going], chances[going] = children.tokens, children.chances
+            parents = going
+            if forest.prefilled:
+                first = context.topology.child_offsets
+                start = np.array([context.topology.child_order[first[node]] for node in level.inner])
+                parents = going & (forest.token[:, start] < 0)
+            rule.add(forest, limits, level, depth, parents, tokens, chances)
+            for sample, node, child in self._forced:
+                forest.certain[sample, child], forest.reach[sample, child] = True, forest.reach[sample, node]
+            before = going[:, level.parent]
+
+    def _ask(self, limits: Limits, depth: int, present: Flags, going: Flags) -> None:
+        """Clears ``going`` for the samples that the decider ends, if it is asked before every level."""
+        context, nodes = self.context, self.context.topology.levels[depth]
+        drafts = self.forest.drafts
+        for group in self.groups:
+            living = [
+                sample
+                for sample in group.samples
+                if group.asked and depth < limits.levels[sample] and present[sample].any()
+            ]
+            if not living:
+                continue
+            alike = 1 if group.pathwise else context.expected_batch
+            view = StepView(
+                depth,
+                paths=[
+                    [self._draws(sample, nodes[place]) for place in np.flatnonzero(present[sample])]
+                    for sample in living
+                ],
+                memory=[context[sample].memory for sample in living],
+                pathwise=group.pathwise,
+                batch=len(group.samples) * alike,
+                planned=(len(group.samples) + int(drafts[group.samples].sum())) * alike,
+                alike=alike,
+                source=type(self.drafter).__name__,
+                acceptance=self.drafter.acceptance,
+            )
+            answers = self.decider(view)
+            if len(answers) != len(living):
+                raise ValueError(f"{self.decider} must answer for {len(living)} samples, answered for {len(answers)}")
+            going[[sample for sample, goes_on in zip(living, answers, strict=True) if not goes_on]] = False
+
+    def _draws(self, sample: int, node: int) -> tuple[Draw, ...]:
+        """Returns the draws along the path to a node."""
+        assert self._origins is not None
+        path = self.context.topology.path(node)
+        return tuple(
+            Draw(float(self.forest.chance[sample, child]), self._origins.get((sample, parent), _NO_ORIGIN))
+            for parent, child in pairwise(path)
+        )
+
+    def _children(self, frontier: Frontier, level: TreeLevel) -> Children:
+        """Returns the children that the drafter proposes, those left out that constraints forbid."""
+        proposed = self.drafter.scores(self.state, frontier)
+        if isinstance(proposed, Tensor):
+            proposed = Predictions(proposed)
+        nodes, given = len(frontier), len(proposed.logits if isinstance(proposed, Predictions) else proposed)
+        if given != nodes:
+            raise ValueError(f"{self.drafter} must give predictions for each of {nodes} nodes, gave {given}")
+        if isinstance(proposed, Predictions):
+            children = self._drawn(frontier, level, proposed)
+        else:
+            children = Children.of(proposed, level.width)
+        self._forced = []
+        for row, (sample, node) in enumerate(frontier.places if self._constrained else ()):
+            if self.context[sample].path_state is None or not self.law_of(sample).deterministic:
+                continue
+            if (allowed := frontier.allowed(row)) is not None:
+                children.keep(row, [token >= 0 and token in allowed for token in children.tokens[row].tolist()])
+                child = self.context.topology.child_list[node][0]
+                if allowed.only is not None and children.tokens[row, 0] >= 0 and self.forest.token[sample, child] < 0:
+                    self._forced.append((sample, node, child))
+        tokens, chances = children.tokens[:, : level.width], children.chances[:, : level.width]
+        if self._ranked is not None:
+            chances[:] = self._ranked[np.arange(level.width).clip(max=len(self._ranked) - 1)]
+        return children._replace(tokens=tokens, chances=chances)
+
+    def _drawn(self, frontier: Frontier, level: TreeLevel, predicted: Predictions) -> Children:
+        """Returns the most probable children of nodes, or draws them."""
+        context, samples = self.context, frontier.samples
+        owners = [context[sample] for sample in samples]
+        scores = draft_scores(predicted.logits, owners, frontier.path, untruncated=context.shared)
+        if isinstance(context.noise, GumbelNoise):
+            scores = context.noise.perturb(scores, [(sample, frontier.depth) for sample in samples])
+        laws, uniforms = self._random_draws(frontier)
+        children = children_of(scores, self.law.k, laws, level.width, uniforms)
+        # Processors may allow no token after a draft. The target's own row decides whether that is an error.
+        if not children.finite.all() and not predicted.logits.amax(dim=1).isfinite().all():
+            warn_of_broken_rows()
+        forest = self.forest
+        first = sum(map(len, forest.draft_rows))
+        if children.draft_rows is not None:
+            forest.draft_rows.append(children.draft_rows)
+        for row, law in enumerate(laws if self._random else ()):
+            sample, node = frontier.places[row]
+            if law is not None and children.finite[row]:
+                check_drawn(law, node, [token for token in children.tokens[row].tolist() if token >= 0])
+                forest.draft_row[sample, node] = first + row
+        if self._origins is not None:
+            for row, place in enumerate(frontier.places):
+                hidden = None if predicted.hidden is None else predicted.hidden[row]
+                self._origins.setdefault(place, Origin(partial(_probabilities, scores, row), hidden))
+        return children
+
+    def _random_draws(self, frontier: Frontier) -> tuple[list[DraftLaw | None], list[Sequence[float]]]:
+        """Returns, by node, the law that draws its children at random, if any, and the uniforms for it."""
+        laws: list[DraftLaw | None] = [None] * len(frontier)
+        uniforms: list[Sequence[float]] = [()] * len(frontier)
+        if not self._random:
+            return laws, uniforms
+        made: dict[tuple[int, int], DraftLaw] = {}  # a law is a module, which is slow to build
+        child_list = self.context.topology.child_list
+        for row, (sample, node) in enumerate(frontier.places):
+            law, children = self.law_of(sample), child_list[node]
+            if law.deterministic or self.forest.token[sample, children[0]] >= 0:  # candidates are there
+                continue
+            assert isinstance(self.context.noise, Noise)
+            kind = id(law), len(children)
+            if kind not in made:
+                made[kind] = law.narrow(len(children))
+            laws[row] = made[kind]
+            uniforms[row] = self.context.noise.draft[sample, list(children)].tolist()
+        return laws, uniforms
+
+    # At the end
+
+    def _trim(self, number: int, samples: Ints) -> None:
+        """Drops the drafts of a group that are too unlikely to be worth their rows."""
+        forest, limits = self.forest, self.limits
+        budget, verification = limits.budget[number], limits.verification[number]
+        if budget < 0 and verification is None:
+            return
+        places, nodes = (forest.token[samples, 1:] >= 0).nonzero()
+        if not len(nodes):
+            return
+        samples, nodes = samples[places], nodes + 1
+        reach, trunk = forest.reach[samples, nodes], forest.trunk[samples, nodes]
+        # Parents sort before their children: the reach never rises along a path, and equal reaches sort by node.
+        order = np.lexsort((samples, nodes, -reach, ~trunk))
+        kept = max(rule.number_kept(reach[order], budget, verification), int(trunk.sum()))
+        forest.drop(samples[order[kept:]], nodes[order[kept:]])
+
+
+def draws_of(context: DraftContext, samples: Sequence[int]) -> Draws | None:
+    """Returns how tokens of S samples are drawn with shared noise; ``None`` if the noise is not shared."""
+    noise = context.noise
+    if not isinstance(noise, GumbelNoise):
+        return None
+    seeds = [source.seed if (source := noise.sources[sample]) else 0 for sample in samples]
+    keys = np.array([seeds, [noise.lengths[sample] for sample in samples]], dtype=np.int64)
+    temperatures = [context.temperature(sample) or 0.0 for sample in samples]
+    return Draws(torch.from_numpy(keys[0]), torch.from_numpy(keys[1]), temperatures)
+
+
+def _probabilities(scores: Tensor, row: int) -> Tensor:
+    return scores[row].softmax(dim=-1)
+
+
+def _same(row: Tensor) -> Tensor:
+    return row
+
+
+def warn_of_broken_rows() -> None:
+    """Warns that some rows of draft scores are no numbers."""
+    warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
+
+
+__all__ = ["DeviceDrafts", "Growth", "draws_of", "finished", "grow", "plan", "warn_of_broken_rows"]
