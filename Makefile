@@ -51,7 +51,7 @@ lint: types ## Check style and types
 types: $(VENV)/.installed-dev ## Check types
 	rm -rf $(TYPED) && mkdir -p $(TYPED)/arbordraft
 	ln -s $(CURDIR)/toolkit/* $(CURDIR)/kernels $(CURDIR)/training $(CURDIR)/exports $(TYPED)/arbordraft/
-	MYPYPATH=$(TYPED) $(BIN)/mypy --package arbordraft
+	MYPYPATH=$(TYPED):examples/benchmarks $(BIN)/mypy --package arbordraft --package arborlab
 
 format: $(VENV)/.installed-dev ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .

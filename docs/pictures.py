@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbordraft import Fixed, TreeTopology
-from arbordraft.bench.plots import plot, read_rows, speed_picture
 from arbordraft.serving.page import page
 from arbordraft.serving.pieces import step_of
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.drawing import ACCEPTED, COLOURS, GREY, OWN, columns, draw_edges, new_figure, save_png
 from arbordraft.trees.verdict import SampleVerdict
+from arbordraft.utils.checkout import laboratory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURES, RESULTS = ROOT / "docs" / "pictures", ROOT / "examples" / "results"
 DRAFTER = ROOT / "examples" / "checkpoints" / "smollm2-135m-instruct-eagle"
 REJECTED = "#d9d9d9"
+plots = laboratory("plots", "docs/pictures.py")
 Spell = Callable[[int], str]
 
 # Three samples in the middle of their texts: their trees, the path that the target accepts, and its next token.
@@ -77,13 +78,13 @@ def tree() -> None:
 
 def speed() -> None:
     """Draws speed against batch."""
-    save_png(speed_picture(read_rows(RESULTS / "batching.json")), PICTURES / "speed.png")
+    save_png(plots.speed_picture(plots.read_rows(RESULTS / "batching.json")), PICTURES / "speed.png")
 
 
 def verifiers() -> None:
     """Draws the gain of draft laws and rules over recursive rejection of independent drafts."""
-    plot(
-        [row for drafter in ("eagle", "early-exit") for row in read_rows(RESULTS / f"verifiers-{drafter}.json")],
+    plots.plot(
+        [row for drafter in ("eagle", "early-exit") for row in plots.read_rows(RESULTS / f"verifiers-{drafter}.json")],
         PICTURES / "verifiers.png",
     )
 
@@ -91,7 +92,7 @@ def verifiers() -> None:
 def results() -> None:
     """Draws the pictures that stand beside their measurements."""
     for name in ("product", "batching", "deciders"):
-        plot(read_rows(RESULTS / f"{name}.json"), RESULTS / f"{name}.png")
+        plots.plot(plots.read_rows(RESULTS / f"{name}.json"), RESULTS / f"{name}.png")
 
 
 def acceptance_picture(topology: TreeTopology, by_rank: Sequence[float]) -> "Figure":

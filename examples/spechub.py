@@ -8,10 +8,10 @@ from rich.console import Console
 
 from arbordraft import EarlyExitDrafter, RaggedModel
 from arbordraft.bench.tables import rows_table
-from arbordraft.bench.verifiers import node_acceptance
 from arbordraft.bench.workload import Workload
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.decoding.prompts import MIXED
+from arbordraft.utils.checkout import laboratory
 
 PROMPTS, NEW_TOKENS = MIXED[:4], 8
 
@@ -22,6 +22,7 @@ def main() -> None:
     target = RaggedModel(model, tokenizer)
     drafters = {"first 20 layers": EarlyExitDrafter(target, 20)}
     workload = Workload(PROMPTS, new_tokens=NEW_TOKENS, temperature=1.0)
+    node_acceptance = laboratory("verifiers", "spechub.py").node_acceptance
     rows = node_acceptance(target, drafters, workload, children=(2, 3), optima=4)
     Console().print(rows_table(list(rows)))
 

@@ -22,7 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BENCHMARKS = "python examples/benchmarks/"
 RESULTS = ROOT / "examples" / "results"
-PACKAGES = {"toolkit": "", "kernels": "kernels.", "training": "training.", "exports": "exports."}
+PACKAGES = {
+    "toolkit": "arbordraft.",
+    "kernels": "arbordraft.kernels.",
+    "training": "arbordraft.training.",
+    "exports": "arbordraft.exports.",
+    "examples/benchmarks/arborlab": "arborlab.",
+}
 FENCED = re.compile(r"^```(\w*).*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -45,7 +51,7 @@ def documented() -> list[doctest.DocTest]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if ">>> " in path.read_text():
                 name = ".".join(path.relative_to(ROOT / folder).with_suffix("").parts).removesuffix(".__init__")
-                module = importlib.import_module(f"arbordraft.{package}{name}")
+                module = importlib.import_module(f"{package}{name}")
                 found += [each for each in doctest.DocTestFinder().find(module) if each.examples]
     return found
 

@@ -57,6 +57,14 @@ def wheel(tmp_path_factory) -> Path:
     return wheel
 
 
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """A folder that the wheel is installed in, without a checkout."""
+    target = tmp_path_factory.mktemp("site")
+    python("-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=target)
+    return target
+
+
 def test_package_list_matches_the_tree():
     found = {
         ".".join([package, *path.parent.relative_to(ROOT / folder).parts])
@@ -76,15 +84,40 @@ def test_wheel_contents(wheel):
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
 
-def test_installed_modules_import(wheel, tmp_path):
+def test_installed_modules_import(site, tmp_path):
     """Every module comes from the wheel, even if an editable checkout is installed as well."""
-    target = tmp_path / "site"
-    python("-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=tmp_path)
     packages = [name for name in SETUPTOOLS["packages"] if name.count(".") <= 1]
-    script = f"import sys; sys.path.insert(0, {str(target)!r}); PACKAGES = {packages}" + WALK
+    script = f"import sys; sys.path.insert(0, {str(site)!r}); PACKAGES = {packages}" + WALK
     # -I keeps modules of PYTHONPATH and the working folder out.
     found, failed = json.loads(python("-I", "-c", script, cwd=tmp_path).splitlines()[-1])
-    outside = {name: file for name, file in found.items() if file and not Path(file).is_relative_to(target)}
+    outside = {name: file for name, file in found.items() if file and not Path(file).is_relative_to(site)}
     assert outside == {}
     assert {name: missing for name, missing in failed.items() if missing not in OPTIONAL} == {}
     assert {"arbordraft.trees.topology", "arbordraft.checkpoints.smollm2"} <= found.keys()
+
+
+NEEDS = (
+    "needs examples/benchmarks of the source checkout, which this installation lacks: run 'pip install --editable .'"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "expected"),
+    [
+        ("bench gpu --out gpu-day --minutes 9", 1, f"'arbordraft bench gpu --out gpu-day --minutes 9' {NEEDS}"),
+        ("bench verifiers --drafter none", 1, f"'arbordraft bench verifiers --drafter none' {NEEDS}"),
+        ("tune", 1, f"'arbordraft tune' {NEEDS}"),
+        ("plot figures.json figures.png", 1, f"'arbordraft plot figures.json figures.png' {NEEDS}"),
+        ("bench decode --drafter none --png figures.png", 1, NEEDS),
+        ("bench gpu --help", 0, "Run a program of the source checkout"),
+        ("bench --help", 0, "verifiers"),
+        ("bench decode --help", 0, "--drafter"),
+    ],
+)
+def test_programs_of_the_checkout_are_named_without_one(site, tmp_path, command, status, expected):
+    script = f"import sys; sys.path.insert(0, {str(site)!r}); from arbordraft.cli.main import main; main()"
+    run = subprocess.run(
+        [sys.executable, "-I", "-c", script, *command.split()], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert run.returncode == status, run.stderr
+    assert expected in run.stdout + run.stderr

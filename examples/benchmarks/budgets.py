@@ -17,7 +17,6 @@ import typer
 from torch import Tensor
 
 from arbordraft.bench.report import Report
-from arbordraft.bench.verifiers.positions import clustered, watch
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.cli.options import (
     AutoDtypeOption,
@@ -42,6 +41,7 @@ from arbordraft.sampling.rows import Rows
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.topology import TreeTopology
+from arborlab.verifiers.positions import clustered, watch
 
 STALE = 2  # steps between a confidence and its use, as in DSpark
 

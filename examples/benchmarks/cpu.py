@@ -13,7 +13,7 @@ from forward import forward_pair
 
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, in_turns, theirs
-from arbordraft.bench.measure import Measurement, paired, precision
+from arbordraft.bench.measure import Measurement, precision
 from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Tell, Workload, quiet, read_texts
 from arbordraft.cli.options import (
@@ -32,6 +32,7 @@ from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.kernels.verify import row_max
 from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
+from arborlab.pairs import paired
 
 _REACH = {1: ">= 3.5", 8: ">= 3.0", 16: ">= 2.3"}
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from arbordraft.bench.measure import Measurement, paired, precision
+from arbordraft.bench.measure import Measurement, precision
 from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.cli.options import BOTH, DtypesOption, JsonOption, ModelOption, RepeatsOption, SeedOption
@@ -15,6 +15,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hf_cache import cache_argument
 from arbordraft.target.model import RaggedModel
 from arbordraft.utils.choices import Kernels
+from arborlab.pairs import paired
 
 
 def forward_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from arbordraft.bench.decoding import answers
-from arbordraft.bench.measure import Measurement, paired, precision
+from arbordraft.bench.measure import Measurement, precision
 from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Tell, Workload, quiet, read_texts
 from arbordraft.cli.options import (
@@ -30,6 +30,7 @@ from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.choices import Kernels
 from arbordraft.verifiers.coupling import Coupling
+from arborlab.pairs import paired
 
 # Prompts whose answers repeat them and prompts whose answers do not, each with the speed-up to reach.
 KINDS = {"repeating": (REPEATING, ">= 1.5"), "varied": (VARIED, ">= 0.9")}

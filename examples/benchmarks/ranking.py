@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from arbordraft.bench.plots import read_rows
 from arbordraft.bench.report import Report
-from arbordraft.bench.verifiers import NodeRow, TreeRow
-from arbordraft.bench.verifiers.positions import difference
 from arbordraft.cli.options import JsonOption
 from arbordraft.cli.program import run_script
+from arborlab.plots import read_rows
+from arborlab.verifiers import NodeRow, TreeRow
+from arborlab.verifiers.positions import difference
 
 NEGLIGIBLE = 1e-3  # difference of rules that are equal but for rounding
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from arbordraft.bench.report import Report
-from arbordraft.bench.tuning import Tuned, grid
+from arbordraft.bench.tuned import Tuned
 from arbordraft.cli.options import (
     AutoDtypeOption,
     BatchesOption,
@@ -25,6 +25,7 @@ from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter
 from arbordraft.target.model import RaggedModel
+from arborlab.tuning import grid
 
 
 def against_grid(target: RaggedModel, drafter: Drafter, tuned: Tuned, batch: int) -> dict[str, SpeculativeDecoder]:

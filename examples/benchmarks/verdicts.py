@@ -14,10 +14,7 @@ import torch
 import typer
 from torch import Tensor
 
-from arbordraft.bench.gpu.score_problems import drafted_trees
 from arbordraft.bench.report import Report
-from arbordraft.bench.verifiers.laws import laws_of, verifiers_of
-from arbordraft.bench.verifiers.trees import complete_tree
 from arbordraft.bench.workload import Tell, quiet
 from arbordraft.cli.options import JsonOption, RepeatsOption, SeedOption, numbers, whole_numbers
 from arbordraft.cli.program import run_script
@@ -28,6 +25,9 @@ from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import SharedMatching
 from arbordraft.verifiers.coupling import Coupling
+from arborlab.gpu.score_problems import drafted_trees
+from arborlab.verifiers.laws import laws_of, verifiers_of
+from arborlab.verifiers.trees import complete_tree
 
 NODES = 15  # root included: both trees of two children have as many
 TREES = 8  # judged in turns, so that their rows are not in the innermost caches

@@ -12,8 +12,7 @@ import torch
 from forward import forward_pair
 from torch import Tensor
 
-from arbordraft.bench.gpu.score_problems import drafted_trees
-from arbordraft.bench.measure import Measurement, paired, precision
+from arbordraft.bench.measure import Measurement, precision
 from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.cli.options import BOTH, DtypesOption, JsonOption, ModelOption, RepeatsOption, SeedOption
@@ -35,6 +34,8 @@ from arbordraft.verifiers import (
     TopTailRule,
 )
 from arbordraft.verifiers.coupling import Coupling
+from arborlab.gpu.score_problems import drafted_trees
+from arborlab.pairs import paired
 
 _CALLS = 40  # calls per timing of something that takes microseconds
 

@@ -11,14 +11,14 @@ from support.models import PROMPTS, VOCAB, decode, greedy_reference, ragged, tin
 
 import arbordraft as ad
 from arbordraft.bench.decoding import emitted
-from arbordraft.bench.verifiers import node_acceptance, tree_tau
-from arbordraft.bench.verifiers.laws import laws_of
-from arbordraft.bench.verifiers.nodes import RememberedRace, shared_acceptance, spread_uniforms
-from arbordraft.bench.verifiers.positions import clustered, watch
 from arbordraft.bench.workload import Workload
 from arbordraft.drafters import Drafter
 from arbordraft.testing import acceptance, random_rows
 from arbordraft.verifiers import GlobalResolution, optimal_acceptance
+from arborlab.verifiers import node_acceptance, tree_tau
+from arborlab.verifiers.laws import laws_of
+from arborlab.verifiers.nodes import RememberedRace, shared_acceptance, spread_uniforms
+from arborlab.verifiers.positions import clustered, watch
 
 CHAIN = ad.TreeTopology.chain(5)
 

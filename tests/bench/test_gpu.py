@@ -17,15 +17,15 @@ pytest.importorskip("triton", reason="Triton is made for Linux only")
 from torch.testing import assert_close
 
 from arbordraft import TreeTopology
-from arbordraft.bench.gpu import kernels, phases, problems, score_problems, timing
-from arbordraft.bench.gpu.packed import Packed, flash, sdpa
-from arbordraft.bench.gpu.problem import Goal, Problem, timed
-from arbordraft.bench.gpu.roofline import STEPPED, Shape, fitting_shapes, predictions
-from arbordraft.bench.gpu.run import FILE, GpuBench, Planned
-from arbordraft.bench.gpu.setting import Item, Setting
 from arbordraft.cli.bench import app
 from arbordraft.kernels.choice import INTERPRETER
-from arbordraft.kernels.work import Work
+from arborlab.gpu import kernels, problems, score_problems, timing
+from arborlab.gpu.packed import Packed, flash, sdpa
+from arborlab.gpu.problem import Goal, Problem, timed
+from arborlab.gpu.roofline import STEPPED, Shape, fitting_shapes, predictions
+from arborlab.gpu.run import FILE, PHASES, GpuBench, Planned
+from arborlab.gpu.setting import Item, Setting
+from arborlab.work import Work
 
 CPU, NOWHERE = torch.device("cpu"), torch.device("meta")
 SMALL = Shape(context=300, batch=2, tree=5, group=2, size=16, heads=4)
@@ -52,7 +52,7 @@ def test_all_phases_run_on_a_cpu(tmp_path):
     written = json.loads((tmp_path / FILE).read_text())
     assert written["provenance"]["versions"]["torch"] == version("torch")
     assert (written["right"], written["timed"]) == (True, False)
-    assert list(written["phases"]) == list(phases.PHASES)
+    assert list(written["phases"]) == list(PHASES)
     assert {phase["state"] for phase in written["phases"].values()} == {"done"}
     checked = written["phases"]["kernels"]["rows"]
     names = {"ragged_tree_attention", "kv_append", "kv_compact", "row_stats", "left_mass", "left_pick", "verify_tree"}

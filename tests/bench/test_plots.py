@@ -8,9 +8,9 @@ import pytest
 
 from arbordraft import TreeTopology
 from arbordraft.bench.decoding import DecodeRow
-from arbordraft.bench.plots import MOST_LINES, picture, plot, read_rows, speed_picture
-from arbordraft.bench.verifiers import NodeRow, TreeRow
 from arbordraft.trees.drawing import columns
+from arborlab.plots import MOST_LINES, picture, plot, read_rows, speed_picture
+from arborlab.verifiers import NodeRow, TreeRow
 
 RESULTS = Path(__file__).parents[2] / "examples" / "results"
 

@@ -21,13 +21,14 @@ from typer.testing import CliRunner
 
 from arbordraft import CostTable, NoDrafter
 from arbordraft.bench.report import Report
-from arbordraft.bench.tuning import Choice, Setting, Tuned, grid
-from arbordraft.bench.verifiers import NodeRow
+from arbordraft.bench.tuned import Choice, Setting, Tuned
 from arbordraft.cli.main import app
 from arbordraft.cli.options import BOTH
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.kernels import native
 from arbordraft.utils.choices import Dtype
+from arborlab.tuning import grid
+from arborlab.verifiers import NodeRow
 
 SCRIPTS = Path(weights.__file__).parent
 FLOAT, HALF = [Dtype.float32], [Dtype.bfloat16]

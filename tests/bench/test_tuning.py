@@ -7,8 +7,9 @@ import pytest
 from support.models import PROMPTS, generated, greedy_reference, ragged, tiny_tokenizer
 
 from arbordraft import CostTable, EarlyExitDrafter, NGramDrafter, RaggedModel, builders
-from arbordraft.bench.tuning import Choice, Setting, Tuned, grid, tune
+from arbordraft.bench.tuned import Choice, Setting, Tuned
 from arbordraft.deciders.costs import StepCosts
+from arborlab.tuning import grid, tune
 
 CHEAP = StepCosts(CostTable((1, 8), (1.0, 1.0)), CostTable((1, 8), (0.01, 0.01)))
 TEXTS = ["a b c", "c", "b a"]
@@ -93,11 +94,14 @@ def test_a_saved_choice_is_read_back_and_decodes(tmp_path):
     assert type(plain.drafter) is type(builders.plain(target).drafter)
 
 
-@pytest.mark.parametrize("damage", ["", "{}", '{"drafter": 1}'])
+@pytest.mark.parametrize(
+    "damage", ["", "{}", '{"drafter": 1}', {"choices": []}, {"temperature": -1}, {"costs": {}}, {"choices": 3}], ids=str
+)
 def test_other_files_are_refused(tmp_path, damage):
     path = tmp_path / "tuned.json"
-    path.write_text(damage)
-    with pytest.raises(ValueError, match="is not a result of tuning"):
+    tuned().save(path)
+    path.write_text(damage if isinstance(damage, str) else json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(ValueError, match=r"tuned.json is not a result of tuning: .*; run 'arbordraft tune' again"):
         Tuned.load(path)
 
 

@@ -1,6 +1,5 @@
 """Arguments of deciders, drafters, cost tables, builders and tuning: decoding works, or an error names the argument."""
 
-import json
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from support.refusals import check_refusal, refusals
 
 import arbordraft as ad
 from arbordraft import builders
-from arbordraft.bench.tuning import Choice, Setting, Tuned, tune
+from arbordraft.bench.tuned import Choice, Setting, Tuned
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
@@ -25,6 +24,7 @@ from arbordraft.deciders import (
 )
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding.measuring import measure_costs, measure_rows
+from arborlab.tuning import tune
 
 NAN, INF = math.nan, math.inf
 TABLE = ad.CostTable((1, 8), (1.0, 2.0))
@@ -317,17 +317,6 @@ def test_damaged_cost_tables_are_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"costs.json holds no cost table: .*; measure them again"):
         ad.CostTable.load(path)
-
-
-@pytest.mark.parametrize(
-    "change", [{"choices": []}, {"temperature": -1}, {"costs": {}}, {"choices": 3}], ids=lambda change: f"{change}"
-)
-def test_damaged_tunings_are_named(tmp_path, change):
-    path = tmp_path / "tuned.json"
-    tuned().save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=r"tuned.json is not a result of tuning: .*; run 'arbordraft tune' again"):
-        Tuned.load(path)
 
 
 class Mute(Decider):

@@ -24,7 +24,7 @@ import onnx
 from mlflow import MlflowClient, MlflowException
 
 import arbordraft as ad
-from arbordraft.bench.tuning import Choice, Setting, Tuned
+from arbordraft.bench.tuned import Choice, Setting, Tuned
 from arbordraft.cli import main as cli
 from arbordraft.deciders import AdaEDL, Bandit, FixedDepth, LearnedDecider, NodeBudget, PathSurvival
 from arbordraft.deciders.costs import StepCosts

@@ -7,14 +7,14 @@ import torch
 from arbordraft import CostTable, TreeTopology
 from arbordraft.bench import measure
 from arbordraft.bench.decoding import DecodeRow
-from arbordraft.bench.plots import plot
-from arbordraft.bench.tuning import Choice, Setting, Tuned
+from arbordraft.bench.tuned import Choice, Setting, Tuned
 from arbordraft.deciders import LearnedDecider
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.training.recording import WholeCheckpoints
 from arbordraft.training.shards import ANSWER, Conversation, ShardFolder, pack, write_shard
 from arbordraft.trees.drawing import draw_png
 from arbordraft.utils.files import new_folder, write_text
+from arborlab.plots import plot
 
 COSTS = CostTable((1,), (1e-3,))
 TUNED = Tuned("ngram", 0.0, StepCosts(COSTS, COSTS), [Choice(1, Setting("plain"), 1.0, 1.0)])

@@ -1,21 +1,18 @@
-"""One measurement, its provenance, and paired timing."""
+"""One measurement and its provenance."""
 
 import json
 import platform
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from timeit import timeit
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.kernels.machine import cpu
 from arbordraft.utils.files import write_text
 
@@ -90,43 +87,6 @@ def save(path: Path, measurements: Sequence[Any], **settings: Any) -> None:
     """Writes measurements (dataclasses) and their provenance as JSON; the file appears only when it is complete."""
     report = {"provenance": provenance(), "settings": settings, "measurements": [asdict(row) for row in measurements]}
     write_text(path, json.dumps(report, indent=2) + "\n")
-
-
-def paired(
-    group: str,
-    case: str,
-    ours: Callable[[], object],
-    reference: Callable[[], object],
-    workload: Workload,
-    tell: Tell = quiet,
-    *,
-    reach: str = "",
-    speed_up: bool = False,
-    calls: tuple[int, int] = (1, 1),
-) -> Measurement:
-    """Times two calls in turns, after a warm-up call of each, so that a drifting machine slows both alike.
-
-    Args:
-        group: see :class:`Measurement`.
-        case: see there; ``tell`` receives it, too.
-        ours: the measured call.
-        reference: the call that ``ours`` is compared with.
-        workload: sets the number of rounds, ``repeats``.
-        tell: receives the case and the number of finished rounds.
-        reach: bound of the ratio; empty for none.
-        speed_up: whether the ratio is ``reference / ours``.
-        calls: calls per timing of ``ours`` and of ``reference``, more than one if a call is too short.
-    """
-    ours()
-    reference()
-    pairs = []
-    for done in range(workload.repeats):
-        tell(case, done, workload.repeats)
-        runs = zip((ours, reference), calls, strict=True)
-        pairs.append([timeit(run, number=number) * 1e3 / number for run, number in runs])
-    own, other = (statistics.median(times) for times in zip(*pairs, strict=True))
-    ratio = statistics.median(mine / theirs for mine, theirs in pairs)
-    return Measurement(group, case, own, other, 1 / ratio if speed_up else ratio, reach)
 
 
 def precision(model: "PreTrainedModel") -> str:

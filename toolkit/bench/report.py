@@ -9,12 +9,12 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 
 from arbordraft.bench.decoding import Decode, in_turns
 from arbordraft.bench.measure import precision, save
-from arbordraft.bench.plots import plot
 from arbordraft.bench.tables import print_tables
 from arbordraft.bench.workload import Workload
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
+from arbordraft.utils.checkout import laboratory
 from arbordraft.utils.choices import Dtype
 from arbordraft.utils.terminal import bars, terminal
 
@@ -28,10 +28,14 @@ class Report:
         json: file for the rows, their settings and their provenance.
         png: file for a picture of the rows.
         **settings: written beside the rows; paths are cut to their last name.
+
+    Raises:
+        NoCheckoutError: if a picture is wanted outside of a checkout, which holds the plots.
     """
 
     def __init__(self, json: Path | None = None, png: Path | None = None, **settings: Any) -> None:
         self.json, self.png = json, png
+        self._plot = None if png is None else laboratory("plots", "arbordraft bench --png").plot
         self.settings = {name: _nameable(value) for name, value in settings.items()}
         self.rows: list[Any] = []
         self.console = terminal()
@@ -49,8 +53,8 @@ class Report:
         if kind is not None:
             return
         print_tables(self.console, self.rows)
-        if self.png is not None:
-            plot(self.rows, self.png)
+        if self._plot is not None:
+            self._plot(self.rows, self.png)
         for path in (self.json, self.png):
             if path is not None:
                 self.console.print(f"wrote {path}", soft_wrap=True)

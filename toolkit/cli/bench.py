@@ -1,5 +1,6 @@
 """``arbordraft bench``: measures whole decoders, prints tables and writes JSON."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,6 @@ from arbordraft.cli.options import (
     BatchesOption,
     DeviceOption,
     DraftersOption,
-    DtypeOption,
     DtypesOption,
     JsonOption,
     LimitOption,
@@ -25,13 +25,9 @@ from arbordraft.cli.options import (
     TemperaturesOption,
     TopPOption,
     finite,
-    numbers,
-    whole_numbers,
     workloads,
 )
-from arbordraft.utils.choices import Dtype
-from arbordraft.utils.files import check_writable
-from arbordraft.utils.terminal import terminal
+from arbordraft.utils.checkout import NoCheckoutError, laboratory
 
 if TYPE_CHECKING:
     from arbordraft.bench.decoding import Decode
@@ -151,93 +147,22 @@ def equality(
         raise typer.Exit(1)
 
 
-@app.command()
-def verifiers(
-    drafter: DraftersOption,
-    model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = None,
-    children: Annotated[str, typer.Option(callback=whole_numbers, help="Numbers of children of one node.")] = "2,3,4",
-    nodes: Annotated[
-        str, typer.Option(callback=whole_numbers, help="Nodes per tree, root included; the same for all shapes.")
-    ] = "8,16,32",
-    trees: Annotated[bool, typer.Option(help="Measure whole trees, too, not only single nodes.")] = True,
-    resolution: Annotated[
-        bool, typer.Option(help="Verify trees by global resolution, too; takes seconds per position.")
-    ] = False,
-    optima: Annotated[
-        int,
-        typer.Option(min=1, help="Positions at which the optima of 3 or more draws without replacement are solved."),
-    ] = 100,
-    prompts: PromptsOption = None,
-    limit: LimitOption = None,
-    new_tokens: NewTokensOption = 24,
-    batches: BatchesOption = "8",
-    temperatures: TemperaturesOption = "0.3,0.6,1",
-    seed: SeedOption = 0,
-    json: JsonOption = None,
-    png: PngOption = None,
-) -> None:
-    """Measure acceptance of draft laws and verifiers. Prints expectations on the model's rows, with standard errors."""
-    from arbordraft.bench.report import Report
-    from arbordraft.bench.verifiers import node_acceptance, tree_tau
+def add_program(to: typer.Typer, name: str) -> None:
+    """Adds a command of the laboratory; outside of a checkout it only says where that is."""
+    settings: dict[str, Any] = {}
+    try:
+        command = getattr(laboratory("commands", name), name)
+    except NoCheckoutError:
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-    sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed)
-    counts, most = numbers(children, int), numbers(nodes, int)
-    options = {"children": children, "nodes": nodes, "trees": trees, "resolution": resolution, "optima": optima}
-    with Report(json, png, drafter=drafter, **options) as report:
-        target = report.load(model, dtype, device=device)
-        drafters = drafters_of(drafter, target)
-        for workload in sizes:
-            single = node_acceptance(target, drafters, workload, children=counts, optima=optima, tell=report.tell)
-            ranks = {(row.drafter, row.law): row.by_rank for row in report.take(single, workload)}
-            widths = [count for count in counts if count > 1]
-            if trees and widths:
-                whole = tree_tau(
-                    target,
-                    drafters,
-                    workload,
-                    nodes=most,
-                    children=widths,
-                    ranks=ranks,
-                    resolution=resolution,
-                    tell=report.tell,
-                )
-                report.take(whole, workload)
+        def command(context: typer.Context) -> None:
+            """Run a program of the source checkout, which this installation lacks."""
+            laboratory("commands", shlex.join([*context.command_path.split(), *context.args]))
+
+    to.command(name, context_settings=settings)(command)
 
 
-@app.command()
-def gpu(
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for gpu.json, written as results come.")],
-    minutes: Annotated[float, typer.Option(min=0.05, callback=finite, help="Minutes for all phases together.")] = 9,
-    phases: Annotated[
-        str | None, typer.Option(help="Phases to run, as in kernels,steps; by default all. A wrong name lists them.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or cpu; cpu runs tiny problems in Triton's interpreter.")
-    ] = None,
-    seed: SeedOption = 0,
-) -> None:
-    """Check and time kernels and decoders on a GPU. Takes about --minutes; exits with 1 if a result is wrong."""
-    from arbordraft.bench.gpu.phases import PHASES
-    from arbordraft.bench.gpu.run import FILE, GpuBench, print_phase
-    from arbordraft.bench.gpu.setting import Setting
-    from arbordraft.bench.gpu.timing import device as find_device
+add_program(app, "verifiers")
+add_program(app, "gpu")
 
-    names = list(PHASES) if phases is None else [name.strip() for name in phases.split(",")]
-    if unknown := [name for name in names if name not in PHASES]:
-        raise typer.BadParameter(f"phase {unknown[0]!r} is none of {', '.join(PHASES)}")
-    check_writable(out / FILE)
-    here = find_device(device)  # before anything imports Triton
-    console = terminal()
-    if here.type == "cpu":
-        console.print("On a CPU, problems are tiny and kernels run in Triton's interpreter: times mean nothing.")
-    setting = Setting(here, seed, tell=lambda line: console.print(line, soft_wrap=True))
-    chosen = {name: phase for name, phase in PHASES.items() if name in names}
-    right = GpuBench(out, chosen, setting, minutes, lambda name, result: print_phase(console, name, result)).run()
-    console.print(f"wrote {out / FILE}", soft_wrap=True)
-    if not right:
-        raise typer.Exit(1)
-
-
-__all__ = ["app"]
+__all__ = ["add_program", "app", "drafters_of"]

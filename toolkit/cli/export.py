@@ -157,7 +157,7 @@ def mlflow(
     kernels: Annotated[Kernels, typer.Option(help="Kernels that run the target's layers.")] = Kernels.auto,
 ) -> None:
     """Log a whole decoder as an MLflow model. --name registers it as a candidate; 'mlflow models serve' serves it."""
-    from arbordraft.bench.tuning import Tuned
+    from arbordraft.bench.tuned import Tuned
     from arbordraft.cli.decoders import load_decoder
     from arbordraft.cli.display import progress
     from arbordraft.deciders import LearnedDecider

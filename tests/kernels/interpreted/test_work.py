@@ -7,7 +7,7 @@ from support.ragged_case import Case
 from triton.runtime import interpreter
 
 from arbordraft import TreeTopology
-from arbordraft.kernels import choice, work
+from arbordraft.kernels import choice
 from arbordraft.kernels.fused_layers import add_rms_norm, gated_activation, rms_norm, rotate_append
 from arbordraft.kernels.fused_linear import gated_linear, linear, project_rotate_append
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax
@@ -17,6 +17,7 @@ from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
+from arborlab import work
 
 CHAIN, TREE = TreeTopology.chain, TreeTopology.k_ary(2, 2)
 
@@ -53,7 +54,11 @@ def touched(monkeypatch):
 
 
 def moved(touched):
-    return len(touched["read"]) + len(touched["written"])
+    """Counts the bytes that were touched since the last count."""
+    count = len(touched["read"]) + len(touched["written"])
+    touched["read"].clear()
+    touched["written"].clear()
+    return count
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["trees", "prompts"])
@@ -94,8 +99,6 @@ def test_cache(touched):
     keys, values, new_keys, new_values = (torch.randn(rows, 2, size) for rows in (9, 3) for size in (3, 5))
     append(keys, values, new_keys, new_values, torch.tensor([4, 1, 7]))
     assert moved(touched) == work.append(3, 2 * (3 + 5), 4).bytes
-    for where in ("read", "written"):
-        touched[where].clear()
     pools = [torch.randn(20, 2, 3) for _ in range(4)]
     compact(pools, [[(3, 1), (4, 2)], [], [(15, 14)]])
     assert moved(touched) == work.compact(3, 3, 6, 4, pools=4).bytes
@@ -109,8 +112,6 @@ def test_layers(touched):
         (gated_activation, (x, residual), work.gated_activation(5, 24, 2)),
     ]
     for operator, arguments, expected in calls:
-        for where in ("read", "written"):
-            touched[where].clear()
         operator(*arguments)
         assert moved(touched) == expected.bytes
 
@@ -128,12 +129,8 @@ def test_products(touched):
     x, weights = torch.randn(5, 40).half(), [torch.randn(24, 40).half() for _ in range(2)]
     linear(x, weights[0])
     assert moved(touched) == work.linear(5, 40, 24, 2).bytes
-    for where in ("read", "written"):
-        touched[where].clear()
     gated_linear(x, weights)
     assert moved(touched) == work.gated_linear(5, 40, 24, 2).bytes
-    for where in ("read", "written"):
-        touched[where].clear()
     heads = [torch.randn(count * 8, 40).half() for count in (3, 1, 1)]
     tables, pools = torch.randn(2, 5, 8).half(), torch.zeros(2, 9, 1, 8).half()
     project_rotate_append(x, heads, [], [], 0.0, 0.0, False, *tables, *pools, torch.tensor([4, 1, 7, 0, 2]))
@@ -154,14 +151,10 @@ def test_verification(touched, vocabulary):
     assert moved(touched) == work.row_stats(5, vocabulary, 2).bytes
     row, draft_row = torch.tensor([4, 1, 2, 0]), torch.tensor([2, -1, 0, 1])
     nodes = (row, draft_row, torch.rand(4), torch.rand(4), torch.randint(vocabulary, (4, 2)))
-    for where in ("read", "written"):
-        touched[where].clear()
     left_mass(scores, torch.zeros(5), draft, *nodes)
     assert moved(touched) == work.left_mass(4, 3, vocabulary, 2, 2).bytes
     if vocabulary < CHUNK:
         return
-    for where in ("read", "written"):
-        touched[where].clear()
     left_pick(
         scores, torch.zeros(5), draft, *nodes, torch.zeros(4, dtype=torch.int64), torch.rand(4, dtype=torch.float64)
     )
@@ -197,8 +190,6 @@ def test_noise(touched, truncated):
     rows, vocabulary = torch.arange(2), 4096 + 130
     gumbel(rows, rows + 1, vocabulary)
     assert moved(touched) == work.gumbel_noise(2, vocabulary).bytes
-    for where in ("read", "written"):
-        touched[where].clear()
     lowest = torch.zeros(2) if truncated else None
     gumbel_argmax(torch.randn(2, vocabulary).half(), rows, rows + 1, 1.0, lowest)
     assert moved(touched) == work.gumbel_draw(2, vocabulary, 2, truncated=truncated).bytes

@@ -5,8 +5,6 @@ from functools import partial
 from typing import Any
 
 from arbordraft.bench.decoding import DecodeRow, in_turns
-from arbordraft.bench.gpu.machine import Figure
-from arbordraft.bench.gpu.setting import Item, Setting
 from arbordraft.bench.workload import Workload, quiet, read_texts
 from arbordraft.checkpoints.smollm2 import MANIFEST, NAME
 from arbordraft.decoding.decoder import SpeculativeDecoder
@@ -15,6 +13,8 @@ from arbordraft.drafters import NGramDrafter, NoDrafter
 from arbordraft.kernels.machine import cache_folder
 from arbordraft.loading import load_target
 from arbordraft.utils.choices import SMALL, Dtype, Kernels
+from arborlab.gpu.machine import Figure
+from arborlab.gpu.setting import Item, Setting
 
 
 def smollm2(setting: Setting) -> list[Item]:
@@ -40,6 +40,3 @@ def _decoded(setting: Setting) -> Iterator[DecodeRow | Figure]:
     else:
         workload = Workload(tuple(read_texts(None, 1)), batch=1, new_tokens=4, repeats=1, seed=setting.seed)
     yield from in_turns(target, decoders, workload, quiet)
-
-
-__all__ = ["smollm2"]

@@ -10,8 +10,6 @@ from itertools import pairwise
 from torch import Tensor
 
 from arbordraft.bench.tables import HIDDEN
-from arbordraft.bench.verifiers.laws import laws_of, verifiers_of
-from arbordraft.bench.verifiers.positions import by_cluster, clustered, watch
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.drafters import Drafter
 from arbordraft.sampling.laws import DraftLaw
@@ -20,6 +18,8 @@ from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import GlobalResolution, Remembered, Rule
+from arborlab.verifiers.laws import laws_of, verifiers_of
+from arborlab.verifiers.positions import by_cluster, clustered, watch
 
 SHARED_TREES = 4  # drafted at every position with noise that target and drafter share
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arbordraft.bench.gpu.timing import Stopwatch
 from arbordraft.kernels import choice
-from arbordraft.kernels.work import Work
+from arborlab.gpu.timing import Stopwatch
+from arborlab.work import Work
 
 ATTENTION = "ragged_tree_attention"
 GUARD = 64  # elements before and after a buffer
@@ -168,9 +168,6 @@ class Bands:
     def __init__(self) -> None:
         self._made: list[tuple[Tensor, int]] = []
 
-    def __len__(self) -> int:
-        return len(self._made)
-
     def empty(self, like: Tensor, shape: torch.Size, **kind: Any) -> Tensor:
         """Returns a poisoned contiguous buffer."""
         numel = shape.numel()
@@ -206,21 +203,3 @@ def poisoned() -> Iterator[Bands]:
         yield bands
     finally:
         torch.Tensor.new_empty = _NEW_EMPTY  # type: ignore[method-assign]
-
-
-__all__ = [
-    "ATTENTION",
-    "GUARD",
-    "Bands",
-    "Goal",
-    "KernelRow",
-    "Problem",
-    "check",
-    "largest_error",
-    "named",
-    "poisoned",
-    "rounding",
-    "share_of",
-    "timed",
-    "unequal",
-]

@@ -23,10 +23,7 @@ def laws_of(k: int, resolution: GlobalResolution | None = None) -> dict[str, tup
     """Returns the draft laws for k children, and the valid rules of each; shared noise has no rule."""
     rejection, resolution = RecursiveRejection(), resolution or GlobalResolution()
     laws: dict[str, tuple[DraftLaw, dict[str, Rule]]] = {
-        f"IID({k})": (
-            IID(k),
-            {"RRS": rejection, "K-SEQ": KSeq(), "global resolution": resolution},
-        ),
+        f"IID({k})": (IID(k), {"RRS": rejection, "K-SEQ": KSeq(), "global resolution": resolution}),
         f"WithoutReplacement({k})": (WithoutReplacement(k), {"RRS": rejection}),
         f"SharedNoise({k})": (SharedNoise(k), {}),
     }

@@ -222,6 +222,3 @@ def _clock() -> Any:
             pass
 
     return Clock()
-
-
-__all__ = ["CHAIN", "ON_GPU", "SHAPES", "TREE", "Decode", "Decoded", "ShapeModel", "ShapeModels"]

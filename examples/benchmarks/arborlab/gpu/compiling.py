@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from arbordraft.bench.gpu.decoders import decoders
-from arbordraft.bench.gpu.kernels import makers
-from arbordraft.bench.gpu.run import described
-from arbordraft.bench.gpu.setting import Item, Setting
-from arbordraft.bench.gpu.shapes import ON_GPU, ShapeModels
+from arborlab.gpu.decoders import decoders
+from arborlab.gpu.kernels import makers
+from arborlab.gpu.run import described
+from arborlab.gpu.setting import Item, Setting
+from arborlab.gpu.shapes import ON_GPU, ShapeModels
 
 _PROCESSES = 14  # at most, as each holds some hundred megabytes on the GPU
 _MODELS = "transformers.models.llama.modeling_llama"
@@ -35,14 +35,11 @@ class CompileRow:
         error: message of a part that failed; later phases meet the error again.
     """
 
+    table: ClassVar[str] = "compilation"
+
     part: str
     seconds: float
     error: str = ""
-
-    @property
-    def table(self) -> str:
-        """Title of its table."""
-        return "compilation"
 
 
 @dataclass(frozen=True)
@@ -54,16 +51,13 @@ class Compiled:
         unfinished: parts that the deadline left no time for.
     """
 
+    table: ClassVar[str] = "compilation, all processes"
+
     processes: int
     parts: int
     failed: int
     unfinished: int
     seconds: float
-
-    @property
-    def table(self) -> str:
-        """Title of its table."""
-        return "compilation, all processes"
 
 
 def compilation(setting: Setting) -> list[Item]:
@@ -73,7 +67,8 @@ def compilation(setting: Setting) -> list[Item]:
 
 def _side_by_side(setting: Setting) -> Iterator[CompileRow | Compiled]:
     begun, context = time.monotonic(), multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", __name__, _MODELS])  # once, as imports in all processes take 20 s
+    # Once, as imports in all processes take 20 s. The command line comes first, because it finds the laboratory.
+    context.set_forkserver_preload(["__main__", "arbordraft.cli.main", __name__, _MODELS])
     count = max(1, min(_PROCESSES, (os.cpu_count() or 1) - 1)) if setting.on_gpu else 1
     total = len(_parts(setting.device, setting.seed))
     answers: Any = context.Queue()
@@ -142,6 +137,3 @@ def _solve(make: Callable[[], Iterator[Any]]) -> None:
 
 def _step(name: str, device: torch.device, seed: int) -> None:
     ShapeModels(device, seed, layers=3).get(name).warm_up()
-
-
-__all__ = ["CompileRow", "Compiled", "compilation"]

@@ -5,10 +5,10 @@ from itertools import groupby
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.bench.gpu.problem import KernelRow
-from arbordraft.bench.gpu.profiling import ProfileRow
-from arbordraft.bench.gpu.steps import StepRow
 from arbordraft.trees.drawing import COLOURS
+from arborlab.gpu.problem import KernelRow
+from arborlab.gpu.profiling import ProfileRow
+from arborlab.gpu.steps import StepRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,6 +57,3 @@ def _bars(title: str, label: str, told: Sequence[tuple[str, Any, str]]) -> Calla
         axes.set(title=title, xlabel=label)
 
     return draw
-
-
-__all__ = ["KINDS", "panels"]

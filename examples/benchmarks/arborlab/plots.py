@@ -11,10 +11,10 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.bench.decoding import DecodeRow
-from arbordraft.bench.verifiers import NodeRow, TreeRow
-from arbordraft.bench.verifiers.positions import difference
 from arbordraft.trees.drawing import COLOURS, GREY, new_figure, save_png
 from arbordraft.utils.files import read_text
+from arborlab.verifiers import NodeRow, TreeRow
+from arborlab.verifiers.positions import difference
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ def read_rows(path: Path) -> list[Any]:
 
 def _row(written: dict[str, Any]) -> Any | None:
     """Builds a row of the kind that has these fields; fields that older files lack get defaults."""
-    from arbordraft.bench.gpu.pictures import KINDS  # imports Triton, too
+    from arborlab.gpu.pictures import KINDS  # imports Triton, too
 
     for kind in (*_KINDS, *KINDS):
         with suppress(TypeError):
@@ -86,7 +86,7 @@ def speed_picture(rows: Sequence[Any]) -> "Figure":
 
 def picture(rows: Sequence[Any]) -> "Figure":
     """Draws all panels of some measurements; for arguments and errors see :func:`plot`."""
-    from arbordraft.bench.gpu import pictures
+    from arborlab.gpu import pictures
 
     decodes, trees, nodes = _of(rows, DecodeRow), _of(rows, TreeRow), _of(rows, NodeRow)
     panels = [_speed(*group) for group in _by(decodes, _setting)]
@@ -261,10 +261,7 @@ def _points(
         if row.law.startswith("IID(") and getattr(row, judge) == plain:
             reference.setdefault(getattr(row, x), row)
     if all(row.by_prompt and getattr(row, x) in reference for row in rows):
-        return lambda row: (
-            getattr(row, x),
-            *difference(row.by_prompt, reference[getattr(row, x)].by_prompt),
-        ), _BEYOND
+        return lambda row: (getattr(row, x), *difference(row.by_prompt, reference[getattr(row, x)].by_prompt)), _BEYOND
     return lambda row: (getattr(row, x), getattr(row, y), row.error), ""
 
 

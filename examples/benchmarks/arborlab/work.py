@@ -56,10 +56,6 @@ class Work(NamedTuple):
         works = [self, *others]
         return Work(sum(work.bytes for work in works), sum(work.flops for work in works))
 
-    def times(self, count: int) -> "Work":
-        """Returns the work of ``count`` runs."""
-        return Work(self.bytes * count, self.flops * count)
-
 
 def attention(
     rows: Sequence[int],

@@ -10,8 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbordraft.bench.gpu.problem import Problem, largest_error, unequal
-from arbordraft.bench.gpu.roofline import Stepped
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_reference, gumbel_reference
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, log_sum_exp, row_max, row_stats
@@ -23,6 +21,8 @@ from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import Lifted, RecursiveRejection, TopDown
 from arbordraft.verifiers.packed import pack
+from arborlab.gpu.problem import Problem, largest_error, unequal
+from arborlab.gpu.roofline import Stepped
 
 SUMS = 1e-4  # allowed error of float32 sums over a vocabulary
 
@@ -228,6 +228,3 @@ def _miss(weights: Tensor, level: Tensor, token: Tensor) -> float:
         return torch.inf
     above = weights[: int(token) + 1].sum()
     return float(torch.maximum(above - weights[token] - level, level - above).clamp(min=0) / weights.sum())
-
-
-__all__ = ["drafted_trees", "drawing", "expansion", "noise", "passes", "truncation", "verification"]

@@ -81,6 +81,3 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         run()
     return graph.replay
-
-
-__all__ = ["Stopwatch", "captured", "device"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from arbordraft.bench.gpu.timing import Stopwatch
+from arborlab.gpu.timing import Stopwatch
 
 
 @dataclass
@@ -63,5 +63,3 @@ class Item(NamedTuple):
 
 
 Phase = Callable[[Setting], Sequence[Item]]
-
-__all__ = ["Item", "Phase", "Setting"]

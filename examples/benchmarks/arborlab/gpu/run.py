@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
-from arbordraft.bench.gpu.setting import Item, Phase, Setting
 from arbordraft.bench.measure import provenance
 from arbordraft.bench.tables import print_tables
 from arbordraft.kernels import choice
 from arbordraft.utils.files import write_text
+from arborlab.gpu.setting import Item, Phase, Setting
 
 FILE = "gpu.json"
 _SAVED = 5.0  # seconds between two savings within a phase
@@ -51,7 +51,7 @@ class Planned:
     """A phase with its place in the plan.
 
     Args:
-        items: the function that makes its items, a :data:`~arbordraft.bench.gpu.setting.Phase`, as
+        items: the function that makes its items, a :data:`~arborlab.gpu.setting.Phase`, as
             ``"package.module:function"``.
         weight: share of the remaining time, relative to the later phases.
         checks: whether it checks correctness, so that the command fails if the phase does.
@@ -62,6 +62,19 @@ class Planned:
     weight: float = 1.0
     checks: bool = False
     interpreted: bool = False
+
+
+# Each imports its module only when it begins.
+PHASES = {
+    "machine": Planned("arborlab.gpu.machine:machine", weight=1),
+    "compile": Planned("arborlab.gpu.compiling:compilation", weight=4, interpreted=True),
+    "kernels": Planned("arborlab.gpu.kernels:checks", weight=4, checks=True, interpreted=True),
+    "decoders": Planned("arborlab.gpu.decoders:decoders", weight=4, checks=True),
+    "roofline": Planned("arborlab.gpu.kernels:bounds", weight=3),
+    "steps": Planned("arborlab.gpu.steps:steps", weight=7),
+    "profile": Planned("arborlab.gpu.profiling:profiles", weight=2),
+    "smollm2": Planned("arborlab.gpu.smollm2:smollm2", weight=1.5),
+}
 
 
 class GpuBench:
@@ -195,6 +208,3 @@ def print_phase(console: Console, name: str, result: PhaseResult) -> None:
 def described(error: Exception) -> str:
     """Returns type and message of an error, in one line of at most 400 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
-
-
-__all__ = ["FILE", "GpuBench", "PhaseResult", "Planned", "described", "print_phase"]

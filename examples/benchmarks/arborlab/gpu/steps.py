@@ -4,20 +4,19 @@ Heads with random weights draft badly. So an oracle replays the target's own gre
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
-from arbordraft.bench.gpu.oracle import OracleDrafter, OracleOnHead, Recorded
-from arbordraft.bench.gpu.setting import Item, Setting
-from arbordraft.bench.gpu.shapes import CHAIN, ON_GPU, TREE, Decode, ShapeModel, ShapeModels
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.trees.topology import TreeTopology
+from arborlab.gpu.oracle import OracleDrafter, OracleOnHead, Recorded
+from arborlab.gpu.profiling import events
+from arborlab.gpu.setting import Item, Setting
+from arborlab.gpu.shapes import CHAIN, ON_GPU, TREE, Decode, ShapeModel, ShapeModels
 
 PROFILED = 8  # steps
 _REPLAYED = 96  # tokens that oracles replay
@@ -172,20 +171,8 @@ def steps(setting: Setting) -> list[Item]:
 
 def _profile(decode: Decode) -> tuple[float, float]:
     """Returns the kernels of a step and their milliseconds, without those of the prompt."""
-
-    def spent(count: int) -> Counter[str]:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            decode(count)
-            torch.cuda.synchronize()
-        found: Counter[str] = Counter()
-        for event in profiler.events() or ():
-            if event.device_type.name == "CUDA":
-                found.update(launches=1, microseconds=event.device_time_total)
-        return found
-
-    few, many = spent(2), spent(2 + PROFILED)
-    many.subtract(few)
-    return many["launches"] / PROFILED, many["microseconds"] / PROFILED / 1e3
-
-
-__all__ = ["StepRow", "steps"]
+    launches, microseconds = (
+        sum(value for event, value in values.items() if event.startswith("gpu: "))
+        for values in events(decode, PROFILED, [ProfilerActivity.CUDA])
+    )
+    return launches / PROFILED, microseconds / PROFILED / 1e3

@@ -116,6 +116,3 @@ class OracleOnHead(EagleDrafter):
                 tokens[siblings[0]] = token
                 node, position = topology.child_list[node][0], position + 1
         return drafted._replace(tokens=tokens)
-
-
-__all__ = ["OracleDrafter", "OracleOnHead", "Recorded"]

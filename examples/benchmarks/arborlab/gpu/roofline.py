@@ -9,10 +9,11 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from arbordraft.bench.gpu.problem import ATTENTION, Goal, Problem
-from arbordraft.kernels import choice, work
+from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
-from arbordraft.kernels.work import Work
+from arborlab import work
+from arborlab.gpu.problem import ATTENTION, Goal, Problem
+from arborlab.work import Work
 
 QUERY_HEADS = 32
 FEW_ROWS = 32  # rows of products with weights, about those of one tree

@@ -1,16 +1,15 @@
 """Phase ``profile``: launches, largest kernels, gaps and synchronisations of one recorded step."""
 
-import math
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from arbordraft.bench.gpu.setting import Item, Setting
-from arbordraft.bench.gpu.shapes import ON_GPU, Decode, ShapeModels
+from arborlab.gpu.setting import Item, Setting
+from arborlab.gpu.shapes import ON_GPU, Decode, ShapeModels
 
 _STEPS = 8
 _KERNELS = 8  # largest kernels that are listed
@@ -56,8 +55,8 @@ def _step(models: ShapeModels, name: str, setting: Setting) -> Iterator[ProfileR
     decode, layers = model.by(model.plain()), model.model.config.num_hidden_layers
     decode(3)
     step = 1e3 * decode(_STEPS + 8).ms
-    few, many = _events(decode, 2, setting.on_gpu), _events(decode, 2 + _STEPS, setting.on_gpu)
-    counts, times = (many[kind] - few[kind] for kind in (0, 1))
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.on_gpu else [])]
+    counts, times = events(decode, _STEPS, activities)
     if not setting.on_gpu:
         yield ProfileRow(name, "operators of torch on the host", sum(counts.values()) / _STEPS)
         for figure in ("milliseconds", "launches of kernels", "launches of kernels per layer", "gaps", *_CALLS):
@@ -76,30 +75,19 @@ def _step(models: ShapeModels, name: str, setting: Setting) -> Iterator[ProfileR
         yield ProfileRow(name, kernel, counts[event] / _STEPS, us / _STEPS, us / _STEPS / step)
 
 
-def _events(decode: Decode, steps: int, on_gpu: bool) -> tuple["_Counts", "_Counts"]:
-    """Returns counts and microseconds of all events of a decode, by device and name."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as profiler:
-        decode(steps)
-        if on_gpu:
-            torch.cuda.synchronize()
-    counts, times = _Counts(), _Counts()
-    for event in profiler.events() or ():
-        there = event.device_type.name == "CUDA"
-        name = f"{'gpu' if there else 'cpu'}: {event.name}"
-        counts[name] += 1
-        times[name] += event.device_time_total if there else event.cpu_time_total
+def events(
+    decode: Decode, steps: int, activities: Sequence[ProfilerActivity]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns counts and microseconds of the events of some steps, by device and name, without those of the prompt."""
+    counts, times = defaultdict[str, float](float), defaultdict[str, float](float)
+    for sign, tokens in ((-1, 2), (1, 2 + steps)):
+        with profile(activities=activities) as profiler:
+            decode(tokens)
+            if ProfilerActivity.CUDA in activities:
+                torch.cuda.synchronize()
+        for event in profiler.events() or ():
+            there = event.device_type.name == "CUDA"
+            name = f"{'gpu' if there else 'cpu'}: {event.name}"
+            counts[name] += sign
+            times[name] += sign * (event.device_time_total if there else event.cpu_time_total)
     return counts, times
-
-
-class _Counts(dict[str, float]):
-    """Numbers by name, 0 for missing names."""
-
-    def __missing__(self, name: str) -> float:
-        return 0.0
-
-    def __sub__(self, other: "_Counts") -> "_Counts":
-        return _Counts({name: value - other[name] for name, value in self.items() if math.isfinite(value)})
-
-
-__all__ = ["ProfileRow", "profiles"]

@@ -10,8 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbordraft.bench.gpu.problem import Bands, Problem, largest_error, rounding, share_of, unequal
-from arbordraft.bench.gpu.roofline import FEW_ROWS, Stepped
 from arbordraft.kernels.fused_layers import (
     ACTIVATIONS,
     add_rms_norm,
@@ -30,6 +28,8 @@ from arbordraft.kernels.fused_linear import (
     project_rotate_append,
     project_rotate_append_reference,
 )
+from arborlab.gpu.problem import Bands, Problem, largest_error, rounding, share_of, unequal
+from arborlab.gpu.roofline import FEW_ROWS, Stepped
 
 EPSILON = 1e-3  # of norms; large, so that it matters
 SINGLE = torch.finfo(torch.float32)
@@ -215,6 +215,3 @@ def _least(dtype: torch.dtype) -> float:
     """Returns the distance between the smallest numbers of a type."""
     kind = torch.finfo(dtype)
     return kind.smallest_normal * kind.eps
-
-
-__all__ = ["activations", "layers", "norms", "products", "rotation"]

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import ClassVar
 
 import torch
 
-from arbordraft.bench.gpu.setting import Item, Setting
-from arbordraft.bench.gpu.timing import captured
 from arbordraft.kernels import choice
 from arbordraft.kernels.fused_layers import rms_norm
+from arborlab.gpu.setting import Item, Setting
+from arborlab.gpu.timing import captured
 
 _CALLS = 1000  # launches of a timing
 _LOOP = 1_000_000  # turns of the loop that times the host
@@ -24,14 +25,11 @@ _LOOP = 1_000_000  # turns of the loop that times the host
 class Figure:
     """One fact about the machine; ``None`` where there is no GPU to measure."""
 
+    table: ClassVar[str] = "machine"
+
     figure: str
     value: str | float | None
     unit: str = ""
-
-    @property
-    def table(self) -> str:
-        """Title of its table."""
-        return "machine"
 
 
 def machine(setting: Setting) -> list[Item]:
@@ -115,6 +113,3 @@ def _host_us(run: Callable[[], object]) -> float:
         times.append((time.perf_counter() - begun) / (_CALLS // 5))
     torch.cuda.synchronize()
     return sorted(times)[2] * 1e6
-
-
-__all__ = ["Figure", "machine"]

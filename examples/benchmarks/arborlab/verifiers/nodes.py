@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from arbordraft.bench.tables import HIDDEN
-from arbordraft.bench.verifiers.laws import laws_of
-from arbordraft.bench.verifiers.positions import by_cluster, clustered, watch
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.gumbel import gumbel
@@ -25,6 +23,8 @@ from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import GlobalResolution, Rule, TopTailRule, optimal_acceptance
 from arbordraft.verifiers.resolution import Race
 from arbordraft.verifiers.transport import Array
+from arborlab.verifiers.laws import laws_of
+from arborlab.verifiers.positions import by_cluster, clustered, watch
 
 DRAWS = 8  # of children at every position
 TRIES = 4  # of them for every threshold

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbordraft.bench.gpu.packed import Packed, flash, sdpa
-from arbordraft.bench.gpu.problem import ATTENTION, Bands, Goal, Problem, largest_error, unequal
-from arbordraft.bench.gpu.roofline import Shape, Stepped, in_triton
 from arbordraft.kernels.kv_cache import append, append_reference, compact_reference, compact_rows
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.trees.topology import TreeTopology
+from arborlab.gpu.packed import Packed, flash, sdpa
+from arborlab.gpu.problem import ATTENTION, Bands, Goal, Problem, largest_error, unequal
+from arborlab.gpu.roofline import Shape, Stepped, in_triton
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "all options": {"window": 40, "softcap": 3.0, "sinks": True},
@@ -157,6 +157,3 @@ def _pool(bands: Bands, rows: int, like: Tensor) -> Tensor:
 def _differing(results: Sequence[Tensor], expected: Sequence[Tensor], bands: Bands) -> float:
     worst = max(unequal(*pair) for pair in zip(results, expected, strict=True))
     return float("inf") if bands.broken() else worst
-
-
-__all__ = ["OPTIONS", "attention", "attention_options", "explained", "kv_append", "kv_compacted"]

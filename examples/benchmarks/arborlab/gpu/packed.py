@@ -148,6 +148,3 @@ def flash(packed: Packed) -> Callable[[], object]:
             options["enable_gqa"] = True
         return lambda: varlen_attn(*tensors, **options)
     return lambda: flash_attn_varlen_func(*tensors, softmax_scale=packed.scale, causal=True)
-
-
-__all__ = ["Packed", "flash", "sdpa"]

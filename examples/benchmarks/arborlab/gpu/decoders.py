@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from arbordraft.bench.gpu.problem import named
-from arbordraft.bench.gpu.setting import Item, Setting
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, EagleDrafter, LanguageModelDrafter, NGramDrafter, NoDrafter
 from arbordraft.heads.eagle import EagleHead
@@ -26,6 +24,8 @@ from arbordraft.target.model import RaggedModel
 from arbordraft.testing.models import greedy_reference, left_padded, new_tokens, tiny_model
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers.coupling import Coupling
+from arborlab.gpu.problem import named
+from arborlab.gpu.setting import Item, Setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +50,8 @@ class DecoderRow:
         graphs: recorded steps; ``None`` where nothing is recorded.
     """
 
+    table: ClassVar[str] = "decoders"
+
     model: str
     dtype: str
     drafter: str
@@ -60,11 +62,6 @@ class DecoderRow:
     explained: float | None
     graphs: int | None
     correct: bool
-
-    @property
-    def table(self) -> str:
-        """Title of its table."""
-        return "decoders"
 
 
 @dataclass(frozen=True)
@@ -78,17 +75,14 @@ class RowsRow:
         correct: whether the logits never differ; ``None`` where that is not promised.
     """
 
+    table: ClassVar[str] = "bits by rows"
+
     model: str
     dtype: str
     kernels: str
     equal_rows: str
     largest: float
     correct: bool | None = None
-
-    @property
-    def table(self) -> str:
-        """Title of its table."""
-        return "bits by rows"
 
 
 def decoders(setting: Setting) -> list[Item]:
@@ -298,6 +292,3 @@ def _gemma2(seed: int) -> "PreTrainedModel":
     config = Gemma2Config(**_sizes(), sliding_window=16, query_pre_attn_scalar=32)
     config._attn_implementation = "eager"  # only eager attention bounds the scores
     return tiny_model(config, seed=seed)
-
-
-__all__ = ["DecoderRow", "RowsRow", "decoders", "ranges"]

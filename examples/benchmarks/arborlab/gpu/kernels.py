@@ -9,11 +9,11 @@ from functools import partial
 
 import torch
 
-from arbordraft.bench.gpu import layer_problems, problems, score_problems
-from arbordraft.bench.gpu.problem import KernelRow, Problem, check, named, timed
-from arbordraft.bench.gpu.roofline import STEPPED, Prediction, Shape, Stepped, fitting_shapes, predictions
-from arbordraft.bench.gpu.setting import Item, Setting
 from arbordraft.kernels.verify.reference import CHUNK
+from arborlab.gpu import layer_problems, problems, score_problems
+from arborlab.gpu.problem import KernelRow, Problem, check, named, timed
+from arborlab.gpu.roofline import STEPPED, Prediction, Shape, Stepped, fitting_shapes, predictions
+from arborlab.gpu.setting import Item, Setting
 
 Maker = tuple[str, Callable[[], Iterator[Problem]]]
 
@@ -120,6 +120,3 @@ def bounds(setting: Setting) -> list[Item]:
     parts = _stepped(stepped, setting.device)
     ordered: list[Maker] = [*shapes[:4], *parts, *shapes[4:]]
     return [*(Item(name, partial(measured, make)) for name, make in ordered), Item("bounds by data sheets", predicted)]
-
-
-__all__ = ["bounds", "checks", "makers"]

@@ -5,7 +5,7 @@ probability of every verdict. Only the text and the drafts are random, and all l
 noise, the noise decides drafts and verdict alike, so it is drawn several times at every position.
 """
 
-from arbordraft.bench.verifiers.nodes import NodeRow, node_acceptance
-from arbordraft.bench.verifiers.trees import TreeRow, tree_tau
+from arborlab.verifiers.nodes import NodeRow, node_acceptance
+from arborlab.verifiers.trees import TreeRow, tree_tau
 
 __all__ = ["NodeRow", "TreeRow", "node_acceptance", "tree_tau"]
