@@ -2,14 +2,20 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from arbordraft.drafters import EagleDrafter
-from arbordraft.drafters.base import Drafter, Guesses
-from arbordraft.drafters.context import DraftContext, Level
+from arbordraft.drafters.base import Drafter, DraftNetwork, Guesses
+from arbordraft.drafters.context import DraftContext, Frontier
+from arbordraft.drafters.eagle import HeadOnRows
+from arbordraft.drafters.model_drafter import Outputs
+from arbordraft.drafters.slots import SlotState
 from arbordraft.heads.eagle import EagleHead
-from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.attention import Attending
 from arbordraft.target.model import RaggedModel
 
 
@@ -66,53 +72,81 @@ class OracleDrafter(Drafter):
     def remove(self, state: dict[int, Sequence[int]], sample: int) -> None:
         del state[sample]
 
-    def propose(self, state: dict[int, Sequence[int]], level: Level) -> Guesses:
+    def scores(self, state: dict[int, Sequence[int]], frontier: Frontier) -> Guesses:
         found = []
-        for sample, _ in level.places:
-            position = len(level.context.tokens(sample)) + level.depth
+        for sample in frontier.samples:
+            position = len(frontier.context.tokens(sample)) + frontier.depth
             token = self.recorded.token(state[sample], position)
             found.append(([], []) if token is None else ([token], [max(self.recorded.acceptance, 0.01)]))
         return found
 
 
 class OracleOnHead(EagleDrafter):
-    """Runs an EAGLE head for its cost, and replaces the first child of each level by the recorded token.
+    """Runs an EAGLE head for its cost, and makes the recorded token the most probable one after each recorded token.
 
     Args:
         recorded: the texts.
-        head: EAGLE head of any weights.
+        head: EAGLE head of any weights, with the target's vocabulary.
         target: the target.
     """
 
     def __init__(self, recorded: Recorded, head: EagleHead, target: RaggedModel) -> None:
         super().__init__(head, target)
-        self.recorded = recorded
-        self._texts: dict[int, Sequence[int]] = {}
+        self._oracle = OracleNetwork(recorded, self._network)
 
-    def add(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
-        super().add(state, sample, tokens, handle)
-        self._texts[sample] = self.recorded.belonging_to(tokens)
+    def network(self, context: DraftContext) -> DraftNetwork:
+        return self._oracle
 
-    def propose_trees(
-        self, state: Any, context: DraftContext, samples: Sequence[int], growth: Growth, draws: Draws | None
-    ) -> Drafted | None:
-        if context.static is not None:
-            context = replace(context, static=context.static.alone)  # so that the step sees the tokens changed below
-        drafted = super().propose_trees(state, context, samples, growth, draws)
-        if drafted is None:
-            return None
-        topology, tokens = context.topology, list(drafted.tokens)
-        rows = {place: row for row, place in enumerate(zip(drafted.samples, drafted.nodes, strict=True))}
-        for place, sample in enumerate(samples):
-            node, position = 0, len(context.tokens(sample))
-            while topology.child_list[node]:
-                siblings = [rows[place, child] for child in topology.child_list[node] if (place, child) in rows]
-                token = self.recorded.token(self._texts[sample], position)
-                if not siblings or token is None:
-                    break
-                for row in siblings[1:]:  # siblings must differ
-                    if tokens[row] == token:
-                        tokens[row] = tokens[siblings[0]]
-                tokens[siblings[0]] = token
-                node, position = topology.child_list[node][0], position + 1
-        return drafted._replace(tokens=tokens)
+    def run(
+        self, state: SlotState, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
+    ) -> Outputs:
+        logits, final, out = super().run(state, tokens, hidden, batch, rows)
+        positions = batch.positions if rows is None else batch.positions[rows]
+        return Outputs(self._oracle.corrected(logits, tokens if rows is None else tokens[rows], positions), final, out)
+
+
+class OracleNetwork:
+    """A head whose most probable next token is the recorded one; runs wherever the head runs.
+
+    A token and its position name the recorded text. If several texts have this token there, the first of them counts.
+
+    Args:
+        recorded: the texts.
+        head: runs the head.
+    """
+
+    vocabulary = None
+
+    def __init__(self, recorded: Recorded, head: HeadOnRows) -> None:
+        self._head = head
+        self.device, self.dtype = head.device, head.dtype
+        self.states, self.vocab_size = head.states, head.vocab_size
+        self.pools, self.fuse = head.pools, head.fuse
+        longest = max(map(len, recorded.texts)) + 1
+        known = torch.full((2, len(recorded.texts), longest), -1)
+        for number, text in enumerate(recorded.texts):
+            drafts = [recorded.token(text, position) for position in range(len(text))]
+            known[0, number, : len(text)], known[1, number, : len(text)] = torch.tensor(text), torch.tensor(drafts)
+        self._texts, self._drafts = known.to(head.device)
+
+    def __repr__(self) -> str:
+        return f"recorded texts on {self._head}"
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Runs packed rows, see :class:`~arbordraft.drafters.base.DraftNetwork`."""
+        logits, out = self._head.run(tokens, hidden, positions, ragged, rows)
+        if rows is not None:
+            tokens, positions = tokens[rows], positions[rows]
+        return self.corrected(logits, tokens, positions), out
+
+    def corrected(self, logits: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Returns ``[R, V]`` logits in which the token recorded after each token is the most probable one."""
+        tokens, positions = tokens.to(logits.device), positions.to(logits.device)
+        place = (positions + 1).clamp(max=self._texts.shape[1] - 2)  # slot j holds token j + 1
+        same = self._texts[:, place] == tokens
+        following = self._drafts[:, place + 1].gather(0, same.to(torch.int8).argmax(dim=0, keepdim=True))[0]
+        known = same.any(dim=0) & (following >= 0)
+        bonus = torch.where(known, logits.amax(dim=1) - logits.amin(dim=1) + 1, 0)
+        return logits.scatter_add(1, following.clamp(min=0)[:, None], bonus[:, None].to(logits.dtype))
