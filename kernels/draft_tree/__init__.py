@@ -122,15 +122,17 @@ class TreesToGrow(NamedTuple):
     @property
     def budget(self) -> int:
         """Greatest number of drafts; -1 for no limit."""
-        group = self.limits.group
-        return int(self.limits.budget if group is None else self.limits.budget[group[self.slots[0]]])
+        return int(self._price[0])
 
     @property
     def verification(self) -> Verification | None:
         """Price of verifying drafts."""
-        group, known = self.limits.group, self.limits.verification
-        found: Verification | None = known if group is None else known[group[self.slots[0]]]
-        return found
+        return self._price[1]
+
+    @property
+    def _price(self) -> tuple[int, Verification | None]:
+        group = self.limits.group
+        return self.limits.price_of(0 if group is None else group[self.slots[0]])
 
     def spelled(self) -> tuple[object, ...]:
         """Returns the arguments of the operators."""

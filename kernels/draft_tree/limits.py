@@ -127,6 +127,12 @@ class Limits:
         """Returns ``[S, 1]``: how often some child of a node at a depth is expected to be accepted."""
         return self.expected[:, min(depth, self.expected.shape[1] - 1), None]
 
+    def price_of(self, group: int) -> tuple[int, Verification | None]:
+        """Returns the budget of a group and the price of verifying its drafts."""
+        if self.group is None:
+            return self.budget, self.verification
+        return self.budget[group], self.verification[group]
+
     def budgets(self) -> Iterator[tuple[Any, Any]]:
         """Yields the samples of every group with a budget, and the budget."""
         if self.group is None:

@@ -109,7 +109,8 @@ def _waiting(
     waiting = {sample for sample in context.alive if not drafts[sample]}
     if len(waiting) < len(context.alive):
         limits, _ = plan(context, decider, drafter, state)
-        waiting |= {sample for sample in context.alive if gains[sample] < limits.gains[sample]}
+        if limits.gains is not None:
+            waiting |= {sample for sample in context.alive if gains[sample] < limits.gains[sample]}
     return waiting
 
 
@@ -164,6 +165,8 @@ def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
 def _joined(context: DraftContext, groups: Sequence[Group], found: Sequence[Limits]) -> Limits:
     """Returns the limits of all B samples; those that take no part draft nothing."""
     count = len(context.max_depth)
+    if len(groups) == 1 and groups[0].samples == list(range(count)) and groups[0].pathwise:  # nearly always
+        return found[0]
     known = max((max(part.calibration.shape[1], part.expected.shape[1]) for part in found), default=1)
     limits = Limits(
         levels=np.zeros(count, dtype=np.int64),
@@ -252,7 +255,7 @@ class Growth:
         for group in self.groups:
             if self._grown_in_one_call(group):
                 levels[group.samples] = 0
-        if levels.any():
+        if any(levels.tolist()):
             self._grow_level_by_level(replace(self.limits, levels=levels))
         self.drafter.proposed(self.state)
         for number, group in enumerate(self.groups):
@@ -298,7 +301,7 @@ class Growth:
     def _prefill(self, sample: int, node: int, tokens: Sequence[int], chances: Sequence[float], forced: bool) -> None:
         """Adds children of a node before the drafter proposes any; ``forced`` if constraints allow only the first."""
         forest, topology = self.forest, self.context.topology
-        calibration = self.limits.calibration_at(topology.depth_list[node])[sample, 0]
+        calibration = float(self.limits.calibration_at(topology.depth_list[node])[sample, 0])
         if self._ranked is not None:
             chances = self._ranked[np.arange(len(tokens)).clip(max=len(self._ranked) - 1)].tolist()
         for child, token, chance in zip(topology.child_list[node], tokens, chances, strict=False):
@@ -366,6 +369,8 @@ class Growth:
                 return
             frontier = Frontier(context, forest, depth, samples.tolist(), level.inner[places].tolist())
             children = self._children(frontier, level)
+            if children.tokens.max() < 0:
+                return
             shape = *going.shape, children.tokens.shape[1]
             tokens, chances = np.full(shape, -1), np.zeros(shape)
             tokens[going], chances[going] = children.tokens, children.chances
@@ -498,7 +503,7 @@ class Growth:
     def _trim(self, number: int, samples: Ints) -> None:
         """Drops the drafts of a group that are too unlikely to be worth their rows."""
         forest, limits = self.forest, self.limits
-        budget, verification = limits.budget[number], limits.verification[number]
+        budget, verification = limits.price_of(number)
         if budget < 0 and verification is None:
             return
         places, nodes = (forest.token[samples, 1:] >= 0).nonzero()
