@@ -22,8 +22,8 @@ from arbordraft.decoding.static.step import StaticForward
 from arbordraft.drafters.base import DraftNetwork
 from arbordraft.drafters.model_drafter import Missing
 from arbordraft.kernels.draft_tree import Limits, TreesToGrow
-from arbordraft.kernels.draft_tree.limits import Trees
 from arbordraft.kernels.draft_tree import reference as rule
+from arbordraft.kernels.draft_tree.limits import Trees
 from arbordraft.kernels.gumbel import gumbel
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.trees.masks import SlicedCausalMask
