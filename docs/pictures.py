@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbordraft import Fixed, TreeTopology
+from arbordraft.serving.deltas import step_of
 from arbordraft.serving.page import page
-from arbordraft.serving.pieces import step_of
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.drawing import ACCEPTED, COLOURS, GREY, OWN, columns, draw_edges, new_figure, save_png
 from arbordraft.trees.verdict import SampleVerdict
@@ -206,8 +206,8 @@ def _outcome(axes: "Axes", tree: SampleTree, verdict: SampleVerdict, length: int
         _word(axes, spell(tree.token(row)), index, 0.25, ACCEPTED)
     accepted, kind = len(verdict.path) - 1, "recovered" if verdict.recovered else "bonus"
     _word(axes, spell(verdict.token), accepted, 0.25, COLOURS[1] if verdict.recovered else COLOURS[0])
-    told = f"{accepted} accepted + 1 {kind}: {length} → {length + accepted + 1} tokens"
-    axes.text(-0.4, -0.35, told, fontsize=9, va="center")
+    caption = f"{accepted} accepted + 1 {kind}: {length} → {length + accepted + 1} tokens"
+    axes.text(-0.4, -0.35, caption, fontsize=9, va="center")
     axes.set_xlim(-0.6, 4.0)
     axes.set_ylim(-1, 1)
     axes.set_axis_off()

@@ -139,7 +139,7 @@ def main() -> int:
     with console.status("loading the model and its kernels"):
         target = ad.load("smollm2", "none").target
         tokenizer: Any = target.tokenizer
-        head = ad.builders.expanding(target, ad.EagleDrafter.from_pretrained(TRAINED, target), nodes=8)
+        head = ad.builders.eagle2(target, ad.EagleDrafter.from_pretrained(TRAINED, target), nodes=8)
     draw_steps(console, head, "What is the capital of France?")
 
     console.rule("one prompt at a time")

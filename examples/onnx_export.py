@@ -31,7 +31,7 @@ def answers(drafter: Drafter, decider: Decider) -> tuple[list[str], ad.DecodeSta
 
 with tempfile.TemporaryDirectory() as folder:
     for source, name in ((HEAD, "head"), (DECIDER, "decider")):
-        written = export(source, f"{folder}/{name}", tell=print)
+        written = export(source, f"{folder}/{name}", on_progress=print)
         for check, value in written.parity.items():
             print(f"  {check}: {value if value is True else f'{value:.1e}'}")
     exported = load_drafter(f"{folder}/head", target)

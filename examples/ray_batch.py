@@ -96,7 +96,7 @@ def main() -> None:
         Answers,
         fn_constructor_args=[given.model, given.drafter],
         fn_constructor_kwargs={
-            "engine": {name: getattr(given, name) for name in ("max_samples", "max_tokens")},
+            "engine": {"max_samples": given.max_samples, "max_cache_tokens": given.max_tokens},
             "request": {name: getattr(given, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")},
         },
         batch_size=given.batch,

@@ -50,7 +50,7 @@ class Replica:
     def __init__(self, settings: dict[str, object], api_key: str | None) -> None:
         chosen = Settings.model_validate(settings)
         decoder = ad.load(chosen.model, chosen.drafter)
-        engine = ad.Engine(decoder, max_tokens=chosen.max_tokens, max_samples=chosen.max_samples)
+        engine = ad.Engine(decoder, max_cache_tokens=chosen.max_tokens, max_samples=chosen.max_samples)
         self.service, self.api_key = Service(engine, chosen.name or chosen.model), api_key
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -65,7 +65,7 @@ def evaluate(
     *,
     new_tokens: int = 64,
     batch: int = 4,
-    tell: Callable[[str], object] = lambda what: None,
+    on_progress: Callable[[str], object] = lambda what: None,
 ) -> Evaluation:
     """Decodes prompts greedily with a decoder and with its target alone, in turns.
 
@@ -75,7 +75,7 @@ def evaluate(
         prompts: first user turns that the drafter has not learned from.
         new_tokens: longest answer, in tokens.
         batch: prompts at a time.
-        tell: receives messages on the progress.
+        on_progress: receives messages on the progress.
 
     Raises:
         ValueError: if there are no prompts.
@@ -94,15 +94,15 @@ def evaluate(
 
         return decode
 
-    def told(name: str, done: int, of: int) -> None:
-        tell(f"decoding held-out prompts, batch {done // 2 + 1} of {of // 2}")
+    def show_case(name: str, done: int, of: int) -> None:
+        on_progress(f"decoding held-out prompts, batch {done // 2 + 1} of {of // 2}")
 
     workload = Workload(tuple(prompts), batch, new_tokens, repeats=1)
     batches = chat_batches(tokenizer, prompts, batch)
     warm_up(decoders, batches[0], workload)
     seconds = dict.fromkeys(decoders, 0.0)
     counts: dict[str, list[DecodeStats]] = {name: [] for name in decoders}
-    for name, spent, stats in take_turns({name: greedy(name) for name in decoders}, batches, workload, told):
+    for name, spent, stats in take_turns({name: greedy(name) for name in decoders}, batches, workload, show_case):
         seconds[name] += spent
         counts[name].append(stats)
     ours, plain = (reduce(add, each) for each in counts.values())

@@ -75,7 +75,7 @@ def log_decoder(
     experiment: str = "arbordraft",
     run_name: str | None = None,
     uri: str | None = None,
-    tell: Callable[[str], object] = lambda what: None,
+    on_progress: Callable[[str], object] = lambda what: None,
 ) -> LoggedDecoder:
     """Logs a decoder as a pyfunc model that ``mlflow models serve`` can serve.
 
@@ -99,7 +99,7 @@ def log_decoder(
         experiment: name of the experiment on the server.
         run_name: name of the run; MLflow invents one by default.
         uri: tracking server; by default ``$MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db``.
-        tell: receives messages on the progress.
+        on_progress: receives messages on the progress.
 
     Raises:
         ImportError: if MLflow is not installed.
@@ -112,8 +112,8 @@ def log_decoder(
     with server(uri) as (mlflow, client), tempfile.TemporaryDirectory() as scratch:
         inputs = _training_models(client, training_run)
         place = client.get_experiment_by_name(experiment)  # raises before anything is measured if the server is away
-        tell("measuring parity, tau and speed")
-        evaluation = evaluate(decoder, tokenizer, prompts, new_tokens=new_tokens, tell=tell)
+        on_progress("measuring parity, tau and speed")
+        evaluation = evaluate(decoder, tokenizer, prompts, new_tokens=new_tokens, on_progress=on_progress)
         files = _pack(decoder, config, Path(scratch))
         tags = {} if training_run is None else {TRAINING: training_run}
         place_id = place.experiment_id if place else client.create_experiment(experiment)
@@ -121,7 +121,7 @@ def log_decoder(
             mlflow.start_run(experiment_id=place_id, run_name=run_name, tags=tags, nested=True) as run,
             _all_or_nothing(client, place_id, run.info.run_id),
         ):
-            tell("logging the decoder")
+            on_progress("logging the decoder")
             _describe_run(mlflow, config, decoder, evaluation)
             if inputs:
                 client.log_inputs(run.info.run_id, models=inputs)
@@ -129,7 +129,7 @@ def log_decoder(
             info = _log_model(mlflow, decoder, files, tags, evaluation)
             number = None
             if registered_model is not None:
-                tell(f"registering it as {registered_model}")
+                on_progress(f"registering it as {registered_model}")
                 number = register(client, registered_model, alias, info.model_id, run.info.run_id, tags)
         return LoggedDecoder(run.info.run_id, info.model_id, info.model_uri, number, evaluation)
 
@@ -174,7 +174,7 @@ def promote_decoder(
     margin: float = 0.02,
     new_tokens: int = 64,
     uri: str | None = None,
-    tell: Callable[[str], object] = lambda what: None,
+    on_progress: Callable[[str], object] = lambda what: None,
 ) -> Promotion:
     """Gives the alias ``champion`` to the ``candidate`` if it passes.
 
@@ -189,7 +189,7 @@ def promote_decoder(
         margin: share by which it must be higher; speeds differ by a few percent between two runs of one decoder.
         new_tokens: longest answer, in tokens.
         uri: tracking server; by default as in :func:`log_decoder`.
-        tell: receives messages on the progress.
+        on_progress: receives messages on the progress.
 
     Raises:
         ImportError: if MLflow is not installed.
@@ -209,7 +209,11 @@ def promote_decoder(
         def measure(version: str) -> Evaluation:
             decoder, tokenizer = load_decoder(client, name, version)
             return evaluate(
-                decoder, tokenizer, prompts, new_tokens=new_tokens, tell=lambda what: tell(f"version {version}: {what}")
+                decoder,
+                tokenizer,
+                prompts,
+                new_tokens=new_tokens,
+                on_progress=lambda what: on_progress(f"version {version}: {what}"),
             )
 
         measured = measure(candidate)
@@ -227,20 +231,20 @@ def judge(
 ) -> Promotion:
     """Decides whether a candidate becomes champion; ``measured`` is its evaluation, ``bar`` the champion's."""
     if not measured.parity:
-        said = f"{measured.equal} of {measured.prompts} answers are the target's own"
-        return Promotion(False, f"version {candidate} fails parity: {said}, its output law is {measured.exactness}")
+        equal = f"{measured.equal} of {measured.prompts} answers are the target's own"
+        return Promotion(False, f"version {candidate} fails parity: {equal}, its output law is {measured.exactness}")
     speeds = f"{measured.tokens_per_second:.4g} tokens/s against {measured.plain_tokens_per_second:.4g}"
     slow = measured.tokens_per_second <= measured.plain_tokens_per_second * (1 + margin)
     if slow and "tokens_per_second" in by:
         return Promotion(False, f"version {candidate} is no faster than plain decoding by {margin:.0%}: {speeds}")
     if bar is None:
-        told = f"tau {measured.tau:.2f}, {speeds} of plain decoding"
-        return Promotion(True, f"version {candidate} is the first champion: {told}")
+        description = f"tau {measured.tau:.2f}, {speeds} of plain decoding"
+        return Promotion(True, f"version {candidate} is the first champion: {description}")
     shown = [f"{metric} {getattr(measured, metric):.4g} against {getattr(bar, metric):.4g}" for metric in by]
     better = any(getattr(measured, metric) > getattr(bar, metric) * (1 + margin) for metric in by)
-    told = f"{', '.join(shown)} of version {champion}"
+    description = f"{', '.join(shown)} of version {champion}"
     verdict = "is champion" if better else f"is no better by {margin:.0%}"
-    return Promotion(better, f"version {candidate} {verdict}: {told}")
+    return Promotion(better, f"version {candidate} {verdict}: {description}")
 
 
 def load_decoder(client: "MlflowClient", name: str, version: str) -> Any:

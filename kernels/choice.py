@@ -63,7 +63,7 @@ def triton_chosen(tensor: Tensor) -> bool:
     return True
 
 
-def wants_triton(name: str, tensor: Tensor) -> bool:
+def uses_triton(name: str, tensor: Tensor) -> bool:
     """Returns whether to compute in Triton on a tensor, and counts the call as ``name``.
 
     Raises:
@@ -96,5 +96,5 @@ __all__ = [
     "ran",
     "triton_chosen",
     "use",
-    "wants_triton",
+    "uses_triton",
 ]

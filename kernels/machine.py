@@ -68,13 +68,13 @@ def best_isa() -> str:
 @functools.cache
 def cpu() -> dict[str, str]:
     """Returns the lasting facts that the operating system reports about the first core."""
-    lasting = {"vendor_id", "cpu family", "model", "model name", "flags", "Features"}
-    lasting |= {"CPU implementer", "CPU part", "CPU variant"}
+    stable = {"vendor_id", "cpu family", "model", "model name", "flags", "Features"}
+    stable |= {"CPU implementer", "CPU part", "CPU variant"}
     fields = {"processor": platform.processor()}
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
         for line in lines:
             name, _, value = line.partition(":")
-            if name.strip() in lasting:
+            if name.strip() in stable:
                 fields[name.strip()] = value.strip()
             elif not line.strip():
                 break

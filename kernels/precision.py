@@ -20,7 +20,7 @@ def fast_dtype(device: torch.device | str) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def tell_if_slow(dtype: torch.dtype, device: torch.device | str, option: str) -> None:
+def warn_if_slow(dtype: torch.dtype, device: torch.device | str, option: str) -> None:
     """Logs one line if a device lacks instructions for a type that a user chose; says the same only once.
 
     Args:
@@ -35,11 +35,11 @@ def tell_if_slow(dtype: torch.dtype, device: torch.device | str, option: str) ->
         slow = dtype == torch.bfloat16 != fast
     if slow:
         names = (str(each).removeprefix("torch.") for each in (dtype, fast))
-        _tell(*names, "GPU" if device.type == "cuda" else "processor", option)
+        _warn(*names, "GPU" if device.type == "cuda" else "processor", option)
 
 
 @cache
-def _tell(dtype: str, fast: str, place: str, option: str) -> None:
+def _warn(dtype: str, fast: str, place: str, option: str) -> None:
     logging.getLogger("arbordraft").warning(
         "%s: %s is slow here, because this %s has no instructions for it; %s, the default, is faster",
         option,
@@ -49,4 +49,4 @@ def _tell(dtype: str, fast: str, place: str, option: str) -> None:
     )
 
 
-__all__ = ["fast_dtype", "tell_if_slow"]
+__all__ = ["fast_dtype", "warn_if_slow"]

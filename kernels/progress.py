@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 
-PATIENCE = 2.0  # seconds of work before it is reported
+MIN_DURATION = 2.0  # seconds of work before it is reported
 
 
 class _Phase:
     def __init__(self, work: str, live: bool) -> None:
-        self.work, self.live, self.begun, self.told = work, live, time.monotonic(), False
+        self.work, self.live, self.begun, self.shown = work, live, time.monotonic(), False
 
     @property
     def seconds(self) -> float:
@@ -26,36 +26,36 @@ class _Reporter:
 
     def __init__(self) -> None:
         self._running: list[_Phase] = []  # in the order of their beginnings
-        self._wake = threading.Condition()
+        self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def begin(self, own: _Phase) -> None:
-        with self._wake:
+        with self._condition:
             self._running.append(own)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._report, name="arbordraft-progress", daemon=True)
                 self._thread.start()
-            self._wake.notify()
+            self._condition.notify()
 
     def end(self, own: _Phase) -> None:
-        with self._wake:
+        with self._condition:
             if own in self._running:  # else the process was forked meanwhile
                 self._running.remove(own)
-            if own.told:
+            if own.shown:
                 _print(f"arbordraft: {own.work}: {own.seconds:.1f} s", keep=True)
-            self._wake.notify()
+            self._condition.notify()
 
     def _report(self) -> None:
-        with self._wake:
+        with self._condition:
             while self._running:
                 last = self._running[-1]
-                if (waits := PATIENCE - last.seconds) <= 0:
+                if (waits := MIN_DURATION - last.seconds) <= 0:
                     if sys.stderr is not None and sys.stderr.isatty() and last.live:
                         _print(f"arbordraft: {last.work}: {last.seconds:.0f} s", keep=False)
-                    elif not last.told:
+                    elif not last.shown:
                         _print(f"arbordraft: {last.work} ...", keep=True)
-                    last.told = True
-                self._wake.wait(waits if waits > 0 else 1.0)
+                    last.shown = True
+                self._condition.wait(waits if waits > 0 else 1.0)
             self._thread = None
 
 
@@ -108,4 +108,4 @@ def _print(line: str, *, keep: bool) -> None:
         print(f"{begin}{line}", end="\n" if keep else "", file=stream, flush=True)
 
 
-__all__ = ["PATIENCE", "phase"]
+__all__ = ["MIN_DURATION", "phase"]

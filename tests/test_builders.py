@@ -17,8 +17,8 @@ DECODERS = {
     "spechub": lambda: builders.spechub(ragged(), DRAFT),
     "sequoia": lambda: builders.sequoia(ragged(), DRAFT, (0.6, 0.2, 0.1), nodes=9),
     "lookup": lambda: builders.lookup(ragged(), PAYS),
-    "fitted": lambda: builders.fitted(ragged(), DRAFT, 4, costs=PAYS),
-    "expanding": lambda: builders.expanding(ragged(), DRAFT, 4, max_depth=3),
+    "cost_aware": lambda: builders.cost_aware(ragged(), DRAFT, 4, costs=PAYS),
+    "eagle2": lambda: builders.eagle2(ragged(), DRAFT, 4, max_depth=3),
 }
 WIRING = {  # (tops, tails, replacement) of the law, rule or verifier, topology
     "ems_sd, lookup": ((1, 0, False), "SharedMatching", TreeTopology.chain(7)),
@@ -29,8 +29,8 @@ WIRING = {  # (tops, tails, replacement) of the law, rule or verifier, topology
     "spechub": ((1, 1, False), "SpecHub", TreeTopology.k_ary(2, 4)),
     "sequoia": ((0, 3, False), "RecursiveRejection", TreeTopology.sequoia((0.6, 0.2, 0.1), 9)),
     "lookup": ((1, 0, False), "SharedMatching", TreeTopology.chain(12)),
-    "fitted": ((4, 0, False), "SharedMatching", TreeTopology.sequoia(Drafter.acceptance, 16, 6)),
-    "expanding": ((5, 0, False), "SharedMatching", TreeTopology.sequoia(Drafter.acceptance, 16, 3)),
+    "cost_aware": ((4, 0, False), "SharedMatching", TreeTopology.sequoia(Drafter.acceptance, 16, 6)),
+    "eagle2": ((5, 0, False), "SharedMatching", TreeTopology.sequoia(Drafter.acceptance, 16, 3)),
 }
 
 
@@ -60,10 +60,10 @@ def test_every_builder_decodes_like_the_target(name):
 
 def test_builders_choose_the_decider():
     found = {name: type(DECODERS[name]().decider) for name in DECODERS}
-    own = {"lookup": CostAware, "fitted": CostAware, "expanding": NodeBudget}
+    own = {"lookup": CostAware, "cost_aware": CostAware, "eagle2": NodeBudget}
     assert found == dict.fromkeys(DECODERS, FixedDepth) | own
-    assert builders.fitted(ragged(), DRAFT, 4, costs=PAYS).decider.nodes == 4
-    assert builders.fitted(ragged(), DRAFT, costs=PAYS).decider.costs is PAYS
+    assert builders.cost_aware(ragged(), DRAFT, 4, costs=PAYS).decider.nodes == 4
+    assert builders.cost_aware(ragged(), DRAFT, costs=PAYS).decider.costs is PAYS
     assert builders.lookup(ragged(), PAYS.target).decider.costs.target is PAYS.target
 
 

@@ -8,7 +8,7 @@ import torch
 from support.models import PROMPTS, generated, greedy_reference, left_padded, tiny, tiny_tokenizer
 
 import arbordraft as ad
-from arbordraft.decoding.spelling import Pieces
+from arbordraft.decoding.detokenizing import IncrementalDetokenizer
 from arbordraft.sampling.laws import SharedNoise
 from arbordraft.verifiers import SharedMatching
 
@@ -315,7 +315,7 @@ class Bytes:
 @pytest.mark.parametrize("text", ["naïve", "日本語です", "😀 and 👩‍👩‍👧", "plain", ""])
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
 def test_pieces_hold_whole_characters(text, size):
-    pieces, data = Pieces(Bytes()), text.encode()
+    pieces, data = IncrementalDetokenizer(Bytes()), text.encode()
     found = [pieces.add(list(data[at : at + size])) for at in range(0, len(data), size)]
     assert not any("\ufffd" in piece for piece in found)
     assert "".join(found) + pieces.end() == text
@@ -334,7 +334,7 @@ def test_pieces_hold_whole_characters(text, size):
 )
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_pieces_never_show_a_stop(stop, expected, size):
-    pieces, data = Pieces(Bytes(), stop), b"one EN two END three"
+    pieces, data = IncrementalDetokenizer(Bytes(), stop), b"one EN two END three"
     shown = ""
     for at in range(0, len(data), size):
         shown += pieces.add(list(data[at : at + size]))

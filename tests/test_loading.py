@@ -114,7 +114,7 @@ def test_dtypes(folder, monkeypatch, dtype, fast, expected):
 
 def test_a_slow_dtype_is_used_and_said_in_one_line(folder, monkeypatch, caplog):
     monkeypatch.setattr(native, "fast_bfloat16", lambda: False)
-    precision._tell.cache_clear()
+    precision._warn.cache_clear()
     options = {"device": "cpu", "kernels": "torch"}
     with caplog.at_level(logging.WARNING, "arbordraft"):
         assert ad.load(folder, "none", **options).target.model.dtype == torch.float32
@@ -357,7 +357,7 @@ def test_an_engine_measures_while_it_is_idle(timed, soon):
         idle.set()
 
     decoder.decider.settle = settled
-    with ad.Engine(decoder, max_tokens=500) as engine:
+    with ad.Engine(decoder, max_cache_tokens=500) as engine:
         engine.submit(ad.Request(prompt=[5, 6, 7] * 5, max_new_tokens=40, ends=[])).result()
         assert idle.wait(30)
     assert decoder.decider.costs.target == timed[0]
@@ -365,7 +365,7 @@ def test_an_engine_measures_while_it_is_idle(timed, soon):
 
 def test_an_engine_that_is_stepped_measures_before_it_runs(timed, soon):
     decoder = ad.load(tiny(), "ngram", kernels="torch")
-    engine = ad.Engine(decoder, max_tokens=500)
+    engine = ad.Engine(decoder, max_cache_tokens=500)
     engine.submit(ad.Request(prompt=[5, 6, 7], max_new_tokens=30, n=4, ends=[]))
     engine.run()
     assert decoder.decider.costs.target == timed[0]

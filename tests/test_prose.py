@@ -1,4 +1,4 @@
-"""Docstrings, comments, messages and pages are plain English, as far as a program can tell."""
+"""Docstrings, comments, messages, pages and names are plain English, as far as a program can tell."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from support import prose
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = ["toolkit", "kernels", "training", "exports", "examples", "tests", "docs", "README.md", "CONTRIBUTING.md"]
+ROOMS = ["toolkit", "kernels", "training", "exports", "examples/benchmarks/arborlab"]
 # Sentences that break a rule on purpose, by file.
 ALLOWED = {"tests/support/prose.py", "tests/test_prose.py"}
 
@@ -34,6 +35,46 @@ def test_a_riddle_is_found(tmp_path, text, rule):
     file = tmp_path / "module.py"
     file.write_text(text + "\n")
     assert rule in {finding.rule for finding in prose.findings(file)}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_names_are_the_fields(room):
+    files = [path for path in prose.files(ROOT / room) if path.suffix == ".py"]
+    assert [str(finding) for path in files for finding in prose.odd_identifiers(path)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def _tell(): pass",
+        "async def tell_others(): pass",
+        "class SpellerOfTokens: pass",
+        "def report(*, tell): pass",
+        "def report(*tell): pass",
+        "show = lambda news: None",
+        "_MOST_LETTERS = 3",
+        "left, (nudged, right) = pair",
+        "if spelt := tokens: pass",
+        "for piece in parts: pass",
+        "parts = [piece for piece in parts]",
+        "with desk() as desk: pass",
+        "class Part:\n    thoughts: str",
+        "self.wantsTriton = True",
+        "self._heeds[0].turned += 1",
+        "from tokens import decode as spell",
+        "try: pass\nexcept ValueError as misfit: pass",
+    ],
+)
+def test_an_odd_name_is_found(tmp_path, text):
+    file = tmp_path / "module.py"
+    file.write_text(text + "\n")
+    assert len(list(prose.odd_identifiers(file))) == 1
+
+
+def test_names_of_others_and_longer_words_pass(tmp_path):
+    file = tmp_path / "module.py"
+    file.write_text("import tell\nnewsletter = tell.news(spelt=1).pieces\nintelligent = unwantedly = newline = 1\n")
+    assert list(prose.odd_identifiers(file)) == []
 
 
 def test_plain_sentences_pass(tmp_path):

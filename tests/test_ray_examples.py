@@ -305,7 +305,7 @@ def test_two_actors_answer_like_one_engine(cluster, folder, tmp_path, monkeypatc
 
     def alone(seed):
         request = {"max_new_tokens": 40, "temperature": 1.0, "top_p": 1.0, "seed": seed}
-        answer = example["Answers"](folder, "ngram", {"max_tokens": 4000}, request)
+        answer = example["Answers"](folder, "ngram", {"max_cache_tokens": 4000}, request)
         return answer(pa.Table.from_pylist(rows)).to_pylist()
 
     assert found == alone(0)

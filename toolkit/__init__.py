@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from arbordraft import builders as builders
     from arbordraft.deciders import ConfidenceThreshold as ConfidenceThreshold
     from arbordraft.deciders import CostAware as CostAware
+    from arbordraft.deciders import Decider as Decider
     from arbordraft.deciders.costs import CostTable as CostTable
     from arbordraft.decoding.decoder import SpeculativeDecoder as SpeculativeDecoder
     from arbordraft.decoding.engine import Engine as Engine
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from arbordraft.decoding.step_log import StepLog as StepLog
     from arbordraft.drafters import BlockDrafter as BlockDrafter
     from arbordraft.drafters import DFlashDrafter as DFlashDrafter
+    from arbordraft.drafters import Drafter as Drafter
     from arbordraft.drafters import EagleDrafter as EagleDrafter
     from arbordraft.drafters import EarlyExitDrafter as EarlyExitDrafter
     from arbordraft.drafters import HybridDrafter as HybridDrafter
@@ -33,9 +35,11 @@ if TYPE_CHECKING:
     from arbordraft.drafters import RetokenizedDrafter as RetokenizedDrafter
     from arbordraft.drafters import SelfDrafter as SelfDrafter
     from arbordraft.drafters import TextPool as TextPool
+    from arbordraft.grammars import Grammar as Grammar
     from arbordraft.loading import load as load
     from arbordraft.sampling.laws import IID as IID
     from arbordraft.sampling.laws import Fixed as Fixed
+    from arbordraft.sampling.laws import SharedNoise as SharedNoise
     from arbordraft.sampling.laws import TopTail as TopTail
     from arbordraft.sampling.laws import WithoutReplacement as WithoutReplacement
     from arbordraft.target.attention import UnsupportedModel as UnsupportedModel
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from arbordraft.verifiers import Lifted as Lifted
     from arbordraft.verifiers import Matching as Matching
     from arbordraft.verifiers import RecursiveRejection as RecursiveRejection
+    from arbordraft.verifiers import SharedMatching as SharedMatching
     from arbordraft.verifiers import SpecHub as SpecHub
     from arbordraft.verifiers import TopDown as TopDown
     from arbordraft.verifiers.coupling import Coupling as Coupling
@@ -52,7 +57,7 @@ __version__ = "0.2.0"
 
 # Names are imported on first use: torch and transformers take seconds, and `arbordraft --help` needs neither.
 _NAMES = {
-    "deciders": ("ConfidenceThreshold", "CostAware"),
+    "deciders": ("ConfidenceThreshold", "CostAware", "Decider"),
     "deciders.costs": ("CostTable",),
     "decoding.decoder": ("SpeculativeDecoder",),
     "decoding.engine": ("Engine",),
@@ -63,6 +68,7 @@ _NAMES = {
     "drafters": (
         "BlockDrafter",
         "DFlashDrafter",
+        "Drafter",
         "EagleDrafter",
         "EarlyExitDrafter",
         "HybridDrafter",
@@ -76,12 +82,13 @@ _NAMES = {
         "SelfDrafter",
         "TextPool",
     ),
+    "grammars": ("Grammar",),
     "loading": ("load",),
-    "sampling.laws": ("IID", "Fixed", "TopTail", "WithoutReplacement"),
+    "sampling.laws": ("IID", "Fixed", "SharedNoise", "TopTail", "WithoutReplacement"),
     "target.attention": ("UnsupportedModel",),
     "target.model": ("RaggedModel",),
     "trees.topology": ("TreeTopology",),
-    "verifiers": ("Lifted", "Matching", "RecursiveRejection", "SpecHub", "TopDown"),
+    "verifiers": ("Lifted", "Matching", "RecursiveRejection", "SharedMatching", "SpecHub", "TopDown"),
     "verifiers.coupling": ("Coupling",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -145,15 +145,15 @@ def eagle(target: "Model", head: "str | os.PathLike[str] | EagleDrafter", **opti
     Args:
         target: the target.
         head: folder or hub name of a trained head, or a drafter.
-        **options: options of :func:`fitted`.
+        **options: options of :func:`cost_aware`.
     """
     check_instance("head", head, str, os.PathLike, EagleDrafter)
     model = wrapped(target)
     drafter = head if isinstance(head, EagleDrafter) else EagleDrafter.from_pretrained(head, model)
-    return fitted(model, drafter, **options)
+    return cost_aware(model, drafter, **options)
 
 
-def fitted(
+def cost_aware(
     target: "Model",
     draft: "Model | Drafter",
     nodes: int = 16,
@@ -182,26 +182,26 @@ def fitted(
         check_instance("topology", topology, TreeTopology)
     model, drafter = wrapped(target), as_drafter(draft)
     decider = CostAware(known_costs(model, drafter) if costs is None else costs, nodes)
-    return _expanding(model, drafter, nodes, decider, lookup, max_depth, topology)
+    return _tree_decoder(model, drafter, nodes, decider, lookup, max_depth, topology)
 
 
-def expanding(
+def eagle2(
     target: "Model", draft: "Model | Drafter", nodes: int = 16, *, lookup: bool = False, max_depth: int = 6
 ) -> SpeculativeDecoder:
-    """Builds EAGLE-2 (Li et al., 2024) for comparison: as :func:`fitted`, with a fixed number of nodes per step.
+    """Builds EAGLE-2 (Li et al., 2024) for comparison: as :func:`cost_aware`, with a fixed number of nodes per step.
 
     Args:
         target: the target.
         draft: a draft model or drafter.
         nodes: rows per sample that the target verifies, root included; 1 to 2,048.
-        lookup: as in :func:`fitted`.
-        max_depth: as in :func:`fitted`.
+        lookup: as in :func:`cost_aware`.
+        max_depth: as in :func:`cost_aware`.
     """
     nodes = check_int("nodes", nodes, 1, MOST_NODES)
-    return _expanding(wrapped(target), as_drafter(draft), nodes, NodeBudget(nodes), lookup, max_depth)
+    return _tree_decoder(wrapped(target), as_drafter(draft), nodes, NodeBudget(nodes), lookup, max_depth)
 
 
-def _expanding(
+def _tree_decoder(
     target: RaggedModel,
     drafter: Drafter,
     nodes: int,

@@ -35,7 +35,7 @@ from arbordraft.target.prepacked.memory import copy_bytes
 
 DRAFTERS = ("auto", "ngram", "none", "self", "mtp", "early-exit:LAYERS", "retokenized:NAME", "a folder", "a hub name")
 _LARGE = 1 << 26  # bytes of weights from which reading them dominates a forward
-_PAYS = 1.15  # least speed-up over plain decoding that self-drafting must promise
+_MIN_SPEEDUP = 1.15  # least speed-up over plain decoding that self-drafting must promise
 
 # By the model_type in config.json; any other type that transformers can load counts as a language model.
 _KINDS: dict[str, Any] = {
@@ -103,7 +103,7 @@ def choose_drafter(target: RaggedModel, *, weighed: bool = True) -> tuple[Drafte
         weighed: whether a decider weighs drafts against their costs. If so, lookups offer all that they find.
     """
     trained: Drafter | None = None
-    why, least = "nothing was trained for this model", _PAYS
+    why, least = "nothing was trained for this model", _MIN_SPEEDUP
     if (folder := trained_for(target)) is not None:
         trained, why = load_drafter(folder, target), f"trained for this model: {folder}"
     elif has_mtp(target):
@@ -172,9 +172,9 @@ def trained_for(target: RaggedModel) -> Path | None:
     from arbordraft.heads.base import fingerprint
 
     places = [cache_folder() / "drafters"]
-    home = getattr(target.model, "name_or_path", "")
-    if home and Path(home).is_dir():
-        places += [Path(home), Path(home).resolve().parent]
+    source = getattr(target.model, "name_or_path", "")
+    if source and Path(source).is_dir():
+        places += [Path(source), Path(source).resolve().parent]
     known: list[tuple[float, str]] = []
     wanted = ""
     for config in sorted({file for place in places for file in place.glob("*/config.json")}):

@@ -18,7 +18,7 @@ from arbordraft.decoding.measuring import cost_aware, known_costs
 from arbordraft.drafter_names import choose_drafter, drafter_named
 from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, NoDrafter, TextPool
 from arbordraft.kernels import native
-from arbordraft.kernels.precision import fast_dtype, tell_if_slow
+from arbordraft.kernels.precision import fast_dtype, warn_if_slow
 from arbordraft.kernels.progress import phase
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf import load_blocks
@@ -129,8 +129,8 @@ def load(
                 "weights": weights,
                 "row_invariant": row_invariant or None,
             }
-        if clash := [name for name, value in given.items() if value is not None]:
-            raise ValueError(f"{', '.join(clash)}: the model is in memory already; set this where it is built")
+        if conflicting := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"{', '.join(conflicting)}: the model is in memory already; set this where it is built")
         if isinstance(model, RaggedModel):
             target = model
         else:
@@ -213,7 +213,7 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     if (name := str(dtype).removeprefix("torch.")) not in list(Dtype):
         raise ValueError(f"dtype must be one of {', '.join(Dtype)}, got {dtype!r}")
     chosen = cast(torch.dtype, getattr(torch, name))
-    tell_if_slow(chosen, device, "dtype")
+    warn_if_slow(chosen, device, "dtype")
     return chosen
 
 

@@ -62,7 +62,7 @@ class Place(NamedTuple):
     length: int
 
 
-class Portion(NamedTuple):
+class Segment(NamedTuple):
     """A part of an epoch that was read with batches of other sizes, or by another number of processes.
 
     Args:
@@ -115,7 +115,7 @@ class BatchLoader:
         self.batch_tokens, self.seed, self.part, self.of = batch_tokens, seed, part, of
         self.epoch = 0
         self.position = 0  # of the next batch in this epoch
-        self._before: list[Portion] = []  # of this epoch
+        self._before: list[Segment] = []  # of this epoch
         self._whole = len(self._batches(self.places, of, batch_tokens)) // of
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ class BatchLoader:
                 shared evenly by the processes.
         """
         self.epoch, self.position = state["epoch"], state["position"]
-        self._before = [Portion(*portion) for portion in state.get("before", ())] if self.position else []
+        self._before = [Segment(*portion) for portion in state.get("before", ())] if self.position else []
         if not self.position:
             return
         for name, ours in (("seed", self.seed), ("sequences", len(self.places))):
@@ -157,7 +157,7 @@ class BatchLoader:
                 )
         of, batch_tokens = state.get("of", self.of), state.get("batch_tokens", self.batch_tokens)
         if (of, batch_tokens) != (self.of, self.batch_tokens):
-            self._before.append(Portion(of, batch_tokens, self.position - self._start))
+            self._before.append(Segment(of, batch_tokens, self.position - self._start))
             batches = self._batches(self._left(), self.of, self.batch_tokens)
             if not batches or len(batches) % self.of:
                 raise ValueError(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_COLDEST, _HOTTEST = 0.05, 20.0  # temperatures; beyond them, chances are all 0 or 1, or all 1/2
+_LOWEST, _HIGHEST = 0.05, 20.0  # temperatures; beyond them, chances are all 0 or 1, or all 1/2
 
 
 def ece(chances: Tensor, labels: Tensor, weights: Tensor, bins: int = 15) -> float:
@@ -47,7 +47,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor) -> float:
     logits, labels, weights = _double(logits, labels, weights)
     if weights.sum() == 0:
         return 1.0
-    low, high = _COLDEST, _HOTTEST
+    low, high = _LOWEST, _HIGHEST
     for _ in range(50):
         middle = (low * high) ** 0.5
         # The cross entropy is convex in 1 / T: if it rises with 1 / T, T is too small.

@@ -28,7 +28,7 @@ class ChatFormat:
                 "a file with one (--data.target.chat_template), or take the instruction-tuned version of the model"
             )
         self.tokenizer = tokenizer
-        _, _, self.to_user, self.to_assistant = self._pieces("user", "assistant", "user")
+        _, _, self.to_user, self.to_assistant = self._parts("user", "assistant", "user")
         added = tokenizer.added_tokens_decoder.items()
         self.special = frozenset({*tokenizer.all_special_ids, *(token for token, form in added if form.special)})
 
@@ -39,9 +39,9 @@ class ChatFormat:
             ValueError: if the template takes no system message.
         """
         if system is None:
-            return self._pieces("user")[0]
+            return self._parts("user")[0]
         try:
-            before, between, _ = self._pieces("system", "user")
+            before, between, _ = self._parts("system", "user")
         except Exception as error:  # templates raise errors of any class
             raise ValueError(f"the chat template takes no system message ({error}); leave them out") from error
         return before + system + between
@@ -50,26 +50,26 @@ class ChatFormat:
         """Tokenises the beginning of a conversation; special tokens appear only where the text spells them out."""
         return _ids(self.tokenizer, text)
 
-    def ids_behind(self, text: str) -> list[int]:
-        return ids_behind(self.tokenizer, text)
+    def ids_after(self, text: str) -> list[int]:
+        return ids_after(self.tokenizer, text)
 
     def text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens)))
 
-    def _pieces(self, *roles: str) -> list[str]:
+    def _parts(self, *roles: str) -> list[str]:
         marks = _MARKS[: len(roles)]
         messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
         rest = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        pieces = []
+        parts = []
         for mark in marks:
-            piece, separator, rest = rest.partition(mark)
+            part, separator, rest = rest.partition(mark)
             if not separator:
                 raise ValueError(f"the chat template does not repeat messages word by word: {mark!r} is gone")
-            pieces.append(piece)
-        return [*pieces, rest]
+            parts.append(part)
+        return [*parts, rest]
 
 
-def ids_behind(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+def ids_after(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Tokenises a text that continues another, without the space that many tokenizers add at the beginning."""
     start, whole = _ids(tokenizer, "a"), _ids(tokenizer, "a" + text)
     return whole[len(start) :] if whole[: len(start)] == start else _ids(tokenizer, text)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arbordraft import NoDrafter, RaggedModel, SpeculativeDecoder, builders
 from arbordraft.decoding.prompts import left_padded
-from arbordraft.training.chat import ids_behind
+from arbordraft.training.chat import ids_after
 from arbordraft.training.loops import LoopCriteria, before_loop
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class ServerCompleter:
         (choice,) = response.json()["choices"]
         tokens: list[int] | None = choice.get("token_ids")
         if tokens is None:
-            tokens = ids_behind(self.tokenizer, choice["text"])
+            tokens = ids_after(self.tokenizer, choice["text"])
         if ended := choice["finish_reason"] == "stop":
             reason = choice.get("stop_reason")  # a stop token other than the tokenizer's, from vLLM
             end = reason if isinstance(reason, int) else self.tokenizer.eos_token_id

@@ -132,8 +132,8 @@ class SelfDistillation:
                 "given; lower recipe.conversations"
             )
         self._turns = UserTurns(self.chat, self.complete) if self.messages is None else None
-        self._to_user = self.chat.ids_behind(self.chat.to_user)
-        self._to_assistant = self.chat.ids_behind(self.chat.to_assistant)
+        self._to_user = self.chat.ids_after(self.chat.to_user)
+        self._to_assistant = self.chat.ids_after(self.chat.to_assistant)
 
     def run(
         self,
@@ -207,11 +207,11 @@ class SelfDistillation:
         return prompts
 
     def _taken(self, messages: Sequence[dict[str, str]]) -> Dialogue:
-        said = {role: [m["content"] for m in messages if m["role"] == role] for role in ("system", "user")}
-        if not said["user"]:
+        texts = {role: [m["content"] for m in messages if m["role"] == role] for role in ("system", "user")}
+        if not texts["user"]:
             raise ValueError(f"a conversation has no user turn: {messages}")
-        first, *users = said["user"]
-        before = self.chat.before_user(*said["system"][:1])
+        first, *users = texts["user"]
+        before = self.chat.before_user(*texts["system"][:1])
         prompt = Dialogue(users)
         prompt.add(self.chat.ids(before + first + self.chat.to_assistant), GIVEN)
         return prompt
@@ -237,7 +237,7 @@ class SelfDistillation:
         asked = self._followed_up([dialogue for dialogue in going if dialogue.follow_up], source, done)
         for dialogue in going:
             if dialogue.users:
-                turn = self._behind_answer(dialogue, dialogue.users.pop(0) + self.chat.to_assistant)
+                turn = self._after_answer(dialogue, dialogue.users.pop(0) + self.chat.to_assistant)
                 if self._fits(len(dialogue.tokens) + len(turn)):
                     dialogue.add(turn, GIVEN)
                     asked.append(dialogue)
@@ -249,7 +249,7 @@ class SelfDistillation:
         if self._turns is None:
             return []
         room = _FOLLOW_UP + len(self._to_assistant)
-        begun = [(dialogue, dialogue.tokens + self._behind_answer(dialogue)) for dialogue in dialogues]
+        begun = [(dialogue, dialogue.tokens + self._after_answer(dialogue)) for dialogue in dialogues]
         begun = [(dialogue, text) for dialogue, text in begun if self._fits(len(text) + room)]
         turns = self._turns.go_on([text for _, text in begun], _FOLLOW_UP, source, done)
         asked = []
@@ -262,9 +262,9 @@ class SelfDistillation:
                 asked.append(dialogue)
         return asked
 
-    def _behind_answer(self, dialogue: Dialogue, text: str = "") -> list[int]:
+    def _after_answer(self, dialogue: Dialogue, text: str = "") -> list[int]:
         """Returns the tokens that begin the next user turn, without the end of the answer, which is already there."""
-        tokens = self.chat.ids_behind(self.chat.to_user + text)
+        tokens = self.chat.ids_after(self.chat.to_user + text)
         return tokens[tokens.index(dialogue.tokens[-1]) + 1 :]
 
     def _fits(self, tokens: int) -> bool:

@@ -159,9 +159,9 @@ class DrafterModule(DistillationModule):
         """Saves the state before the cool-down; otherwise works as the base class."""
         before = self._progress
         super().on_train_batch_end(outputs, batch, index)
-        keeper = self.trainer.checkpoint_callback
-        if keeper is not None and before < 1 - self.cooldown <= self._progress:
-            self.trainer.save_checkpoint(Path(keeper.dirpath) / BEFORE_COOLDOWN)
+        callback = self.trainer.checkpoint_callback
+        if callback is not None and before < 1 - self.cooldown <= self._progress:
+            self.trainer.save_checkpoint(Path(callback.dirpath) / BEFORE_COOLDOWN)
 
     def advance(self) -> None:
         """Updates the progress and sets the learning rate of the next step, also when a training is resumed."""

@@ -124,9 +124,11 @@ def _rows(
         sequences, at = part // length, part % length
         text = batch.tokens[sequences, at]
         greedy = batch.temperatures[sequences] == 0
-        heat = batch.temperatures[sequences].masked_fill(greedy, 1.0)[:, None]  # as in decoding, greedy drafts at 1
+        temperature = batch.temperatures[sequences].masked_fill(greedy, 1.0)[
+            :, None
+        ]  # as in decoding, greedy drafts at 1
         # One target row serves all drafting steps.
-        target = (teacher(batch.final[sequences, at - 1]).float() / heat).softmax(dim=-1)
+        target = (teacher(batch.final[sequences, at - 1]).float() / temperature).softmax(dim=-1)
         likely = target.gather(1, text[:, None])[:, 0].clamp(min=_TINY)
         known, place = torch.ones_like(greedy), text
         if vocabulary is not None:  # other tokens have probability 0
@@ -136,7 +138,7 @@ def _rows(
             slots = at - prediction.ahead
             hidden = prediction.hidden[sequences, slots.clamp(min=0)].to(prediction.head.dtype)
             logits = functional.linear(hidden, prediction.head, prediction.bias)
-            draft = (logits.float() / heat).softmax(dim=-1)
+            draft = (logits.float() / temperature).softmax(dim=-1)
             own = draft.gather(1, place[:, None])[:, 0] * known
             rank = (draft > own[:, None]).sum(dim=-1)
             matches = ((draft.argmax(dim=-1) == place) & known).float()

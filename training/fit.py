@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arbordraft.kernels.precision import fast_dtype, tell_if_slow
+from arbordraft.kernels.precision import fast_dtype, warn_if_slow
 
 if TYPE_CHECKING:
     from arbordraft.training.data import SelfDistillationDataModule
@@ -127,6 +127,6 @@ def _choose_types(settings: Any) -> None:
     if trainer.precision is None:
         trainer.precision = "bf16-mixed" if fast_dtype(device) == torch.bfloat16 else "32-true"
     elif str(trainer.precision).startswith("bf16"):
-        tell_if_slow(torch.bfloat16, device, "trainer.precision")
+        warn_if_slow(torch.bfloat16, device, "trainer.precision")
     if target.dtype is None:
         target.dtype = str(fast_dtype(device if target.device == "auto" else target.device)).removeprefix("torch.")

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria
 _LONGEST = 40  # tokens of a round
 _LEAST = 24  # repeated tokens: fewer also occur in good text, in lists, code and tables
 _SAME = 0.9  # share of them that must be equal, since the numbers of list items may count on
-_CLUE = 3  # last tokens, which must be equal a round before; otherwise nothing needs counting
+_LAST_EQUAL = 3  # last tokens, which must be equal a round before; otherwise nothing needs counting
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:
@@ -25,7 +25,7 @@ def loop_start(tokens: Sequence[int]) -> int | None:
     end = len(tokens)
     for period in range(1, min(_LONGEST, end - _LEAST) + 1):
         begin = end - max(_LEAST, period)
-        if begin < period or tokens[end - _CLUE :] != tokens[end - _CLUE - period : end - period]:
+        if begin < period or tokens[end - _LAST_EQUAL :] != tokens[end - _LAST_EQUAL - period : end - period]:
             continue
         same = [place for place in range(begin, end) if tokens[place] == tokens[place - period]]
         if len(same) >= _SAME * (end - begin):

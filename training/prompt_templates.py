@@ -164,8 +164,8 @@ _LANGUAGES_OF_CODE = "Python|JavaScript|C++|Java|SQL|Python|Python|HTML|Go"
 
 def known_words(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """Returns words that are tokens, more than any list would hold; some are only beginnings of words."""
-    begun = (piece for piece in tokenizer.get_vocab() if piece[:1] in _WORD_BEGINS)
-    words = {str(tokenizer.convert_tokens_to_string([piece])).strip() for piece in begun}
+    begun = (token for token in tokenizer.get_vocab() if token[:1] in _WORD_BEGINS)
+    words = {str(tokenizer.convert_tokens_to_string([token])).strip() for token in begun}
     return sorted(word for word in words if len(word) >= _SHORTEST_WORD and word.isalpha())
 
 

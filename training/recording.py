@@ -25,7 +25,7 @@ RECIPE = "training.yaml"
 _KEPT = "what was saved before is kept, and --ckpt_path goes on from the last checkpoint"
 
 
-class WholeCheckpoints(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is not type-checked here
+class AtomicCheckpoints(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is not type-checked here
     """Writes Lightning's checkpoints so that a file appears only when it is complete, staged on the same disk."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -76,9 +76,9 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
             self._runs = state_dict["runs"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes checkpoints as :class:`WholeCheckpoints`, unless the user chose another plugin for them."""
+        """Writes checkpoints as :class:`AtomicCheckpoints`, unless the user chose another plugin for them."""
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = WholeCheckpoints()
+            trainer.strategy.checkpoint_io = AtomicCheckpoints()
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

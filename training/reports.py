@@ -16,8 +16,8 @@ def acceptance_figure(curve: Sequence[Mapping[str, float]]) -> Any:
         for index, point in enumerate(curve):
             steps = _by_position(point, f"val/acceptance_{kind}_pos_")
             label = f"{kind}, step {point['step']:.0f}" if index == len(curve) - 1 else None
-            shade = (index + 1) / len(curve)
-            axes.plot(range(1, len(steps) + 1), steps, style, color=(0.1, 0.3, 0.6), alpha=shade, label=label)
+            alpha = (index + 1) / len(curve)
+            axes.plot(range(1, len(steps) + 1), steps, style, color=(0.1, 0.3, 0.6), alpha=alpha, label=label)
     axes.set_ylim(0, 1)
     if curve:
         axes.legend()

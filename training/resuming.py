@@ -58,9 +58,9 @@ def check_fit(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """
     ours = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in checkpoint.get("state_dict", {}).items()}
-    strange = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
-    if theirs and strange:
+    changed = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+    if theirs and changed:
         raise ValueError(
-            f"the checkpoint is that of another training: {few(strange)} are missing, unexpected or of another shape; "
+            f"the checkpoint is that of another training: {few(changed)} are missing, unexpected or of another shape; "
             "go on with the configuration that it was written with, or leave --ckpt_path out to begin anew"
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from arbordraft import RaggedModel
-from arbordraft.kernels.precision import fast_dtype, tell_if_slow
+from arbordraft.kernels.precision import fast_dtype, warn_if_slow
 from arbordraft.loading import load_model
 from arbordraft.utils.choices import SMALL
 from arbordraft.utils.files import read_text
@@ -39,7 +39,7 @@ class Target:
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}")
-        tell_if_slow(dtype, device, "data.target.dtype")
+        warn_if_slow(dtype, device, "data.target.dtype")
         return dtype
 
     def load(self, device: torch.device | str = "cpu") -> RaggedModel:

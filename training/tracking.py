@@ -43,7 +43,7 @@ R = TypeVar("R")
 StrPath = str | os.PathLike[str]
 
 
-def _harmless(
+def _guarded(
     method: Callable[Concatenate[MLflowTracker, P], R],
 ) -> Callable[Concatenate[MLflowTracker, P], R | None]:
     """Runs a method on rank zero, and again on the local store if the server fails; logs all other errors."""
@@ -118,26 +118,26 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         runs |= self._runs
         self._runs = runs
 
-    @_harmless
+    @_guarded
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any, **__: Any) -> None:
         """Logs a configuration; a resumed run keeps its first one, since MLflow does not change parameters."""
         logger = self._begin()
         if not self._goes_on:
             logger.log_hyperparams(params)
 
-    @_harmless
+    @_guarded
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Logs numbers at an optimizer step."""
         self._begin().log_metrics(metrics, step)
 
-    @_harmless
+    @_guarded
     def finalize(self, status: str = "success") -> None:
         """Records how the run ended; for an interrupt Lightning reports ``failed``, which becomes ``KILLED``."""
         killed = isinstance(sys.exception(), KeyboardInterrupt | SystemExit)
         if self._logger is not None:
             self._logger.finalize("KILLED" if killed else status)
 
-    @_harmless
+    @_guarded
     def log_config(self, yaml_text: str) -> None:
         """Logs the resolved configuration as ``config.yaml``, and its values as parameters."""
         import yaml
@@ -145,7 +145,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         self.log_text(yaml_text, "config.yaml")
         self.log_hyperparams(yaml.safe_load(yaml_text) or {})
 
-    @_harmless
+    @_guarded
     def log_provenance(self, seed: int, target: Mapping[str, Any]) -> None:
         """Logs the conditions of a training as tags: seed, commit, versions, hardware, and the target model."""
         from mlflow.entities import RunTag
@@ -162,7 +162,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         }
         run.experiment.log_batch(run.run_id, tags=[RunTag(name, str(value)) for name, value in tags.items()])
 
-    @_harmless
+    @_guarded
     def log_dataset(self, name: str, digest: str, rows: int, source: str, profile: Mapping[str, Any]) -> None:
         """Logs a data set as an input of the run.
 
@@ -181,25 +181,25 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         run = self._begin()
         run.experiment.log_inputs(run.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "train")])])
 
-    @_harmless
+    @_guarded
     def log_figure(self, figure: Any, name: str) -> None:
         """Logs a matplotlib figure as a PNG."""
         run = self._begin()
         run.experiment.log_figure(run.run_id, figure, f"{name}.png")
 
-    @_harmless
+    @_guarded
     def log_text(self, text: str, name: str) -> None:
         """Logs a text as an artifact."""
         run = self._begin()
         run.experiment.log_text(run.run_id, text, name)
 
-    @_harmless
+    @_guarded
     def log_table(self, columns: Mapping[str, Sequence[Any]], name: str) -> None:
         """Logs columns of equal length in the form that MLflow shows as a table."""
         run = self._begin()
         run.experiment.log_table(run.run_id, dict(columns), f"{name}.json")
 
-    @_harmless
+    @_guarded
     def log_checkpoint(self, folder: StrPath, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Logs a published checkpoint as a model of the run, with its metrics.
 
@@ -222,7 +222,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         client.finalize_logged_model(model, "READY")
         self._models[Path(folder).absolute()] = model
 
-    @_harmless
+    @_guarded
     def register(self, folder: StrPath, alias: str = CANDIDATE) -> None:
         """Registers a checkpoint, logged before or not, as a version of the registered model, with an alias."""
         if self._registered_model is None:
@@ -251,7 +251,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
             self._goes_on, self._logger = run is not None, logger
         return self._logger
 
-    begin = _harmless(_begin)
+    begin = _guarded(_begin)
 
     def _turn_to_local_store(self, error: Exception) -> bool:
         """Turns to the local store if the server failed, and not the request; tells whether it did."""

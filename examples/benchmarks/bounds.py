@@ -14,7 +14,7 @@ import typer
 
 from arbordraft.bench.measure import precision
 from arbordraft.bench.report import Report
-from arbordraft.bench.workload import Tell, quiet
+from arbordraft.bench.workload import ProgressCallback, quiet
 from arbordraft.cli.options import (
     BOTH,
     DtypesOption,
@@ -83,7 +83,9 @@ def median(run: Callable[[], object], repeats: int) -> float:
     return 1e3 * statistics.median(repeat(run, number=1, repeat=repeats))
 
 
-def against_bounds(target: RaggedModel, sizes: list[int], repeats: int, tell: Tell = quiet) -> Iterator[BoundRow]:
+def against_bounds(
+    target: RaggedModel, sizes: list[int], repeats: int, on_progress: ProgressCallback = quiet
+) -> Iterator[BoundRow]:
     """Yields a result for every number of rows.
 
     Raises:
@@ -99,7 +101,7 @@ def against_bounds(target: RaggedModel, sizes: list[int], repeats: int, tell: Te
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     for done, rows in enumerate(sizes):
         kind = target.weights or "own"
-        tell(f"{precision(target.model)}, {kind} weights, {rows} rows", done, len(sizes))
+        on_progress(f"{precision(target.model)}, {kind} weights, {rows} rows", done, len(sizes))
         took = median(forward(target, rows), repeats)
         reading = median(lambda: row_max(memory), repeats)
         multiplying = median(lambda: left @ right, repeats) * weights * rows / SIDE**3
@@ -125,7 +127,7 @@ def main(
         for each in dtype:
             for kind in weights.split(","):
                 target, _ = load_target(model, each, Kernels.native, None if kind == "own" else kind)
-                report.take(against_bounds(target, numbers(rows, int), repeats, report.tell))
+                report.take(against_bounds(target, numbers(rows, int), repeats, report.on_progress))
 
 
 if __name__ == "__main__":

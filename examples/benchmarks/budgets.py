@@ -17,7 +17,7 @@ import typer
 from torch import Tensor
 
 from arbordraft.bench.report import Report
-from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet
 from arbordraft.cli.options import (
     AutoDtypeOption,
     BatchesOption,
@@ -86,13 +86,18 @@ class Position:
 
 
 def budgets(
-    target: RaggedModel, drafter: Drafter, workload: Workload, depth: int, rows: Sequence[int], tell: Tell = quiet
+    target: RaggedModel,
+    drafter: Drafter,
+    workload: Workload,
+    depth: int,
+    rows: Sequence[int],
+    on_progress: ProgressCallback = quiet,
 ) -> Iterator[BudgetRow]:
     """Spends budgets of rows on chains that were drafted at the same positions of the same texts."""
     for law in (IID(1), SharedNoise(1)):
         found: dict[int, list[Position]] = defaultdict(list)
 
-        watch(target, drafter, TreeTopology.chain(depth), law, workload, partial(_look, found), tell)
+        watch(target, drafter, TreeTopology.chain(depth), law, workload, partial(_look, found), on_progress)
         noise = "shared" if law.shared else "independent"
         for looks_at, scores in _scores(found, depth).items():
             if law.shared and looks_at == "rows before the draw":  # the drafted tokens themselves may be looked at
@@ -181,7 +186,7 @@ def main(
         target = report.load(model, dtype)
         proposer = drafter_named(drafter, target)
         for workload in sizes:
-            report.take(budgets(target, proposer, workload, depth, numbers(rows, int), report.tell), workload)
+            report.take(budgets(target, proposer, workload, depth, numbers(rows, int), report.on_progress), workload)
 
 
 if __name__ == "__main__":

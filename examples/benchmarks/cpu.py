@@ -15,7 +15,7 @@ from arbordraft import builders
 from arbordraft.bench.decoding import Decode, in_turns, theirs
 from arbordraft.bench.measure import Measurement, precision
 from arbordraft.bench.report import Report
-from arbordraft.bench.workload import Tell, Workload, quiet, read_texts
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet, read_texts
 from arbordraft.cli.options import (
     BOTH,
     DtypesOption,
@@ -37,12 +37,14 @@ from arborlab.pairs import paired
 _REACH = {1: ">= 3.5", 8: ">= 3.0", 16: ">= 2.3"}
 
 
-def forward_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
+def forward_speed(
+    target: RaggedModel, workload: Workload, on_progress: ProgressCallback = quiet
+) -> Iterator[Measurement]:
     """Measures forwards with the target's kernels against the model's own, and against reading the weights once."""
     model = target.model
     half = model.dtype == torch.bfloat16
     for new in (1, 8, 16) if half else (8,):
-        yield _against_own(target, new, workload, tell, _REACH[new] if half else ">= 3.0")
+        yield _against_own(target, new, workload, on_progress, _REACH[new] if half else ">= 3.0")
     if not half:
         return
     size = sum(weight.numel() for weight in set(model.parameters())) * 2
@@ -50,19 +52,19 @@ def forward_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -
     memory = torch.zeros(torch.get_num_threads(), size // 2 // torch.get_num_threads(), dtype=torch.bfloat16)
     case = f"bfloat16, 1 token, against reading {size / 1e6:.0f} MB of weights"
     forward, _ = forward_pair(target, [200], 1)
-    row = paired("cpu forward", case, forward, lambda: row_max(memory), workload, tell, reach="<= 2.0")
+    row = paired("cpu forward", case, forward, lambda: row_max(memory), workload, on_progress, reach="<= 2.0")
     yield replace(row, detail=f"{size / row.reference / 1e6:.1f} GB/s")
 
 
 def _against_own(
-    target: RaggedModel, new: int, workload: Workload, tell: Tell, reach: str = "", shape: str = ""
+    target: RaggedModel, new: int, workload: Workload, on_progress: ProgressCallback, reach: str = "", shape: str = ""
 ) -> Measurement:
     case = f"{precision(target.model)}, {target.backend}, {shape}{new} tokens, context 200"
     pair = forward_pair(target, [200], new)
-    return paired("cpu forward", case, *pair, workload, tell, reach=reach, speed_up=True)
+    return paired("cpu forward", case, *pair, workload, on_progress, reach=reach, speed_up=True)
 
 
-def other_architectures(workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
+def other_architectures(workload: Workload, on_progress: ProgressCallback = quiet) -> Iterator[Measurement]:
     """Measures models of two other families with random weights, for which nothing was tuned."""
     from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
@@ -85,12 +87,14 @@ def other_architectures(workload: Workload, tell: Tell = quiet) -> Iterator[Meas
         ),
     }
     for name, config in shapes.items():
-        tell(f"making {name}'s shape", 0, workload.repeats)
+        on_progress(f"making {name}'s shape", 0, workload.repeats)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        yield _against_own(RaggedModel(model, kernels="auto"), 8, workload, tell, ">= 2.0", f"{name}'s shape, ")
+        yield _against_own(RaggedModel(model, kernels="auto"), 8, workload, on_progress, ">= 2.0", f"{name}'s shape, ")
 
 
-def decode_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
+def decode_speed(
+    target: RaggedModel, workload: Workload, on_progress: ProgressCallback = quiet
+) -> Iterator[Measurement]:
     """Measures milliseconds per token of greedy decoding, plain and with lookups where they pay, against ``generate``.
 
     At batch 1 it decodes the first four prompts one after the other, at larger sizes one full batch.
@@ -103,7 +107,7 @@ def decode_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) ->
     reach = {1: ">= 5.0", 4: ">= 4.0", 8: ">= 3.5", 16: ">= 2.5"}
     for batch in (size for size in reach if size <= len(workload.prompts)):
         part = replace(workload, prompts=workload.prompts[: max(batch, 4)], batch=batch)
-        generate, *rows = in_turns(target, decoders, part, tell)
+        generate, *rows = in_turns(target, decoders, part, on_progress)
         for row in rows:
             yield Measurement(
                 "cpu decode",
@@ -133,12 +137,12 @@ def main(
     with Report(json, model=model, dtype=dtype, others=others) as report:
         for each in dtype:
             target, _ = load_target(model, each)
-            report.take(forward_speed(target, workload, report.tell), workload)
+            report.take(forward_speed(target, workload, report.on_progress), workload)
             if target.model.dtype == torch.bfloat16:
                 longer = replace(workload, repeats=max(3, repeats // 2))
-                report.take(decode_speed(target, longer, report.tell), longer)
+                report.take(decode_speed(target, longer, report.on_progress), longer)
         if others:
-            report.take(other_architectures(workload, report.tell), workload)
+            report.take(other_architectures(workload, report.on_progress), workload)
 
 
 if __name__ == "__main__":

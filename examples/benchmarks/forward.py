@@ -6,7 +6,7 @@ import torch
 
 from arbordraft.bench.measure import Measurement, precision
 from arbordraft.bench.report import Report
-from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet
 from arbordraft.cli.options import BOTH, DtypesOption, JsonOption, ModelOption, RepeatsOption, SeedOption
 from arbordraft.cli.program import run_script
 from arbordraft.decoding.prompts import left_padded
@@ -18,7 +18,9 @@ from arbordraft.utils.choices import Kernels
 from arborlab.pairs import paired
 
 
-def forward_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
+def forward_cost(
+    target: RaggedModel, workload: Workload, on_progress: ProgressCallback = quiet
+) -> Iterator[Measurement]:
     """Measures one packed forward against the model's own forward of the same tokens on its own cache.
 
     At batch 1 both do the same arithmetic. At batch 8 the contexts differ in length, and transformers pads them.
@@ -29,7 +31,7 @@ def forward_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) ->
         context = f"context {contexts[0]}" if batch == 1 else f"contexts {min(contexts)}-{max(contexts)}"
         case = f"{precision(target.model)}, batch {batch}, {new} tokens each, {context}"
         reach = "<= 1.10" if batch == 1 else "<= 0.80"
-        yield paired("forward", case, *forward_pair(target, contexts, new), workload, tell, reach=reach)
+        yield paired("forward", case, *forward_pair(target, contexts, new), workload, on_progress, reach=reach)
 
 
 def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -78,7 +80,7 @@ def main(
     with Report(json, model=model, dtype=dtype, repeats=repeats, seed=seed) as report:
         for each in dtype:
             target, _ = load_target(model, each, Kernels.torch)
-            report.take(forward_cost(target, Workload(repeats=repeats, seed=seed), report.tell))
+            report.take(forward_cost(target, Workload(repeats=repeats, seed=seed), report.on_progress))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 from arbordraft.bench.decoding import answers
 from arbordraft.bench.measure import Measurement, precision
 from arbordraft.bench.report import Report
-from arbordraft.bench.workload import Tell, Workload, quiet, read_texts
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet, read_texts
 from arbordraft.cli.options import (
     BOTH,
     DtypesOption,
@@ -37,7 +37,7 @@ KINDS = {"repeating": (REPEATING, ">= 1.5"), "varied": (VARIED, ">= 0.9")}
 
 
 def lookup_speed(
-    target: RaggedModel, workload: Workload, kind: str = "given", reach: str = "", tell: Tell = quiet
+    target: RaggedModel, workload: Workload, kind: str = "given", reach: str = "", on_progress: ProgressCallback = quiet
 ) -> Measurement:
     """Measures greedy decoding with the n-gram tree against ``generate``, with all prompts of a ``kind`` in a batch."""
     tree, count = TreeTopology.from_k_config((2, 1, 1, 1)), len(workload.prompts)
@@ -50,7 +50,7 @@ def lookup_speed(
     generate = partial(model.generate, **request)
     case = f"{precision(model)}, batch {count}, {kind} prompts, {workload.new_tokens} new tokens"
     speculate = partial(decoder.generate, **request)
-    row = paired("decode", case, speculate, generate, workload, tell, reach=reach, speed_up=True)
+    row = paired("decode", case, speculate, generate, workload, on_progress, reach=reach, speed_up=True)
     output: Any = decoder.generate(**request, return_dict_in_generate=True)
     wanted = generate()[:, inputs["input_ids"].shape[1] :].tolist()
     found = answers(output, inputs)
@@ -77,7 +77,7 @@ def main(
             target, _ = load_target(model, each, Kernels.torch)
             for kind, (texts, reach) in kinds.items():
                 workload = Workload(texts[:limit], len(texts[:limit]), new_tokens, repeats=repeats, seed=seed)
-                report.take([lookup_speed(target, workload, kind, reach, report.tell)], workload)
+                report.take([lookup_speed(target, workload, kind, reach, report.on_progress)], workload)
 
 
 if __name__ == "__main__":

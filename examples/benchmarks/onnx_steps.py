@@ -10,7 +10,7 @@ import typer
 
 from arbordraft.bench.decoding import take_turns, warm_up
 from arbordraft.bench.report import Report
-from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet
 from arbordraft.cli.options import (
     BatchesOption,
     DrafterOption,
@@ -58,7 +58,10 @@ class DraftStepRow:
 
 
 def draft_steps(
-    drafters: Mapping[str, tuple[RaggedModel, Drafter]], workload: Workload, depth: int = 4, tell: Tell = quiet
+    drafters: Mapping[str, tuple[RaggedModel, Drafter]],
+    workload: Workload,
+    depth: int = 4,
+    on_progress: ProgressCallback = quiet,
 ) -> Iterator[DraftStepRow]:
     """Decodes all prompts greedily with every drafter in turns, and measures the drafting alone.
 
@@ -73,7 +76,7 @@ def draft_steps(
     first, _ = next(iter(drafters.values()))
     batches = workload.batches(first)
     warm_up(decoders, batches[0], workload)
-    for name, _, stats in take_turns(decoders, batches, workload, tell):
+    for name, _, stats in take_turns(decoders, batches, workload, on_progress):
         totals[name] = totals[name] + stats if name in totals else stats
         times[name].append(1e3 * stats.seconds["draft"] / max(stats.forwards))
     reference = next(iter(times.values()))
@@ -114,7 +117,7 @@ def main(
             "torch, native kernels": (native, drafter_named(drafter, native)),
         } | {folder.name: (native, drafter_named(str(folder), native)) for folder in graphs}
         for workload in sizes:
-            report.take(draft_steps(drafters, workload, depth, report.tell), workload)
+            report.take(draft_steps(drafters, workload, depth, report.on_progress), workload)
 
 
 if __name__ == "__main__":

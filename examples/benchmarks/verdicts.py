@@ -15,7 +15,7 @@ import typer
 from torch import Tensor
 
 from arbordraft.bench.report import Report
-from arbordraft.bench.workload import Tell, quiet
+from arbordraft.bench.workload import ProgressCallback, quiet
 from arbordraft.cli.options import JsonOption, RepeatsOption, SeedOption, numbers, whole_numbers
 from arbordraft.cli.program import run_script
 from arbordraft.sampling.laws import DraftLaw
@@ -53,7 +53,9 @@ class VerdictRow:
     softmaxes: float
 
 
-def verdict_times(vocabulary: int, k: int, rounds: int, seed: int, tell: Tell = quiet) -> Iterator[VerdictRow]:
+def verdict_times(
+    vocabulary: int, k: int, rounds: int, seed: int, on_progress: ProgressCallback = quiet
+) -> Iterator[VerdictRow]:
     """Times every verifier on trees whose draft rows resemble the target's. All verifiers take turns in every round."""
     if k == 1:
         shapes = {"chain": TreeTopology.chain(NODES - 1)}
@@ -67,7 +69,7 @@ def verdict_times(vocabulary: int, k: int, rounds: int, seed: int, tell: Tell = 
     times: dict[tuple[str, int, str, str], list[float]] = {key: [] for key in calls}
     references = []
     for done in range(rounds + 1):
-        tell(f"verdicts of {vocabulary} tokens", done, rounds + 1)
+        on_progress(f"verdicts of {vocabulary} tokens", done, rounds + 1)
         references.append(timeit(softmax, number=TREES))
         for key, call in calls.items():
             times[key].append(timeit(call, number=1))
@@ -125,7 +127,7 @@ def main(
     with Report(json, vocabularies=vocabularies, children=children, repeats=repeats, seed=seed) as report:
         for vocabulary in numbers(vocabularies, int):
             for k in numbers(children, int):
-                report.take(verdict_times(vocabulary, k, repeats, seed, report.tell))
+                report.take(verdict_times(vocabulary, k, repeats, seed, report.on_progress))
 
 
 if __name__ == "__main__":

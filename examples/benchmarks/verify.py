@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arbordraft.bench.measure import Measurement, precision
 from arbordraft.bench.report import Report
-from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet
 from arbordraft.cli.options import BOTH, DtypesOption, JsonOption, ModelOption, RepeatsOption, SeedOption
 from arbordraft.cli.program import run_script
 from arbordraft.loading import load_target
@@ -40,7 +40,9 @@ from arborlab.pairs import paired
 _CALLS = 40  # calls per timing of something that takes microseconds
 
 
-def verify_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
+def verify_cost(
+    target: RaggedModel, workload: Workload, on_progress: ProgressCallback = quiet
+) -> Iterator[Measurement]:
     """Measures verification of a full 16-node tree against the target's forward of its rows."""
     topology = TreeTopology.from_k_config((3, 2, 1))
     generator, source = torch.Generator().manual_seed(workload.seed), Noise.source(0)
@@ -58,7 +60,7 @@ def verify_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> 
 
         size = f"{topology.num_nodes} nodes, V={target.vocab_size}"
         case = f"{precision(target.model)} forward, {size}, {name}, with softmax"
-        yield paired("verify", case, verify, forward, workload, tell, reach="<= 0.15")
+        yield paired("verify", case, verify, forward, workload, on_progress, reach="<= 0.15")
 
 
 def rule_cost(workload: Workload) -> Iterator[Measurement]:
@@ -113,7 +115,7 @@ def main(
     with Report(json, model=model, dtype=dtype, repeats=repeats, seed=seed) as report:
         for each in dtype:
             target, _ = load_target(model, each, Kernels.torch)
-            report.take(verify_cost(target, workload, report.tell))
+            report.take(verify_cost(target, workload, report.on_progress))
         report.take(rule_cost(workload))
 
 

@@ -16,7 +16,7 @@ from arbordraft import builders
 from arbordraft.bench.decoding import in_turns
 from arbordraft.bench.measure import precision
 from arbordraft.bench.report import Report
-from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet
 from arbordraft.cli.options import (
     AutoDtypeOption,
     BatchesOption,
@@ -70,7 +70,11 @@ class WeightsRow:
 
 
 def compared(
-    target: RaggedModel, text: str, workloads: Sequence[Workload], chunks: int = 8, tell: Tell = quiet
+    target: RaggedModel,
+    text: str,
+    workloads: Sequence[Workload],
+    chunks: int = 8,
+    on_progress: ProgressCallback = quiet,
 ) -> Iterator[WeightsRow]:
     """Yields a row for every kind of weights and workload.
 
@@ -79,7 +83,7 @@ def compared(
         text: text to predict; the first ``chunks`` chunks are read.
         workloads: workloads to measure the speed.
         chunks: most chunks that are read.
-        tell: receives the current case.
+        on_progress: receives the current case.
 
     Raises:
         ValueError: if the kernels are not native, the weights not the model's own, or the text too short.
@@ -95,12 +99,12 @@ def compared(
         kinds[name] = RaggedModel(target.model, target.tokenizer, kernels="native", weights=name)
     told: dict[str, Tensor] = {}
     for done, (name, model) in enumerate(kinds.items()):
-        tell(f"reading with {name} weights", done, len(kinds))
+        on_progress(f"reading with {name} weights", done, len(kinds))
         told[name] = _read(model, target, parts)
     sizes = {name: model.prepacking.nbytes if model.prepacking else 0 for name, model in kinds.items()}
     for workload in workloads:
         decoders = {name: builders.plain(model) for name, model in kinds.items()}
-        for row in in_turns(target, decoders, workload, tell):
+        for row in in_turns(target, decoders, workload, on_progress):
             divergence, agreement, loss = told[row.decoder].tolist()
             yield WeightsRow(
                 dtype=precision(target.model),
@@ -162,7 +166,7 @@ def main(
     sizes = workloads(prompts, limit, batches, new_tokens=new_tokens, repeats=repeats, seed=seed)
     with Report(json, text=text, chunks=chunks) as report:
         target = report.load(model, dtype)
-        report.take(compared(target, known, sizes, chunks, report.tell), sizes[0])
+        report.take(compared(target, known, sizes, chunks, report.on_progress), sizes[0])
 
 
 if __name__ == "__main__":

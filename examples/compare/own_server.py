@@ -24,7 +24,7 @@ match arguments.drafter:
     case "ngram":
         decoder = builders.lookup(target)
     case folder:
-        decoder = builders.fitted(target, load_drafter(Path(folder), target), lookup=True)
+        decoder = builders.cost_aware(target, load_drafter(Path(folder), target), lookup=True)
 engine = Engine(decoder, max_rows=rows_within(target))
 app = build_app(Service(engine, arguments.name))
 Server(app).run(sockets=[bound("127.0.0.1", arguments.port)])

@@ -68,7 +68,7 @@ def decoders(load: dict[str, Any], drafters: Sequence[str]) -> dict[str, Specula
     target = arbordraft.load(drafter="none", costs=None, **{"dtype": "bfloat16"} | load).target
     ours = {"plain": builders.plain(target), "n-gram": builders.lookup(target)}
     for name in drafters:
-        ours[f"n-gram, else {Path(name).name}"] = builders.fitted(target, drafter_named(name, target), lookup=True)
+        ours[f"n-gram, else {Path(name).name}"] = builders.cost_aware(target, drafter_named(name, target), lookup=True)
     return ours
 
 
@@ -90,7 +90,7 @@ def compare(
     with tempfile.TemporaryDirectory() as logs, ExitStack() as running:
 
         def start(config: Config) -> Peer:
-            task.tell(f"{kind.name} {config.name}: starting, which may take minutes")
+            task.on_progress(f"{kind.name} {config.name}: starting, which may take minutes")
             log = Path(logs, f"{len(findings.peers)}.log")
             peer = running.enter_context(closing(Peer(kind.name, Path(kind.file).stem, python, config, log)))
             console.print(f"{peer}: up after {peer.start_seconds:.0f} s")

@@ -135,13 +135,13 @@ class Task:
         workloads: prompts to answer.
         new_tokens: most tokens of an answer.
         ends: tokens after which an answer stops.
-        tell: receives the name of the current measurement.
+        on_progress: receives the name of the current measurement.
     """
 
     workloads: list[Workload]
     new_tokens: int
     ends: set[int]
-    tell: Callable[[str], None]
+    on_progress: Callable[[str], None]
 
     def in_process(self, generate: Callable[..., Tensor], **options: Any) -> Engine:
         """Builds an engine of this process from a function with the interface of ``generate``."""
@@ -161,7 +161,7 @@ class Task:
         cases = []
         for workload in self.workloads:
             here = {name: engine for name, engine in engines.items() if name != LOOKUP or workload.batch == 1}
-            self.tell(f"batch {workload.batch}: measuring {', '.join(here)}")
+            self.on_progress(f"batch {workload.batch}: measuring {', '.join(here)}")
             runs = _take_turns(here, workload, repeats, peers)
             self._check(runs)
             cases.append(Case(workload.batch, names, runs))

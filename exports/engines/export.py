@@ -39,7 +39,7 @@ def export_engine(
     speculative_tokens: int = 4,
     dtype: str | None = None,
     force: bool = False,
-    tell: Callable[[str], object] = lambda what: None,
+    on_progress: Callable[[str], object] = lambda what: None,
 ) -> Export:
     """Writes a trained drafter for an engine: vLLM drafts chains with it, SGLang chains or trees.
 
@@ -58,7 +58,7 @@ def export_engine(
             ``speculators`` layout and the card.
         dtype: dtype of the weights; by default that of the stored weights.
         force: whether to replace an existing folder.
-        tell: receives messages on the progress.
+        on_progress: receives messages on the progress.
 
     Returns:
         The written folder and its files.
@@ -73,13 +73,13 @@ def export_engine(
     _check_request(engine, kind, config, layout, speculative_tokens, dtype)
     _check_path(engine, kind, folder)
     with new_folder(folder, force=force) as staging:
-        tell("reading the target's settings")
+        on_progress("reading the target's settings")
         name = target or config.get("target_name")
         if not name:
             raise ValueError(f"{drafter} does not tell which model it drafts for: name its target with --target")
         described = describe_target(name)
         card = _card(engine, kind, layout, described.name, speculative_tokens)
-        tell("reading, checking and writing the drafter")
+        on_progress("reading, checking and writing the drafter")
         options = {"dtype": dtype or "auto"}
         if kind == MEDUSA:
             medusa(MedusaHead.from_pretrained(drafter, **options), described, card).write(staging)

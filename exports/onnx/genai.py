@@ -54,14 +54,14 @@ def export_ort_genai(
         made.extend([replace(verifying, file=TARGET, quantizable=False), replace(drafting, file=DRAFT)])
         return made
 
-    def beside(folder: Path) -> None:
+    def finish_folder(folder: Path) -> None:
         model = targets[0].target
         config = _config(model, [_decoder(spec) for spec in made], length)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
 
-    return write(graphs, out, **options, beside=beside)
+    return write(graphs, out, **options, finish_folder=finish_folder)
 
 
 def _config(target: RaggedModel, decoders: list[dict[str, Any]], length: int) -> dict[str, Any]:

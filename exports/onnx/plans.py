@@ -33,7 +33,7 @@ _ROWS: Mapping[str, Mapping[int, str]] = {
     "attention_mask": {0: "batch_size", 2: "sequence_length", 3: "total_sequence_length"},
     "position_ids": {0: "batch_size", 1: "sequence_length"},
 }
-_BEHIND = {0: "batch_size", 2: "past_sequence_length"}
+_PAST_AXES = {0: "batch_size", 2: "past_sequence_length"}
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def causal_lm(
         file=MODEL,
         network=network,
         outputs=["logits", *["hidden_states"] * bool(hidden_layers), *_names(PRESENT, sizes)],
-        axes=axes | dict.fromkeys(_names(PAST, sizes), _BEHIND),
+        axes=axes | dict.fromkeys(_names(PAST, sizes), _PAST_AXES),
         example=example,
         about={
             **origin.about(),
@@ -167,10 +167,10 @@ def early_exit(origin: Origin, layers: int, adapter: ExitAdapter | None = None, 
 def _through(module: nn.Module) -> Callable[..., Any]:
     """Returns a hook that applies a module after a decoder layer."""
 
-    def behind(_: nn.Module, __: Any, output: Any) -> Any:
+    def take_first(_: nn.Module, __: Any, output: Any) -> Any:
         return module(output) if isinstance(output, Tensor) else (module(output[0]), *output[1:])
 
-    return behind
+    return take_first
 
 
 def eagle(head: EagleHead, origin: Origin) -> list[GraphSpec]:
@@ -215,7 +215,7 @@ def eagle(head: EagleHead, origin: Origin) -> list[GraphSpec]:
             file=MODEL,
             network=networks.EagleNetwork(head, origin.target.model.get_input_embeddings()),
             outputs=["logits", "last_hidden_state", "hidden_states_out", *_names(PRESENT, sizes)],
-            axes=_with_states(_ROWS, plain) | dict.fromkeys(_names(PAST, sizes), _BEHIND),
+            axes=_with_states(_ROWS, plain) | dict.fromkeys(_names(PAST, sizes), _PAST_AXES),
             example=example,
             about={**about, "kind": "eagle"},
             real=real,

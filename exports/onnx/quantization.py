@@ -80,13 +80,13 @@ def _int4(path: Path) -> Any:
 def _heads(graph: Any) -> set[str]:
     """Finds the last matrix products before the logits."""
     makers = {output: node for node in graph.node for output in node.output}
-    heads, behind = set(), ["logits"]
-    while behind:
-        node = makers.get(behind.pop())
+    heads, pending = set(), ["logits"]
+    while pending:
+        node = makers.get(pending.pop())
         if node is not None and node.op_type == "MatMul":
             heads.add(node.name)
         elif node is not None:
-            behind += node.input
+            pending += node.input
     return heads
 
 

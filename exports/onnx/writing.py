@@ -36,7 +36,7 @@ class WriteOptions(TypedDict, total=False):
         tolerance: allowed difference of a float32 graph's outputs, as a share of the greatest output.
         least_acceptance: least acceptance of tokens drawn from a quantised graph, by the float32 graph.
         force: whether to replace an existing folder.
-        tell: receives messages on the progress.
+        on_progress: receives messages on the progress.
     """
 
     opset: int
@@ -44,7 +44,7 @@ class WriteOptions(TypedDict, total=False):
     tolerance: float
     least_acceptance: float
     force: bool
-    tell: Callable[[str], object]
+    on_progress: Callable[[str], object]
 
 
 def write(
@@ -56,14 +56,14 @@ def write(
     tolerance: float = TOLERANCE,
     least_acceptance: float = LEAST_ACCEPTANCE,
     force: bool = False,
-    tell: Callable[[str], object] = lambda what: None,
-    beside: Callable[[Path], object] = lambda folder: None,
+    on_progress: Callable[[str], object] = lambda what: None,
+    finish_folder: Callable[[Path], object] = lambda folder: None,
 ) -> Export:
     """Writes the graphs, or nothing at all if one of them misses parity; see :func:`arbordraft.exports.onnx.export`.
 
     Args:
         specs: makes the specs of the graphs; called after the checks of options and libraries.
-        beside: writes further files into the folder.
+        finish_folder: writes further files into the folder.
     """
     if opset not in OPSETS:
         raise ValueError(f"opset must be one of {OPSETS}, got {opset}")
@@ -71,22 +71,22 @@ def write(
     quantization = Quantization(quantization)
     parity: dict[str, float | bool] = {}
     with new_folder(out, force=force) as folder:
-        tell("loading models")
+        on_progress("loading models")
         for spec in specs():
             path = folder / spec.file
             smaller = quantization if spec.quantizable else Quantization.none
-            tell(f"tracing {spec.file}")
+            on_progress(f"tracing {spec.file}")
             _write_float32(spec, path, {"opset": opset, "quantization": smaller.value})
-            tell(f"comparing {spec.file}")
+            on_progress(f"comparing {spec.file}")
             parity |= check_exact(spec, path, tolerance)
             if smaller is not Quantization.none:
-                tell(f"quantising {spec.file}")
+                on_progress(f"quantising {spec.file}")
                 quantize(path, smaller)
                 parity |= check_quantized(spec, path, least_acceptance)
         shapes = [[shape.batch, shape.rows, shape.past] for shape in SHAPES]
         report = {"tolerance": tolerance, "batch, rows, past": shapes, "found": parity}
         (folder / PARITY).write_text(json.dumps(report, indent=2) + "\n")
-        beside(folder)
+        finish_folder(folder)
     return Export(Path(out), contents(out), parity)
 
 
@@ -124,8 +124,8 @@ def _traced(spec: GraphSpec, opset: int) -> Any:
     example = spec.example(_TRACED, torch.Generator().manual_seed(0))
     fixed = [dict(spec.axes[name]) for name in example if not name.startswith("past_key_values")]
     past = [dict(spec.axes[name]) for name in example if name.startswith("past_key_values")]
-    said = StringIO()
-    with torch.no_grad(), quiet(), warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(said):
+    printed = StringIO()
+    with torch.no_grad(), quiet(), warnings.catch_warnings(), redirect_stdout(printed), redirect_stderr(printed):
         warnings.simplefilter("ignore")
         return torch.onnx.export(
             spec.network.eval(),

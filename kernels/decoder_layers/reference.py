@@ -253,6 +253,6 @@ def _normed(heads: Tensor, norm: Norm | None, epsilon: float) -> Tensor:
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     cosine, sine = (table.flatten(0, -2)[:, None] for table in rotary)
-    turning, rest = x.tensor_split([cosine.shape[-1]], dim=-1)
-    first, second = turning.chunk(2, dim=-1)
-    return torch.cat([turning * cosine + torch.cat([-second, first], dim=-1) * sine, rest], dim=-1)
+    channels, rest = x.tensor_split([cosine.shape[-1]], dim=-1)
+    first, second = channels.chunk(2, dim=-1)
+    return torch.cat([channels * cosine + torch.cat([-second, first], dim=-1) * sine, rest], dim=-1)

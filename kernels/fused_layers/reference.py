@@ -59,7 +59,7 @@ def rotate_append_reference(
 
 
 def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    turning, rest = heads[..., : cosine.shape[-1]], heads[..., cosine.shape[-1] :]
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cosine + torch.cat([-second, first], dim=-1) * sine
-    return torch.cat([turned, rest], dim=-1)
+    rotary, rest = heads[..., : cosine.shape[-1]], heads[..., cosine.shape[-1] :]
+    first, second = rotary.chunk(2, dim=-1)
+    rotated = rotary * cosine + torch.cat([-second, first], dim=-1) * sine
+    return torch.cat([rotated, rest], dim=-1)

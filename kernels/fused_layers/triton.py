@@ -79,10 +79,10 @@ def _rotate_heads(
     cos_y = tl.load(COSINE + half + table, mask=there, other=0.0).to(tl.float32)
     sin_x = tl.load(SINE + table, mask=there, other=0.0).to(tl.float32)
     sin_y = tl.load(SINE + half + table, mask=there, other=0.0).to(tl.float32)
-    turned_x = (x * cos_x).to(kind).to(tl.float32) - (y * sin_x).to(kind).to(tl.float32)
-    turned_y = (y * cos_y).to(kind).to(tl.float32) + (x * sin_y).to(kind).to(tl.float32)
-    tl.store(OUT + head * D + e, turned_x.to(kind), mask=there)
-    tl.store(OUT + head * D + half + e, turned_y.to(kind), mask=there)
+    rotated_x = (x * cos_x).to(kind).to(tl.float32) - (y * sin_x).to(kind).to(tl.float32)
+    rotated_y = (y * cos_y).to(kind).to(tl.float32) + (x * sin_y).to(kind).to(tl.float32)
+    tl.store(OUT + head * D + e, rotated_x.to(kind), mask=there)
+    tl.store(OUT + head * D + half + e, rotated_y.to(kind), mask=there)
     if R < D:
         e = tl.arange(0, REST)[None, :]
         there = (head < count) & (e < D - R)
@@ -192,12 +192,12 @@ def launch_rotate_append(
     return new_query
 
 
-def rotation_options(size: int, value_size: int, turning: int) -> dict[str, int]:
-    """Returns constants for heads of these sizes, of which the first ``turning`` channels are rotated."""
-    block = triton.next_power_of_2(turning // 2)
+def rotation_options(size: int, value_size: int, rotary_size: int) -> dict[str, int]:
+    """Returns constants for heads of these sizes, of which the first ``rotary_size`` channels are rotated."""
+    block = triton.next_power_of_2(rotary_size // 2)
     return {
-        **{"D": size, "DV": value_size, "R": turning, "BLOCK_H": HEADS, "BLOCK": block},
-        "REST": triton.next_power_of_2(max(1, size - turning)),
+        **{"D": size, "DV": value_size, "R": rotary_size, "BLOCK_H": HEADS, "BLOCK": block},
+        "REST": triton.next_power_of_2(max(1, size - rotary_size)),
         "BLOCK_DV": triton.next_power_of_2(value_size),
         "num_warps": max(1, block // 32),
     }

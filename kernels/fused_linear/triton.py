@@ -155,9 +155,9 @@ def rotated_tile(
         sin_y = tl.load(SINE + half + table, mask=mask, other=0.0).to(tl.float32)
         wide_x = x.to(tl.float32)
         wide_y = y.to(tl.float32)
-        turned = (wide_x * cos_x).to(kind).to(tl.float32) - (wide_y * sin_x).to(kind).to(tl.float32)
+        rotated = (wide_x * cos_x).to(kind).to(tl.float32) - (wide_y * sin_x).to(kind).to(tl.float32)
         y = ((wide_y * cos_y).to(kind).to(tl.float32) + (wide_x * sin_y).to(kind).to(tl.float32)).to(kind)
-        x = turned.to(kind)
+        x = rotated.to(kind)
     if place < HQ:
         at = NEW_QUERY + row.to(tl.int64)[:, None] * HQ * D + first[None, :]
     else:

@@ -147,8 +147,8 @@ class Build:
                 where = f" (all of its output: {log})"
         lines = [line for line in output.splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"\berror\b|undefined|(cannot|unable to) find", line)]
-        said = "\n".join((errors or lines[-3:])[:3])
-        raise Unavailable(f"{self.compiler[0]} failed{where}; {fix}. It said:\n{said}")
+        output = "\n".join((errors or lines[-3:])[:3])
+        raise Unavailable(f"{self.compiler[0]} failed{where}; {fix}. It said:\n{output}")
 
 
 def _finished(command: list[str | Path], environment: dict[str, str]) -> tuple[int, bytes]:

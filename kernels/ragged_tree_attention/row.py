@@ -103,9 +103,9 @@ def attend_row(
     if SINK:
         sink = tl.load(SINKS + q_head, mask=lanes < G, other=0.0).to(tl.float32) * 1.4426950408889634
         new = tl.maximum(m, sink)
-        shrink = tl.exp2(m - new)
-        acc = acc * shrink[:, None]
-        total = total * shrink + tl.exp2(sink - new)
+        rescale = tl.exp2(m - new)
+        acc = acc * rescale[:, None]
+        total = total * rescale + tl.exp2(sink - new)
     out = acc / tl.where(total == 0, 1.0, total)[:, None]
     there_out = (lanes < G)[:, None] & (dv < DV)[None, :]
     tl.store(

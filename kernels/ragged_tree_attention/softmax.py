@@ -38,13 +38,13 @@ def accumulate(s, v, m, total, acc, UPCAST: tl.constexpr, PRECISION: tl.constexp
     new = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen no key yet
     p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(m - safe)
-    acc = acc * shrink[:, None]
+    rescale = tl.exp2(m - safe)
+    acc = acc * rescale[:, None]
     if UPCAST:
         acc = tl.dot(p, v.to(tl.float32), acc, input_precision=PRECISION)
     else:
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return new, total * shrink + tl.sum(p, 1), acc
+    return new, total * rescale + tl.sum(p, 1), acc
 
 
 def precision(dtype: torch.dtype, hip: bool) -> str:

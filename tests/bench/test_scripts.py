@@ -48,11 +48,11 @@ def measured(tmp_path, tiny, monkeypatch):
     prompts.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in "abcd"))
     seen = []
 
-    def tell(report, what, done, of):
+    def on_progress(report, what, done, of):
         assert 0 <= done < of
         seen.append(what)
 
-    monkeypatch.setattr(Report, "tell", tell)
+    monkeypatch.setattr(Report, "on_progress", on_progress)
 
     def run(name, **options):
         report = tmp_path / "report.json"

@@ -64,7 +64,7 @@ def test_the_fastest_wins(target, monkeypatch, slow, temperature):
         batches=(2,),
         temperature=temperature,
         new_tokens=8,
-        tell=told.append,
+        on_progress=told.append,
     )
     (choice,) = found.choices
     assert choice.pays == (slow == "plain")

@@ -100,7 +100,7 @@ def interrupted(session, stop):
 
     def show(*args, **kwargs):
         shows(*args, **kwargs)
-        if session.engine.living and not stopped:
+        if session.engine.running and not stopped:
             stopped.append(True)
             raise stop
 
@@ -127,9 +127,9 @@ def test_interrupts_stop_an_answer(session, stop, terminal, survives):
             session.answer("abc")
     assert session._answer is None or len(session._answer.tokens) < 40
     wait = time.monotonic() + 10
-    while session.engine.living and time.monotonic() < wait:
+    while session.engine.running and time.monotonic() < wait:
         time.sleep(0.01)
-    assert not session.engine.living  # decoding ends when no reader is left
+    assert not session.engine.running  # decoding ends when no reader is left
 
 
 @pytest.mark.parametrize("turns", [["abcdefgh" * 4, "i"], ["abcdefgh" * 4]], ids=["second turn", "first turn"])
@@ -147,7 +147,7 @@ def test_a_turn_reads_only_new_tokens(turns, monkeypatch):
 
 @pytest.mark.parametrize("text", ["[red]", "[/bold]", "\\["], ids=repr)
 def test_answers_are_not_read_as_markup(session, text):
-    session._pieces = lambda _: (piece for piece in [text])
+    session._texts = lambda _: (part for part in [text])
     session.answer("abc")
     assert shown(session) == f"{text}\n"
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import arbordraft as ad
 from arbordraft.cli import main as cli
 from arbordraft.cli.display import AnswerStreamer, show_answers, verdict
+from arbordraft.decoding.detokenizing import IncrementalDetokenizer
 from arbordraft.decoding.metrics import DecodeStats
-from arbordraft.decoding.spelling import Pieces
 
 TOKENS = 12
 
@@ -127,7 +127,7 @@ def test_work_before_the_first_tokens_is_reported(folder, caplog):
 
 def test_the_first_piece_ends_the_reading_of_prompts():
     seen, tokenizer = [], tiny_tokenizer()
-    streamer = AnswerStreamer(Pieces(tokenizer), show=seen.append, begun=lambda: seen.append("begun"))
+    streamer = AnswerStreamer(IncrementalDetokenizer(tokenizer), show=seen.append, begun=lambda: seen.append("begun"))
     streamer.put(torch.tensor([1, 2, 3]))
     assert seen == []
     for token in tokenizer("xy")["input_ids"]:
@@ -138,7 +138,7 @@ def test_the_first_piece_ends_the_reading_of_prompts():
 def test_answers_stream_into_a_pipe():
     """Every piece is written as soon as it is certain, not at the end."""
     pipe, tokenizer = Pipe(), tiny_tokenizer()
-    streamers = [AnswerStreamer(Pieces(tokenizer)) for _ in range(2)]
+    streamers = [AnswerStreamer(IncrementalDetokenizer(tokenizer)) for _ in range(2)]
     with show_answers(Console(file=pipe), ["first", "second"], streamers):
         for streamer in streamers:
             streamer.put(torch.tensor([1, 2, 3]))

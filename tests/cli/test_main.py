@@ -15,8 +15,8 @@ from arbordraft.bench import equality
 from arbordraft.bench.report import Report
 from arbordraft.cli import main as cli
 from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.detokenizing import IncrementalDetokenizer
 from arbordraft.decoding.prompts import read_prompts
-from arbordraft.decoding.spelling import Pieces
 from arbordraft.target.equality import EqualityReport
 
 runner = CliRunner()
@@ -66,15 +66,15 @@ def test_generate_reads_prompts_from_a_file(tmp_path):
 
 def bench(tmp_path, *arguments):
     """Runs a benchmark of a tiny model and returns its JSON; checks that it reports its progress more than once."""
-    report, rounds, tell = tmp_path / "bench.json", [], Report.tell
+    report, rounds, on_progress = tmp_path / "bench.json", [], Report.on_progress
 
     def watch(report, what, done, of):
         assert 0 <= done < of
         rounds.append(done)
-        tell(report, what, done, of)
+        on_progress(report, what, done, of)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Report, "tell", watch)
+        patch.setattr(Report, "on_progress", watch)
         result = runner.invoke(cli.app, ["bench", *arguments, "--json", str(report)])
     assert result.exit_code == 0, result.output
     assert len(rounds) > 1
@@ -107,8 +107,8 @@ def test_bench_equality_fails_where_a_promise_is_broken(asked, monkeypatch):
     monkeypatch.setattr(SpeculativeDecoder, "equality_report", lambda self: promise)
     honest = equality._tokens
 
-    def broken(target, decoder, workload, tell, what):
-        tokens = honest(target, decoder, workload, tell, what)
+    def broken(target, decoder, workload, on_progress, what):
+        tokens = honest(target, decoder, workload, on_progress, what)
         return tokens if workload.batch == 1 else [tokens[0], tokens[1][:-1]]
 
     command = ["bench", "equality", *model, *prompts, "--dtype", "float32", "--batches"]
@@ -170,7 +170,7 @@ def test_any_prompt_can_be_a_title(prompt):
     from arbordraft.cli.display import AnswerStreamer, show_answers
 
     console, tokenizer = Console(record=True, width=80, file=io.StringIO(), force_terminal=True), tiny_tokenizer()
-    streamer = AnswerStreamer(Pieces(tokenizer))
+    streamer = AnswerStreamer(IncrementalDetokenizer(tokenizer))
     with show_answers(console, [prompt], [streamer]):
         streamer.put(torch.tensor([1, 2]))  # the prompt
         streamer.put(torch.tensor(tokenizer("answer")["input_ids"]))

@@ -263,12 +263,12 @@ def test_a_decider_that_looks_at_the_drawn_level_would_be_seen():
     """Negative control: the decider is asked after the draw, and levels with tokens that it refuses are dropped."""
     decider = constant(0.5, threshold=0.4)
 
-    def regrets(depth, tree):
+    def drops(depth, tree):
         paths = [[Draw(d.probability, Origin()) for d in path] for path in step_view(tree, depth + 1).paths[0]]
         return not decider(view(paths))[0]
 
     def draft(*arguments):
-        return draft_trees(*arguments, regrets=regrets)
+        return draft_trees(*arguments, drops=drops)
 
     arguments = (
         ad.TopDown(ad.RecursiveRejection()),

@@ -62,7 +62,7 @@ CHANGES = {
 def engine_of(model, kernels, static=False, **options):
     target = ad.RaggedModel(model, kernels=kernels)
     decoder = ad.SpeculativeDecoder(target, ad.NGramDrafter(), TREE, buckets=(8, 16) if static else None)
-    return ad.Engine(decoder, max_tokens=1000, max_samples=2, **options)
+    return ad.Engine(decoder, max_cache_tokens=1000, max_samples=2, **options)
 
 
 def answer(engine, prompt):
@@ -126,7 +126,7 @@ def test_running_answers_keep_prepacked_layers_and_later_ones_wait():
     CHANGES["linear"](model)
     later = engine.submit(ad.Request(prompt=PROMPTS[1], max_new_tokens=NEW, ends=()))
     engine.step()
-    assert (engine.living, engine.waiting) == (1, 1)  # though a slot is free
+    assert (engine.running, engine.waiting) == (1, 1)  # though a slot is free
     engine.run()
     assert running.result()[0].tokens == before
     assert later.result()[0].tokens == expected(model, PROMPTS[1])[0]
@@ -183,10 +183,10 @@ def test_an_idle_engine_follows_the_weights_of_its_drafter():
         engine.run()
         return list(stream.result()[0].tokens)
 
-    living = ad.Engine(decoder, max_tokens=1000, max_samples=2, reuse=True)
+    living = ad.Engine(decoder, max_cache_tokens=1000, max_samples=2, reuse=True)
     before = sampled(living)
     CHANGES["embedding"](small)
-    assert sampled(living) == sampled(ad.Engine(decoder, max_tokens=1000, max_samples=2)) != before
+    assert sampled(living) == sampled(ad.Engine(decoder, max_cache_tokens=1000, max_samples=2)) != before
 
 
 def test_training_mode_ends_waiting_answers_and_nothing_leaks():

@@ -33,7 +33,7 @@ def text(length, seed):
 
 
 def alone(made, request):
-    engine = Engine(made, max_tokens=4000)
+    engine = Engine(made, max_cache_tokens=4000)
     return [answer.tokens for answer in engine.submit(request).result()]
 
 
@@ -69,7 +69,7 @@ COUPLINGS = {
 @pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no reuse"])
 def test_answers_are_those_of_a_request_alone(name, reuse):
     made, asked = decoder(*COUPLINGS[name]), requests(21)
-    engine = Engine(made, max_tokens=400, max_samples=5, max_rows=16, reuse=reuse)
+    engine = Engine(made, max_cache_tokens=400, max_samples=5, max_rows=16, reuse=reuse)
     streams = []
     for number, request in enumerate(asked):
         streams.append(engine.submit(request))
@@ -92,7 +92,7 @@ def test_stop_tokens_end_answers():
 
 def test_log_probabilities_are_the_models_own():
     model, request = ragged().model, Request(prompt=PROMPTS[2], max_new_tokens=9, temperature=1.4, seed=3, logprobs=2)
-    (answer,) = Engine(decoder(), max_tokens=500).submit(request).result()
+    (answer,) = Engine(decoder(), max_cache_tokens=500).submit(request).result()
     assert len(answer.logprobs) == len(answer.tokens)
     known = list(request.prompt)
     for token, found in zip(answer.tokens, answer.logprobs, strict=True):
@@ -104,7 +104,7 @@ def test_log_probabilities_are_the_models_own():
 
 
 def test_events_hold_drafts_and_verdicts():
-    stream = Engine(decoder(), max_tokens=500).submit(Request(prompt=PROMPTS[2], max_new_tokens=12, ends=()))
+    stream = Engine(decoder(), max_cache_tokens=500).submit(Request(prompt=PROMPTS[2], max_new_tokens=12, ends=()))
     events = list(stream)
     assert events[-1].finish_reason == "length"
     assert [token for event in events for token in event.tokens] == stream.answers[0].tokens
@@ -127,7 +127,7 @@ def test_answers_say_why_they_ended(settings, reason, length):
     if settings["ends"] == "third":
         third = whole[2]
         settings, length = {"ends": [third]}, whole.index(third) + 1
-    (answer,) = Engine(made, max_tokens=500).submit(Request(**asked, **settings)).result()
+    (answer,) = Engine(made, max_cache_tokens=500).submit(Request(**asked, **settings)).result()
     if reason is None:
         length = whole.index(EOS) + 1 if EOS in whole else 12
         reason = "stop" if EOS in whole else "length"
@@ -141,7 +141,7 @@ def test_answers_say_why_they_ended(settings, reason, length):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_processor_that_fails_ends_its_own_request(name, temperature):
     made = decoder(*COUPLINGS[name])
-    engine = Engine(made, max_tokens=500, max_samples=8)
+    engine = Engine(made, max_cache_tokens=500, max_samples=8)
     others = [r for r in requests(7) if r.n == 1]
     streams = [engine.submit(request) for request in others]
     lost = engine.submit(
@@ -161,7 +161,7 @@ def test_a_processor_that_leaves_nothing_to_draw_ends_its_own_request(name, scor
         return torch.full_like(scores, score) if input_ids.shape[1] >= 12 else scores
 
     made = decoder(*COUPLINGS[name])
-    engine = Engine(made, max_tokens=500)
+    engine = Engine(made, max_cache_tokens=500)
     kept, lost = (
         engine.submit(Request(prompt=prompt, max_new_tokens=12, temperature=1.0, seed=1, ends=(), processors=own))
         for prompt, own in [(PROMPTS[0], ()), (text(9, 1), [forbidding])]
@@ -207,7 +207,7 @@ def test_nan_logits_end_their_own_request():
     with torch.no_grad():
         model.get_input_embeddings().weight[60] = torch.nan
     made = ad.SpeculativeDecoder(ad.RaggedModel(model, kernels="torch", self_test=False), ad.NGramDrafter())
-    engine = Engine(made, max_tokens=500)
+    engine = Engine(made, max_cache_tokens=500)
     kept, lost = (
         engine.submit(Request(prompt=prompt, max_new_tokens=8, ends=())) for prompt in (PROMPTS[0], [5, 60, 7])
     )
@@ -219,7 +219,7 @@ def test_nan_logits_end_their_own_request():
 
 def test_an_unexpected_error_ends_only_admitted_requests(monkeypatch):
     made = decoder()
-    engine = Engine(made, max_tokens=500, max_samples=2)
+    engine = Engine(made, max_cache_tokens=500, max_samples=2)
     streams = [engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=6)) for _ in range(3)]
     engine.step()
     with monkeypatch.context() as patch:
@@ -240,7 +240,7 @@ def test_repeated_failures_of_steps_end_waiting_requests(monkeypatch, error):
         raise error
 
     made = decoder()
-    engine = Engine(made, max_tokens=500)
+    engine = Engine(made, max_cache_tokens=500)
     with monkeypatch.context() as patch:
         patch.setattr(made.stepper, "add", fails)
         stream = engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=6))
@@ -263,7 +263,7 @@ def test_repeated_failures_of_steps_end_waiting_requests(monkeypatch, error):
 
 def test_cancelled_requests_give_back_their_room():
     made = decoder()
-    engine = Engine(made, max_tokens=100, max_samples=4, reuse=False)
+    engine = Engine(made, max_cache_tokens=100, max_samples=4, reuse=False)
     long = Request(prompt=PROMPTS[0], max_new_tokens=60, ends=())
     first, second, third = (engine.submit(long) for _ in range(3))
     for _ in range(3):
@@ -281,7 +281,7 @@ def test_cancelled_requests_give_back_their_room():
 
 
 def test_impossible_requests_are_refused_at_once():
-    engine = Engine(decoder(), max_tokens=100)
+    engine = Engine(decoder(), max_cache_tokens=100)
     cases = [
         ({"prompt": [5] * 90, "max_new_tokens": 20}, CacheOverflow, "raise that limit"),
         ({"prompt": [VOCAB]}, ValueError, "outside the target's vocabulary"),
@@ -323,7 +323,7 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 
 def test_requests_are_ordered_by_priority_then_by_arrival():
-    engine, ended = Engine(decoder(), max_tokens=200, max_samples=1), []
+    engine, ended = Engine(decoder(), max_cache_tokens=200, max_samples=1), []
     streams = {
         name: engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=3, priority=priority, ends=()))
         for name, priority in (("b", 0), ("c", 0), ("a", 1), ("d", -1))
@@ -373,14 +373,18 @@ def portions_of(engine, arrivals):
 )
 def test_prompts_are_read_in_their_turn(arrivals, order):
     """A step reads 16 tokens. A prompt that comes too late does not overtake, although it is shorter."""
-    engine = Engine(ad.SpeculativeDecoder(ragged(), ad.NoDrafter(), TREE), max_tokens=500, max_rows=16, reuse=False)
+    engine = Engine(
+        ad.SpeculativeDecoder(ragged(), ad.NoDrafter(), TREE), max_cache_tokens=500, max_rows=16, reuse=False
+    )
     portions = portions_of(engine, arrivals)
     last = {name: step for step, portion in enumerate(portions) for name in portion}
     assert sorted(last, key=last.__getitem__) == order
 
 
 def test_a_portion_ends_with_a_prompt_unless_it_is_small():
-    engine = Engine(ad.SpeculativeDecoder(ragged(), ad.NoDrafter(), TREE), max_tokens=500, max_rows=40, reuse=False)
+    engine = Engine(
+        ad.SpeculativeDecoder(ragged(), ad.NoDrafter(), TREE), max_cache_tokens=500, max_rows=40, reuse=False
+    )
     arrivals = [Arrival(6), Arrival(8), Arrival(31), Arrival(101)]
     assert portions_of(engine, arrivals) == [{0: 5, 1: 7}, {2: 30}, {3: 40}, {3: 40}, {3: 20}]
 
@@ -395,7 +399,7 @@ def test_drafts_wait_for_prompts_where_they_change_no_text(name, temperature, wa
     made, steps, learned = decoder(*COUPLINGS[name]), [], []
     made.on_step = lambda state, tree, verdict: steps.append((state.prefilling, tree))
     made.decider.learn = lambda memory, outcome: learned.append(outcome)
-    engine = Engine(made, max_tokens=600, max_rows=16, reuse=False)
+    engine = Engine(made, max_cache_tokens=600, max_rows=16, reuse=False)
     engine.submit(Request(prompt=PROMPTS[2], max_new_tokens=40, seed=1, temperature=temperature, ends=()))
     engine.step()
     engine.submit(Request(prompt=text(80, 1), max_new_tokens=1, seed=1, temperature=temperature))
@@ -427,7 +431,7 @@ def many(answers, tokens=6, **settings):
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_newcomer_gets_the_first_slot_that_becomes_free(slots):
-    engine = Engine(decoder(ad.NoDrafter()), max_tokens=500, max_samples=slots)
+    engine = Engine(decoder(ad.NoDrafter()), max_cache_tokens=500, max_samples=slots)
     first = engine.submit(many(12))
     engine.step()
     late = engine.submit(many(1, tokens=1))
@@ -439,7 +443,7 @@ def test_a_newcomer_gets_the_first_slot_that_becomes_free(slots):
 
 def test_slots_are_shared_between_requests_and_not_between_answers():
     """Two requests want many answers and one a few: none gets ahead of another while both wait."""
-    engine = Engine(decoder(ad.NoDrafter()), max_tokens=900, max_samples=3)
+    engine = Engine(decoder(ad.NoDrafter()), max_cache_tokens=900, max_samples=3)
     streams = [engine.submit(many(count)) for count in (7, 6, 2)]
     order = rounds(engine, streams)
     assert [sorted(order[at : at + 3]) for at in (0, 3)] == [[0, 1, 2]] * 2
@@ -448,7 +452,7 @@ def test_slots_are_shared_between_requests_and_not_between_answers():
 
 def test_a_request_for_many_answers_is_not_overtaken_for_ever():
     """There is one slot and always a new request; the large request still gets its turns."""
-    engine = Engine(decoder(ad.NoDrafter()), max_tokens=500, max_samples=1)
+    engine = Engine(decoder(ad.NoDrafter()), max_cache_tokens=500, max_samples=1)
     large, news = engine.submit(many(4, tokens=2)), [engine.submit(many(1, tokens=2))]
     for _ in range(40):
         engine.step()
@@ -463,7 +467,7 @@ def test_a_request_for_many_answers_is_not_overtaken_for_ever():
 def test_an_admission_that_fails_leaves_the_queue_whole(monkeypatch):
     """Memory runs out while requests are admitted; the other requests are answered later."""
     made = decoder(ad.NoDrafter())
-    engine, add = Engine(made, max_tokens=500, max_samples=4), made.stepper.add
+    engine, add = Engine(made, max_cache_tokens=500, max_samples=4), made.stepper.add
     joined = []
 
     def failing(state, sample, rows):
@@ -486,7 +490,7 @@ def test_an_admission_that_fails_leaves_the_queue_whole(monkeypatch):
 def test_turns_change_no_answer_and_come_after_priorities():
     made = decoder()
     asked = [many(5), many(3, priority=1), many(1), Request(prompt=text(50, 3), max_new_tokens=9, seed=4, n=2)]
-    engine = Engine(made, max_tokens=400, max_samples=2, max_rows=16)
+    engine = Engine(made, max_cache_tokens=400, max_samples=2, max_rows=16)
     streams = [engine.submit(request) for request in asked]
     order = rounds(engine, streams)
     assert order[:3] == [1, 1, 1]
@@ -494,7 +498,7 @@ def test_turns_change_no_answer_and_come_after_priorities():
 
 
 def test_a_request_for_many_answers_does_not_fill_the_queue():
-    engine = Engine(decoder(), max_tokens=300, max_samples=2, max_waiting=1)
+    engine = Engine(decoder(), max_cache_tokens=300, max_samples=2, max_waiting=1)
     streams = [engine.submit(many(30)) for _ in range(2)]
     engine.step()
     streams.append(engine.submit(many(30)))
@@ -510,7 +514,7 @@ def test_a_request_for_many_answers_does_not_fill_the_queue():
 def test_admitted_requests_never_overflow_the_cache():
     """Runs random requests in a cache that holds a few of them at a time."""
     rng = random.Random(5)
-    engine = Engine(decoder(), max_tokens=150, max_samples=6, max_rows=8)
+    engine = Engine(decoder(), max_cache_tokens=150, max_samples=6, max_rows=8)
     asked = [
         Request(prompt=text(rng.randrange(1, 60), n), max_new_tokens=rng.randrange(1, 40), seed=n, temperature=n % 2)
         for n in range(30)
@@ -541,7 +545,7 @@ def test_common_prefixes_are_copied(monkeypatch, rows):
     expected = [alone(made, request) for request in asked]
     monkeypatch.setattr("arbordraft.decoding.runner.RaggedKVCache", Counted)
     monkeypatch.setattr(Counted, "copied", 0)
-    engine = Engine(made, max_tokens=2000, max_samples=3, max_rows=rows, reuse=True)
+    engine = Engine(made, max_cache_tokens=2000, max_samples=3, max_rows=rows, reuse=True)
     first = engine.submit(asked[0])
     assert first.result()[0].tokens == expected[0][0]
     assert Counted.copied == 0
@@ -569,9 +573,9 @@ def recorded(kind):
 def test_recorded_steps_keep_finished_texts_and_become_no_wider(kind):
     made, system = recorded(kind), text(50, 1)
     asked = [Request(prompt=[*system, *text(n, n)], max_new_tokens=5, seed=n, temperature=n % 3) for n in range(3, 12)]
-    apart = Engine(recorded(kind), max_tokens=4000, reuse=False)
+    apart = Engine(recorded(kind), max_cache_tokens=4000, reuse=False)
     expected = [[answer.tokens for answer in apart.submit(request).result()] for request in asked]
-    engine = Engine(made, max_tokens=4000, max_samples=2, max_rows=100, reuse=True)
+    engine = Engine(made, max_cache_tokens=4000, max_samples=2, max_rows=100, reuse=True)
     found = [[answer.tokens for answer in engine.submit(request).result()] for request in asked[:5]]
     assert {bucket.samples for bucket in made.stepper.static.shapes} == {1}
     assert len(engine._scheduler.state.samples) == 5
@@ -593,7 +597,7 @@ def test_noise_of_another_sample_would_be_seen(monkeypatch):
         fill(bucket, into, tree, replace(noise, sources=noise.sources[::-1]), temperatures)
 
     monkeypatch.setattr(Bucket, "fill_noise", swapped)
-    engine = Engine(made, max_tokens=4000, max_samples=2, reuse=True)
+    engine = Engine(made, max_cache_tokens=4000, max_samples=2, reuse=True)
     streams = [engine.submit(request) for request in asked]
     engine.run()
     assert [[answer.tokens for answer in stream.answers] for stream in streams] != expected
@@ -602,7 +606,7 @@ def test_noise_of_another_sample_would_be_seen(monkeypatch):
 def test_several_answers_read_their_prompt_once(monkeypatch):
     monkeypatch.setattr("arbordraft.decoding.runner.RaggedKVCache", Counted)
     monkeypatch.setattr(Counted, "copied", 0)
-    engine = Engine(decoder(), max_tokens=2000, reuse=True)
+    engine = Engine(decoder(), max_cache_tokens=2000, reuse=True)
     stream = engine.submit(Request(prompt=text(60, 2), n=4, seed=5, temperature=1.0, max_new_tokens=6))
     engine.run()
     assert Counted.copied == 3 * 58
@@ -620,7 +624,7 @@ def test_a_copy_of_other_rows_would_be_seen(monkeypatch):
             pool[start : start + tokens] *= -1
 
     monkeypatch.setattr(RaggedKVCache, "share", wrong)
-    engine, prompt = Engine(made, max_tokens=2000, reuse=True), text(60, 2)
+    engine, prompt = Engine(made, max_cache_tokens=2000, reuse=True), text(60, 2)
     engine.submit(Request(prompt=prompt, max_new_tokens=2)).result()
     again = engine.submit(Request(prompt=prompt, max_new_tokens=20)).result()
     assert again[0].tokens != alone(made, Request(prompt=prompt, max_new_tokens=20))[0]
@@ -633,7 +637,7 @@ def test_an_engine_thread_serves_many_clients():
     made, asked = decoder(), requests(14)
     expected = [alone(made, request) for request in asked]
     found = [None] * len(asked)
-    with Engine(made, max_tokens=600, max_samples=4, max_rows=16) as engine:
+    with Engine(made, max_cache_tokens=600, max_samples=4, max_rows=16) as engine:
 
         def client(number):
             found[number] = [answer.tokens for answer in engine.submit(asked[number]).result()]
@@ -659,7 +663,7 @@ def test_asynchronous_readers(threaded):
         return gathered
 
     async def main():
-        engine = Engine(made, max_tokens=600, max_samples=4)
+        engine = Engine(made, max_cache_tokens=600, max_samples=4)
         if threaded:
             engine.start()
         try:
@@ -674,7 +678,7 @@ def test_asynchronous_readers(threaded):
 @pytest.mark.parametrize("threaded", [True, False])
 def test_closing(drain, threaded):
     made = decoder()
-    engine = Engine(made, max_tokens=600, max_samples=2)
+    engine = Engine(made, max_cache_tokens=600, max_samples=2)
     streams = [engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=80, ends=())) for _ in range(4)]
     if threaded:
         engine.start()
@@ -689,7 +693,7 @@ def test_closing(drain, threaded):
 
 def test_many_requests_leave_nothing_behind():
     made = decoder(ad.NGramDrafter())
-    engine = Engine(made, max_tokens=300, max_samples=4)
+    engine = Engine(made, max_cache_tokens=300, max_samples=4)
 
     def live():
         gc.collect()

@@ -43,7 +43,7 @@ def requests(count, longest, seed):
 def under_load(made, asked, seed, **options):
     """Submits the requests at random times, among others that are cancelled or fail."""
     rng = random.Random(seed)
-    engine = Engine(made, max_tokens=8000, max_samples=12, max_rows=64, **options)
+    engine = Engine(made, max_cache_tokens=8000, max_samples=12, max_rows=64, **options)
     streams, disturbing = [], []
     for request in asked:
         streams.append(engine.submit(request))
@@ -61,7 +61,7 @@ def under_load(made, asked, seed, **options):
 
 
 def alone(made, asked):
-    engine = Engine(made, max_tokens=8000, reuse=False)
+    engine = Engine(made, max_cache_tokens=8000, reuse=False)
     return [engine.submit(request).result()[0].tokens for request in asked]
 
 
@@ -106,7 +106,7 @@ def test_requests_leave_nothing_behind(keeps, monkeypatch):
     if keeps:
         monkeypatch.setattr(Engine, "submit", lambda *args: kept.append(submit(*args)))
     decoder = SpeculativeDecoder(RaggedModel(fusable(), kernels="native"), NGramDrafter(), TreeTopology.chain(2))
-    engine = Engine(decoder, max_tokens=500, max_samples=8)
+    engine = Engine(decoder, max_cache_tokens=500, max_samples=8)
     before = served(engine, 2_000)
     after = served(engine, 2_000 if keeps else 20_000)
     assert (after - before < 2_000) is not keeps

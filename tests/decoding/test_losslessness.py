@@ -15,7 +15,7 @@ from arbordraft.testing import (
     random_table,
     row,
     target_rows,
-    told,
+    tree_arguments,
 )
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.verdict import Exactness
@@ -115,7 +115,7 @@ def test_four_tokens_and_three_children(law, lift):
 def sure_enough(depth, before):
     """Goes on at depth 1, after a peaked draft row, or if token 0 was drawn."""
     drawn = [before.token(row) for row in before.rows[1:]]
-    return depth == 1 or 0 in drawn or any(row.max() > 0.8 for row in told(before)[1].values())
+    return depth == 1 or 0 in drawn or any(row.max() > 0.8 for row in tree_arguments(before)[1].values())
 
 
 @pytest.mark.parametrize("lift", [ad.TopDown, ad.Lifted])
@@ -153,7 +153,7 @@ def test_siblings_drawn_last_may_be_given_up(law, rule, lift):
 
     def draft(*arguments):
         for chance, tree in draft_trees(*arguments):
-            tokens, rows = told(tree)
+            tokens, rows = tree_arguments(tree)
             kept = {node: token for node, token in tokens.items() if node < len(tokens) - 1}
             yield chance, one_tree(topology, law, kept, rows)
 
@@ -168,7 +168,7 @@ def test_a_decider_that_peeks_is_caught():
     target, draft_row = row(0.7, 0.3), row(0.5, 0.5)
 
     def draft(*arguments):
-        return draft_trees(*arguments, regrets=lambda depth, after: after.token(1) == 1)
+        return draft_trees(*arguments, drops=lambda depth, after: after.token(1) == 1)
 
     verifier = ad.TopDown(ad.RecursiveRejection())
     found = distance_to_target(
@@ -232,7 +232,7 @@ def test_children_without_a_draft_row_are_taken_for_certain():
 
     def draft(*arguments):
         for chance, tree in draft_trees(*arguments):
-            yield chance, one_tree(tree.batch.topology, tree.proposal.law, told(tree)[0])
+            yield chance, one_tree(tree.batch.topology, tree.proposal.law, tree_arguments(tree)[0])
 
     verifier, topology, table = ad.Lifted(ad.RecursiveRejection()), TOPOLOGIES["fork"], random_table("random", 3)
     assert distance_to_target(verifier, topology, ad.WithoutReplacement(2), table, draft=draft) < EXACT
@@ -270,7 +270,7 @@ def test_a_fault_of_the_second_step_is_caught():
 
     def draft(topology, law, table, prefix):
         for chance, tree in draft_trees(topology, law, table, prefix):
-            yield chance, one_tree(topology, law, told(tree)[0], {0: table(())[1]})
+            yield chance, one_tree(topology, law, tree_arguments(tree)[0], {0: table(())[1]})
 
     arguments = ad.TopDown(ad.RecursiveRejection()), ad.TreeTopology.chain(1), ad.IID(1), table
     assert distance_to_target(*arguments, draft=draft) < EXACT
@@ -330,7 +330,7 @@ def test_sampled_frequencies_equal_enumerated_probabilities():
         ends = verifier.law(tree, target_rows(tree, table))
         rows = torch.stack(list(target_rows(tree, table).values())).repeat(len(grid), 1)
         accept = grid[:, None].expand(-1, topology.num_nodes)
-        tokens, draft_rows = told(tree)
+        tokens, draft_rows = tree_arguments(tree)
         batch = DraftTree.of(topology, law, [tokens] * len(grid), [draft_rows] * len(grid))
         verdict = verifier(batch, rows, Noise(accept, accept, accept))
         found = [batch.node[path].tolist() for path in verdict.paths]

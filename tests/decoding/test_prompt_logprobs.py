@@ -39,7 +39,7 @@ def check(model, prompt, found):
 @pytest.mark.parametrize("max_rows", [7, 500])
 def test_prompt_logprobs_are_those_of_transformers(decoder, max_rows):
     """Prompts are read at once or in portions, beside a plain request, with and without an answer."""
-    engine = Engine(decoder, max_tokens=4000, max_rows=max_rows)
+    engine = Engine(decoder, max_cache_tokens=4000, max_rows=max_rows)
     prompts = [text(length, length) for length in (1, 2, 9, 60)]
     plain = Request(prompt=text(20, 5), max_new_tokens=8, temperature=1.0, seed=1)
     beside = engine.submit(plain)
@@ -49,7 +49,7 @@ def test_prompt_logprobs_are_those_of_transformers(decoder, max_rows):
         for answer in stream.answers:
             check(decoder.target.model, prompt, answer.prompt_logprobs)
             assert (len(answer.tokens), answer.finish_reason) == (count, "length")
-    (undisturbed,) = Engine(decoder, max_tokens=4000, max_rows=max_rows).submit(plain).result()
+    (undisturbed,) = Engine(decoder, max_cache_tokens=4000, max_rows=max_rows).submit(plain).result()
     assert beside.answers[0].tokens == undisturbed.tokens
     assert beside.answers[0].prompt_logprobs == []
 
@@ -60,11 +60,11 @@ def test_logprobs_of_an_answer_equal_those_of_its_text_as_a_prompt(dtype):
     target = RaggedModel(fusable().to(dtype), kernels="native")
     made, prompt = SpeculativeDecoder(target, LanguageModelDrafter(target), TREE), text(60)
     asked = Request(prompt=prompt, max_new_tokens=25, temperature=0.5, seed=3, ends=(), logprobs=3)
-    (answer,) = Engine(made, max_tokens=1000).submit(asked).result()
+    (answer,) = Engine(made, max_cache_tokens=1000).submit(asked).result()
     assert answer.accepted
     whole = [*prompt, *answer.tokens]
     for beside in ([], [scored(text(90, 1)), Request(prompt=text(40, 2), max_new_tokens=5)]):
-        engine = Engine(made, max_tokens=2000, max_rows=33)
+        engine = Engine(made, max_cache_tokens=2000, max_rows=33)
         streams = [engine.submit(request) for request in [*beside, scored(whole, 3)]]
         engine.run()
         assert streams[-1].answers[0].prompt_logprobs[-len(answer.tokens) :] == answer.logprobs
@@ -76,7 +76,7 @@ def test_prefixes_are_copied_from_scored_prompts_and_never_for_them(decoder, mon
         decoder.stepper, "share", lambda *known: copied.append(known[2].prompt_logprobs) or share(*known)
     )
     prompt = text(80)
-    engine = Engine(decoder, max_tokens=2000, reuse=True)
+    engine = Engine(decoder, max_cache_tokens=2000, reuse=True)
     plain = Request(prompt=prompt, max_new_tokens=5)
     for request in (plain, scored(prompt), scored(prompt), plain):
         (answer,) = engine.submit(request).result()
@@ -95,13 +95,13 @@ def test_rows_of_logits_in_memory_are_bounded(monkeypatch):
         return logits, states
 
     monkeypatch.setattr(decoder.target, "run", watched)
-    (answer,) = Engine(decoder, max_tokens=4000, max_rows=4000).submit(scored(text(700), 0)).result()
+    (answer,) = Engine(decoder, max_cache_tokens=4000, max_rows=4000).submit(scored(text(700), 0)).result()
     assert len(answer.prompt_logprobs) == 699
     assert max(held) == 256
 
 
 def test_events_carry_prompt_logprobs_in_order(decoder):
-    stream = Engine(decoder, max_tokens=500, max_rows=10).submit(scored(text(40), max_new_tokens=3))
+    stream = Engine(decoder, max_cache_tokens=500, max_rows=10).submit(scored(text(40), max_new_tokens=3))
     events = list(stream)
     portions = [len(event.prompt_logprobs) for event in events]
     assert portions[:4] == [10, 10, 10, 9]
@@ -115,7 +115,7 @@ def poisoned():
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = float("nan")
     made = SpeculativeDecoder(RaggedModel(model, kernels="torch", self_test=False), NoDrafter())
-    return model, Engine(made, max_tokens=1000)
+    return model, Engine(made, max_cache_tokens=1000)
 
 
 def test_nan_fails_its_own_request_alone():
@@ -130,7 +130,7 @@ def test_nan_fails_its_own_request_alone():
 
 
 def test_reading_ends_when_the_request_is_cancelled(decoder):
-    engine = Engine(decoder, max_tokens=500, max_rows=10)
+    engine = Engine(decoder, max_cache_tokens=500, max_rows=10)
     stream = engine.submit(scored(text(100)))
     engine.step()
     stream.cancel()
@@ -147,7 +147,7 @@ def test_a_request_without_new_tokens_needs_prompt_logprobs():
 
 
 def test_answers_of_requests_submitted_together_keep_their_order(decoder):
-    engine = Engine(decoder, max_tokens=2000)
+    engine = Engine(decoder, max_cache_tokens=2000)
     asked = [Request(prompt=p, max_new_tokens=4 + i, temperature=1.0, seed=i, n=1 + i) for i, p in enumerate(PROMPTS)]
     stream = engine.submit(*asked)
     engine.run()
@@ -157,7 +157,7 @@ def test_answers_of_requests_submitted_together_keep_their_order(decoder):
 
 
 def test_requests_submitted_together_are_all_accepted_or_all_refused(decoder):
-    engine = Engine(decoder, max_tokens=2000, max_samples=1, max_waiting=0)
+    engine = Engine(decoder, max_cache_tokens=2000, max_samples=1, max_waiting=0)
     request = Request(prompt=PROMPTS[0], max_new_tokens=3)
     first = engine.submit(request)
     engine.step()
@@ -181,5 +181,5 @@ def test_a_failing_request_ends_those_submitted_with_it():
     with pytest.raises(FloatingPointError):
         stream.result()
     engine.step()
-    assert engine.living == 1
+    assert engine.running == 1
     assert len(other.result()[0].tokens) == 100

@@ -10,7 +10,7 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList, 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from arbordraft import Engine, NGramDrafter, RaggedModel, Request, SpeculativeDecoder, load
-from arbordraft.decoding.settings import EXTRA_OUTPUTS, HARMLESS, HONOURED, REFUSED
+from arbordraft.decoding.settings import EXTRA_OUTPUTS, IGNORED, REFUSED, SUPPORTED
 from arbordraft.serving.service import Service
 
 IDS = torch.tensor(PROMPTS[:1])
@@ -73,11 +73,11 @@ IDLE = {
 
 def test_every_setting_of_the_installed_transformers_is_known():
     """A new setting must be honoured, proved harmless or refused before callers can use it."""
-    known = [*HONOURED, *chain.from_iterable(HARMLESS.values()), *REFUSED]
+    known = [*SUPPORTED, *chain.from_iterable(IGNORED.values()), *REFUSED]
     assert len(known) == len(set(known))
     assert set(vars(GenerationConfig())) <= set(known)
     assert set(ASKING) == set(REFUSED)
-    assert set(IDLE) == set(chain.from_iterable(HARMLESS.values())) - {"_from_model_config"}
+    assert set(IDLE) == set(chain.from_iterable(IGNORED.values())) - {"_from_model_config"}
 
 
 @pytest.mark.parametrize("how", ["argument", "config", "the model's own"])
@@ -193,7 +193,7 @@ def requested(made, **settings):
     """Returns the text of an engine."""
     prompt = made.target.tokenizer("hello")["input_ids"]
     request = Request(**{"prompt": prompt, "max_new_tokens": 12, **settings})
-    (answer,) = Engine(made, max_tokens=400).submit(request).result()
+    (answer,) = Engine(made, max_cache_tokens=400).submit(request).result()
     return made.target.tokenizer.decode(answer.tokens)
 
 
@@ -272,7 +272,7 @@ def test_settings_of_a_request_override_the_models_own():
 )
 def test_requests_with_equal_settings_are_processed_together(own, kinds):
     """The model's own settings keep them apart if they depend on the text."""
-    prompt, engine = PROMPTS[0], Engine(decoder(eos_token_id=2, **own), max_tokens=4000)
+    prompt, engine = PROMPTS[0], Engine(decoder(eos_token_id=2, **own), max_cache_tokens=4000)
     asked = [Request(prompt=prompt, max_new_tokens=4, temperature=temperature) for temperature in (0, 0, 0.5, 0.5, 0.5)]
     asked += [Request(prompt=prompt[:2], max_new_tokens=6, logit_bias={3: 1.0}, n=n) for n in (1, 2)]
     for request in (*asked, Request(prompt=prompt, max_new_tokens=4, repetition_penalty=1)):  # not the model's

@@ -32,10 +32,10 @@ def test_warm_up_does_nothing_without_triton(monkeypatch):
 def test_warm_up_records_all_steps_of_requests(monkeypatch, as_with_triton, recorded):
     record = record_on_cpu(monkeypatch, recorded)
     decoder = as_on_a_gpu(build())
-    decoder.warm_up(samples=2, max_tokens=4096)
+    decoder.warm_up(samples=2, max_cache_tokens=4096)
     made = record.made
     assert made == {"a step": 2 * (1 + 3), "a draft": 2 * 3}[recorded]  # without drafts and with three depths
-    engine = Engine(decoder, max_tokens=4096, max_samples=2)
+    engine = Engine(decoder, max_cache_tokens=4096, max_samples=2)
     for temperature in (0.0, 0.8):
         stream = engine.submit(Request(prompt=[5, 9, 7], max_new_tokens=12, temperature=temperature, seed=1))
         engine.run()
@@ -71,7 +71,7 @@ def test_warm_up_works_with_models_of_few_positions(as_with_triton):
     SpeculativeDecoder(target, NGramDrafter(), TREE, buckets=(16,)).warm_up(2)
 
 
-@pytest.mark.parametrize("wrong", [{"samples": 0}, {"max_tokens": 0}])
+@pytest.mark.parametrize("wrong", [{"samples": 0}, {"max_cache_tokens": 0}])
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match="at least 1"):
         build().warm_up(**wrong)

@@ -11,7 +11,7 @@ from support.request_law import few_tokens as few
 import arbordraft as ad
 from arbordraft.drafters import block
 from arbordraft.heads.block import BlockHead
-from arbordraft.testing import distance_to_target, draft_trees, one_tree, told
+from arbordraft.testing import distance_to_target, draft_trees, one_tree, tree_arguments
 from arbordraft.verifiers import Matching, TopTailRule
 
 CHAIN, SIBLINGS = ad.TreeTopology.chain(3), ad.TreeTopology([-1, 0, 0, 1, 2])
@@ -165,7 +165,7 @@ def marginal(path):
 def deaf_trees(topology, law, rows, prefix=()):
     """Negative control: yields trees that were drawn from parents' rows but declare the rows of their depth."""
     for chance, tree in draft_trees(topology, law, rows, prefix):
-        tokens, rows_of = told(tree)
+        tokens, rows_of = tree_arguments(tree)
         place = dict(zip(tokens, tree.rows, strict=True))
         others = {node: marginal(tuple(tree.path(place[node]))) for node in rows_of}
         yield chance, one_tree(topology, law, tokens, others)

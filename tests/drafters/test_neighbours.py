@@ -104,7 +104,7 @@ def outcomes(target, drafter, mode, prompts):
     topology = CHAIN if mode == "random" else TREE
     decoder = ad.SpeculativeDecoder(target, drafter, topology, coupling)
     rows = sum(len(prompt) + NEW + topology.num_nodes for prompt in prompts)
-    engine = Engine(decoder, max_tokens=rows, max_samples=len(prompts), reuse=False)  # as tight as it gets
+    engine = Engine(decoder, max_cache_tokens=rows, max_samples=len(prompts), reuse=False)  # as tight as it gets
     temperature = 0.0 if mode == "greedy" else 0.9
     streams = [
         engine.submit(ad.Request(prompt=prompt, max_new_tokens=NEW, temperature=temperature, seed=len(prompt), ends=()))

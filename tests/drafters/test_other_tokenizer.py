@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import arbordraft as ad
-from arbordraft.checkpoints.translation import Translation, encoded, shared_tokens, spelt_tokens
+from arbordraft.checkpoints.translation import Translation, encoded, shared_tokens, tokens_by_bytes
 from arbordraft.decoding import step
 from arbordraft.drafter_names import drafter_named
 
@@ -78,7 +78,7 @@ def sentence_piece(*words):
 def test_tokens_are_matched_by_bytes_and_end_tokens_by_meaning():
     ours = byte_level("a", "Ġthe", "Ã¼", "Â", "<end>", "z", "Ġ", "Ċ")
     theirs = sentence_piece("▁the", "</s>", "ü", "<0xC2>", "q", "a", "Ġ", "▁")
-    assert spelt_tokens(ours) == {b"a": 0, b" the": 1, "ü".encode(): 2, b"\xc2": 3, b"z": 5, b" ": 6, b"\n": 7}
+    assert tokens_by_bytes(ours) == {b"a": 0, b" the": 1, "ü".encode(): 2, b"\xc2": 3, b"z": 5, b" ": 6, b"\n": 7}
     first, second = shared_tokens(ours, theirs, (99, 99))
     assert list(zip(first.tolist(), second.tolist(), strict=True)) == [(0, 5), (1, 0), (2, 2), (3, 3), (4, 1), (6, 7)]
     assert shared_tokens(ours, theirs, (2, 1))[0].tolist() == [1]  # ids that the models have

@@ -147,8 +147,8 @@ def test_requests_come_and_go(reuse):
     asked = [
         Request(prompt=[*system, *PROMPTS[n % 3]], max_new_tokens=4 + n, seed=n, temperature=n % 2) for n in range(7)
     ]
-    expected = [[answer.tokens for answer in Engine(made, max_tokens=900).submit(one).result()] for one in asked]
-    engine = Engine(made, max_tokens=900, max_samples=3, max_rows=16, reuse=reuse)
+    expected = [[answer.tokens for answer in Engine(made, max_cache_tokens=900).submit(one).result()] for one in asked]
+    engine = Engine(made, max_cache_tokens=900, max_samples=3, max_rows=16, reuse=reuse)
     streams = []
     for request in asked:
         streams.append(engine.submit(request))
@@ -261,7 +261,7 @@ def test_auto_takes_it_where_it_pays(monkeypatch, caplog):
     assert (repr(pays.first), type(pays.otherwise)) == ("NGramDrafter(longest=4, shortest=2)", ad.SelfDrafter)
     assert "the model itself: with" in caplog.text
     assert ad.load(of).drafter.first.shortest == 1  # the decider drops lookups that do not pay
-    monkeypatch.setattr(drafter_names, "_PAYS", 99)
+    monkeypatch.setattr(drafter_names, "_MIN_SPEEDUP", 99)
     assert isinstance(ad.load(of, costs=None).drafter, ad.NGramDrafter)
     assert "would bring less" in caplog.text
     monkeypatch.setattr(drafter_names, "available_memory", lambda: 0)
@@ -286,7 +286,7 @@ def test_names_select_the_weights():
     of = target()
     assert repr(drafter_named("self:int8", of)) == "SelfDrafter(weights='int8')"
     assert drafter_named("self", of).weights in self_drafter.BITS
-    fitted = ad.builders.fitted(of, ad.SelfDrafter(of), costs=CostTable((1, 8), (1.0, 1.1)))
+    fitted = ad.builders.cost_aware(of, ad.SelfDrafter(of), costs=CostTable((1, 8), (1.0, 1.1)))
     assert fitted.topology.max_depth == 12
     loaded = ad.load(of, "self:int4", costs=None)
     assert loaded.topology.max_depth == loaded.topology.num_nodes - 1 == 12

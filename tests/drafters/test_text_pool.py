@@ -116,12 +116,12 @@ def test_answers_do_not_depend_on_earlier_texts(reuse):
     asked = [
         Request(prompt=PROMPTS[n % 3], max_new_tokens=12 + n, seed=n // 3, temperature=float(n % 2)) for n in range(9)
     ]
-    plain = Engine(ad.builders.plain(of), max_tokens=900)
+    plain = Engine(ad.builders.plain(of), max_cache_tokens=900)
     expected = [[answer.tokens for answer in plain.submit(request).result()] for request in asked]
     for order in (range(9), [4, 8, 0, 3, 7, 1, 5, 2, 6]):
         drafter = ad.NGramDrafter(longest=8, shortest=1, pool=ad.TextPool(shortest=1))
         decoder = ad.SpeculativeDecoder(of, drafter, ad.TreeTopology.chain(6), decider=ad.CostAware(COSTS))
-        engine = Engine(decoder, max_tokens=900, max_samples=3, reuse=reuse)
+        engine = Engine(decoder, max_cache_tokens=900, max_samples=3, reuse=reuse)
         streams = {}
         for number in order:
             streams[number] = engine.submit(asked[number])

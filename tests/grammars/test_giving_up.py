@@ -55,7 +55,7 @@ def test_only_its_own_answer_fails_with_every_decoder(name, temperature):
 @pytest.mark.usefixtures("narrow")
 def test_an_engine_fails_only_that_request():
     decoder = SpeculativeDecoder(speller(), NoDrafter())
-    running = Engine(decoder, max_tokens=4000)
+    running = Engine(decoder, max_cache_tokens=4000)
     prompt = speller_tokenizer()("yes").input_ids
     late, good = (
         running.submit(Request(prompt=prompt, grammar=grammar, temperature=1.0, seed=1))

@@ -132,7 +132,7 @@ def test_an_end_token_in_the_middle_is_refused(text):
 
 
 def test_a_failed_request_affects_no_other():
-    engine = Engine(SpeculativeDecoder(speller(), NoDrafter()), max_tokens=4000)
+    engine = Engine(SpeculativeDecoder(speller(), NoDrafter()), max_cache_tokens=4000)
     prompt = speller_tokenizer()("yes").input_ids
     good = engine.submit(Request(prompt=prompt, grammar=Grammar.choice(["yes", "no"])))
     with pytest.raises(ValueError, match="end token"):

@@ -107,7 +107,7 @@ def target():
 def test_every_answer_is_valid(target, batch, temperature):
     """All 75 answers must end, too."""
     asked, tokenizer = schemas(), target.tokenizer
-    engine = Engine(builders.lookup(target, PAYS), max_tokens=16_000, max_samples=batch)
+    engine = Engine(builders.lookup(target, PAYS), max_cache_tokens=16_000, max_samples=batch)
     streams = []
     for number, schema in enumerate(asked):
         chat = [{"role": "user", "content": f"Give an example of this, in JSON: {json.dumps(schema)[:300]}"}]

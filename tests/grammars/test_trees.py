@@ -55,7 +55,7 @@ def test_forbidden_tokens_are_never_drafted():
     """Lookups would continue as the prompt does; the grammar stops them at forbidden tokens."""
     seen = []
     decoder = ad.SpeculativeDecoder(speller(), ad.NGramDrafter(shortest=1), TREE)
-    compiled = decoder.compiler(GRAMMARS[2], [EOS])
+    compiled = decoder.grammar_compiler(GRAMMARS[2], [EOS])
 
     def watch(state, tree, verdict):
         if 2 not in tree.living:
@@ -146,7 +146,7 @@ def test_heads_with_native_drafts_follow_processors(kind, temperature):
     ]
     texts = []
     for made in (builders.plain(target), ad.SpeculativeDecoder(target, drafter, TREE, ad.Coupling.shared(2))):
-        engine = Engine(made, max_tokens=4000)
+        engine = Engine(made, max_cache_tokens=4000)
         streams = [engine.submit(Request(**settings)) for settings in warped]
         engine.run()
         texts.append([stream.result()[0].tokens for stream in streams])

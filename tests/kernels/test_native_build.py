@@ -362,7 +362,7 @@ def test_a_build_is_announced_on_an_enabled_log(cache, toy, caplog, capsys):
 
 
 def test_a_build_is_announced_on_stderr_without_an_enabled_log(cache, toy, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "PATIENCE", 0.01)
+    monkeypatch.setattr(progress, "MIN_DURATION", 0.01)
     assert toy.load()
     shown, said = capsys.readouterr()
     assert shown == ""
@@ -370,14 +370,14 @@ def test_a_build_is_announced_on_stderr_without_an_enabled_log(cache, toy, capsy
 
 
 def test_a_log_level_above_info_silences_the_announcement(cache, toy, caplog, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "PATIENCE", 0.01)
+    monkeypatch.setattr(progress, "MIN_DURATION", 0.01)
     with caplog.at_level("WARNING", logger="arbordraft"):
         assert toy.load()
     assert (caplog.records, capsys.readouterr()) == ([], ("", ""))
 
 
 def test_a_quick_build_is_not_announced(cache, toy, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "PATIENCE", 60.0)
+    monkeypatch.setattr(progress, "MIN_DURATION", 60.0)
     assert toy.load()
     assert capsys.readouterr() == ("", "")
 

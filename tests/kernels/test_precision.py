@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from arbordraft.kernels import native, precision
-from arbordraft.kernels.precision import fast_dtype, tell_if_slow
+from arbordraft.kernels.precision import fast_dtype, warn_if_slow
 
 
 @pytest.fixture(params=[False, True], ids=["slow", "fast"])
@@ -18,7 +18,7 @@ def fast(request, monkeypatch):
 
     monkeypatch.setattr(native, "fast_bfloat16", lambda: request.param)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    precision._tell.cache_clear()
+    precision._warn.cache_clear()
     return request.param
 
 
@@ -32,8 +32,8 @@ def test_bfloat16_is_the_default_where_it_has_instructions(fast, device):
 def test_a_slow_choice_is_said_once(fast, device, place, caplog):
     with caplog.at_level(logging.WARNING, "arbordraft"):
         for _ in range(2):
-            tell_if_slow(torch.bfloat16, device, "dtype")
-            tell_if_slow(torch.float32, device, "dtype")
+            warn_if_slow(torch.bfloat16, device, "dtype")
+            warn_if_slow(torch.float32, device, "dtype")
     line = f"bfloat16 is slow here, because this {place} has no instructions for it; float32, the default, is faster"
     assert caplog.messages == ([] if fast else [f"dtype: {line}"])
 
@@ -42,6 +42,6 @@ def test_a_slow_choice_is_said_once(fast, device, place, caplog):
 def test_float16_has_instructions_of_its_own(fast, features, said, monkeypatch, caplog):
     monkeypatch.setattr(precision, "cpu_features", lambda: features)
     with caplog.at_level(logging.WARNING, "arbordraft"):
-        tell_if_slow(torch.float16, "cpu", "dtype")
-        tell_if_slow(torch.float16, "cuda", "dtype")
+        warn_if_slow(torch.float16, "cpu", "dtype")
+        warn_if_slow(torch.float16, "cuda", "dtype")
     assert ["float16 is slow here" in message for message in caplog.messages] == [True] * said

@@ -17,7 +17,7 @@ LONG = 0.15
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "MIN_DURATION", 0.05)
 
 
 def said(capsys):
@@ -37,7 +37,7 @@ def test_long_work_is_reported_with_its_duration(capsys):
 
 
 def test_short_work_is_not_reported(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "PATIENCE", 5.0)
+    monkeypatch.setattr(progress, "MIN_DURATION", 5.0)
     for _ in range(50):
         with phase("reading"):
             pass

@@ -165,8 +165,10 @@ LAWFUL = {
         BUSH,
         ad.HybridDrafter(ad.NGramDrafter(3, 3), ad.LanguageModelDrafter(few_tokens(3))),
     ),
-    "budget": lambda: builders.expanding(few_tokens(0), few_tokens(3), 3),
-    "cost-aware": lambda: builders.fitted(few_tokens(0), few_tokens(3), 3, costs=ad.CostTable((1, 10_000), (1.0, 3.0))),
+    "budget": lambda: builders.eagle2(few_tokens(0), few_tokens(3), 3),
+    "cost-aware": lambda: builders.cost_aware(
+        few_tokens(0), few_tokens(3), 3, costs=ad.CostTable((1, 10_000), (1.0, 3.0))
+    ),
 }
 
 
@@ -341,9 +343,9 @@ def test_shared_noise_is_the_default_for_trees_and_lookups_but_not_for_chains():
     target, draft = ragged(), ragged(seed=3)
     shared = {
         "tree": ad.SpeculativeDecoder(target, draft),
-        "fitted": builders.fitted(target, draft),
-        "expanding": builders.expanding(target, draft),
-        "lookup else tree": builders.fitted(target, draft, lookup=True),
+        "cost_aware": builders.cost_aware(target, draft),
+        "eagle2": builders.eagle2(target, draft),
+        "lookup else tree": builders.cost_aware(target, draft, lookup=True),
         "lookups": ad.SpeculativeDecoder(target, ad.NGramDrafter()),
         "plain": builders.plain(target),
     }
@@ -354,7 +356,7 @@ def test_shared_noise_is_the_default_for_trees_and_lookups_but_not_for_chains():
 
 
 def test_without_seeds_the_generator_of_torch_decides():
-    decoder, request_ = builders.fitted(ragged(), ragged(seed=3)), {"do_sample": True, "max_new_tokens": 8}
+    decoder, request_ = builders.cost_aware(ragged(), ragged(seed=3)), {"do_sample": True, "max_new_tokens": 8}
     found = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)

@@ -26,7 +26,7 @@ def decoder():
 @pytest.fixture(scope="module")
 def app(decoder):
     def made(**options):
-        return TestClient(build_app(Service(Engine(decoder, max_tokens=1000), "tiny"), **options))
+        return TestClient(build_app(Service(Engine(decoder, max_cache_tokens=1000), "tiny"), **options))
 
     return made
 

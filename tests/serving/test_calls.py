@@ -10,8 +10,8 @@ from support.models import EOS
 
 from arbordraft.decoding.streams import Event
 from arbordraft.serving.calls import call_format
-from arbordraft.serving.pieces import Speller
-from arbordraft.serving.reading import CallReader
+from arbordraft.serving.deltas import AnswerDetokenizer
+from arbordraft.serving.tool_parsing import ToolCallParser
 
 X = {"type": "object", "properties": {"x": {"type": "integer"}, "s": {"type": "string"}}, "required": ["x"]}
 TOOLS = {"look": X, "look-up": {"type": "object", "properties": {}, "additionalProperties": False}}
@@ -142,7 +142,7 @@ def test_calls_are_read_from_pieces_of_any_size(style, words, size):
     form = call_format(tokenizer_of(style, True), [EOS])
     for count in range(4 if form.separator is not None else 2):
         text = written(form, CALLS[:count], words)
-        reader = CallReader(form, TOOLS)
+        reader = ToolCallParser(form, TOOLS)
         said, calls, shown = "", {}, 0
         for place in range(0, len(text), size):
             more, pieces = reader.add(text[place : place + size])
@@ -162,7 +162,7 @@ def test_calls_are_read_from_pieces_of_any_size(style, words, size):
 
 def test_arguments_are_passed_on_before_they_are_complete():
     form = call_format(tokenizer_of("tagged", True), [EOS])
-    reader = CallReader(form, TOOLS)
+    reader = ToolCallParser(form, TOOLS)
     assert reader.add('<tool_call>\n{"name": "look') == ("", ())
     (begun, part) = reader.add('-up", "arguments": {"a": "{}')[1]
     assert (begun.name, begun.arguments, part.arguments) == ("look-up", "", '{"a": "{}')
@@ -180,7 +180,7 @@ def test_arguments_are_passed_on_before_they_are_complete():
 )
 def test_a_reader_keeps_a_bounded_amount_of_text(texts):
     """The work per piece must not grow with the number of earlier pieces."""
-    reader, said = CallReader(call_format(tokenizer_of("tagged", True), [EOS]), TOOLS), ""
+    reader, said = ToolCallParser(call_format(tokenizer_of("tagged", True), [EOS]), TOOLS), ""
     for text in texts:
         said += reader.add(text)[0]
         assert sum(len(kept) for kept in vars(reader).values() if isinstance(kept, str)) < 50
@@ -189,7 +189,7 @@ def test_a_reader_keeps_a_bounded_amount_of_text(texts):
 
 @pytest.mark.parametrize("end", ["", "]", '"', "\\\\", '\\"}', "[{}]"])
 def test_arguments_end_at_their_closing_brace(end):
-    reader = CallReader(call_format(tokenizer_of("tagged", True), [EOS]), TOOLS)
+    reader = ToolCallParser(call_format(tokenizer_of("tagged", True), [EOS]), TOOLS)
     arguments = json.dumps({"s": end, "deep": [{"}": ["{", {}]}]})
     shown = ""
     for letter in f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>':
@@ -200,7 +200,7 @@ def test_arguments_end_at_their_closing_brace(end):
 
 def test_an_unfinished_call_is_shown_as_text():
     form = call_format(tokenizer_of("tagged", True), [EOS])
-    reader = CallReader(form, TOOLS)
+    reader = ToolCallParser(form, TOOLS)
     assert reader.add("Well.\n<tool_call>\n") == ("Well.", ())
     assert reader.end() == "\n<tool_call>\n"
     assert not reader.called
@@ -225,7 +225,10 @@ def test_tokens_of_words_are_counted_apart_from_calls(size):
     tokenizer = tokenizer_of("tagged", None)
     words, call = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("So: <b>", "\n<tool_call>\n"))
     rest = tokenizer('{"name": "look", "arguments": {"x": 1}}\n</tool_call>', add_special_tokens=False)["input_ids"]
-    speller, tokens = Speller(tokenizer, (), 1, False, call_format(tokenizer, [EOS]), TOOLS), [*words, *call, *rest]
+    speller, tokens = (
+        AnswerDetokenizer(tokenizer, (), 1, False, call_format(tokenizer, [EOS]), TOOLS),
+        [*words, *call, *rest],
+    )
     pieces = [speller(Event(0, tokens[place : place + size])) for place in range(0, len(tokens), size)]
     whole = sum([*pieces[1:], speller(Event(0, finish_reason="stop"))], pieces[0])
     assert (whole.text, whole.finish_reason, whole.words) == ("So: <b>", "tool_calls", (0, len(words)))

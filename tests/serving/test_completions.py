@@ -8,7 +8,7 @@ import torch
 from support.served import poisoned_decoder, serving, tiny_decoder
 from support.spellings import KINDS, drawn
 
-from arbordraft.decoding.spelling import Spelling
+from arbordraft.decoding.detokenizing import TokenDecoder
 from arbordraft.decoding.state import TokenLogprobs
 from arbordraft.decoding.streams import Event
 from arbordraft.serving.echoes import Echo
@@ -69,7 +69,7 @@ def test_one_invalid_prompt_refuses_the_whole_request(served, client):
     for prompt in (["a", "b" * 600], [[5], [61]]):
         with pytest.raises(openai.BadRequestError):
             complete(client, prompt)
-    assert (served.engine.waiting, served.engine.living) == (0, 0)
+    assert (served.engine.waiting, served.engine.running) == (0, 0)
 
 
 def test_one_answer_that_fails_ends_the_others():
@@ -85,7 +85,7 @@ def test_one_answer_that_fails_ends_the_others():
         assert failure.value.code == "not_finite"
         short = complete(served.client, "abc", max_tokens=2)
         assert short.usage.completion_tokens == 2
-        assert served.engine.living == 0
+        assert served.engine.running == 0
 
 
 @pytest.mark.parametrize("length", [0, 6])
@@ -150,7 +150,7 @@ def test_tokens_of_prompts_join_to_their_text(kind):
     for turn in range(30):
         tokens = drawn(tokenizer, source) or [0]
         begin = tokens[0] if turn % 3 == 0 else None
-        echo = Echo(Spelling(tokenizer), tokens, None, True, begin)
+        echo = Echo(TokenDecoder(tokenizer), tokens, None, True, begin)
         known = [TokenLogprobs(-float(i), ((token, -float(i)),)) for i, token in enumerate(tokens)][1:]
         middle = source.randint(0, len(known))
         told = [echo(Event(0, prompt_logprobs=part)) for part in (known[:middle], known[middle:])]

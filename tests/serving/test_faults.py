@@ -144,7 +144,7 @@ def test_a_client_that_disconnects_cancels_its_request(streaming):
         else:
             with pytest.raises(openai.APITimeoutError):
                 chat(served.client.with_options(timeout=0.5), **LONG)
-        assert until(lambda: served.engine.living == 0, 3)  # all 400 tokens would take more than ten seconds
+        assert until(lambda: served.engine.running == 0, 3)  # all 400 tokens would take more than ten seconds
         assert 'outcome="cancelled"} 1.0' in httpx.get(f"{served.url}/metrics").text
 
 
@@ -152,7 +152,7 @@ def test_a_waiting_client_that_disconnects_cancels_its_request(held, gate):
     with serving(held, max_samples=1) as served:
         asking = threading.Thread(target=lambda: chat(served.client, max_tokens=5))
         asking.start()
-        assert until(lambda: served.engine.living == 1)
+        assert until(lambda: served.engine.running == 1)
         with pytest.raises(openai.APITimeoutError):
             chat(served.client.with_options(timeout=0.3), max_tokens=5)
         assert served.engine.waiting == 1
@@ -170,7 +170,7 @@ def test_a_full_queue_says_when_to_retry(held, gate):
         asking = [threading.Thread(target=lambda: replies.append(chat(served.client, max_tokens=3))) for _ in range(2)]
         for count, thread in enumerate(asking, 1):
             thread.start()
-            assert until(lambda count=count: served.engine.living + served.engine.waiting == count)
+            assert until(lambda count=count: served.engine.running + served.engine.waiting == count)
         with pytest.raises(openai.RateLimitError) as refused:
             chat(served.client)
         assert refused.value.code == "queue_full"
@@ -192,7 +192,7 @@ def test_many_clients_are_answered_or_told_to_retry():
         replies = asyncio.run(crowd(served.url))
         assert {reply.status_code for reply in replies} == {200, 429}
         assert len({reply.json()["choices"][0]["text"] for reply in replies if reply.status_code == 200}) == 1
-        assert (served.engine.living, served.engine.waiting) == (0, 0)
+        assert (served.engine.running, served.engine.waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
@@ -252,7 +252,7 @@ def test_shutdown_finishes_running_answers_and_refuses_new_requests(held, gate):
         asked, replies = served.client, []
         asking = threading.Thread(target=lambda: replies.append(chat(asked, seed=1, max_tokens=20)))
         asking.start()
-        assert until(lambda: served.engine.living == 1)
+        assert until(lambda: served.engine.running == 1)
         served.stop()
         assert until(lambda: httpx.get(f"{served.url}/health").status_code == 503)
         with pytest.raises(openai.InternalServerError) as refused:
@@ -287,7 +287,7 @@ def test_answers_beyond_the_grace_period_end_with_an_error():
     ids=["default_tokens", "name", "max_body"],
 )
 def test_invalid_settings_are_refused(arguments, options, error, cause):
-    engine = Engine(tiny_decoder(), max_tokens=1000)
+    engine = Engine(tiny_decoder(), max_cache_tokens=1000)
     with pytest.raises(error, match=cause):
         build_app(Service(engine, *arguments), **options)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from arbordraft.decoding.requests import Request
-from arbordraft.serving.chats import ChatQuestion
-from arbordraft.serving.completions import CompletionQuestion
+from arbordraft.serving.chats import ChatRequest
+from arbordraft.serving.completions import CompletionRequest
 from arbordraft.serving.fields import REQUEST_HINTS
-from arbordraft.serving.responses import ResponsesQuestion
+from arbordraft.serving.responses import ResponsesRequest
 
 TEMPLATE = "the chat template has it, and completions use none"
 CALLS = "the chat template writes calls, and completions use none"
@@ -70,34 +70,34 @@ def differing(one, other, loose=False):
 
 
 def test_chats_and_completions_differ_only_for_a_reason():
-    assert differing(ChatQuestion, CompletionQuestion) == CHATS_AND_COMPLETIONS.keys(), "take the field, or say why not"
+    assert differing(ChatRequest, CompletionRequest) == CHATS_AND_COMPLETIONS.keys(), "take the field, or say why not"
 
 
 def test_chats_and_responses_differ_only_for_a_reason():
     """The chat that answers a response checks the values of shared fields."""
-    found = differing(ChatQuestion, ResponsesQuestion, loose=True)
+    found = differing(ChatRequest, ResponsesRequest, loose=True)
     assert found == CHATS_AND_RESPONSES.keys(), "take the field, or say why not"
 
 
 def test_requests_and_questions_differ_only_for_a_reason():
     """Every setting of a request can be asked for."""
-    asked = CompletionQuestion.model_fields.keys()
+    asked = CompletionRequest.model_fields.keys()
     assert {field.name for field in fields(Request)} - asked == REQUESTS_AND_QUESTIONS.keys(), "take it, or say why not"
     assert "priority" in REQUEST_HINTS
 
 
 def test_a_new_field_needs_a_reason():
-    class Longer(ChatQuestion):
+    class Longer(ChatRequest):
         fresh: int = 0
 
-    class Changed(CompletionQuestion):
+    class Changed(CompletionRequest):
         top_p: float = 0.5
 
-    assert differing(Longer, CompletionQuestion) - CHATS_AND_COMPLETIONS.keys() == {"fresh"}
-    assert differing(ChatQuestion, Changed) - CHATS_AND_COMPLETIONS.keys() == {"top_p"}
+    assert differing(Longer, CompletionRequest) - CHATS_AND_COMPLETIONS.keys() == {"fresh"}
+    assert differing(ChatRequest, Changed) - CHATS_AND_COMPLETIONS.keys() == {"top_p"}
 
 
-@pytest.mark.parametrize("kind", [ChatQuestion, CompletionQuestion, ResponsesQuestion])
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, ResponsesRequest])
 def test_the_documentation_names_every_field(kind):
     text = (Path(__file__).parents[2] / "docs/serve.md").read_text(encoding="utf-8")
     assert [name for name in kind.model_fields if f"`{name}`" not in text and f'"{name}"' not in text] == []

@@ -10,14 +10,14 @@ from support.spellings import KINDS, byte_level, byte_tokens, drawn, ids_of
 from arbordraft.decoding.state import TokenLogprobs
 from arbordraft.decoding.streams import Event
 from arbordraft.serving.answers import ChatShape, TextShape
-from arbordraft.serving.pieces import Piece, Speller
+from arbordraft.serving.deltas import AnswerDelta, AnswerDetokenizer
 
 USAGE = CompletionUsage(completion_tokens=0, prompt_tokens=0, total_tokens=0)
 
 
 def answered(tokenizer, tokens, stop=(), source=None, others=()):
     """Yields pieces of one to three tokens, or of one without ``source``; token i has log-probability -i."""
-    speller, at = Speller(tokenizer, stop, 1, steps=False), 0
+    speller, at = AnswerDetokenizer(tokenizer, stop, 1, steps=False), 0
     while at < len(tokens):
         size = source.randint(1, 3) if source else 1
         numbers = range(at, min(at + size, len(tokens)))
@@ -29,8 +29,8 @@ def answered(tokenizer, tokens, stop=(), source=None, others=()):
 
 def shown(shape, pieces):
     """Returns the choice of the whole answer and the choices of its chunks."""
-    service, question = SimpleNamespace(name="m", exactness="law"), SimpleNamespace(others=1, functions={})
-    whole = shape(service, question).whole([sum(pieces[1:], pieces[0])], USAGE)
+    service, question = SimpleNamespace(name="m", exactness="law"), SimpleNamespace(num_logprobs=1, functions={})
+    whole = shape(service, question).response([sum(pieces[1:], pieces[0])], USAGE)
     stream = shape(service, question)
     return whole.choices[0], [chunk.choices[0] for piece in pieces if piece for chunk in stream.chunks(piece)]
 
@@ -90,4 +90,4 @@ def test_a_token_waits_until_its_text_is_certain():
         *(("", 0), (".", 1)),
     ]
     assert sum(pieces[1:], pieces[0]).tokens == tuple(tokens)
-    assert not Piece(0)
+    assert not AnswerDelta(0)

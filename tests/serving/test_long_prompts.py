@@ -7,18 +7,18 @@ import pytest
 from support.served import POSITIONS, tiny_decoder
 
 from arbordraft.decoding.engine import Engine
-from arbordraft.serving.chats import ChatQuestion
-from arbordraft.serving.completions import CompletionQuestion
+from arbordraft.serving.chats import ChatRequest
+from arbordraft.serving.completions import CompletionRequest
 from arbordraft.serving.errors import ApiError
 from arbordraft.serving.service import Service
 
 
 def completion(prompt):
-    return CompletionQuestion(prompt=prompt, max_tokens=1)
+    return CompletionRequest(prompt=prompt, max_tokens=1)
 
 
 def conversation(text):
-    return ChatQuestion(messages=[{"role": "user", "content": text}], max_tokens=1)
+    return ChatRequest(messages=[{"role": "user", "content": text}], max_tokens=1)
 
 
 @pytest.mark.parametrize("long", [completion("a b" * 8000), completion([3] * 20_000), conversation("ab" * 10_000)])

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from arbordraft import Fixed
 from arbordraft.cli.main import app
+from arbordraft.serving.deltas import step_of
 from arbordraft.serving.page import page
-from arbordraft.serving.pieces import step_of
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.trees.verdict import SampleVerdict
@@ -138,7 +138,7 @@ def test_escape_stops_an_answer(tab):
         tab.keyboard.press("Escape")
         tab.wait_for_function("!running")
         tab.wait_for_timeout(300)
-        assert served.engine.living == 0
+        assert served.engine.running == 0
         assert tab.locator("#said .error").count() == 0
         assert tab.locator("#text").evaluate("field => field === document.activeElement")
 

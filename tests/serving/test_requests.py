@@ -13,13 +13,13 @@ from support.callers import caller
 from support.models import EOS
 
 from arbordraft.decoding.engine import Engine
+from arbordraft.serving.api_request import StreamOptions
 from arbordraft.serving.app import build_app
-from arbordraft.serving.chats import ChatQuestion
-from arbordraft.serving.completions import CompletionQuestion
+from arbordraft.serving.chats import ChatRequest
+from arbordraft.serving.completions import CompletionRequest
 from arbordraft.serving.errors import ApiError, invalid
 from arbordraft.serving.fields import MESSAGE_NOTHING, REQUEST_HINTS, REQUEST_NOTHING
 from arbordraft.serving.messages import Message, Part
-from arbordraft.serving.question import StreamOptions
 from arbordraft.serving.service import Service
 from arbordraft.serving.structure import Tool
 
@@ -32,7 +32,7 @@ TOOLS = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "requ
 
 @pytest.fixture(scope="module")
 def http():
-    app = build_app(Service(Engine(caller(), max_samples=4, max_tokens=12_000), "tiny", 40))
+    app = build_app(Service(Engine(caller(), max_samples=4, max_cache_tokens=12_000), "tiny", 40))
     with TestClient(app) as client:
         yield client
 
@@ -54,17 +54,17 @@ def refusal(kind, given):
 
 
 def chat(**fields):
-    return ChatQuestion.model_validate({"messages": [USER], **fields})
+    return ChatRequest.model_validate({"messages": [USER], **fields})
 
 
 # Per type: OpenAI's fields that would change the answer and are refused, and the fields that a body needs.
 REFUSED = {
-    ChatQuestion: ({"audio": {"voice": "alloy"}, "moderation": {"model": "m"}}, {"messages": [USER]}),
+    ChatRequest: ({"audio": {"voice": "alloy"}, "moderation": {"model": "m"}}, {"messages": [USER]}),
     Message: ({"audio": {"id": "a"}, "function_call": {"name": "f", "arguments": "{}"}}, {"role": "assistant"}),
 }
 OPENAI = {
-    "chat": (ChatQuestion, [chat_create_params.CompletionCreateParamsBase]),
-    "completions": (CompletionQuestion, [completion_create_params.CompletionCreateParamsBase]),
+    "chat": (ChatRequest, [chat_create_params.CompletionCreateParamsBase]),
+    "completions": (CompletionRequest, [completion_create_params.CompletionCreateParamsBase]),
     "messages": (
         Message,
         [
@@ -97,9 +97,9 @@ def test_every_field_of_openais_types_is_handled(name):
         assert (error.param, error.code) == (field, "unsupported")
 
 
-@pytest.mark.parametrize("kind", [ChatQuestion, CompletionQuestion])
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_hints_and_values_without_effect_are_ignored(kind):
-    least = {"messages": [USER]} if kind is ChatQuestion else {"prompt": "a"}
+    least = {"messages": [USER]} if kind is ChatRequest else {"prompt": "a"}
     plain = kind.model_validate(least)
     for name in REQUEST_HINTS:
         for value in ("x", 5, True, {"a": 1}, None):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from support.callers import caller
 from support.served import serving
 
-from arbordraft.serving.responses import ResponsesQuestion
+from arbordraft.serving.responses import ResponsesRequest
 
 SCHEMA = {
     "type": "object",
@@ -210,7 +210,7 @@ CONVERSATIONS = {
 def test_items_are_converted_to_messages(served, client, name):
     given, messages = CONVERSATIONS[name]
     tokenizer = served.engine.decoder.target.tokenizer
-    asked = ResponsesQuestion.model_validate({"input": given, "tools": FLAT}).chat()
+    asked = ResponsesRequest.model_validate({"input": given, "tools": FLAT}).chat()
     known = asked.model_validate({"messages": messages, "tools": TOOLS})
     calls = served.server._service._calls
     assert asked.encode(tokenizer, calls, len) == known.encode(tokenizer, calls, len)
@@ -222,13 +222,13 @@ def test_items_are_converted_to_messages(served, client, name):
 
 @pytest.mark.parametrize("begun", [[], [{"role": "system", "content": "in verse"}]], ids=["alone", "before others"])
 def test_instructions_are_the_first_message(begun):
-    asked = ResponsesQuestion(input=[*begun, {"role": "user", "content": "hi"}], instructions="be short").chat()
+    asked = ResponsesRequest(input=[*begun, {"role": "user", "content": "hi"}], instructions="be short").chat()
     assert [said.role for said in asked.messages] == ["system", "user"]
     assert asked.messages[0].text == "\n".join(["be short", *(said["content"] for said in begun)])
 
 
 def test_effort_reaches_the_chat_template():
-    assert ResponsesQuestion(input="hi", reasoning={"effort": "low"}).chat().reasoning_effort == "low"
+    assert ResponsesRequest(input="hi", reasoning={"effort": "low"}).chat().reasoning_effort == "low"
 
 
 def test_output_items_can_be_sent_back_as_input(client):

@@ -13,8 +13,8 @@ from support.models import EOS
 from arbordraft.decoding.engine import Engine
 from arbordraft.serving.app import build_app
 from arbordraft.serving.calls import call_format, embedded
+from arbordraft.serving.reasoning import ReasoningFormat, ReasoningParser, reasoning_format_of
 from arbordraft.serving.service import Service
-from arbordraft.serving.thinking import Thinking, ThoughtReader, thinking_of
 
 EVENT = TypeAdapter(ResponseStreamEvent)
 _TURN = "{{ 'assistant: ' }}"
@@ -55,23 +55,23 @@ def tokenizer_of(template, *, marked=True, special=True):
     ],
 )
 def test_the_marks_of_thoughts_are_found_in_the_template(text, opening, closing):
-    found = thinking_of(tokenizer_of(text), [EOS])
+    found = reasoning_format_of(tokenizer_of(text), [EOS])
     assert (found.opening, found.closing) == (opening, closing)
 
 
 def test_templates_without_thoughts_have_no_marks():
     for template in (*TEMPLATES.values(), None):
-        assert thinking_of(tokenizer_of(template), [EOS]) is None
+        assert reasoning_format_of(tokenizer_of(template), [EOS]) is None
 
 
 def test_the_prompt_decides_whether_thoughts_have_begun():
-    thinking = thinking_of(tokenizer_of(FREE), [EOS])
-    assert not thinking.behind("user: <think>hi<eos>assistant: ").begun
-    assert thinking.behind("assistant: <think>\n").begun
-    assert thinking.behind("assistant: <think>\n\n</think>\n\n") is None
-    assert thinking.behind("assistant: <think>\nSo", "<think>\nSo").begun
-    assert thinking.behind("assistant: So", "So") is None
-    assert thinking.behind("assistant: <think>a</think>So", "<think>a</think>So") is None
+    thinking = reasoning_format_of(tokenizer_of(FREE), [EOS])
+    assert not thinking.for_prompt("user: <think>hi<eos>assistant: ").begun
+    assert thinking.for_prompt("assistant: <think>\n").begun
+    assert thinking.for_prompt("assistant: <think>\n\n</think>\n\n") is None
+    assert thinking.for_prompt("assistant: <think>\nSo", "<think>\nSo").begun
+    assert thinking.for_prompt("assistant: So", "So") is None
+    assert thinking.for_prompt("assistant: <think>a</think>So", "<think>a</think>So") is None
 
 
 TEXTS = {
@@ -91,7 +91,7 @@ TEXTS = {
 def test_thoughts_are_read_from_pieces_of_any_size(name, size):
     text, thoughts, words = TEXTS[name]
     for begun in (False, True) if text.startswith("<think>") else (False,):
-        reader = ThoughtReader(Thinking("<think>", "</think>", {}, begun))
+        reader = ReasoningParser(ReasoningFormat("<think>", "</think>", {}, begun))
         rest = text.removeprefix("<think>") if begun else text
         told = [reader.add(rest[place : place + size]) for place in range(0, len(rest), size)] + [reader.end()]
         assert "".join(part for part, _ in told) == thoughts
@@ -100,7 +100,7 @@ def test_thoughts_are_read_from_pieces_of_any_size(name, size):
 
 def test_tokens_of_thoughts_are_counted():
     for begun, count in ((False, 5), (True, 4)):
-        reader = ThoughtReader(Thinking("<think>", "</think>", {}, begun))
+        reader = ReasoningParser(ReasoningFormat("<think>", "</think>", {}, begun))
         for text in [*([] if begun else ["<think>"]), "\n", "a", " b", "</think>", "\n\n", "c"]:
             reader.add(text)
         assert reader.tokens == count
@@ -109,10 +109,10 @@ def test_tokens_of_thoughts_are_counted():
 @pytest.mark.parametrize("marked", [True, False], ids=["marks as tokens", "marks as texts"])
 def test_grammars_begin_after_thoughts(marked):
     tokenizer = tokenizer_of(FREE, marked=marked)
-    free, answer = thinking_of(tokenizer, [EOS]), '{"a": 1, "b": true}'
+    free, answer = reasoning_format_of(tokenizer, [EOS]), '{"a": 1, "b": true}'
     assert ("</think>" in free.added) == marked
     grammar = free.grammar(f"start: %json {embedded(SCHEMA)}")
-    begun = free.behind("<think>").grammar(f"start: %json {embedded(SCHEMA)}")
+    begun = free.for_prompt("<think>").grammar(f"start: %json {embedded(SCHEMA)}")
     thoughts = ["\nSo <tool_call> {", "<tool_call>", " <b>\n", "</think>", "\n\n"]
     assert follows(tokenizer, grammar, [answer])
     assert follows(tokenizer, grammar, ["<think>", *thoughts, answer])
@@ -128,7 +128,7 @@ def test_grammars_begin_after_thoughts(marked):
 
 def test_calls_inside_thoughts_are_ignored():
     tokenizer = tokenizer_of(FREE)
-    thinking, calls = thinking_of(tokenizer, [EOS]), call_format(tokenizer, [EOS])
+    thinking, calls = reasoning_format_of(tokenizer, [EOS]), call_format(tokenizer, [EOS])
     asked = {"required": False, "parallel": True, "answer": None}
     free = calls.without(thinking.opening, thinking.closing)
     grammar = thinking.grammar(free.grammar({"look": SCHEMA}, **asked))
@@ -143,7 +143,7 @@ def test_calls_inside_thoughts_are_ignored():
 @pytest.fixture(scope="module", params=[FREE, BEGUN], ids=["free", "begun"])
 def served(request):
     decoder = speaker(tokenizer_of(request.param))
-    service = Service(Engine(decoder, max_samples=8, max_tokens=12_000), "tiny", 200)
+    service = Service(Engine(decoder, max_samples=8, max_cache_tokens=12_000), "tiny", 200)
     with TestClient(build_app(service)) as http:
         yield http, service
 

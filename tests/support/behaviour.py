@@ -455,10 +455,10 @@ def _by_builders(of: RaggedModel, draft: Drafter, head: Drafter) -> dict[str, Ca
         "spechub": lambda: builders.spechub(of, draft, 3),
         "sequoia": lambda: builders.sequoia(of, draft, acceptance, 10),
         "eagle": lambda: builders.eagle(of, head, nodes=10, costs=FREE),
-        "fitted": lambda: builders.fitted(of, draft, 10, costs=DEAR),
-        "fitted,lookup": lambda: builders.fitted(of, draft, 10, lookup=True, costs=FREE),
-        "expanding": lambda: builders.expanding(of, head, 10),
-        "expanding,lookup": lambda: builders.expanding(of, draft, 10, lookup=True),
+        "fitted": lambda: builders.cost_aware(of, draft, 10, costs=DEAR),
+        "fitted,lookup": lambda: builders.cost_aware(of, draft, 10, lookup=True, costs=FREE),
+        "expanding": lambda: builders.eagle2(of, head, 10),
+        "expanding,lookup": lambda: builders.eagle2(of, draft, 10, lookup=True),
         "default,ngram": lambda: SpeculativeDecoder(of, NGramDrafter()),
         "default,model": lambda: SpeculativeDecoder(of, draft),
         "default,eagle": lambda: SpeculativeDecoder(of, head),
@@ -551,7 +551,7 @@ def _served(
     stats: list[DecodeStats] = []
     decoder.on_step = lambda state, tree, verdict: stats.append(state.stats)
     places = 4 if mode == "engine8" else 3 if mode == "engine-reuse" else 8
-    engine = Engine(decoder, max_tokens=2048, max_samples=places, max_rows=16, reuse=mode == "engine-reuse")
+    engine = Engine(decoder, max_cache_tokens=2048, max_samples=places, max_rows=16, reuse=mode == "engine-reuse")
     streams, at_a_time = [], 3 if mode == "engine8" else 1
     for number, (prompt, options) in enumerate(zip(prompts, requests, strict=True)):
         if bad := options.pop("bad_words", None):

@@ -37,13 +37,13 @@ def chat_tokenizer(template: str = CHATML, *, spaced: bool = False) -> PreTraine
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     known = ["?", START, END, "\n", " ", ".", "-", ":", *ascii_lowercase, *digits, *ascii_uppercase][:VOCAB]
-    spelling = Tokenizer(models.WordLevel({text: token for token, text in enumerate(known)}, unk_token="?"))
-    spelling.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    spelling.decoder = decoders.Fuse()
+    tokens = Tokenizer(models.WordLevel({text: token for token, text in enumerate(known)}, unk_token="?"))
+    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokens.decoder = decoders.Fuse()
     if spaced:
-        spelling.normalizer = normalizers.Prepend(" ")
-    spelling.add_special_tokens([START, END])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=spelling, eos_token=END, chat_template=template)
+        tokens.normalizer = normalizers.Prepend(" ")
+    tokens.add_special_tokens([START, END])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=END, chat_template=template)
     assert tokenizer.eos_token_id == EOS
     assert tokenizer.pad_token is None
     return tokenizer

@@ -51,7 +51,7 @@ DECODERS = {
     "forced alone": lambda: ad.SpeculativeDecoder(speller(), GrammarDrafter()),
     "forced, else model": lambda: ad.SpeculativeDecoder(speller(), HybridDrafter(GrammarDrafter(), draft()), TREE),
     "lookup, else model": lambda: ad.SpeculativeDecoder(speller(), HybridDrafter(ad.NGramDrafter(), draft()), TREE),
-    "fitted, with lookups": lambda: builders.fitted(speller(), draft(), lookup=True, costs=PAYS),
+    "fitted, with lookups": lambda: builders.cost_aware(speller(), draft(), lookup=True, costs=PAYS),
     "lookup, by costs": lambda: builders.lookup(speller(), PAYS),
 }
 

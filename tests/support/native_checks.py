@@ -109,10 +109,10 @@ def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=
         kept = groups_in(weight, weights)
         codes, steps = quantize_rows(x)
         rows_kept = (codes * steps.double()[..., None]).flatten(1)[:, :inputs]
-        dense, loud = kept.dense().double(), kept.dense().double().abs()
+        dense, magnitude = kept.dense().double(), kept.dense().double().abs()
         if (minimum := kept.wide()[1]) is not None:
-            loud = loud + 2 * minimum.double().abs().repeat_interleave(32, dim=1)[:, :inputs]
-        exact, size = rows_kept @ dense.T, rows_kept.abs() @ loud.T
+            magnitude = magnitude + 2 * minimum.double().abs().repeat_interleave(32, dim=1)[:, :inputs]
+        exact, size = rows_kept @ dense.T, rows_kept.abs() @ magnitude.T
     else:
         eight = quantize(weight) if weights else None
         dense = weight.double() if eight is None else eight[0].double() * eight[1].double()[:, None]
@@ -144,11 +144,11 @@ def check_linear(*args, **kwargs):
 
 def attention_error(case, exact, dtype, **options):
     """Returns the kernel's error bound: scores and sums are float32, weights and results have the values' type."""
-    loud = ragged_tree_attention_reference(
+    magnitude = ragged_tree_attention_reference(
         case.query.double(), case.keys.double(), case.values.double().abs(), case.batch, scale=0.3, **options
     )
     scores = case.query.double().abs().amax() * case.keys.double().abs().nan_to_num().amax() * case.query.shape[2]
-    return 2 * HALF_STEP[dtype] * (loud + exact.abs()) + 2.0**-22 * (scores + 16) * loud
+    return 2 * HALF_STEP[dtype] * (magnitude + exact.abs()) + 2.0**-22 * (scores + 16) * magnitude
 
 
 def check_attention(case, **options):
@@ -459,8 +459,8 @@ def check_stack_rows(stack, seed=0, lengths=(270, 1, 37)):
         sizes = [min(size, chance.choice([0, 1, 1, 2, 5, 40])) for size in left]
         left = [size - taken for size, taken in zip(left, sizes, strict=True)]
         chunks += [sizes] if any(sizes) else []
-    for whole, pieces in zip(together, stack.text(texts, chunks), strict=True):
-        assert torch.equal(whole, pieces)
+    for whole, chunked in zip(together, stack.text(texts, chunks), strict=True):
+        assert torch.equal(whole, chunked)
     single = [[1]] * min(lengths[2], 24)
     assert torch.equal(stack.text([texts[2][: len(single)]], single)[0], together[2][: len(single)])
     trees = [TreeTopology.k_ary(2, 3), TreeTopology.k_ary(3, 3), TreeTopology.chain(5)]
@@ -503,8 +503,10 @@ def check_norm(dtype):
             x = ((torch.randn(2, 7, size, generator=generator) + 3) * factor).to(dtype)
             exact = apply_norm_reference(x.double(), norm, 1e-5)
             found = apply_norm(x, norm, 1e-5)
-            loud = weight.abs() * 10 + offset.abs() if centred else 0  # terms that cancel when the mean is subtracted
-            error = HALF_STEP[dtype] * exact.abs() + 2.0**-21 * (exact.abs() + loud)
+            magnitude = (
+                weight.abs() * 10 + offset.abs() if centred else 0
+            )  # terms that cancel when the mean is subtracted
+            error = HALF_STEP[dtype] * exact.abs() + 2.0**-21 * (exact.abs() + magnitude)
             assert ((found.double() - exact).abs() <= error).all()
             assert all(torch.equal(apply_norm(x[:, [row]], norm, 1e-5), found[:, [row]]) for row in range(7))
 

@@ -1,4 +1,4 @@
-"""Finds sentences that break the rules of ``CONTRIBUTING.md`` on plain English.
+"""Finds sentences and identifiers that break the rules of ``CONTRIBUTING.md`` on plain English.
 
 Run as a program, it lists them: ``python tests/support/prose.py toolkit docs/serve.md``.
 """
@@ -20,6 +20,67 @@ BANNED = re.compile(
     re.IGNORECASE,
 )
 BANNED_IN_PAGES = re.compile(BANNED.pattern.replace("what|", "", 1), re.IGNORECASE)  # headings ask questions
+# Words that no identifier contains, and the field's words for them.
+BANNED_IN_IDENTIFIERS = {
+    "blamed": "attributed",
+    "bodiless": "without_body",
+    "clue": "evidence",
+    "coldest": "lowest",
+    "complain": "print_error",
+    "desk": "executor",
+    "expanding": "dynamic",
+    "farthest": "largest",
+    "harmless": "ignored",
+    "heeding": "reading",
+    "heeds": "reads",
+    "honoured": "supported",
+    "hottest": "highest",
+    "keeper": "callback",
+    "letter": "char",
+    "letters": "chars",
+    "loud": "scale",
+    "louder": "scaled",
+    "meant": "expected",
+    "misfit": "unsupported",
+    "nameable": "serializable",
+    "news": "delta",
+    "nudge": "perturb",
+    "nudged": "perturbed",
+    "nudges": "perturbations",
+    "overtaken": "conflict",
+    "peculiar": "unsupported",
+    "piece": "delta, chunk or part",
+    "pieces": "deltas, chunks or parts",
+    "regrets": "drops",
+    "saw": "observe",
+    "seat": "slot",
+    "seated": "placed",
+    "seats": "slots",
+    "shade": "alpha",
+    "sober": "filtered",
+    "speakable": "encodable",
+    "spell": "decode",
+    "speller": "detokenizer",
+    "spelling": "detokenizer",
+    "spells": "decodes",
+    "spelt": "decoded",
+    "spoken": "shown",
+    "tell": "log or on_progress",
+    "teller": "callback",
+    "telling": "logging",
+    "tells": "logs",
+    "thoughts": "reasoning",
+    "turned": "rotated",
+    "turning": "rotary",
+    "unfit": "unsupported",
+    "unheld": "unenforced",
+    "unseated": "unplaced",
+    "untold": "missing",
+    "unwanted": "aborted",
+    "wants": "uses",
+    "witness": "probe",
+}
+_WORD_OF_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _CODE = re.compile(r"``.*?``|`[^`]*`|:\w+:`[^`]*`", re.DOTALL)
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Examples|Attributes|Shapes|Source|Sources|Note):?\s*$")
 _NO_PROSE = (">>>", "...", "|", "- ", "===", "$ ", "python ", "Shapes:")
@@ -54,6 +115,28 @@ def findings(path: Path) -> Iterator[Finding]:
             fenced ^= line.lstrip().startswith("```")
             if not fenced:
                 yield from _words(path, number, line, BANNED_IN_PAGES)
+
+
+def odd_identifiers(path: Path) -> Iterator[Finding]:
+    """Finds the names that a Python file defines with a banned word, split at underscores and capitals."""
+    for line, name in sorted(_defined(ast.parse(path.read_text(encoding="utf-8")))):
+        for word in _WORD_OF_NAME.findall(name):
+            if better := BANNED_IN_IDENTIFIERS.get(word.lower()):
+                yield Finding(path, line, f"'{word.lower()}' in a name", f"{name}: rather {better}")
+
+
+def _defined(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields line and name of functions, classes, arguments, and of the attributes and variables that are assigned."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.lineno, node.name
+            case ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
+                yield node.lineno, name
 
 
 def _words(path: Path, line: int, text: str, banned: re.Pattern[str]) -> Iterator[Finding]:
@@ -138,5 +221,7 @@ def files(root: Path) -> Iterator[Path]:
 
 if __name__ == "__main__":
     found = [finding for root in sys.argv[1:] for path in files(Path(root)) for finding in findings(path)]
+    modules = [path for root in sys.argv[1:] for path in files(Path(root)) if path.suffix == ".py"]
+    found += [finding for path in modules if "tests" not in path.parts for finding in odd_identifiers(path)]
     print(*found, sep="\n")
     sys.exit(bool(found))

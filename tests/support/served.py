@@ -9,9 +9,9 @@ import openai
 import torch
 
 from arbordraft import LanguageModelDrafter, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft.decoding.detokenizing import IncrementalDetokenizer
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
-from arbordraft.decoding.spelling import Pieces
 from arbordraft.decoding.streams import Answer
 from arbordraft.drafters import HybridDrafter
 from arbordraft.serving.app import build_app
@@ -45,10 +45,10 @@ def answered_alone(
 ) -> tuple[list[Answer], list[str]]:
     """Returns the answers of an engine without a server and without other requests, and their texts."""
     request = Request(prompt=prompt, stop=stop, **{"temperature": 1.0, **settings})
-    answers, texts = Engine(decoder, max_tokens=12_000).submit(request).result(), []
+    answers, texts = Engine(decoder, max_cache_tokens=12_000).submit(request).result(), []
     for answer in answers:
-        pieces = Pieces(decoder.target.tokenizer, [stop] if isinstance(stop, str) else stop)
-        texts.append(pieces.add(answer.tokens) + pieces.end())
+        detokenizer = IncrementalDetokenizer(decoder.target.tokenizer, [stop] if isinstance(stop, str) else stop)
+        texts.append(detokenizer.add(answer.tokens) + detokenizer.end())
     return answers, texts
 
 
@@ -94,7 +94,7 @@ def serving(
     **options: object,
 ) -> Iterator[Served]:
     """Runs a server in a thread, at a free port, until the block ends."""
-    engine = Engine(decoder, max_samples=max_samples, max_tokens=max_tokens, max_rows=64, max_waiting=max_waiting)
+    engine = Engine(decoder, max_samples=max_samples, max_cache_tokens=max_tokens, max_rows=64, max_waiting=max_waiting)
     listener, ready = bound("127.0.0.1", 0), threading.Event()
     app = build_app(Service(engine, "tiny", default_tokens), **options)
     server = Server(app, grace=grace, ready=ready.set)

@@ -64,8 +64,8 @@ def drawn(topology, law, vocabulary, generator, sharp, lost=()):
 
 def grown(topology, law, vocabulary, generator, sharp, lost):
     """Returns a batch of such trees; ``lost`` lists the lost nodes per sample, or ``None`` if it takes no part."""
-    told = [(None, None) if own is None else drawn(topology, law, vocabulary, generator, sharp, own) for own in lost]
-    return DraftTree.of(topology, law, *map(list, zip(*told, strict=True)))
+    trees = [(None, None) if own is None else drawn(topology, law, vocabulary, generator, sharp, own) for own in lost]
+    return DraftTree.of(topology, law, *map(list, zip(*trees, strict=True)))
 
 
 def ends_of(verdict):

@@ -10,7 +10,7 @@ from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.tuned import Choice, Setting, Tuned
 from arbordraft.deciders import LearnedDecider
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.training.recording import WholeCheckpoints
+from arbordraft.training.recording import AtomicCheckpoints
 from arbordraft.training.shards import ANSWER, Conversation, ShardFolder, pack, write_shard
 from arbordraft.trees.drawing import draw_png
 from arbordraft.utils.files import new_folder, write_text
@@ -52,7 +52,7 @@ FILES = {
     "plot": lambda path: plot([ROW], path),
     "tree": lambda path: draw_png(TreeTopology.chain(2), path),
     "shard": shard,
-    "checkpoint": lambda path: WholeCheckpoints().save_checkpoint(CHECKPOINT, path),
+    "checkpoint": lambda path: AtomicCheckpoints().save_checkpoint(CHECKPOINT, path),
     "text": lambda path: write_text(path, "x" * 500),
 }
 FOLDERS = {

@@ -51,7 +51,7 @@ def test_changes_are_noticed(dtype, change):
     assert watch.current()
     change(module)
     assert not watch.current()
-    assert watch.untouched() == (change is write_unseen)
+    assert watch.unchanged() == (change is write_unseen)
     assert WeightWatch(module.modules()).current()
 
 

@@ -26,10 +26,10 @@ def test_joined_pieces_give_the_tokens_of_the_template(template, spaced):
     ]
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     first = chat.ids(chat.before_user() + "who are you")
-    rest = chat.ids_behind(f"{chat.to_assistant}nobody{chat.to_user}and i{chat.to_assistant}")
+    rest = chat.ids_after(f"{chat.to_assistant}nobody{chat.to_user}and i{chat.to_assistant}")
     assert first + rest == whole
     if spaced and template == BRACKETS:  # otherwise the test could not fail
-        assert chat.ids(chat.to_assistant) != chat.ids_behind(chat.to_assistant)
+        assert chat.ids(chat.to_assistant) != chat.ids_after(chat.to_assistant)
 
 
 def test_a_given_system_message_replaces_the_templates_own():
@@ -84,8 +84,8 @@ def test_text_that_continues_a_word_is_tokenised_by_itself():
 
     merging = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging, chat_template=CHATML)
-    assert ChatFormat(tokenizer).ids_behind("b") == [1]
-    assert ChatFormat(tokenizer).ids_behind("") == []
+    assert ChatFormat(tokenizer).ids_after("b") == [1]
+    assert ChatFormat(tokenizer).ids_after("") == []
 
 
 def test_openings_depend_on_their_source_alone_and_have_two_limits():

@@ -32,7 +32,7 @@ def asking(*texts: str, system: str | None = None) -> list[dict[str, str]]:
 def answering(tokenizer, *texts: str) -> Scripted:
     """Builds a completer that answers with these texts, one after the other."""
     chat, left = ChatFormat(tokenizer), list(texts)
-    return Scripted(lambda *_: chat.ids_behind(left.pop(0)))
+    return Scripted(lambda *_: chat.ids_after(left.pop(0)))
 
 
 def conversations(folder: ShardFolder) -> list[tuple[list[int], list[int], float]]:

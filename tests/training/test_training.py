@@ -155,7 +155,7 @@ def test_the_command_line_resumes_and_validates(world, tmp_path):
 def test_types_that_are_not_given_are_those_that_the_processor_is_fast_at(tmp_path, monkeypatch, caplog, name, fast):
     """The recorded configuration names them."""
     monkeypatch.setattr(native, "fast_bfloat16", lambda: fast)
-    precision._tell.cache_clear()
+    precision._warn.cache_clear()
     usual = ["fit", "--config", name, "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
     usual += ["--results.output", str(tmp_path)]
     with caplog.at_level(logging.WARNING, "arbordraft"):

@@ -10,7 +10,7 @@ import arbordraft as ad
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.verify import lowest_kept, row_max
 from arbordraft.sampling.noise import Noise
-from arbordraft.testing import distance_to_target, one_tree, random_table, target_rows, told
+from arbordraft.testing import distance_to_target, one_tree, random_table, target_rows, tree_arguments
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.verifiers import OptimalTransport, optimal_acceptance
 from arbordraft.verifiers.packed import verify_packed
@@ -182,7 +182,7 @@ def test_packed_and_walked_verdicts_on_repeated_siblings(lift):
     )
     ((_, tree),) = repeating_trees(topology, ad.Fixed(4), table)
     rows = torch.stack(list(target_rows(tree, table).values())).repeat(50, 1)
-    batch = DraftTree.of(topology, ad.Fixed(4), [told(tree)[0]] * 50)
+    batch = DraftTree.of(topology, ad.Fixed(4), [tree_arguments(tree)[0]] * 50)
     noise = Noise.draw([Noise.source(7)] * 50, topology.num_nodes)
     found = verify_packed(batch, rows.log(), noise, lifted=verifier.lifted)
     verdict = verifier(batch, rows, noise)

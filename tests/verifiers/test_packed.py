@@ -59,7 +59,7 @@ def test_trees_without_drafts(lifted):
 @pytest.mark.parametrize("asked", [[0], [3, 2], [0, 2, 3]], ids=str)
 def test_verdicts_about_some_samples(lifted, asked, monkeypatch):
     """Only the trees of the requested samples are verified, all at once."""
-    monkeypatch.setattr("arbordraft.verifiers.trees.choice.wants_triton", lambda *_: True)
+    monkeypatch.setattr("arbordraft.verifiers.trees.choice.uses_triton", lambda *_: True)
     law, topology, generator = WithoutReplacement(3), TreeTopology.k_ary(3, 2), torch.Generator().manual_seed(3)
     tree = grown(topology, law, 7, generator, 1.0, LOST)
     scores = torch.randn(tree.rows, 7, generator=generator)

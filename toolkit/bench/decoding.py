@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.bench.measure import precision
-from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.target.model import RaggedModel
@@ -112,7 +112,7 @@ def take_turns(
     decoders: Mapping[Name, SpeculativeDecoder | Decode],
     batches: Sequence[dict[str, Any]],
     workload: Workload,
-    tell: Tell = quiet,
+    on_progress: ProgressCallback = quiet,
 ) -> Iterator[tuple[Name, float, DecodeStats]]:
     """Decodes every batch with every decoder in turn, for ``workload.repeats`` rounds.
 
@@ -120,7 +120,7 @@ def take_turns(
         decoders: by name.
         batches: arguments of ``generate``, as from :meth:`Workload.batches`.
         workload: passed on to every :data:`Decode`; this function reads only ``repeats``.
-        tell: receives the name of the decoder whose turn it is.
+        on_progress: receives the name of the decoder whose turn it is.
 
     Yields:
         A decoder's name, its seconds for one batch, and the counts of that batch.
@@ -130,7 +130,7 @@ def take_turns(
     for _ in range(workload.repeats):
         for inputs in batches:
             for name, decode in decodes.items():
-                tell(str(name), done, total)
+                on_progress(str(name), done, total)
                 start = time.perf_counter()
                 stats = decode(inputs, workload)
                 yield name, time.perf_counter() - start, stats
@@ -151,17 +151,17 @@ def in_turns(
     target: RaggedModel,
     decoders: Mapping[str, SpeculativeDecoder | Decode],
     workload: Workload,
-    tell: Tell = quiet,
+    on_progress: ProgressCallback = quiet,
 ) -> Iterator[DecodeRow]:
     """Decodes all prompts with every decoder in turns; yields a row for each, with speed-ups over the first."""
     batches = workload.batches(target)
     warm_up(decoders, batches[0], workload)
 
-    def told(name: str, done: int, of: int) -> None:
-        tell(f"batch {workload.batch}, temperature {workload.temperature:g}, {name}", done, of)
+    def show_case(name: str, done: int, of: int) -> None:
+        on_progress(f"batch {workload.batch}, temperature {workload.temperature:g}, {name}", done, of)
 
     found: dict[str, list[tuple[float, DecodeStats]]] = {name: [] for name in decoders}
-    for name, seconds, stats in take_turns(decoders, batches, workload, told):
+    for name, seconds, stats in take_turns(decoders, batches, workload, show_case):
         found[name].append((seconds, stats))
     reference: list[float] = []
     for name, timed in found.items():

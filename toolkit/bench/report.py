@@ -36,7 +36,7 @@ class Report:
     def __init__(self, json: Path | None = None, png: Path | None = None, **settings: Any) -> None:
         self.json, self.png = json, png
         self._plot = None if png is None else laboratory("plots", "arbordraft bench --png").plot
-        self.settings = {name: _nameable(value) for name, value in settings.items()}
+        self.settings = {name: _serializable(value) for name, value in settings.items()}
         self.rows: list[Any] = []
         self.console = terminal()
         self._workloads: list[dict[str, Any]] = []
@@ -62,7 +62,7 @@ class Report:
     def load(self, model: str, dtype: Dtype | None, device: str | None = "cpu") -> RaggedModel:
         """Loads the model and writes its name and type beside the rows; for arguments see :func:`~arbordraft.load`."""
         target, _ = load_target(model, dtype, device=device)
-        self.settings |= {"model": _nameable(model), "dtype": precision(target.model)}
+        self.settings |= {"model": _serializable(model), "dtype": precision(target.model)}
         return target
 
     def take(self, rows: Iterable[Any], workload: Workload | None = None) -> list[Any]:
@@ -82,16 +82,16 @@ class Report:
         self, target: RaggedModel, decoders: Mapping[str, SpeculativeDecoder | Decode], workload: Workload
     ) -> list[Any]:
         """Decodes with every decoder in turns and collects the rows."""
-        return self.take(in_turns(target, decoders, workload, self.tell), workload)
+        return self.take(in_turns(target, decoders, workload, self.on_progress), workload)
 
-    def tell(self, what: str, done: int, of: int) -> None:
+    def on_progress(self, what: str, done: int, of: int) -> None:
         """Moves the progress bar to ``done`` of ``of`` rounds of the current case."""
         description = f"{len(self.rows)} measured, now {what}"
         self._progress.update(self._task, description=description, completed=done, total=of)
 
 
-def _nameable(value: Any) -> Any:
+def _serializable(value: Any) -> Any:
     """Returns an option for a file of results, with paths on this machine cut to their last name."""
     if isinstance(value, list):
-        return [_nameable(each) for each in value]
+        return [_serializable(each) for each in value]
     return Path(value).name if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()) else value

@@ -22,8 +22,8 @@ def drafter_gain(
     }
     for name, drafter in drafters.items():
         decoders[f"{name}, chain of 4"] = builders.ems_sd(target, drafter, 4)
-        decoders[f"{name}, tree of 16"] = builders.fitted(target, drafter)
-        decoders[f"lookup, else {name}, tree of 16"] = builders.fitted(target, drafter, lookup=True)
+        decoders[f"{name}, tree of 16"] = builders.cost_aware(target, drafter)
+        decoders[f"lookup, else {name}, tree of 16"] = builders.cost_aware(target, drafter, lookup=True)
     return decoders
 
 
@@ -31,8 +31,8 @@ def policy(target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workl
     """Builds plain decoding and decoders that draft only as far as it pays; none should be slower than plain."""
     decoders = {"plain": builders.plain(target), "lookup": builders.lookup(target)}
     for name, drafter in drafters.items():
-        decoders[name] = builders.fitted(target, drafter)
-        decoders[f"lookup, else {name}"] = builders.fitted(target, drafter, lookup=True)
+        decoders[name] = builders.cost_aware(target, drafter)
+        decoders[f"lookup, else {name}"] = builders.cost_aware(target, drafter, lookup=True)
     return decoders
 
 

@@ -45,7 +45,7 @@ def rows_table(rows: Sequence[Any]) -> Table:
     varied, same = _varied(rows)
     table = Table(title=getattr(rows[0], "table", None), caption=same, caption_justify="left")
     for name, values in varied.items():
-        table.add_column(_spoken(name), justify="left" if isinstance(values[0], str) else "right", no_wrap=True)
+        table.add_column(_title(name), justify="left" if isinstance(values[0], str) else "right", no_wrap=True)
     for row in zip(*varied.values(), strict=True):
         table.add_row(*map(_short, row))
     return table
@@ -68,7 +68,7 @@ def _records(rows: Sequence[Any]) -> Iterator[Text]:
         yield (
             Text("\n")
             .join(
-                Text.assemble((f"{_spoken(name)}  ", "bold"), _short(value))
+                Text.assemble((f"{_title(name)}  ", "bold"), _short(value))
                 for name, value in zip(varied, row, strict=True)
             )
             .append("\n")
@@ -88,7 +88,7 @@ def _shown(row: Any) -> list[str]:
     return [field.name for field in fields(row) if field.metadata != HIDDEN]
 
 
-def _spoken(name: str) -> str:
+def _title(name: str) -> str:
     return name.replace("_", " ")
 
 

@@ -44,7 +44,7 @@ class Setting:
             case "lookup":
                 return builders.lookup(target, costs, expected_batch=batch)
             case "tree" | "lookup or tree":
-                return builders.fitted(target, drafter, self.size, lookup=self.kind != "tree", costs=costs)
+                return builders.cost_aware(target, drafter, self.size, lookup=self.kind != "tree", costs=costs)
         raise ValueError(f"there is no way of speculating called {self.kind!r}")
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from arbordraft.target.model import RaggedModel
 
 # Receives the current case, the number of its finished rounds, and the number of all its rounds.
-Tell = Callable[[str, int, int], object]
+ProgressCallback = Callable[[str, int, int], object]
 
 
 def quiet(what: str, done: int, of: int) -> None:

@@ -64,8 +64,8 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
             names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path / INDEX} is damaged ({error}): copy the checkpoint again") from error
-        if strange := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-            raise ValueError(f"{path / INDEX} names {', '.join(strange)}, which is no safetensors file beside it")
+        if invalid := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+            raise ValueError(f"{path / INDEX} names {', '.join(invalid)}, which is no safetensors file beside it")
         if missing := [name for name in names if not (path / name).is_file()]:
             raise ValueError(f"{path} lacks {few(missing)}, which its {INDEX} names: copy the checkpoint again")
         return [path / name for name in names]
@@ -85,7 +85,7 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        with _damage_of(file):
+        with _explained(file):
             tensors |= load_file(file)
     check_finite(tensors, folder)
     return tensors
@@ -178,10 +178,10 @@ def load_tokenizer(source: str | os.PathLike[str], **options: Any) -> "PreTraine
 
 def check_finite(tensors: Mapping[str, Tensor], source: str | os.PathLike[str]) -> None:
     """Raises ValueError if a tensor holds NaN or an infinity."""
-    if broken := [name for name, tensor in tensors.items() if not _finite(tensor)]:
-        dtype = tensors[broken[0]].dtype
+    if bad := [name for name, tensor in tensors.items() if not _finite(tensor)]:
+        dtype = tensors[bad[0]].dtype
         raise ValueError(
-            f"{source} holds NaN or infinite weights ({few(broken)}): its training failed, they changed, or they are "
+            f"{source} holds NaN or infinite weights ({few(bad)}): its training failed, they changed, or they are "
             f"too large for {str(dtype).removeprefix('torch.')}"
         )
 
@@ -202,7 +202,7 @@ def _stored_dtypes(folder: Path) -> dict[str, str]:
     """Returns the dtype of every stored tensor, as safetensors calls it."""
     dtypes: dict[str, str] = {}
     for path in weight_files(folder):
-        with _damage_of(path), safe_open(path, "pt") as file:
+        with _explained(path), safe_open(path, "pt") as file:
             dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  # no mapping
     return dtypes
 
@@ -228,7 +228,7 @@ def _one_line(error: Exception) -> str:
 
 
 @contextmanager
-def _damage_of(file: Path) -> Iterator[None]:
+def _explained(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -240,14 +240,14 @@ def _without_reports() -> Iterator[None]:
     """Keeps transformers from printing tables of mismatched weights: our error names them."""
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "utils.loading_report")]
 
-    def sober(record: logging.LogRecord) -> bool:
+    def keep_record(record: logging.LogRecord) -> bool:
         text = record.getMessage()
         return "LOAD REPORT" not in text and "checkpoint seem corrupted" not in text
 
     for logger in loggers:
-        logger.addFilter(sober)
+        logger.addFilter(keep_record)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(sober)
+            logger.removeFilter(keep_record)

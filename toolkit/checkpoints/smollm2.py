@@ -53,7 +53,7 @@ class SourceUnavailableError(PretrainedError):
     """One source could not deliver the model; another may."""
 
 
-class _OvertakenError(Exception):
+class _AlreadyBuiltError(Exception):
     """Another process has built the same folder first; its copy is used."""
 
 
@@ -109,12 +109,12 @@ def fetch_smollm2(
 
 def _build(folder: Path, deliver: Callable[[Path, bool], str], progress: bool) -> None:
     """Fills `folder`, replacing remains of an interrupted removal; no reader ever sees a half-written model."""
-    with contextlib.suppress(_OvertakenError), new_folder(folder, force=True) as staging:
+    with contextlib.suppress(_AlreadyBuiltError), new_folder(folder, force=True) as staging:
         origin = deliver(staging, progress)
         digests = {path.name: _sha256(path) for path in sorted(staging.iterdir())}
         (staging / MANIFEST).write_text(json.dumps({"origin": origin, "sha256": digests}, indent=2) + "\n")
         if (folder / MANIFEST).is_file():
-            raise _OvertakenError
+            raise _AlreadyBuiltError
 
 
 def _verify(folder: Path) -> None:

@@ -17,13 +17,13 @@ _BLOCK = 64  # tokens of a text that are translated together
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 # Byte-level tokenizers write each byte as one letter: visible ones as themselves, the others as those from U+0100 on.
-LETTERS = {chr(byte): byte for byte in _VISIBLE} | {
+BYTE_CHARS = {chr(byte): byte for byte in _VISIBLE} | {
     chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(0x100)} - {*_VISIBLE}))
 }
 _ANCHOR = "a"  # prefix for encoding a continuation, since tokenizers may encode the start of a text differently
 
 
-def spelt_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[bytes, int]:
+def tokens_by_bytes(tokenizer: "PreTrainedTokenizerBase") -> dict[bytes, int]:
     """Maps spellings to tokens of a tokenizer, except special ones; the lowest token wins if several spell alike."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
@@ -34,9 +34,9 @@ def spelt_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[bytes, int]:
         if token in special or not name:
             continue
         if byte_level:
-            if not all(letter in LETTERS for letter in name):
+            if not all(char in BYTE_CHARS for char in name):
                 continue  # an added token, which is not spelt in bytes
-            data = bytes(LETTERS[letter] for letter in name)
+            data = bytes(BYTE_CHARS[char] for char in name)
         elif (byte := BYTE_TOKEN.fullmatch(name)) is not None:
             data = bytes([int(byte[1], 16)])
         else:
@@ -55,7 +55,7 @@ def shared_tokens(
         theirs: second tokenizer.
         sizes: number of ids in the model of each.
     """
-    mine, other = spelt_tokens(ours), spelt_tokens(theirs)
+    mine, other = tokens_by_bytes(ours), tokens_by_bytes(theirs)
     pairs = {token: other[data] for data, token in mine.items() if data in other}
     if ours.eos_token_id is not None and theirs.eos_token_id is not None:
         pairs[ours.eos_token_id] = theirs.eos_token_id
@@ -112,4 +112,4 @@ def encoded(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     return both[len(before) :] if both[: len(before)] == before else ids(text)
 
 
-__all__ = ["Translation", "decoded", "encoded", "shared_tokens", "spelt_tokens"]
+__all__ = ["Translation", "decoded", "encoded", "shared_tokens", "tokens_by_bytes"]

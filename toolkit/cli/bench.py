@@ -142,7 +142,7 @@ def equality(
             drafters = drafters_of(drafter, target)
             for temperature in dict.fromkeys(workload.temperature for workload in sizes):
                 alike = [workload for workload in sizes if workload.temperature == temperature]
-                report.take(equal_tokens(target, drafters, alike, report.tell), alike[0])
+                report.take(equal_tokens(target, drafters, alike, report.on_progress), alike[0])
     if any(row.reached is False for row in report.rows):
         raise typer.Exit(1)
 

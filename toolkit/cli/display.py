@@ -17,13 +17,13 @@ from arbordraft.utils.terminal import bars
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from arbordraft.decoding.detokenizing import IncrementalDetokenizer
     from arbordraft.decoding.metrics import DecodeStats
-    from arbordraft.decoding.spelling import Pieces
     from arbordraft.trees.draft_tree import SampleTree
     from arbordraft.trees.topology import TreeTopology
     from arbordraft.trees.verdict import SampleVerdict
 
-_NOTICED = 0.1  # seconds that drafting must have lost to be reported
+_MIN_SECONDS = 0.1  # seconds that drafting must have lost to be reported
 
 
 @contextmanager
@@ -39,36 +39,36 @@ class AnswerStreamer:
     """Collects one answer as it grows; later tokens only append to ``text``.
 
     Args:
-        pieces: spells tokens as text.
-        show: called with every new piece of text.
-        begun: called before the first piece.
+        detokenizer: turns tokens into text.
+        show: called with every new part of the text.
+        begun: called before the first part.
     """
 
     def __init__(
         self,
-        pieces: "Pieces",
-        show: Callable[[str], object] = lambda piece: None,
+        detokenizer: "IncrementalDetokenizer",
+        show: Callable[[str], object] = lambda text: None,
         begun: Callable[[], object] = lambda: None,
     ) -> None:
         self.text, self.show, self.begun = "", show, begun
-        self._pieces, self._prompted = pieces, False
+        self._detokenizer, self._prompted = detokenizer, False
 
     def put(self, tokens: "Tensor") -> None:
         """Adds committed tokens; ignores the first call, which brings the prompt."""
         if self._prompted:
-            self._add(self._pieces.add(tokens.flatten().tolist()))
+            self._add(self._detokenizer.add(tokens.flatten().tolist()))
         self._prompted = True
 
     def end(self) -> None:
         """Adds the rest of the text, which was held back for further tokens."""
-        self._add(self._pieces.end())
+        self._add(self._detokenizer.end())
 
-    def _add(self, piece: str) -> None:
-        if piece:
+    def _add(self, text: str) -> None:
+        if text:
             if not self.text:
                 self.begun()
-            self.text += piece
-            self.show(piece)
+            self.text += text
+            self.show(text)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def show_answers(
     else:
         title, *others = [f"> {' '.join(prompt.split())}\n" if len(prompts) > 1 else "" for prompt in prompts]
         print(title, end="", file=console.file)
-        streamers[0].show = lambda piece: print(piece, end="", file=console.file, flush=True)
+        streamers[0].show = lambda text: print(text, end="", file=console.file, flush=True)
         yield
         print(file=console.file)
         for title, streamer in zip(others, streamers[1:], strict=True):
@@ -126,8 +126,8 @@ def show_stats(console: Console, stats: "DecodeStats", seconds: float, kernels: 
     else:
         for name, value in figures.items():
             print(f"{name}: {value}", file=console.file)
-    if said := verdict(stats):
-        console.print(said, soft_wrap=True)
+    if line := verdict(stats):
+        console.print(line, soft_wrap=True)
 
 
 def verdict(stats: "DecodeStats") -> str | None:
@@ -140,7 +140,7 @@ def verdict(stats: "DecodeStats") -> str | None:
         return None
     plain = stats.seconds["target"] * max(stats.emitted) / max(stats.forwards)
     spent = sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill")
-    if spent - plain < _NOTICED:
+    if spent - plain < _MIN_SECONDS:
         return None
     return (
         f"Drafting cost more than it brought: after the prompts {spent:.2f} s instead of at most {plain:.2f} s. "
@@ -153,21 +153,21 @@ def tree_text(topology: "TreeTopology") -> Tree:
     return _indented(dict(enumerate(topology.parent_list)), lambda node: Text(str(node or "0 (last committed token)")))
 
 
-def step_tree(tree: "SampleTree", verdict: "SampleVerdict", spell: Callable[[int], str]) -> Group:
+def step_tree(tree: "SampleTree", verdict: "SampleVerdict", text_of: Callable[[int], str]) -> Group:
     """Draws the drafts of one sample's step: accepted nodes are marked, and the target's own token follows below.
 
     Args:
         tree: draft tree of the sample.
         verdict: accepted nodes, and the target's own token.
-        spell: returns the text of a token.
+        text_of: returns the text of a token.
     """
 
     def label(row: int) -> Text:
-        text = Text(repr(spell(tree.token(row))), style="bold green" if row in verdict.path else "dim")
+        text = Text(repr(text_of(tree.token(row))), style="bold green" if row in verdict.path else "dim")
         return text.append(" ✓") if row in verdict.path[1:] else text
 
     kind = "instead of the rejected drafts" if verdict.recovered else "as a bonus"
-    own = Text.assemble("the target adds ", (repr(spell(verdict.token)), "bold cyan"), f" {kind}")
+    own = Text.assemble("the target adds ", (repr(text_of(verdict.token)), "bold cyan"), f" {kind}")
     drafted, accepted_drafts = len(tree.rows) - 1, len(verdict.path) - 1
     tokens = f"{accepted_drafts + 1} tokens" if accepted_drafts else "1 token"
     gain = Text(f"{drafted} drafted, {accepted_drafts} accepted: {tokens} by one forward")

@@ -36,7 +36,7 @@ def measured(model: str, drafter: str, **options: Any) -> dict[str, Any]:
 
 
 def examine(*, quick: bool = False) -> dict[str, Any]:
-    """Collects findings by section, ready for JSON; ``broken`` lists the faults that keep the package from working.
+    """Collects findings by section, ready for JSON; ``faults`` lists the faults that keep the package from working.
 
     Args:
         quick: skip all that needs torch: its threads and GPUs, the kernels, the memory bandwidth.
@@ -46,11 +46,11 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
         f"{name} is {problem}: pip install '{name}'" for name, problem in requirements.pop("").items() if problem
     ]
     cache, obstacles = _cache()
-    processor, broken = cpu(), [*missing, *obstacles]
+    processor, faults = cpu(), [*missing, *obstacles]
     try:
         chosen_isa()
     except ValueError as error:  # an invalid environment variable
-        broken.append(str(error))
+        faults.append(str(error))
     report: dict[str, Any] = {
         "versions": {"python": platform.python_version(), **_versions("arbordraft", "torch", "transformers", "scipy")},
         "machine": {
@@ -68,7 +68,7 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
             for extra, parts in requirements.items()
         },
     }
-    if not quick and not broken:
+    if not quick and not faults:
         import torch
 
         report["machine"] |= {
@@ -76,8 +76,8 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         }
         report["memory"] |= _bandwidth()
-        report["kernels"], broken = _kernels()
-    return report | {"broken": broken}
+        report["kernels"], faults = _kernels()
+    return report | {"broken": faults}
 
 
 def _versions(*names: str) -> dict[str, str]:
@@ -119,14 +119,14 @@ def _kernels() -> tuple[dict[str, Any], list[str]]:
     from arbordraft.testing import tiny_model
 
     found: dict[str, Any] = {"instruction set": native.isa(), "problem": native.problem(), "chosen": {}}
-    broken = []
+    faults = []
     for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
         model: Any = tiny_model()
         try:
             found["chosen"][name] = RaggedModel(model.to(dtype)).chosen
         except (ValueError, RuntimeError) as error:
-            broken.append(f"the kernels fail in {name}: {error}")
-    return found, broken
+            faults.append(f"the kernels fail in {name}: {error}")
+    return found, faults
 
 
 def _cache() -> tuple[dict[str, Any], list[str]]:
@@ -136,12 +136,12 @@ def _cache() -> tuple[dict[str, Any], list[str]]:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:
         return {"folder": None, "entries": []}, [f"no cache folder: {error}; set ARBORDRAFT_CACHE to one"]
-    broken = [] if os.access(folder, os.W_OK) else [f"{folder} cannot be written; set ARBORDRAFT_CACHE to another"]
+    faults = [] if os.access(folder, os.W_OK) else [f"{folder} cannot be written; set ARBORDRAFT_CACHE to another"]
     entries = []
     for place in sorted(folder.glob("[!.]*")):
         sizes = [file.stat().st_size for file in (place, *place.rglob("*")) if file.is_file()]
         entries.append({"name": place.name, "files": len(sizes), "bytes": sum(sizes)})
-    return {"folder": str(folder), "entries": entries}, broken
+    return {"folder": str(folder), "entries": entries}, faults
 
 
 def _requirements() -> dict[str, dict[str, str | None]]:

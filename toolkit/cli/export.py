@@ -169,14 +169,14 @@ def mlflow(
     topology = parse_topology(tree)
     with (
         explained(uri),
-        progress(console, transient=True) as tell,
+        progress(console, transient=True) as on_progress,
         tempfile.TemporaryDirectory() as scratch,
     ):
         if drafter.startswith("models:/"):
-            tell("fetching the drafter")
+            on_progress("fetching the drafter")
             fetched, run = fetch_drafter(drafter, scratch, uri)
             drafter, training_run = str(fetched), training_run or run
-        tell("loading the target and the drafter")
+        on_progress("loading the target and the drafter")
         model, tokenizer = load_target(target, dtype, kernels)
         if tuned is not None:
             decoder = Tuned.load(tuned).decoder(model, batch, drafter_named(drafter, model))
@@ -196,7 +196,7 @@ def mlflow(
             experiment=experiment,
             new_tokens=new_tokens,
             uri=uri,
-            tell=tell,
+            on_progress=on_progress,
             prompts=_held_out(prompts),
         )
     for measure, value in logged.evaluation.report().items():
@@ -219,14 +219,14 @@ def promote(
     from arbordraft.exports.mlflow import promote_decoder
     from arbordraft.utils.mlflow_server import explained
 
-    with explained(uri), progress(console, transient=True) as tell:
+    with explained(uri), progress(console, transient=True) as on_progress:
         verdict = promote_decoder(
             name,
             by=by.split(","),
             margin=margin,
             new_tokens=new_tokens,
             uri=uri,
-            tell=tell,
+            on_progress=on_progress,
             prompts=_held_out(prompts),
         )
     console.print(verdict.reason, soft_wrap=True)
@@ -240,8 +240,8 @@ def _write(export: "Callable[..., Export]", source: str | Path, out: Path, **opt
 
     from arbordraft.cli.display import progress
 
-    with progress(console, transient=True) as tell:
-        written = export(source, out, tell=tell, **options)
+    with progress(console, transient=True) as on_progress:
+        written = export(source, out, on_progress=on_progress, **options)
     table = Table("file", Column("size", justify="right"), "sha256", title=str(written.folder))
     for file in written.files:
         table.add_row(file.name, f"{file.size / 2**20:.2f} MiB", file.sha256[:16])

@@ -46,23 +46,23 @@ def ending() -> Iterator[None]:
             yield
             return
         except typer.Exit as done:
-            status, said = done.exit_code, ""
+            status, message = done.exit_code, ""
         except (KeyboardInterrupt, typer.Abort, SystemExit) as stop:
             cause = stop.__context__ if isinstance(stop, SystemExit) else stop  # Lightning ends with 1 after Ctrl-C
             if not isinstance(cause, (KeyboardInterrupt, typer.Abort)):
                 raise
-            status, said = (143, "terminated") if isinstance(cause, Terminated) else (130, "interrupted")
+            status, message = (143, "terminated") if isinstance(cause, Terminated) else (130, "interrupted")
         except BrokenPipeError:  # as with `| head`; the rest is flushed at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            status, said = 1, ""
+            status, message = 1, ""
         except Exception as error:
-            status, said = _status(error), _line(error, noise)
-    if said:
-        complain(said)
+            status, message = _status(error), _line(error, noise)
+    if message:
+        print_error(message)
     sys.exit(status)
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Prints a message as one red line on stderr."""
     Console(stderr=True, soft_wrap=True).print(Text(" ".join(message.split()), style="red"))
 

@@ -87,8 +87,8 @@ def generate(
         from arbordraft.cli.decoders import load_decoder
         from arbordraft.cli.display import AnswerStreamer, show_answers, show_stats
         from arbordraft.deciders import ConfidenceThreshold
+        from arbordraft.decoding.detokenizing import IncrementalDetokenizer
         from arbordraft.decoding.prompts import left_padded
-        from arbordraft.decoding.spelling import Pieces
         from arbordraft.decoding.text import encode, ending, settings_of, stops, user_turn
 
     topology, ends, grammar = None if tree is None else parse_topology(tree), stops(stop), _grammar(json_schema, regex)
@@ -116,7 +116,9 @@ def generate(
     settings |= ending(tokenizer, ends or None)
     inputs = {name: tensor.to(decoder.target.device) for name, tensor in left_padded(encoded).items()}
     reading = ExitStack()  # until the first tokens come
-    streamers: list[Any] = [AnswerStreamer(Pieces(tokenizer, ends), begun=reading.close) for _ in questions]
+    streamers: list[Any] = [
+        AnswerStreamer(IncrementalDetokenizer(tokenizer, ends), begun=reading.close) for _ in questions
+    ]
     console = terminal()
     with reading, show_answers(console, questions, streamers, quiet=json or max_new_tokens == 0):
         reading.enter_context(phase("reading the prompts"))

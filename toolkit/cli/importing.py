@@ -41,10 +41,10 @@ def import_drafter(
     from arbordraft.heads.published import published_head
     from arbordraft.loading import load_target
 
-    with progress(console) as tell:
-        tell("loading the model")
+    with progress(console) as on_progress:
+        on_progress("loading the model")
         target, _ = load_target(model, Dtype.float32)
-        tell("reading the drafter")
+        on_progress("reading the drafter")
         head = published_head(_folder(source), target.model)
     head.config.target_fingerprint, head.config.target_name = fingerprint(target.model), model
     with new_folder(out, force=force) as staging:

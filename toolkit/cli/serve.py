@@ -99,7 +99,9 @@ def serve(
         rows = max_rows or rows_within(decoder.target)
         with phase("compiling kernels and recording steps"):
             decoder.warm_up(max_samples, max_tokens)
-        engine = Engine(decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting)
+        engine = Engine(
+            decoder, max_cache_tokens=max_tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting
+        )
         service = Service(engine, name or _name(model), default_tokens, reasoning=reasoning == "auto")
         url = url_of(listener)
         app = build_app(service, api_key=api_key, max_body=max_body, cors=cors or ())

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from arbordraft.cli.display import step_tree
-from arbordraft.cli.failures import Terminated, complain
+from arbordraft.cli.failures import Terminated, print_error
 from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.detokenizing import IncrementalDetokenizer
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
-from arbordraft.decoding.spelling import Pieces
 from arbordraft.decoding.streams import Answer
 from arbordraft.decoding.text import encode
 from arbordraft.kernels.machine import cache_folder
@@ -59,15 +59,15 @@ class Session:
     def answer(self, text: str) -> None:
         """Streams the answer to a message; the conversation stays usable if the answer fails or is stopped."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        said: list[str] = []
+        parts: list[str] = []
         start = time.perf_counter()
         try:
-            with closing(self._pieces(asked)) as pieces:
+            with closing(self._texts(asked)) as texts:
                 with phase("reading the conversation"):
-                    first = next(pieces, "")
-                for piece in chain([first], pieces):
-                    said.append(piece)
-                    self.console.print(Text(piece), end="")
+                    first = next(texts, "")
+                for part in chain([first], texts):
+                    parts.append(part)
+                    self.console.print(Text(part), end="")
         except Terminated:
             raise
         except KeyboardInterrupt:
@@ -76,24 +76,24 @@ class Session:
             self.console.print(Text(" [stopped]", style="dim"), end="")
         except (ValueError, FloatingPointError, RuntimeError) as error:  # such as a prompt that is too long
             self.failed = True
-            complain(f"error: {error}")
+            print_error(f"error: {error}")
         self._seconds = time.perf_counter() - start
         self.console.print()
-        if said:
-            self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+        if parts:
+            self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
 
-    def _pieces(self, asked: list[dict[str, str]]) -> Generator[str]:
+    def _texts(self, asked: list[dict[str, str]]) -> Generator[str]:
         """Yields the text that answers these messages; closing the generator cancels the answer."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         prompt = encode(self.decoder.target.tokenizer, [*system, *asked], raw=False)
         assert self.decoder.target.tokenizer is not None
-        spelt = Pieces(self.decoder.target.tokenizer)
+        detokenizer = IncrementalDetokenizer(self.decoder.target.tokenizer)
         with self.engine.submit(Request(prompt=prompt, **self.settings)) as stream:
             (self._answer,) = stream.answers
             for event in stream:
                 if event.tree is not None and event.verdict is not None:
                     self._last = event.tree, event.verdict
-                yield spelt.add(event.tokens) if event.finish_reason is None else spelt.end()
+                yield detokenizer.add(event.tokens) if event.finish_reason is None else detokenizer.end()
 
     def show_tree(self) -> None:
         """Draws the draft tree of the last step."""

@@ -45,7 +45,7 @@ def trace(
         from arbordraft.decoding.requests import Request
         from arbordraft.decoding.text import encode, user_turn
         from arbordraft.serving.page import page
-    from arbordraft.serving.pieces import Piece, Speller
+    from arbordraft.serving.deltas import AnswerDelta, AnswerDetokenizer
 
     console = terminal(highlight=False, soft_wrap=True)
     with console.status("loading the model") as status:
@@ -62,9 +62,9 @@ def trace(
             seed=seed,
         )
         status.update("answering")
-        speller, answer = Speller(tokenizer, (), 1, steps=True), Piece(0)
+        detokenizer, answer = AnswerDetokenizer(tokenizer, (), 1, steps=True), AnswerDelta(0)
         for event in Engine(decoder).submit(request):
-            answer += speller(event)
-    said = {"prompt": prompt, "text": answer.text, "steps": answer.steps}
-    write_text(output, page({"model": model, "exactness": decoder.coupling.exactness.value, **said}))
+            answer += detokenizer(event)
+    fields = {"prompt": prompt, "text": answer.text, "steps": answer.steps}
+    write_text(output, page({"model": model, "exactness": decoder.coupling.exactness.value, **fields}))
     console.print(f"{len(answer.tokens)} tokens in {len(answer.steps)} steps: wrote {output}")

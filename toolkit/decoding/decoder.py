@@ -64,7 +64,7 @@ class SpeculativeDecoder(nn.Module):
             defaults are lossless, for greedy decoding and for sampling.
         decider: how much of the tree is drafted and verified, per sample and step; by default all of it.
             :class:`~arbordraft.CostAware` drafts only as far as it pays; :func:`arbordraft.load` and
-            ``builders.fitted`` use it.
+            ``builders.cost_aware`` use it.
         expected_batch: batch size that :class:`~arbordraft.CostAware` assumes for a request whose text depends on the
             verified drafts. All samples of that batch count as equal. So the text does not depend on the real batch.
         max_cache_tokens: most rows of each KV cache; unlimited by default.
@@ -76,7 +76,7 @@ class SpeculativeDecoder(nn.Module):
             target's padding. In such steps, sampling needs shared noise, recursive rejection or ``TopTailRule``, and
             processors that read only the scores. By default (``"auto"``) a GPU takes steps of 1, 8, 16, 32 and 64 rows,
             if the batch and its requests allow them. All other steps run unpadded. ``None`` runs every step unpadded.
-        compiler: ``torch.compile`` backend for these steps, such as ``"inductor"``.
+        compile_backend: ``torch.compile`` backend for these steps, such as ``"inductor"``.
         generation_config: source of the settings that a request leaves open: ``model`` for the model's own
             ``generation_config``, ``none`` for its special tokens alone.
 
@@ -101,7 +101,7 @@ class SpeculativeDecoder(nn.Module):
         expected_batch: int = 1,
         max_cache_tokens: int | None = None,
         buckets: Sequence[int] | str | None = "auto",
-        compiler: str | None = None,
+        compile_backend: str | None = None,
         generation_config: str = "model",
     ) -> None:
         super().__init__()
@@ -115,14 +115,16 @@ class SpeculativeDecoder(nn.Module):
         self.max_cache_tokens = None if max_cache_tokens is None else check_int("max_cache_tokens", max_cache_tokens, 1)
         if isinstance(buckets, str) and buckets != "auto":
             raise ValueError(f"buckets must be auto, None or numbers of rows such as (8, 16, 32, 64), got {buckets!r}")
-        if compiler is not None and (buckets is None or isinstance(buckets, str)):
-            raise ValueError("compiler is for steps of fixed shapes: give their row counts, buckets=(8, 16, 32, 64)")
+        if compile_backend is not None and (buckets is None or isinstance(buckets, str)):
+            raise ValueError(
+                "compile_backend is for steps of fixed shapes: give their row counts, buckets=(8, 16, 32, 64)"
+            )
         self.static: StaticStepping | None = None
         if isinstance(buckets, str):
             if self.target.backend != "native":  # "native" runs on a CPU alone
                 self.static = StaticStepping(*self.parts[:4], DEFAULT_BUCKETS, automatic=True)
         elif buckets is not None:
-            self.static = StaticStepping(*self.parts[:4], buckets, compiler)
+            self.static = StaticStepping(*self.parts[:4], buckets, compile_backend)
         self.stepper = Stepper(self.parts, self.mask, expected_batch=self.expected_batch, static=self.static)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -144,7 +146,7 @@ class SpeculativeDecoder(nn.Module):
         return own_settings(self.target.model, self.generation_config)
 
     @cached_property
-    def compiler(self) -> GrammarCompiler:
+    def grammar_compiler(self) -> GrammarCompiler:
         """Builds grammar processors for the target."""
         return GrammarCompiler(self.target.tokenizer, self.target.vocab_size)
 
@@ -153,7 +155,7 @@ class SpeculativeDecoder(nn.Module):
         return equality_report(self.target, self.coupling.exactness)
 
     @torch.no_grad()
-    def warm_up(self, samples: int = 1, max_tokens: int | None = None) -> None:
+    def warm_up(self, samples: int = 1, max_cache_tokens: int | None = None) -> None:
         """Compiles kernels and records steps, so that the first request does not wait; ``serve`` calls it at start.
 
         It decodes a few steps of a made-up text with trees of many depths. The decider learns nothing from them.
@@ -161,14 +163,15 @@ class SpeculativeDecoder(nn.Module):
 
         Args:
             samples: largest batch that will be decoded; steps are recorded for the cache of such a batch.
-            max_tokens: most rows of its KV caches, as ``max_tokens`` of an :class:`~arbordraft.Engine`; by default
-                ``max_cache_tokens``.
+            max_cache_tokens: most rows of its KV caches, as in :class:`~arbordraft.Engine`; by default the decoder's.
 
         Raises:
             TypeError: if an argument is not an integer.
             ValueError: if an argument is below 1.
         """
-        bound = self.max_cache_tokens if max_tokens is None else check_int("max_tokens", max_tokens, 1)
+        bound = self.max_cache_tokens
+        if max_cache_tokens is not None:
+            bound = check_int("max_cache_tokens", max_cache_tokens, 1)
         check_int("samples", samples, 1)
         if choice.triton_chosen(next(self.target.model.parameters())):
             parts = self.parts._replace(decider=FixedDepth())
@@ -418,7 +421,7 @@ class SpeculativeDecoder(nn.Module):
             stopping_criteria,
             generation_config,
             target=self.target,
-            constrain=lambda grammar, ends: self.compiler(grammar, ends),
+            constrain=lambda grammar, ends: self.grammar_compiler(grammar, ends),
             seeds=seeds,
             grammar=grammar,
         )

@@ -55,8 +55,8 @@ class Engine:
 
     Args:
         decoder: runs the steps; any number of engines and other calls may use it at a time.
-        max_tokens: rows of each KV cache, which bounds its memory. Rows of finished texts are kept until others need
-            them. Steps of fixed shapes reserve some rows for padding: more rows if ``max_samples`` is higher.
+        max_cache_tokens: rows of each KV cache, which bounds its memory. Rows of finished texts are kept until others
+            need them. Steps of fixed shapes reserve some rows for padding: more rows if ``max_samples`` is higher.
         max_samples: most answers decoded at a time.
         max_rows: most prompt tokens read between two steps, which bounds how long a stream can stall.
             :func:`~arbordraft.decoding.measuring.rows_within` tells how many a machine reads in a given time.
@@ -74,7 +74,7 @@ class Engine:
         >>> from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder
         >>> config = LlamaConfig(vocab_size=1, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
         >>> target = RaggedModel(LlamaForCausalLM(config).eval(), kernels="torch", self_test=False)
-        >>> engine = Engine(SpeculativeDecoder(target, NGramDrafter()), max_tokens=1000)
+        >>> engine = Engine(SpeculativeDecoder(target, NGramDrafter()), max_cache_tokens=1000)
         >>> streams = [engine.submit(Request(prompt=[0], max_new_tokens=count)) for count in (3, 1)]
         >>> engine.run()
         >>> [len(stream.result()[0].tokens) for stream in streams]
@@ -85,20 +85,20 @@ class Engine:
         self,
         decoder: SpeculativeDecoder,
         *,
-        max_tokens: int = 65_536,
+        max_cache_tokens: int = 65_536,
         max_samples: int = 64,
         max_rows: int = 256,
         max_waiting: int | None = None,
         reuse: bool | None = None,
     ) -> None:
         self.decoder = check_instance("decoder", decoder, SpeculativeDecoder)
-        self.max_tokens = check_int("max_tokens", max_tokens, 1)
+        self.max_cache_tokens = check_int("max_cache_tokens", max_cache_tokens, 1)
         self.max_samples = check_int("max_samples", max_samples, 1)
-        if self.max_tokens < (least := decoder.stepper.least_tokens(self.max_samples)):
+        if self.max_cache_tokens < (least := decoder.stepper.least_tokens(self.max_samples)):
             padding = ", the padding of fixed shapes included" if decoder.stepper.fixed else ""
             raise ValueError(
-                f"max_tokens must be at least {least} for max_samples={self.max_samples} and trees of "
-                f"{decoder.topology.num_nodes} nodes{padding}, got {self.max_tokens}: raise it, or lower max_samples"
+                f"max_cache_tokens must be at least {least} for max_samples={self.max_samples} and trees of "
+                f"{decoder.topology.num_nodes} nodes{padding}, got {max_cache_tokens}: raise it, or lower max_samples"
             )
         self.max_rows = check_int("max_rows", max_rows, 1)
         self.max_waiting = None if max_waiting is None else check_int("max_waiting", max_waiting, 0)
@@ -107,12 +107,12 @@ class Engine:
         self._samples_of = RequestSamples(decoder)
         self._mutex = threading.Lock()  # guards the queue and the flags
         self._scheduler = Scheduler(
-            decoder.stepper, self.max_tokens, self.max_samples, self.max_rows, reuse, mutex=self._mutex
+            decoder.stepper, self.max_cache_tokens, self.max_samples, self.max_rows, reuse, mutex=self._mutex
         )
         self._stepping = threading.Lock()  # guards the batch
         self._wanted = threading.Condition(self._mutex)
         self._thread: threading.Thread | None = None
-        self._closed = self._drains = False
+        self._closed = self._drain_first = False
         self._failed = 0  # failed steps in a row
 
     def submit(self, *requests: Request) -> Stream:
@@ -135,15 +135,15 @@ class Engine:
         """
         if not requests:
             raise ValueError("there is nothing to answer: submit at least one request")
-        stream = Stream([check_instance("request", request, Request) for request in requests], self._driven)
+        stream = Stream([check_instance("request", request, Request) for request in requests], self._advance)
         if len({request.priority for request in requests}) > 1:
             raise ValueError("requests that are submitted together share one priority")
-        job, entries = Job(requests[0].priority, lambda: stream.unwanted), list[Entry]()
+        job, entries = Job(requests[0].priority, lambda: stream.aborted), list[Entry]()
         for request in requests:
             samples = self._samples_of(request, stream, first=len(entries))
             for index, sample in enumerate(samples, len(entries)):
                 self._scheduler.check(sample)
-                entries.append(Entry(sample, job, _teller(stream, index)))
+                entries.append(Entry(sample, job, _on_finished(stream, index)))
         with self._wanted:
             if self._closed:
                 raise EngineClosed("the engine is closed: make another one")
@@ -160,9 +160,9 @@ class Engine:
         return sum(len(job.waiting) for job in list(self._scheduler.waiting))
 
     @property
-    def living(self) -> int:
+    def running(self) -> int:
         """Number of answers that are being decoded."""
-        return len(self._scheduler.living)
+        return len(self._scheduler.running)
 
     @property
     def healthy(self) -> bool:
@@ -182,7 +182,7 @@ class Engine:
     def room(self, prompt: int) -> int:
         """Returns how many new tokens fit after a prompt of ``prompt`` tokens; below 1 if the prompt is too long."""
         decoder, cache = self.decoder, self._scheduler.state.cache
-        room = self.max_tokens - cache.reserved - decoder.topology.num_nodes
+        room = self.max_cache_tokens - cache.reserved - decoder.topology.num_nodes
         if decoder.target.max_positions is not None:
             room = min(room, decoder.target.max_positions + 1)  # the last token needs none
         return room - prompt
@@ -200,7 +200,7 @@ class Engine:
                 self._failed += 1
                 reason = error if isinstance(error, Exception) else EngineClosed("the engine was interrupted")
                 with self._mutex:
-                    self._scheduler.lose(reason, include_waiting=self._failed >= _FAILURES)
+                    self._scheduler.fail_all(reason, include_waiting=self._failed >= _FAILURES)
                 raise
             self._failed = 0
             return busy
@@ -228,7 +228,7 @@ class Engine:
             drain: answer the submitted requests first; otherwise they end with :class:`EngineClosed`.
         """
         with self._wanted:
-            self._closed, self._drains = True, drain
+            self._closed, self._drain_first = True, drain
             self._wanted.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -251,7 +251,7 @@ class Engine:
             with self._wanted:
                 while not self._scheduler.busy and not self._closed:
                     self._wanted.wait()
-                if self._closed and not (self._drains and self._scheduler.busy):
+                if self._closed and not (self._drain_first and self._scheduler.busy):
                     return
             try:
                 self.step()
@@ -260,11 +260,11 @@ class Engine:
 
     def _announce(self) -> None:
         """Tells the decider how many tokens are wanted if nothing is being decoded; used without a thread."""
-        if not self._scheduler.living:
+        if not self._scheduler.running:
             waiting = [entry for job in list(self._scheduler.waiting) for entry in job.waiting]
             self.decoder.decider.expect(sum(entry.sample.budget for entry in waiting))
 
-    def _driven(self) -> bool:
+    def _advance(self) -> bool:
         """Takes a step if no thread does so; returns whether a thread runs."""
         if self._thread is not None:
             return True
@@ -273,10 +273,10 @@ class Engine:
         return False
 
     def _free(self) -> int:
-        return max(0, self.max_samples - len(self._scheduler.living))
+        return max(0, self.max_samples - len(self._scheduler.running))
 
 
-def _teller(stream: Stream, index: int) -> Callable[[Sample], None]:
+def _on_finished(stream: Stream, index: int) -> Callable[[Sample], None]:
     def finished(sample: Sample) -> None:
         if sample.failure is not None:
             stream.fail(sample.failure)

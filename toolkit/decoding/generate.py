@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from arbordraft.decoding.detokenizing import IncrementalDetokenizer, TokenDecoder
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.settings import EXTRA_OUTPUTS, check_settings, effective, says_something
-from arbordraft.decoding.spelling import Pieces, Spelling
 from arbordraft.sampling.kinds import transformers_name
 from arbordraft.target.hf_cache import CACHE_NAMES
 from arbordraft.utils.errors import UserError
@@ -61,16 +61,16 @@ class StopTexts:
     support it.
 
     Args:
-        tokenizer: spells the answers.
+        tokenizer: decodes the answers.
         texts: texts that end an answer.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase | Spelling", texts: Sequence[str]) -> None:
-        self._spelling, self._texts = Spelling.of(tokenizer), texts
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | TokenDecoder", texts: Sequence[str]) -> None:
+        self._token_decoder, self._texts = TokenDecoder.of(tokenizer), texts
 
-    def answer(self) -> Pieces:
+    def answer(self) -> IncrementalDetokenizer:
         """Creates a reader for one answer."""
-        return Pieces(self._spelling, self._texts)
+        return IncrementalDetokenizer(self._token_decoder, self._texts)
 
 
 class Stopping:
@@ -90,7 +90,7 @@ class Stopping:
         self.max_length = sys.maxsize
         self._batch_size, self._row = batch_size, row
         self._ends = set(ends)
-        self._others, self._answers = [], list[Pieces]()
+        self._others, self._answers = [], list[IncrementalDetokenizer]()
         for criterion in criteria:
             if isinstance(criterion, StopTexts):
                 self._answers.append(criterion.answer())
@@ -117,10 +117,10 @@ class Stopping:
     def _ended(self, criterion: Any, ids: Tensor) -> bool:
         """Returns whether a criterion ends ``[1, L]`` tokens as this sample's row of the batch."""
         count, row = (1, 0) if transformers_name(type(criterion)) else (self._batch_size, self._row)
-        said = torch.as_tensor(criterion(ids.repeat(count, 1), None))
-        if said.ndim > 1 or said.numel() not in (1, count):  # some return one bool for all rows
-            raise ValueError(f"{type(criterion).__name__} returned {list(said.shape)} values for {count} samples")
-        return bool(said.expand(count)[row])
+        stops = torch.as_tensor(criterion(ids.repeat(count, 1), None))
+        if stops.ndim > 1 or stops.numel() not in (1, count):  # some return one bool for all rows
+            raise ValueError(f"{type(criterion).__name__} returned {list(stops.shape)} values for {count} samples")
+        return bool(stops.expand(count)[row])
 
 
 def with_stop_strings(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbordraft.decoding.state import DecodeState, Sample
 from arbordraft.kernels.verify import row_max
-from arbordraft.sampling.owned_rows import alike, blamed
+from arbordraft.sampling.owned_rows import alike, attributed
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.rows import MixedRows, SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree
@@ -32,12 +32,12 @@ def finite_rows(state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[li
     highest, best = row_max(logits)
     # NaN and +inf reach the maximum; -inf marks a banned token. On a CPU plain numbers are faster than an operator.
     if best.is_cpu:
-        sound, tokens = [math.isfinite(value) for value in highest.tolist()], best.tolist()
+        finite, tokens = [math.isfinite(value) for value in highest.tolist()], best.tolist()
     else:  # in one download
-        sound, tokens = torch.stack([highest.isfinite(), best]).tolist()
-    if all(sound):
+        finite, tokens = torch.stack([highest.isfinite(), best]).tolist()
+    if all(finite):
         return tree.living, tokens
-    failed = {int(number) for number, good in zip(tree.owner, sound, strict=True) if not good}
+    failed = {int(number) for number, good in zip(tree.owner, finite, strict=True) if not good}
     state.give_up(sorted(failed))
     return [number for number in tree.living if number not in failed], tokens
 
@@ -93,6 +93,6 @@ def _rows_of(
                 scores[row] = 0.0  # a dead end: no token drawn from this row is committed
             return processed
 
-        return lambda logits, rows: blamed(process, logits, rows, owners)
+        return lambda logits, rows: attributed(process, logits, rows, owners)
 
     return SoftmaxRows(logits, along_paths(pipeline), along_paths(pipeline.trimmed), best=best_of)

@@ -106,9 +106,9 @@ def read_prompts(path: Path) -> list[str]:
         if not line.strip():
             continue
         try:
-            said = json.loads(line)
-            users = (message["content"] for message in said.get("messages", ()) if message["role"] == "user")
-            prompts.append(said["turns"][0] if "turns" in said else next(users))
+            entry = json.loads(line)
+            users = (message["content"] for message in entry.get("messages", ()) if message["role"] == "user")
+            prompts.append(entry["turns"][0] if "turns" in entry else next(users))
             if not isinstance(prompts[-1], str):
                 raise TypeError("a turn is no text")
         except (ValueError, AttributeError, LookupError, TypeError, StopIteration) as error:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.detokenizing import TokenDecoder
 from arbordraft.decoding.generate import Stopping, StopTexts, with_stop_strings
 from arbordraft.decoding.lengths import check_positions
 from arbordraft.decoding.requests import Request
 from arbordraft.decoding.settings import bound_to_text, changed, check_settings
-from arbordraft.decoding.spelling import Spelling
 from arbordraft.decoding.state import Sample
 from arbordraft.decoding.streams import Stream
 from arbordraft.sampling.processors import LogitsPipeline
@@ -39,7 +39,7 @@ class RequestSamples:
         self.own = changed(decoder.own_settings)
         check_settings({**vars(self.own), "return_dict_in_generate": False}, self.own)
         tokenizer = decoder.target.tokenizer
-        self._spelling = None if tokenizer is None else Spelling(tokenizer)
+        self._token_decoder = None if tokenizer is None else TokenDecoder(tokenizer)
         self._stopping = with_stop_strings(None, self.own.stop_strings or (), tokenizer)
         self._bound = bound_to_text(self.own)
         self._pipelines: OrderedDict[tuple[Any, ...], LogitsPipeline] = OrderedDict()
@@ -75,7 +75,7 @@ class RequestSamples:
         if max(request.stop_token_ids, default=0) >= target.vocab_size:
             raise ValueError(f"stop_token_ids names ids outside the target's vocabulary of {target.vocab_size} tokens")
         ends = (*ends, *request.stop_token_ids)
-        constraint = None if request.grammar is None else decoder.compiler(request.grammar, ends)
+        constraint = None if request.grammar is None else decoder.grammar_compiler(request.grammar, ends)
         pipeline, greedy = self._pipeline(request, ends, constraint), request.temperature_of(self.own) == 0
         seeds = torch.randint(2**62, (request.n,)).tolist()
         if request.seed is not None:
@@ -88,10 +88,10 @@ class RequestSamples:
                 greedy,
                 pipeline,
                 Stopping(self._criteria(request), ends=ends),
-                emit=stream.told(index),
+                emit=stream.on_tokens(index),
                 logprobs=request.logprobs,
                 prompt_logprobs=request.prompt_logprobs,
-                scored=stream.scored(index),
+                on_prompt_logprobs=stream.on_prompt_logprobs(index),
             )
             for index, seed in enumerate(seeds, first)
         ]
@@ -104,7 +104,7 @@ class RequestSamples:
         from transformers import MaxTimeCriteria
 
         limit = [] if self.own.max_time is None else [MaxTimeCriteria(self.own.max_time)]
-        texts = [StopTexts(self._spelling, request.stop)] if request.stop and self._spelling else []
+        texts = [StopTexts(self._token_decoder, request.stop)] if request.stop and self._token_decoder else []
         return [*limit, *(self._stopping if request.stop is None else texts)]
 
     def _pipeline(

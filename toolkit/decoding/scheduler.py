@@ -32,22 +32,22 @@ class Job:
 
     Attributes:
         waiting: samples that wait for admission, in order.
-        living: number of samples in the batch.
+        running: number of samples in the batch.
         begun: whether a sample was admitted.
-        turn: orders jobs with equal priority and ``living``. Whenever a sample of the job ends, the job goes last.
+        turn: orders jobs with equal priority and ``running``. Whenever a sample of the job ends, the job goes last.
     """
 
     priority: int = 0
     cancelled: Callable[[], bool] = lambda: False
     waiting: "deque[Entry]" = field(init=False, default_factory=deque)
-    living: int = field(init=False, default=0)
+    running: int = field(init=False, default=0)
     begun: bool = field(init=False, default=False)
     turn: int = field(init=False, default=0)
 
     @property
     def rank(self) -> tuple[int, int, int]:
         """Sort key of admission: the job with the lowest rank gets the next free slot."""
-        return -self.priority, self.living, self.turn
+        return -self.priority, self.running, self.turn
 
 
 @dataclass(eq=False)
@@ -86,11 +86,11 @@ class Scheduler:
         max_rows: most prompt tokens read between two steps; ``None`` for all.
         reuse: copy common beginnings.
         fixed_batch: whether all samples are there from the start. The first step then waits until all prompts are read.
-        mutex: held while ``waiting`` and ``living`` change, except at the end of a round.
+        mutex: held while ``waiting`` and ``running`` change, except at the end of a round.
 
     Attributes:
         waiting: jobs with samples that wait for admission.
-        living: samples that were admitted and have not ended, in order of admission.
+        running: samples that were admitted and have not ended, in order of admission.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Scheduler:
         self.stepper, self.max_samples, self.max_rows, self.reuse = stepper, max_samples, max_rows, reuse
         self.state = stepper.open(max_samples, max_tokens, fixed_batch=fixed_batch)
         self.waiting: list[Job] = []
-        self.living: list[Entry] = []
+        self.running: list[Entry] = []
         self._mutex = mutex or threading.Lock()
         self._turns = itertools.count()
         self._done = 0  # prompt tokens scheduled so far
@@ -115,7 +115,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether samples wait or are in the batch."""
-        return bool(self.waiting or self.living)
+        return bool(self.waiting or self.running)
 
     def check(self, sample: Sample) -> None:
         """Raises CacheOverflow if the cache can never have enough room for a sample."""
@@ -140,7 +140,7 @@ class Scheduler:
         Raises:
             WeightsChanged: if weights changed that the batch reads.
         """
-        if self.living:
+        if self.running:
             self.stepper.target.check_unchanged(self.state.cache)
         if portions := self.schedule():
             self.stepper.prefill(self.state, portions)
@@ -161,7 +161,7 @@ class Scheduler:
         with self._mutex:
             self._sweep()
             outdated = not self.admit()
-        if outdated and not self.living:
+        if outdated and not self.running:
             self.stepper.close(self.state)
             self._open_again()  # may take seconds, so requests can be submitted meanwhile
             with self._mutex:
@@ -170,7 +170,7 @@ class Scheduler:
         prefilling: list[Sample] = []
         most, count = sys.maxsize if self.max_rows is None else self.max_rows, 0
         for entry in sorted(
-            (entry for entry in self.living if entry.sample.num_unprefilled), key=lambda entry: entry.turn
+            (entry for entry in self.running if entry.sample.num_unprefilled), key=lambda entry: entry.turn
         ):
             sample = entry.sample
             # Copied tokens have no target rows, and so no log-probabilities.
@@ -193,7 +193,7 @@ class Scheduler:
 
     def finish(self) -> None:
         """Retires samples that have ended and calls their ``finished`` callbacks."""
-        for entry in [entry for entry in self.living if entry.sample.ended]:
+        for entry in [entry for entry in self.running if entry.sample.ended]:
             self._remove(entry)
             sample = entry.sample
             if self.reuse and not self.state.fixed_batch and sample.failure is None and not sample.num_unprefilled:
@@ -204,15 +204,15 @@ class Scheduler:
                 self.stepper.remove(self.state, sample)
             entry.finished(sample)
 
-    def lose(self, reason: Exception, include_waiting: bool = False) -> None:
+    def fail_all(self, reason: Exception, include_waiting: bool = False) -> None:
         """Ends all admitted samples and opens a new state, since a failed step leaves the old one undefined.
 
         Args:
             reason: error with which the samples fail.
             include_waiting: end the waiting samples, too.
         """
-        lost = self.living + (self._withdraw(self.waiting) if include_waiting else [])
-        self._end(lost, reason)
+        failed = self.running + (self._dequeue(self.waiting) if include_waiting else [])
+        self._end(failed, reason)
         self._open_again()
 
     def _open_again(self) -> None:
@@ -223,7 +223,7 @@ class Scheduler:
 
     def close(self, reason: Exception) -> None:
         """Ends all samples, admitted and waiting, and closes the batch."""
-        self._end(self.living + self._withdraw(self.waiting), reason)
+        self._end(self.running + self._dequeue(self.waiting), reason)
         self.stepper.close(self.state)
 
     def _rows(self, sample: Sample) -> int:
@@ -232,13 +232,13 @@ class Scheduler:
         likely = sample.budget if self.state.cache.max_tokens is not None else min(sample.budget, _AHEAD)
         return len(sample.tokens) + likely + nodes
 
-    def _withdraw(self, jobs: list[Job]) -> list[Entry]:
+    def _dequeue(self, jobs: list[Job]) -> list[Entry]:
         """Removes the waiting samples of jobs from the queue and returns them."""
-        gone = [entry for job in jobs for entry in job.waiting]
+        removed = [entry for job in jobs for entry in job.waiting]
         for job in jobs:
             job.waiting.clear()
         self.waiting = [job for job in self.waiting if job.waiting]
-        return gone
+        return removed
 
     def _end(self, entries: list[Entry], reason: Exception) -> None:
         """Ends admitted or withdrawn samples with an error."""
@@ -249,16 +249,16 @@ class Scheduler:
 
     def _remove(self, entry: Entry) -> None:
         """Frees the slot of a sample if it has one."""
-        if entry in self.living:
-            self.living.remove(entry)
-            entry.job.living -= 1
+        if entry in self.running:
+            self.running.remove(entry)
+            entry.job.running -= 1
             entry.job.turn = next(self._turns)
 
     def _sweep(self) -> None:
         """Drops the samples of cancelled jobs."""
-        for entry in self._withdraw([job for job in self.waiting if job.cancelled()]):
+        for entry in self._dequeue([job for job in self.waiting if job.cancelled()]):
             entry.finished(entry.sample)
-        for entry in [entry for entry in self.living if entry.job.cancelled()]:
+        for entry in [entry for entry in self.running if entry.job.cancelled()]:
             self._remove(entry)
             entry.finished(entry.sample)
             self.stepper.remove(self.state, entry.sample)
@@ -271,7 +271,7 @@ class Scheduler:
             samples end with those that they began with.
         """
         current = False  # until it is asked
-        free = self.max_samples - len(self.living)
+        free = self.max_samples - len(self.running)
         line = [(job.rank, job) for job in self.waiting] if free > 0 else []  # no two have the same turn
         heapq.heapify(line)
         while line and free > 0:
@@ -293,8 +293,8 @@ class Scheduler:
                 return False
             entry = job.waiting.popleft()
             entry.due = self._done + sample.num_unprefilled
-            self.living.append(entry)
-            job.begun, job.living, free = True, job.living + 1, free - 1
+            self.running.append(entry)
+            job.begun, job.running, free = True, job.running + 1, free - 1
             heapq.heappop(line)
             if job.waiting:
                 heapq.heappush(line, (job.rank, job))

@@ -22,7 +22,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 
 # Every setting of transformers 5.20 to 5.24 is in one of the three tables; a test compares them.
-HONOURED = frozenset(
+SUPPORTED = frozenset(
     {
         *SPECIAL_TOKENS,
         *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
@@ -35,7 +35,7 @@ HONOURED = frozenset(
     }
 )
 # Settings that change no token, by reason.
-HARMLESS = {
+IGNORED = {
     "only beam search reads them": ("diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups"),
     "only transformers' own ways of drafting read them": (
         *("assistant_confidence_threshold", "assistant_lookbehind", "max_matching_ngram_size", "num_assistant_tokens"),
@@ -244,10 +244,10 @@ def processors_of(
 
 __all__ = [
     "EXTRA_OUTPUTS",
-    "HARMLESS",
-    "HONOURED",
+    "IGNORED",
     "REFUSED",
     "SOURCES",
+    "SUPPORTED",
     "biased",
     "bound_to_text",
     "changed",

@@ -89,7 +89,7 @@ class Sample:
         logprobs: number of most probable tokens to report with each emitted token; ``None`` reports no
             log-probabilities.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens after the first.
-        scored: called with the log-probabilities of the prompt, portion by portion.
+        on_prompt_logprobs: called with the log-probabilities of the prompt, portion by portion.
 
     Attributes:
         prompt: length of the prompt.
@@ -115,7 +115,7 @@ class Sample:
     emit: Callable[[Emission], None] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    scored: Callable[[Sequence[TokenLogprobs]], None] | None = None
+    on_prompt_logprobs: Callable[[Sequence[TokenLogprobs]], None] | None = None
     prompt: int = field(init=False)
     num_unprefilled: int = field(init=False)
     number: int = field(init=False, default=-1)
@@ -218,8 +218,10 @@ class Sample:
         if not logits.amax(dim=-1).isfinite().all():  # NaN and +inf reach the maximum
             return self.fail(FloatingPointError(_NOT_FINITE))
         assert self.prompt_logprobs is not None
-        assert self.scored is not None
-        self.scored(logprobs_of(logits, self.tokens[self.num_prefilled + 1 :][: len(logits)], self.prompt_logprobs))
+        assert self.on_prompt_logprobs is not None
+        self.on_prompt_logprobs(
+            logprobs_of(logits, self.tokens[self.num_prefilled + 1 :][: len(logits)], self.prompt_logprobs)
+        )
 
     def fail(self, reason: Exception) -> None:
         """Ends the sample with an error."""

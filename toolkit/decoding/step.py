@@ -189,7 +189,7 @@ class Stepper:
                 state.cache,
                 chunk=_SCORED_CHUNK if scored else _CHUNK,
                 hidden=self.drafter.hidden_layers,
-                scored=scored,
+                logits_of=scored,
             ):
                 for handle, (states, logits) in portion.items():
                     sample = samples[handle]

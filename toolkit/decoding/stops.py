@@ -25,13 +25,13 @@ class Stops:
         """Number of letters at the end of the text that may begin a stop."""
         return max(self._sizes, default=0)
 
-    def add(self, letter: str) -> int:
+    def add(self, char: str) -> int:
         """Adds a letter; returns the length of the longest stop that ends with it, or 0."""
         found = 0
         for index, (text, size, borders) in enumerate(zip(self._texts, self._sizes, self._borders, strict=True)):
-            while size and text[size] != letter:
+            while size and text[size] != char:
                 size = borders[size - 1]
-            size += text[size] == letter
+            size += text[size] == char
             while len(borders) < size:
                 border = borders[-1]
                 while border and text[len(borders)] != text[border]:

@@ -69,19 +69,19 @@ class Stream:
 
     Args:
         requests: at least one request.
-        drive: takes a step of the engine if no thread does so; returns whether a thread does.
+        advance: takes a step of the engine if no thread does so; returns whether a thread does.
 
     Attributes:
         request: the first request.
         answers: the answers, request by request.
     """
 
-    def __init__(self, requests: Sequence[Request], drive: Callable[[], bool]) -> None:
+    def __init__(self, requests: Sequence[Request], advance: Callable[[], bool]) -> None:
         self.requests, self.request = tuple(requests), requests[0]
         self.answers = [Answer() for request in requests for _ in range(request.n)]
-        self._drive = drive
+        self._advance = advance
         self._events: deque[Event | Exception] = deque()
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._open: set[int | None] = set(range(len(self.answers)))  # answers that have not ended
         self._cancelled = False
@@ -93,7 +93,7 @@ class Stream:
         return self._failed or not self._open
 
     @property
-    def unwanted(self) -> bool:
+    def aborted(self) -> bool:
         """Whether its running answers are no longer needed: it was cancelled, or an answer failed."""
         return self._cancelled or self._failed
 
@@ -114,7 +114,7 @@ class Stream:
 
     def __iter__(self) -> Iterator[Event]:
         while True:
-            with self._news:
+            with self._changed:
                 if self._events:
                     event = self._events.popleft()
                 elif self.done:
@@ -122,17 +122,17 @@ class Stream:
                 else:
                     event = None
             if event is None:
-                if self._drive():
-                    with self._news:
-                        self._news.wait_for(lambda: self._events or self.done, timeout=1.0)
+                if self._advance():
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._events or self.done, timeout=1.0)
                 continue
             if isinstance(event, Exception):
                 raise event
             yield event
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        arrived, driven = asyncio.Event(), False
-        with self._news:
+        arrived, has_thread = asyncio.Event(), False
+        with self._changed:
             self._waiting.append((asyncio.get_running_loop(), arrived))
         try:
             while True:
@@ -145,27 +145,29 @@ class Stream:
                     yield event
                 if done:
                     return
-                if driven or (driven := await asyncio.to_thread(self._drive)):
+                if has_thread or (has_thread := await asyncio.to_thread(self._advance)):
                     await arrived.wait()
         finally:
-            with self._news:
+            with self._changed:
                 self._waiting.clear()
 
-    def told(self, index: int) -> Callable[[Emission], None]:
+    def on_tokens(self, index: int) -> Callable[[Emission], None]:
         """Creates the callback that receives the tokens of one answer."""
 
-        def take(gain: Emission) -> None:
+        def take(emission: Emission) -> None:
             answer = self.answers[index]
-            answer.tokens += gain.tokens
-            answer.logprobs += gain.logprobs or ()
+            answer.tokens += emission.tokens
+            answer.logprobs += emission.logprobs or ()
             answer.forwards += 1
-            answer.drafted += len(gain.tree.rows) - 1
-            answer.accepted += min(len(gain.verdict.path) - 1, len(gain.tokens))
-            self._put(Event(index, gain.tokens, gain.logprobs or (), tree=gain.tree, verdict=gain.verdict))
+            answer.drafted += len(emission.tree.rows) - 1
+            answer.accepted += min(len(emission.verdict.path) - 1, len(emission.tokens))
+            self._put(
+                Event(index, emission.tokens, emission.logprobs or (), tree=emission.tree, verdict=emission.verdict)
+            )
 
         return take
 
-    def scored(self, index: int) -> Callable[[Sequence[TokenLogprobs]], None]:
+    def on_prompt_logprobs(self, index: int) -> Callable[[Sequence[TokenLogprobs]], None]:
         """Creates the callback that receives the prompt log-probabilities of one answer."""
 
         def take(found: Sequence[TokenLogprobs]) -> None:
@@ -185,11 +187,11 @@ class Stream:
             self._put(error)
 
     def _put(self, event: Event | Exception, ended: int | None = None) -> None:
-        with self._news:  # one lock, so that a stream that is done has its last event
+        with self._changed:  # one lock, so that a stream that is done has its last event
             self._events.append(event)
             self._open.discard(ended)
             self._failed = self._failed or isinstance(event, Exception)
-            self._news.notify_all()
+            self._changed.notify_all()
             waiting = list(self._waiting)
         for loop, arrived in waiting:
             if not loop.is_closed():

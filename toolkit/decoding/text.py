@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from arbordraft.decoding.detokenizing import IncrementalDetokenizer
 from arbordraft.decoding.generate import StopTexts
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.settings import EXTRA_OUTPUTS, own_temperature
-from arbordraft.decoding.spelling import Pieces
 from arbordraft.utils.checks import check_float, check_int, check_temperature
 
 if TYPE_CHECKING:
@@ -184,10 +184,10 @@ class TextStream(Iterator[str]):
     of the decoding are raised when the next piece is requested.
     """
 
-    def __init__(self, generate: "Generate", pieces: Pieces, criteria: Sequence[Any] = ()) -> None:
+    def __init__(self, generate: "Generate", detokenizer: IncrementalDetokenizer, criteria: Sequence[Any] = ()) -> None:
         self._stats: list[DecodeStats] = []
         # _follow must hold no reference to self, or a dropped stream would stay alive.
-        self._pieces = _follow(generate, pieces, criteria, self._stats)
+        self._texts = _follow(generate, detokenizer, criteria, self._stats)
 
     @property
     def stats(self) -> DecodeStats | None:
@@ -195,15 +195,17 @@ class TextStream(Iterator[str]):
         return self._stats[0] if self._stats else None
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        return next(self._texts)
 
     def close(self) -> None:
         """Ends the decoding within one step, and waits until it has ended."""
-        self._pieces.close()
+        self._texts.close()
 
 
-def _follow(generate: "Generate", pieces: Pieces, criteria: Sequence[Any], stats: list[DecodeStats]) -> Generator[str]:
-    arrived, closed = _Arrived(), threading.Event()
+def _follow(
+    generate: "Generate", detokenizer: IncrementalDetokenizer, criteria: Sequence[Any], stats: list[DecodeStats]
+) -> Generator[str]:
+    arrived, closed = _TokenQueue(), threading.Event()
 
     def over(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.full((len(input_ids),), closed.is_set() or not threading.main_thread().is_alive())
@@ -223,17 +225,17 @@ def _follow(generate: "Generate", pieces: Pieces, criteria: Sequence[Any], stats
         while (item := arrived.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            if begun and (piece := pieces.add(item.tolist())):
-                yield piece
+            if begun and (text := detokenizer.add(item.tolist())):
+                yield text
             begun = True
-        if piece := pieces.end():
-            yield piece
+        if text := detokenizer.end():
+            yield text
     finally:
         closed.set()
         thread.join()
 
 
-class _Arrived(SimpleQueue[Any]):
+class _TokenQueue(SimpleQueue[Any]):
     """Streamer that another thread reads: tokens, perhaps an error, and ``None`` at the end."""
 
     def end(self) -> None:
@@ -251,8 +253,8 @@ def write(
     output = generate(**_request(tokenizer, inputs, settings, stop))
     columns, answers = inputs["input_ids"].shape[1], []
     for row, emitted in zip(output.sequences.tolist(), output.stats.emitted, strict=True):
-        pieces = Pieces(tokenizer, stop or ())
-        answers.append(pieces.add(row[columns : columns + emitted]) + pieces.end())
+        detokenizer = IncrementalDetokenizer(tokenizer, stop or ())
+        answers.append(detokenizer.add(row[columns : columns + emitted]) + detokenizer.end())
     return answers
 
 
@@ -266,7 +268,7 @@ def stream(
     """Decodes one prompt and returns a stream of the answer's pieces."""
     request = _request(tokenizer, inputs, settings, stop)
     criteria = request.pop("stopping_criteria", ())
-    return TextStream(partial(generate, **request), Pieces(tokenizer, stop or ()), criteria)
+    return TextStream(partial(generate, **request), IncrementalDetokenizer(tokenizer, stop or ()), criteria)
 
 
 def _request(

@@ -84,7 +84,7 @@ class EarlyExitDrafter(TargetCacheDrafter):
         return Outputs(self._forward(tokens, batch, state.cache))
 
     def _forward(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
-        return self.model(tokens, batch, cache, layers=self.layers, behind=self.adapter)
+        return self.model(tokens, batch, cache, layers=self.layers, after_layers=self.adapter)
 
     def extra_repr(self) -> str:
         return f"layers={self.layers}"

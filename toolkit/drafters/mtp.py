@@ -16,7 +16,7 @@ from arbordraft.target.attention import ATTENTION_NAME, Forward, UnsupportedMode
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
-from arbordraft.target.self_test import bound_of, is_outcome, nudge
+from arbordraft.target.self_test import bound_of, is_outcome, perturb
 
 if TYPE_CHECKING:
     from transformers.modeling_layers import MtpModel
@@ -121,7 +121,7 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
         try:
             whole, halves = logits(hidden, 4), logits(hidden, 2, 2)
             bound = bound_of(self.target.model.dtype)
-            same = is_outcome(halves, [whole], lambda: logits(nudge(hidden, noise), 4), bound)
+            same = is_outcome(halves, [whole], lambda: logits(perturb(hidden, noise), 4), bound)
         except UnsupportedModel:
             raise
         except Exception as failure:  # third-party modules may fail in any way

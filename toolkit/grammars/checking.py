@@ -22,12 +22,12 @@ class SchemaCheck(NamedTuple):
     reason: str | None = None
 
 
-def checked(schema: Mapping[str, Any], unheld: Sequence[str], text: str) -> SchemaCheck:
+def checked(schema: Mapping[str, Any], unenforced: Sequence[str], text: str) -> SchemaCheck:
     """Checks an answer against its schema.
 
     Args:
         schema: schema of the answer.
-        unheld: keywords that were not enforced while the answer was written.
+        unenforced: keywords that were not enforced while the answer was written.
         text: the answer.
 
     Raises:
@@ -43,16 +43,16 @@ def checked(schema: Mapping[str, Any], unheld: Sequence[str], text: str) -> Sche
     kind = validator_for(schema, default=Draft202012Validator)
     evaluated = count(1)
     # Texts follow the patterns that the grammar enforces: these expressions, which may take for ever, need not run.
-    needed = {name: check for name, check in kind.VALIDATORS.items() if name != "pattern" or name in unheld}
-    held = dict.fromkeys(kind.VALIDATORS.keys() - needed.keys(), lambda *_: ())
-    bounded = extend(kind, {**{name: _counting(check, evaluated) for name, check in needed.items()}, **held})
+    needed = {name: check for name, check in kind.VALIDATORS.items() if name != "pattern" or name in unenforced}
+    enforced = dict.fromkeys(kind.VALIDATORS.keys() - needed.keys(), lambda *_: ())
+    bounded = extend(kind, {**{name: _counting(check, evaluated) for name, check in needed.items()}, **enforced})
     try:
         # An empty registry: without one, references would be fetched from any place.
         validator = bounded(schema, registry=Registry(), format_checker=FormatChecker())
         worst = best_match(validator.iter_errors(json.loads(text)))
     except Exception as problem:  # a schema may make the library raise any exception
-        return SchemaCheck(tuple(unheld), False, f"it could not be checked: {type(problem).__name__}: {problem}")
-    return SchemaCheck(tuple(unheld), worst is None, None if worst is None else worst.message[:500])
+        return SchemaCheck(tuple(unenforced), False, f"it could not be checked: {type(problem).__name__}: {problem}")
+    return SchemaCheck(tuple(unenforced), worst is None, None if worst is None else worst.message[:500])
 
 
 def _counting(check: Callable[..., Any], evaluated: Iterator[int]) -> Callable[..., Any]:

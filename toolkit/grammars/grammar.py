@@ -7,7 +7,7 @@ from typing import Any
 
 from arbordraft.grammars.checking import SchemaCheck, checked
 from arbordraft.grammars.engine import explained, limits, matcher_class
-from arbordraft.grammars.schema import expressions, held
+from arbordraft.grammars.schema import enforced, expressions
 from arbordraft.utils.checks import check_instance
 
 
@@ -21,13 +21,13 @@ class Grammar:
     Args:
         kind: name of the class method that built it.
         definition: the grammar as the engine, llguidance, reads it.
-        unheld: keywords of a JSON schema that are not enforced; :meth:`check` tells whether an answer meets them.
+        unenforced: keywords of a JSON schema that are not enforced; :meth:`check` tells whether an answer meets them.
         schema: JSON text of the schema, if the grammar is that of a schema.
     """
 
     kind: str
     definition: str
-    unheld: tuple[str, ...] = ()
+    unenforced: tuple[str, ...] = ()
     schema: str | None = None
 
     @classmethod
@@ -41,7 +41,7 @@ class Grammar:
             whitespace: let the model break and indent lines. By default JSON is written as ``json.dumps`` does, which
                 leaves the model less to decide.
             strict: refuse keywords that cannot be enforced while a text is written, such as ``uniqueItems``. Else the
-                grammar enforces the rest, ``unheld`` names these keywords, and :meth:`check` checks an answer.
+                grammar enforces the rest, ``unenforced`` names these keywords, and :meth:`check` checks an answer.
 
         Raises:
             TypeError: if ``schema`` is of another type.
@@ -71,7 +71,7 @@ class Grammar:
         try:
             text = json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
             text.encode()
-            found = held(json.loads(text), whitespace=whitespace)
+            found = enforced(json.loads(text), whitespace=whitespace)
         except RecursionError as error:
             raise ValueError("invalid json_schema: it is nested too deeply") from error
         except UnicodeEncodeError as error:
@@ -80,19 +80,19 @@ class Grammar:
             raise ValueError(f"the schema cannot be written as JSON: {error}") from error
         except ValueError as error:
             raise ValueError(f"invalid json_schema: {error}") from error
-        if strict and found.unheld:
+        if strict and found.unenforced:
             raise ValueError(
-                f"invalid json_schema: {', '.join(found.unheld)} cannot be held while text is written: "
-                f"strict=False checks {'it' if len(found.unheld) == 1 else 'them'}"
+                f"invalid json_schema: {', '.join(found.unenforced)} cannot be held while text is written: "
+                f"strict=False checks {'it' if len(found.unenforced) == 1 else 'them'}"
             )
         definition = matcher_class().grammar_from_json_schema(json.dumps(found.schema, ensure_ascii=False))
-        return cls("json_schema", definition, tuple(found.unheld), text)
+        return cls("json_schema", definition, tuple(found.unenforced), text)
 
     @property
     def runs_expressions(self) -> bool:
         """Whether :meth:`check` runs regular expressions of the schema, which may take any time."""
         found = expressions(json.loads(self.schema or "{}"))
-        return "patternProperties" in found or "pattern" in self.unheld
+        return "patternProperties" in found or "pattern" in self.unenforced
 
     def check(self, text: str) -> SchemaCheck:
         """Checks a whole answer against the schema, including the keywords that the grammar does not enforce.
@@ -105,7 +105,7 @@ class Grammar:
         """
         if self.schema is None:
             raise TypeError(f"only grammars of JSON schemas are checked, this one is made by {self.kind}")
-        return checked(json.loads(self.schema), self.unheld, text)
+        return checked(json.loads(self.schema), self.unenforced, text)
 
     @classmethod
     def json(cls, *, whitespace: bool = False) -> "Grammar":

@@ -26,10 +26,10 @@ _NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # with sch
 _SCHEMA = {"items", "additionalItems", "additionalProperties"}
 _EXACT = 2**53  # whole numbers are exact up to here: the engine reads doubles
 _MOST = 10**18  # the engine counts in 64 bits
-_NUDGE = 1e-9
+_MARGIN = 1e-9
 _NAMES = 5_000  # most letters of an object's names for which an expression excludes these names
 # A name that follows an expression spells only these letters with \u: without them, no such name begins with \u.
-_OTHER_LETTERS = "\\x00-\\x1f\\x7f"
+_CONTROL_CHARS = "\\x00-\\x1f\\x7f"
 _WARNINGS = (
     (re.compile(r"Unimplemented keys: \[(.*)\]"), lambda found: json.loads(f"[{found[1]}]")),
     (re.compile(r"Unknown format: (.*)"), lambda found: [f"format: {found[1]}"]),
@@ -39,19 +39,19 @@ _WARNINGS = (
 
 
 @dataclass(frozen=True)
-class HeldSchema:
+class EnforcedSchema:
     """Schema as the engine gets it.
 
     Args:
         schema: schema to be enforced, with the engine's options.
-        unheld: keywords that are not enforced, sorted.
+        unenforced: keywords that are not enforced, sorted.
     """
 
     schema: Mapping[str, Any]
-    unheld: Sequence[str] = ()
+    unenforced: Sequence[str] = ()
 
 
-def held(schema: Mapping[str, Any], *, whitespace: bool = False) -> HeldSchema:
+def enforced(schema: Mapping[str, Any], *, whitespace: bool = False) -> EnforcedSchema:
     """Rewrites a schema so that it can be enforced while a text is written.
 
     Args:
@@ -77,7 +77,7 @@ def held(schema: Mapping[str, Any], *, whitespace: bool = False) -> HeldSchema:
         failed, messages = _validated(made)
         if not failed:
             lacking = {*reader.lacking, *(name for message in messages for name in _named(message))}
-            return HeldSchema(made, tuple(sorted(lacking)))
+            return EnforcedSchema(made, tuple(sorted(lacking)))
         failures.append("; ".join(map(explained, messages)))
     raise ValueError(failures[1])  # the attempt without added expressions: nearest to the given schema
 
@@ -161,7 +161,7 @@ class _Reader:
     def _values(self, schema: dict[str, Any]) -> None:
         for key in ("const", "enum"):
             if key in schema:
-                if (number := _unheld_number(schema[key])) is not None:
+                if (number := _oversized_number(schema[key])) is not None:
                     raise ValueError(f"{key}: the number {number} has too many digits to be held")
                 schema[key] = _unsigned(schema[key])
 
@@ -213,19 +213,19 @@ class _Reader:
 def _beyond(bound: float, sign: int, exclusive: bool) -> float:
     """Returns a double close to a bound, on its admissible side."""
     if abs(bound) <= _EXACT:
-        return bound + sign * max(_NUDGE, 2 * math.ulp(bound))
+        return bound + sign * max(_MARGIN, 2 * math.ulp(bound))
     close = float(bound)
     while sign * (close - bound) < 0 or (exclusive and close == bound):
         close = math.nextafter(close, sign * math.inf)
     return int(close)
 
 
-def _unheld_number(value: Any) -> int | None:
+def _oversized_number(value: Any) -> int | None:
     """Finds a whole number in a value that the engine would round; ``None`` if there is none."""
     if isinstance(value, int) and abs(value) >= 2**63:
         return value if value != int(float(value)) or abs(value) > 10**300 else None
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return next((number for part in parts if (number := _unheld_number(part)) is not None), None)
+    return next((number for part in parts if (number := _oversized_number(part)) is not None), None)
 
 
 def _unsigned(value: Any) -> Any:
@@ -249,8 +249,8 @@ def _unlike(names: Collection[str]) -> str:
     for name in names:
         if name:
             heads.setdefault(name[0], set()).add(name[1:])
-    letters = "".join(f"\\x{{{ord(head):x}}}" for head in sorted(heads))
-    ways = [f"[^{_OTHER_LETTERS}{letters}][^{_OTHER_LETTERS}]*"]
+    first_chars = "".join(f"\\x{{{ord(head):x}}}" for head in sorted(heads))
+    ways = [f"[^{_CONTROL_CHARS}{first_chars}][^{_CONTROL_CHARS}]*"]
     ways += [f"\\x{{{ord(head):x}}}(?:{_unlike(rest)})" for head, rest in sorted(heads.items())]
     return "|".join([*ways, *([] if "" in names else [""])])
 
@@ -264,4 +264,4 @@ def expressions(value: Any) -> set[str]:
     return ({"pattern", "patternProperties"} & value.keys()).union(*map(expressions, value.values()))
 
 
-__all__ = ["HeldSchema", "expressions", "held"]
+__all__ = ["EnforcedSchema", "enforced", "expressions"]

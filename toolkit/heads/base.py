@@ -92,8 +92,8 @@ class Companion(PreTrainedModel):
                 f"{config.hidden_size}"
             )
         last = config.num_hidden_layers
-        if strange := [layer for layer in self.config.hidden_layers or () if not 0 <= layer <= last]:
-            raise ValueError(f"the drafter reads hidden states {strange}, the target's are 0..{last}")
+        if out_of_range := [layer for layer in self.config.hidden_layers or () if not 0 <= layer <= last]:
+            raise ValueError(f"the drafter reads hidden states {out_of_range}, the target's are 0..{last}")
         known = self.config.target_fingerprint
         if known is not None and known != (digest := fingerprint(model)):
             raise ValueError(

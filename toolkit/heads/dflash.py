@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arbordraft.heads.layers import Layer, LayeredHead, LayersConfig, layer_settings, take_over, take_over_norm, turn
+from arbordraft.heads.layers import (
+    Layer,
+    LayeredHead,
+    LayersConfig,
+    apply_rotary,
+    layer_settings,
+    take_over,
+    take_over_norm,
+)
 from arbordraft.utils.checks import check_int
 
 
@@ -185,7 +193,7 @@ class DFlashHead(LayeredHead):
         key, value = (
             part(context).unflatten(-1, (-1, self.config.head_dim)) for part in (attention.k_proj, attention.v_proj)
         )
-        return turn(attention.k_norm(key) if self.config.qk_norm else key, rotary), value
+        return apply_rotary(attention.k_norm(key) if self.config.qk_norm else key, rotary), value
 
     def queries_keys_values(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], layer: int

@@ -58,16 +58,18 @@ class EagleConfig(LayersConfig):
 
     def check_plain(self, what: str) -> None:
         """Raises ValueError unless this is a head as we train them, the only kind that ``what`` knows."""
-        if peculiar := self._peculiar():
-            settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in peculiar)
+        if unsupported := self._unsupported():
+            settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in unsupported)
             raise ValueError(f"{what} knows EAGLE-3 heads of one plain layer, this one has {settings}")
 
-    def _peculiar(self) -> list[str]:
+    def _unsupported(self) -> list[str]:
         plain = EagleConfig()
         names = ["num_hidden_layers", "own_embeddings", "qk_norm", "attention_bias", "fc_norm", "norm_before_fc"]
         names += ["norm_before_residual", "norm_output", "first_generation"]
-        turned = (self.rope_parameters or {}).get("rope_type", "default") != "default"
-        return [name for name in names if getattr(self, name) != getattr(plain, name)] + ["rope_parameters"] * turned
+        scaled_rope = (self.rope_parameters or {}).get("rope_type", "default") != "default"
+        return [name for name in names if getattr(self, name) != getattr(plain, name)] + [
+            "rope_parameters"
+        ] * scaled_rope
 
     @property
     def embedding_size(self) -> int:

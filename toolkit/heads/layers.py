@@ -134,8 +134,8 @@ class LayeredHead(DraftHead):
         query, key, value = (project(x).unflatten(-1, (-1, self.config.head_dim)) for project in projections)
         if self.config.qk_norm:
             query, key = attention.q_norm(query), attention.k_norm(key)
-        turned = turn(torch.cat([query, key], dim=-2), rotary)
-        return *turned.split([query.shape[-2], key.shape[-2]], dim=-2), value
+        rotated = apply_rotary(torch.cat([query, key], dim=-2), rotary)
+        return *rotated.split([query.shape[-2], key.shape[-2]], dim=-2), value
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines ``[..., 1, C]`` of positions ``[...]``."""
@@ -190,7 +190,7 @@ def take_over_norm(norm: nn.RMSNorm, model: PreTrainedModel) -> None:
         norm.weight.copy_(norms[-1])
 
 
-def turn(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotates ``[..., heads, C]`` by cosines and sines."""
     cosine, sine = rotary
     return x * cosine + rotate_half(x) * sine

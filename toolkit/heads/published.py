@@ -147,8 +147,8 @@ def _medusa(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str,
 def _dflash(given: dict[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> DFlashHead:
     layer = _layer(given)
     own: dict[str, Any] = given.get("dflash_config") or {}
-    if strange := _strange(own, _FIXED_DFLASH):
-        raise ValueError(f"its settings are not understood: {strange}")
+    if unsupported := _unsupported(own, _FIXED_DFLASH):
+        raise ValueError(f"its settings are not understood: {unsupported}")
     for name in [name for name in tensors if name.startswith("logit_head.")]:  # early DSpark checkpoints
         tensors[name.removeprefix("logit_head.")] = tensors.pop(name)
     embedded = tensors.pop("embed_tokens.weight", None)
@@ -222,14 +222,14 @@ def _layer(given: Mapping[str, Any]) -> Mapping[str, Any]:
     windowed = "sliding_attention" in (layer.get("layer_types") or ())
     if layer.get("use_sliding_window") is False or ("layer_types" in layer and not windowed):
         fixed.pop("sliding_window")
-    if strange := _strange(layer, fixed):
-        raise ValueError(f"its settings are not understood: {strange}")
+    if unsupported := _unsupported(layer, fixed):
+        raise ValueError(f"its settings are not understood: {unsupported}")
     if windowed:
         raise ValueError("its settings are not understood: layer_types with sliding_attention")
     return layer
 
 
-def _strange(given: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> str:
+def _unsupported(given: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> str:
     """Lists settings with values that are not understood."""
     return "; ".join(
         f"{name}={given[name]!r}" for name, known in fixed.items() if given.get(name, known[0]) not in known

@@ -111,14 +111,14 @@ class RaggedGraph:
             wide[places] = packed
             return wide.unflatten(0, (-1, most))
 
-        behind = [
+        past_lengths = [
             past + len(tree) - rows
             for past, tree, rows in zip(batch.past, batch.tree_positions, batch.rows, strict=True)
         ]
         feed = {name: spread(tensor) for name, tensor in inputs.items()}
         feed["position_ids"] = spread(batch.positions)
-        feed["attention_mask"] = _mask(batch, behind, most)
-        feed |= self._past(batch, behind, cache)
+        feed["attention_mask"] = _mask(batch, past_lengths, most)
+        feed |= self._past(batch, past_lengths, cache)
         outputs = self.graph.run(feed)
         for layer in range(self._layers):
             keys, values = (
@@ -128,10 +128,10 @@ class RaggedGraph:
             cache.write(layer, keys, values, batch.slots)
         return {name: tensor.flatten(0, 1)[places] for name, tensor in outputs.items()}
 
-    def _past(self, batch: RaggedBatch, behind: Sequence[int], cache: RaggedKVCache) -> dict[str, Tensor]:
+    def _past(self, batch: RaggedBatch, past_lengths: Sequence[int], cache: RaggedKVCache) -> dict[str, Tensor]:
         """Returns ``[B, Hkv, P, C]`` keys and values before the rows, for every layer."""
-        columns = torch.arange(max(behind))
-        starts, lengths = torch.tensor(list(batch.starts)), torch.tensor(behind)
+        columns = torch.arange(max(past_lengths))
+        starts, lengths = torch.tensor(list(batch.starts)), torch.tensor(past_lengths)
         slots = starts[:, None] + torch.where(columns < lengths[:, None], columns, 0)
         feed: dict[str, Tensor] = {}
         for layer in range(self._layers):
@@ -141,18 +141,18 @@ class RaggedGraph:
                 feed |= {name: pool[slots].transpose(1, 2) for name, pool in zip(names, pools, strict=True)}
             else:  # no pools before the first run: the graph's inputs tell the sizes
                 sizes = (self.graph.inputs[name] for name in names)
-                empty = (torch.empty(len(behind), heads, 0, size) for _, heads, _, size in sizes)
+                empty = (torch.empty(len(past_lengths), heads, 0, size) for _, heads, _, size in sizes)
                 feed |= dict(zip(names, empty, strict=True))
         return feed
 
 
-def _mask(batch: RaggedBatch, behind: Sequence[int], most: int) -> Tensor:
+def _mask(batch: RaggedBatch, past_lengths: Sequence[int], most: int) -> Tensor:
     """Returns the mask ``[B, 1, n, P + n]``: 0 where a row sees a key."""
-    past = max(behind)
+    past = max(past_lengths)
     mask = torch.full((len(batch.rows), 1, most, past + most), HIDDEN)
     taking_part = [sample for sample, rows in enumerate(batch.rows) if rows]
     for sample, span in zip(taking_part, batch.spans(dense=True), strict=True):
-        before, rows = behind[sample], span.rows
+        before, rows = past_lengths[sample], span.rows
         seen = torch.zeros(rows, span.length) if span.bias is None else span.bias.clamp(min=HIDDEN)
         mask[sample, 0, :rows, :before] = seen[:, :before]
         mask[sample, 0, :rows, past : past + rows] = seen[:, before:]

@@ -86,10 +86,10 @@ def is_truncating(processor: Any) -> bool:
     return transformers_name(type(processor)) in _TRUNCATING
 
 
-def heeds_padding(processor: Any) -> bool:
+def counts_padding(processor: Any) -> bool:
     """Returns whether a processor counts the padding before a prompt, or stores it."""
-    heeding = _COUNTING.keys() | _KEEPING_PROMPTS
-    return any(transformers_name(cls) in heeding for cls in type(processor).__mro__)
+    counting = _COUNTING.keys() | _KEEPING_PROMPTS
+    return any(transformers_name(cls) in counting for cls in type(processor).__mro__)
 
 
 def counting_less(processor: Any, columns: int) -> Any:

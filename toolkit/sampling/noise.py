@@ -114,7 +114,7 @@ class GumbelNoise:
             if drawn:
                 mixed[drawn] = self.perturb(scores[drawn], [places[row] for row in drawn])
             return mixed
-        if not scores.is_cpu or choice.wants_triton("perturb", scores):
+        if not scores.is_cpu or choice.uses_triton("perturb", scores):
             return scores + gumbel(*self.keys(places, scores.device), scores.shape[1]).to(scores.dtype)
         rows = self._rows(places, scores.shape[1])
         return torch.stack([score + row for score, row in zip(scores, rows, strict=True)])

@@ -89,10 +89,10 @@ def draft_scores(
 
     kinds = alike(owners)
     if len(kinds) == 1:
-        return blamed(process, logits, range(len(owners)), owners)
+        return attributed(process, logits, range(len(owners)), owners)
     scores = widened(logits).clone()
     for rows in kinds.values():
-        scores[rows] = blamed(process, logits[rows], rows, owners)
+        scores[rows] = attributed(process, logits[rows], rows, owners)
     return scores
 
 
@@ -104,7 +104,7 @@ def alike(owners: Sequence[RowOwner]) -> dict[tuple[int, bool], list[int]]:
     return kinds
 
 
-def blamed(
+def attributed(
     process: Callable[[Tensor, Sequence[int], LogitsPipeline], Any],
     logits: Tensor,
     rows: Sequence[int],
@@ -124,4 +124,4 @@ def blamed(
         raise SampleError(owners[rows[0]].number, error) from error
 
 
-__all__ = ["RowOwner", "SampleError", "alike", "blamed", "draft_scores", "draft_temperature"]
+__all__ = ["RowOwner", "SampleError", "alike", "attributed", "draft_scores", "draft_temperature"]

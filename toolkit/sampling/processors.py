@@ -15,7 +15,7 @@ from arbordraft.kernels.verify import lowest_kept
 from arbordraft.sampling.kinds import (
     check_for_trees,
     counting_less,
-    heeds_padding,
+    counts_padding,
     is_freezing,
     is_path_free,
     is_truncating,
@@ -76,7 +76,7 @@ class LogitsPipeline:
     @staticmethod
     def row_and_padding(processors: "Sequence[LogitsProcessor]", row: int, padding: int) -> tuple[int, int]:
         """Returns the row and the padding of a sample; 0 replaces a number that no processor uses."""
-        return row if any(map(may_index, processors)) else 0, padding if any(map(heeds_padding, processors)) else 0
+        return row if any(map(may_index, processors)) else 0, padding if any(map(counts_padding, processors)) else 0
 
     @cached_property
     def temperature(self) -> float | None:
@@ -203,7 +203,7 @@ def _like(processor: Any, processed: Any, given: Tensor) -> Tensor:
 
 def truncate(processor: Any, scores: Tensor) -> Tensor:
     """Applies a processor that reads only the scores; on a GPU, top-k and top-p run without sorting."""
-    if is_truncating(processor) and choice.wants_triton("truncate", scores):
+    if is_truncating(processor) and choice.uses_triton("truncate", scores):
         return scores.masked_fill(scores < _lowest(processor, scores)[:, None], processor.filter_value)
     return processor(scores.new_zeros(len(scores), 1, dtype=torch.long), scores)
 
@@ -212,7 +212,7 @@ def truncated(processor: "LogitsProcessor | None", scores: Tensor) -> tuple[Tens
     """Finishes :meth:`LogitsPipeline.trimmed`: truncates scores, or on a GPU finds the ``[R]`` lowest ones to draw."""
     if processor is None:
         return scores, None
-    if choice.wants_triton("truncate", scores):
+    if choice.uses_triton("truncate", scores):
         return scores, _lowest(processor, scores)
     return truncate(processor, scores), None
 
@@ -224,7 +224,7 @@ def _lowest(processor: Any, scores: Tensor) -> Tensor:
     return lowest_kept(scores, processor.min_tokens_to_keep, processor.top_p)
 
 
-def surely_kept(processor: Any, scores: Tensor, tokens: Sequence[int]) -> list[bool]:
+def always_kept(processor: Any, scores: Tensor, tokens: Sequence[int]) -> list[bool]:
     """Returns whether top-k or top-p certainly keep a token of each row, however they break ties and round."""
     chosen = torch.tensor(tokens, device=scores.device).clamp_(min=0)[:, None]  # -1: no token
     before = scores >= scores.gather(1, chosen)  # tokens that may rank before it; itself is removed next

@@ -13,7 +13,7 @@ from torch import Tensor
 from arbordraft.kernels import choice
 from arbordraft.kernels.verify import row_max
 from arbordraft.sampling.noise import GumbelNoise
-from arbordraft.sampling.processors import surely_kept, truncate, truncated, widened
+from arbordraft.sampling.processors import always_kept, truncate, truncated, widened
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -93,14 +93,14 @@ class SoftmaxRows:
         if self._trim is None:
             return noise.draw(self.scores_of(rows), None, places)
         scores, processor = self._trim(self._taken(rows), rows)
-        if processor is None or choice.wants_triton("truncate", scores):
+        if processor is None or choice.uses_triton("truncate", scores):
             return noise.draw(*truncated(processor, scores), places)
         tokens = noise.draw(scores, None, places)
-        drawn = zip(tokens, surely_kept(processor, scores, tokens), strict=True)
-        doubtful = [row for row, (token, kept) in enumerate(drawn) if token >= 0 and not kept]
-        if doubtful:
-            again = noise.draw(truncate(processor, scores[doubtful]), None, [places[row] for row in doubtful])
-            for row, token in zip(doubtful, again, strict=True):
+        drawn = zip(tokens, always_kept(processor, scores, tokens), strict=True)
+        unkept = [row for row, (token, kept) in enumerate(drawn) if token >= 0 and not kept]
+        if unkept:
+            again = noise.draw(truncate(processor, scores[unkept]), None, [places[row] for row in unkept])
+            for row, token in zip(unkept, again, strict=True):
                 tokens[row] = token
         return tokens
 

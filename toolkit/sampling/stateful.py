@@ -167,12 +167,12 @@ class PathState:
     def _allowed(self) -> Allowed | None:
         if self.failure is None:
             try:
-                said = [one.allowed() for one in self.processors if isinstance(one, Constraint)]
+                masks = [one.allowed() for one in self.processors if isinstance(one, Constraint)]
             except Exception as error:
                 self.failure = error
         if self.failure is not None:
             return Allowed(b"")
-        known = [allowed for allowed in said if allowed is not None]
+        known = [allowed for allowed in masks if allowed is not None]
         return reduce(and_, known) if known else None
 
 

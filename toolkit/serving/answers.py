@@ -24,13 +24,13 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails
 from starlette.exceptions import HTTPException
 
-from arbordraft.decoding.spelling import is_text
+from arbordraft.decoding.detokenizing import is_text
 from arbordraft.decoding.streams import Stream
+from arbordraft.serving.api_request import ApiRequest, StreamOptions
+from arbordraft.serving.deltas import AnswerDelta, DecodedLogprob
 from arbordraft.serving.errors import as_body
-from arbordraft.serving.pieces import Piece, SpeltLogprob
-from arbordraft.serving.question import Question, StreamOptions
-from arbordraft.serving.reading import CallPiece
 from arbordraft.serving.service import Service
+from arbordraft.serving.tool_parsing import ToolCallDelta
 
 
 class Shape(ABC):
@@ -38,15 +38,15 @@ class Shape(ABC):
 
     Args:
         service: service that answers.
-        question: the request.
+        body: the request.
     """
 
     prefix: str  # of response ids
     closing = "data: [DONE]\n\n"  # ends a stream without errors
 
-    def __init__(self, service: Service, question: Question) -> None:
-        self.logprobs = question.others is not None
-        self.calling = bool(question.functions)
+    def __init__(self, service: Service, body: ApiRequest) -> None:
+        self.logprobs = body.num_logprobs is not None
+        self.calling = bool(body.functions)
         self.head: dict[str, Any] = {
             "id": f"{self.prefix}{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -55,12 +55,12 @@ class Shape(ABC):
         }
 
     @abstractmethod
-    def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
+    def response(self, answers: Sequence[AnswerDelta], usage: CompletionUsage) -> BaseModel:
         """Builds the response with all answers."""
 
     @abstractmethod
-    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
-        """Yields a new piece as chunks of a stream."""
+    def chunks(self, delta: AnswerDelta) -> Iterator[BaseModel]:
+        """Yields a new part of an answer as chunks of a stream."""
 
     @abstractmethod
     def last(self, usage: CompletionUsage) -> BaseModel:
@@ -75,7 +75,7 @@ class Shape(ABC):
         """Formats a chunk as a server-sent event."""
         return f"data: {written(chunk)}\n\n"
 
-    def broken(self, error: HTTPException) -> str:
+    def error_event(self, error: HTTPException) -> str:
         """Formats the event that ends a stream after an error."""
         return f"data: {json.dumps(as_body(error), ensure_ascii=False)}\n\n"
 
@@ -90,11 +90,11 @@ class ChatShape(Shape):
 
     prefix = "chatcmpl-"
 
-    def __init__(self, service: Service, question: Question) -> None:
-        super().__init__(service, question)
+    def __init__(self, service: Service, body: ApiRequest) -> None:
+        super().__init__(service, body)
         self._begun = 0
 
-    def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
+    def response(self, answers: Sequence[AnswerDelta], usage: CompletionUsage) -> BaseModel:
         choices = [
             chat_completion.Choice(
                 index=answer.index,
@@ -107,20 +107,20 @@ class ChatShape(Shape):
         ]
         return ChatCompletion(object="chat.completion", choices=choices, usage=usage, **self.head)
 
-    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
-        while self._begun < piece.index:  # clients number answers in the order of their first chunks
-            yield self._news(Piece(self._begun))
-        yield self._news(piece)
+    def chunks(self, delta: AnswerDelta) -> Iterator[BaseModel]:
+        while self._begun < delta.index:  # clients number answers in the order of their first chunks
+            yield self._choice_chunk(AnswerDelta(self._begun))
+        yield self._choice_chunk(delta)
 
-    def _news(self, piece: Piece) -> BaseModel:
-        role = {"role": "assistant"} if piece.index == self._begun else {}
-        self._begun = max(self._begun, piece.index + 1)
+    def _choice_chunk(self, delta: AnswerDelta) -> BaseModel:
+        role = {"role": "assistant"} if delta.index == self._begun else {}
+        self._begun = max(self._begun, delta.index + 1)
         choice = ChunkChoice(
-            index=piece.index,
-            delta=ChoiceDelta(**role, **self._said(piece)),
-            finish_reason=piece.finish_reason,
-            logprobs=ChunkLogprobs(content=self._logprobs(piece)) if self.logprobs else None,
-            **_extension(piece),
+            index=delta.index,
+            delta=ChoiceDelta(**role, **self._delta(delta)),
+            finish_reason=delta.finish_reason,
+            logprobs=ChunkLogprobs(content=self._logprobs(delta)) if self.logprobs else None,
+            **_extension(delta),
         )
         return self._chunk(choices=[choice])
 
@@ -130,22 +130,26 @@ class ChatShape(Shape):
     def _chunk(self, **content: Any) -> BaseModel:
         return ChatCompletionChunk(object="chat.completion.chunk", **self.head, **content)
 
-    def _said(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, delta: AnswerDelta) -> dict[str, Any]:
         """Returns new thoughts, text and calls; leaves out an empty text beside thoughts, or if the answer may call."""
-        said: dict[str, Any] = {} if (self.calling or piece.thoughts) and not piece.text else {"content": piece.text}
-        said |= _thoughts(piece)
-        return {**said, "tool_calls": [_delta(call) for call in merged(piece.calls)]} if piece.calls else said
+        fields: dict[str, Any] = {} if (self.calling or delta.reasoning) and not delta.text else {"content": delta.text}
+        fields |= _reasoning(delta)
+        return (
+            {**fields, "tool_calls": [_tool_call_delta(call) for call in merged(delta.calls)]}
+            if delta.calls
+            else fields
+        )
 
-    def _logprobs(self, piece: Piece) -> list[ChatCompletionTokenLogprob]:
+    def _logprobs(self, delta: AnswerDelta) -> list[ChatCompletionTokenLogprob]:
         return [
             ChatCompletionTokenLogprob(**_of(known), top_logprobs=[TopLogprob(**_of(other)) for other in known.others])
-            for known in piece.logprobs
+            for known in delta.logprobs
         ]
 
 
-def _of(known: SpeltLogprob) -> dict[str, Any]:
-    spelt = None if known.data is None else list(known.data)
-    return {"token": known.text, "bytes": spelt, "logprob": known.logprob}
+def _of(known: DecodedLogprob) -> dict[str, Any]:
+    data = None if known.data is None else list(known.data)
+    return {"token": known.text, "bytes": data, "logprob": known.logprob}
 
 
 class _TextLogprobs(Logprobs):
@@ -171,15 +175,15 @@ class TextShape(Shape):
 
     prefix = "cmpl-"
 
-    def __init__(self, service: Service, question: Question) -> None:
-        super().__init__(service, question)
+    def __init__(self, service: Service, body: ApiRequest) -> None:
+        super().__init__(service, body)
         self._offsets: dict[int, int] = {}
 
-    def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
+    def response(self, answers: Sequence[AnswerDelta], usage: CompletionUsage) -> BaseModel:
         return self._completion(choices=[self._choice(answer) for answer in answers], usage=usage)
 
-    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
-        yield self._completion(choices=[self._choice(piece)])
+    def chunks(self, delta: AnswerDelta) -> Iterator[BaseModel]:
+        yield self._completion(choices=[self._choice(delta)])
 
     def last(self, usage: CompletionUsage) -> BaseModel:
         return self._completion(choices=[], usage=usage)
@@ -187,30 +191,30 @@ class TextShape(Shape):
     def _completion(self, **content: Any) -> BaseModel:
         return _Text(object="text_completion", **self.head, **content)
 
-    def _choice(self, piece: Piece) -> "_TextChoice":
+    def _choice(self, delta: AnswerDelta) -> "_TextChoice":
         return _TextChoice(
-            index=piece.index,
-            text=piece.text,
-            finish_reason=piece.finish_reason,
-            logprobs=self._logprobs(piece) if self.logprobs else None,
-            **_extension(piece),
+            index=delta.index,
+            text=delta.text,
+            finish_reason=delta.finish_reason,
+            logprobs=self._logprobs(delta) if self.logprobs else None,
+            **_extension(delta),
         )
 
-    def _logprobs(self, piece: Piece) -> _TextLogprobs:
-        offsets, offset = [], self._offsets.get(piece.index, 0)
-        for known in piece.logprobs:
+    def _logprobs(self, delta: AnswerDelta) -> _TextLogprobs:
+        offsets, offset = [], self._offsets.get(delta.index, 0)
+        for known in delta.logprobs:
             offsets.append(offset)
             offset += len(known.text)
-        self._offsets[piece.index] = offset
+        self._offsets[delta.index] = offset
         return _TextLogprobs(
-            tokens=[known.text for known in piece.logprobs],
-            token_logprobs=[known.logprob for known in piece.logprobs],
-            top_logprobs=[None if known.logprob is None else _by_text(known.others) for known in piece.logprobs],
+            tokens=[known.text for known in delta.logprobs],
+            token_logprobs=[known.logprob for known in delta.logprobs],
+            top_logprobs=[None if known.logprob is None else _by_text(known.others) for known in delta.logprobs],
             text_offset=offsets,
         )
 
 
-def _by_text(others: Sequence[SpeltLogprob]) -> dict[str, float]:
+def _by_text(others: Sequence[DecodedLogprob]) -> dict[str, float]:
     """Maps texts to log-probabilities, equal texts to the highest; names parts of characters by their bytes."""
     found: dict[str, float] = {}
     for text, data, logprob, _ in others:
@@ -243,36 +247,36 @@ def usage_of(stream: Stream, reasoning: int) -> CompletionUsage:
     )
 
 
-def _message(answer: Piece) -> ChatCompletionMessage:
+def _message(answer: AnswerDelta) -> ChatCompletionMessage:
     if not answer.calls:
-        return ChatCompletionMessage(role="assistant", content=answer.text, **_thoughts(answer))
+        return ChatCompletionMessage(role="assistant", content=answer.text, **_reasoning(answer))
     calls = [
         ChatCompletionMessageFunctionToolCall(
             id=call_id(), type="function", function=MessageFunction(name=call.name or "", arguments=call.arguments)
         )
         for call in merged(answer.calls)
     ]
-    return ChatCompletionMessage(role="assistant", content=answer.text or None, tool_calls=calls, **_thoughts(answer))
+    return ChatCompletionMessage(role="assistant", content=answer.text or None, tool_calls=calls, **_reasoning(answer))
 
 
-def _thoughts(piece: Piece) -> dict[str, Any]:
-    return {"reasoning_content": piece.thoughts} if piece.thoughts else {}
+def _reasoning(delta: AnswerDelta) -> dict[str, Any]:
+    return {"reasoning_content": delta.reasoning} if delta.reasoning else {}
 
 
-def merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
-    """Merges pieces to one per call: clients lose a second one in the same chunk."""
-    calls = dict[int, CallPiece]()
-    for piece in pieces:
-        calls[piece.index] = calls[piece.index] + piece if piece.index in calls else piece
+def merged(deltas: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Merges deltas to one per call: clients lose a second one in the same chunk."""
+    calls = dict[int, ToolCallDelta]()
+    for delta in deltas:
+        calls[delta.index] = calls[delta.index] + delta if delta.index in calls else delta
     return list(calls.values())
 
 
-def _delta(piece: CallPiece) -> ChoiceDeltaToolCall:
-    function = DeltaFunction(arguments=piece.arguments)
-    if piece.name is None:
-        return ChoiceDeltaToolCall(index=piece.index, function=function)
-    function = DeltaFunction(name=piece.name, arguments=piece.arguments)
-    return ChoiceDeltaToolCall(index=piece.index, id=call_id(), type="function", function=function)
+def _tool_call_delta(delta: ToolCallDelta) -> ChoiceDeltaToolCall:
+    function = DeltaFunction(arguments=delta.arguments)
+    if delta.name is None:
+        return ChoiceDeltaToolCall(index=delta.index, function=function)
+    function = DeltaFunction(name=delta.name, arguments=delta.arguments)
+    return ChoiceDeltaToolCall(index=delta.index, id=call_id(), type="function", function=function)
 
 
 def call_id() -> str:
@@ -280,10 +284,10 @@ def call_id() -> str:
     return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
 
 
-def _extension(piece: Piece) -> dict[str, Any]:
+def _extension(delta: AnswerDelta) -> dict[str, Any]:
     """Returns fields of an answer that extend OpenAI's protocol."""
-    shown: dict[str, Any] = {"steps": list(piece.steps)} if piece.steps else {}
-    if piece.check is not None:
-        keywords, valid, reason = piece.check
+    shown: dict[str, Any] = {"steps": list(delta.steps)} if delta.steps else {}
+    if delta.check is not None:
+        keywords, valid, reason = delta.check
         shown["schema"] = {"checked": list(keywords), "valid": valid, "reason": reason}
     return {"arbordraft": shown} if shown else {}

@@ -16,15 +16,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from arbordraft.serving.answers import ChatShape, Shape, TextShape, usage_of, written
-from arbordraft.serving.chats import ChatQuestion
-from arbordraft.serving.completions import CompletionQuestion
-from arbordraft.serving.errors import ApiError, as_body, crashed, invalid
+from arbordraft.serving.api_request import ApiRequest, StreamOptions
+from arbordraft.serving.chats import ChatRequest
+from arbordraft.serving.completions import CompletionRequest
+from arbordraft.serving.deltas import AnswerDelta
+from arbordraft.serving.errors import ApiError, as_body, internal_error, invalid
 from arbordraft.serving.middleware import BodyLimit, Head, allowed, cors_options
 from arbordraft.serving.page import page
-from arbordraft.serving.pieces import Piece
-from arbordraft.serving.question import Question, StreamOptions
 from arbordraft.serving.responding import ResponseShape
-from arbordraft.serving.responses import ResponsesQuestion, renamed
+from arbordraft.serving.responses import ResponsesRequest, renamed
 from arbordraft.serving.service import Call, Service
 from arbordraft.utils.checks import check_int
 
@@ -61,9 +61,9 @@ def build_app(
     app.add_middleware(Head)
     if cors:
         app.add_middleware(CORSMiddleware, **options)
-    app.add_exception_handler(HTTPException, _told)
+    app.add_exception_handler(HTTPException, _error_response)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(Exception, _unforeseen)
+    app.add_exception_handler(Exception, _unexpected)
 
     @app.get("/", response_class=HTMLResponse)
     def show() -> str:
@@ -105,17 +105,19 @@ def _endpoints(service: Service, api_key: str | None) -> APIRouter:
         return known.to_dict()
 
     @router.post("/chat/completions")
-    async def chat(question: ChatQuestion, http: Request) -> Response:
-        return await _answer(service, question, http, ChatShape)
+    async def chat(body: ChatRequest, http: Request) -> Response:
+        return await _answer(service, body, http, ChatShape)
 
     @router.post("/completions")
-    async def complete(question: CompletionQuestion, http: Request) -> Response:
-        return await _answer(service, question, http, TextShape)
+    async def complete(body: CompletionRequest, http: Request) -> Response:
+        return await _answer(service, body, http, TextShape)
 
     @router.post("/responses")
-    async def respond(asked: ResponsesQuestion, http: Request) -> Response:
+    async def respond(responses_body: ResponsesRequest, http: Request) -> Response:
         try:
-            return await _answer(service, asked.chat(), http, partial(ResponseShape, asked=asked))
+            return await _answer(
+                service, responses_body.chat(), http, partial(ResponseShape, responses_body=responses_body)
+            )
         except ApiError as error:
             raise renamed(error) from error
 
@@ -123,33 +125,33 @@ def _endpoints(service: Service, api_key: str | None) -> APIRouter:
 
 
 async def _answer(
-    service: Service, question: Question, http: Request, kind: Callable[[Service, Question], Shape]
+    service: Service, body: ApiRequest, http: Request, kind: Callable[[Service, ApiRequest], Shape]
 ) -> Response:
-    call = await service.take(question)
-    shape = kind(service, question)
-    if question.stream:
-        chunks = _chunks(call, http, shape, question.stream_options)
+    call = await service.take(body)
+    shape = kind(service, body)
+    if body.stream:
+        chunks = _chunks(call, http, shape, body.stream_options)
         first = await anext(chunks)  # errors before the first chunk get their own status
         return StreamingResponse(
             _events(shape, first, chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
-    answers = [Piece(index) for index in range(question.count)]
-    async for piece in call.pieces(http):
-        answers[piece.index] += piece
-    usage = usage_of(call.stream, call.speller.reasoning)
-    return Response(written(shape.whole(answers, usage)), media_type="application/json")
+    answers = [AnswerDelta(index) for index in range(body.count)]
+    async for delta in call.deltas(http):
+        answers[delta.index] += delta
+    usage = usage_of(call.stream, call.detokenizer.reasoning_tokens)
+    return Response(written(shape.response(answers, usage)), media_type="application/json")
 
 
 async def _chunks(call: Call, http: Request, shape: Shape, options: StreamOptions) -> AsyncGenerator[BaseModel, None]:
-    async with aclosing(call.pieces(http)) as pieces:
-        async for piece in pieces:
-            for chunk in shape.chunks(piece):
+    async with aclosing(call.deltas(http)) as deltas:
+        async for delta in deltas:
+            for chunk in shape.chunks(delta):
                 if options.continuous_usage_stats:
-                    chunk = chunk.model_copy(update={"usage": usage_of(call.stream, call.speller.reasoning)})
+                    chunk = chunk.model_copy(update={"usage": usage_of(call.stream, call.detokenizer.reasoning_tokens)})
                 elif options.include_usage:
                     chunk = chunk.model_copy(update={"usage": None})
                 yield chunk
-    for chunk in shape.end(usage_of(call.stream, call.speller.reasoning), options):
+    for chunk in shape.end(usage_of(call.stream, call.detokenizer.reasoning_tokens), options):
         yield chunk
 
 
@@ -162,10 +164,10 @@ async def _events(shape: Shape, first: BaseModel, others: AsyncGenerator[BaseMod
                 yield shape.event(chunk)
             yield shape.closing
         except HTTPException as error:
-            yield shape.broken(error)
+            yield shape.error_event(error)
 
 
-async def _told(http: Request, error: HTTPException) -> Response:
+async def _error_response(http: Request, error: HTTPException) -> Response:
     if error.status_code == 405 and error.headers:
         error.headers = {"Allow": allowed(error.headers["Allow"])}
         if http.method == "OPTIONS":  # lists the methods, and grants nothing to pages of other origins
@@ -173,9 +175,9 @@ async def _told(http: Request, error: HTTPException) -> Response:
     return JSONResponse(as_body(error), error.status_code, error.headers)
 
 
-async def _unforeseen(http: Request, error: Exception) -> Response:
-    return await _told(http, crashed())  # uvicorn logs it
+async def _unexpected(http: Request, error: Exception) -> Response:
+    return await _error_response(http, internal_error())  # uvicorn logs it
 
 
 async def _invalid(http: Request, error: RequestValidationError) -> Response:
-    return await _told(http, invalid(error.errors(), http.headers.get("Content-Type", "")))
+    return await _error_response(http, invalid(error.errors(), http.headers.get("Content-Type", "")))

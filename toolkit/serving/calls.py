@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.grammars.schema import held
+from arbordraft.grammars.schema import enforced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ _OFFERED = {
 
 
 @dataclass(frozen=True)
-class CallFormat:
+class ToolCallFormat:
     """Format of an answer's tool calls.
 
     The first call is ``opening NAME middle ARGUMENTS``, each further one ``separator NAME middle ARGUMENTS``; the last
@@ -59,17 +59,17 @@ class CallFormat:
 
     @property
     def marks(self) -> frozenset[int]:
-        """Ids of added tokens in the format's texts; they are spelt even if they are special."""
-        pieces = (self.opening, self.middle, self.separator or "", self.closing)
-        return frozenset(token for text, token in self.added.items() if any(text in piece for piece in pieces))
+        """Ids of added tokens in the format's texts; their text is kept even if they are special."""
+        texts = (self.opening, self.middle, self.separator or "", self.closing)
+        return frozenset(token for text, token in self.added.items() if any(text in part for part in texts))
 
-    def without(self, *marks: str) -> "CallFormat":
+    def without(self, *marks: str) -> "ToolCallFormat":
         """Returns the format without some added tokens, which free text may then not contain."""
         return replace(self, added={text: token for text, token in self.added.items() if text not in marks})
 
-    def pattern(self, piece: str) -> str:
+    def pattern(self, text: str) -> str:
         """Returns a regular expression for one of the format's texts."""
-        return re.escape(piece).replace(re.escape(_ID), _ID_PATTERN)
+        return re.escape(text).replace(re.escape(_ID), _ID_PATTERN)
 
     def grammar(self, tools: Mapping[str, Schema], *, required: bool, parallel: bool, answer: Schema | None) -> str:
         """Builds the grammar of an answer, in llguidance's dialect of Lark.
@@ -106,7 +106,7 @@ class CallFormat:
         first, *_ = filter(None, self._parts.split(self.opening))
         text = "TEXT: /(?s:.+)/"
         if first in self.added:
-            # Excludes the marker spelt letter by letter: it would look like a call, and be none.
+            # Excludes the marker written character by character: it would look like a call, and be none.
             marker, head = first, self._terminal(first)
             rules = [f"{text} & ~MARKED", f"MARKED: /(?s:.*)/ {lark_string(marker)} /(?s:.*)/"]
         else:
@@ -129,7 +129,7 @@ class CallFormat:
         return "ID" if part == _ID else f"<[{self.added[part]}]>" if part in self.added else lark_string(part)
 
 
-def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> CallFormat:
+def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> ToolCallFormat:
     """Finds out how the tokenizer's chat template writes messages that call tools.
 
     Args:
@@ -162,7 +162,7 @@ def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
             reasons.append((not isinstance(error, ValueError), str(error)))
             continue
         marked = texts["opening"].startswith(tuple(added))  # an added token marks a call at any place
-        return CallFormat(**{**texts, "anywhere": marked or texts["anywhere"]}, quoted=quoted, added=added)
+        return ToolCallFormat(**{**texts, "anywhere": marked or texts["anywhere"]}, quoted=quoted, added=added)
     reason = min(reasons, key=lambda known: known[0])[1]  # our own errors first: they say more than a template's
     raise ValueError(f"the model's chat template writes calls in a way that is not supported: {reason}")
 
@@ -179,13 +179,13 @@ def _texts(written: Written, quoted: bool, stops: Collection[str]) -> dict[str, 
 
     text = calling(_FIRST)
     before, middle, after = _around(text, _FIRST)
-    spoken = calling(_FIRST, words=_WORDS)
-    place = spoken.find(_WORDS)
-    anywhere = 0 <= place < spoken.index(_FIRST["name"])
+    rendered = calling(_FIRST, words=_WORDS)
+    place = rendered.find(_WORDS)
+    anywhere = 0 <= place < rendered.index(_FIRST["name"])
     if anywhere:
-        lead = _around(spoken, _FIRST)[0][place + len(_WORDS) :]
+        lead = _around(rendered, _FIRST)[0][place + len(_WORDS) :]
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(before), reversed(lead), strict=False))
-        opening = "".join(letter for letter, _ in shared)[::-1].lstrip("\n")
+        opening = "".join(char for char, _ in shared)[::-1].lstrip("\n")
     else:
         plain = written({"role": "assistant", "content": _WORDS})
         opening = before.removeprefix(plain[: plain.index(_WORDS)])
@@ -202,7 +202,7 @@ def _texts(written: Written, quoted: bool, stops: Collection[str]) -> dict[str, 
         texts["separator"] = None
     if not opening or opening.startswith(_ID):
         raise ValueError("nothing shows where a call begins")
-    if any(_FIRST["name"] in (piece or "") for piece in texts.values()):
+    if any(_FIRST["name"] in (part or "") for part in texts.values()):
         raise ValueError("names of functions are written more than once")
     return {**texts, "anywhere": anywhere}
 
@@ -234,7 +234,7 @@ def _until(text: str, stops: Collection[str]) -> str:
 
 def embedded(schema: Schema) -> str:
     """Returns the enforceable part of a schema as JSON text, for a grammar."""
-    return json.dumps(held(schema).schema, ensure_ascii=False)
+    return json.dumps(enforced(schema).schema, ensure_ascii=False)
 
 
 def ranges(tokens: Collection[int]) -> str:
@@ -248,4 +248,4 @@ def lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-__all__ = ["CallFormat", "added_tokens", "call_format", "embedded", "lark_string", "ranges"]
+__all__ = ["ToolCallFormat", "added_tokens", "call_format", "embedded", "lark_string", "ranges"]

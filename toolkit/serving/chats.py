@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
-from arbordraft.decoding.spelling import Spelling
+from arbordraft.decoding.detokenizing import TokenDecoder
 from arbordraft.decoding.text import encode
 from arbordraft.grammars import Grammar
-from arbordraft.serving.calls import CallFormat, embedded
+from arbordraft.serving.api_request import ApiRequest
+from arbordraft.serving.calls import ToolCallFormat, embedded
 from arbordraft.serving.errors import ApiError, wrong
 from arbordraft.serving.fields import Text
 from arbordraft.serving.messages import Message
-from arbordraft.serving.question import Question
+from arbordraft.serving.reasoning import ReasoningFormat
 from arbordraft.serving.structure import Function, Tool, ToolChoice
-from arbordraft.serving.thinking import Thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _LAST_WORDS = 32  # last tokens of a prompt that show whether it begins thoughts
 
 
-class ChatQuestion(Question):
+class ChatRequest(ApiRequest):
     """Request of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
@@ -55,10 +55,10 @@ class ChatQuestion(Question):
             raise wrong("tool_choice", "there are no tools to call")
         if self.continue_final_message:
             self._check_begun()
-        known = {call.id for said in self.messages for call in said.tool_calls}
-        for index, said in enumerate(self.messages):
-            if said.tool_call_id is not None and said.tool_call_id not in known:
-                raise wrong(f"messages.{index}.tool_call_id", f"there is no call {said.tool_call_id}")
+        known = {call.id for message in self.messages for call in message.tool_calls}
+        for index, message in enumerate(self.messages):
+            if message.tool_call_id is not None and message.tool_call_id not in known:
+                raise wrong(f"messages.{index}.tool_call_id", f"there is no call {message.tool_call_id}")
         return self
 
     def _check_begun(self) -> None:
@@ -79,20 +79,20 @@ class ChatQuestion(Question):
         return {**effort, **silent, **self.chat_template_kwargs}
 
     @property
-    def formed(self) -> bool:
-        return super().formed or (bool(self.tools) and self.tool_choice.type != "none")
+    def has_grammar(self) -> bool:
+        return super().has_grammar or (bool(self.tools) and self.tool_choice.type != "none")
 
     @property
-    def most(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def others(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
-    def calling(self) -> bool:
-        return bool(self.functions) or any(said.tool_calls for said in self.messages)
+    def needs_call_format(self) -> bool:
+        return bool(self.functions) or any(message.tool_calls for message in self.messages)
 
     @property
     def functions(self) -> dict[str, Function]:
@@ -102,10 +102,10 @@ class ChatQuestion(Question):
         return {} if self.tool_choice.type == "none" else known
 
     def encode(
-        self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None, check: Callable[[str], object]
+        self, tokenizer: "PreTrainedTokenizerBase", calls: ToolCallFormat | None, check: Callable[[str], object]
     ) -> list[list[int]]:
-        names = {call.id: call.function.name for said in self.messages for call in said.tool_calls}
-        messages = [said.shown(names, calls is not None and calls.quoted) for said in self.messages]
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls}
+        messages = [message.shown(names, calls is not None and calls.quoted) for message in self.messages]
         tools = [tool.shown() for tool in self.tools] if self.functions else []
         others = {"messages", *signature(tokenizer.apply_chat_template).parameters}
         for name in sorted(others & self.chat_template_kwargs.keys()):
@@ -124,22 +124,24 @@ class ChatQuestion(Question):
         )
         return [prompt]
 
-    def thoughts(self, thinking: Thinking, prompt: list[int], spelling: Spelling) -> Thinking | None:
-        said = self.messages[-1].text if self.continue_final_message else ""
-        return thinking.behind(spelling.text(prompt[-_LAST_WORDS:]), said)
+    def reasoning_format(
+        self, reasoning: ReasoningFormat, prompt: list[int], token_decoder: TokenDecoder
+    ) -> ReasoningFormat | None:
+        message = self.messages[-1].text if self.continue_final_message else ""
+        return reasoning.for_prompt(token_decoder.text(prompt[-_LAST_WORDS:]), message)
 
-    def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
+    def grammar(self, calls: ToolCallFormat | None, reasoning: ReasoningFormat | None) -> Grammar | None:
         answer, schema = self.response_format.grammar, self.response_format.content
         if self.functions:
             assert calls is not None
-            text = self._calling(calls if thinking is None else calls.without(thinking.opening, thinking.closing))
-        elif schema is not None and thinking is not None:
+            text = self._calling(calls if reasoning is None else calls.without(reasoning.opening, reasoning.closing))
+        elif schema is not None and reasoning is not None:
             text = f"start: %json {embedded(schema)}"
         else:
             return answer
-        return Grammar.lark(text if thinking is None else thinking.grammar(text))
+        return Grammar.lark(text if reasoning is None else reasoning.grammar(text))
 
-    def _calling(self, calls: CallFormat) -> str:
+    def _calling(self, calls: ToolCallFormat) -> str:
         """Builds the grammar of an answer that may call tools, in llguidance's dialect of Lark."""
         arguments = {
             tool.function.name: tool.function.arguments(f"tools.{index}.function.parameters")
@@ -156,4 +158,4 @@ class ChatQuestion(Question):
             raise wrong("response_format", str(error), "unsupported") from error
 
 
-__all__ = ["ChatQuestion"]
+__all__ = ["ChatRequest"]

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from arbordraft.decoding.text import encode
-from arbordraft.serving.calls import CallFormat
+from arbordraft.serving.api_request import ApiRequest
+from arbordraft.serving.calls import ToolCallFormat
 from arbordraft.serving.errors import wrong
-from arbordraft.serving.fields import spelt
-from arbordraft.serving.question import Question
+from arbordraft.serving.fields import encodable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ def _each(prompt: Any) -> Any:
             raise ValueError("a prompt is a text or a list of token ids")
         if several and not one:
             raise ValueError(f"entry {number} is empty: there is nothing to go on from")
-        spelt(one)
+        encodable(one)
     return prompts
 
 
@@ -37,7 +37,7 @@ def _counted(logprobs: Any) -> Any:
     return None if logprobs is False else logprobs
 
 
-class CompletionQuestion(Question):
+class CompletionRequest(ApiRequest):
     """Request of /v1/completions; prompts are texts or token ids."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_each)]
@@ -59,17 +59,17 @@ class CompletionQuestion(Question):
         return self.n * len(self.prompt)
 
     @property
-    def others(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def scored(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
         if self.echo and (self.logprobs is not None or self.max_tokens == 0):
             return self.logprobs or 0
         return None
 
     def encode(
-        self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None, check: Callable[[str], object]
+        self, tokenizer: "PreTrainedTokenizerBase", calls: ToolCallFormat | None, check: Callable[[str], object]
     ) -> list[list[int]]:
         return [
             encode(tokenizer, [{"role": "user", "content": prompt}], raw=True, name="the prompt", check=check)
@@ -79,4 +79,4 @@ class CompletionQuestion(Question):
         ]
 
 
-__all__ = ["CompletionQuestion"]
+__all__ = ["CompletionRequest"]

@@ -5,73 +5,73 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from arbordraft.decoding.spelling import Pieces, Spelling, Spelt
+from arbordraft.decoding.detokenizing import DecodedToken, IncrementalDetokenizer, TokenDecoder
 from arbordraft.decoding.streams import Event
-from arbordraft.serving.pieces import Piece, SpellingLogprobs, SpeltLogprob
+from arbordraft.serving.deltas import AnswerDelta, DecodedLogprob, LogprobBuffer
 
 
 class Echo:
-    """Spells the prompt of one answer.
+    """Detokenizes the prompt of one answer.
 
     Args:
-        spelling: spelling of the tokenizer's tokens.
-        prompt: token ids. Special tokens are spelt, except a leading ``begin``.
-        text: the prompt, if it was given as text. It is shown as given unless ``scored``; its tokens may spell it
+        token_decoder: decodes single tokens.
+        prompt: token ids. Special tokens are shown, except a leading ``begin``.
+        text: the prompt, if it was given as text. It is shown as given unless ``logprobs``; its tokens may spell it
             differently.
-        scored: whether log-probabilities of the prompt's tokens are requested.
+        logprobs: whether log-probabilities of the prompt's tokens are requested.
         begin: token that the tokenizer puts before a text, if there is one.
     """
 
     def __init__(
-        self, spelling: Spelling, prompt: Sequence[int], text: str | None, scored: bool, begin: int | None
+        self, token_decoder: TokenDecoder, prompt: Sequence[int], text: str | None, logprobs: bool, begin: int | None
     ) -> None:
         lead = 1 if prompt[0] == begin else 0
         self._text, self._waiting = text, None
-        if scored or text is None:
-            pieces = Pieces(spelling, kept=set(prompt))
-            spelt = [*([Spelt()] * lead), *pieces.spelt(prompt[lead:]), *pieces.rest()]
-            self._text = "".join(part.text for part in spelt)
-            self._waiting = deque(zip(prompt, spelt, strict=True)) if scored else None
-        self._logprobs = SpellingLogprobs(spelling, begun=not lead)
+        if logprobs or text is None:
+            decoding = IncrementalDetokenizer(token_decoder, kept=set(prompt))
+            decoded = [*([DecodedToken()] * lead), *decoding.decode(prompt[lead:]), *decoding.flush()]
+            self._text = "".join(part.text for part in decoded)
+            self._waiting = deque(zip(prompt, decoded, strict=True)) if logprobs else None
+        self._logprobs = LogprobBuffer(token_decoder, begun=not lead)
 
-    def __call__(self, event: Event) -> tuple[str, tuple[SpeltLogprob, ...]]:
+    def __call__(self, event: Event) -> tuple[str, tuple[DecodedLogprob, ...]]:
         """Returns the prompt's text at the first event, and log-probabilities as they arrive."""
-        known = list[SpeltLogprob]()
+        known = list[DecodedLogprob]()
         text, self._text = self._text, None
         if self._waiting is None:
             return text or "", ()
         if text is not None:
             _, first = self._waiting.popleft()
-            known.append(SpeltLogprob(first.text, first.data, None))
+            known.append(DecodedLogprob(first.text, first.data, None))
         if count := len(event.prompt_logprobs):
-            tokens, spelt = zip(*islice(self._waiting, count), strict=True)
+            tokens, decoded = zip(*islice(self._waiting, count), strict=True)
             self._logprobs.add(tokens, event.prompt_logprobs)
-            known += self._logprobs.of(spelt)
+            known += self._logprobs.of(decoded)
             for _ in range(count):
                 self._waiting.popleft()
         return text or "", tuple(known)
 
 
-class Echoing:
-    """Spells answers, each after its prompt.
+class EchoDetokenizer:
+    """Detokenizes answers, each after its prompt.
 
     Args:
-        speller: spells the answers.
+        detokenizer: detokenizes the answers.
         echoes: one per answer.
 
     Attributes:
-        reasoning: number of tokens of thoughts: 0, since completions have none.
+        reasoning_tokens: number of tokens of thoughts: 0, since completions have none.
     """
 
-    reasoning = 0
+    reasoning_tokens = 0
 
-    def __init__(self, speller: Callable[[Event], Piece], echoes: Sequence[Echo]) -> None:
-        self._speller, self._echoes = speller, echoes
+    def __init__(self, detokenizer: Callable[[Event], AnswerDelta], echoes: Sequence[Echo]) -> None:
+        self._detokenizer, self._echoes = detokenizer, echoes
 
-    def __call__(self, event: Event) -> Piece:
+    def __call__(self, event: Event) -> AnswerDelta:
         text, known = self._echoes[event.answer](event)
-        piece = self._speller(event)
-        return replace(piece, text=text + piece.text, logprobs=known + piece.logprobs)
+        delta = self._detokenizer(event)
+        return replace(delta, text=text + delta.text, logprobs=known + delta.logprobs)
 
 
-__all__ = ["Echo", "Echoing"]
+__all__ = ["Echo", "EchoDetokenizer"]

@@ -47,8 +47,8 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, _speakable(message), dict(headers or {}))
-        self.param, self.code = param and _speakable(param), code
+        super().__init__(status, _encodable(message), dict(headers or {}))
+        self.param, self.code = param and _encodable(param), code
 
 
 def wrong(field: str, reason: str, code: str | None = None) -> ApiError:
@@ -119,10 +119,10 @@ def failed(error: Exception) -> HTTPException:
         _LOG.warning("an answer failed: %s", error)
         return ApiError(400, f"{error}: simplify the schema", code="grammar_failed")
     _LOG.error("an answer failed", exc_info=error)
-    return crashed()
+    return internal_error()
 
 
-def crashed() -> ApiError:
+def internal_error() -> ApiError:
     """Returns the error for an unexpected failure; its details go to the log only."""
     return ApiError(500, "the request failed inside the server, whose log says why", code="internal_error")
 
@@ -132,6 +132,6 @@ def closing() -> ApiError:
     return ApiError(503, "the server is shutting down: retry later, or ask another server", code="shutting_down")
 
 
-def _speakable(text: str) -> str:
+def _encodable(text: str) -> str:
     """Escapes unpaired surrogates so that the text can be encoded."""
     return text.encode(errors="backslashreplace").decode()

@@ -58,14 +58,14 @@ TOOL_HINTS = frozenset(("cache_control",))
 STREAM_HINTS = frozenset(("include_obfuscation",))
 
 
-def spelt(text: Any) -> Any:
+def encodable(text: Any) -> Any:
     """Returns the value; raises ValueError for a text with an unpaired surrogate."""
-    if isinstance(text, str) and not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+    if isinstance(text, str) and not text.isprintable() and any("\ud800" <= char <= "\udfff" for char in text):
         raise ValueError("half of a surrogate pair is no text")
     return text
 
 
-Text = Annotated[str, BeforeValidator(spelt)]
+Text = Annotated[str, BeforeValidator(encodable)]
 
 
 class Fields(BaseModel):
@@ -96,5 +96,5 @@ class Fields(BaseModel):
 
 __all__ = [
     *("CALL_HINTS", "MESSAGE_HINTS", "MESSAGE_NOTHING", "PART_HINTS", "REQUEST_HINTS", "REQUEST_NOTHING"),
-    *("STREAM_HINTS", "TOOL_HINTS", "Fields", "Text", "spelt"),
+    *("STREAM_HINTS", "TOOL_HINTS", "Fields", "Text", "encodable"),
 ]

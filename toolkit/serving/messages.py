@@ -26,9 +26,9 @@ class Part(Fields):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        meant, other = ("refusal", "text") if self.type == "refusal" else ("text", "refusal")
-        if getattr(self, meant) is None or getattr(self, other) is not None:
-            raise ValueError(f"a part of type {self.type} has the field {meant}, and not {other}")
+        kept_field, other = ("refusal", "text") if self.type == "refusal" else ("text", "refusal")
+        if getattr(self, kept_field) is None or getattr(self, other) is not None:
+            raise ValueError(f"a part of type {self.type} has the field {kept_field}, and not {other}")
         return self
 
 
@@ -81,8 +81,8 @@ class Message(Fields):
         shown: dict[str, Any] = {"role": role, "content": self.text}
         if self.name is not None:
             shown["name"] = self.name
-        if thoughts := self.reasoning_content or self.reasoning:
-            shown["reasoning_content"] = thoughts
+        if text := self.reasoning_content or self.reasoning:
+            shown["reasoning_content"] = text
         if self.tool_calls:
             shown["tool_calls"] = [call.shown(quoted) for call in self.tool_calls]
         if self.tool_call_id is not None:

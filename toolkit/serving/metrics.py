@@ -31,7 +31,7 @@ class Metrics:
             return Gauge(f"arbordraft_{name}", text, registry=self.registry)
 
         gauge("waiting", "Answers that are still to be admitted").set_function(lambda: engine.waiting)
-        gauge("living", "Answers that are being decoded").set_function(lambda: engine.living)
+        gauge("living", "Answers that are being decoded").set_function(lambda: engine.running)
         gauge("tau", "Tokens per target forward of an answer since the start").set_function(self._tau)
         self.requests = counter("requests", "Requests that were finished, cancelled, failed or refused", "outcome")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests")
@@ -42,7 +42,7 @@ class Metrics:
         self.accepted = counter("accepted_tokens", "Drafted tokens that were accepted")
         self.first = histogram("first_token", "From a request to its first token", _WAITS)
         self.between = histogram("between_tokens", "Between two arrivals of an answer's tokens", _WAITS)
-        self.whole = histogram("request", "From a request to its end, if it was finished", _ANSWERS)
+        self.duration = histogram("request", "From a request to its end, if it was finished", _ANSWERS)
         self._totals = [0, 0]
 
     def text(self) -> bytes:
@@ -80,7 +80,7 @@ class Watch:
         """Counts the request's prompt tokens."""
         self._metrics.prompt_tokens.inc(prompt)
 
-    def saw(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         """Counts an event of the engine."""
         if event.tree is None:
             return
@@ -96,4 +96,4 @@ class Watch:
         """Counts the outcome; times a finished request."""
         self._metrics.requests.labels(outcome).inc()
         if outcome == "finished":
-            self._metrics.whole.observe(perf_counter() - self._start)
+            self._metrics.duration.observe(perf_counter() - self._start)

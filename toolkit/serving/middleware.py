@@ -42,11 +42,11 @@ class Head:
         self.app = app
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        async def bodiless(message: "Message") -> None:
+        async def send_head(message: "Message") -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
         if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope, send_all = {**scope, "method": "GET"}, bodiless
+            scope, send_all = {**scope, "method": "GET"}, send_head
             await self.app(scope, receive, send_all)
         else:
             await self.app(scope, receive, send)

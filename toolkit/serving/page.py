@@ -13,7 +13,7 @@ def page(recorded: Mapping[str, Any] | None = None) -> str:
 
     Args:
         recorded: answer to show instead of a chat, with the keys ``model``, ``exactness``, ``prompt``, ``text`` and
-            ``steps`` (of a :class:`~arbordraft.serving.pieces.Piece`).
+            ``steps`` (of a :class:`~arbordraft.serving.deltas.AnswerDelta`).
     """
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     if recorded is None:

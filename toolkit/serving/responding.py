@@ -10,11 +10,11 @@ from openai.types import CompletionUsage
 from starlette.exceptions import HTTPException
 
 from arbordraft.serving.answers import ChatShape, call_id, merged
-from arbordraft.serving.chats import ChatQuestion
+from arbordraft.serving.api_request import ApiRequest, StreamOptions
+from arbordraft.serving.chats import ChatRequest
+from arbordraft.serving.deltas import AnswerDelta
 from arbordraft.serving.errors import as_body
-from arbordraft.serving.pieces import Piece
-from arbordraft.serving.question import Question, StreamOptions
-from arbordraft.serving.responses import ResponsesQuestion
+from arbordraft.serving.responses import ResponsesRequest
 from arbordraft.serving.service import Service
 
 Event = tuple[str, dict[str, Any]]  # type without the prefix "response.", and fields
@@ -97,20 +97,20 @@ class _Text(_Item):
 
     def add(self, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
         self._part["text"] += text
-        news: dict[str, Any] = {"delta": text}
+        fields: dict[str, Any] = {"delta": text}
         if "logprobs" in self._part:
             self._part["logprobs"] += logprobs
-            news["logprobs"] = list(logprobs)
-        yield f"{self._part['type']}.delta", {**self._place, **news}
+            fields["logprobs"] = list(logprobs)
+        yield f"{self._part['type']}.delta", {**self._place, **fields}
 
     def end(self, status: str) -> Iterator[Event]:
-        told: dict[str, Any] = {name: self._part[name] for name in ("text", "logprobs") if name in self._part}
-        yield f"{self._part['type']}.done", {**self._place, **told}
+        done: dict[str, Any] = {name: self._part[name] for name in ("text", "logprobs") if name in self._part}
+        yield f"{self._part['type']}.done", {**self._place, **done}
         yield "content_part.done", {**self._place, "part": {**self._part}}
         yield from super().end(status)
 
 
-class _Thoughts(_Text):
+class _ReasoningItem(_Text):
     """Thoughts before the answer."""
 
     def __init__(self) -> None:
@@ -130,53 +130,53 @@ class ResponseShape(ChatShape):
 
     Args:
         service: service that answers.
-        question: chat that the request was converted to.
-        asked: the request.
+        body: chat that the request was converted to.
+        responses_body: the request.
     """
 
     prefix = "resp_"
     closing = ""  # the type of the last event marks the end
 
-    def __init__(self, service: Service, question: Question, asked: ResponsesQuestion) -> None:
-        assert isinstance(question, ChatQuestion)
-        super().__init__(service, question)
+    def __init__(self, service: Service, body: ApiRequest, responses_body: ResponsesRequest) -> None:
+        assert isinstance(body, ChatRequest)
+        super().__init__(service, body)
         self._items: list[_Item] = []
         self._events, self._cut = 0, False
         self._known: list[dict[str, Any]] = []  # log-probabilities that no event has sent yet
         self._past = 0  # number of tokens before them
-        format = asked.text.format.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
-        tools = [{**tool.model_dump(), "strict": True} for tool in asked.tools]
-        choice = question.tool_choice
+        format = responses_body.text.format.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
+        tools = [{**tool.model_dump(), "strict": True} for tool in responses_body.tools]
+        choice = body.tool_choice
         self._echo = {
             "object": "response",
             "background": False,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata,
-            "parallel_tool_calls": question.parallel_tool_calls,
+            "instructions": responses_body.instructions,
+            "max_output_tokens": responses_body.max_output_tokens,
+            "metadata": responses_body.metadata,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+            "reasoning": {"effort": responses_body.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": service.temperature if question.temperature is None else question.temperature,
-            "text": {"format": {"type": asked.text.format.type, **format}},
+            "temperature": service.temperature if body.temperature is None else body.temperature,
+            "text": {"format": {"type": responses_body.text.format.type, **format}},
             "tool_choice": {"type": "function", "name": choice.function.name} if choice.function else choice.type,
             "tools": tools,
-            "top_logprobs": asked.top_logprobs or 0,
-            "top_p": service.top_p if question.top_p is None else question.top_p,
+            "top_logprobs": responses_body.top_logprobs or 0,
+            "top_p": service.top_p if body.top_p is None else body.top_p,
             "truncation": "disabled",
         }
 
-    def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
+    def response(self, answers: Sequence[AnswerDelta], usage: CompletionUsage) -> BaseModel:
         for answer in answers:
             for _ in [*self._added(answer), *self._ended()]:
                 pass  # only the items are needed, not their events
         return BaseModel.construct(**self._response(self._outcome, usage))
 
-    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
+    def chunks(self, delta: AnswerDelta) -> Iterator[BaseModel]:
         if not self._events:
             yield self._event("created", {"response": self._response("in_progress")})
             yield self._event("in_progress", {"response": self._response("in_progress")})
-        for kind, fields in self._added(piece):
+        for kind, fields in self._added(delta):
             yield self._event(kind, fields)
 
     def end(self, usage: CompletionUsage, options: StreamOptions) -> Iterator[BaseModel]:
@@ -187,30 +187,30 @@ class ResponseShape(ChatShape):
     def event(self, chunk: BaseModel) -> str:
         return f"event: {chunk.type}\n{super().event(chunk)}"
 
-    def broken(self, error: HTTPException) -> str:
-        told = as_body(error)["error"]
-        failure = {"code": "server_error", "message": told["message"]}
+    def error_event(self, error: HTTPException) -> str:
+        error_body = as_body(error)["error"]
+        failure = {"code": "server_error", "message": error_body["message"]}
         return self.event(self._event("failed", {"response": {**self._response("failed"), "error": failure}}))
 
     @property
     def _outcome(self) -> str:
         return "incomplete" if self._cut else "completed"
 
-    def _added(self, piece: Piece) -> Iterator[Event]:
-        """Yields the events of a new piece."""
-        if piece.thoughts:
-            yield from self._more(_Thoughts, piece.thoughts)
+    def _added(self, delta: AnswerDelta) -> Iterator[Event]:
+        """Yields the events of a new part of the answer."""
+        if delta.reasoning:
+            yield from self._more(_ReasoningItem, delta.reasoning)
         if self.logprobs:
-            self._known += [known.to_dict() for known in self._logprobs(piece)]
-            self._taken(piece.words[0])  # drops those of thoughts: reasoning items have no field for them
-        if piece.text:
-            yield from self._more(_Message, piece.text, self._taken(piece.words[1]))
-        for part in merged(piece.calls):
+            self._known += [known.to_dict() for known in self._logprobs(delta)]
+            self._taken(delta.words[0])  # drops those of thoughts: reasoning items have no field for them
+        if delta.text:
+            yield from self._more(_Message, delta.text, self._taken(delta.words[1]))
+        for part in merged(delta.calls):
             if part.name is not None:
                 yield from self._next(_Call(part.name))
             if part.arguments:
                 yield from self._items[-1].add(part.arguments)
-        self._cut = piece.finish_reason == "length"
+        self._cut = delta.finish_reason == "length"
 
     def _taken(self, end: int) -> list[dict[str, Any]]:
         """Removes and returns the pending log-probabilities of tokens before ``end``."""
@@ -219,7 +219,7 @@ class ResponseShape(ChatShape):
         self._past += len(taken)
         return taken
 
-    def _more(self, kind: type[_Thoughts | _Message], text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+    def _more(self, kind: type[_ReasoningItem | _Message], text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
         """Appends to the last item, or to a new one if the last is of another kind."""
         if not (self._items and isinstance(self._items[-1], kind)):
             yield from self._next(kind())

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from openai.types.responses import ResponseIncludable
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from arbordraft.serving.chats import ChatQuestion
+from arbordraft.serving.chats import ChatRequest
 from arbordraft.serving.errors import ApiError, wrong
 from arbordraft.serving.fields import MESSAGE_HINTS, REQUEST_HINTS, REQUEST_NOTHING, TOOL_HINTS, Fields, Text
 from arbordraft.serving.messages import Part, parts_of
@@ -159,7 +159,7 @@ class _OfChats(Fields):
     chat_template_kwargs: Any = None
 
 
-class ResponsesQuestion(_OfChats):
+class ResponsesRequest(_OfChats):
     """Request of /v1/responses; it is answered as a chat, and nothing is stored."""
 
     hints: ClassVar = (REQUEST_HINTS - {"metadata"}) | {"max_tool_calls", "stream_options"}
@@ -193,7 +193,7 @@ class ResponsesQuestion(_OfChats):
                 raise wrong(f"input.{index}.call_id", reason)
         return self
 
-    def chat(self) -> ChatQuestion:
+    def chat(self) -> ChatRequest:
         """Converts the request to a chat.
 
         Raises:
@@ -202,7 +202,7 @@ class ResponsesQuestion(_OfChats):
         """
         same = {name: value for name in _OfChats.model_fields if (value := getattr(self, name)) is not None}
         try:
-            return ChatQuestion.model_validate(
+            return ChatRequest.model_validate(
                 {
                     **same,
                     "messages": self._messages(),
@@ -226,25 +226,25 @@ class ResponsesQuestion(_OfChats):
         """Converts items to messages; consecutive thoughts, text and calls of the model become one."""
         messages = list[dict[str, Any]]()
         for item in self.input:
-            news = _said(item)
+            message = _message_of(item)
             last = messages[-1] if messages else {}
-            going_on = last.get("role") == news["role"] == "assistant" and item.type != "reasoning"
+            going_on = last.get("role") == message["role"] == "assistant" and item.type != "reasoning"
             if going_on and item.type == "function_call":
-                last.setdefault("tool_calls", []).extend(news["tool_calls"])
+                last.setdefault("tool_calls", []).extend(message["tool_calls"])
             elif going_on and not last.keys() & {"content", "tool_calls"}:
-                last.update(news)
+                last.update(message)
             else:
-                messages.append(news)
+                messages.append(message)
         if self.instructions is not None:
-            told = {"type": "text", "text": self.instructions}
+            part = {"type": "text", "text": self.instructions}
             if messages[0]["role"] in ("system", "developer"):
-                messages[0]["content"].insert(0, told)  # many chat templates allow only one message of that role
+                messages[0]["content"].insert(0, part)  # many chat templates allow only one message of that role
             else:
-                messages.insert(0, {"role": "system", "content": [told]})
+                messages.insert(0, {"role": "system", "content": [part]})
         return messages
 
 
-def _said(item: Item) -> dict[str, Any]:
+def _message_of(item: Item) -> dict[str, Any]:
     """Converts one item to a message."""
     if item.type == "function_call_output":
         return {"role": "tool", "tool_call_id": item.call_id, "content": _texts(item.output)}
@@ -268,4 +268,4 @@ def renamed(error: ApiError) -> ApiError:
     return ApiError(error.status_code, message, param=param, code=error.code, headers=error.headers)
 
 
-__all__ = ["ResponsesQuestion", "renamed"]
+__all__ = ["ResponsesRequest", "renamed"]

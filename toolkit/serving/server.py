@@ -23,8 +23,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, *, grace: float = 30.0, ready: Callable[[], None] = lambda: None) -> None:
         # Clients keep idle connections for five seconds; the server must not close them first.
-        patience = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 5}
-        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, **patience))
+        timeouts = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 5}
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, **timeouts))
         self._service, self._grace, self._ready = app.state.service, check_float("grace", grace, 0), ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 
+from arbordraft.decoding.detokenizing import TokenDecoder
 from arbordraft.decoding.engine import Engine, EngineClosed, QueueFull
 from arbordraft.decoding.lengths import LengthCheck, TextTooLong
 from arbordraft.decoding.requests import Request
 from arbordraft.decoding.settings import own_temperature
-from arbordraft.decoding.spelling import Spelling
 from arbordraft.decoding.streams import Stream
 from arbordraft.grammars import GrammarError
-from arbordraft.serving.calls import CallFormat, call_format
-from arbordraft.serving.completions import CompletionQuestion
-from arbordraft.serving.echoes import Echo, Echoing
+from arbordraft.serving.api_request import ApiRequest
+from arbordraft.serving.calls import ToolCallFormat, call_format
+from arbordraft.serving.completions import CompletionRequest
+from arbordraft.serving.deltas import AnswerDelta, AnswerDetokenizer
+from arbordraft.serving.echoes import Echo, EchoDetokenizer
 from arbordraft.serving.errors import ApiError, closing, failed, refused, wrong
 from arbordraft.serving.metrics import Metrics, Watch
-from arbordraft.serving.pieces import Piece, Speller
-from arbordraft.serving.question import Question
-from arbordraft.serving.thinking import Thinking, thinking_of
+from arbordraft.serving.reasoning import ReasoningFormat, reasoning_format_of
 from arbordraft.serving.validity import Checker
 from arbordraft.utils.checks import check_instance, check_int
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Spells = Speller | Echoing
+Detokenizer = AnswerDetokenizer | EchoDetokenizer
 
 _POLL = 0.05  # seconds between two checks for running answers
 _LONG = 2**14  # characters and token ids above which a request counts as long
@@ -59,7 +59,7 @@ class Service:
         if tokenizer is None:
             raise ValueError("a server needs a tokenizer: build the target as RaggedModel(model, tokenizer)")
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
-        self.spelling = Spelling(tokenizer)
+        self.token_decoder = TokenDecoder(tokenizer)
         own = engine.own_settings  # defaults of requests; OpenAI's own are 1
         recommended = own_temperature(own)
         self.temperature = 1.0 if recommended is None else recommended
@@ -72,7 +72,9 @@ class Service:
         tokenizer("a")  # applies its default settings: no later call changes them, so threads may share it
         self._check_length = LengthCheck(tokenizer)
         # Requests are prepared in order, off the event loop; short ones do not wait for long ones.
-        self._desk, self._long_desk = (ThreadPoolExecutor(1, f"arbordraft-{name}") for name in ("desk", "long-desk"))
+        self._executor, self._long_executor = (
+            ThreadPoolExecutor(1, f"arbordraft-{name}") for name in ("requests", "long-requests")
+        )
 
     @property
     def problem(self) -> str | None:
@@ -81,22 +83,22 @@ class Service:
             return "shutting down"
         return None if self.engine.healthy else "one step after the other fails"
 
-    async def close(self, seconds: float = 0.0, hurry: Callable[[], bool] = lambda: False) -> None:
+    async def close(self, seconds: float = 0.0, stop_waiting: Callable[[], bool] = lambda: False) -> None:
         """Refuses new requests, lets running answers end for a while, and then fails the rest.
 
         Args:
             seconds: time for running answers.
-            hurry: returns whether to stop waiting.
+            stop_waiting: returns whether to fail the running answers at once.
         """
         self.closing = True
         end = time.monotonic() + seconds
-        while (self.engine.waiting or self.engine.living) and time.monotonic() < end and not hurry():
+        while (self.engine.waiting or self.engine.running) and time.monotonic() < end and not stop_waiting():
             await asyncio.sleep(_POLL)
         await asyncio.to_thread(self.engine.close)
-        self._desk.shutdown(wait=False)
-        self._long_desk.shutdown(wait=False)
+        self._executor.shutdown(wait=False)
+        self._long_executor.shutdown(wait=False)
 
-    async def take(self, question: Question) -> "Call":
+    async def take(self, body: ApiRequest) -> "Call":
         """Submits a request to the engine.
 
         Raises:
@@ -104,73 +106,81 @@ class Service:
         """
         watch = Watch(self.metrics)
         try:
-            stream, speller = await self._submitted(question)
+            stream, detokenizer = await self._submitted(body)
         except BaseException:
             watch.ended("refused")
             raise
         watch.taken(sum(len(request.prompt) for request in stream.requests))
-        return Call(stream, speller, watch, Checker(question.checks))
+        return Call(stream, detokenizer, watch, Checker(body.checks))
 
     def check_model(self, name: str) -> None:
         """Raises ApiError unless the name is the model's."""
         if name != self.name:
             raise ApiError(404, f"there is no model {name}, only {self.name}", param="model", code="model_not_found")
 
-    async def _submitted(self, question: Question) -> tuple[Stream, Spells]:
+    async def _submitted(self, body: ApiRequest) -> tuple[Stream, Detokenizer]:
         if self.closing:
             raise closing()
-        if question.model is not None:
-            self.check_model(question.model)
-        desk = self._long_desk if _longer(question, _LONG) else self._desk
-        return await asyncio.get_running_loop().run_in_executor(desk, self._submit, question)
+        if body.model is not None:
+            self.check_model(body.model)
+        executor = self._long_executor if _longer(body, _LONG) else self._executor
+        return await asyncio.get_running_loop().run_in_executor(executor, self._submit, body)
 
-    def _submit(self, question: Question) -> tuple[Stream, Spells]:
-        calls = self._calls if question.calling else None
+    def _submit(self, body: ApiRequest) -> tuple[Stream, Detokenizer]:
+        calls = self._calls if body.needs_call_format else None
         try:
-            prompts = question.encode(self.tokenizer, calls, partial(self._check_length, most=self.engine.room(0)))
-            thinking = self._thinking and question.thoughts(self._thinking, prompts[0], self.spelling)
-            requests = [self._request(question, prompt, calls, thinking) for prompt in prompts]
-            speller = self._speller(question, requests, calls, thinking)
-            return self.engine.submit(*requests), speller
+            prompts = body.encode(self.tokenizer, calls, partial(self._check_length, most=self.engine.room(0)))
+            reasoning = self._reasoning_format and body.reasoning_format(
+                self._reasoning_format, prompts[0], self.token_decoder
+            )
+            requests = [self._request(body, prompt, calls, reasoning) for prompt in prompts]
+            detokenizer = self._detokenizer(body, requests, calls, reasoning)
+            return self.engine.submit(*requests), detokenizer
         except TextTooLong as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except GrammarError as error:
-            param = "tools" if question.functions else "response_format"
+            param = "tools" if body.functions else "response_format"
             raise wrong(param, f"{error}: simplify the schema", "grammar_failed") from error
         except (TypeError, ValueError, QueueFull, EngineClosed) as error:
-            raise refused(error, type(question).model_fields) from error
+            raise refused(error, type(body).model_fields) from error
 
     def _request(
-        self, question: Question, prompt: list[int], calls: CallFormat | None, thinking: Thinking | None
+        self, body: ApiRequest, prompt: list[int], calls: ToolCallFormat | None, reasoning: ReasoningFormat | None
     ) -> Request:
         room = self.engine.room(len(prompt))
-        most = max(1, min(self.default_tokens, room)) if question.most is None else question.most
-        if most > room:
+        max_new_tokens = body.max_new_tokens
+        if max_new_tokens is None:
+            max_new_tokens = max(1, min(self.default_tokens, room))
+        if max_new_tokens > room:
             raise ApiError(
                 400,
-                f"a prompt of {len(prompt)} tokens and {most} new ones are too long, at most {len(prompt) + room} "
-                "together fit: shorten the prompt or lower max_tokens",
+                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones are too long, at most "
+                f"{len(prompt) + room} together fit: shorten the prompt or lower max_tokens",
                 code="context_length_exceeded",
             )
-        return question.request(prompt, most, calls, thinking, self.temperature)
+        return body.request(prompt, max_new_tokens, calls, reasoning, self.temperature)
 
-    def _speller(
-        self, question: Question, requests: Sequence[Request], calls: CallFormat | None, thinking: Thinking | None
-    ) -> Spells:
-        stop, steps = tuple(requests[0].stop or ()), question.arbordraft.steps
-        speller = Speller(self.spelling, stop, question.count, steps, calls, question.functions, thinking)
-        if not isinstance(question, CompletionQuestion) or not question.echo:
-            return speller
-        scored, begin = question.others is not None, self.tokenizer.bos_token_id
+    def _detokenizer(
+        self,
+        body: ApiRequest,
+        requests: Sequence[Request],
+        calls: ToolCallFormat | None,
+        reasoning: ReasoningFormat | None,
+    ) -> Detokenizer:
+        stop, steps = tuple(requests[0].stop or ()), body.arbordraft.steps
+        detokenizer = AnswerDetokenizer(self.token_decoder, stop, body.count, steps, calls, body.functions, reasoning)
+        if not isinstance(body, CompletionRequest) or not body.echo:
+            return detokenizer
+        with_logprobs, begin = body.num_logprobs is not None, self.tokenizer.bos_token_id
         echoes = [
-            Echo(self.spelling, request.prompt, given if isinstance(given, str) else None, scored, begin)
-            for request, given in zip(requests, question.prompt, strict=True)
+            Echo(self.token_decoder, request.prompt, given if isinstance(given, str) else None, with_logprobs, begin)
+            for request, given in zip(requests, body.prompt, strict=True)
             for _ in range(request.n)
         ]
-        return Echoing(speller, echoes)
+        return EchoDetokenizer(detokenizer, echoes)
 
     @cached_property
-    def _calls(self) -> CallFormat:
+    def _calls(self) -> ToolCallFormat:
         """Format in which the model writes tool calls."""
         try:
             return call_format(self.tokenizer, self._ends)
@@ -178,9 +188,9 @@ class Service:
             raise wrong("tools", str(error), "unsupported") from error
 
     @cached_property
-    def _thinking(self) -> Thinking | None:
+    def _reasoning_format(self) -> ReasoningFormat | None:
         """Marks of the model's thoughts; ``None`` if it has none, or if thoughts stay in the text."""
-        return thinking_of(self.tokenizer, self._ends) if self.reasoning else None
+        return reasoning_format_of(self.tokenizer, self._ends) if self.reasoning else None
 
     @property
     def _ends(self) -> list[int]:
@@ -194,27 +204,27 @@ class Call:
 
     Args:
         stream: events of the engine.
-        speller: turns events into text.
+        detokenizer: turns events into text.
         watch: counts events.
         checker: checks finished answers.
     """
 
-    def __init__(self, stream: Stream, speller: Spells, watch: Watch, checker: Checker) -> None:
-        self.stream, self.speller, self.watch, self._checker = stream, speller, watch, checker
+    def __init__(self, stream: Stream, detokenizer: Detokenizer, watch: Watch, checker: Checker) -> None:
+        self.stream, self.detokenizer, self.watch, self._checker = stream, detokenizer, watch, checker
 
-    async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
-        """Yields the pieces of the answers; cancels the request if the client disconnects or reading stops.
+    async def deltas(self, http: HttpRequest) -> AsyncGenerator[AnswerDelta, None]:
+        """Yields the answers as they grow; cancels the request if the client disconnects or reading stops.
 
         Raises:
             HTTPException: if the answer fails.
         """
-        follower = asyncio.create_task(_cancel_when_gone(http, self.stream))
+        watcher = asyncio.create_task(_cancel_when_gone(http, self.stream))
         outcome = "cancelled"
         try:
             async for event in self.stream:
-                self.watch.saw(event)
-                if (piece := self.speller(event)) and not self.stream.cancelled:
-                    yield await self._checker(piece)
+                self.watch.observe(event)
+                if (delta := self.detokenizer(event)) and not self.stream.cancelled:
+                    yield await self._checker(delta)
             if self.stream.cancelled:
                 raise ApiError(499, "the client has left", code="cancelled")
             outcome = "finished"
@@ -223,7 +233,7 @@ class Call:
                 outcome = "failed"
             raise failed(error) from error
         finally:
-            follower.cancel()
+            watcher.cancel()
             if not self.stream.done:
                 self.stream.cancel()
             self.watch.ended(outcome)
@@ -235,9 +245,9 @@ async def _cancel_when_gone(http: HttpRequest, stream: Stream) -> None:
     stream.cancel()
 
 
-def _longer(question: BaseModel, most: int) -> bool:
+def _longer(body: BaseModel, most: int) -> bool:
     """Returns whether a request has more than ``most`` characters and token ids; stops counting there."""
-    parts: list[Any] = [question]
+    parts: list[Any] = [body]
     while parts and most >= 0:
         part = parts.pop()
         if isinstance(part, str):

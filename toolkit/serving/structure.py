@@ -31,15 +31,15 @@ def grammar_of(schema: Mapping[str, Any], param: str, strict: bool = True) -> Gr
     """
     try:
         grammar = Grammar.json_schema(schema, strict=False)
-        found = f"{', '.join(grammar.unheld)} cannot be held while text is written"
-        if grammar.unheld and param.startswith("tools"):
+        found = f"{', '.join(grammar.unenforced)} cannot be held while text is written"
+        if grammar.unenforced and param.startswith("tools"):
             raise ValueError(f"{found}: leave it out")
-        if grammar.unheld and grammar.runs_expressions:
+        if grammar.unenforced and grammar.runs_expressions:
             raise ValueError(
                 f"{found}, nor checked, as the schema has patterns that the server would have to run: leave one of "
                 "them out"
             )
-        if grammar.unheld and strict:
+        if grammar.unenforced and strict:
             raise ValueError(f"{found}: leave it out, or have it checked: strict false, not in /v1/responses")
     except (TypeError, ValueError) as error:
         raise wrong(param, str(error), "invalid_schema") from error

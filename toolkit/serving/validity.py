@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from arbordraft.grammars import Grammar
-from arbordraft.serving.pieces import Piece
+from arbordraft.serving.deltas import AnswerDelta
 
 
 class Checker:
@@ -18,15 +18,15 @@ class Checker:
         self._grammar = grammar
         self._texts: dict[int, str] = {}
 
-    async def __call__(self, piece: Piece) -> Piece:
-        """Returns the piece; adds the check of the whole answer to the last one."""
+    async def __call__(self, delta: AnswerDelta) -> AnswerDelta:
+        """Returns the delta; adds the check of the whole answer to the last one."""
         if self._grammar is None:
-            return piece
-        text = self._texts[piece.index] = self._texts.get(piece.index, "") + piece.text
-        if piece.finish_reason in (None, "tool_calls"):
-            return piece
+            return delta
+        text = self._texts[delta.index] = self._texts.get(delta.index, "") + delta.text
+        if delta.finish_reason in (None, "tool_calls"):
+            return delta
         # In a thread: some schemas take long, and other streams must not wait.
-        return replace(piece, check=await asyncio.to_thread(self._grammar.check, text))
+        return replace(delta, check=await asyncio.to_thread(self._grammar.check, text))
 
 
 __all__ = ["Checker"]

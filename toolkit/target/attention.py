@@ -18,7 +18,7 @@ REQUIREMENT = (
     "arbordraft needs every layer to be softmax attention that goes through transformers' AttentionInterface "
     "(falcon, bloom, linear-attention and state-space models do not)"
 )
-_UNTOLD = f"the model does not hand its arguments on to its layers: {REQUIREMENT}"
+_ARGUMENTS_LOST = f"the model does not hand its arguments on to its layers: {REQUIREMENT}"
 # Arguments that models pass on to their attention although only the caller needs them.
 _IGNORED = frozenset({"cache_position", "dropout", "is_causal", "logits_to_keep", "position_ids", "use_cache"})
 
@@ -78,7 +78,7 @@ class Attending:
         hidden: hidden states to record, by index in transformers' ``hidden_states``: the input of each decoder layer,
             then the output of the final norm. Layers fill them in as they run.
         depth: number of first layers to run, all by default.
-        behind: module to run after these layers; maps ``[1, T, H]`` to ``[1, T, H]``.
+        after_layers: module to run after these layers; maps ``[1, T, H]`` to ``[1, T, H]``.
         last: output of the last of these layers.
         ahead: the next layer's first norm with its input and output, if a layer has computed it in advance.
     """
@@ -86,7 +86,7 @@ class Attending:
     layers: dict[int, AttentionCall | None] = field(default_factory=dict)
     hidden: dict[int, Tensor | None] = field(default_factory=dict)
     depth: int | None = None
-    behind: nn.Module | None = None
+    after_layers: nn.Module | None = None
     last: Any = None
     ahead: Ahead | None = None
 
@@ -191,17 +191,17 @@ def _attention(
 def run_layer(
     index: int, forward: Callable[..., Any], *args: Any, ragged: Attending | None = None, **kwargs: Any
 ) -> Any:
-    """Calls a decoder layer, or skips it beyond ``depth``; records its input and runs ``behind`` if asked for."""
+    """Calls a decoder layer, or skips it beyond ``depth``; records its input and runs ``after_layers`` if asked for."""
     if ragged is None:
-        raise UnsupportedModel(_UNTOLD)
+        raise UnsupportedModel(_ARGUMENTS_LOST)
     if index in ragged.hidden:
         ragged.hidden[index] = (args[0] if args else kwargs["hidden_states"])[0]
     if ragged.depth is None:
         return forward(*args, ragged=ragged, **kwargs)
     if index < ragged.depth:
         output = forward(*args, ragged=ragged, **kwargs)
-        if index == ragged.depth - 1 and (behind := ragged.behind) is not None:
-            output = behind(output) if isinstance(output, Tensor) else (behind(output[0]), *output[1:])
+        if index == ragged.depth - 1 and (after_layers := ragged.after_layers) is not None:
+            output = after_layers(output) if isinstance(output, Tensor) else (after_layers(output[0]), *output[1:])
         ragged.last = output
     return ragged.last
 
@@ -211,7 +211,7 @@ def run_stack(
 ) -> Any:
     """Calls the module that holds all ``count`` decoder layers; its output is that of the final norm."""
     if ragged is None:
-        raise UnsupportedModel(_UNTOLD)
+        raise UnsupportedModel(_ARGUMENTS_LOST)
     output = forward(*args, ragged=ragged, **kwargs)
     if count in ragged.hidden:
         ragged.hidden[count] = output[0][0]

@@ -54,25 +54,25 @@ class EqualityReport:
         return f"{self.equality}: {self.reason} ({self.equal} of {self.rows} probed rows have equal bits)"
 
 
-def equality_report(target: RaggedModel, promise: Exactness) -> EqualityReport:
+def equality_report(target: RaggedModel, exactness: Exactness) -> EqualityReport:
     """Reports the equality that a verifier's promise and a probe of random trees on this machine support."""
-    rows, equal, farthest = _probe(target)
-    if not promise.lossless:
-        equality, reason = Equality.lossy, f"the verifier is {promise.value}"
+    rows, equal, largest = _probe(target)
+    if not exactness.lossless:
+        equality, reason = Equality.lossy, f"the verifier is {exactness.value}"
     elif target.row_invariant and equal == rows:
-        equality = Equality.pathwise if promise is Exactness.PATHWISE else Equality.bitwise
+        equality = Equality.pathwise if exactness is Exactness.PATHWISE else Equality.bitwise
         reason = "every part of the forward gives a row the same bits regardless of the rows beside it"
     else:
         wide = target.model.dtype in (torch.float32, torch.float64)
         if target.row_invariant:
             reason = "all parts promise row invariance, yet the probe found different bits: please report it"
-        elif wide and not farthest < ROUNDING:
+        elif wide and not largest < ROUNDING:
             reason = "the model's own modules give a row other logits when other rows run beside it"
         elif target.backend == "native":
             reason = "some modules are not known to be row-invariant"
         else:
             reason = "rounding depends on the number of rows; kernels='native' may change that"
-        equality = Equality.tokens if wide and farthest < ROUNDING else Equality.law
+        equality = Equality.tokens if wide and largest < ROUNDING else Equality.law
     return EqualityReport(equality, reason, rows, equal)
 
 
@@ -98,7 +98,7 @@ def _probe(target: RaggedModel) -> tuple[int, int, float]:
     together = target(tokens.flatten(), batch, cache).view(len(prompts), nodes, -1)
 
     rows = equal = 0
-    farthest = 0.0
+    largest = 0.0
     for prompt, drafted, logits in zip(prompts, tokens, together, strict=True):
         for leaf in (node for node, children in enumerate(topology.child_list) if not children):
             alone = RaggedKVCache()
@@ -109,5 +109,5 @@ def _probe(target: RaggedModel) -> tuple[int, int, float]:
                 alone.commit({sample: [0]})
                 rows += 1
                 equal += torch.equal(row, logits[node])
-                farthest = max(farthest, apart(logits[node : node + 1], row[None]))
-    return rows, equal, farthest
+                largest = max(largest, apart(logits[node : node + 1], row[None]))
+    return rows, equal, largest

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from arbordraft.kernels.fused_linear import gated_linear, linear
 from arbordraft.target.attention import Attending, AttentionCall, Projection, UnsupportedModel
 from arbordraft.target.fused_modules import NormForm, Recognised, is_tables
-from arbordraft.target.model_view import heard
+from arbordraft.target.model_view import active_hooks
 from arbordraft.target.prepacked.probing import hooked, plain
 
 _NO_NORM = NormForm(0.0, 0.0, False)
@@ -69,7 +69,7 @@ def _common_form(norms: list[nn.Module], found: Recognised) -> NormForm | None:
     if not norms:
         return _NO_NORM
     forms = {found.norms.get(norm) for norm in norms}
-    return forms.pop() if len(norms) == 2 and len(forms) == 1 and not any(map(_listened, norms)) else None
+    return forms.pop() if len(norms) == 2 and len(forms) == 1 and not any(map(_is_hooked, norms)) else None
 
 
 def _plain(linears: list[Any]) -> bool:
@@ -83,9 +83,9 @@ def _plain(linears: list[Any]) -> bool:
     )
 
 
-def _listened(module: nn.Module) -> bool:
+def _is_hooked(module: nn.Module) -> bool:
     """Returns whether a module whose forward we replaced has hooks."""
-    return bool(heard(module._forward_hooks) or heard(module._forward_pre_hooks))
+    return bool(active_hooks(module._forward_hooks) or active_hooks(module._forward_pre_hooks))
 
 
 def _weights(linears: list[Any]) -> tuple[list[Tensor], list[Tensor]]:

@@ -26,7 +26,7 @@ from arbordraft.kernels.fused_layers import (
     rotate_reference,
 )
 from arbordraft.target.attention import Attending, AttentionCall, Tables
-from arbordraft.target.model_view import ModelView, heard
+from arbordraft.target.model_view import ModelView, active_hooks
 from arbordraft.target.prepacked.probing import hooked, noise, plain
 
 _ROWS = 3  # rows of noise
@@ -286,7 +286,12 @@ def _following(layer: Any, layers: list[Any], norms: dict[nn.Module, NormForm]) 
     """Returns the norm that reads a layer's output next; ``None`` if there is none or a hook runs in between."""
     others = layers[layers.index(layer) + 1 :]
     norm = others[0].input_layernorm if others else None
-    if norm not in norms or hooked(norm) or heard(layer._forward_hooks) or heard(others[0]._forward_pre_hooks):
+    if (
+        norm not in norms
+        or hooked(norm)
+        or active_hooks(layer._forward_hooks)
+        or active_hooks(others[0]._forward_pre_hooks)
+    ):
         return None
     return norm, norms[norm]
 

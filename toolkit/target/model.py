@@ -42,7 +42,7 @@ from arbordraft.target.prepacked.memory import check_movable
 from arbordraft.target.prepacked.prepacked_modules import PrepackedLayers
 from arbordraft.target.prepacked.probing import vocabulary
 from arbordraft.target.prepacked.replace import Prepacking
-from arbordraft.target.prepacked.shortcut import Shortcut, unheard
+from arbordraft.target.prepacked.shortcut import Shortcut, is_unhooked
 from arbordraft.target.self_test import check_logits
 from arbordraft.target.weight_watch import WeightsChanged, WeightWatch
 
@@ -171,8 +171,8 @@ class RaggedModel(nn.Module):
         except UnsupportedModel as failure:
             if kernels != "auto" or self.backend == "torch" or self.weights or row_invariant:
                 raise
-            misfit = "prepacked weights do" if self.backend == "native" else "Triton's kernels do"
-            self._choice = Choice("torch", f"{misfit} not fit the model: {failure}")
+            subject = "prepacked weights do" if self.backend == "native" else "Triton's kernels do"
+            self._choice = Choice("torch", f"{subject} not fit the model: {failure}")
             self._begin(tested)  # raises again if the copy is not at fault
             warnings.warn(f"kernels='auto' uses the model's own modules: {failure}", stacklevel=2)
         logging.getLogger("arbordraft").info("kernels: %s", self.chosen)
@@ -246,7 +246,7 @@ class RaggedModel(nn.Module):
         cache: RaggedKVCache,
         rows: Tensor | None = None,
         layers: int | None = None,
-        behind: nn.Module | None = None,
+        after_layers: nn.Module | None = None,
     ) -> Tensor:
         """Returns logits of packed rows, and writes keys and values after each sample's committed length.
 
@@ -256,12 +256,12 @@ class RaggedModel(nn.Module):
             cache: the KV cache to read and write.
             rows: ``[R]`` rows whose logits are returned, all T by default.
             layers: number of first layers to run (early exit), all by default.
-            behind: module to run between these layers and the final norm; maps ``[1, T, H]`` to ``[1, T, H]``.
+            after_layers: module to run between these layers and the final norm; maps ``[1, T, H]`` to ``[1, T, H]``.
 
         Returns:
             ``[R, V]``.
         """
-        return self.run(tokens, batch, cache, rows, layers, behind=behind)[0]
+        return self.run(tokens, batch, cache, rows, layers, after_layers=after_layers)[0]
 
     def run(
         self,
@@ -271,7 +271,7 @@ class RaggedModel(nn.Module):
         rows: Tensor | None = None,
         layers: int | None = None,
         hidden: Sequence[int] = (),
-        behind: nn.Module | None = None,
+        after_layers: nn.Module | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs :meth:`forward` and also returns hidden states of all rows; the logits' bits are the same without them.
 
@@ -293,12 +293,12 @@ class RaggedModel(nn.Module):
         if not all(0 <= index <= self.num_layers for index in hidden):
             raise ValueError(f"hidden states are numbered 0..{self.num_layers}, got {tuple(hidden)}")
         prepared = self._prepared_for(cache)
-        if not prepared.layered and (hidden or layers is not None or behind is not None):
+        if not prepared.layered and (hidden or layers is not None or after_layers is not None):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} does not keep its {self.num_layers} layers in one list: neither early "
                 "exit nor hidden states"
             )
-        depth = self.num_layers if layers is None and behind is not None else layers
+        depth = self.num_layers if layers is None and after_layers is not None else layers
         run = Forward(
             batch,
             cache,
@@ -306,7 +306,7 @@ class RaggedModel(nn.Module):
             self._invariant,
             hidden=dict.fromkeys(hidden),
             depth=depth,
-            behind=behind,
+            after_layers=after_layers,
         )
         with torch.no_grad():
             if prepared.shortcut is not None and depth is None:
@@ -359,7 +359,7 @@ class RaggedModel(nn.Module):
         *,
         chunk: int = 2048,
         hidden: Sequence[int] = (),
-        scored: Collection[int] = (),
+        logits_of: Collection[int] = (),
     ) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
         """Runs :meth:`prefill` one forward at a time.
 
@@ -368,19 +368,19 @@ class RaggedModel(nn.Module):
             cache: the KV cache.
             chunk: bound on the rows of one forward, and so on its memory.
             hidden: hidden states to return, see :meth:`run`.
-            scored: samples whose logits are returned.
+            logits_of: samples whose logits are returned.
 
         Yields:
             For each sample of a forward, the ``[n, F]`` hidden states and ``[n, V]`` logits of its next tokens. Samples
-            that are not in ``scored`` get ``[0, V]``. The tokens are committed when the next forward is asked for.
+            that are not in ``logits_of`` get ``[0, V]``. The tokens are committed when the next forward is asked for.
         """
         for part, packed, batch in cache.portions(prompts, chunk):
             lengths = [len(tokens) for tokens in part.values()]
-            wanted = torch.tensor([sample in scored for sample in part]).repeat_interleave(torch.tensor(lengths))
+            wanted = torch.tensor([sample in logits_of for sample in part]).repeat_interleave(torch.tensor(lengths))
             rows = wanted.nonzero().flatten()
             few = rows if len(rows) else torch.zeros(1, dtype=torch.long)  # a model computes logits of at least one row
             logits, states = self.run(packed, batch, cache, few, hidden=hidden)
-            counts = [length if sample in scored else 0 for sample, length in zip(part, lengths, strict=True)]
+            counts = [length if sample in logits_of else 0 for sample, length in zip(part, lengths, strict=True)]
             shares = zip(states.split(lengths), logits[: len(rows)].split(counts), strict=True)
             yield dict(zip(part, shares, strict=True))
 
@@ -411,7 +411,7 @@ class RaggedModel(nn.Module):
         It compares no elements, so it notices only changes that torch counts.
         """
         prepared = self._prepared_for(cache)
-        if not prepared.read.untouched():
+        if not prepared.read.unchanged():
             raise WeightsChanged(
                 "the model's weights changed while answers were decoded with them: change weights only when nothing is "
                 "being decoded, and ask again"
@@ -479,7 +479,7 @@ class RaggedModel(nn.Module):
         view = ModelView(self.model, ATTENTION_NAME)
         place = decoder_list(view.model, self.num_layers)
         prepacking, shortcut = None, None
-        plain = place is not None and unheard(view.model, getattr(*place))
+        plain = place is not None and is_unhooked(view.model, getattr(*place))
         fused = fuse(view.model) if self.backend == "triton" else None
         if fused is not None and self._invariant:
             fuse_linears(view.model, fused, getattr(*place) if place is not None else ())
@@ -536,7 +536,7 @@ def check_model(model: Any) -> None:
     if hasattr(model, "_orig_mod"):
         raise TypeError(
             "model was compiled by torch.compile, which would trace it anew for every step: pass the model itself "
-            "(compiled._orig_mod), and buckets= with compiler= to the decoder for compiled steps"
+            "(compiled._orig_mod), and buckets= with compile_backend= to the decoder for compiled steps"
         )
     head: Any = getattr(model, "get_output_embeddings", None)
     if head is None or head() is None:

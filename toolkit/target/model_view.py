@@ -53,10 +53,12 @@ class ModelView:
         tables += [value for module in modules for value in vars(module).values() if _holds_numbers(value)]
         self._tables: list[tuple[dict[str, Any], list[str], list[Any]]] = []
         for table in tables:
-            names = _lasting(table)
+            names = _persistent(table)
             self._tables.append((table, names, [table[name] for name in names]))
-        self._listeners = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self._heard = self._hooks()
+        self._hook_tables = [
+            hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+        self._seen_hooks = self._hook_ids()
 
     def original(self, module: nn.Module) -> nn.Module:
         """Returns the user's module that a copy was made from."""
@@ -65,16 +67,16 @@ class ModelView:
     def current(self) -> bool:
         """Returns whether the model still has the modules, attributes and hooks that were copied."""
         for table, names, values in self._tables:
-            if list(table) != names and _lasting(table) != names:
+            if list(table) != names and _persistent(table) != names:
                 return False
             if not all(map(operator.is_, map(table.__getitem__, names), values)):
                 return False
-        return self._hooks() == self._heard
+        return self._hook_ids() == self._seen_hooks
 
-    def _hooks(self) -> list[int]:
-        if not any(self._listeners):  # nearly always
+    def _hook_ids(self) -> list[int]:
+        if not any(self._hook_tables):  # nearly always
             return []
-        return [id(hook) for hooks in self._listeners for hook in heard(hooks)]
+        return [id(hook) for hooks in self._hook_tables for hook in active_hooks(hooks)]
 
     def _copied(self, value: Any) -> Any:
         """Returns a copy of a module, a configuration or a callable that refers to one, and any other value itself."""
@@ -149,11 +151,11 @@ def _holds_numbers(value: Any) -> bool:
     return type(value) is dict and bool(value) and all(isinstance(number, (int, float)) for number in value.values())
 
 
-def _lasting(table: Mapping[str, Any]) -> list[str]:
+def _persistent(table: Mapping[str, Any]) -> list[str]:
     return [name for name in table if name not in _PASSING]
 
 
-def heard(hooks: Mapping[int, Any]) -> list[Any]:
+def active_hooks(hooks: Mapping[int, Any]) -> list[Any]:
     """Returns the hooks that have an effect.
 
     After a call that asked for hidden states, transformers leaves hooks that act only when these are asked for again.
@@ -161,4 +163,4 @@ def heard(hooks: Mapping[int, Any]) -> list[Any]:
     return [h for h in hooks.values() if getattr(h, "__module__", "") != "transformers.utils.output_capturing"]
 
 
-__all__ = ["ModelView", "heard", "is_config"]
+__all__ = ["ModelView", "active_hooks", "is_config"]

@@ -21,9 +21,9 @@ TREE = TreeTopology.from_parents([-1, 0, 0, 1])
 PROMPTS = (5, 2)  # tokens
 SPANS = ("attention_chunk_size", "sliding_window")  # settings that bound the reach of a layer's attention
 SHORT = 4  # tokens of a shortened span, so that the test's texts exceed it
-NUDGES = 16  # forwards that look for steps in a model's output, as quantised activations cause them
+PERTURBATIONS = 16  # forwards that look for steps in a model's output, as quantised activations cause them
 _MOST_OUTCOMES = 64  # outcomes of rounding that are compared in 16 bits
-NUDGE = 3e-6  # relative noise of these forwards, or the rounding of the model's type if that is greater
+PERTURBATION = 3e-6  # relative noise of these forwards, or the rounding of the model's type if that is greater
 WIDE = (torch.float32, torch.float64)
 ROUNDING = 1e-3  # bound on the rounding of float32 and float64 logits, relative to their spread
 MOST_INFLUENCE = 0.2  # bound on the effect of other rows or rounding on the model's logits, relative to their spread
@@ -142,12 +142,12 @@ def _compare(target: PackedModel, model: Any, cache: RaggedKVCache, fault: str, 
     packed, expected = _packed_logits(target, prompts, tree, TREE, cache), own(model)
     if _distance(target, packed, expected) < _bound(target):
         return
-    alone = beside = expected
+    alone = batched = expected
     if not cached:
         alone = torch.cat([_own_logits(model, [text]) for text in texts])
-        beside = torch.cat([_own_logits(model, [text, text[::-1]])[:1] for text in texts])
-    nudged = _nudged(model)
-    _explain(target, type(model).__name__, packed, expected, alone, beside, lambda: own(nudged), fault)
+        batched = torch.cat([_own_logits(model, [text, text[::-1]])[:1] for text in texts])
+    perturbed = _perturbed(model)
+    _explain(target, type(model).__name__, packed, expected, alone, batched, lambda: own(perturbed), fault)
 
 
 def _explain(
@@ -156,7 +156,7 @@ def _explain(
     packed: Tensor,
     expected: Tensor,
     alone: Tensor,
-    beside: Tensor,
+    batched: Tensor,
     rounded: Callable[[], Tensor],
     fault: str,
 ) -> None:
@@ -168,15 +168,15 @@ def _explain(
         packed: ``[R, V]`` packed logits.
         expected: the model's own logits, all texts in one forward.
         alone: the same logits, one text at a time.
-        beside: the same logits, each text beside another one.
+        batched: the same logits, each text beside another one.
         rounded: returns the model's own logits, rounded in another way at each call.
         fault: message if the model is not at fault.
     """
-    moved, known = _distance(target, beside, alone), False
+    moved, known = _distance(target, batched, alone), False
     if _is_wide(target):
-        moved = max(moved, *(_distance(target, rounded(), expected) for _ in range(NUDGES)))
+        moved = max(moved, *(_distance(target, rounded(), expected) for _ in range(PERTURBATIONS)))
     else:  # rounding moves tokens to other experts, which gives a text one of a few outcomes
-        known = all(is_outcome(rows, [expected, alone], rounded, _bound(target)) for rows in (packed, beside))
+        known = all(is_outcome(rows, [expected, alone], rounded, _bound(target)) for rows in (packed, batched))
     if moved < _bound(target) and not known:
         if not _distance(target, expected, alone) < _bound(target):
             raise UnsupportedModel(f"{name} is not causal: its tokens see later ones (is_decoder=False?)")
@@ -199,18 +199,18 @@ def _explain(
     )
 
 
-def _nudged(model: Any) -> Any:
+def _perturbed(model: Any) -> Any:
     """Returns a view of a model whose embeddings carry noise of the size of rounding, new in each forward."""
     view = ModelView(model).model
     noise = torch.Generator(model.device).manual_seed(0)
 
-    view.get_input_embeddings().register_forward_hook(lambda _, __, out: nudge(out, noise))
+    view.get_input_embeddings().register_forward_hook(lambda _, __, out: perturb(out, noise))
     return view
 
 
-def nudge(values: Tensor, generator: torch.Generator) -> Tensor:
+def perturb(values: Tensor, generator: torch.Generator) -> Tensor:
     """Returns values that carry noise of the size of rounding."""
-    size = max(NUDGE, torch.finfo(values.dtype).eps)  # a smaller one would be rounded away
+    size = max(PERTURBATION, torch.finfo(values.dtype).eps)  # a smaller one would be rounded away
     wide = torch.promote_types(values.dtype, torch.float32)
     noise = torch.randn(values.shape, generator=generator, device=values.device, dtype=wide)
     return (values * (1 + size * noise)).to(values.dtype)

@@ -31,7 +31,7 @@ class WeightWatch:
 
     def __init__(self, modules: Iterable[nn.Module], leave: Collection[int] = ()) -> None:
         places = [place for module in modules for place in _places(module) if id(place[2]) not in leave]
-        self._holders = [table for table, _, _ in places], [name for _, name, _ in places]
+        self._owners = [table for table, _, _ in places], [name for _, name, _ in places]
         self._tensors = [tensor for _, _, tensor in places]
         own = list({id(tensor): tensor for tensor in self._tensors if _has_memory(tensor)}.values())
         self._own = own
@@ -44,10 +44,10 @@ class WeightWatch:
         self._samples = list(samples.values())
         self._found = self._read()
 
-    def untouched(self) -> bool:
+    def unchanged(self) -> bool:
         """Returns whether all tensors are still in place and torch has counted no write to them."""
         return (
-            all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
+            all(map(operator.is_, map(dict.get, *self._owners), self._tensors))
             and list(map(_VERSION, self._counting)) == self._versions
             and list(map(Tensor.data_ptr, self._own)) == self._addresses
         )
@@ -58,7 +58,7 @@ class WeightWatch:
         Writes through ``.data``, through numpy or in inference mode change no version counter. They are noticed only if
         they change one of a few sampled elements, spread evenly over each tensor.
         """
-        return self.untouched() and all(map(torch.equal, self._read(), self._found))
+        return self.unchanged() and all(map(torch.equal, self._read(), self._found))
 
     def _read(self) -> list[Tensor]:
         """Returns the bytes of the sampled elements, since NaN never equals NaN."""

@@ -14,8 +14,8 @@ from arbordraft.testing.oracles import (
     row,
     step_law,
     target_rows,
-    told,
     total_variation,
+    tree_arguments,
 )
 
 __all__ = [
@@ -35,6 +35,6 @@ __all__ = [
     "step_law",
     "target_rows",
     "tiny_model",
-    "told",
     "total_variation",
+    "tree_arguments",
 ]

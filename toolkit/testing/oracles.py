@@ -78,7 +78,7 @@ def draft_trees(
     prefix: Tokens = (),
     *,
     goes_on: Callable[[int, SampleTree], bool] = lambda depth, before: True,
-    regrets: Callable[[int, SampleTree], bool] = lambda depth, after: False,
+    drops: Callable[[int, SampleTree], bool] = lambda depth, after: False,
 ) -> Iterator[tuple[float, SampleTree]]:
     """Yields every tree that may be drafted after ``prefix``, with its probability.
 
@@ -88,7 +88,7 @@ def draft_trees(
         table: gives the draft rows.
         prefix: committed tokens.
         goes_on: decides whether a level is drafted, given the tree above it. Deciders may see this tree.
-        regrets: decides whether a drafted level is dropped again, given the tree with it. No decider may do that.
+        drops: decides whether a drafted level is dropped again, given the tree with it. No decider may do that.
     """
 
     narrow = cache(law.narrow)
@@ -97,7 +97,7 @@ def draft_trees(
         if depth > topology.max_depth or not goes_on(depth, tree):
             yield probability, tree
             return
-        tokens, rows = told(tree)
+        tokens, rows = tree_arguments(tree)
         parents = [node for node in topology.levels[depth - 1] if node in tokens and topology.child_list[node]]
         row_of = dict(zip(tokens, tree.rows, strict=True))
         rows |= {node: table((*prefix, *tree.path(row_of[node])))[1] for node in parents}
@@ -107,7 +107,7 @@ def draft_trees(
                 drafted |= zip(topology.child_list[node], drawn, strict=False)
                 share *= chance
             grown = one_tree(topology, law, drafted, rows)
-            if regrets(depth, grown):
+            if drops(depth, grown):
                 yield share, tree
             else:
                 yield from grow(depth + 1, share, grown)
@@ -122,7 +122,7 @@ def one_tree(
     return DraftTree.of(topology, law, [dict(sorted(tokens.items()))], [draft_probs])[0]
 
 
-def told(tree: SampleTree) -> tuple[dict[int, int], dict[int, Tensor]]:
+def tree_arguments(tree: SampleTree) -> tuple[dict[int, int], dict[int, Tensor]]:
     """Returns the arguments that :func:`one_tree` got: tokens and draft rows by node of the topology."""
     nodes = {row: int(tree.batch.node[row]) for row in tree.rows}
     probs = {node: probs for row, node in nodes.items() if (probs := tree.drawn_from(row)) is not None}
@@ -226,7 +226,7 @@ def packed(
     Returns:
         The draft tree of the batch and ``[T, V]`` target rows.
     """
-    known = [({}, {}) if tree is None else told(tree) for tree in trees]
+    known = [({}, {}) if tree is None else tree_arguments(tree) for tree in trees]
     topology, law = next((tree.batch.topology, tree.proposal.law) for tree in trees if tree)
     batch = DraftTree.of(topology, law, [tokens or None for tokens, _ in known], [probs for _, probs in known])
     proposals = [tree and tree.proposal for tree in trees]

@@ -177,8 +177,8 @@ def _number(error: BaseException | None, private: Path) -> int | None:
             if place is None:
                 return error.errno if error.errno in _DISK or isinstance(error, WriteError) else None
             return error.errno if private in (place, *place.parents) or place in private.parents else None
-        said = str(error)
-        if code := next((number for number in _DISK if os.strerror(number) in said), None):
+        text = str(error)
+        if code := next((number for number in _DISK if os.strerror(number) in text), None):
             return code
         error = error.__cause__ or error.__context__
     return None

@@ -151,7 +151,7 @@ class RuleVerifier(TreeVerifier):
         if not (
             self.rule.rejects_in_turn
             and isinstance(target_probs, SoftmaxRows)
-            and choice.wants_triton("verify_tree", target_probs.logits)
+            and choice.uses_triton("verify_tree", target_probs.logits)
         ):
             return super().forward(tree, target_probs, noise, samples)
         uniforms = check_instance("noise", noise, Noise)

@@ -75,7 +75,9 @@ def verifiers(
         target = report.load(model, dtype, device=device)
         drafters = drafters_of(drafter, target)
         for workload in sizes:
-            single = node_acceptance(target, drafters, workload, children=counts, optima=optima, tell=report.tell)
+            single = node_acceptance(
+                target, drafters, workload, children=counts, optima=optima, on_progress=report.on_progress
+            )
             ranks = {(row.drafter, row.law): row.by_rank for row in report.take(single, workload)}
             widths = [count for count in counts if count > 1]
             if trees and widths:
@@ -87,7 +89,7 @@ def verifiers(
                     children=widths,
                     ranks=ranks,
                     resolution=resolution,
-                    tell=report.tell,
+                    on_progress=report.on_progress,
                 )
                 report.take(whole, workload)
 
@@ -115,7 +117,7 @@ def gpu(
     here = find_device(device)  # before anything imports Triton
     if here.type == "cpu":
         console.print("On a CPU, problems are tiny and kernels run in Triton's interpreter: times mean nothing.")
-    setting = Setting(here, seed, tell=lambda line: console.print(line, soft_wrap=True))
+    setting = Setting(here, seed, log=lambda line: console.print(line, soft_wrap=True))
     chosen = {name: phase for name, phase in PHASES.items() if name in names}
     right = GpuBench(out, chosen, setting, minutes, lambda name, result: print_phase(console, name, result)).run()
     console.print(f"wrote {out / FILE}", soft_wrap=True)
@@ -148,8 +150,8 @@ def tune(
     from arborlab.tuning import tune as find_fastest
 
     sizes = numbers(batches, int)
-    with progress(console) as tell:
-        tell("loading the model")
+    with progress(console) as on_progress:
+        on_progress("loading the model")
         target, tokenizer = load_target(model, dtype, device=device)
         tuned = find_fastest(
             target,
@@ -160,7 +162,7 @@ def tune(
             batches=sizes,
             temperature=temperature,
             new_tokens=new_tokens,
-            tell=tell,
+            on_progress=on_progress,
         )
     tuned.save(output)
     if costs is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from timeit import timeit
 
 from arbordraft.bench.measure import Measurement
-from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet
 
 
 def paired(
@@ -14,7 +14,7 @@ def paired(
     ours: Callable[[], object],
     reference: Callable[[], object],
     workload: Workload,
-    tell: Tell = quiet,
+    on_progress: ProgressCallback = quiet,
     *,
     reach: str = "",
     speed_up: bool = False,
@@ -24,11 +24,11 @@ def paired(
 
     Args:
         group: see :class:`~arbordraft.bench.measure.Measurement`.
-        case: see there; ``tell`` receives it, too.
+        case: see there; ``on_progress`` receives it, too.
         ours: the measured call.
         reference: the call that ``ours`` is compared with.
         workload: sets the number of rounds, ``repeats``.
-        tell: receives the case and the number of finished rounds.
+        on_progress: receives the case and the number of finished rounds.
         reach: bound of the ratio; empty for none.
         speed_up: whether the ratio is ``reference / ours``.
         calls: calls per timing of ``ours`` and of ``reference``, more than one if a call is too short.
@@ -37,7 +37,7 @@ def paired(
     reference()
     pairs = []
     for done in range(workload.repeats):
-        tell(case, done, workload.repeats)
+        on_progress(case, done, workload.repeats)
         runs = zip((ours, reference), calls, strict=True)
         pairs.append([timeit(run, number=number) * 1e3 / number for run, number in runs])
     own, other = (statistics.median(times) for times in zip(*pairs, strict=True))

@@ -54,8 +54,12 @@ def read_rows(path: Path) -> list[Any]:
         ValueError: if the file is not one of these.
     """
     try:
-        told = json.loads(read_text(path))
-        parts = [phase["rows"] for phase in told["phases"].values()] if "phases" in told else [told["measurements"]]
+        figures = json.loads(read_text(path))
+        parts = (
+            [phase["rows"] for phase in figures["phases"].values()]
+            if "phases" in figures
+            else [figures["measurements"]]
+        )
         return [known for part in parts for row in part if (known := _row(dict(row))) is not None]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no measurements of 'arbordraft bench --json'") from error

@@ -39,7 +39,7 @@ def tune(
     batches: Sequence[int] = (1, 8),
     temperature: float = 0.0,
     new_tokens: int = 96,
-    tell: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str], None] = lambda what: None,
 ) -> Tuned:
     """Measures costs and chooses the fastest setting for every batch size.
 
@@ -58,13 +58,13 @@ def tune(
     if not batches:
         raise ValueError("batches must hold at least one batch size, got none")
     temperature, new_tokens = check_temperature("temperature", temperature), check_int("new_tokens", new_tokens, 1)
-    tell("measuring forwards and drafts")
+    on_progress("measuring forwards and drafts")
     costs = measure_costs(target, drafter, tokenizer, prompts)
     choices = []
     for batch in sorted(set(batches)):
         decoders = {each: each.decoder(target, drafter, costs, batch) for each in grid(drafter)}
         inputs = chat_batches(tokenizer, list(islice(cycle(prompts), max(batch, len(prompts)))), batch)
-        choices.append(_compete(batch, decoders, inputs, temperature, new_tokens, tell))
+        choices.append(_eliminate(batch, decoders, inputs, temperature, new_tokens, on_progress))
     return Tuned(name, temperature, costs, choices)
 
 
@@ -76,27 +76,27 @@ def grid(drafter: Drafter) -> list[Setting]:
     return settings + [Setting(kind, nodes) for kind in ("tree", "lookup or tree") for nodes in _TREES]
 
 
-def _compete(
+def _eliminate(
     batch: int,
     decoders: Mapping[Setting, SpeculativeDecoder],
     batches: Sequence[dict[str, Any]],
     temperature: float,
     new_tokens: int,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> Choice:
     """Chooses a setting by successive halving; plain decoding stays to the end as the reference."""
     workload = Workload(batch=batch, new_tokens=new_tokens, temperature=temperature, repeats=1)
     warm_up(decoders, batches[0], workload)
     left, speeds = list(decoders), dict[Setting, float]()
 
-    def told(setting: str, done: int, of: int) -> None:
-        tell(f"batch {batch}: {len(left)} settings left, decoding with {setting}")
+    def show_case(setting: str, done: int, of: int) -> None:
+        on_progress(f"batch {batch}: {len(left)} settings left, decoding with {setting}")
 
     for more in reversed(range(max(1, (len(left) - 1).bit_length()))):
         counts, seconds = dict.fromkeys(left, 0), dict.fromkeys(left, 0.0)
         # Early rounds decode fewer prompts, not shorter answers: lookups need some text to find anything.
         some = batches[: max(2, len(batches) >> more)]
-        for setting, spent, stats in take_turns({key: decoders[key] for key in left}, some, workload, told):
+        for setting, spent, stats in take_turns({key: decoders[key] for key in left}, some, workload, show_case):
             seconds[setting] += spent
             counts[setting] += sum(stats.emitted)
         speeds |= {setting: counts[setting] / seconds[setting] for setting in left}

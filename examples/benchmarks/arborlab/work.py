@@ -117,12 +117,12 @@ def gated_activation(rows: int, inner: int, itemsize: int) -> Work:
 
 
 def rotate_append(
-    rows: int, heads: int, kv_heads: int, size: int, value_size: int, itemsize: int, turning: int | None = None
+    rows: int, heads: int, kv_heads: int, size: int, value_size: int, itemsize: int, rotary_size: int | None = None
 ) -> Work:
-    """Counts rotating ``turning`` channels of queries and keys, by default all, and writing keys and values."""
-    turning = size if turning is None else turning
-    numbers = (heads + kv_heads) * size + kv_heads * value_size + turning
-    return Work(rows * (2 * numbers * itemsize + _INDEX), 3 * rows * (heads + kv_heads) * turning)
+    """Counts rotating ``rotary_size`` channels of queries and keys, by default all, and writing keys and values."""
+    rotary_size = size if rotary_size is None else rotary_size
+    numbers = (heads + kv_heads) * size + kv_heads * value_size + rotary_size
+    return Work(rows * (2 * numbers * itemsize + _INDEX), 3 * rows * (heads + kv_heads) * rotary_size)
 
 
 def linear(rows: int, inputs: int, outputs: int, itemsize: int) -> Work:

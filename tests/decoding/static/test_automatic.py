@@ -114,7 +114,7 @@ def parts_of_steps(monkeypatch):
 
 
 def answers(decoder, requests):
-    engine = Engine(decoder, max_tokens=4096)
+    engine = Engine(decoder, max_cache_tokens=4096)
     streams = [engine.submit(Request(prompt=[5, 9, 7], max_new_tokens=6, **options)) for options in requests]
     engine.run()
     return [stream.result()[0] for stream in streams]
@@ -250,7 +250,7 @@ def test_buckets_accept_no_word_but_auto():
     with pytest.raises(ValueError, match="buckets must be auto, None or numbers of rows"):
         build(buckets="all")
     with pytest.raises(ValueError, match="give their row counts, buckets="):
-        build(compiler="inductor")
+        build(compile_backend="inductor")
 
 
 def test_costs_are_measured_on_the_steps_that_will_run(as_on_a_gpu, monkeypatch):

@@ -446,7 +446,7 @@ def test_a_draft_is_one_graph(drafts, name):
     torch._dynamo.utils.counters.clear()
     chain, settings = TreeTopology.chain(2), {**SAMPLED, "max_new_tokens": 5}
     expected, _ = decode(decoder(name, chain, buckets=None), PROMPTS[:1], **settings)
-    found, _ = decode(decoder(name, chain, buckets=(8,), compiler="eager"), PROMPTS[:1], **settings)
+    found, _ = decode(decoder(name, chain, buckets=(8,), compile_backend="eager"), PROMPTS[:1], **settings)
     assert found == expected
     assert drafts
     assert not torch._dynamo.utils.counters["graph_break"]

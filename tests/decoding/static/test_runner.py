@@ -357,9 +357,10 @@ def test_the_dummy_counts_towards_the_limit():
 def test_an_engine_states_its_least_limit_at_once(buckets, least):
     """The least limit covers drafts of all samples at the same time, and has room for one request."""
     decoder, least = build(buckets=buckets), least + TREE.num_nodes + 2
-    with pytest.raises(ValueError, match=rf"max_tokens must be at least {least} for max_samples=7 .*, got {least - 1}"):
-        Engine(decoder, max_tokens=least - 1, max_samples=7)
-    engine = Engine(decoder, max_tokens=least, max_samples=7)
+    message = rf"max_cache_tokens must be at least {least} for max_samples=7 .*, got {least - 1}"
+    with pytest.raises(ValueError, match=message):
+        Engine(decoder, max_cache_tokens=least - 1, max_samples=7)
+    engine = Engine(decoder, max_cache_tokens=least, max_samples=7)
     assert engine.room(1) == 1
     assert len(engine.submit(Request(prompt=[5], max_new_tokens=1)).result()[0].tokens) == 1
     if buckets:
@@ -405,8 +406,8 @@ def test_parts_that_do_not_fit_together_are_refused(kernels):
     packed = RaggedModel(tiny(), kernels="native")
     with pytest.raises(ValueError, match=r"kernels='torch'.*buckets=None"):
         build(target=packed, drafter=EarlyExitDrafter(packed, 1))
-    with pytest.raises(ValueError, match="compiler is for steps of fixed shapes"):
-        build(buckets=None, compiler="eager")
+    with pytest.raises(ValueError, match="compile_backend is for steps of fixed shapes"):
+        build(buckets=None, compile_backend="eager")
 
 
 def test_weights_that_moved_are_noticed():

@@ -171,7 +171,7 @@ def test_steps_of_many_architectures_have_shapes_without_numbers(architecture):
 def test_a_step_is_one_graph(coupling, backend, requests):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    plain, compiled = decoder(coupling, buckets=None), decoder(coupling, buckets=(64,), compiler=backend)
+    plain, compiled = decoder(coupling, buckets=None), decoder(coupling, buckets=(64,), compile_backend=backend)
     for request in requests:
         assert tokens(compiled, request) == tokens(plain, request)
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -183,7 +183,7 @@ def test_a_compiled_step_shows_hidden_states():
     coupling = Coupling(TopTail(1, 2), Lifted(RecursiveRejection()))
     parts = {"drafter": trained_drafter("eagle"), "target": trained_target()}
     plain = decoder(coupling, **parts, buckets=None)
-    compiled = decoder(coupling, **parts, buckets=(64,), compiler="eager")
+    compiled = decoder(coupling, **parts, buckets=(64,), compile_backend="eager")
     assert tokens(compiled, REQUESTS[0]) == tokens(plain, REQUESTS[0])
 
 
@@ -197,7 +197,7 @@ def test_a_step_that_asks_the_host_does_not_compile(monkeypatch):
 
     monkeypatch.setattr(StaticStep, "_path", spoiled)
     with pytest.raises((torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
-        tokens(decoder(LIFTED, buckets=(64,), compiler="eager"), REQUESTS[0])
+        tokens(decoder(LIFTED, buckets=(64,), compile_backend="eager"), REQUESTS[0])
 
 
 # Tables

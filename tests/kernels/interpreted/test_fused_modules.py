@@ -77,7 +77,11 @@ def test_steps_of_fixed_shapes_run_them(compiler):
     for target, path, buckets in ((plain(model), "reference", None), (fused(model), "triton", (8,))):
         with choice.use(path if compiler is None else "reference"):  # a trace cannot read the choice
             decoder = SpeculativeDecoder(
-                target, NGramDrafter(), TreeTopology.chain(2), buckets=buckets, compiler=compiler if buckets else None
+                target,
+                NGramDrafter(),
+                TreeTopology.chain(2),
+                buckets=buckets,
+                compile_backend=compiler if buckets else None,
             )
             choice.ran.clear()
             found.append(decode(decoder, PROMPTS[:2], max_new_tokens=4)[0])

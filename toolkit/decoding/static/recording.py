@@ -163,7 +163,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 def check_kernels(operator: str, tensor: Tensor) -> None:
     """Raises ValueError if the kernels that run on a tensor's device would ask the host; counts the call."""
-    if not choice.wants_triton(operator, tensor) and tensor.is_cuda:
+    if not choice.uses_triton(operator, tensor) and tensor.is_cuda:
         raise ValueError(f"without Triton a step asks the host: use kernels 'auto' or 'triton', or {INSTEAD}")
 
 

@@ -44,18 +44,18 @@ def choose(kernels: str, model: nn.Module, *, weights: str | None = None) -> Cho
         if kernels == "triton":
             raise ValueError(f"kernels='triton' cannot be used: {problem}")
         return Choice("torch", problem)
-    unfit = None
+    unsupported = None
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
-        unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
+        unsupported = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
     elif kernels == "auto":
-        unfit = _too_large(model, weights)
-    problem = unfit or native.problem()  # in this order: `native.problem` may build the kernels
+        unsupported = _too_large(model, weights)
+    problem = unsupported or native.problem()  # in this order: `native.problem` may build the kernels
     if problem is None:
         return Choice("native")
     if kernels != "auto":
         raise ValueError(f"kernels={kernels!r} cannot be used: {problem}")
-    if weight.is_cpu and unfit:
-        warnings.warn(f"kernels='auto' uses the model's own linears: {unfit}", stacklevel=3)
+    if weight.is_cpu and unsupported:
+        warnings.warn(f"kernels='auto' uses the model's own linears: {unsupported}", stacklevel=3)
     return Choice("torch", problem)
 
 

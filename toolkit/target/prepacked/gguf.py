@@ -39,10 +39,10 @@ def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
             "'int4', which quantise the model anew, or leave weights out"
         )
     if architecture in _HALVED:
-        model = _as_they_lie(file, tensors, architecture, dtype)
+        model = _mapped(file, tensors, architecture, dtype)
     else:
         model = _as_transformers_has_them(file, tensors, architecture, dtype)
-    _tell_others(file, model)
+    _warn_of_others(file, model)
     return model
 
 
@@ -58,7 +58,7 @@ def _contents(file: Path) -> tuple[dict[str, Any], str]:
     return {tensor.name: tensor for tensor in reader.tensors}, field.contents() if field else ""
 
 
-def _as_they_lie(file: Path, tensors: dict[str, Any], architecture: str, dtype: torch.dtype) -> "PreTrainedModel":
+def _mapped(file: Path, tensors: dict[str, Any], architecture: str, dtype: torch.dtype) -> "PreTrainedModel":
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
@@ -139,7 +139,7 @@ def _names(architecture: str, model: "PreTrainedModel") -> Callable[[str], str]:
     return lambda name: known.get_name(name, try_suffixes=(".weight", ".bias")) or ""
 
 
-def _tell_others(file: Path, model: nn.Module) -> None:
+def _warn_of_others(file: Path, model: nn.Module) -> None:
     """Logs which matrices kernels do not read in the file's format."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     kinds = Counter(
@@ -148,9 +148,9 @@ def _tell_others(file: Path, model: nn.Module) -> None:
         if not (isinstance(matrix, FileBlocks) and matrix.kind in BLOCKS)
     )
     if kinds:
-        told = "%s: matrices that kernels do not read as they are (%s) are kept in 8 bits"
+        message = "%s: matrices that kernels do not read as they are (%s) are kept in 8 bits"
         named = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
-        logging.getLogger("arbordraft").warning(told, file, named)
+        logging.getLogger("arbordraft").warning(message, file, named)
 
 
 __all__ = ["load_blocks"]

@@ -93,9 +93,9 @@ def move_together(tensors: Sequence[Tensor]) -> None:
     pages = mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # takes memory as it is written
     with contextlib.suppress(OSError):  # a system built without large pages
         pages.madvise(mmap.MADV_HUGEPAGE)
-    stretch = torch.frombuffer(pages, dtype=torch.uint8)
+    region = torch.frombuffer(pages, dtype=torch.uint8)
     for tensor, start in zip(tensors, starts, strict=False):
-        place = stretch[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place = region[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         tensor.data = place.copy_(tensor.detach())
 
 

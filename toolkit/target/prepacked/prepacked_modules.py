@@ -61,7 +61,7 @@ class PrepackedLayers(nn.Module):
         out, inputs = run(hidden_states, pools, tables, ragged.batch, taps)
         ragged.hidden.update(zip(wanted, inputs, strict=True))
         if indices.stop == ragged.depth:
-            out = ragged.last = out if ragged.behind is None else ragged.behind(out)
+            out = ragged.last = out if ragged.after_layers is None else ragged.after_layers(out)
         return out
 
 

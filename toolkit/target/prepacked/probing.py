@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from arbordraft.target.model_view import ModelView, heard
+from arbordraft.target.model_view import ModelView, active_hooks
 from arbordraft.target.prepacked.gguf_blocks import FileBlocks, in_memory
 
 TOLERANCE = 1e-4  # relative to the output of a part, in float32
@@ -39,7 +39,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 def hooked(module: nn.Module) -> bool:
     """Returns whether the module or a part has hooks or a replaced forward, which a kernel would not call."""
     return any(
-        heard(part._forward_hooks) or heard(part._forward_pre_hooks) or "forward" in vars(part)
+        active_hooks(part._forward_hooks) or active_hooks(part._forward_pre_hooks) or "forward" in vars(part)
         for part in module.modules()
     )
 

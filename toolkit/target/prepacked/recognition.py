@@ -80,8 +80,8 @@ def layer_of(
     names = parts_named(attention, _ATTENTIONS)
     qkv, out = collector.linears(attention, *names[0]), collector.linear(attention, names[1])
     mlp = mlp_of(collector, children[mlp_name])
-    hidden, turning = len(out.weight), (call.heads + call.kv_heads) * call.dim
-    fits = sum(len(linear.weight) for linear in qkv) == turning + call.kv_heads * call.dim
+    hidden, rotary_rows = len(out.weight), (call.heads + call.kv_heads) * call.dim
+    fits = sum(len(linear.weight) for linear in qkv) == rotary_rows + call.kv_heads * call.dim
     fits = fits and out.weight.shape[1] == call.heads * call.dim and call.value_dim == call.dim
     if call.dim % LANES or hidden % LANES or not fits:
         raise Unrecognised(f"{type(layer).__name__} has sizes that the kernel does not know")
@@ -96,7 +96,7 @@ def layer_of(
     norms, epsilon = _norms(collector, places, hidden, call, in_order)
     collector.remember(attention)  # for parameters of its own
     return LayerWeights(
-        qkv=collector.matrix(qkv, lambda rows: torch.cat([in_order(rows[:turning]), rows[turning:]])),
+        qkv=collector.matrix(qkv, lambda rows: torch.cat([in_order(rows[:rotary_rows]), rows[rotary_rows:]])),
         out=collector.matrix([out]),
         gate_up=mlp.gate_up,
         down=mlp.down,
@@ -178,19 +178,19 @@ def same_layer(
 
 def settings(module: nn.Module) -> Any:
     """Returns a key of a module's settings: equal for modules that differ in weights and layer index only."""
-    own = {k: _told(value) for k, value in vars(module).items() if k not in _INTERNALS and k != "layer_idx"}
+    own = {k: _settings_key(value) for k, value in vars(module).items() if k not in _INTERNALS and k != "layer_idx"}
     shapes = [(name, tensor.shape) for name, tensor in module._parameters.items() if tensor is not None]
     inner = [(name, settings(child)) for name, child in module.named_children()]
     return type(module), tuple(sorted(own.items())), tuple(shapes), tuple(inner)
 
 
-def _told(value: Any) -> Any:
+def _settings_key(value: Any) -> Any:
     """Returns a hashable key of a value: its contents if they are plain, else its id."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if type(value) is dict:
-        return tuple((key, _told(inner)) for key, inner in value.items())
-    return tuple(map(_told, value)) if type(value) in (tuple, list) else id(value)
+        return tuple((key, _settings_key(inner)) for key, inner in value.items())
+    return tuple(map(_settings_key, value)) if type(value) in (tuple, list) else id(value)
 
 
 def _widened(value: Any) -> Any:

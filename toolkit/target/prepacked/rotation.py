@@ -30,8 +30,8 @@ class Rotation(NamedTuple):
         if not self.neighbours:
             return rows
         channels = torch.arange(dim)
-        turning, rest = channels[: self.channels], channels[self.channels :]
-        return rows.unflatten(0, (-1, dim))[:, torch.cat([turning[::2], turning[1::2], rest])].flatten(0, 1)
+        rotary, rest = channels[: self.channels], channels[self.channels :]
+        return rows.unflatten(0, (-1, dim))[:, torch.cat([rotary[::2], rotary[1::2], rest])].flatten(0, 1)
 
 
 def rotations(tables: Any) -> list[Rotation | None]:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from arbordraft.target.attention import Forward
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.model_view import heard
+from arbordraft.target.model_view import active_hooks
 from arbordraft.target.prepacked.prepacked_modules import PrepackedLayers
 from arbordraft.target.prepacked.probing import vocabulary
 
 _IDLE = (nn.ModuleList, nn.Dropout, nn.Identity)  # children of the layers' owner that compute nothing
 _ROWS = 5  # rows of the forward that compares both ways
-_LOUD = 64.0  # factor on the head's logits in the comparison, to reveal a cap of large ones; exact in binary
+_LOGIT_SCALE = 64.0  # factor on the head's logits in the comparison, to reveal a cap of large ones; exact in binary
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Shortcut:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(vocabulary(model), (1, _ROWS), generator=generator)
         found = []
-        louder = self.head.register_forward_hook(lambda _, __, logits: logits * _LOUD)
+        scaling = self.head.register_forward_hook(lambda _, __, logits: logits * _LOGIT_SCALE)
         try:
-            for whole in (True, False):
-                found.append(self._logits(tokens, model if whole else None))
+            for use_model in (True, False):
+                found.append(self._logits(tokens, model if use_model else None))
         finally:
-            louder.remove()
+            scaling.remove()
         return torch.equal(*found)
 
     def _logits(self, tokens: Tensor, model: Any) -> Tensor:
@@ -93,14 +93,14 @@ class Shortcut:
         return logits
 
 
-def unheard(model: nn.Module, layers: nn.Module) -> bool:
+def is_unhooked(model: nn.Module, layers: nn.Module) -> bool:
     """Returns whether the modules around a model's layers have no hooks and no replaced forwards."""
     inside = set(layers.modules())
     return not any(
-        heard(part._forward_hooks) or heard(part._forward_pre_hooks) or "forward" in vars(part)
+        active_hooks(part._forward_hooks) or active_hooks(part._forward_pre_hooks) or "forward" in vars(part)
         for part in model.modules()
         if part not in inside
     )
 
 
-__all__ = ["Shortcut", "unheard"]
+__all__ = ["Shortcut", "is_unhooked"]

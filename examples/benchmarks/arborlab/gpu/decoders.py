@@ -241,9 +241,9 @@ class _Tiny:
             return target(torch.tensor(text[:rows]), batch, cache)[0]
 
         alone = first(1)
-        behind = {rows: first(rows) for rows in range(1, MOST_ROWS + 1)}
-        equal = [rows for rows, logits in behind.items() if torch.equal(logits, alone)]
-        worst = max(float((logits.float() - alone.float()).abs().max()) for logits in behind.values())
+        logits_by_rows = {rows: first(rows) for rows in range(1, MOST_ROWS + 1)}
+        equal = [rows for rows, logits in logits_by_rows.items() if torch.equal(logits, alone)]
+        worst = max(float((logits.float() - alone.float()).abs().max()) for logits in logits_by_rows.values())
         kernels, right = ("row-invariant", len(equal) == MOST_ROWS) if target.row_invariant else ("default", None)
         largest = worst / float(alone.float().abs().max())
         yield RowsRow(self.name, named(self.dtype), kernels, ranges(equal), largest, right)

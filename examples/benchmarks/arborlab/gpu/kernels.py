@@ -110,12 +110,12 @@ def bounds(setting: Setting) -> list[Item]:
         torch.manual_seed(setting.seed)
         for problem in make():
             if problem.work is not None:
-                yield timed(problem, watch, setting.tell)
+                yield timed(problem, watch, setting.log)
         setting.free()
 
     memory = torch.cuda.get_device_properties(setting.device).total_memory
     shapes: list[Maker] = [
-        (str(shape), partial(_shape, shape, setting.device)) for shape in fitting_shapes(TIMED, memory, setting.tell)
+        (str(shape), partial(_shape, shape, setting.device)) for shape in fitting_shapes(TIMED, memory, setting.log)
     ]
     parts = _stepped(stepped, setting.device)
     ordered: list[Maker] = [*shapes[:4], *parts, *shapes[4:]]

@@ -60,20 +60,20 @@ def norms(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
     for name, options in (("", (0.0, False)), ("wide, ", (1.0, True))):
         alone = partial(rms_norm, x, weight, EPSILON, *options)
-        behind = partial(add_rms_norm, x, residual, weight, EPSILON, *options)
+        norm_call = partial(add_rms_norm, x, residual, weight, EPSILON, *options)
 
         def error(alone: partial[Tensor] = alone, offset: float = options[0]) -> float:
             return share(alone(), x, offset)
 
-        def summed(behind: partial[tuple[Tensor, Tensor]] = behind, offset: float = options[0]) -> float:
-            total, found = behind()
+        def summed(norm_call: partial[tuple[Tensor, Tensor]] = norm_call, offset: float = options[0]) -> float:
+            total, found = norm_call()
             truth = x.double() + residual.double()
             bound = rounding(stepped.dtype) * truth.abs() + _least(stepped.dtype)
             return max(share_of(total, truth, bound), share(found, total, offset))
 
         peer = partial(rms_norm_reference, x, weight, EPSILON, *options)
         yield stepped.problem("rms_norm", alone, error, 1.0, note=name, peer=peer)
-        yield stepped.problem("add_rms_norm", behind, summed, 1.0, note=name)
+        yield stepped.problem("add_rms_norm", norm_call, summed, 1.0, note=name)
 
 
 def activations(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
@@ -114,12 +114,12 @@ def rotation(stepped: Stepped, device: torch.device) -> Problem:
         wanted = keys.clone(), values.clone()
         by_torch = rotate_append_reference(query, key, value, cosine, sine, wanted[0], wanted[1], slots)
         found = run()
-        if bands.broken():
+        if bands.overwritten():
             return math.inf
         if rounding(kind) == torch.finfo(kind).eps / 2:  # bits equal torch's, unless the interpreter truncates
             return max(unequal(*pair) for pair in zip((found, keys, values), (by_torch, *wanted), strict=True))
-        turned = [_turned(heads, cosine, sine) for heads in (query, key)]
-        shares = [share_of(one, *exact) for one, exact in zip((found, keys[slots]), turned, strict=True)]
+        exact_heads = [_rotated(heads, cosine, sine) for heads in (query, key)]
+        shares = [share_of(one, *exact) for one, exact in zip((found, keys[slots]), exact_heads, strict=True)]
         return max(*shares, unequal(values[slots], value))
 
     peer = partial(rotate_append_reference, query, key, value, cosine, sine, keys, values, slots)
@@ -178,7 +178,7 @@ def products(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
             x.double(), doubled[0], [], doubled[1], *form, tables[0].double(), tables[1].double(), *exact, slots
         )
         found = run()
-        if bands.broken():
+        if bands.overwritten():
             return math.inf
         # Six roundings, each of a number that is at most the largest.
         pairs = [
@@ -196,7 +196,7 @@ def _sums(x: Tensor, weight: Tensor) -> Tensor:
     return 4 * SINGLE.eps * (x.double().abs() @ weight.double().abs().T)
 
 
-def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
     """Returns rotated heads in float64, and each number's bound for three roundings."""
     wide = heads.double()
     first, second = wide.chunk(2, dim=-1)

@@ -84,12 +84,12 @@ class Packed:
         more = -max(lengths) % _WIDE
         pools = (pad_sequence(pool.split(lengths), batch_first=True) for pool in (self.keys, self.values))
         keys, values = (F.pad(pool, (0, 0, 0, 0, 0, more)).transpose(1, 2).contiguous() for pool in pools)
-        sees = query.new_zeros(len(lengths), query.shape[2], keys.shape[2], dtype=torch.bool)
-        sees[:, :, 0].fill_(True)  # padding rows must see a key, or they become NaN
+        visible = query.new_zeros(len(lengths), query.shape[2], keys.shape[2], dtype=torch.bool)
+        visible[:, :, 0].fill_(True)  # padding rows must see a key, or they become NaN
         for sample, (n, past) in enumerate(zip(batch.rows, batch.past, strict=True)):
-            sees[sample, :n, :past].fill_(True)
-            sees[sample, :n, past : past + n].copy_(self.visible(sample))
-        return query, keys, values, sees
+            visible[sample, :n, :past].fill_(True)
+            visible[sample, :n, past : past + n].copy_(self.visible(sample))
+        return query, keys, values, visible
 
     def visible(self, sample: int) -> Tensor:
         """Returns ``[n_b, n_b]`` bool: which rows of a sample each of its rows sees."""
@@ -119,10 +119,10 @@ def sdpa(packed: Packed) -> Callable[[], Tensor]:
 
     The heads of a group are stacked as rows.
     """
-    query, keys, values, sees = packed.padded()
+    query, keys, values, visible = packed.padded()
     group = query.shape[1] // keys.shape[1]
     stacked = query.unflatten(1, (-1, group)).flatten(2, 3)
-    mask = sees[:, None].repeat(1, 1, group, 1)
+    mask = visible[:, None].repeat(1, 1, group, 1)
     return lambda: F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=packed.scale)
 
 

@@ -101,13 +101,13 @@ def check(problem: Problem) -> KernelRow:
     """Solves a problem with poisoned outputs and compares the result with float64."""
     with poisoned() as bands:
         error = problem.error()
-    if bands.broken():
+    if bands.overwritten():
         error = math.inf
     correct = error <= problem.allowed
     return KernelRow(problem.kernel, problem.case, named(problem.dtype), error, problem.allowed, correct)
 
 
-def timed(problem: Problem, watch: Stopwatch, tell: Callable[[str], object] = print) -> KernelRow:
+def timed(problem: Problem, watch: Stopwatch, log: Callable[[str], object] = print) -> KernelRow:
     """Times a problem and its peers."""
     needed = problem.work
     assert needed is not None
@@ -123,7 +123,7 @@ def timed(problem: Problem, watch: Stopwatch, tell: Callable[[str], object] = pr
         try:
             times[f"{name}_us"] = watch.seconds(make()) * 1e6
         except (RuntimeError, ImportError) as failure:  # it may lack the case or need too much memory
-            tell(f"{name} cannot be timed for {problem.case}: {str(failure).splitlines()[0]}")
+            log(f"{name} cannot be timed for {problem.case}: {str(failure).splitlines()[0]}")
             torch.cuda.empty_cache()
     goal = problem.goal
     computes = needed.flops / throughput > needed.bytes / watch.bandwidth
@@ -176,7 +176,7 @@ class Bands:
         self._made.append((buffer, numel))
         return buffer[GUARD : GUARD + numel].view(shape)
 
-    def broken(self) -> bool:
+    def overwritten(self) -> bool:
         """Returns whether a kernel has written to a guard band."""
         for buffer, numel in self._made:
             for band in (buffer[:GUARD], buffer[GUARD + numel :]):

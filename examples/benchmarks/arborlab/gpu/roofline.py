@@ -163,8 +163,8 @@ class Stepped(NamedTuple):
             f"{self.rows} rows of {self.inner}",
             work.gated_activation(self.rows, self.inner, itemsize),
         )
-        turned = work.rotate_append(self.rows, self.heads, self.kv_heads, self.size, self.size, itemsize)
-        yield "rotate_append", f"{rotated} of {self.size}", turned
+        rotated_work = work.rotate_append(self.rows, self.heads, self.kv_heads, self.size, self.size, itemsize)
+        yield "rotate_append", f"{rotated} of {self.size}", rotated_work
         few, wide = min(self.rows, FEW_ROWS), f"{self.hidden} to {self.inner}"
         yield "linear", f"{few} rows, {wide}", work.linear(few, self.hidden, self.inner, itemsize)
         yield "gated_linear", f"{few} rows, {wide}", work.gated_linear(few, self.hidden, self.inner, itemsize)
@@ -264,9 +264,9 @@ def _predicted(kernel: str, case: str, needed: Work) -> Prediction:
     )
 
 
-def fitting_shapes(shapes: Sequence[Shape], memory: int, tell: Callable[[str], object]) -> list[Shape]:
+def fitting_shapes(shapes: Sequence[Shape], memory: int, log: Callable[[str], object]) -> list[Shape]:
     """Returns the shapes whose keys fit into ``memory`` bytes twice, packed and padded, with a fifth to spare."""
     small = [shape for shape in shapes if 2.5 * shape.work().bytes < memory]
     for shape in set(shapes) - set(small):
-        tell(f"left out, as it does not fit into {memory / 1e9:.0f} GB: {shape}")
+        log(f"left out, as it does not fit into {memory / 1e9:.0f} GB: {shape}")
     return small

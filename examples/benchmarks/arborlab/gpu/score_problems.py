@@ -185,7 +185,7 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
 def drafted_trees(topology: TreeTopology, law: DraftLaw, scores: Tensor, generator: torch.Generator) -> DraftTree:
     """Draws full trees whose draft rows resemble the target's ``[B * N, V]`` scores."""
-    told = []
+    drafted = []
     for own in scores.split(topology.num_nodes):
         tokens, rows = {0: 0}, {}
         for node, children in enumerate(topology.child_list):
@@ -194,8 +194,8 @@ def drafted_trees(topology: TreeTopology, law: DraftLaw, scores: Tensor, generat
                 uniforms = torch.rand(len(children), generator=generator).tolist()
                 tokens |= dict(zip(children, law.narrow(len(children)).draw(row, uniforms), strict=True))
                 rows[node] = row
-        told.append((dict(sorted(tokens.items())), rows))
-    return DraftTree.of(topology, law, [tokens for tokens, _ in told], [rows for _, rows in told])
+        drafted.append((dict(sorted(tokens.items())), rows))
+    return DraftTree.of(topology, law, [tokens for tokens, _ in drafted], [rows for _, rows in drafted])
 
 
 def _scores(rows: int, stepped: Stepped, device: torch.device) -> Tensor:

@@ -19,13 +19,13 @@ class Setting:
     Args:
         device: a GPU; on a CPU all problems are tiny and kernels run in Triton's interpreter.
         seed: seed of random weights, problems and drafts.
-        tell: receives one line at a time, for people.
+        log: receives one line at a time, for people.
         deadline: end of the current phase, as ``time.monotonic`` counts.
     """
 
     device: torch.device
     seed: int = 0
-    tell: Callable[[str], object] = print
+    log: Callable[[str], object] = print
     deadline: float = field(default=float("inf"))
 
     @property

@@ -24,7 +24,7 @@ def smollm2(setting: Setting) -> list[Item]:
 
 def _decoded(setting: Setting) -> Iterator[DecodeRow | Figure]:
     if not list(cache_folder().glob(f"{NAME.lower()}-*/{MANIFEST}")):
-        setting.tell(f"{NAME} is not in the cache, and nothing is downloaded here: phase smollm2 is left out")
+        setting.log(f"{NAME} is not in the cache, and nothing is downloaded here: phase smollm2 is left out")
         yield Figure(f"weights of {NAME}", "not in the cache: left out")
         return
     dtype, kernels = (Dtype.bfloat16, Kernels.auto) if setting.on_gpu else (Dtype.float32, Kernels.torch)
@@ -32,7 +32,7 @@ def _decoded(setting: Setting) -> Iterator[DecodeRow | Figure]:
     decoders: dict[str, Any] = {"plain": SpeculativeDecoder(target, NoDrafter())}
     decoders["lookups"] = SpeculativeDecoder(target, NGramDrafter())
     if (folder := trained_for(target)) is None:
-        setting.tell(f"no head that was trained for {NAME} is in the cache: plain decoding and lookups alone")
+        setting.log(f"no head that was trained for {NAME} is in the cache: plain decoding and lookups alone")
     else:
         decoders[folder.name] = SpeculativeDecoder(target, load_drafter(folder, target))
     if setting.on_gpu:

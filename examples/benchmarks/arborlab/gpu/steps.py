@@ -140,7 +140,7 @@ def steps(setting: Setting) -> list[Item]:
     second: list[Item] = []
     for name in ON_GPU if setting.on_gpu else ("tiny",):
         shape = _Shape(models, name, setting)
-        telling: dict[str, Callable[[], Iterator[StepRow]]] = {
+        extra: dict[str, Callable[[], Iterator[StepRow]]] = {
             "recorded": partial(shape.recorded, 1),
             "oracle of 0.8, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.8, True),
             "chain of a head": partial(shape.headed, "chain of 4", CHAIN),
@@ -160,7 +160,7 @@ def steps(setting: Setting) -> list[Item]:
             "recorded, kernels=torch": partial(shape.recorded, 1, True),
             "eager, kernels=torch": partial(shape.eager, True),
         }
-        first += [Item(f"{name}: {part}", run) for part, run in telling.items()]
+        first += [Item(f"{name}: {part}", run) for part, run in extra.items()]
         second += [Item(f"{name}: {part}", run) for part, run in rest.items()]
     if not setting.on_gpu:  # the others show nothing more on a CPU
         first = [item for item in first if "row-invariant" not in item.name]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.bench.tables import HIDDEN
-from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.gumbel import gumbel
 from arbordraft.sampling.laws import IID, AdaptiveTopTail, DraftLaw, WithoutReplacement
@@ -66,7 +66,7 @@ def node_acceptance(
     *,
     children: Sequence[int] = (2, 3, 4),
     optima: int = 100,
-    tell: Tell = quiet,
+    on_progress: ProgressCallback = quiet,
 ) -> Iterator[NodeRow]:
     """Yields the acceptance of the children of one node by every law and rule, on the same rows.
 
@@ -89,9 +89,9 @@ def node_acceptance(
             if (draft := tree.drawn_from(tree.root)) is not None:
                 rows.append((prompt, target[tree.root].clone(), draft.clone()))
 
-        watch(target, drafter, TreeTopology.chain(1), IID(1), workload, keep, tell)
+        watch(target, drafter, TreeTopology.chain(1), IID(1), workload, keep, on_progress)
         for done, k in enumerate(children):
-            tell(f"laws and rules of {k} children, temperature {workload.temperature:g}", done, len(children))
+            on_progress(f"laws and rules of {k} children, temperature {workload.temperature:g}", done, len(children))
             for row in _node_rows(rows, k, optima):
                 yield NodeRow(drafter=name, temperature=workload.temperature, **row)
 

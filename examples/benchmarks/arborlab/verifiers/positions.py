@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.sampling.laws import DraftLaw
@@ -27,7 +27,7 @@ from arbordraft.verifiers.coupling import Coupling
 Look = Callable[[int, SampleTree, Rows[Tensor], int], None]
 
 
-class Witness(TreeVerifier):
+class Probe(TreeVerifier):
     """Shows every drafted tree, then emits one token of the target's law, which depends on no draft.
 
     Args:
@@ -69,7 +69,7 @@ def watch(
     law: DraftLaw,
     workload: Workload,
     look: Look,
-    tell: Tell = quiet,
+    on_progress: ProgressCallback = quiet,
     other: int = 0,
 ) -> None:
     """Shows every position of texts that the target samples, each with a tree drafted there.
@@ -83,14 +83,14 @@ def watch(
         if len(tree.rows) > 1:  # the last positions have no room for drafts
             look(first + sample, tree, rows, accepted)
 
-    witness = Witness(show, law.shared)
-    decoder = SpeculativeDecoder(target, drafter, topology, Coupling(law, witness))
+    probe = Probe(show, law.shared)
+    decoder = SpeculativeDecoder(target, drafter, topology, Coupling(law, probe))
     batches = workload.batches(target)
     for done, inputs in enumerate(batches):
-        tell(f"{topology.num_nodes} nodes, temperature {workload.temperature:g}, {law}", done, len(batches))
+        on_progress(f"{topology.num_nodes} nodes, temperature {workload.temperature:g}, {law}", done, len(batches))
         size = len(inputs["input_ids"])
         seeds = workload.seeds(size, first)
-        witness.start(seeds)
+        probe.start(seeds)
         decoder.generate(**inputs, **workload.request(), seeds=[seed + 2**32 * other for seed in seeds])
         first += size
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from arbordraft.bench.tables import HIDDEN
-from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.bench.workload import ProgressCallback, Workload, quiet
 from arbordraft.drafters import Drafter
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.rows import Rows
@@ -56,7 +56,7 @@ def tree_tau(
     children: Sequence[int] = (2,),
     ranks: Mapping[tuple[str, str], Sequence[float]] | None = None,
     resolution: bool = False,
-    tell: Tell = quiet,
+    on_progress: ProgressCallback = quiet,
 ) -> Iterator[TreeRow]:
     """Yields the tokens per forward of trees of about the same size, by shape, law and verifier.
 
@@ -69,8 +69,8 @@ def tree_tau(
         resolution: whether to measure global resolution as well, which takes about 20 ms per node.
     """
     for name, drafter in drafters.items():
-        lone = laws_of(1)
-        laws = {key: lone[key] for key in ("IID(1)", "SharedNoise(1)")}
+        single = laws_of(1)
+        laws = {key: single[key] for key in ("IID(1)", "SharedNoise(1)")}
         for count in children:
             laws |= laws_of(count)
         chains = {False: [0.5], True: [0.5]}  # acceptance by depth, by whether noise is shared
@@ -87,7 +87,7 @@ def tree_tau(
                 reached: list[float] = [0.0] * (topology.max_depth + 1)
                 weigh = partial(_weigh, accepted, reached, law, rules, topology)
                 for other in range(SHARED_TREES if law.shared else 1):
-                    watch(target, drafter, topology, law, workload, weigh, tell, other)
+                    watch(target, drafter, topology, law, workload, weigh, on_progress, other)
                 if shape == "chain":
                     chains[law.shared] = [below / max(above, 1e-9) for above, below in pairwise(reached)]
                 for verifier, values in accepted.items():

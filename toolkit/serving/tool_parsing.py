@@ -4,25 +4,25 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from arbordraft.serving.calls import CallFormat
+from arbordraft.serving.calls import ToolCallFormat
 
 
 @dataclass(frozen=True)
-class CallPiece:
-    """New piece of one tool call; ``+`` joins two pieces.
+class ToolCallDelta:
+    """New part of one tool call; ``+`` joins two parts.
 
     Args:
         index: number of the call in its answer.
         arguments: next characters of the arguments' JSON text.
-        name: name of the function, in the call's first piece only.
+        name: name of the function, in the call's first delta only.
     """
 
     index: int
     arguments: str = ""
     name: str | None = None
 
-    def __add__(self, later: "CallPiece") -> "CallPiece":
-        return CallPiece(self.index, self.arguments + later.arguments, self.name)
+    def __add__(self, later: "ToolCallDelta") -> "ToolCallDelta":
+        return ToolCallDelta(self.index, self.arguments + later.arguments, self.name)
 
 
 def begun(text: str, mark: str) -> int:
@@ -31,7 +31,7 @@ def begun(text: str, mark: str) -> int:
     return next((size for size in sizes if text.endswith(mark[:size])), 0)
 
 
-class CallReader:
+class ToolCallParser:
     """Reads one answer that follows the grammar of a format: text, then tool calls.
 
     Args:
@@ -42,7 +42,7 @@ class CallReader:
         called: whether the answer has calls, all of them complete.
     """
 
-    def __init__(self, format: CallFormat, names: Collection[str]) -> None:
+    def __init__(self, format: ToolCallFormat, names: Collection[str]) -> None:
         head = f"(?P<name>{'|'.join(map(re.escape, names))}){format.pattern(format.middle)}"
         self._format = format
         self._first = re.compile(format.pattern(format.opening) + head)
@@ -55,22 +55,22 @@ class CallReader:
     def called(self) -> bool:
         return self._calls > 0 and not self._inside
 
-    def add(self, text: str) -> tuple[str, tuple[CallPiece, ...]]:
-        """Adds text; returns the words and the pieces of calls that are now certain."""
+    def add(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """Adds text; returns the words and the parts of calls that are now certain."""
         self._held += text
-        words, pieces = "", list[CallPiece]()
+        words, deltas = "", list[ToolCallDelta]()
         if not self._calls:
             words, match = self._begun()
             if match:
-                pieces.append(self._next(match))
+                deltas.append(self._next(match))
         while self._calls:
             if self._inside and (fragment := self._fragment()):
-                pieces.append(CallPiece(self._calls - 1, fragment))
+                deltas.append(ToolCallDelta(self._calls - 1, fragment))
             match = None if self._inside or self._further is None else self._further.match(self._held)
             if not match:
                 break
-            pieces.append(self._next(match))
-        return words, tuple(pieces)
+            deltas.append(self._next(match))
+        return words, tuple(deltas)
 
     def end(self) -> str:
         """Returns the remaining words; an incomplete opening is kept as it is."""
@@ -80,7 +80,7 @@ class CallReader:
         """Returns the words before a possible first call, and the match of its opening if that is complete."""
         anywhere = self._format.anywhere
         match = None if self._only_words else (self._first.search if anywhere else self._first.match)(self._held)
-        place = len(self._held) if self._only_words else match.start() if match else self._doubtful()
+        place = len(self._held) if self._only_words else match.start() if match else self._opening_at()
         words, self._held = self._held[:place], self._held[place:]
         if anywhere:
             breaks = len(words) - len(words := words.rstrip("\n"))
@@ -90,7 +90,7 @@ class CallReader:
         self._only_words = self._only_words or (bool(words) and not anywhere)
         return words, match
 
-    def _doubtful(self) -> int:
+    def _opening_at(self) -> int:
         """Returns the place of the opening, or of an incomplete opening at the end."""
         opening, held = self._format.opening, self._held
         if not self._format.anywhere:
@@ -99,27 +99,27 @@ class CallReader:
             return place
         return len(held) - begun(held, opening)
 
-    def _next(self, match: re.Match[str]) -> CallPiece:
+    def _next(self, match: re.Match[str]) -> ToolCallDelta:
         self._held, self._inside = match.string[match.end() :], True
         self._calls += 1
-        return CallPiece(self._calls - 1, name=match["name"])
+        return ToolCallDelta(self._calls - 1, name=match["name"])
 
     def _fragment(self) -> str:
         """Removes and returns text of the arguments, up to the brace that closes them."""
         end = len(self._held)
-        for place, letter in enumerate(self._held, 1):
+        for place, char in enumerate(self._held, 1):
             if self._quoted:
-                self._quoted = self._escaped or letter != '"'
-                self._escaped = letter == "\\" and not self._escaped
-            elif letter == '"':
+                self._quoted = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            elif char == '"':
                 self._quoted = True
             else:
-                self._depth += (letter in "{[") - (letter in "}]")
-                if letter == "}" and not self._depth:
+                self._depth += (char in "{[") - (char in "}]")
+                if char == "}" and not self._depth:
                     self._inside, end = False, place
                     break
         fragment, self._held = self._held[:end], self._held[end:]
         return fragment
 
 
-__all__ = ["CallPiece", "CallReader", "begun"]
+__all__ = ["ToolCallDelta", "ToolCallParser", "begun"]

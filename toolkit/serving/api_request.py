@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
 
+from arbordraft.decoding.detokenizing import TokenDecoder
 from arbordraft.decoding.requests import Request
-from arbordraft.decoding.spelling import Spelling
 from arbordraft.grammars import Grammar
-from arbordraft.serving.calls import CallFormat
+from arbordraft.serving.calls import ToolCallFormat
 from arbordraft.serving.errors import wrong
 from arbordraft.serving.fields import REQUEST_HINTS, REQUEST_NOTHING, STREAM_HINTS, Fields, Text
+from arbordraft.serving.reasoning import ReasoningFormat
 from arbordraft.serving.structure import Function, ResponseFormat
-from arbordraft.serving.thinking import Thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,7 @@ def _short(stop: str) -> str:
     return stop
 
 
-class Question(Fields, ABC):
+class ApiRequest(Fields, ABC):
     """Fields of chats and completions; :class:`~arbordraft.decoding.requests.Request` states ranges and defaults."""
 
     hints: ClassVar = REQUEST_HINTS
@@ -105,28 +105,28 @@ class Question(Fields, ABC):
         if self.best_of not in (None, self.n):
             reason = f"all answers that are made are returned: leave it out, or set it to n, {self.n}"
             raise wrong("best_of", reason)
-        for name, reason in _NOT_WITH_FORMS.items() if self.formed else ():
+        for name, reason in _NOT_WITH_FORMS.items() if self.has_grammar else ():
             if getattr(self, name, None):
                 raise wrong(name, reason)
         return self
 
     @property
-    def formed(self) -> bool:
+    def has_grammar(self) -> bool:
         """Whether the answer follows a grammar."""
         return self.response_format.content is not None
 
     @property
-    def most(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """Longest answer in tokens; ``None`` if the client sets no limit."""
         return self.max_tokens
 
     @property
     @abstractmethod
-    def others(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """Number of alternatives per token; ``None`` for no log-probabilities at all."""
 
     @property
-    def calling(self) -> bool:
+    def needs_call_format(self) -> bool:
         """Whether the format of the model's tool calls is needed."""
         return False
 
@@ -141,32 +141,34 @@ class Question(Fields, ABC):
         return self.n
 
     @property
-    def scored(self) -> int | None:
-        """Number of alternatives per prompt token, as :attr:`others`."""
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of alternatives per prompt token, as :attr:`num_logprobs`."""
         return None
 
     @abstractmethod
     def encode(
-        self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None, check: Callable[[str], object]
+        self, tokenizer: "PreTrainedTokenizerBase", calls: ToolCallFormat | None, check: Callable[[str], object]
     ) -> list[list[int]]:
         """Returns the token ids of each prompt; each prompt is answered ``n`` times.
 
         Args:
             tokenizer: tokenizer of the model.
-            calls: format of the model's tool calls, if :attr:`calling`.
+            calls: format of the model's tool calls, if :attr:`needs_call_format`.
             check: is called with the text before it is tokenised, and may refuse it.
 
         Raises:
             ValueError: if there are no token ids, or the chat template refuses the messages.
         """
 
-    def thoughts(self, thinking: Thinking, prompt: list[int], spelling: Spelling) -> Thinking | None:
+    def reasoning_format(
+        self, reasoning: ReasoningFormat, prompt: list[int], token_decoder: TokenDecoder
+    ) -> ReasoningFormat | None:
         """Returns the marks that separate thoughts from the answer; ``None`` if they stay in it.
 
         Args:
-            thinking: marks of the model's thoughts.
+            reasoning: marks of the model's thoughts.
             prompt: token ids.
-            spelling: spelling of the tokenizer's tokens.
+            token_decoder: spelling of the tokenizer's tokens.
         """
         return None
 
@@ -175,14 +177,14 @@ class Question(Fields, ABC):
         """Grammar that checks finished answers; ``None`` if the grammar enforces the whole schema."""
         form = self.response_format.json_schema
         answer = None if form is None or form.strict else self.response_format.grammar
-        return answer if answer is not None and answer.unheld else None
+        return answer if answer is not None and answer.unenforced else None
 
-    def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
+    def grammar(self, calls: ToolCallFormat | None, reasoning: ReasoningFormat | None) -> Grammar | None:
         """Builds the grammar of the answer; ``None`` allows any text.
 
         Args:
-            calls: format of the model's tool calls, if :attr:`calling`.
-            thinking: marks of the answer's thoughts, if it may have some.
+            calls: format of the model's tool calls, if :attr:`needs_call_format`.
+            reasoning: marks of the answer's thoughts, if it may have some.
 
         Raises:
             ApiError: if a schema is invalid, or cannot be enforced.
@@ -190,36 +192,41 @@ class Question(Fields, ABC):
         return self.response_format.grammar
 
     def request(
-        self, prompt: list[int], most: int, calls: CallFormat | None, thinking: Thinking | None, temperature: float
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        calls: ToolCallFormat | None,
+        reasoning: ReasoningFormat | None,
+        temperature: float,
     ) -> Request:
         """Builds the engine's request for one prompt.
 
         Args:
             prompt: token ids.
-            most: longest answer, in tokens.
-            calls: format of the model's tool calls, if :attr:`calling`.
-            thinking: marks of the answer's thoughts, if it may have some.
+            max_new_tokens: longest answer, in tokens.
+            calls: format of the model's tool calls, if :attr:`needs_call_format`.
+            reasoning: marks of the answer's thoughts, if it may have some.
             temperature: temperature of requests that set none.
 
         Raises:
             ValueError: if a value is out of range.
             ApiError: see :meth:`grammar`.
         """
-        if (self.min_tokens or 0) > most:
-            raise wrong("min_tokens", f"at most the longest answer, {most} tokens, got {self.min_tokens}")
+        if (self.min_tokens or 0) > max_new_tokens:
+            raise wrong("min_tokens", f"at most the longest answer, {max_new_tokens} tokens, got {self.min_tokens}")
         settings = {name: getattr(self, name) for name in _SETTINGS}
         if self.temperature is None:
             settings["temperature"] = temperature
         return Request(
             prompt=prompt,
-            max_new_tokens=most,
-            logprobs=self.others,
-            prompt_logprobs=self.scored,
+            max_new_tokens=max_new_tokens,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             ends=() if self.ignore_eos else None,
             min_new_tokens=self.min_tokens,
-            grammar=self.grammar(calls, thinking),
+            grammar=self.grammar(calls, reasoning),
             **settings,
         )
 
 
-__all__ = ["Extension", "Question", "StreamOptions"]
+__all__ = ["ApiRequest", "Extension", "StreamOptions"]

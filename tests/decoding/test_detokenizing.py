@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 from support.spellings import KINDS, OnlyDecodes, byte_level, byte_tokens, drawn, ids_of
 
+from arbordraft.decoding.detokenizing import DecodedToken, IncrementalDetokenizer, TokenDecoder
 from arbordraft.decoding.generate import Stopping, StopTexts
-from arbordraft.decoding.spelling import Pieces, Spelling, Spelt
 from arbordraft.decoding.stops import Stops
 
 
@@ -15,7 +15,7 @@ def decoded(tokenizer, tokens: Sequence[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def joined(parts: Sequence[Spelt]) -> tuple[str, bytes]:
+def joined(parts: Sequence[DecodedToken]) -> tuple[str, bytes]:
     return "".join(part.text for part in parts), b"".join(part.data for part in parts)
 
 
@@ -25,15 +25,15 @@ def tokenizer(request):
 
 
 def test_pieces_join_to_the_decoding_of_all_tokens(tokenizer):
-    source, spelling = random.Random(0), Spelling(tokenizer)
+    source, spelling = random.Random(0), TokenDecoder(tokenizer)
     for _ in range(150):
-        tokens, pieces, parts = drawn(tokenizer, source), Pieces(spelling), list[Spelt]()
+        tokens, pieces, parts = drawn(tokenizer, source), IncrementalDetokenizer(spelling), list[DecodedToken]()
         at = 0
         while at < len(tokens):
             size = source.randint(1, 3)
-            parts += pieces.spelt(tokens[at : at + size])
+            parts += pieces.decode(tokens[at : at + size])
             at += size
-        parts += pieces.rest()
+        parts += pieces.flush()
         text, data = joined(parts)
         assert text == decoded(tokenizer, tokens), tokens
         assert len(parts) == len(tokens), tokens
@@ -43,7 +43,7 @@ def test_pieces_join_to_the_decoding_of_all_tokens(tokenizer):
 
 def test_a_stop_ends_the_text_with_the_token_that_completes_it(tokenizer):
     """For any pieces, the answer ends with that token, and its text ends before the stop."""
-    source, spelling = random.Random(1), Spelling(tokenizer)
+    source, spelling = random.Random(1), TokenDecoder(tokenizer)
     found = 0
     for _ in range(150):
         tokens = drawn(tokenizer, source)
@@ -52,20 +52,24 @@ def test_a_stop_ends_the_text_with_the_token_that_completes_it(tokenizer):
             continue
         place = source.randrange(len(text))
         stops = [text[place : place + source.randint(1, 3)], source.choice(["zz", "\n", "\u672c"])]
-        pieces, ends, parts = Pieces(spelling, stops), Stopping([StopTexts(spelling, stops)]), list[Spelt]()
+        pieces, ends, parts = (
+            IncrementalDetokenizer(spelling, stops),
+            Stopping([StopTexts(spelling, stops)]),
+            list[DecodedToken](),
+        )
         for used, token in enumerate(tokens, 1):
-            parts += pieces.spelt([token])
+            parts += pieces.decode([token])
             assert ends(token, list) is pieces.ended
             whole = decoded(tokenizer, tokens[:used])
             assert pieces.ended is any(stop in whole for stop in stops), (tokens, stops)
             if pieces.ended:
                 break
-        parts += pieces.rest()
+        parts += pieces.flush()
         whole = decoded(tokenizer, tokens[:used])
         ended = [(whole.find(stop) + len(stop), -len(stop)) for stop in stops if stop in whole]
         expected = whole[: sum(min(ended))] if ended else whole
         assert joined(parts) == (expected, expected.encode()), (tokens, stops)
-        at_once = Pieces(spelling, stops)
+        at_once = IncrementalDetokenizer(spelling, stops)
         assert at_once.add(tokens) + at_once.end() == expected
         found += bool(ended)
     assert found > 20
@@ -87,7 +91,7 @@ def test_bytes_that_form_no_character_have_constant_cost(make):
     for data in (b"\xff", b"\xe6", b"\xe6\x97", b"\xf0\x9f\x98\x80"):
         tokenizer, count = Counted(), 2000
         tokens = ids_of(tokenizer.tokenizer, data) * (count // len(data))
-        pieces = Pieces(tokenizer, ["\n", "stop"])
+        pieces = IncrementalDetokenizer(tokenizer, ["\n", "stop"])
         text = "".join([pieces.add([token]) for token in tokens]) + pieces.end()
         assert text == decoded(tokenizer.tokenizer, tokens)
         assert tokenizer.tokens < 20 * count
@@ -97,21 +101,21 @@ def test_text_that_no_token_can_change_is_emitted_at_once():
     tokenizer = byte_level()
     replaced = tokenizer.convert_tokens_to_ids("\u00ef\u00bf\u00bd")  # U+FFFD itself
     assert tokenizer.decode([replaced]) == "\ufffd"
-    pieces = Pieces(tokenizer)
+    pieces = IncrementalDetokenizer(tokenizer)
     assert [pieces.add([replaced]) for _ in range(3)] == ["\ufffd"] * 3
-    pieces = Pieces(tokenizer)
+    pieces = IncrementalDetokenizer(tokenizer)
     broken = ids_of(tokenizer, b"\xff\xe6a")
     assert [pieces.add([token]) for token in broken] == ["\ufffd", "", "\ufffda"]
     assert pieces.end() == ""
 
 
 def test_tokens_have_their_own_bytes_and_blanks():
-    spelling = Spelling(byte_tokens())
+    spelling = TokenDecoder(byte_tokens())
     word, byte = (spelling[token] for token in byte_tokens().convert_tokens_to_ids(["\u2581the", "<0xE6>"]))
     assert (word.text, word.first, word.data, word.byte) == (" the", "the", b" the", False)
     assert (byte.text, byte.data, byte.byte) == ("\ufffd", b"\xe6", True)
     tokenizer = byte_level()
-    spelling = Spelling(tokenizer)
+    spelling = TokenDecoder(tokenizer)
     for token in range(len(tokenizer)):
         known = spelling[token]
         assert known.data is not None
@@ -122,8 +126,8 @@ def test_tokens_have_their_own_bytes_and_blanks():
 def test_characters_belong_to_the_token_that_completes_them():
     tokenizer = byte_level()
     tokens = ids_of(tokenizer, "\u65e5".encode() + b"\xe6\x97a")
-    pieces = Pieces(tokenizer)
-    parts = pieces.spelt(tokens) + pieces.rest()
+    pieces = IncrementalDetokenizer(tokenizer)
+    parts = pieces.decode(tokens) + pieces.flush()
     assert [(part.text, part.data) for part in parts] == [
         *(("", b"\xe6"), ("", b"\x97"), ("\u65e5", b"\xa5")),
         *(("", b"\xe6"), ("\ufffd", b"\x97"), ("a", b"a")),
@@ -135,8 +139,8 @@ def test_a_stop_takes_the_bytes_of_its_characters(stop):
     """This includes bytes in tokens before the one that completes its first character."""
     tokenizer = byte_level()
     tokens = ids_of(tokenizer, b"ab" + "\u65e5z".encode())
-    pieces = Pieces(tokenizer, [stop])
-    parts = pieces.spelt(tokens) + pieces.rest()
+    pieces = IncrementalDetokenizer(tokenizer, [stop])
+    parts = pieces.decode(tokens) + pieces.flush()
     expected = "ab\u65e5z".partition(stop)[0]
     assert joined(parts) == (expected, expected.encode())
     assert len(parts) == len(tokens)
@@ -173,6 +177,6 @@ def test_stops_that_overlap_themselves_and_each_other(stops, text, expected):
     matcher = Stops(stops)
     ends = [place for place, letter in enumerate(text, 1) if matcher.add(letter)]
     assert ends[0] == expected
-    pieces = Pieces(OnlyDecodes(), stops)
+    pieces = IncrementalDetokenizer(OnlyDecodes(), stops)
     longest = max((stop for stop in stops if text[:expected].endswith(stop)), key=len)
     assert pieces.add(text.encode()) + pieces.end() == text[: expected - len(longest)]
