@@ -1,4 +1,4 @@
-"""The growth rule of draft trees: which nodes get children, what these are worth, and which drafts are verified.
+"""The growth rule of draft trees: which nodes get children, how much these are worth, and which drafts are verified.
 
 Functions take numpy arrays and tensors alike: trees grow on a host, and in recorded graphs on a device. A node's reach
 is the chance that its path is accepted, times the worth of its sample's tokens.

@@ -236,7 +236,7 @@ def test_trees_are_those_of_the_rule(kernels, kind):
 
 
 def test_the_likeliest_drafts_within_the_budget_are_kept():
-    """Of equally likely ones those of smaller nodes, and then of smaller samples."""
+    """Smaller nodes come first among equally likely ones, then smaller samples."""
     assert not any(differ(*host_case(seed, trim=True)) for seed in range(TURNS))
     assert any(differ(host_case(seed, trim=True)[0], host_case(seed)[0]) for seed in range(TURNS))
 

@@ -369,7 +369,7 @@ class Growth:
                 return
             frontier = Frontier(context, forest, depth, samples.tolist(), level.inner[places].tolist())
             children = self._children(frontier, level)
-            if children.tokens.max() < 0:
+            if children.tokens.max() < 0 and not forest.prefilled:
                 return
             shape = *going.shape, children.tokens.shape[1]
             tokens, chances = np.full(shape, -1), np.zeros(shape)
