@@ -537,18 +537,18 @@ def test_steps_are_measured_again_on_request(timed, stepped):
 
 
 def test_lookups_have_no_cost_per_level(timed, monkeypatch):
-    now, propose = [0.0], ad.NGramDrafter.propose
+    now, scores = [0.0], ad.NGramDrafter.scores
 
     def read() -> float:
         now[0] += 1e-6
         return now[0]
 
-    def looked(self, state, level):
-        now[0] += 0.01 * (level.depth == 0)
-        return propose(self, state, level)
+    def looked(self, state, frontier):
+        now[0] += 0.01 * (frontier.depth == 0)
+        return scores(self, state, frontier)
 
     monkeypatch.setattr(time, "perf_counter", read)  # a busy machine would add more time than lookups take
-    monkeypatch.setattr(ad.NGramDrafter, "propose", looked)
+    monkeypatch.setattr(ad.NGramDrafter, "scores", looked)
     costs = known_costs(target(), ad.NGramDrafter())
     assert costs.target == timed[0]
     assert costs.draft(1) < 1e-6

@@ -14,20 +14,24 @@ struct Shape {
   int64_t nodes;
 };
 
-// Limits of trees; `calibration` and `expected` hold `known` numbers for every sample, the last ones for all deeper levels.
+// Limits of trees. `calibration` and `expected` hold `known` numbers for every slot, the last ones for all deeper levels.
+// The samples of a group decide together; what a group pays and may draft is listed by group.
 struct Limits {
   const int64_t* levels;
   const double *calibration, *expected;
-  int64_t known, budget;  // drafts of all samples, or 0
-  double level_cost, row_cost;
+  int64_t known;
+  const int64_t* group;  // by slot, or null for a single group
+  int64_t groups;
+  const double *level_cost, *row_cost;
+  const int64_t* budget;  // drafts, 0 or less for any number
+  const int64_t* whole;   // whether trees are ended as a whole, not pruned
 };
 
 struct Place {
   int64_t sample, node;
 };
 
-// The trees of some samples while they grow, in arrays that belong to the caller: [slots][nodes] each. Sample s has the
-// slot slots[s], and its root is there.
+// The trees of some slots while they grow, in arrays that belong to the caller: [slots][nodes] each. Their roots are there.
 class Forest {
  public:
   Forest(
@@ -37,24 +41,29 @@ class Forest {
     starts_ = {0, 1};
   }
 
-  // Returns the nodes of a level that get children; none if the level is not worth its time.
+  // Returns the nodes of a level that get children: those that gain, in groups that are worth the level's time.
   std::vector<Place> frontier(int64_t depth) {
-    std::vector<Place> found;
-    if (int64_t(starts_.size()) < depth + 2) return found;
-    const double floor = least_reach();
-    double worth = 0;
+    while (int64_t(starts_.size()) < depth + 2) open_level();
+    std::vector<double> worth(limits_.groups, 0.), floor(limits_.groups, 0.);
+    for (int64_t g = 0; g < limits_.groups; ++g)
+      if (depth && limits_.budget[g] > 0) floor[g] = least_reach(g);
+    std::vector<Place> able;
     for (int64_t s = 0; s < samples_; ++s) {
-      if (depth >= limits_.levels[s]) continue;
-      const double expected = limits_.expected[s * limits_.known + std::min(depth, limits_.known - 1)];
+      const int64_t slot = slots_[s], g = group(s);
+      if (depth >= limits_.levels[slot]) continue;
+      const double expected = limits_.expected[slot * limits_.known + std::min(depth, limits_.known - 1)];
       for (int64_t n = starts_[depth]; n < starts_[depth + 1]; ++n) {
-        const double reach = reach_[at({s, n})], gain = reach * expected - limits_.row_cost;
-        if (reach < 0 || shape_.offsets[n] == shape_.offsets[n + 1] || reach < floor || gain < 0) continue;
-        worth += gain;
-        found.push_back({s, n});
+        const double reach = reach_[at({s, n})], gain = reach * expected - limits_.row_cost[g];
+        if (reach < 0 || shape_.offsets[n] == shape_.offsets[n + 1] || reach < floor[g]) continue;
+        if (gain < 0 && !limits_.whole[g]) continue;
+        worth[g] += gain;
+        able.push_back({s, n});
       }
     }
-    if (worth < limits_.level_cost) found.clear();
-    if (!found.empty()) open_level();
+    std::vector<Place> found;
+    for (const Place& place : able)
+      if (const double total = worth[group(place.sample)]; total >= 0 && total >= limits_.level_cost[group(place.sample)])
+        found.push_back(place);
     return found;
   }
 
@@ -62,36 +71,40 @@ class Forest {
   int64_t token(Place place) const { return token_[at(place)]; }
   int64_t at(Place place) const { return slots_[place.sample] * shape_.nodes + place.node; }
 
+  // Adds a child of a node at a depth.
+  void add(Place parent, int64_t depth, int64_t rank, int64_t token, double chance) {
+    const int64_t node = at({parent.sample, shape_.children[shape_.offsets[parent.node] + rank]});
+    const double calibration = limits_.calibration[slots_[parent.sample] * limits_.known + std::min(depth, limits_.known - 1)];
+    token_[node] = token;
+    chance_[node] = chance;
+    reach_[node] = reach_[at(parent)] * std::clamp(calibration * chance, 0., 1.);
+  }
+
   // Gives every node of a frontier its children, the likeliest first; returns how many nodes got none.
   int64_t add(
       const std::vector<Place>& frontier, int64_t depth, const std::vector<std::vector<std::pair<int64_t, float>>>& drawn) {
     int64_t barren = 0;
     for (size_t r = 0; r < frontier.size(); ++r) {
-      const auto [s, n] = frontier[r];
-      const double calibration = limits_.calibration[s * limits_.known + std::min(depth, limits_.known - 1)];
-      const int64_t* child = shape_.children + shape_.offsets[n];
       barren += drawn[r].empty();
-      for (size_t i = 0; i < drawn[r].size(); ++i) {
-        const int64_t node = at({s, child[i]});
-        token_[node] = drawn[r][i].first;
-        chance_[node] = drawn[r][i].second;
-        reach_[node] = reach_[at({s, n})] * std::min(1., calibration * double(drawn[r][i].second));
-        ++added_;
-      }
+      for (size_t i = 0; i < drawn[r].size(); ++i)
+        add(frontier[r], depth, int64_t(i), drawn[r][i].first, double(drawn[r][i].second));
     }
     return barren;
   }
 
  private:
-  // Returns the reach of the last draft that fits into the budget so far.
-  double least_reach() const {
-    if (limits_.budget <= 0 || added_ < limits_.budget) return 0;
+  int64_t group(int64_t s) const { return limits_.group ? limits_.group[slots_[s]] : 0; }
+
+  // Returns the reach of the last draft of a group that fits into its budget so far.
+  double least_reach(int64_t g) const {
     std::vector<double> all;
     for (int64_t s = 0; s < samples_; ++s)
-      for (int64_t n = 1; n < starts_.back(); ++n)
+      for (int64_t n = 1; group(s) == g && n < shape_.nodes; ++n)
         if (const double reach = reach_[at({s, n})]; reach >= 0) all.push_back(reach);
-    std::nth_element(all.begin(), all.begin() + limits_.budget - 1, all.end(), std::greater<>());
-    return all[limits_.budget - 1];
+    const int64_t budget = limits_.budget[g];
+    if (int64_t(all.size()) < budget) return 0;
+    std::nth_element(all.begin(), all.begin() + budget - 1, all.end(), std::greater<>());
+    return all[budget - 1];
   }
 
   // Appends the end of the next level's nodes.
@@ -105,11 +118,35 @@ class Forest {
   Shape shape_;
   Limits limits_;
   const int64_t* slots_;
-  int64_t samples_, added_ = 0;
+  int64_t samples_;
   std::vector<int64_t> starts_;  // first node of every level reached, and one past the last
   int64_t* token_;   // -1 if there is no node
   double* chance_;   // draft probability given the parent
   double* reach_;    // chance that the path to a node is accepted, times the sample's weight; -1 if there is no node
+};
+
+// Trees that a host grows level by level: the addresses of numpy arrays. See kernels/draft_tree/rule.py.
+struct HostTrees {
+  int64_t* token;
+  double *chance, *reach;
+  const int64_t* slots;
+  int64_t samples;
+  const int64_t *offsets, *children;
+  int64_t nodes;
+  const int64_t* levels;
+  const double *calibration, *expected;
+  int64_t known;
+  const int64_t* group;
+  int64_t groups;
+  const double *level_cost, *row_cost;
+  const int64_t *budget, *whole;
+
+  Forest forest() const {
+    return Forest(
+        {offsets, children, nodes},
+        {levels, calibration, expected, known, group, groups, level_cost, row_cost, budget, whole}, slots, samples, token,
+        chance, reach);
+  }
 };
 
 // The highest of several numbers with their places; among equal ones the first places.
@@ -253,3 +290,29 @@ inline Part highest(
 }
 
 }  // namespace arbordraft
+
+// Writes the samples, nodes and tokens of the nodes of a depth that get children, in ascending order, `room` of each;
+// returns how many there are.
+extern "C" __attribute__((visibility("default"))) int64_t arbordraft_going(
+    const arbordraft::HostTrees* trees, int64_t depth, int64_t* found, int64_t room) {
+  int64_t count = 0;
+  const arbordraft::Forest forest = trees->forest();
+  for (const arbordraft::Place& place : trees->forest().frontier(depth)) {
+    found[count] = trees->slots[place.sample];
+    found[room + count] = place.node;
+    found[2 * room + count++] = forest.token(place);
+  }
+  return count;
+}
+
+// Adds the children of nodes of a depth: `width` tokens for each node, -1 for none.
+extern "C" __attribute__((visibility("default"))) void arbordraft_add(
+    const arbordraft::HostTrees* trees, int64_t depth, int64_t count, const int64_t* sample, const int64_t* node,
+    const int64_t* token, const double* chance, int64_t width) {
+  arbordraft::Forest forest = trees->forest();
+  for (int64_t r = 0; r < count; ++r) {
+    const arbordraft::Place parent{sample[r], node[r]};
+    for (int64_t i = 0; i < std::min(width, forest.children(parent)); ++i)
+      if (token[r * width + i] >= 0) forest.add(parent, depth, i, token[r * width + i], chance[r * width + i]);
+  }
+}

@@ -111,10 +111,11 @@ class Limits:
         **limits: Any,
     ) -> Self:
         """Builds limits from lists; without weights, all samples are worth the same."""
+        known = max(map(len, (*calibration, *expected)))
         return cls(
             np.array(levels, dtype=np.int64),
-            np.array(calibration, dtype=np.float64),
-            np.array(expected, dtype=np.float64),
+            _by_depth(calibration, known),
+            _by_depth(expected, known),
             np.array(weight, dtype=np.float64) if len(weight) else np.ones(len(levels)),
             **limits,
         )
@@ -142,6 +143,11 @@ class Limits:
         for number, budget in enumerate(self.budget):
             if budget > 0:
                 yield (self.group == number).nonzero()[0], budget
+
+
+def _by_depth(factors: Sequence[Sequence[float]], known: int) -> Reals:
+    """Returns ``[S, K]`` numbers, of which the last one of each sample fills up its row."""
+    return np.array([[*own, *[own[-1]] * (known - len(own))] for own in factors], dtype=np.float64)
 
 
 __all__ = ["Limits", "Trees", "Verification"]

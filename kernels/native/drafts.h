@@ -22,6 +22,9 @@ struct Growing {
   at::IntArrayRef slots;
   int64_t* token;
   double *chance, *reach;
+  int64_t budget;
+  at::ArrayRef<double> costs;
+  int64_t whole = 0;
   const int64_t* vocabulary;  // target token of each score of a row, or null
   const Tensor *seeds, *positions;  // of shared noise, or null
   at::ArrayRef<double> temperatures;  // divisors of scores; 0 draws without noise
@@ -30,15 +33,17 @@ struct Growing {
       int64_t samples_, int64_t outputs, const OptionalTensor& words, const Tensor& token_, const Tensor& chance_,
       const Tensor& reach_, at::IntArrayRef slots_, at::IntArrayRef offsets, at::IntArrayRef children,
       at::IntArrayRef levels, at::ArrayRef<double> calibration, at::ArrayRef<double> expected,
-      at::ArrayRef<double> costs, int64_t budget, const OptionalTensor& seeds_, const OptionalTensor& positions_,
+      at::ArrayRef<double> costs_, int64_t budget_, const OptionalTensor& seeds_, const OptionalTensor& positions_,
       at::ArrayRef<double> temperatures_)
       : samples(samples_), slots(slots_), token(mutable_integers(token_)), chance(doubles(chance_)), reach(doubles(reach_)),
+        budget(budget_), costs(costs_),
         vocabulary(integers(words)), seeds(seeds_ ? &*seeds_ : nullptr),
         positions(positions_ ? &*positions_ : nullptr), temperatures(temperatures_) {
-    const int64_t nodes = int64_t(offsets.size()) - 1, known = int64_t(calibration.size()) / std::max<int64_t>(1, samples);
+    const int64_t nodes = int64_t(offsets.size()) - 1, all = int64_t(levels.size());
+    const int64_t known = int64_t(calibration.size()) / std::max<int64_t>(1, all);
     TORCH_CHECK(
         nodes >= 1 && int64_t(children.size()) == nodes - 1 && offsets.back() == nodes - 1 &&
-            int64_t(levels.size()) == samples && int64_t(calibration.size()) == samples * known && known >= 1 &&
+            token_.dim() == 2 && token_.size(0) == all && int64_t(calibration.size()) == all * known && known >= 1 &&
             expected.size() == calibration.size() && int64_t(slots.size()) == samples && costs.size() == 2,
         "the shape or the limits of the trees do not fit");
     for (const Tensor* array : {&token_, &chance_, &reach_})
@@ -53,7 +58,7 @@ struct Growing {
     for (const double temperature : temperatures)
       TORCH_CHECK(temperature >= 0, "temperatures must not be negative, got ", temperature);
     shape = {offsets.data(), children.data(), nodes};
-    limits = {levels.data(), calibration.data(), expected.data(), known, budget, costs[0], costs[1]};
+    limits = {levels.data(), calibration.data(), expected.data(), known, nullptr, 1, costs.data(), costs.data() + 1, &budget, &whole};
   }
 
   Forest forest() const { return Forest(shape, limits, slots.data(), samples, token, chance, reach); }
@@ -403,7 +408,7 @@ int64_t draft_from_rows(
   const Growing growing(
       samples, outputs, vocabulary, token, chance, reach, slots, offsets, children, levels, calibration, expected, costs,
       budget, seeds, positions, temperatures);
-  for (int64_t s = 0; s < samples; ++s) TORCH_CHECK(levels[s] <= depths, "there are rows for ", depths, " depths only");
+  for (const int64_t slot : slots) TORCH_CHECK(levels[slot] <= depths, "there are rows for ", depths, " depths only");
   const float* from = data<float>(scores);
   Forest forest = growing.forest();
   int64_t broken = 0;

@@ -228,7 +228,7 @@ PLACES = {
     "a new sample": (RaggedKVCache, "open"),
     "the end of a sample": (RaggedKVCache, "close"),
     "keys and values": (RaggedKVCache, "pools"),
-    "the drafts": (ad.EarlyExitDrafter, "propose"),
+    "the drafts": (ad.EarlyExitDrafter, "scores"),
     "the drafts' forward": (ad.EarlyExitDrafter, "_forward"),
     "the drafter's commit": (ad.EarlyExitDrafter, "commit"),
     "the verdict": (ad.Coupling, "forward"),

@@ -130,7 +130,7 @@ class CostAware(Decider):
             self.growth = max(Causality.CAUSAL, growth_of(survival))
         self.decay = check_float("decay", decay, 0, 1)
         self._slopes: dict[int, float] = {}
-        self._times = [0.0]
+        self._times: Reals = np.zeros(1)
 
     @property
     def can_plan(self) -> bool:  # type: ignore[override]
@@ -162,7 +162,7 @@ class CostAware(Decider):
             self.measure = measure
         else:
             self.costs = found
-            self._slopes, self._times = {}, [0.0]  # these belonged to the old costs
+            self._slopes, self._times = {}, np.zeros(1)  # these belonged to the old costs
 
     def learn(self, memory: dict[str, _Record], outcome: Outcome) -> None:
         self._decoded += outcome.accepted + 1
@@ -283,46 +283,78 @@ class CostAware(Decider):
         and verifying a draft takes at least ``row`` seconds, of which ``per_draft`` go to drafting.
         """
         alike = situation.alike
-        samples, drafted = len(situation.max_depth) * alike + situation.extra_rows, 0
+        samples = len(situation.max_depth) * alike + situation.extra_rows
         before = self._target(samples)
         chains: list[list[float]] = []
         for max_depth, next_, weight in zip(situation.max_depth, following, weights, strict=True):
             chances = (next_[min(depth, len(next_) - 1)] for depth in range(max_depth))
             path = islice(accumulate(chances, mul, initial=weight), 1, None)
             chains.append(list(takewhile(lambda reach: reach >= rate * row, path)))
+        if not any(chains):
+            return [0] * len(chains), [0.0] * len(chains), 0.0, 0.0
         start = self.costs.starting(alike * sum(map(bool, chains)))
-        best, worth, gained, seconds, share = 0, 0.0, 0.0, 0.0, 0.0
-        reaches: list[float] = []
-        for level in range(max(map(len, chains), default=0)):
-            here = [chain[level] for chain in chains if len(chain) > level]
-            drafted += len(here) * alike
-            drafting = start + (level + 1) * per_level + per_draft * drafted
-            reaches = sorted(reaches + here, reverse=True)
-            for verified, total in enumerate(accumulate(reaches), 1):
-                time = drafting + self._target(samples + verified * alike) - before
-                if total * alike - rate * time > worth:
-                    best, worth, gained, seconds = level + 1, total * alike - rate * time, total * alike, time
-                    share = (start + per_level * best) / (verified * alike)  # time of the levels per verified row
+        if len(chains) == 1:
+            return self._chain(chains[0], alike, samples, start, rate, per_level, row, per_draft)
+        reaches = np.array([reach for chain in chains for reach in chain])
+        depths = np.array([depth for chain in chains for depth in range(len(chain))])
+        order = (-reaches).argsort(kind="stable")
+        drafted = depths[order] <= np.arange(depths.max() + 1)[:, None]  # by number of levels, whether each is a draft
+        totals = np.where(drafted, reaches[order], 0.0).cumsum(axis=1) * alike
+        verified = drafted.cumsum(axis=1) * alike
+        levels = np.arange(1, len(drafted) + 1)
+        drafting = start + levels * per_level + per_draft * verified[:, -1]
+        seconds = drafting[:, None] + self._seconds(samples + int(verified[-1, -1]))[samples + verified] - before
+        worth = np.where(drafted, totals - rate * seconds, -np.inf)
+        level, place = divmod(int(worth.argmax()), worth.shape[1])
+        if worth[level, place] <= 0:
+            return [0] * len(chains), [0.0] * len(chains), 0.0, 0.0
+        best = level + 1
+        share = (start + per_level * best) / int(verified[level, place])  # time of the levels per verified row
         chains = [chain[:best] for chain in chains]
         worths = [sum(chain) - rate * (row + share) * len(chain) for chain in chains]
-        return list(map(len, chains)), worths, gained, seconds
+        return list(map(len, chains)), worths, float(totals[level, place]), float(seconds[level, place])
+
+    def _chain(
+        self,
+        chain: Sequence[float],
+        alike: int,
+        samples: int,
+        start: float,
+        rate: float,
+        per_level: float,
+        row: float,
+        per_draft: float,
+    ) -> tuple[list[int], list[float], float, float]:
+        """Chooses the length of a lone chain, all of whose drafts are verified, as :meth:`_chains` does."""
+        last = samples + alike * len(chain)
+        times = self._seconds(last)[samples : last + 1 : alike].tolist()
+        best, worth, gained, seconds, total = 0, 0.0, 0.0, 0.0, 0.0
+        for level, reach in enumerate(chain, 1):
+            total += reach
+            time = start + level * per_level + per_draft * (level * alike) + times[level] - times[0]
+            if total * alike - rate * time > worth:
+                best, worth, gained, seconds = level, total * alike - rate * time, total * alike, time
+        share = (start + per_level * best) / (best * alike) if best else 0.0  # time of the levels per verified row
+        return [best], [sum(chain[:best]) - rate * (row + share) * best], gained, seconds
 
     def _target(self, rows: int) -> float:
         """Returns the seconds of a forward from a table, since every step needs hundreds of them."""
-        return self._seconds(rows)[rows]
+        return float(self._seconds(rows)[rows])
 
-    def _seconds(self, rows: int) -> list[float]:
+    def _seconds(self, rows: int) -> Reals:
         """Returns the seconds of forwards of 0 to at least ``rows`` rows."""
         times = self._times  # which another thread may replace
-        while len(times) <= rows:
-            times.append(self.costs.target(len(times)))
+        if len(times) <= rows:
+            more = range(len(times), max(rows + 1, 2 * len(times)))
+            self._times = times = np.append(times, [self.costs.target(count) for count in more])
         return times
 
     def _added(self, samples: int, situation: Situation) -> Reals:
         """Returns the seconds that verifying 0, 1, 2, ... drafts adds to a forward of one row for each sample."""
         last = samples + situation.alike * situation.drafts
-        times: Reals = np.array(self._seconds(last)[samples : last + 1 : situation.alike])
-        return times - self._target(samples)
+        times = self._seconds(last)
+        added: Reals = times[samples : last + 1 : situation.alike] - times[samples]
+        return added
 
     def _slope(self, samples: int) -> float:
         """Returns the seconds of a further row, where rows are cheapest."""

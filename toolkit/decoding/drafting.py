@@ -1,4 +1,4 @@
-"""Drafts the trees of a step: calls the grower, or builds lone roots if nothing is to be drafted.
+"""Plans the trees of a step, or builds lone roots if nothing is to be drafted.
 
 Shapes: B samples, V vocabulary.
 """
@@ -89,7 +89,7 @@ class Drafting:
         active: Sequence[Sample],
         noise: Noise | GumbelNoise | None,
     ) -> DraftContext:
-        """Builds the inputs of the grower and the drafter for this step."""
+        """Builds the inputs of the drafter for this step."""
         target, _, topology, coupling, _ = self.parts
         candidates = None if self.candidates is None else self.candidates(state, active, noise)
         max_depth: list[int | None] = [None] * len(state.samples)

@@ -23,24 +23,26 @@ class Children(NamedTuple):
     Args:
         tokens: ``[R, K]`` children in the order in which they were drawn, -1 for none.
         chances: ``[R, K]`` draft probabilities of these tokens.
-        finite: ``[R]`` whether the probabilities of each node are finite; otherwise it has no children.
+        finite: ``[R]`` whether the probabilities of each node are finite; otherwise it has no children. ``None`` if all
+            are.
         draft_rows: ``[R, V]`` rows that tokens were drawn from; ``None`` if nothing was drawn at random.
     """
 
     tokens: Ints
     chances: Reals
-    finite: Flags
+    finite: Flags | None = None
     draft_rows: Tensor | None = None
 
     @classmethod
     def of(cls, guesses: "Sequence[tuple[Sequence[int], Sequence[float]]]", width: int) -> Self:
         """Builds children from tokens and probabilities by node; K is ``width`` or greater."""
-        width = max(width, *(len(guessed) for guessed, _ in guesses))
-        tokens, chances = np.full((len(guesses), width), -1, dtype=np.int64), np.zeros((len(guesses), width))
-        for row, (guessed, likely) in enumerate(guesses):
-            if count := min(len(guessed), len(likely)):
-                tokens[row, :count], chances[row, :count] = guessed[:count], likely[:count]
-        return cls(tokens, chances, np.ones(len(guesses), dtype=np.bool_))
+        width = max(width, *(len(tokens) for tokens, _ in guesses))
+        padded, likely = [], []
+        for tokens, chances in guesses:
+            count = min(len(tokens), len(chances))
+            padded.append([*tokens[:count], *[-1] * (width - count)])
+            likely.append([*chances[:count], *[0.0] * (width - count)])
+        return cls(np.array(padded, dtype=np.int64), np.array(likely, dtype=np.float64))
 
     def keep(self, row: int, kept: Sequence[bool]) -> None:
         """Keeps some children of a node, in place."""

@@ -90,7 +90,6 @@ class DraftContext:
         return draft_temperature(self[sample], self.shared)
 
 
-@dataclass(frozen=True)
 class Frontier:
     """The R nodes of one depth that get children, in ascending order of sample and node.
 
@@ -100,29 +99,24 @@ class Frontier:
         depth: depth of these nodes; 0 for roots.
         samples: ``[R]`` sample of each node.
         nodes: ``[R]`` topology node of each.
+        tokens: ``[R]`` token of each.
+
+    Attributes:
+        places: sample and node of each.
     """
 
-    context: DraftContext
-    forest: Forest
-    depth: int
-    samples: Sequence[int]
-    nodes: Sequence[int]
+    def __init__(
+        self, context: DraftContext, forest: Forest, depth: int, samples: list[int], nodes: list[int], tokens: list[int]
+    ) -> None:
+        self.context, self.forest, self.depth = context, forest, depth
+        self.samples, self.nodes, self.tokens = samples, nodes, tokens
+        self.places = list(zip(samples, nodes, strict=True))
 
     def __len__(self) -> int:
         """Returns R."""
         return len(self.nodes)
 
-    @cached_property
-    def places(self) -> list[tuple[int, int]]:
-        """Sample and node of each."""
-        return list(zip(self.samples, self.nodes, strict=True))
-
-    @cached_property
-    def tokens(self) -> list[int]:
-        """``[R]`` token of each node."""
-        return self.forest.token[self.samples, self.nodes].tolist()
-
-    @cached_property
+    @property
     def by_sample(self) -> dict[int, list[int]]:
         """Nodes by sample."""
         nodes: dict[int, list[int]] = {}

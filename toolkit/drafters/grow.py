@@ -22,6 +22,7 @@ from arbordraft.drafters.children import Children, children_of
 from arbordraft.drafters.context import DraftContext, Frontier
 from arbordraft.kernels.draft_tree import Draws, Limits, TreesToGrow, usable
 from arbordraft.kernels.draft_tree import reference as rule
+from arbordraft.kernels.draft_tree.rule import HostRule
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.owned_rows import draft_scores
@@ -155,7 +156,9 @@ def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
                     drafts=len(samples) * (context.topology.num_nodes - 1),
                 )
             )
-            found.append(replace(limits, levels=np.minimum(limits.levels, own)))
+            if (limits.levels > own).any():
+                limits = replace(limits, levels=np.minimum(limits.levels, own))
+            found.append(limits)
         else:
             found.append(Limits.everything(own))
             groups[number] = groups[number]._replace(asked=True)
@@ -166,7 +169,9 @@ def _joined(context: DraftContext, groups: Sequence[Group], found: Sequence[Limi
     """Returns the limits of all B samples; those that take no part draft nothing."""
     count = len(context.max_depth)
     if len(groups) == 1 and groups[0].samples == list(range(count)) and groups[0].pathwise:  # nearly always
-        return found[0]
+        (limits,) = found
+        if limits.calibration.shape == limits.expected.shape:
+            return limits
     known = max((max(part.calibration.shape[1], part.expected.shape[1]) for part in found), default=1)
     limits = Limits(
         levels=np.zeros(count, dtype=np.int64),
@@ -251,11 +256,13 @@ class Growth:
         self._add_candidates()
         if self.drafter.certain:
             self._add_forced_tokens()
-        levels = self.limits.levels.copy()
-        for group in self.groups:
-            if self._grown_in_one_call(group):
-                levels[group.samples] = 0
-        if any(levels.tolist()):
+        left = [group for group in self.groups if not self._grown_in_one_call(group)]
+        if len(left) == len(self.groups):
+            self._grow_level_by_level(self.limits)
+        elif left:
+            levels = np.zeros_like(self.limits.levels)
+            for group in left:
+                levels[group.samples] = self.limits.levels[group.samples]
             self._grow_level_by_level(replace(self.limits, levels=levels))
         self.drafter.proposed(self.state)
         for number, group in enumerate(self.groups):
@@ -353,40 +360,39 @@ class Growth:
     # Level by level
 
     def _grow_level_by_level(self, limits: Limits) -> None:
-        context, forest = self.context, self.forest
-        before: Flags | None = None
-        for depth, level in enumerate(context.topology.tree_levels):
-            going = rule.going(forest, limits, level, depth)
-            if forest.prefilled or self._origins is not None:
-                present = forest.token[:, context.topology.levels[depth]] >= 0
-                if before is not None:  # prefilled nodes may be there although their parents did not go on
-                    present &= before
-                going &= present[:, level.inner - context.topology.levels[depth].start]
-                if self._origins is not None:
-                    self._ask(limits, depth, present, going)
-            samples, places = going.nonzero()
-            if not len(samples):
+        context, forest, topology = self.context, self.forest, self.context.topology
+        host = HostRule(forest, limits, topology.tree_levels, topology.offset_array, topology.child_array)
+        went = np.zeros(forest.token.shape, dtype=np.bool_) if forest.prefilled or self._origins is not None else None
+        for depth, level in enumerate(topology.tree_levels):
+            going = host.going(depth)
+            if went is not None:
+                going = going[:, self._may_go(limits, depth, went)[going[0], going[1] - topology.levels[depth].start]]
+                went[going[0], going[1]] = True
+            samples, nodes, _ = going
+            if not len(nodes):
                 return
-            frontier = Frontier(context, forest, depth, samples.tolist(), level.inner[places].tolist())
+            frontier = Frontier(context, forest, depth, *going.tolist())
             children = self._children(frontier, level)
-            if children.tokens.max() < 0 and not forest.prefilled:
-                return
-            shape = *going.shape, children.tokens.shape[1]
-            tokens, chances = np.full(shape, -1), np.zeros(shape)
-            tokens[going], chances[going] = children.tokens, children.chances
-            parents = going
             if forest.prefilled:
-                first = context.topology.child_offsets
-                start = np.array([context.topology.child_order[first[node]] for node in level.inner])
-                parents = going & (forest.token[:, start] < 0)
-            rule.add(forest, limits, level, depth, parents, tokens, chances)
+                first = topology.child_array[topology.offset_array[nodes]]
+                children.tokens[forest.token[samples, first] >= 0] = -1  # these nodes have their children
+            elif children.tokens.max() < 0:
+                return
+            host.add(depth, samples, nodes, children.tokens, children.chances)
             for sample, node, child in self._forced:
                 forest.certain[sample, child], forest.reach[sample, child] = True, forest.reach[sample, node]
-            before = going[:, level.parent]
 
-    def _ask(self, limits: Limits, depth: int, present: Flags, going: Flags) -> None:
-        """Clears ``going`` for the samples that the decider ends, if it is asked before every level."""
-        context, nodes = self.context, self.context.topology.levels[depth]
+    def _may_go(self, limits: Limits, depth: int, went: Flags) -> Flags:
+        """Returns ``[B, m]``: which nodes of a depth may get children.
+
+        Prefilled nodes may be there although their parents did not go on. A decider that is asked before every level
+        may end a sample.
+        """
+        context, topology = self.context, self.context.topology
+        nodes = topology.levels[depth]
+        present: Flags = self.forest.token[:, nodes] >= 0
+        if depth:
+            present &= went[:, topology.parent_array[nodes]]
         drafts = self.forest.drafts
         for group in self.groups:
             living = [
@@ -414,7 +420,8 @@ class Growth:
             answers = self.decider(view)
             if len(answers) != len(living):
                 raise ValueError(f"{self.decider} must answer for {len(living)} samples, answered for {len(answers)}")
-            going[[sample for sample, goes_on in zip(living, answers, strict=True) if not goes_on]] = False
+            present[[sample for sample, goes_on in zip(living, answers, strict=True) if not goes_on]] = False
+        return present
 
     def _draws(self, sample: int, node: int) -> tuple[Draw, ...]:
         """Returns the draws along the path to a node."""
@@ -446,10 +453,11 @@ class Growth:
                 child = self.context.topology.child_list[node][0]
                 if allowed.only is not None and children.tokens[row, 0] >= 0 and self.forest.token[sample, child] < 0:
                     self._forced.append((sample, node, child))
-        tokens, chances = children.tokens[:, : level.width], children.chances[:, : level.width]
+        if children.tokens.shape[1] > level.width:
+            children = Children(children.tokens[:, : level.width], children.chances[:, : level.width])
         if self._ranked is not None:
-            chances[:] = self._ranked[np.arange(level.width).clip(max=len(self._ranked) - 1)]
-        return children._replace(tokens=tokens, chances=chances)
+            children.chances[:] = self._ranked[np.arange(level.width).clip(max=len(self._ranked) - 1)]
+        return children
 
     def _drawn(self, frontier: Frontier, level: TreeLevel, predicted: Predictions) -> Children:
         """Returns the most probable children of nodes, or draws them."""
@@ -461,6 +469,7 @@ class Growth:
         laws, uniforms = self._random_draws(frontier)
         children = children_of(scores, self.law.k, laws, level.width, uniforms)
         # Processors may allow no token after a draft. The target's own row decides whether that is an error.
+        assert children.finite is not None
         if not children.finite.all() and not predicted.logits.amax(dim=1).isfinite().all():
             warn_of_broken_rows()
         forest = self.forest

@@ -29,7 +29,7 @@ class HybridDrafter(Drafter):
     """Drafts with ``first``, and with ``otherwise`` for samples for which ``first`` proposes nothing or too little.
 
     ``first`` proposes too little if ``otherwise`` is expected to bring more. Only deciders that plan know this
-    expectation (:class:`~arbordraft.deciders.decisions.Plan`). The choice depends only on committed tokens, so the
+    expectation (:class:`~arbordraft.deciders.decisions.Limits`). The choice depends only on committed tokens, so the
     output law is preserved. If a text exceeds the positions of one drafter, the other one goes on.
 
     Args:

@@ -234,6 +234,16 @@ class TreeTopology(nn.Module):
         return np.array(self.depth_list)
 
     @cached_property
+    def offset_array(self) -> Ints:
+        """``[N + 1]`` each node's start in :attr:`child_array`."""
+        return np.array(self.child_offsets)
+
+    @cached_property
+    def child_array(self) -> Ints:
+        """``[N - 1]`` children of node 0, of node 1, and so on."""
+        return np.array(self.child_order, dtype=np.int64)
+
+    @cached_property
     def inner_counts(self) -> Ints:
         """``[max_depth + 1]`` by number of levels, how many nodes get children in them; the root counts, too."""
         return np.array([0, *accumulate(map(len, self.inner[:-1]))])
