@@ -206,7 +206,7 @@ def test_one_call_grows_the_same_trees_as_level_by_level(monkeypatch):
         for whole in (True, False):
             drafter = load_drafter(FOLDER / kind, of)
             if not whole:
-                monkeypatch.setattr(drafter, "whole", lambda context: None)
+                monkeypatch.setattr(drafter, "native", lambda context: None)
             made, trees = ad.SpeculativeDecoder(of, drafter, ad.TreeTopology.from_k_config((2, 2, 1))), []
             made.on_step = lambda state, tree, verdict, trees=trees: trees.append(tree.token.tolist())
             decode(made)
