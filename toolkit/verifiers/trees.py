@@ -30,7 +30,11 @@ Decision = Generator[tuple[int, float], bool, tuple[int, Tensor]]
 
 
 class TreeVerifier(nn.Module):
-    """Decides which path of a draft tree is committed and which token follows."""
+    """Decides which path of a draft tree is committed and which token follows.
+
+    Greedy requests never reach a verifier that takes noise of its own. For them, a draft is accepted if it is the most
+    probable token of the target.
+    """
 
     exactness = Exactness.EXACT
     growth = Causality.CAUSAL
@@ -45,8 +49,28 @@ class TreeVerifier(nn.Module):
         """Raises ValueError if trees of this shape cannot be judged; most verifiers judge all."""
 
     def decide(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
-        """Yields the questions of one sample's decision; ``target[row]`` is the ``[V]`` target row of a node."""
+        """Yields the questions of one sample's decision; ``target[row]`` is the ``[V]`` target row of a node.
+
+        A question names a row, whose uniform answers it. Each row may be asked about once: answers about one row would
+        depend on each other, but :meth:`law` takes all answers for independent.
+        """
         raise NotImplementedError
+
+    def _questions(self, tree: SampleTree, target: Rows[Tensor]) -> Decision:
+        """Yields the questions of a decision; raises RuntimeError at the second question about a row."""
+        decision, asked = self.decide(tree, target), set[int]()
+        try:
+            row, probability = next(decision)
+            while True:
+                if row in asked:
+                    raise RuntimeError(
+                        f"{self} asks twice about row {row}, whose uniform answers only once: draw such a decision as "
+                        "one question, or ask about different rows"
+                    )
+                asked.add(row)
+                row, probability = decision.send((yield row, probability))
+        except StopIteration as stopped:
+            return stopped.value
 
     def forward(
         self,
@@ -73,7 +97,7 @@ class TreeVerifier(nn.Module):
         accept, final = (_by_row(values, tree) for values in (uniforms.accept, uniforms.final))
         ends = {}
         for sample in tree.living if samples is None else samples:
-            decision = self.decide(tree[sample], target_probs)
+            decision = self._questions(tree[sample], target_probs)
             try:
                 row, probability = next(decision)
                 while True:
@@ -104,7 +128,7 @@ class TreeVerifier(nn.Module):
         open_answers: list[tuple[float, list[bool]]] = [(1.0, [])]
         while open_answers:
             probability, answers = open_answers.pop()
-            decision = self.decide(tree, target)
+            decision = self._questions(tree, target)
             try:
                 _, chance = next(decision)
                 for answer in answers:
