@@ -39,7 +39,7 @@ class Extension:
         self._problem: str | None = None
         self._notice: Warning | None = None
         self._lock = threading.Lock()
-        self.library: ctypes.CDLL | None = None
+        self.library: ctypes.PyDLL | None = None
 
     def after_fork(self) -> None:
         """Replaces the lock in a forked child, where a thread that held the old lock no longer runs."""
@@ -76,7 +76,7 @@ class Extension:
 
     def _open(self, library: Path) -> None:
         torch.ops.load_library(str(library))
-        self.library = ctypes.CDLL(str(library))
+        self.library = ctypes.PyDLL(str(library))  # keeps the lock of Python: a call is shorter than to get it back
         number, address = ctypes.c_int64, ctypes.c_void_p
         self.library.arbordraft_going.argtypes = address, number, address, number
         self.library.arbordraft_going.restype = number
@@ -120,7 +120,7 @@ def load() -> bool:
     return _kernels.load()
 
 
-def functions() -> ctypes.CDLL | None:
+def functions() -> ctypes.PyDLL | None:
     """Returns the functions of the kernels that take addresses, ``None`` without kernels.
 
     A call takes a microsecond, a tenth of an operator's: small trees need it.
