@@ -5,6 +5,7 @@ Shapes: B samples, N nodes of the topology, R nodes of a depth, K children at mo
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,16 @@ _NAMES = (
 def _address(array: "npt.NDArray[Any]") -> int:
     address: int = array.__array_interface__["data"][0]  # a third of the time of array.ctypes.data
     return address
+
+
+@cache
+def _declare(library: ctypes.PyDLL) -> None:
+    """Declares the functions of cpu.h."""
+    number, address = ctypes.c_int64, ctypes.c_void_p
+    library.arbordraft_going.argtypes = address, number, address, number
+    library.arbordraft_going.restype = number
+    library.arbordraft_add.argtypes = address, number, number, address, address, address, address, number
+    library.arbordraft_add.restype = None
 
 
 class _HostTrees(ctypes.Structure):
@@ -50,6 +61,7 @@ class HostRule:
         if limits.calibration.shape != limits.expected.shape:
             raise ValueError("calibration and expected must have one shape: Limits.of fills up the shorter one")
         if self._library is not None:
+            _declare(self._library)
             self._prepare(offsets, children)
 
     def going(self, depth: int) -> Ints:

@@ -77,11 +77,6 @@ class Extension:
     def _open(self, library: Path) -> None:
         torch.ops.load_library(str(library))
         self.library = ctypes.PyDLL(str(library))  # keeps the lock of Python: a call is shorter than to get it back
-        number, address = ctypes.c_int64, ctypes.c_void_p
-        self.library.arbordraft_going.argtypes = address, number, address, number
-        self.library.arbordraft_going.restype = number
-        self.library.arbordraft_add.argtypes = address, number, number, address, address, address, address, number
-        self.library.arbordraft_add.restype = None
 
     def _try(self, isa: str) -> Warning | None:
         try:
