@@ -36,6 +36,7 @@ SHARED = {
     "grow",
     "model_drafter",
     "native_models",
+    "planning",
     "slots",
     "text_pool",
 }

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,10 +113,9 @@ class TreesToGrow(NamedTuple):
     def costs(self) -> tuple[float, float]:
         """Tokens that a level, and that a row must gain."""
         limits, first = self.limits, self.slots[0]
-        return tuple(  # type: ignore[return-value]
-            float(cost[first, 0]) if isinstance(cost, np.ndarray) else cost
-            for cost in (limits.level_cost, limits.row_cost)
-        )
+        if limits.group is None:
+            return limits.level_cost, limits.row_cost
+        return float(limits.level_cost[first, 0]), float(limits.row_cost[first, 0])
 
     @property
     def budget(self) -> int:

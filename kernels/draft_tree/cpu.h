@@ -296,8 +296,8 @@ inline Part highest(
 extern "C" __attribute__((visibility("default"))) int64_t arbordraft_going(
     const arbordraft::HostTrees* trees, int64_t depth, int64_t* found, int64_t room) {
   int64_t count = 0;
-  const arbordraft::Forest forest = trees->forest();
-  for (const arbordraft::Place& place : trees->forest().frontier(depth)) {
+  arbordraft::Forest forest = trees->forest();
+  for (const arbordraft::Place& place : forest.frontier(depth)) {
     found[count] = trees->slots[place.sample];
     found[room + count] = place.node;
     found[2 * room + count++] = forest.token(place);

@@ -58,8 +58,10 @@ class HostRule:
     ) -> None:
         self.trees, self.limits, self.levels = trees, limits, levels
         self._library = functions()
-        if limits.calibration.shape != limits.expected.shape:
+        if limits.calibration.shape != limits.expected.shape or len(limits.calibration) != len(limits.levels):
             raise ValueError("calibration and expected must have one shape: Limits.of fills up the shorter one")
+        if len(limits.levels) != len(trees.token):
+            raise ValueError(f"there are limits of {len(limits.levels)} samples for {len(trees.token)} trees")
         if self._library is not None:
             _declare(self._library)
             self._prepare(offsets, children)
@@ -112,14 +114,17 @@ class HostRule:
             first[group[living]] = living
             costs = np.stack([limits.level_cost[first, 0], limits.row_cost[first, 0]])
             bounds = np.stack([np.array(limits.budget), limits.whole[first, 0]])
+        levels = np.ascontiguousarray(limits.levels, dtype=np.int64)
+        calibration = np.ascontiguousarray(limits.calibration, dtype=np.float64)
+        expected = np.ascontiguousarray(limits.expected, dtype=np.float64)
         slots, found = np.arange(samples), np.empty((3, samples * nodes), dtype=np.int64)
-        self._kept = costs, bounds, slots  # their addresses are used
+        self._kept = costs, bounds, slots, levels, calibration, expected  # their addresses are used
         self._pointer = ctypes.byref(
             _HostTrees(
                 *(_address(trees.token), _address(trees.chance), _address(trees.reach), _address(slots), samples),
                 *(_address(offsets), _address(children), nodes),
-                *(_address(limits.levels), _address(limits.calibration), _address(limits.expected)),
-                *(limits.calibration.shape[1], 0 if group is None else _address(group), groups),
+                *(_address(levels), _address(calibration), _address(expected)),
+                *(calibration.shape[1], 0 if group is None else _address(group), groups),
                 *(_address(costs), _address(costs) + 8 * groups, _address(bounds), _address(bounds) + 8 * groups),
             )
         )

@@ -39,7 +39,7 @@ class Extension:
         self._problem: str | None = None
         self._notice: Warning | None = None
         self._lock = threading.Lock()
-        self.library: ctypes.PyDLL | None = None
+        self.functions: ctypes.PyDLL | None = None
 
     def after_fork(self) -> None:
         """Replaces the lock in a forked child, where a thread that held the old lock no longer runs."""
@@ -76,7 +76,7 @@ class Extension:
 
     def _open(self, library: Path) -> None:
         torch.ops.load_library(str(library))
-        self.library = ctypes.PyDLL(str(library))  # keeps the lock of Python: a call is shorter than to get it back
+        self.functions = ctypes.PyDLL(str(library))  # keeps the lock of Python: a call is shorter than to get it back
 
     def _try(self, isa: str) -> Warning | None:
         try:
@@ -120,7 +120,7 @@ def functions() -> ctypes.PyDLL | None:
 
     A call takes a microsecond, a tenth of an operator's: small trees need it.
     """
-    return _kernels.library if load() else None
+    return _kernels.functions if load() else None
 
 
 def load_in_background() -> None:

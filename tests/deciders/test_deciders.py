@@ -7,7 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.models import PROMPTS, VOCAB, decode, generated, greedy_reference, left_padded, ragged
+from support.models import (
+    PROMPTS,
+    VOCAB,
+    context,
+    decode,
+    generated,
+    greedy_reference,
+    grown,
+    joined,
+    left_padded,
+    ragged,
+)
 
 import arbordraft as ad
 from arbordraft.deciders import (
@@ -22,7 +33,7 @@ from arbordraft.deciders import (
     PathSurvival,
 )
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.deciders.decisions import Draw, Origin, Situation, StepView
+from arbordraft.deciders.decisions import Draw, Limits, Origin, Situation, StepView
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.draft_tree.reference import number_kept
 from arbordraft.trees.verdict import Causality, Outcome
@@ -273,3 +284,21 @@ def test_a_decider_that_looks_ahead_is_refused():
             ad.Coupling(ad.Fixed(1), ad.TopDown(ad.RecursiveRejection())),
             Peeking(),
         )
+
+
+def lengths_of(limits):
+    """Returns the lengths of the chains that lookups grow for two samples within these limits."""
+    texts, drafter = [[7, 7, 7]] * 2, ad.NGramDrafter(longest=1, shortest=1)
+    step = context(texts, ad.TreeTopology.chain(4), ad.Fixed(1), greedy=True)
+    return grown(drafter, joined(drafter, texts), step, plan=lambda situation: limits).lengths
+
+
+def test_limits_of_another_number_of_samples_are_refused():
+    with pytest.raises(ValueError, match="must plan for 2 samples, planned for 1"):
+        lengths_of(Limits.everything([3]))
+
+
+def test_limits_may_be_any_integers_and_views():
+    known, ones = Limits.everything([1, 3]), np.ones((2, 4))[:, ::2]
+    other = replace(known, levels=np.array([1, 3], dtype=np.int32), calibration=ones, expected=ones)
+    assert lengths_of(known) == lengths_of(other) == [2, 4]

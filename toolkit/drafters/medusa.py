@@ -87,13 +87,14 @@ class MedusaDrafter(HeadDrafter):
     @torch.no_grad()
     def scores(self, state: _State, frontier: Frontier) -> Tensor:
         """Returns ``[R, V]`` logits: the row of every sample, repeated for each of its nodes."""
-        samples = list(frontier.by_sample)
+        by_sample = frontier.by_sample
+        samples = list(by_sample)
         if frontier.depth == 0:
             prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in samples]))
             state.prepared |= zip(samples, prepared, strict=True)
         rows = self.head.logits(torch.stack([state.prepared[sample] for sample in samples]), frontier.depth)
         wide: Tensor = self.head.widen(rows)
-        shares = zip(wide.split(1), frontier.by_sample.values(), strict=True)
+        shares = zip(wide.split(1), by_sample.values(), strict=True)
         return torch.cat([row.expand(len(nodes), -1) for row, nodes in shares])  # indexing would upload the index
 
     @torch.no_grad()

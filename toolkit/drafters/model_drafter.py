@@ -193,11 +193,12 @@ class ModelDrafter(Drafter):
             seen[node] = seen.get(parents[node], 0) | 1 << len(fed)
             fed[node] = len(fed), token
             words.append(seen[node])
+        by_sample = frontier.by_sample
         depth = frontier.depth - self.catches_up  # distance from the committed tokens, which may include the roots
         batch = state.cache.lay_out(
-            [state.handles[sample] for sample in frontier.by_sample],
-            [[depth] * len(nodes) for nodes in frontier.by_sample.values()],
-            words_of(words, max(len(state.fed[sample]) for sample in frontier.by_sample)),
+            [state.handles[sample] for sample in by_sample],
+            [[depth] * len(nodes) for nodes in by_sample.values()],
+            words_of(words, max(len(state.fed[sample]) for sample in by_sample)),
         )
         return _integers(frontier.tokens), batch
 

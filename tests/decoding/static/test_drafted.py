@@ -175,5 +175,5 @@ def test_the_device_keeps_the_nodes_that_the_host_would_keep(seed):
     prices = _prices(TreesToGrow(forest, range(samples), (), (), limits), samples * sum(nodes))
     whole = torch.cat(reach, dim=1)
     found = (kept(whole, torch.from_numpy(prices)) if len(prices) else whole >= 0).nonzero().tolist()
-    keep = lambda ranked: number_kept(np.array(ranked), budget, verification)  # noqa: E731
-    assert {tuple(place) for place in found} == by_the_host(whole.tolist(), keep)
+    expected = by_the_host(whole.tolist(), lambda ranked: number_kept(np.array(ranked), budget, verification))
+    assert {tuple(place) for place in found} == expected
