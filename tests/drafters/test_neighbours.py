@@ -9,6 +9,7 @@ from support.native_drafters import KINDS, built
 
 import arbordraft as ad
 from arbordraft.decoding.engine import Engine
+from arbordraft.drafters.base import within_positions
 from arbordraft.drafters.native_models import native_model
 
 pytestmark = [
@@ -63,7 +64,9 @@ def pair(name, positions=None):
         drafter = ad.EarlyExitDrafter(target, 1)
     elif kind == "self":
         drafter = ad.SelfDrafter(target)
-    drafter.max_positions = positions or drafter.max_positions
+    if positions:
+        depths, drafter.max_positions = drafter.depths, positions
+        drafter.depths = lambda state, context: within_positions(depths(state, context), context, positions)
     return target, drafter
 
 

@@ -50,8 +50,8 @@ from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.drafted_step import DraftedStep
 from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.decoding.static.step import StaticStep
-from arbordraft.drafters.eagle import HeadOnRows
-from arbordraft.drafters.language_model import ModelOnRows
+from arbordraft.drafters.eagle import EagleNetwork
+from arbordraft.drafters.network import ModelNetwork
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.kernels.draft_tree import reference
 from arbordraft.target.attention import UnsupportedModel
@@ -326,13 +326,13 @@ def run_without_numbers(kind, device, mode):
     with mode, torch.device(device):
         config = AutoConfig.for_model("llama", **ARCHITECTURES["llama"])
         target = RaggedModel(AutoModelForCausalLM.from_config(config).eval(), self_test=False, kernels="torch")
-        network = ModelOnRows(target, target.network())
+        network = ModelNetwork(target).recorded()
         if kind != "model":
             own = {"target_hidden_size": 32, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
             heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
             trimmed = 40 if "trimmed" in kind else VOCAB
             head = EagleHead(EagleConfig(**own, **heads, draft_vocab_size=trimmed, hidden_layers=[0, 1]))
-            network = HeadOnRows(head.eval(), target)
+            network = EagleNetwork(head.eval(), target)
         table = torch.zeros(bucket.size, dtype=torch.int64)
         states = torch.zeros(2 * bucket.rows if network.states else 0, network.states)
         pools = [torch.zeros(50, 2, 8) for _ in range(4)]

@@ -20,8 +20,8 @@ from arbordraft.decoding.static.drafted_step import DraftedBucket, DraftedStep
 from arbordraft.decoding.static.drafting import inputs_of
 from arbordraft.decoding.static.recording import Recording
 from arbordraft.decoding.static.runner import StaticStepping, StepResult
-from arbordraft.drafters.base import DraftNetwork
 from arbordraft.drafters.grow import Growth, warn_of_broken_rows
+from arbordraft.drafters.network import DraftNetwork
 from arbordraft.kernels.draft_tree import TreesToGrow
 from arbordraft.sampling.laws import Fixed
 from arbordraft.sampling.noise import GumbelNoise
