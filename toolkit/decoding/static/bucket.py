@@ -20,7 +20,7 @@ from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import WORD_BITS, TreeTopology
 from arbordraft.utils.checks import check_int, check_sequence
-from arbordraft.verifiers.packed import DraftRows, InnerRows, TreeTable
+from arbordraft.verifiers.packed import TreeTable
 
 MOST_ROWS = 2**16  # no device could hold the logits of more
 
@@ -87,7 +87,7 @@ class Bucket(TreeTable):
         noise: Noise | GumbelNoise | None,
         dummy: int,
         temperatures: Sequence[float] = (),
-    ) -> DraftRows:
+    ) -> list[int]:
         """Writes a step into a table on the host.
 
         Args:
@@ -100,17 +100,17 @@ class Bucket(TreeTable):
                 nothing.
 
         Returns:
-            The draft rows that the table refers to.
+            The tree's rows whose children were drawn at random, in the order of the table's draft rows.
         """
         into = self.blank(table)
-        drawn = self.fill_trees(into, tree, batch.words)
+        self.fill_trees(into, tree, batch.words)
         self.fill_places(into, tree, batch, dummy)
-        self.fill_noise(into, tree, noise, temperatures)
-        return drawn
+        return self.fill_noise(into, tree, noise, temperatures)
 
-    def fill_trees(self, into: SimpleNamespace, tree: DraftTree, words: Tensor | None) -> DraftRows:
+    def fill_trees(self, into: SimpleNamespace, tree: DraftTree, words: Tensor | None) -> None:
         """Writes the parts that the trees' nodes determine into a blank table; ``words`` are their ancestor words."""
-        drawn, count = self.write(into, tree, InnerRows.of(tree)), tree.rows
+        self.write(into, tree)
+        count = tree.rows
         into.above[:count], into.above[count:] = tree.parent, -1
         into.depth[:count] = tree.depth
         into.sample[count:] = self.samples
@@ -121,8 +121,7 @@ class Bucket(TreeTable):
         # First rows and first keys of the tree; padding rows see one key and no tree.
         into.layout[0], into.layout[3] = count, count
         into.layout[0, -1] = self.rows
-        into.layout[0, : len(tree.living)] = into.layout[3, : len(tree.living)] = np.flatnonzero(tree.depth == 0)
-        return drawn
+        into.layout[0, : len(tree.living)] = into.layout[3, : len(tree.living)] = into.roots[: len(tree.living)]
 
     def fill_places(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
         """Writes the places of the trees' rows in the cache."""
@@ -141,15 +140,16 @@ class Bucket(TreeTable):
         tree: DraftTree,
         noise: Noise | GumbelNoise | None,
         temperatures: Sequence[float],
-    ) -> None:
-        """Writes uniforms, or the seeds and temperatures of shared noise."""
+    ) -> list[int]:
+        """Writes what random draws need, or the seeds and temperatures of shared noise; see :meth:`fill`."""
         if isinstance(noise, Noise):
-            self.write_noise(into, tree, noise)
-        elif noise is not None:
+            return self.write_draws(into, tree, noise)
+        if noise is not None:
             sources = [noise.sources[sample] for sample in tree.living]
             into.seeds[: len(sources)] = [source.seed if source else 0 for source in sources]
             scaled = zip(sources, temperatures, strict=False)
             into.temperature[: len(temperatures)] = [divisor if source else 0.0 for source, divisor in scaled]
+        return []
 
     def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int) -> None:
         """Writes a step that has only padding rows."""

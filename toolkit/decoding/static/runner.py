@@ -34,6 +34,7 @@ from arbordraft.trees.topology import TreeTopology
 from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import Lifted, Rule, RuleVerifier
 from arbordraft.verifiers.coupling import Coupling
+from arbordraft.verifiers.packed import rows_drawn_from
 
 # Default numbers of rows. On a GPU, a step of 64 rows takes little longer than a step of one row.
 DEFAULT_BUCKETS = (1, 8, 16, 32, 64)
@@ -233,8 +234,8 @@ class StaticStepping:
 
             def fill(table: Tensor) -> None:
                 drawn = bucket.fill(table, tree, batch, noise, cache.dummy_start, temperatures)
-                if len(drawn.rows) and len(run.inputs):
-                    run.inputs[: len(drawn.rows)].copy_(drawn.of(tree))
+                if drawn:
+                    run.inputs[: len(drawn)].copy_(rows_drawn_from(tree, drawn))
 
             def idle(table: Tensor) -> None:
                 bucket.fill_idle(table, self.topology, cache.dummy_start)

@@ -22,8 +22,9 @@ from arbordraft.kernels.gumbel import gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact_rows
 from arbordraft.kernels.ragged_tree_attention import attend
 from arbordraft.kernels.verify import row_max_reference
+from arbordraft.kernels.verify.reference import walk
 from arbordraft.kernels.verify.tops import take_tops
-from arbordraft.kernels.verify.tree import verify_tree, walk
+from arbordraft.kernels.verify.tree import verify_tree
 from arbordraft.sampling.processors import LogitsPipeline, truncated, widened
 from arbordraft.target.attention import Attending, AttentionCall, Projection, Tables
 from arbordraft.target.model import RaggedModel
@@ -205,13 +206,12 @@ class StaticStep(nn.Module):
             scores = self.pipeline(logits, _no_path)
             end, token = verify_tree(scores, draft, tree, part["accept"], part["final"], lifted=self.kind.lifted)
         else:
-            tree = self.bucket.unpack(part, None, False)
             if self.kind.shared:
                 best = self._drawn(part, logits, best)
             elif self.kind.processors:
                 _, best = row_max_reference(self.pipeline(logits, _no_path))
-            # Missing children are -1, which equals no token.
-            end = walk(tree, tree.tokens == best[tree.inner.clamp(min=0)][:, None])
+            above = part["above"]
+            end = walk(tokens == best[above.clamp(min=0)], above, part["roots"], self.bucket.depth)
             token = best[end]
 
         path = self._path(part, end)
