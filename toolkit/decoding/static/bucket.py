@@ -103,36 +103,25 @@ class Bucket(TreeTable):
             The tree's rows whose children were drawn at random, in the order of the table's draft rows.
         """
         into = self.blank(table)
-        self.fill_trees(into, tree, batch.words)
-        self.fill_places(into, tree, batch, dummy)
-        return self.fill_noise(into, tree, noise, temperatures)
-
-    def fill_trees(self, into: SimpleNamespace, tree: DraftTree, words: Tensor | None) -> None:
-        """Writes the parts that the trees' nodes determine into a blank table; ``words`` are their ancestor words."""
         self.write(into, tree)
-        count = tree.rows
+        count, samples = tree.rows, len(tree.living)
         into.above[:count], into.above[count:] = tree.parent, -1
         into.depth[:count] = tree.depth
         into.sample[count:] = self.samples
         if count:
             into.tokens[count:] = into.tokens[0]  # not 0: without a mask, models warn about padding tokens
-        if words is not None:
-            into.words[:count, : words.shape[1]] = words.cpu().numpy()
-        # First rows and first keys of the tree; padding rows see one key and no tree.
-        into.layout[0], into.layout[3] = count, count
-        into.layout[0, -1] = self.rows
-        into.layout[0, : len(tree.living)] = into.layout[3, : len(tree.living)] = into.roots[: len(tree.living)]
-
-    def fill_places(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
-        """Writes the places of the trees' rows in the cache."""
-        count, samples = tree.rows, len(tree.living)
+        if batch.words is not None:
+            into.words[:count, : batch.words.shape[1]] = batch.words.cpu().numpy()
         into.positions[:count], into.positions[count:] = batch.positions.numpy(), 1
         into.slots[:count], into.slots[count:] = batch.slots.numpy(), dummy + 1 + np.arange(self.rows - count)
-        # First pool rows and committed keys.
-        into.layout[1, :samples], into.layout[2, :samples] = batch.starts, batch.past
+        # First rows, first pool rows, committed keys and first keys of the tree; padding rows see one key and no tree.
+        roots = into.roots[:samples]
+        into.layout[0], into.layout[3], into.layout[0, -1] = count, count, self.rows
+        into.layout[:, :samples] = roots, batch.starts, batch.past, roots
         into.layout[1:3, self.samples] = dummy, 1
         into.home[:] = dummy
-        into.home[:samples] = into.slots[into.roots[:samples]]
+        into.home[:samples] = into.slots[roots]
+        return self.fill_noise(into, tree, noise, temperatures)
 
     def fill_noise(
         self,

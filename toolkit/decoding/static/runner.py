@@ -56,6 +56,17 @@ class StepResult(NamedTuple):
     hidden: Tensor
     padding: int
 
+    @classmethod
+    def of(cls, tree: DraftTree, said: Sequence[Sequence[int]], hidden: Tensor, padding: int) -> "StepResult":
+        """Builds the result from the integers of :meth:`StaticStep.forward`, whose ends are rows of ``tree``."""
+        ends, failed = dict[int, tuple[int, int]](), list[int]()
+        for sample, (end, token, broken) in zip(tree.living, said, strict=False):
+            if broken:
+                failed.append(sample)
+            else:
+                ends[sample] = end, token
+        return cls(Verdict.of(tree, ends), failed, hidden, padding)
+
 
 class StaticStepping:
     """Runs the steps of a decoder in buckets.
@@ -244,10 +255,7 @@ class StaticStepping:
             found = result.tolist()
             if run.recorded:
                 hidden = hidden.clone()  # the drafter may keep it; the next step overwrites this one
-        said = dict(zip(tree.living, found, strict=False))
-        failed = [sample for sample, (_, _, broken) in said.items() if broken]
-        ends = {sample: (end, token) for sample, (end, token, broken) in said.items() if not broken}
-        return StepResult(Verdict.of(tree, ends), failed, hidden, bucket.rows - tree.rows)
+        return StepResult.of(tree, found, hidden, bucket.rows - tree.rows)
 
     def bucket(self, tree: DraftTree, samples: int) -> Bucket:
         """Returns the shapes of a step over these trees, for at most ``samples`` samples."""
