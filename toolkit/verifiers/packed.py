@@ -80,10 +80,8 @@ class TreeTable(Table):
         into.accept[: tree.rows] = noise.accept.numpy()[tree.owner, tree.node]
         into.final[: tree.rows] = noise.final.numpy()[tree.owner, tree.node]
         inner, below = tree.inner, np.flatnonzero(tree.depth)
-        depth = tree.depth[inner]
-        unused = np.cumsum([0, *self.levels]) - np.cumsum([0, *np.bincount(depth, minlength=len(self.levels))])
-        place = np.zeros(tree.rows, dtype=np.int64)
-        place[inner] = unused[depth] + np.arange(len(inner))
+        depth, place = tree.depth[inner], np.zeros(tree.rows, dtype=np.int64)
+        place[inner] = np.cumsum([0, *self.levels])[depth] + np.arange(len(inner)) - np.searchsorted(depth, depth)
         into.inner[place[inner]] = inner
         into.children[place[tree.parent[below]], tree.topology.rank_array[tree.node[below]]] = below
         drawn = [row for row in inner.tolist() if tree.draft_row[row] >= 0 and not tree.law_of(row).deterministic]

@@ -255,7 +255,7 @@ def test_any_trees_fit_into_their_bucket(case):
     for place, row in enumerate(part["inner"].tolist()):
         children = part["children"][place]
         assert children[children >= 0].tolist() == (tree.children[row] if row >= 0 else [])
-    for row, above in enumerate(part["above"].tolist()):
+    for row, above in enumerate(part["parent"].tolist()):
         assert (above < 0) == (part["depth"][row] == 0)
         assert above < 0 or part["depth"][above] == part["depth"][row] - 1
 

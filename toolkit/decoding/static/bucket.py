@@ -46,14 +46,13 @@ class Bucket(TreeTable):
     @classmethod
     def of(cls, topology: TreeTopology, rows: int, samples: int) -> "Bucket":
         """Returns the smallest bucket for trees of a topology, ``rows`` rows and ``samples`` samples."""
-        inner = [sum(bool(topology.child_list[node]) for node in level) for level in topology.levels]
-        most = [_most_inner(depth, number, rows, samples) for depth, number in enumerate(inner)]
+        most = [_most_inner(depth, len(inner), rows, samples) for depth, inner in enumerate(topology.inner)]
         levels = tuple(number for number in most if number)
         return cls(
             rows=rows,
             samples=samples,
             levels=levels or (1,),
-            children=max(1, *map(len, topology.child_list)),
+            children=topology.width,
             words=-(-topology.num_nodes // WORD_BITS),
             depth=len(levels),
         )
@@ -73,7 +72,7 @@ class Bucket(TreeTable):
         """
         return {
             **super().fields,
-            **dict.fromkeys(("positions", "slots", "above", "depth"), (self.rows,)),
+            **dict.fromkeys(("positions", "slots", "parent", "depth"), (self.rows,)),
             **dict.fromkeys(("home", "seeds", "temperature"), (self.owners,)),
             "words": (self.rows, self.words),
             "layout": (4, self.samples + 2),
@@ -105,7 +104,7 @@ class Bucket(TreeTable):
         into = self.blank(table)
         self.write(into, tree)
         count, samples = tree.rows, len(tree.living)
-        into.above[:count], into.above[count:] = tree.parent, -1
+        into.parent[:count], into.parent[count:] = tree.parent, -1
         into.depth[:count] = tree.depth
         into.sample[count:] = self.samples
         if count:
@@ -130,7 +129,7 @@ class Bucket(TreeTable):
         noise: Noise | GumbelNoise | None,
         temperatures: Sequence[float],
     ) -> list[int]:
-        """Writes what random draws need, or the seeds and temperatures of shared noise; see :meth:`fill`."""
+        """Writes inner nodes and uniforms, or seeds and temperatures of shared noise; see :meth:`fill`."""
         if isinstance(noise, Noise):
             return self.write_draws(into, tree, noise)
         if noise is not None:

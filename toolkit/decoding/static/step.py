@@ -210,8 +210,8 @@ class StaticStep(nn.Module):
                 best = self._drawn(part, logits, best)
             elif self.kind.processors:
                 _, best = row_max_reference(self.pipeline(logits, _no_path))
-            above = part["above"]
-            end = walk(tokens == best[above.clamp(min=0)], above, part["roots"], self.bucket.depth)
+            parent = part["parent"]
+            end = walk(tokens == best[parent.clamp(min=0)], parent, part["roots"], self.bucket.depth)
             token = best[end]
 
         path = self._path(part, end)
@@ -239,7 +239,7 @@ class StaticStep(nn.Module):
         row = end
         for _ in range(self.bucket.depth + 1):
             path.scatter_(1, part["depth"][row][:, None], row[:, None])
-            above = part["above"][row]
+            above = part["parent"][row]
             row = torch.where(above < 0, row, above)
         return path
 
