@@ -17,8 +17,29 @@ settings.register_profile("arbordraft", derandomize=True, deadline=None, databas
 settings.load_profile("arbordraft")
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "one_in(n): of the test's cases, all but one in n soak; see `thinned`")
+
+
+def thinned(item):
+    """Returns whether ``one_in(n)`` leaves a case to the soak.
+
+    A case runs if the sum of its places along all parametrisations is a multiple of ``n``. So if one of them has ``n``
+    or more values, each combination of the others has a case that runs.
+    """
+    mark = item.get_closest_marker("one_in")
+    axes = [axis.args[0] for axis in item.iter_markers("parametrize")] if mark else []
+    first = [(names.split(",") if isinstance(names, str) else names)[0].strip() for names in axes]
+    return mark is not None and sum(item.callspec.indices[name] for name in first) % mark.args[0] != 0
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
     """Runs files that start processes, or that soak, first: at the end they would leave other workers idle."""
+    for item in items:
+        if thinned(item):
+            item.add_marker(pytest.mark.soak)
+    yield
     waiting = {"ray", "runpy", "subprocess"}
     first = {
         item.path
