@@ -67,6 +67,7 @@ def plain_reference(count):
 # Temperature 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("topology", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(
     ("drafter", "coupling"),
@@ -167,6 +168,7 @@ def test_several_end_tokens():
     assert decode(build(), eos_token_id=ends, max_new_tokens=12)[0] == reference(eos_token_id=ends, max_new_tokens=12)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
     "options",
@@ -242,6 +244,7 @@ class EndByRow(StoppingCriteria):
 BIAS = torch.randn(3, 61, generator=torch.Generator().manual_seed(4)) * 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["model", "n-gram"])
 @pytest.mark.parametrize(
     "options",

@@ -132,6 +132,7 @@ def test_other_samples_change_no_bit(kind, heat):
             rounds.commit(tree, [ENDS[4][number][sample]])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_change_no_bit(kind, threads):

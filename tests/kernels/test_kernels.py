@@ -29,6 +29,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("samples", SHAPES.values(), ids=SHAPES)

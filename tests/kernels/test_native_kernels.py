@@ -75,6 +75,7 @@ def test_linears(kind, bias):
         check_linear(kind, 48, 31, rows, bias)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_linears(kind, activation):
@@ -310,6 +311,7 @@ def test_attention_of_the_last_levels_only(last):
     assert torch.equal(attention_with(case, words=wide), attention_with(case))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("part", "dtype"),
     [(part, dtype) for dtype in DTYPES for part in PARTS if dtype == torch.float32 or part not in CHOICES],

@@ -111,6 +111,7 @@ def test_chains_and_trees_of_more_than_one_ancestor_word(coupling, topology):
     compare(coupling, "model", topology, requests=(SAMPLED, NEVER), prompts=PROMPTS[:2])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("topology", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_equals_transformers(drafter, topology):
