@@ -443,7 +443,7 @@ def test_ordinary_steps_draft_level_by_level(drafts):
     assert drafts == []
 
 
-@pytest.mark.parametrize("name", ["eagle", "model"])
+@pytest.mark.parametrize("name", ["eagle", pytest.param("model", marks=pytest.mark.soak)])
 def test_a_draft_is_one_graph(drafts, name):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -166,7 +166,11 @@ def test_steps_of_many_architectures_have_shapes_without_numbers(architecture):
 
 @pytest.mark.parametrize(
     ("coupling", "backend", "requests"),
-    [(LIFTED, "eager", REQUESTS), (LIFTED, "aot_eager", REQUESTS), (SHARED, "aot_eager", [REQUESTS[1], TEMPERATURE])],
+    [
+        (LIFTED, "eager", REQUESTS),
+        pytest.param(LIFTED, "aot_eager", REQUESTS, marks=pytest.mark.soak),
+        (SHARED, "aot_eager", [REQUESTS[1], TEMPERATURE]),
+    ],
     ids=["eager", "aot_eager", "shared noise"],
 )
 def test_a_step_is_one_graph(coupling, backend, requests):
