@@ -463,6 +463,7 @@ def recorded(monkeypatch):
     return record_on_cpu(monkeypatch, "a draft")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["eagle", "model"])
 @pytest.mark.parametrize("settings", [NEVER, SAMPLED], ids=["greedy", "sampled"])
 def test_drafts_are_recorded_once_and_replayed(drafts, recorded, name, settings):

@@ -183,6 +183,7 @@ def test_a_step_is_one_graph(coupling, backend, requests):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one per request, however many steps
 
 
+@pytest.mark.soak
 def test_a_compiled_step_shows_hidden_states():
     torch._dynamo.reset()
     coupling = Coupling(TopTail(1, 2), Lifted(RecursiveRejection()))
