@@ -236,8 +236,7 @@ def specforge(tmp_path, **config):
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
     }
     folder = copied(
-        tmp_path,
-        tensors=lambda held: {name.replace("layers.0.", "midlayer."): tensor for name, tensor in held.items()},
+        tmp_path, tensors=lambda held: {name.replace("layers.0.", "midlayer."): tensor for name, tensor in held.items()}
     )
     (folder / "config.json").write_text(json.dumps(layer | own | config))
     return folder

@@ -70,12 +70,7 @@ def test_values_may_be_of_another_size_than_keys():
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        {"past": [6, 4, 0]},
-        {"starts": [2, 13, 30]},
-        {"words": None},
-        {"positions": torch.zeros(18, dtype=torch.int64)},
-    ],
+    [{"past": [6, 4, 0]}, {"starts": [2, 13, 30]}, {"words": None}, {"positions": torch.zeros(18, dtype=torch.int64)}],
     ids=lambda fault: next(iter(fault)),
 )
 def test_a_wrong_batch_would_be_seen(fault):

@@ -65,11 +65,7 @@ def test_prompts(guarded, options):
 
 
 @pytest.mark.parametrize(
-    ("options", "causal"),
-    [
-        *[(options, index % 2 == 1) for index, options in enumerate(OPTIONS.values())],
-    ],
-    ids=str,
+    ("options", "causal"), [*[(options, index % 2 == 1) for index, options in enumerate(OPTIONS.values())]], ids=str
 )
 def test_split_prefixes(guarded, options, causal):
     case = Case([(700, TREE)], dtype=torch.float32, key_heads=1, causal=causal)
