@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -35,18 +36,22 @@ def thinned(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
-    """Runs files that start processes, or that soak, first: at the end they would leave other workers idle."""
+    """Runs long files first: at the end they would leave other workers idle.
+
+    These are files that start processes, that soak, or that have many cases.
+    """
     for item in items:
         if thinned(item):
             item.add_marker(pytest.mark.soak)
-    yield
+    yield  # pytest deselects
     waiting = {"ray", "runpy", "subprocess"}
     first = {
         item.path
         for item in items
         if item.get_closest_marker("soak") or waiting & vars(getattr(item, "module", None) or object).keys()
     }
-    items.sort(key=lambda item: item.path not in first)
+    cases = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in first, -cases[item.path]))
 
 
 def pytest_collection_finish(session):

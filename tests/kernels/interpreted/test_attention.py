@@ -37,6 +37,7 @@ def check(case, dtype=torch.float32, **options):
     assert_close(found.double(), case.naive(**options), rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(guarded, options, dtype):
@@ -76,6 +77,7 @@ def test_split_prefixes(guarded, options, causal):
 # Row by row
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_row_by_row(guarded, options, dtype):

@@ -41,6 +41,7 @@ def parts(target):
     return {kind: int(count) for count, kind in (part.split() for part in found.split(", ") if part)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", KINDS)
 def test_references_change_no_bit(architecture, dtype):
@@ -137,6 +138,7 @@ def places(model):
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", places(fusable()))
 def test_forward_hooks_are_called_and_act(place, later):

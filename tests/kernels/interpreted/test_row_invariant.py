@@ -48,6 +48,7 @@ def ordered(monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", KINDS)
 def test_references_change_no_bit(architecture, dtype):
@@ -122,6 +123,7 @@ def test_a_decoder_reports_pathwise_equality():
     assert report.equality is (Equality.pathwise if report.equal == report.rows else Equality.tokens)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("buckets", [None, (8,)], ids=["ordinary", "recorded"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_texts_are_those_of_plain_decoding(ordered, sampled, buckets):

@@ -149,6 +149,7 @@ def test_draw_behind(guarded, vocabulary, nodes):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
 @pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
 def test_verdicts(coupling, lifted):
