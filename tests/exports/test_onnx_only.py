@@ -19,7 +19,7 @@ from support.numpy_noise import gumbel
 from support.onnx_graphs import origin
 
 from arbordraft import builders
-from arbordraft.exports.onnx import decisions, plans
+from arbordraft.exports.onnx import plans
 from arbordraft.exports.onnx.writing import write
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "onnx_only.py"
@@ -35,9 +35,9 @@ def folders(graphs, tmp_path_factory):
         folder = root / f"{tops}-{tails}"
         if not folder.exists():
             folder.mkdir()
-            write(lambda: [decisions.verification(tops, tails)], folder / "verdict")
             shutil.copytree(root / "target", folder / "target")
-            shutil.copytree(graphs("exit").folder, folder / "draft")
+            for part, name in (("verdict", f"verification-{tops}-{tails}"), ("draft", "exit")):
+                shutil.copytree(graphs(name).folder, folder / part)
         return folder
 
     return made

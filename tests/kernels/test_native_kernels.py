@@ -311,7 +311,6 @@ def test_attention_of_the_last_levels_only(last):
     assert torch.equal(attention_with(case, words=wide), attention_with(case))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("part", "dtype"),
     [(part, dtype) for dtype in DTYPES for part in PARTS if dtype == torch.float32 or part not in CHOICES],
