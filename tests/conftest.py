@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -19,19 +19,26 @@ settings.load_profile("arbordraft")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "one_in(n): of the test's cases, all but one in n soak; see `thinned`")
+    config.addinivalue_line("markers", "one_in(n): of the test's cases, all but one in n soak; see `thin`")
 
 
-def thinned(item):
-    """Returns whether ``one_in(n)`` leaves a case to the soak.
+def thin(items):
+    """Marks the cases that ``one_in(n)`` leaves to the soak.
 
     A case runs if the sum of its places along all parametrisations is a multiple of ``n``. So if one of them has ``n``
     or more values, each combination of the others has a case that runs.
     """
-    mark = item.get_closest_marker("one_in")
-    axes = [axis.args[0] for axis in item.iter_markers("parametrize")] if mark else []
-    first = [(names.split(",") if isinstance(names, str) else names)[0].strip() for names in axes]
-    return mark is not None and sum(item.callspec.indices[name] for name in first) % mark.args[0] != 0
+    places = defaultdict(dict)  # along each parametrisation of a test, by the values there
+    for item in items:
+        if (mark := item.get_closest_marker("one_in")) is None:
+            continue
+        place = 0
+        for axis, (names, *_) in enumerate(one.args for one in item.iter_markers("parametrize")):
+            names = names.split(",") if isinstance(names, str) else names
+            known = places[item.function, axis]
+            place += known.setdefault(tuple(id(item.callspec.params[name.strip()]) for name in names), len(known))
+        if place % mark.args[0]:
+            item.add_marker(pytest.mark.soak)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,9 +47,7 @@ def pytest_collection_modifyitems(items):
 
     These are files that start processes, that soak, or that have many cases.
     """
-    for item in items:
-        if thinned(item):
-            item.add_marker(pytest.mark.soak)
+    thin(items)
     yield  # pytest deselects
     waiting = {"ray", "runpy", "subprocess"}
     first = {
