@@ -81,7 +81,7 @@ def heads(dtype, rows, *, biased, normed, count=3, kv_count=1, dim=10, size=70):
 FORMS = {"llama": (0.0, False), "gemma": (1.0, True), "olmo": (0.0, True)}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @each_type
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("biased", [False, True])

@@ -60,6 +60,7 @@ def test_references_change_no_bit(architecture, dtype):
         assert torch.equal(logits(target), logits(plain(model)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", KINDS)
 def test_kernels_only_round_otherwise(architecture):
     model = varied(architecture)
