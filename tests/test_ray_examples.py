@@ -20,16 +20,15 @@ import torch
 from ray import serve
 from support.chats import chat_tokenizer
 from support.models import tiny_checkpoint
+from support.served import HELLO, free_port
 from support.tiny_training import fit, same, save_config, save_world, stored
 
-from arbordraft.serving.server import bound
 from arbordraft.training.fit import data_of
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples"
 SHARE = 0.2  # processors per process in Ray's accounting, not their actual use
 PATIENCE = 600  # seconds; on a busy machine, a start may take minutes
-HELLO = [{"role": "user", "content": "hello there"}]
 NUMBERS = pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.soak)])  # processes start slowly
 LONG = {"max_tokens": 1900, "extra_body": {"ignore_eos": True}}
 
@@ -101,11 +100,6 @@ def test_workers_train_and_go_on_after_a_failure(cluster, world, tmp_path, run_e
 
 
 # Serving
-
-
-def free_port():
-    with bound("127.0.0.1", 0) as listener:
-        return listener.getsockname()[1]
 
 
 def until(true):
