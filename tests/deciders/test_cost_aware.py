@@ -491,6 +491,7 @@ MARKETS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize(
     ("right", "stated"), [(0.0, 0.9), (0.1, 0.7), (0.2, 0.7), (0.3, 0.3), (0.6, 0.3), (0.6, 0.6), (0.9, 0.9)]

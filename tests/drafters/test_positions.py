@@ -57,6 +57,7 @@ def decode(decoder, *, sampled, texts=TEXTS):
     return tokens, seen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("kernels")

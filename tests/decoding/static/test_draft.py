@@ -87,6 +87,7 @@ def pair(kind, topology=BINARY, texts=TEXTS):
 # The same trees
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", ["everything", "weighed", "both"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,6 +98,7 @@ def test_fixed_shapes_grow_the_same_trees(drafts, kind, topology, plan):
     assert (count > 0) == (topology.max_depth > 0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["eagle, trimmed", "model"])
 def test_fixed_shapes_follow_any_plan(drafts, kind, plan):
@@ -122,6 +124,7 @@ def test_as_many_levels_run_as_the_deepest_sample_may_have(monkeypatch, kind):
     assert sizes == [3, 15, 7]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", ["everything", "levels", "large budget", "dear rows"])
 @pytest.mark.parametrize("heat", ["0.5", "1"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -440,7 +443,7 @@ def test_ordinary_steps_draft_level_by_level(drafts):
     assert drafts == []
 
 
-@pytest.mark.parametrize("name", ["eagle", "model"])
+@pytest.mark.parametrize("name", ["eagle", pytest.param("model", marks=pytest.mark.soak)])
 def test_a_draft_is_one_graph(drafts, name):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -460,6 +463,7 @@ def recorded(monkeypatch):
     return record_on_cpu(monkeypatch, "a draft")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["eagle", "model"])
 @pytest.mark.parametrize("settings", [NEVER, SAMPLED], ids=["greedy", "sampled"])
 def test_drafts_are_recorded_once_and_replayed(drafts, recorded, name, settings):

@@ -152,6 +152,7 @@ def test_a_step_that_leaves_its_device_is_noticed(intruder):
     assert noticed == (intruder != "upload")  # on the meta device an upload leaves no trace
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt2", "opt", "gpt_oss", "qwen3_moe", "phi3"])
 def test_steps_of_many_architectures_have_shapes_without_numbers(architecture):
     """Fake tensors raise wherever a number is asked for."""
@@ -165,7 +166,11 @@ def test_steps_of_many_architectures_have_shapes_without_numbers(architecture):
 
 @pytest.mark.parametrize(
     ("coupling", "backend", "requests"),
-    [(LIFTED, "eager", REQUESTS), (LIFTED, "aot_eager", REQUESTS), (SHARED, "aot_eager", [REQUESTS[1], TEMPERATURE])],
+    [
+        (LIFTED, "eager", REQUESTS),
+        pytest.param(LIFTED, "aot_eager", REQUESTS, marks=pytest.mark.soak),
+        (SHARED, "aot_eager", [REQUESTS[1], TEMPERATURE]),
+    ],
     ids=["eager", "aot_eager", "shared noise"],
 )
 def test_a_step_is_one_graph(coupling, backend, requests):
@@ -178,6 +183,7 @@ def test_a_step_is_one_graph(coupling, backend, requests):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one per request, however many steps
 
 
+@pytest.mark.soak
 def test_a_compiled_step_shows_hidden_states():
     torch._dynamo.reset()
     coupling = Coupling(TopTail(1, 2), Lifted(RecursiveRejection()))
