@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from arbordraft.drafters.base import Drafter, DraftNetwork, Predictions
 from arbordraft.drafters.children import Children, children_of
 from arbordraft.drafters.context import DraftContext, Frontier
 from arbordraft.drafters.planning import Group, plan
-from arbordraft.kernels.draft_tree import Draws, Limits, TreesToGrow, usable
+from arbordraft.kernels.draft_tree import Corrections, Draws, Limits, TreesToGrow, usable
 from arbordraft.kernels.draft_tree import reference as rule
 from arbordraft.kernels.draft_tree.rule import HostRule
 from arbordraft.sampling.laws import DraftLaw
@@ -155,8 +155,7 @@ class Growth:
     def grow(self) -> None:
         """Grows the trees to their end."""
         self._add_candidates()
-        if self.drafter.certain:
-            self._add_forced_tokens()
+        self._add_forced_tokens()
         left = [group for group in self.groups if not self._grown_in_one_call(group)]
         if len(left) == len(self.groups):
             self._grow_level_by_level(self.limits)
@@ -195,7 +194,7 @@ class Growth:
         child_list = self.context.topology.child_list
         for sample in self.context.alive:
             state = self.context[sample].path_state
-            if state is None:
+            if state is None or not self.law_of(sample).deterministic:
                 continue
             node, path = 0, list[int]()
             for _ in range(self.context.max_depth[sample] or 0):
@@ -224,18 +223,18 @@ class Growth:
     @property
     def whole(self) -> TreesToGrow | None:
         """The trees, if one call can grow all of them that grow at all; ``None`` if the host has to see some level."""
-        return self._whole(self.groups[0]) if len(self.groups) == 1 else None
+        return self._whole(self.groups[0]) if len(self.groups) == 1 and not self._constrained else None
 
     def _whole(self, group: Group) -> TreesToGrow | None:
         """Returns the trees of a group, if one call can grow them."""
         context, limits, topology = self.context, self.limits, self.context.topology
         slots = [sample for sample in group.samples if limits.levels[sample] > 0]
-        if group.asked or not group.scaled or context.candidates is not None or not slots:
+        if group.asked or not group.pathwise or context.candidates is not None or not slots:
             return None
         if self._ranked is not None:  # so that all planned levels are drafted
             limits = replace(limits, calibration=np.full_like(limits.calibration, _CERTAIN))
-        draws = draws_of(context, slots)
-        return TreesToGrow(self.forest, slots, topology.child_offsets, topology.child_order, limits, draws)
+        draws, corrections = draws_of(context, slots), corrections_of(context, slots, self.forest)
+        return TreesToGrow(self.forest, slots, topology.child_offsets, topology.child_order, limits, draws, corrections)
 
     def _grown_in_one_call(self, group: Group) -> bool:
         """Lets a network grow a group's trees at once; returns whether the group is finished."""
@@ -244,6 +243,8 @@ class Growth:
             return not group.asked and not self.limits.levels[group.samples].any()
         slots = trees.slots
         if self.device is not None and (network := self.drafter.network(context)) is not None:
+            if self._constrained:  # a device knows no masks
+                return False
             broken: int | None = self.device(self.drafter, self.state, context, network, trees)
         else:
             broken = self.drafter.grow_natively(self.state, context, trees) if usable() else None
@@ -254,9 +255,26 @@ class Growth:
         if self._ranked is not None:
             for level in topology.tree_levels:
                 chance = self._ranked[level.rank.clip(max=len(self._ranked) - 1)]
+                chance = np.where(forest.certain[slots, level.below], 1, chance)
                 forest.chance[slots, level.below] = np.where(forest.token[slots, level.below] >= 0, chance, 0)
             rule.reached(forest, self.limits, topology.tree_levels, slots)
+        for sample in slots if self._constrained else ():
+            self._drop_forbidden(sample)
         return True
+
+    def _drop_forbidden(self, sample: int) -> None:
+        """Drops the drafts of a sample that constraints forbid, with all that follow them."""
+        forest, topology = self.forest, self.context.topology
+        state = self.context[sample].path_state
+        if state is None:
+            return
+        for node in (forest.token[sample, 1:] >= 0).nonzero()[0] + 1:
+            parent, token = topology.parent_list[node], int(forest.token[sample, node])
+            allowed = state.allowed(forest.path(sample, parent)) if forest.token[sample, parent] >= 0 else None
+            if forest.token[sample, parent] < 0 or (allowed is not None and token not in allowed):
+                forest.drop(sample, node)
+            elif allowed is not None and allowed.only == token:
+                forest.certain[sample, node], forest.reach[sample, node] = True, forest.reach[sample, parent]
 
     # Level by level
 
@@ -434,8 +452,37 @@ def draws_of(context: DraftContext, samples: Sequence[int]) -> Draws | None:
         return None
     seeds = [source.seed if (source := noise.sources[sample]) else 0 for sample in samples]
     keys = np.array([seeds, [noise.lengths[sample] for sample in samples]], dtype=np.int64)
-    temperatures = [context.temperature(sample) or 0.0 for sample in samples]
-    return Draws(torch.from_numpy(keys[0]), torch.from_numpy(keys[1]), temperatures)
+    temperatures = [context.temperature(sample) for sample in samples]
+    truncations = [context[sample].pipeline.truncation for sample in samples]
+    return Draws(torch.from_numpy(keys[0]), torch.from_numpy(keys[1]), temperatures, truncations)
+
+
+def corrections_of(context: DraftContext, samples: Sequence[int], forest: Forest) -> Corrections | None:
+    """Returns what the processors of S samples change in scores, and the tokens allowed after their forced drafts."""
+    changes = [context[sample].corrections() for sample in samples]
+    masks = [_mask_after_forced(context, sample, forest) for sample in samples]
+    if not any(map(len, changes)) and not any(masks):
+        return None
+    table, bounds = torch.from_numpy(np.concatenate(changes)), [0, *accumulate(map(len, changes))]
+    if not any(masks):
+        return Corrections(table, bounds)
+    width = max(len(bits) for _, bits in filter(None, masks))
+    allowed = np.zeros((len(samples), width), dtype=np.uint8)
+    for row, mask in enumerate(masks):
+        if mask:
+            allowed[row, : len(mask[1])] = np.frombuffer(mask[1], np.uint8)
+    return Corrections(table, bounds, torch.from_numpy(allowed), [mask[0] if mask else -1 for mask in masks])
+
+
+def _mask_after_forced(context: DraftContext, sample: int, forest: Forest) -> tuple[int, bytes] | None:
+    """Returns the depth of a sample's last forced draft, and a bit for each token allowed after it, unless all are."""
+    if (state := context[sample].path_state) is None:
+        return None
+    depth, node, children = 0, 0, context.topology.child_list
+    while children[node] and forest.token[sample, children[node][0]] >= 0:
+        depth, node = depth + 1, children[node][0]
+    allowed = state.allowed(forest.path(sample, node))
+    return None if allowed is None else (depth, allowed.bits)
 
 
 def _probabilities(scores: Tensor, row: int) -> Tensor:
