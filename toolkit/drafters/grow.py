@@ -55,59 +55,16 @@ def grow(
         state: the drafter's state for this batch.
         device: grows whole trees on a device; ``None`` if the target's steps have no fixed shapes.
     """
-    first, *later = drafter.stages(state)
-    return finished(Growth(context, decider, *first, device), later)
-
-
-def finished(growth: "Growth", later: Sequence[tuple[Drafter, Any]] = ()) -> DraftTree:
-    """Grows the trees of a planned step, and those of the drafters that follow; see :func:`grow`."""
-    context, decider, device = growth.context, growth.decider, growth.device
-    growth.grow()
-    forest = growth.forest
-    if later:
-        gains = growth.gains()
-    for stage, own in later:
-        waiting = _waiting(context, decider, stage, own, forest, gains)
-        if not waiting:
-            continue
-        max_depth = [limit if sample in waiting else None for sample, limit in enumerate(context.max_depth)]
-        drafts = forest.drafts
-        rows = sum(int(drafts[sample]) + 1 for sample in context.alive if sample not in waiting)
-        step = replace(context, max_depth=max_depth, extra_rows=context.extra_rows + rows)
-        other = Growth(step, decider, stage, own, device)
-        other.grow()
-        found, better = other.forest.drafts, other.gains()
-        taken = [sample for sample in sorted(waiting) if found[sample]]
-        forest.take(other.forest, taken)
-        gains[taken] = better[taken]
-    if not forest.drafts.any():
-        living = set(context.alive)
-        roots = [context.tokens(sample)[-1] if sample in living else None for sample in range(len(context.max_depth))]
-        return DraftTree.roots(context.topology, roots, Proposal(context.greedy_law))
-    return forest.rows()
-
-
-def _waiting(
-    context: DraftContext, decider: Decider, drafter: Drafter, state: Any, forest: Forest, gains: Reals
-) -> set[int]:
-    """Returns the samples for which this drafter is expected to gain more tokens than the drafts so far."""
-    drafts = forest.drafts
-    waiting = {sample for sample in context.alive if not drafts[sample]}
-    if len(waiting) < len(context.alive):
-        limits, _ = plan(context, decider, drafter, state)
-        if limits.gains is not None:
-            waiting |= {sample for sample in context.alive if gains[sample] < limits.gains[sample]}
-    return waiting
+    return Growth(context, decider, drafter.stages(state), device).grown()
 
 
 class Growth:
-    """The growth of one drafter's trees in one step.
+    """The growth of the trees of a step, planned for the first of a drafter's stages.
 
     Args:
         context: the step.
         decider: decides how far trees go on.
-        drafter: proposes children.
-        state: the drafter's state.
+        stages: drafters with their states, in order.
         device: see :func:`grow`.
 
     Attributes:
@@ -117,8 +74,13 @@ class Growth:
     """
 
     def __init__(
-        self, context: DraftContext, decider: Decider, drafter: Drafter, state: Any, device: DeviceDrafts | None = None
+        self,
+        context: DraftContext,
+        decider: Decider,
+        stages: Sequence[tuple[Drafter, Any]],
+        device: DeviceDrafts | None = None,
     ) -> None:
+        (drafter, state), *self._later = stages
         self.context, self.decider, self.drafter, self.state, self.device = context, decider, drafter, state, device
         self.law = context.greedy_law if drafter.certain else context.law
         self.limits, self.groups = plan(context, decider, drafter, state)
@@ -152,8 +114,44 @@ class Growth:
         gains: Reals = (worth * (forest.token >= 0))[:, 1:].sum(axis=1)
         return gains
 
-    def grow(self) -> None:
-        """Grows the trees to their end."""
+    def grown(self) -> DraftTree:
+        """Grows the trees of all stages to their end, and packs them."""
+        context, forest = self.context, self.forest
+        self._grow_stage()
+        gains = self.gains() if self._later else None
+        for stage in self._later:
+            assert gains is not None
+            waiting = self._waiting(stage, gains)
+            if not waiting:
+                continue
+            max_depth = [limit if sample in waiting else None for sample, limit in enumerate(context.max_depth)]
+            drafts = forest.drafts
+            rows = sum(int(drafts[sample]) + 1 for sample in context.alive if sample not in waiting)
+            step = replace(context, max_depth=max_depth, extra_rows=context.extra_rows + rows)
+            other = Growth(step, self.decider, [stage], self.device)
+            other._grow_stage()
+            found, better = other.forest.drafts, other.gains()
+            taken = [sample for sample in sorted(waiting) if found[sample]]
+            forest.take(other.forest, taken)
+            gains[taken] = better[taken]
+        if forest.drafts.any():
+            return forest.rows()
+        living = set(context.alive)
+        roots = [context.tokens(sample)[-1] if sample in living else None for sample in range(len(context.max_depth))]
+        return DraftTree.roots(context.topology, roots, Proposal(context.greedy_law))
+
+    def _waiting(self, stage: tuple[Drafter, Any], gains: Reals) -> set[int]:
+        """Returns the samples for which a later stage is expected to gain more tokens than the drafts so far."""
+        context, drafts = self.context, self.forest.drafts
+        waiting = {sample for sample in context.alive if not drafts[sample]}
+        if len(waiting) < len(context.alive):
+            limits, _ = plan(context, self.decider, *stage)
+            if limits.gains is not None:
+                waiting |= {sample for sample in context.alive if gains[sample] < limits.gains[sample]}
+        return waiting
+
+    def _grow_stage(self) -> None:
+        """Grows the trees of its own stage."""
         self._add_candidates()
         self._add_forced_tokens()
         left = [group for group in self.groups if not self._grown_in_one_call(group)]
@@ -223,7 +221,8 @@ class Growth:
     @property
     def whole(self) -> TreesToGrow | None:
         """The trees, if one call can grow all of them that grow at all; ``None`` if the host has to see some level."""
-        return self._whole(self.groups[0]) if len(self.groups) == 1 and not self._constrained else None
+        alone = len(self.groups) == 1 and not self._later and not self._constrained
+        return self._whole(self.groups[0]) if alone else None
 
     def _whole(self, group: Group) -> TreesToGrow | None:
         """Returns the trees of a group, if one call can grow them."""
@@ -498,4 +497,4 @@ def warn_of_broken_rows() -> None:
     warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
 
 
-__all__ = ["DeviceDrafts", "Growth", "draws_of", "finished", "grow", "warn_of_broken_rows"]
+__all__ = ["DeviceDrafts", "Growth", "draws_of", "grow", "warn_of_broken_rows"]
