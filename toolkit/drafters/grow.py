@@ -267,11 +267,11 @@ class Growth:
         state = self.context[sample].path_state
         if state is None:
             return
-        for node in (forest.token[sample, 1:] >= 0).nonzero()[0] + 1:
+        for node in ((forest.token[sample, 1:] >= 0).nonzero()[0] + 1).tolist():
             parent, token = topology.parent_list[node], int(forest.token[sample, node])
             allowed = state.allowed(forest.path(sample, parent)) if forest.token[sample, parent] >= 0 else None
             if forest.token[sample, parent] < 0 or (allowed is not None and token not in allowed):
-                forest.drop(sample, node)
+                forest.token[sample, node] = -1
             elif allowed is not None and allowed.only == token:
                 forest.certain[sample, node], forest.reach[sample, node] = True, forest.reach[sample, parent]
 
