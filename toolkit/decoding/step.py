@@ -3,11 +3,13 @@
 Shapes: n_b nodes of sample b, V vocabulary.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from arbordraft.deciders.running_costs import StepTimes
 from arbordraft.decoding.assemble import AssembledParts
 from arbordraft.decoding.drafting import Candidates, Drafting, noise_of
 from arbordraft.decoding.executors import EagerExecutor, Executor, Judged, RecordedExecutor
@@ -219,7 +221,8 @@ class Stepper:
         """
         active = state.active
         noise = noise_of(state, active, self.topology.num_nodes, shared=self.shared)
-        executor = self._executor(state, active)
+        executor, begun, before = self._executor(state, active), time.perf_counter(), dict(state.stats.seconds)
+        begins = not all(sample.forwards for sample in active)
         try:
             tree, judged = executor(state, lambda: self._drafts(state, active, noise), noise)
         except BaseException as failure:
@@ -229,6 +232,12 @@ class Stepper:
             raise
         with state.stats.phase("commit"):
             self._commit(state, tree, judged)
+        if not begins:  # otherwise a drafter may have read a prompt
+            draft, target = (state.stats.seconds[name] - before.get(name, 0.0) for name in ("draft", "target"))
+            rest = time.perf_counter() - begun - draft - target
+            kind = "eager" if executor is self.eager else "recorded"
+            context = sum(len(sample.tokens) for sample in active)
+            self.decider.timed(StepTimes(kind, len(active), tree.rows, tree.drafted, context, draft, target, rest))
         return judged.verdict
 
     def _executor(self, state: DecodeState, active: Sequence[Sample]) -> Executor:

@@ -99,6 +99,7 @@ class Growth:
         self._ranked = None if drafter.informative else np.array(drafter.acceptance)
         self._random = not self.law.deterministic
         self._constrained = any(context[sample].path_state is not None for sample in context.alive)
+        self._drafted: dict[str, int] = {}  # levels, by kind of drafter
         self._forced: list[tuple[int, int, int]] = []  # sample, parent and node of the children that constraints force
         # For deciders that are asked: the draft row that the children of a node were drawn from.
         self._origins: dict[tuple[int, int], Origin] | None = {} if any(group.asked for group in self.groups) else None
@@ -118,7 +119,7 @@ class Growth:
         """Grows the trees of all stages to their end, and packs them."""
         context, forest = self.context, self.forest
         self._grow_stage()
-        gains = self.gains() if self._later else None
+        gains, drafted = self.gains() if self._later else None, dict(self._drafted)
         for stage in self._later:
             assert gains is not None
             waiting = self._waiting(stage, gains)
@@ -130,15 +131,16 @@ class Growth:
             step = replace(context, max_depth=max_depth, extra_rows=context.extra_rows + rows)
             other = Growth(step, self.decider, [stage], self.device)
             other._grow_stage()
+            drafted |= other._drafted
             found, better = other.forest.drafts, other.gains()
             taken = [sample for sample in sorted(waiting) if found[sample]]
             forest.take(other.forest, taken)
             gains[taken] = better[taken]
         if forest.drafts.any():
-            return forest.rows()
+            return replace(forest.rows(), drafted=drafted)
         living = set(context.alive)
         roots = [context.tokens(sample)[-1] if sample in living else None for sample in range(len(context.max_depth))]
-        return DraftTree.roots(context.topology, roots, Proposal(context.greedy_law))
+        return replace(DraftTree.roots(context.topology, roots, Proposal(context.greedy_law)), drafted=drafted)
 
     def _waiting(self, stage: tuple[Drafter, Any], gains: Reals) -> set[int]:
         """Returns the samples for which a later stage is expected to gain more tokens than the drafts so far."""
@@ -163,6 +165,10 @@ class Growth:
                 levels[group.samples] = self.limits.levels[group.samples]
             self._grow_level_by_level(replace(self.limits, levels=levels))
         self.drafter.proposed(self.state)
+        if self.limits.levels.any():
+            nodes = (self.forest.token >= 0).any(axis=0)
+            levels = int(self.context.topology.depth_array[nodes].max())
+            self._drafted[type(self.drafter).__name__] = levels
         for number, group in enumerate(self.groups):
             # Trees drawn at random are not trimmed: verification would no longer be lossless.
             if not group.asked and self.law_of(group.samples[0]).deterministic:
