@@ -13,6 +13,7 @@ from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Situation
 from arbordraft.deciders.running_costs import RunningCosts, StepTimes
 from arbordraft.decoding import metrics, step
+from arbordraft.decoding.runner import PackedRunner
 from arbordraft.trees.verdict import Outcome
 
 PRIOR = StepCosts(CostTable((1, 8, 64), (1.0, 1.4, 4.0)), CostTable((1, 8), (0.1, 0.2)), rest=0.05, start=0.02)
@@ -161,18 +162,18 @@ def test_a_losing_drafter_rests_by_the_clock(monkeypatch, level):
     """Seconds of each step reach the decider: drafting stops only where it loses."""
     clock = Clock(level)
     target, drafter = ragged(seed=1, kernels="torch"), ad.LanguageModelDrafter(ragged(seed=1, kernels="torch"))
-    scores, run = drafter.scores, target.run
+    scores, run = drafter.scores, PackedRunner.__call__
 
     def slow(*given):
         clock.now += clock.level
         return scores(*given)
 
-    def forward(*given, **options):
+    def forward(*given):
         clock.now += 0.1
-        return run(*given, **options)
+        return run(*given)
 
     monkeypatch.setattr(drafter, "scores", slow)
-    monkeypatch.setattr(target, "run", forward)
+    monkeypatch.setattr(PackedRunner, "__call__", forward)
     for module in (metrics, step):
         monkeypatch.setattr(module.time, "perf_counter", clock)
     costs = StepCosts(CostTable((1, 16), (0.1, 0.11)), CostTable((1,), (0.001,)))

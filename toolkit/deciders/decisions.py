@@ -121,8 +121,8 @@ class Situation:
         informative: whether draft probabilities distinguish drafts that will be accepted from others. If not, the
             levels have to limit the trees, since the drafts will not show where to stop.
         drafts: drafts that the topology has room for in all trees of the group.
-        pathwise: whether drafts cannot change the texts, as in :class:`StepView`. If they can, a plan must not depend on
-            the clock.
+        pathwise: whether drafts cannot change the texts, as in :class:`StepView`. If they can, a plan must not depend
+            on the clock.
     """
 
     max_depth: Sequence[int]

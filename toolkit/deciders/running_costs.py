@@ -1,7 +1,7 @@
 """Costs of steps as the running program measures them: a table measured once is only where they begin.
 
-A machine is busier than it was, texts get longer, requests have processors whose rows take time to verify. So seconds of
-parts of steps are compared with those that the table predicts, and later predictions are multiplied with the ratio.
+A machine is busier than it was, texts get longer, requests have processors whose rows take time to verify. So seconds
+of parts of steps are compared with those that the table predicts, and later predictions are multiplied with the ratio.
 """
 
 from collections.abc import Collection, Mapping
