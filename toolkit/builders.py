@@ -40,7 +40,7 @@ def lookup(target: "Model", costs: StepCosts | CostTable | None = None, expected
     """
     model = wrapped(target)
     drafter = NGramDrafter(longest=8, shortest=1)
-    decider = CostAware(known_costs(model, drafter) if costs is None else costs)
+    decider = CostAware(known_costs(model, drafter) if costs is None else costs, running=costs is None)
     return SpeculativeDecoder(model, drafter, decider=decider, expected_batch=expected_batch)
 
 
@@ -181,7 +181,7 @@ def cost_aware(
     if topology is not None:
         check_instance("topology", topology, TreeTopology)
     model, drafter = wrapped(target), as_drafter(draft)
-    decider = CostAware(known_costs(model, drafter) if costs is None else costs, nodes)
+    decider = CostAware(known_costs(model, drafter) if costs is None else costs, nodes, running=costs is None)
     return _tree_decoder(model, drafter, nodes, decider, lookup, max_depth, topology)
 
 

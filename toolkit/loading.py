@@ -156,7 +156,8 @@ def load(
         if costs == "auto":
             decider = measured = cost_aware(target, proposer)
         else:
-            decider = CostAware(known_costs(target, proposer, renew=True) if isinstance(costs, str) else costs)
+            known = known_costs(target, proposer, renew=True) if isinstance(costs, str) else costs
+            decider = CostAware(known, running=isinstance(costs, str))
     options: dict[str, Any] = {"max_cache_tokens": max_cache_tokens, "generation_config": generation_config}
     decoder = SpeculativeDecoder(target, proposer, topology, coupling, decider, **options).eval()
     if measured is not None and not decoder.coupling.verifier.shared:

@@ -23,7 +23,7 @@ from arbordraft.kernels.native import load
 _GROWTH = (
     "Tensor(t!) token, Tensor(c!) chance, Tensor(r!) reach, int[] slots, int[] offsets, int[] children, int[] levels, "
     "float[] calibration, float[] expected, float[] costs, int budget, Tensor? seeds, Tensor? positions, "
-    "float[] temperatures"
+    "float[] temperatures, float[] truncations, Tensor? corrections, int[] corrected, Tensor? allowed, int[] masked"
 )
 _draft_from_rows = define(
     "draft_from_rows(Tensor scores, Tensor? table, Tensor? correction, Tensor? gates, Tensor? vocabulary, "
@@ -83,11 +83,49 @@ class Draws(NamedTuple):
         seeds: ``[S]`` int64.
         positions: ``[S]`` int64 positions of the tokens that follow the roots.
         temperatures: ``[S]`` divisors of the scores, applied before the noise is added; 0 adds no noise.
+        truncations: how the law of each sample that adds noise is truncated; by default not at all.
     """
 
     seeds: Tensor
     positions: Tensor
     temperatures: Sequence[float]
+    truncations: Sequence["Truncation"] = ()
+
+
+class Truncation(NamedTuple):
+    """What a request leaves of a law: 0, 1 and 0 leave all tokens.
+
+    Drafts follow it up to 1/16 of a unit of the scores, which spares sorting them.
+
+    Args:
+        top_k: number of tokens, the most probable ones.
+        top_p: the least probability of the most probable tokens together.
+        min_p: the least probability of a token relative to the most probable one.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+class Corrections(NamedTuple):
+    """What requests change in the scores of single tokens, known before a step: penalties, biases and bans.
+
+    Args:
+        changes: ``[n, 5]`` float64, sample after sample: a token, a factor, a bias, and the first depth of a parent
+            at which the change applies and the first at which it does not any more. Changes of a token apply in their
+            order. A positive score is divided by the factor, any other one is multiplied with it; then the bias is
+            added. A bias of -inf bans the token.
+        bounds: ``[S + 1]`` places in ``changes`` at which the changes of each sample begin.
+        allowed: ``[S, W]`` uint8: a bit for each token that may come next, the first tokens in the lowest bits;
+            ``None`` if no sample has such a mask.
+        depths: ``[S]`` depth of the parents to which the mask of a sample applies; -1 for a sample without a mask.
+    """
+
+    changes: Tensor
+    bounds: Sequence[int]
+    allowed: Tensor | None = None
+    depths: Sequence[int] = ()
 
 
 class TreesToGrow(NamedTuple):
@@ -100,6 +138,7 @@ class TreesToGrow(NamedTuple):
         children: children of node 0, of node 1, and so on.
         limits: limits of all slots; one group decides.
         draws: shared noise of the S samples; ``None`` drafts the most probable tokens.
+        corrections: changes of the scores of the S samples, if there are any.
     """
 
     trees: Trees
@@ -107,7 +146,8 @@ class TreesToGrow(NamedTuple):
     offsets: Sequence[int]
     children: Sequence[int]
     limits: Limits
-    draws: "Draws | None" = None
+    draws: Draws | None = None
+    corrections: Corrections | None = None
 
     @property
     def costs(self) -> tuple[float, float]:
@@ -147,8 +187,16 @@ class TreesToGrow(NamedTuple):
             limits.expected.ravel().tolist(),
             self.costs,
             self.budget,
-            *(self.draws or (None, None, ())),
+            *self._spelled_draws(),
+            *(self.corrections or (None, (), None, ())),
         )
+
+    def _spelled_draws(self) -> tuple[object, ...]:
+        if self.draws is None:
+            return None, None, (), ()
+        seeds, positions, temperatures, truncations = self.draws
+        kept = truncations or [Truncation()] * len(temperatures)
+        return seeds, positions, temperatures, [float(number) for one in kept for number in one]
 
 
 def draft_from_rows(
@@ -249,11 +297,13 @@ def _spelled(matrix: Matrix | None) -> list[Tensor | None]:
 
 
 __all__ = [
+    "Corrections",
     "DraftRun",
     "DraftWeights",
     "Draws",
     "Limits",
     "TreesToGrow",
+    "Truncation",
     "Verification",
     "draft_from_rows",
     "usable",

@@ -1,6 +1,7 @@
 // Grows draft trees level by level: chooses the nodes that get children, and their tokens. See reference.py for the rule.
 #pragma once
 
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -69,7 +70,19 @@ class Forest {
 
   int64_t children(Place place) const { return shape_.offsets[place.node + 1] - shape_.offsets[place.node]; }
   int64_t token(Place place) const { return token_[at(place)]; }
+  // Whether a node has its children already, as nodes have that a grammar forces.
+  bool filled(Place place) const {
+    return children(place) && token_[at({place.sample, shape_.children[shape_.offsets[place.node]]})] >= 0;
+  }
   int64_t at(Place place) const { return slots_[place.sample] * shape_.nodes + place.node; }
+
+  // Returns those nodes of a frontier that have no children yet.
+  std::vector<Place> open(const std::vector<Place>& frontier) const {
+    std::vector<Place> found;
+    for (const Place& place : frontier)
+      if (!filled(place)) found.push_back(place);
+    return found;
+  }
 
   // Adds a child of a node at a depth.
   void add(Place parent, int64_t depth, int64_t rank, int64_t token, double chance) {
@@ -226,6 +239,59 @@ inline std::vector<std::pair<int64_t, float>> likeliest(const Part* parts, int64
     if (const double chance = std::exp(score - top) / mass; chance > 0)
       drawn.emplace_back(place, float(std::min(1., chance)));
   return drawn;
+}
+
+constexpr float kBanned = -1e20f;  // the score of a banned token: finite, so that sums with noise and divisions are numbers
+
+// A change of a token's score, at nodes of depth first..last - 1: positive scores are divided by the factor, others multiplied
+// with it, and then the bias is added.
+struct Correction {
+  double token, factor, bias, first, last;
+
+  bool at(int64_t depth) const { return double(depth) >= first && double(depth) < last; }
+  float operator()(float score) const {
+    return std::max(kBanned, (score > 0 ? score / float(factor) : score * float(factor)) + float(bias));
+  }
+};
+
+// What a request leaves of a law: the `top_k` most probable tokens, those that make up `top_p`, and those that are at least
+// `min_p` times as probable as the first one. 0, 1 and 0 leave all.
+struct Truncation {
+  double top_k, top_p, min_p;
+};
+
+constexpr int64_t kBinsPerUnit = 16, kBins = 16 * kBinsPerUnit;  // of scores below the highest; tokens further below are cut
+
+// Bans the tokens of a row that truncation leaves out. It cuts between bins of scores, without sorting: drafts are guesses.
+inline void truncate(float* row, int64_t size, float temperature, const Truncation& kept) {
+  f32x16 highest = splat(kBanned);
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) highest = max(highest, load(row + i));
+  float top = largest(highest);
+  for (; i < size; ++i) top = std::max(top, row[i]);
+  const float scale = float(kBinsPerUnit) / temperature, bar = top - float(kBins) / scale;
+  std::vector<double> count(kBins, 0.), mass(kBins, 0.);
+  const auto offer = [&](float score) {
+    if (!(score > bar)) return;
+    const int64_t bin = std::min(kBins - 1, int64_t((top - score) * scale));
+    count[bin] += 1;
+    mass[bin] += std::exp((score - top) / temperature);
+  };
+  for (i = 0; i + kLanes <= size; i += kLanes)
+    if (largest(load(row + i)) > bar)
+      for (int64_t j = i; j < i + kLanes; ++j) offer(row[j]);
+  for (; i < size; ++i) offer(row[i]);
+  int64_t bins = kBins;
+  const auto cut = [&](const std::vector<double>& amounts, double wanted) {
+    double seen = 0;
+    for (int64_t b = 0; b < bins; ++b)
+      if ((seen += amounts[b]) >= wanted) bins = b + 1;
+  };
+  if (kept.top_k > 0) cut(count, kept.top_k);
+  if (kept.top_p < 1) cut(mass, kept.top_p * std::accumulate(mass.begin(), mass.begin() + bins, 0.));
+  if (kept.min_p > 0) bins = std::min(bins, int64_t(-std::log(kept.min_p) * kBinsPerUnit) + 1);
+  const float floor = top - float(bins) / scale;
+  for (i = 0; i < size; ++i) row[i] = row[i] < floor ? kBanned : row[i];
 }
 
 constexpr float kBoundExcess = 0.015f;  // average distance of the bound above the noise

@@ -28,17 +28,26 @@ struct Growing {
   const int64_t* vocabulary;  // target token of each score of a row, or null
   const Tensor *seeds, *positions;  // of shared noise, or null
   at::ArrayRef<double> temperatures;  // divisors of scores; 0 draws without noise
+  const Truncation* truncations;      // by sample
+  const Correction* corrections;      // of scores: those of sample s are corrected[s]..corrected[s + 1] - 1
+  at::IntArrayRef corrected;          // empty if there are none
+  const Tensor* allowed;              // by sample, a bit for each token that may come at the depth `masked`, or null
+  at::IntArrayRef masked;             // -1 for a sample whose tokens may all come
 
   Growing(
       int64_t samples_, int64_t outputs, const OptionalTensor& words, const Tensor& token_, const Tensor& chance_,
       const Tensor& reach_, at::IntArrayRef slots_, at::IntArrayRef offsets, at::IntArrayRef children,
       at::IntArrayRef levels, at::ArrayRef<double> calibration, at::ArrayRef<double> expected,
       at::ArrayRef<double> costs_, int64_t budget_, const OptionalTensor& seeds_, const OptionalTensor& positions_,
-      at::ArrayRef<double> temperatures_)
+      at::ArrayRef<double> temperatures_, at::ArrayRef<double> truncations_, const OptionalTensor& corrections_,
+      at::IntArrayRef corrected_, const OptionalTensor& allowed_, at::IntArrayRef masked_)
       : samples(samples_), slots(slots_), token(mutable_integers(token_)), chance(doubles(chance_)), reach(doubles(reach_)),
         budget(budget_), costs(costs_),
         vocabulary(integers(words)), seeds(seeds_ ? &*seeds_ : nullptr),
-        positions(positions_ ? &*positions_ : nullptr), temperatures(temperatures_) {
+        positions(positions_ ? &*positions_ : nullptr), temperatures(temperatures_),
+        truncations(reinterpret_cast<const Truncation*>(truncations_.data())),
+        corrections(corrections_ ? reinterpret_cast<const Correction*>(doubles(*corrections_)) : nullptr),
+        corrected(corrected_), allowed(allowed_ ? &*allowed_ : nullptr), masked(masked_) {
     const int64_t nodes = int64_t(offsets.size()) - 1, all = int64_t(levels.size());
     const int64_t known = int64_t(calibration.size()) / std::max<int64_t>(1, all);
     TORCH_CHECK(
@@ -55,6 +64,18 @@ struct Growing {
     TORCH_CHECK(!seeds || (positions && seeds->numel() == samples && positions->numel() == samples), "noise needs places");
     TORCH_CHECK(!words || words->numel() == outputs, "expected a token for each of ", outputs, " outputs");
     TORCH_CHECK(!seeds || int64_t(temperatures.size()) == samples, "noise needs a temperature for every sample");
+    TORCH_CHECK(!seeds || int64_t(truncations_.size()) == 3 * samples, "noise needs a truncation for every sample");
+    TORCH_CHECK(
+        bool(corrections_) == !corrected.empty() &&
+            (!corrections_ || (int64_t(corrected.size()) == samples + 1 && corrections_->is_contiguous() &&
+                               corrections_->numel() == 5 * corrected.back())),
+        "corrections need five numbers each, and bounds for every sample");
+    for (size_t s = 1; s < corrected.size(); ++s) TORCH_CHECK(corrected[s - 1] <= corrected[s], "bounds must ascend");
+    TORCH_CHECK(
+        bool(allowed_) == !masked.empty() &&
+            (!allowed_ || (int64_t(masked.size()) == samples && allowed_->is_contiguous() && allowed_->dim() == 2 &&
+                           allowed_->size(0) == samples && allowed_->scalar_type() == at::kByte)),
+        "allowed tokens need a row of bytes and a depth for every sample");
     for (const double temperature : temperatures)
       TORCH_CHECK(temperature >= 0, "temperatures must not be negative, got ", temperature);
     shape = {offsets.data(), children.data(), nodes};
@@ -79,6 +100,40 @@ struct Growing {
   bool noisy(int64_t s) const { return seeds && temperatures[s] > 0; }
   NoiseKey key(int64_t s, int64_t depth) const { return noise_key(*seeds, *positions, s, depth); }
 
+  bool truncated(int64_t s) const {
+    const Truncation& kept = truncations[s];
+    return noisy(s) && (kept.top_k > 0 || kept.top_p < 1 || kept.min_p > 0);
+  }
+
+  // Returns a token's score after a sample's corrections.
+  float correct(int64_t s, int64_t depth, int64_t token, float score) const {
+    for (int64_t i = corrected.empty() ? 0 : corrected[s]; !corrected.empty() && i < corrected[s + 1]; ++i)
+      if (int64_t(corrections[i].token) == token && corrections[i].at(depth)) score = corrections[i](score);
+    return score;
+  }
+
+  // Corrects a row of scores, masks and truncates it.
+  void prepare(int64_t s, int64_t depth, float* row, int64_t outputs) const {
+    for (int64_t i = corrected.empty() ? 0 : corrected[s]; !corrected.empty() && i < corrected[s + 1]; ++i) {
+      if (!corrections[i].at(depth)) continue;
+      int64_t place = int64_t(corrections[i].token);
+      if (vocabulary) {
+        const int64_t* found = std::lower_bound(vocabulary, vocabulary + outputs, place);
+        place = found < vocabulary + outputs && *found == place ? found - vocabulary : -1;
+      }
+      if (place >= 0 && place < outputs) row[place] = corrections[i](row[place]);
+    }
+    if (allowed && masked[s] == depth) {
+      const int64_t width = allowed->size(1);
+      const uint8_t* bits = allowed->const_data_ptr<uint8_t>() + s * width;
+      for (int64_t i = 0; i < outputs; ++i) {
+        const int64_t token = vocabulary ? vocabulary[i] : i;
+        if (token >= 8 * width || !(bits[token >> 3] >> (token & 7) & 1)) row[i] = kBanned;
+      }
+    }
+    if (truncated(s)) truncate(row, outputs, float(temperatures[s]), truncations[s]);
+  }
+
   // Does a thread's part of drawing the children of a level, from rows of scores that it may overwrite. Draws at
   // least `least` candidates per node, if there are as many tokens.
   void draw(
@@ -86,6 +141,7 @@ struct Growing {
       int64_t least, int thread, int threads) const {
     const int64_t rows = int64_t(frontier.size());
     const auto count = [&](int64_t r) { return std::min(std::max(least, forest.children(frontier[r])), outputs); };
+    for (int64_t r = thread; r < rows; r += threads) prepare(frontier[r].sample, depth, scores + r * outputs, outputs);
     int64_t item = 0;
     for (int64_t r = 0; r < rows; ++r) {  // a sample's nodes are consecutive
       const int64_t s = frontier[r].sample;
@@ -221,7 +277,8 @@ class Drafting {
       const std::vector<Place> frontier = forest.frontier(depth);
       if (frontier.empty()) return broken;
       if (depth) feed(forest, shape, frontier, depth, parent, paths, output, count, states, fed);
-      broken += expand(forest, growing, frontier, depth, output);
+      if (const std::vector<Place> open = forest.open(frontier); !open.empty())
+        broken += expand(forest, growing, open, depth, output);
     }
   }
 
@@ -301,7 +358,7 @@ class Drafting {
       multiply(*ends_.exact, x, 1, Range{block, block + 1}, [&](int64_t, int64_t, const f32x16* acc, int) {
         float scores[kLanes];
         store(scores, acc[0]);
-        value = scores[token % kLanes];
+        value = growing.correct(at.sample, depth, token, scores[token % kLanes]);
       });
       if (growing.noisy(at.sample))
         value = value / growing.temperatures[at.sample] + noise_of(token, growing.key(at.sample, depth));
@@ -352,7 +409,9 @@ int64_t draft_tree(
     const Tensor& fed, const Tensor& token, const Tensor& chance, const Tensor& reach, at::IntArrayRef slots,
     at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels, at::ArrayRef<double> calibration,
     at::ArrayRef<double> expected, at::ArrayRef<double> costs, int64_t budget, const OptionalTensor& seeds,
-    const OptionalTensor& positions, at::ArrayRef<double> temperatures, at::ArrayRef<double> numbers) {
+    const OptionalTensor& positions, at::ArrayRef<double> temperatures, at::ArrayRef<double> truncations,
+    const OptionalTensor& corrections, at::IntArrayRef corrected, const OptionalTensor& allowed, at::IntArrayRef masked,
+    at::ArrayRef<double> numbers) {
   const int64_t samples = slabs.size(1), width = embedding.size(1), rows = tokens.numel();
   const int64_t* slab = integers(slabs);
   TORCH_CHECK(slabs.dim() == 2 && slabs.size(0) == 3, "expected slabs of shape [3, S]");
@@ -362,7 +421,7 @@ int64_t draft_tree(
   const int64_t outputs = int64_t(numbers[1]);
   const Growing growing(
       samples, outputs, vocabulary, token, chance, reach, slots, offsets, children, levels, calibration, expected, costs,
-      budget, seeds, positions, temperatures);
+      budget, seeds, positions, temperatures, truncations, corrections, corrected, allowed, masked);
   TORCH_CHECK(fed.sizes() == token.sizes() && fed.is_contiguous(), "expected a place for every node of the trees");
   int64_t missing = 0;
   for (int64_t s = 0; s < samples; ++s) missing += slab[2 * samples + s];
@@ -401,20 +460,23 @@ int64_t draft_from_rows(
     const OptionalTensor& vocabulary, const Tensor& token, const Tensor& chance, const Tensor& reach,
     at::IntArrayRef slots, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
     at::ArrayRef<double> calibration, at::ArrayRef<double> expected, at::ArrayRef<double> costs, int64_t budget,
-    const OptionalTensor& seeds, const OptionalTensor& positions, at::ArrayRef<double> temperatures) {
+    const OptionalTensor& seeds, const OptionalTensor& positions, at::ArrayRef<double> temperatures,
+    at::ArrayRef<double> truncations, const OptionalTensor& corrections, at::IntArrayRef corrected,
+    const OptionalTensor& allowed, at::IntArrayRef masked) {
   TORCH_CHECK(scores.dim() == 3, "expected rows [S, K, D]");
   TORCH_CHECK(bool(table) == bool(correction), "a correction needs its table of tokens");
   const int64_t samples = scores.size(0), depths = scores.size(1), outputs = scores.size(2);
   const Growing growing(
       samples, outputs, vocabulary, token, chance, reach, slots, offsets, children, levels, calibration, expected, costs,
-      budget, seeds, positions, temperatures);
+      budget, seeds, positions, temperatures, truncations, corrections, corrected, allowed, masked);
   for (const int64_t slot : slots) TORCH_CHECK(levels[slot] <= depths, "there are rows for ", depths, " depths only");
   const float* from = data<float>(scores);
   Forest forest = growing.forest();
   int64_t broken = 0;
   for (int64_t depth = 0;; ++depth) {
-    const std::vector<Place> frontier = forest.frontier(depth);
-    if (frontier.empty()) return broken;
+    const std::vector<Place> reached = forest.frontier(depth), frontier = forest.open(reached);
+    if (reached.empty()) return broken;
+    if (frontier.empty()) continue;
     const int64_t rows = int64_t(frontier.size());
     std::vector<float> own(rows * outputs);
     Growing::Level level(growing, frontier, outputs);

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import arbordraft as ad
 from arbordraft.deciders import FixedDepth, LearnedDecider
 from arbordraft.deciders.decisions import Draw, Origin, StepView
-from arbordraft.drafters.grow import finished
+from arbordraft.drafters.grow import Growth
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.testing import distance_to_target, draft_trees, random_table
@@ -216,13 +216,13 @@ def test_the_threshold_controls_how_much_is_drafted():
 
 
 def test_samples_of_a_batch_stop_at_their_own_depths(monkeypatch):
-    drafter, lengths = ad.LanguageModelDrafter(ragged(seed=3)), []
+    drafter, lengths, grown = ad.LanguageModelDrafter(ragged(seed=3)), [], Growth.grown
 
     def watched(*given):
-        lengths.append((tree := finished(*given)).lengths)
+        lengths.append((tree := grown(*given)).lengths)
         return tree
 
-    monkeypatch.setattr("arbordraft.decoding.step.finished", watched)
+    monkeypatch.setattr(Growth, "grown", watched)
     decode(random_decider(1, threshold=0.2), drafter, ad.TreeTopology.chain(4), do_sample=True, seeds=[1, 2, 3])
     assert any(len(set(step)) > 1 for step in lengths[:3])  # well before the end, which itself shortens drafts
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.companions import Rounds
 from support.grown_trees import (
+    BETWEEN_LEVELS,
     BINARY,
     ENDS,
     GREEDY,
@@ -17,7 +18,6 @@ from support.grown_trees import (
     TEMPERATURES,
     TEXTS,
     TOPOLOGIES,
-    UNTOLD,
     at_most,
     check,
     check_no_drafts,
@@ -25,9 +25,18 @@ from support.grown_trees import (
 )
 from support.models import PROMPTS, VOCAB
 from support.native_drafters import KINDS, built
-from transformers import TemperatureLogitsWarper
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from arbordraft import EagleDrafter
+from arbordraft import EagleDrafter, TreeTopology
 from arbordraft.deciders.decisions import Limits
 from arbordraft.drafters import feeding, grow
 from arbordraft.heads.medusa import MedusaHead
@@ -190,9 +199,47 @@ def test_nan_weights_draft_nothing(kind, heat):
     check_no_drafts(Rounds(drafter, target, TEXTS), **TEMPERATURES[heat])
 
 
-@pytest.mark.parametrize("options", UNTOLD.values(), ids=UNTOLD)
+PROCESSORS = {
+    "min-p": [TemperatureLogitsWarper(0.8), MinPLogitsWarper(0.05)],
+    "repetition penalty": [RepetitionPenaltyLogitsProcessor(1.1)],
+    "no repeated n-gram": [NoRepeatNGramLogitsProcessor(3)],
+    "bad words": [NoBadWordsLogitsProcessor([[7], [8, 9]], eos_token_id=2)],
+    "least length": [MinNewTokensLengthLogitsProcessor(3, 9, 2)],
+    "a chat's mix": [RepetitionPenaltyLogitsProcessor(1.1), TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)],
+    "the user's own": [lambda ids, scores: scores * 2],
+}
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_that_numbers_cannot_state_are_grown_level_by_level(calls, kind, options):
+def test_no_processor_sends_python_between_levels(calls, kind, processors, greedy):
+    target, drafter = built(kind)
+    tree = Rounds(drafter, target, TEXTS).propose(BINARY, law=LAW, processors=processors, greedy=greedy)
+    assert calls == [True]
+    assert tree.lengths[0] > 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_drafts_follow_the_processors(kind):
+    """Roots are followed by what the processors leave of the drafter's scores."""
+
+    def first(processors, *backend):
+        target, drafter = built(kind, *backend)
+        tree = Rounds(drafter, target, TEXTS).propose(
+            TreeTopology.chain(1), law=LAW, greedy=True, processors=processors
+        )
+        return tree.token[tree.node > 0].tolist()
+
+    free = first([])
+    for processors in ([RepetitionPenaltyLogitsProcessor(1e6)], [SuppressTokensLogitsProcessor(free)]):
+        assert first(processors) == first(processors, "torch")
+    assert not set(first([SuppressTokensLogitsProcessor(free)])) & set(free)
+
+
+@pytest.mark.parametrize("options", BETWEEN_LEVELS.values(), ids=BETWEEN_LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_need_the_host_between_levels_are_grown_level_by_level(calls, kind, options):
     target, drafter = built(kind)
     tree = Rounds(drafter, target, TEXTS).propose(BINARY, **{"law": LAW, **options})
     assert calls

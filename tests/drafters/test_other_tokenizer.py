@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 import arbordraft as ad
 from arbordraft.checkpoints.translation import Translation, encoded, shared_tokens, tokens_by_bytes
-from arbordraft.decoding import step
 from arbordraft.drafter_names import drafter_named
+from arbordraft.drafters.grow import Growth
 
 pytestmark = pytest.mark.usefixtures("kernels")
 every_backend = pytest.mark.parametrize("kernels", ["torch", "native"])
@@ -219,13 +219,13 @@ def test_sampling_has_the_law_of_the_target(name):
 def test_rows_that_were_not_drawn_from_would_be_seen(monkeypatch):
     """Negative control: rows flatter than those that the drafts came from."""
     of, made = few_drafter("intersection")
-    finished = step.finished
+    grown = Growth.grown
 
     def lie(*given):
-        tree = finished(*given)
+        tree = grown(*given)
         return replace(tree, draft_rows=tree.draft_rows * 0.3 + 0.7 / FEW)
 
-    monkeypatch.setattr(step, "finished", lie)
+    monkeypatch.setattr(Growth, "grown", lie)
     coupling = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
     assert fit(ad.SpeculativeDecoder(of, made, ad.TreeTopology([-1, 0, 0, 1]), coupling)) < 1e-6
 

@@ -23,8 +23,8 @@ from support.request_law import few_tokens as few
 from support.request_law import fit
 
 import arbordraft as ad
-from arbordraft.decoding import step
 from arbordraft.drafters import Drafter
+from arbordraft.drafters.grow import Growth
 from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.block import BlockHead
 from arbordraft.heads.dflash import DFlashHead
@@ -120,13 +120,13 @@ def test_sampling_has_the_law_of_the_target(name):
 
 def test_rows_that_were_not_drawn_from_would_be_seen(monkeypatch):
     """Negative control: rows flatter than those that the drafts came from."""
-    finished = step.finished
+    grown = Growth.grown
 
     def lie(*given):
-        tree = finished(*given)
+        tree = grown(*given)
         return replace(tree, draft_rows=tree.draft_rows * 0.3 + 0.7 / 6)
 
-    monkeypatch.setattr(step, "finished", lie)
+    monkeypatch.setattr(Growth, "grown", lie)
     coupling = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
     decoder = ad.SpeculativeDecoder(few(0), few_drafter("medusa"), ad.TreeTopology([-1, 0, 0, 1]), coupling)
     assert fit(decoder) < 1e-6

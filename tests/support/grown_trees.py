@@ -71,9 +71,8 @@ GREEDY = {"greedy": True}
 HOT, WARM = ({"processors": [TemperatureLogitsWarper(heat)]} for heat in (1.0, 0.5))
 TEMPERATURES = {"0": GREEDY, "0.5": WARM, "1": HOT}
 
-UNTOLD = {  # options of a step that cannot be given as numbers
+BETWEEN_LEVELS = {  # options of a step that need the host between levels
     "asked": {"decide": lambda view: [True] * len(view.paths)},
-    "other processors": {"processors": [lambda ids, scores: scores * 2]},
     "random draws": {"law": IID(2)},
 }
 

@@ -18,6 +18,7 @@ from arbordraft.decoding.output import SpeculativeOutput
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.grow import DeviceDrafts, grow
+from arbordraft.sampling.corrections import Changes, TextCorrections
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
@@ -235,6 +236,9 @@ class Text:
     def state(self, drafted: Sequence[int]) -> PathState:
         assert self.path_state is not None
         return self.path_state.along(drafted)
+
+    def corrections(self) -> Changes:
+        return TextCorrections(self.pipeline.processors)(self.tokens)
 
 
 class Asked(Decider):

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from arbordraft.deciders.decisions import Limits, Situation, StepView
+from arbordraft.deciders.running_costs import StepTimes
 from arbordraft.trees.verdict import Causality, Outcome
 
 
@@ -33,6 +34,9 @@ class Decider(nn.Module):
 
     def learn(self, memory: Any, outcome: Outcome) -> None:
         """Updates a sample's memory from the acceptance of its drafts, after every step."""
+
+    def timed(self, times: StepTimes) -> None:
+        """Receives the seconds of a step, for plans of texts that do not depend on drafts."""
 
     def expect(self, tokens: int, hurry: Callable[[], bool] | None = None) -> None:
         """Receives, while nothing is decoded, the number of tokens wanted next; work that takes seconds fits here.

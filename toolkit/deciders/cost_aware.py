@@ -17,6 +17,7 @@ import numpy.typing as npt
 from arbordraft.deciders.base import Decider, growth_of
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.deciders.decisions import Limits, Situation, StepView, Verification
+from arbordraft.deciders.running_costs import RunningCosts, StepTimes
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.trees.verdict import Causality, Outcome
 from arbordraft.utils.checks import check_float, check_instance, check_int
@@ -88,6 +89,8 @@ class CostAware(Decider):
         survival: estimates the chances of paths, level by level, in place of draft probabilities; its threshold is not
             used.
         decay: share of the old averages in the new ones, in [0, 1].
+        running: let the seconds that steps take in this program correct the costs. Plans for texts that depend on their
+            drafts never follow the clock.
 
     Attributes:
         measure: a function that finds better costs if ``costs`` are rough, otherwise ``None``. It is called while
@@ -117,6 +120,8 @@ class CostAware(Decider):
         nodes: int | None = None,
         survival: PathSurvival | None = None,
         decay: float = 0.95,
+        *,
+        running: bool = False,
     ) -> None:
         super().__init__()
         check_instance("costs", costs, StepCosts, CostTable)
@@ -129,8 +134,9 @@ class CostAware(Decider):
             check_instance("survival", survival, PathSurvival)
             self.growth = max(Causality.CAUSAL, growth_of(survival))
         self.decay = check_float("decay", decay, 0, 1)
-        self._slopes: dict[int, float] = {}
-        self._times: Reals = np.zeros(1)
+        self._clock = RunningCosts(self.costs) if running else None
+        self._free: set[str] = set()  # kinds of drafters whose levels take almost no time
+        self._prices: dict[str | None, _Prices] = {}
 
     @property
     def can_plan(self) -> bool:  # type: ignore[override]
@@ -162,7 +168,20 @@ class CostAware(Decider):
             self.measure = measure
         else:
             self.costs = found
-            self._slopes, self._times = {}, np.zeros(1)  # these belonged to the old costs
+            if self._clock is not None:
+                self._clock = RunningCosts(found)
+
+    def timed(self, times: StepTimes) -> None:
+        if self._clock is not None:
+            self._clock.learn(times, self._free)
+
+    def _prices_of(self, situation: Situation) -> "_Prices":
+        """Returns the prices of a group's steps, which follow the clock if no text depends on the plan."""
+        follow = self._clock if situation.pathwise else None
+        kind, costs = (None, self.costs) if follow is None else (situation.source, follow.of(situation.source))
+        if kind not in self._prices or self._prices[kind].costs is not costs:
+            self._prices[kind] = _Prices(costs)
+        return self._prices[kind]
 
     def learn(self, memory: dict[str, _Record], outcome: Outcome) -> None:
         self._decoded += outcome.accepted + 1
@@ -209,8 +228,11 @@ class CostAware(Decider):
             return Limits.everything([0] * len(records))
         for record in records:
             record.wake()
-        samples = len(records) * situation.alike + situation.extra_rows
-        base = self._target(samples) + self.costs.rest
+        if situation.free:
+            self._free.add(situation.source)
+        prices = self._prices_of(situation)
+        costs, samples = prices.costs, len(records) * situation.alike + situation.extra_rows
+        base = prices.target(samples) + costs.rest
         longest = max(situation.left, default=1)
         weights = [(left / longest) ** _LENGTH_EXPONENT for left in situation.left] or [1.0] * len(records)
         # Only a further token of every slowest sample saves a step: the fewer these are, the more each token is worth.
@@ -221,7 +243,7 @@ class CostAware(Decider):
             else 0.0
         )
         rate = margin * worth / base
-        row = self._slope(samples)
+        row = prices.slope(samples)
         budget = -1 if self.nodes is None else len(records) * (self.nodes - 1)
         if self.nodes is not None:
             situation = replace(situation, max_depth=[min(max_depth, budget) for max_depth in situation.max_depth])
@@ -230,7 +252,7 @@ class CostAware(Decider):
             levels = [
                 0 if record.rests else max_depth for record, max_depth in zip(records, situation.max_depth, strict=True)
             ]
-            added = self._added(samples, situation) + self.costs.looking(samples)
+            added = prices.added(samples, situation) + costs.looking(samples)
             added[0] = 0.0
             verification = Verification(added, rate, situation.alike, base, worth, margin)
             ones = [(1.0,)] * len(records)
@@ -239,14 +261,16 @@ class CostAware(Decider):
             )
         fall = _FALL if situation.informative else 1.0
         following = [_expected(record, situation.acceptance, fall) for record in records]
-        draft, widest = self.costs.draft, self.costs.draft.rows[-1]
-        level = draft(1) + self.costs.decide
+        draft, widest = costs.draft, costs.draft.rows[-1]
+        level = draft(1) + costs.decide
         per_draft = 0.0 if widest == 1 else (draft(widest) - draft(1)) / (widest - 1)
         row += per_draft
         # If deeper drafts are as good as the first ones, stopping early avoids no unknown cost, so no margin applies.
         chain_margin = margin if situation.informative else 1.0
         for _ in range(_ROUNDS):
-            lengths, gains, gained, seconds = self._chains(situation, following, weights, rate, level, row, per_draft)
+            lengths, gains, gained, seconds = self._chains(
+                prices, situation, following, weights, rate, level, row, per_draft
+            )
             before, rate = rate, max(rate, chain_margin * (worth + gained) / (base + seconds))
             if rate == before:
                 break
@@ -263,12 +287,13 @@ class CostAware(Decider):
             level_cost=rate * level,
             row_cost=rate * row,
             budget=budget,
-            verification=Verification(self._added(samples, situation), rate, situation.alike),
+            verification=Verification(prices.added(samples, situation), rate, situation.alike),
             gains=gains,
         )
 
     def _chains(
         self,
+        prices: "_Prices",
         situation: Situation,
         following: Sequence[Sequence[float]],
         weights: Sequence[float],
@@ -284,7 +309,7 @@ class CostAware(Decider):
         """
         alike = situation.alike
         samples = len(situation.max_depth) * alike + situation.extra_rows
-        before = self._target(samples)
+        before = prices.target(samples)
         chains: list[list[float]] = []
         for max_depth, next_, weight in zip(situation.max_depth, following, weights, strict=True):
             chances = (next_[min(depth, len(next_) - 1)] for depth in range(max_depth))
@@ -292,9 +317,9 @@ class CostAware(Decider):
             chains.append(list(takewhile(lambda reach: reach >= rate * row, path)))
         if not any(chains):
             return [0] * len(chains), [0.0] * len(chains), 0.0, 0.0
-        start = self.costs.starting(alike * sum(map(bool, chains)))
+        start = prices.costs.starting(alike * sum(map(bool, chains)))
         if len(chains) == 1:
-            return self._chain(chains[0], alike, samples, start, rate, per_level, row, per_draft)
+            return self._chain(prices, chains[0], alike, samples, start, rate, per_level, row, per_draft)
         reaches = np.array([reach for chain in chains for reach in chain])
         depths = np.array([depth for chain in chains for depth in range(len(chain))])
         order = (-reaches).argsort(kind="stable")
@@ -303,7 +328,7 @@ class CostAware(Decider):
         verified = drafted.cumsum(axis=1) * alike
         levels = np.arange(1, len(drafted) + 1)
         drafting = start + levels * per_level + per_draft * verified[:, -1]
-        seconds = drafting[:, None] + self._seconds(samples + int(verified[-1, -1]))[samples + verified] - before
+        seconds = drafting[:, None] + prices.seconds(samples + int(verified[-1, -1]))[samples + verified] - before
         worth = np.where(drafted, totals - rate * seconds, -np.inf)
         level, place = divmod(int(worth.argmax()), worth.shape[1])
         if worth[level, place] <= 0:
@@ -316,6 +341,7 @@ class CostAware(Decider):
 
     def _chain(
         self,
+        prices: "_Prices",
         chain: Sequence[float],
         alike: int,
         samples: int,
@@ -327,7 +353,7 @@ class CostAware(Decider):
     ) -> tuple[list[int], list[float], float, float]:
         """Chooses the length of a lone chain, all of whose drafts are verified, as :meth:`_chains` does."""
         last = samples + alike * len(chain)
-        times = self._seconds(last)[samples : last + 1 : alike].tolist()
+        times = prices.seconds(last)[samples : last + 1 : alike].tolist()
         best, worth, gained, seconds, total = 0, 0.0, 0.0, 0.0, 0.0
         for level, reach in enumerate(chain, 1):
             total += reach
@@ -337,11 +363,20 @@ class CostAware(Decider):
         share = (start + per_level * best) / (best * alike) if best else 0.0  # time of the levels per verified row
         return [best], [sum(chain[:best]) - rate * (row + share) * best], gained, seconds
 
-    def _target(self, rows: int) -> float:
-        """Returns the seconds of a forward from a table, since every step needs hundreds of them."""
-        return float(self._seconds(rows)[rows])
 
-    def _seconds(self, rows: int) -> Reals:
+class _Prices:
+    """What forwards cost, from tables, since every step needs hundreds of prices."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs = costs
+        self._slopes: dict[int, float] = {}
+        self._times: Reals = np.zeros(1)
+
+    def target(self, rows: int) -> float:
+        """Returns the seconds of a forward."""
+        return float(self.seconds(rows)[rows])
+
+    def seconds(self, rows: int) -> Reals:
         """Returns the seconds of forwards of 0 to at least ``rows`` rows."""
         times = self._times  # which another thread may replace
         if len(times) <= rows:
@@ -349,19 +384,18 @@ class CostAware(Decider):
             self._times = times = np.append(times, [self.costs.target(count) for count in more])
         return times
 
-    def _added(self, samples: int, situation: Situation) -> Reals:
+    def added(self, samples: int, situation: Situation) -> Reals:
         """Returns the seconds that verifying 0, 1, 2, ... drafts adds to a forward of one row for each sample."""
         last = samples + situation.alike * situation.drafts
-        times = self._seconds(last)
+        times = self.seconds(last)
         added: Reals = times[samples : last + 1 : situation.alike] - times[samples]
         return added
 
-    def _slope(self, samples: int) -> float:
+    def slope(self, samples: int) -> float:
         """Returns the seconds of a further row, where rows are cheapest."""
-        slopes = self._slopes
-        if samples not in slopes:
-            slopes[samples] = self.costs.target.least_slope(samples, _ROWS_AHEAD * samples)
-        return slopes[samples]
+        if samples not in self._slopes:
+            self._slopes[samples] = self.costs.target.least_slope(samples, _ROWS_AHEAD * samples)
+        return self._slopes[samples]
 
 
 def _expected(record: _Record, acceptance: Sequence[float], fall: float) -> list[float]:

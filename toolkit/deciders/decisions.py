@@ -121,6 +121,8 @@ class Situation:
         informative: whether draft probabilities distinguish drafts that will be accepted from others. If not, the
             levels have to limit the trees, since the drafts will not show where to stop.
         drafts: drafts that the topology has room for in all trees of the group.
+        pathwise: whether drafts cannot change the texts, as in :class:`StepView`. If they can, a plan must not depend
+            on the clock.
     """
 
     max_depth: Sequence[int]
@@ -134,6 +136,7 @@ class Situation:
     extra_rows: int = 0
     informative: bool = True
     drafts: int = 64
+    pathwise: bool = False
 
 
 __all__ = ["TOP", "Draw", "Limits", "Origin", "Situation", "StepView", "Verification"]

@@ -52,8 +52,8 @@ class Drafting:
         active: Sequence[Sample],
         noise: Noise | GumbelNoise | None,
         device: DeviceDrafts | None = None,
-    ) -> Growth | None:
-        """Plans the trees of a step; returns ``None`` if nothing is to be drafted.
+    ) -> DraftTree | Growth:
+        """Plans the trees of a step; returns lone roots if nothing is to be drafted.
 
         Args:
             state: the batch.
@@ -68,15 +68,14 @@ class Drafting:
             or all(self.waits(state, sample) for sample in active)
             or all(decider.rests(one.memory) for one in active)
         ):
-            return None
-        stage, *_ = self.parts.drafter.stages(state.drafts)
-        return Growth(self._context(state, active, noise), decider, *stage, device)
+            return self._roots(state, active)
+        return Growth(self._context(state, active, noise), decider, self.parts.drafter.stages(state.drafts), device)
 
     def waits(self, state: DecodeState, sample: Sample) -> bool:
         """Returns whether a sample drafts nothing, so that waiting prompts are read sooner; its text stays the same."""
         return state.prefilling and self.candidates is None and (sample.greedy or self._shared)
 
-    def roots(self, state: DecodeState, active: Sequence[Sample]) -> DraftTree:
+    def _roots(self, state: DecodeState, active: Sequence[Sample]) -> DraftTree:
         """Builds trees of roots alone, without drafts."""
         tokens: list[int | None] = [None] * len(state.samples)
         for sample in active:

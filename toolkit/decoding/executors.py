@@ -39,15 +39,21 @@ class Judged(NamedTuple):
     logits: Tensor | None = None
 
 
-class Executor(Protocol):
-    """Runs the steps of a batch."""
+Planned = Callable[[], DraftTree | Growth]
+"""Plans the trees of a step; returns lone roots if nothing is to be drafted."""
 
-    def __call__(self, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None) -> Judged:
-        """Runs the target over the trees of a step and verifies them.
+
+class Executor(Protocol):
+    """Runs the steps of a batch: grows trees, runs the target over them and verifies them."""
+
+    def __call__(
+        self, state: DecodeState, plan: Planned, noise: Noise | GumbelNoise | None
+    ) -> tuple[DraftTree, Judged]:
+        """Runs a step.
 
         Args:
             state: the batch; samples with NaN or infinite logits fail.
-            tree: the drafts.
+            plan: plans the trees.
             noise: noise of the step; ``None`` if all samples are greedy.
         """
 
@@ -63,17 +69,24 @@ class EagerExecutor:
     def __init__(self, runner: TargetRunner, judge: Judge) -> None:
         self.runner, self.judge = runner, judge
 
-    def __call__(self, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None) -> Judged:
+    def __call__(
+        self, state: DecodeState, plan: Planned, noise: Noise | GumbelNoise | None
+    ) -> tuple[DraftTree, Judged]:
+        with state.stats.phase("draft"):
+            planned = plan()
+            tree = planned.grown() if isinstance(planned, Growth) else planned
         with state.stats.phase("target"):
             logits, hidden = self.runner(state, tree)
         with state.stats.phase("verify"):
             sound, best = finite_rows(state, tree, logits)
             verdict = self.judge(state, tree, logits, best, noise, sound)
-        return Judged(verdict, lambda _, rows: _picked(hidden, rows), state.cache.commit, logits)
+        return tree, Judged(verdict, lambda _, rows: _picked(hidden, rows), state.cache.commit, logits)
 
 
 class RecordedExecutor:
-    """Runs steps of fixed shapes: one call does forward, verification and compaction, on a GPU as a recorded graph.
+    """Runs steps of fixed shapes, on a GPU as a recorded graph.
+
+    One call does forward, verification and compaction. It also drafts, unless the host has to see the drafts first.
 
     Args:
         static: runs the steps.
@@ -94,16 +107,10 @@ class RecordedExecutor:
             kinds.setdefault(kind, []).append(sample)
         return kinds
 
-    def drafted(
+    def _in_one_run(
         self, state: DecodeState, growth: Growth, noise: Noise | GumbelNoise | None
     ) -> tuple[DraftTree, Judged] | None:
-        """Drafts and verifies in one run; returns ``None``, with nothing changed, if the host has to see the drafts.
-
-        Args:
-            state: the batch.
-            growth: the trees, of which only roots exist.
-            noise: noise of the step; ``None`` if all samples are greedy.
-        """
+        """Drafts and verifies in one run; returns ``None``, with nothing changed, if the host has to see the drafts."""
         active = state.active
         on_host = any(sample.path_state for sample in active) or isinstance(noise, Noise)
         if on_host or len(self.kinds(active)) != 1:
@@ -120,7 +127,18 @@ class RecordedExecutor:
             result.verdict, lambda sample, rows: hidden[slots[sample], : len(rows)], state.cache.advance
         )
 
-    def __call__(self, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None) -> Judged:
+    def __call__(
+        self, state: DecodeState, plan: Planned, noise: Noise | GumbelNoise | None
+    ) -> tuple[DraftTree, Judged]:
+        with state.stats.phase("draft"):
+            tree = plan()
+            if isinstance(tree, Growth):
+                if (done := self._in_one_run(state, tree, noise)) is not None:
+                    return done
+                tree = tree.grown()
+        return tree, self._verified(state, tree, noise)
+
+    def _verified(self, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None) -> Judged:
         assert isinstance(state.cache, StaticCache)
         verdicts: list[Verdict] = []
         hidden: dict[int, Tensor] = {}

@@ -105,7 +105,7 @@ def cost_aware(target: RaggedModel, drafter: Drafter) -> CostAware:
         drafter: the drafter.
     """
     if cost_file(target).exists() and cost_file(target, drafter).exists():
-        return CostAware(known_costs(target, drafter))
+        return CostAware(known_costs(target, drafter), running=True)
 
     def measure(hurry: Callable[[], bool] | None) -> StepCosts | None:
         try:
@@ -113,7 +113,7 @@ def cost_aware(target: RaggedModel, drafter: Drafter) -> CostAware:
         except _Hurry:
             return None
 
-    decider = CostAware(rough_costs(target, drafter))
+    decider = CostAware(rough_costs(target, drafter), running=True)
     decider.measure = measure
     return decider
 

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from arbordraft.decoding.settings import biased, own_temperature, processors_of
 from arbordraft.decoding.text import stops
 from arbordraft.grammars import Grammar
+from arbordraft.sampling.corrections import CountPenalty
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import StatefulProcessor
 from arbordraft.utils.checks import (
@@ -188,22 +186,4 @@ _OPEN: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-class CountPenalty:
-    """Presence and frequency penalties as OpenAI defines them, over the tokens of the answer.
-
-    Args:
-        prompt: length of the prompt, whose tokens do not count.
-        presence: subtracted once from the score of a token that occurred.
-        frequency: subtracted once per occurrence.
-    """
-
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        self.prompt, self.presence, self.frequency = prompt, presence, frequency
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        answer = input_ids[:, self.prompt :]
-        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
-        return scores - self.frequency * counts - self.presence * (counts > 0)
-
-
-__all__ = ["CountPenalty", "Request"]
+__all__ = ["Request"]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.sampling.corrections import Changes, TextCorrections
 from arbordraft.sampling.noise import Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import PathState
@@ -160,6 +161,14 @@ class Sample:
         if self._uniforms is None:
             self._uniforms = self._generator.random((3, nodes))
         return self._uniforms
+
+    @cached_property
+    def _corrections(self) -> TextCorrections:
+        return TextCorrections(self.pipeline.processors)
+
+    def corrections(self) -> Changes:
+        """Returns the ``[n, 5]`` changes of draft scores that its processors make after the committed tokens."""
+        return self._corrections(self.tokens)
 
     @cached_property
     def shared(self) -> SharedSource:

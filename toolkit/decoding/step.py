@@ -3,11 +3,13 @@
 Shapes: n_b nodes of sample b, V vocabulary.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from arbordraft.deciders.running_costs import StepTimes
 from arbordraft.decoding.assemble import AssembledParts
 from arbordraft.decoding.drafting import Candidates, Drafting, noise_of
 from arbordraft.decoding.executors import EagerExecutor, Executor, Judged, RecordedExecutor
@@ -18,7 +20,7 @@ from arbordraft.decoding.state import DecodeState, Emission, Sample, logprobs_of
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.recording import INSTEAD
 from arbordraft.decoding.static.runner import StaticStepping
-from arbordraft.drafters.grow import finished
+from arbordraft.drafters.grow import Growth
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.weight_watch import WeightWatch
@@ -219,12 +221,10 @@ class Stepper:
         """
         active = state.active
         noise = noise_of(state, active, self.topology.num_nodes, shared=self.shared)
-        executor = self._executor(state, active)
+        executor, begun, before = self._executor(state, active), time.perf_counter(), dict(state.stats.seconds)
+        begins = not all(sample.forwards for sample in active)
         try:
-            with state.stats.phase("draft"):
-                tree, judged = self._draft(state, active, noise, executor)
-            if judged is None:
-                judged = executor(state, tree, noise)
+            tree, judged = executor(state, lambda: self._drafts(state, active, noise), noise)
         except BaseException as failure:
             self._take_back(state, active)
             if isinstance(failure, UnsupportedModel) and self._given_up(executor, failure):
@@ -232,6 +232,12 @@ class Stepper:
             raise
         with state.stats.phase("commit"):
             self._commit(state, tree, judged)
+        if not begins:  # otherwise a drafter may have read a prompt
+            draft, target = (state.stats.seconds[name] - before.get(name, 0.0) for name in ("draft", "target"))
+            rest = time.perf_counter() - begun - draft - target
+            kind = "eager" if executor is self.eager else "recorded"
+            context = sum(len(sample.tokens) for sample in active)
+            self.decider.timed(StepTimes(kind, len(active), tree.rows, tree.drafted, context, draft, target, rest))
         return judged.verdict
 
     def _executor(self, state: DecodeState, active: Sequence[Sample]) -> Executor:
@@ -246,20 +252,13 @@ class Stepper:
                 return self.eager
         return self.recorded
 
-    def _draft(
-        self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None, executor: Executor
-    ) -> tuple[DraftTree, Judged | None]:
-        """Drafts the trees of a step, and verifies them if a recorded step does both."""
-        static, stages = self.static, self.drafter.stages(state.drafts)
+    def _drafts(
+        self, state: DecodeState, active: Sequence[Sample], noise: Noise | GumbelNoise | None
+    ) -> DraftTree | Growth:
+        """Plans the trees of a step; returns lone roots if nothing is to be drafted."""
+        static = self.static
         fixed = static is not None and static.active and isinstance(state.cache, StaticCache)
-        device = static.drafts if static is not None and fixed else None
-        growth = self.drafting(state, active, noise, device)
-        if growth is None:
-            return self.drafting.roots(state, active), None
-        done = None
-        if isinstance(executor, RecordedExecutor) and len(stages) == 1:
-            done = executor.drafted(state, growth, noise)
-        return done or (finished(growth, stages[1:]), None)
+        return self.drafting(state, active, noise, static.drafts if static is not None and fixed else None)
 
     def _given_up(self, executor: Executor, failure: UnsupportedModel) -> bool:
         """Disables recorded steps after a failed recording if they are automatic; returns whether it did."""

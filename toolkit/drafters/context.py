@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from arbordraft.sampling.corrections import Changes
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise
-from arbordraft.sampling.owned_rows import RowOwner, draft_temperature
+from arbordraft.sampling.owned_rows import RowOwner
 from arbordraft.sampling.stateful import Allowed
 from arbordraft.trees.forest import Forest
 from arbordraft.trees.topology import TreeTopology
@@ -26,6 +27,9 @@ class ContextSample(RowOwner, Protocol):
     """
 
     memory: Any
+
+    def corrections(self) -> Changes:
+        """Returns the ``[n, 5]`` changes of draft scores that its processors make after the committed tokens."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,9 @@ class DraftContext:
         """
         return self.shared or self[sample].greedy
 
-    def temperature(self, sample: int) -> float | None:
-        """Returns :func:`~arbordraft.sampling.owned_rows.draft_temperature` of a sample."""
-        return draft_temperature(self[sample], self.shared)
+    def temperature(self, sample: int) -> float:
+        """Returns the divisor of a sample's draft scores; 0 if its drafts are the most probable tokens."""
+        return 0.0 if self[sample].greedy else self[sample].pipeline.draft_temperature
 
 
 class Frontier:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from arbordraft.drafters.children import Children, children_of
 from arbordraft.drafters.context import DraftContext, Frontier
 from arbordraft.drafters.network import DraftNetwork
 from arbordraft.drafters.planning import Group, plan
-from arbordraft.kernels.draft_tree import Draws, Limits, TreesToGrow, usable
+from arbordraft.kernels.draft_tree import Corrections, Draws, Limits, TreesToGrow, usable
 from arbordraft.kernels.draft_tree import reference as rule
 from arbordraft.kernels.draft_tree.rule import HostRule
 from arbordraft.sampling.laws import DraftLaw
@@ -56,59 +56,16 @@ def grow(
         state: the drafter's state for this batch.
         device: grows whole trees on a device; ``None`` if the target's steps have no fixed shapes.
     """
-    first, *later = drafter.stages(state)
-    return finished(Growth(context, decider, *first, device), later)
-
-
-def finished(growth: "Growth", later: Sequence[tuple[Drafter, Any]] = ()) -> DraftTree:
-    """Grows the trees of a planned step, and those of the drafters that follow; see :func:`grow`."""
-    context, decider, device = growth.context, growth.decider, growth.device
-    growth.grow()
-    forest = growth.forest
-    if later:
-        gains = growth.gains()
-    for stage, own in later:
-        waiting = _waiting(context, decider, stage, own, forest, gains)
-        if not waiting:
-            continue
-        max_depth = [limit if sample in waiting else None for sample, limit in enumerate(context.max_depth)]
-        drafts = forest.drafts
-        rows = sum(int(drafts[sample]) + 1 for sample in context.alive if sample not in waiting)
-        step = replace(context, max_depth=max_depth, extra_rows=context.extra_rows + rows)
-        other = Growth(step, decider, stage, own, device)
-        other.grow()
-        found, better = other.forest.drafts, other.gains()
-        taken = [sample for sample in sorted(waiting) if found[sample]]
-        forest.take(other.forest, taken)
-        gains[taken] = better[taken]
-    if not forest.drafts.any():
-        living = set(context.alive)
-        roots = [context.tokens(sample)[-1] if sample in living else None for sample in range(len(context.max_depth))]
-        return DraftTree.roots(context.topology, roots, Proposal(context.greedy_law))
-    return forest.rows()
-
-
-def _waiting(
-    context: DraftContext, decider: Decider, drafter: Drafter, state: Any, forest: Forest, gains: Reals
-) -> set[int]:
-    """Returns the samples for which this drafter is expected to gain more tokens than the drafts so far."""
-    drafts = forest.drafts
-    waiting = {sample for sample in context.alive if not drafts[sample]}
-    if len(waiting) < len(context.alive):
-        limits, _ = plan(context, decider, drafter, state)
-        if limits.gains is not None:
-            waiting |= {sample for sample in context.alive if gains[sample] < limits.gains[sample]}
-    return waiting
+    return Growth(context, decider, drafter.stages(state), device).grown()
 
 
 class Growth:
-    """The growth of one drafter's trees in one step.
+    """The growth of the trees of a step, planned for the first of a drafter's stages.
 
     Args:
         context: the step.
         decider: decides how far trees go on.
-        drafter: proposes children.
-        state: the drafter's state.
+        stages: drafters with their states, in order.
         device: see :func:`grow`.
 
     Attributes:
@@ -118,8 +75,13 @@ class Growth:
     """
 
     def __init__(
-        self, context: DraftContext, decider: Decider, drafter: Drafter, state: Any, device: DeviceDrafts | None = None
+        self,
+        context: DraftContext,
+        decider: Decider,
+        stages: Sequence[tuple[Drafter, Any]],
+        device: DeviceDrafts | None = None,
     ) -> None:
+        (drafter, state), *self._later = stages
         self.context, self.decider, self.drafter, self.state, self.device = context, decider, drafter, state, device
         self.law = context.greedy_law if drafter.certain else context.law
         self.limits, self.groups = plan(context, decider, drafter, state)
@@ -138,6 +100,7 @@ class Growth:
         self._ranked = None if drafter.informative else np.array(drafter.acceptance)
         self._random = not self.law.deterministic
         self._constrained = any(context[sample].path_state is not None for sample in context.alive)
+        self._drafted: dict[str, int] = {}  # levels, by kind of drafter
         self._forced: list[tuple[int, int, int]] = []  # sample, parent and node of the children that constraints force
         # For deciders that are asked: the draft row that the children of a node were drawn from.
         self._origins: dict[tuple[int, int], Origin] | None = {} if any(group.asked for group in self.groups) else None
@@ -153,11 +116,47 @@ class Growth:
         gains: Reals = (worth * (forest.token >= 0))[:, 1:].sum(axis=1)
         return gains
 
-    def grow(self) -> None:
-        """Grows the trees to their end."""
+    def grown(self) -> DraftTree:
+        """Grows the trees of all stages to their end, and packs them."""
+        context, forest = self.context, self.forest
+        self._grow_stage()
+        gains, drafted = self.gains() if self._later else None, dict(self._drafted)
+        for stage in self._later:
+            assert gains is not None
+            waiting = self._waiting(stage, gains)
+            if not waiting:
+                continue
+            max_depth = [limit if sample in waiting else None for sample, limit in enumerate(context.max_depth)]
+            drafts = forest.drafts
+            rows = sum(int(drafts[sample]) + 1 for sample in context.alive if sample not in waiting)
+            step = replace(context, max_depth=max_depth, extra_rows=context.extra_rows + rows)
+            other = Growth(step, self.decider, [stage], self.device)
+            other._grow_stage()
+            drafted |= other._drafted
+            found, better = other.forest.drafts, other.gains()
+            taken = [sample for sample in sorted(waiting) if found[sample]]
+            forest.take(other.forest, taken)
+            gains[taken] = better[taken]
+        if forest.drafts.any():
+            return replace(forest.rows(), drafted=drafted)
+        living = set(context.alive)
+        roots = [context.tokens(sample)[-1] if sample in living else None for sample in range(len(context.max_depth))]
+        return replace(DraftTree.roots(context.topology, roots, Proposal(context.greedy_law)), drafted=drafted)
+
+    def _waiting(self, stage: tuple[Drafter, Any], gains: Reals) -> set[int]:
+        """Returns the samples for which a later stage is expected to gain more tokens than the drafts so far."""
+        context, drafts = self.context, self.forest.drafts
+        waiting = {sample for sample in context.alive if not drafts[sample]}
+        if len(waiting) < len(context.alive):
+            limits, _ = plan(context, self.decider, *stage)
+            if limits.gains is not None:
+                waiting |= {sample for sample in context.alive if gains[sample] < limits.gains[sample]}
+        return waiting
+
+    def _grow_stage(self) -> None:
+        """Grows the trees of its own stage."""
         self._add_candidates()
-        if self.drafter.certain:
-            self._add_forced_tokens()
+        self._add_forced_tokens()
         left = [group for group in self.groups if not self._grown_in_one_call(group)]
         if len(left) == len(self.groups):
             self._grow_level_by_level(self.limits)
@@ -167,6 +166,10 @@ class Growth:
                 levels[group.samples] = self.limits.levels[group.samples]
             self._grow_level_by_level(replace(self.limits, levels=levels))
         self.drafter.proposed(self.state)
+        if self.limits.levels.any():
+            nodes = (self.forest.token >= 0).any(axis=0)
+            levels = int(self.context.topology.depth_array[nodes].max())
+            self._drafted[type(self.drafter).__name__] = levels
         for number, group in enumerate(self.groups):
             # Trees drawn at random are not trimmed: verification would no longer be lossless.
             if not group.asked and self.law_of(group.samples[0]).deterministic:
@@ -196,7 +199,7 @@ class Growth:
         child_list = self.context.topology.child_list
         for sample in self.context.alive:
             state = self.context[sample].path_state
-            if state is None:
+            if state is None or not self.law_of(sample).deterministic:
                 continue
             node, path = 0, list[int]()
             for _ in range(self.context.max_depth[sample] or 0):
@@ -225,18 +228,19 @@ class Growth:
     @property
     def whole(self) -> TreesToGrow | None:
         """The trees, if one call can grow all of them that grow at all; ``None`` if the host has to see some level."""
-        return self._whole(self.groups[0]) if len(self.groups) == 1 else None
+        alone = len(self.groups) == 1 and not self._later and not self._constrained
+        return self._whole(self.groups[0]) if alone else None
 
     def _whole(self, group: Group) -> TreesToGrow | None:
         """Returns the trees of a group, if one call can grow them."""
         context, limits, topology = self.context, self.limits, self.context.topology
         slots = [sample for sample in group.samples if limits.levels[sample] > 0]
-        if group.asked or not group.scaled or context.candidates is not None or not slots:
+        if group.asked or not group.pathwise or context.candidates is not None or not slots:
             return None
         if self._ranked is not None:  # so that all planned levels are drafted
             limits = replace(limits, calibration=np.full_like(limits.calibration, _CERTAIN))
-        draws = draws_of(context, slots)
-        return TreesToGrow(self.forest, slots, topology.child_offsets, topology.child_order, limits, draws)
+        draws, corrections = draws_of(context, slots), corrections_of(context, slots, self.forest)
+        return TreesToGrow(self.forest, slots, topology.child_offsets, topology.child_order, limits, draws, corrections)
 
     def _grown_in_one_call(self, group: Group) -> bool:
         """Lets a network grow a group's trees at once; returns whether the group is finished."""
@@ -245,6 +249,8 @@ class Growth:
             return not group.asked and not self.limits.levels[group.samples].any()
         slots = trees.slots
         if self.device is not None and (network := self.drafter.network(context)) is not None:
+            if self._constrained:  # a device knows no masks
+                return False
             broken: int | None = self.device(self.drafter, self.state, context, network, trees)
         else:
             broken = self.drafter.grow_natively(self.state, context, trees) if usable() else None
@@ -255,9 +261,26 @@ class Growth:
         if self._ranked is not None:
             for level in topology.tree_levels:
                 chance = self._ranked[level.rank.clip(max=len(self._ranked) - 1)]
+                chance = np.where(forest.certain[slots, level.below], 1, chance)
                 forest.chance[slots, level.below] = np.where(forest.token[slots, level.below] >= 0, chance, 0)
             rule.reached(forest, self.limits, topology.tree_levels, slots)
+        for sample in slots if self._constrained else ():
+            self._drop_forbidden(sample)
         return True
+
+    def _drop_forbidden(self, sample: int) -> None:
+        """Drops the drafts of a sample that constraints forbid, with all that follow them."""
+        forest, topology = self.forest, self.context.topology
+        state = self.context[sample].path_state
+        if state is None:
+            return
+        for node in ((forest.token[sample, 1:] >= 0).nonzero()[0] + 1).tolist():
+            parent, token = topology.parent_list[node], int(forest.token[sample, node])
+            allowed = state.allowed(forest.path(sample, parent)) if forest.token[sample, parent] >= 0 else None
+            if forest.token[sample, parent] < 0 or (allowed is not None and token not in allowed):
+                forest.token[sample, node] = -1
+            elif allowed is not None and allowed.only == token:
+                forest.certain[sample, node], forest.reach[sample, node] = True, forest.reach[sample, parent]
 
     # Level by level
 
@@ -435,8 +458,37 @@ def draws_of(context: DraftContext, samples: Sequence[int]) -> Draws | None:
         return None
     seeds = [source.seed if (source := noise.sources[sample]) else 0 for sample in samples]
     keys = np.array([seeds, [noise.lengths[sample] for sample in samples]], dtype=np.int64)
-    temperatures = [context.temperature(sample) or 0.0 for sample in samples]
-    return Draws(torch.from_numpy(keys[0]), torch.from_numpy(keys[1]), temperatures)
+    temperatures = [context.temperature(sample) for sample in samples]
+    truncations = [context[sample].pipeline.truncation for sample in samples]
+    return Draws(torch.from_numpy(keys[0]), torch.from_numpy(keys[1]), temperatures, truncations)
+
+
+def corrections_of(context: DraftContext, samples: Sequence[int], forest: Forest) -> Corrections | None:
+    """Returns what the processors of S samples change in scores, and the tokens allowed after their forced drafts."""
+    changes = [context[sample].corrections() for sample in samples]
+    masks = [_mask_after_forced(context, sample, forest) for sample in samples]
+    if not any(map(len, changes)) and not any(masks):
+        return None
+    table, bounds = torch.from_numpy(np.concatenate(changes)), [0, *accumulate(map(len, changes))]
+    if not any(masks):
+        return Corrections(table, bounds)
+    width = max(len(bits) for _, bits in filter(None, masks))
+    allowed = np.zeros((len(samples), width), dtype=np.uint8)
+    for row, mask in enumerate(masks):
+        if mask:
+            allowed[row, : len(mask[1])] = np.frombuffer(mask[1], np.uint8)
+    return Corrections(table, bounds, torch.from_numpy(allowed), [mask[0] if mask else -1 for mask in masks])
+
+
+def _mask_after_forced(context: DraftContext, sample: int, forest: Forest) -> tuple[int, bytes] | None:
+    """Returns the depth of a sample's last forced draft, and a bit for each token allowed after it, unless all are."""
+    if (state := context[sample].path_state) is None:
+        return None
+    depth, node, children = 0, 0, context.topology.child_list
+    while children[node] and forest.token[sample, children[node][0]] >= 0:
+        depth, node = depth + 1, children[node][0]
+    allowed = state.allowed(forest.path(sample, node))
+    return None if allowed is None else (depth, allowed.bits)
 
 
 def _probabilities(scores: Tensor, row: int) -> Tensor:
@@ -452,4 +504,4 @@ def warn_of_broken_rows() -> None:
     warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
 
 
-__all__ = ["DeviceDrafts", "Growth", "draws_of", "finished", "grow", "warn_of_broken_rows"]
+__all__ = ["DeviceDrafts", "Growth", "draws_of", "grow", "warn_of_broken_rows"]

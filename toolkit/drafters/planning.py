@@ -21,13 +21,11 @@ class Group(NamedTuple):
     Args:
         samples: numbers of the S samples.
         pathwise: whether drafts cannot change their texts.
-        scaled: whether a temperature is all that their processors apply to draft scores.
         asked: whether the decider is asked before every level, instead of once.
     """
 
     samples: list[int]
     pathwise: bool
-    scaled: bool
     asked: bool = False
 
 
@@ -35,8 +33,8 @@ def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
     """Asks the decider how far the trees of a step go on.
 
     Drafts never change a pathwise text. Pathwise samples are therefore planned together and spend rows where they gain
-    most. Those whose processors apply only a temperature form one group, the others form a second one. The text of any
-    other sample depends on its drafts. It is planned alone, for an assumed batch of equal samples.
+    most. The text of any other sample depends on its drafts. It is planned alone, for an assumed batch of equal
+    samples.
 
     Returns:
         The limits of all B samples, and the groups, in the order of their numbers in the limits.
@@ -45,16 +43,13 @@ def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
         ValueError: if the decider plans for another number of samples.
     """
     alive = context.alive
-    scaled = [sample for sample in alive if context.pathwise(sample) and context.temperature(sample) is not None]
-    known = set(scaled)
-    others = [sample for sample in alive if sample not in known and context.pathwise(sample)]
-    groups = [Group(own, True, fast) for own, fast in ((scaled, True), (others, False)) if own]
-    together = known.union(others)
-    groups += [Group([sample], False, False) for sample in alive if sample not in together]
+    together = [sample for sample in alive if context.pathwise(sample)]
+    groups = [Group(together, True)] if together else []
+    groups += [Group([sample], False) for sample in alive if not context.pathwise(sample)]
     depths, lag = drafter.depths(state, context), drafter.lag(state, context)
     idle = drafter.max_levels == 0
     found: list[Limits] = []
-    for number, (samples, pathwise, _, _) in enumerate(groups):
+    for number, (samples, pathwise, _) in enumerate(groups):
         own = [depths[sample] for sample in samples]
         if idle or (context.resting and pathwise):
             found.append(Limits.everything([0] * len(samples)))
@@ -73,6 +68,7 @@ def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
                     extra_rows=context.extra_rows + len(alive) - len(samples) if pathwise else 0,
                     informative=drafter.informative,
                     drafts=len(samples) * (context.topology.num_nodes - 1),
+                    pathwise=pathwise,
                 )
             )
             if len(limits.levels) != len(samples):

@@ -49,18 +49,6 @@ class RowOwner(Protocol):
         """Returns the stateful processors after drafted tokens."""
 
 
-def draft_temperature(owner: RowOwner, shared: bool) -> float | None:
-    """Returns the divisor of a sample's draft scores, 0 if nothing is drawn; ``None`` if more is done to them.
-
-    Args:
-        owner: the sample.
-        shared: whether target and drafter share their noise; if so, top-k and top-p are left out.
-    """
-    if owner.greedy:
-        return 0.0 if owner.pipeline.temperature == 1 else None
-    return owner.pipeline.untruncated_temperature if shared else owner.pipeline.temperature
-
-
 def draft_scores(
     logits: Tensor, owners: Sequence[RowOwner], drafted: Callable[[int], Sequence[int]], *, untruncated: bool
 ) -> Tensor:
@@ -124,4 +112,4 @@ def attributed(
         raise SampleError(owners[rows[0]].number, error) from error
 
 
-__all__ = ["RowOwner", "SampleError", "alike", "attributed", "draft_scores", "draft_temperature"]
+__all__ = ["RowOwner", "SampleError", "alike", "attributed", "draft_scores"]

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels import choice
+from arbordraft.kernels.draft_tree import Truncation
 from arbordraft.kernels.verify import lowest_kept
+from arbordraft.sampling.corrections import temperature_of, truncation_of
 from arbordraft.sampling.kinds import (
     check_for_trees,
     counting_less,
@@ -84,9 +86,14 @@ class LogitsPipeline:
         return _dividing(self.processors)
 
     @cached_property
-    def untruncated_temperature(self) -> float | None:
-        """The :attr:`temperature` if top-k and top-p are left out."""
-        return _dividing([one for one in self.processors if not truncates(one)])
+    def draft_temperature(self) -> float:
+        """Divisor of draft scores, whatever else the processors do; 0 if the most probable token always wins."""
+        return 0.0 if self.greedy else temperature_of(self.processors)
+
+    @cached_property
+    def truncation(self) -> Truncation:
+        """What top-k, top-p and min-p leave of a law."""
+        return truncation_of(self.processors)
 
     @property
     def constants(self) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:

@@ -46,23 +46,23 @@ class Allowed:
     """
 
     def __init__(self, bits: bytes) -> None:
-        self._bits = bits
+        self.bits = bits
 
     def __contains__(self, token: int) -> bool:
-        return token >> 3 < len(self._bits) and bool(self._bits[token >> 3] >> (token & 7) & 1)
+        return token >> 3 < len(self.bits) and bool(self.bits[token >> 3] >> (token & 7) & 1)
 
     def __and__(self, other: "Allowed") -> "Allowed":
-        return Allowed(bytes(map(and_, self._bits, other._bits)))
+        return Allowed(bytes(map(and_, self.bits, other.bits)))
 
     def tokens(self) -> list[int]:
         """Returns all allowed tokens, ascending."""
-        bits: list[int] = np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little").nonzero()[0].tolist()
+        bits: list[int] = np.unpackbits(np.frombuffer(self.bits, np.uint8), bitorder="little").nonzero()[0].tolist()
         return bits
 
     @cached_property
     def only(self) -> int | None:
         """The allowed token, if there is exactly one; otherwise ``None``."""
-        number = int.from_bytes(self._bits, "little")
+        number = int.from_bytes(self.bits, "little")
         return number.bit_length() - 1 if number and not number & (number - 1) else None
 
     def mask(self, scores: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Allowed:
         return scores.masked_fill_(self._forbidden(len(scores)).to(scores.device), -torch.inf)
 
     def _forbidden(self, vocabulary: int) -> Tensor:
-        bits = np.unpackbits(np.frombuffer(self._bits, np.uint8), count=vocabulary, bitorder="little")
+        bits = np.unpackbits(np.frombuffer(self.bits, np.uint8), count=vocabulary, bitorder="little")
         return torch.from_numpy(bits == 0)
 
 

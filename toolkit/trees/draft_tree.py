@@ -63,6 +63,7 @@ class DraftTree:
         draft_row: ``[T]`` int64 index of the unmodified draft row that the children were drawn from; -1 for none. Only
             children drawn by a deterministic law need none.
         draft_rows: ``[R, V]`` draft rows.
+        drafted: levels that each kind of drafter drafted in this step, those included whose drafts were dropped.
 
     Examples:
         >>> from arbordraft import Fixed
@@ -82,6 +83,7 @@ class DraftTree:
     certain: Flags
     draft_row: Ints
     draft_rows: Tensor = field(default_factory=lambda: NO_ROWS)
+    drafted: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(

@@ -11,6 +11,7 @@ from support.companions import Rounds
 from support.companions import drafter as trained_drafter
 from support.companions import target as trained_target
 from support.grown_trees import (
+    BETWEEN_LEVELS,
     BINARY,
     GREEDY,
     HOT,
@@ -20,7 +21,6 @@ from support.grown_trees import (
     TEMPERATURES,
     TEXTS,
     TOPOLOGIES,
-    UNTOLD,
     at_most,
     check,
     check_no_drafts,
@@ -210,9 +210,9 @@ def test_nan_weights_draft_nothing(kind, heat):
     check_no_drafts(Rounds(drafter, target, TEXTS, StaticDrafts(BINARY)), **TEMPERATURES[heat])
 
 
-@pytest.mark.parametrize("options", UNTOLD.values(), ids=UNTOLD)
+@pytest.mark.parametrize("options", BETWEEN_LEVELS.values(), ids=BETWEEN_LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_that_numbers_cannot_state_are_grown_level_by_level(drafts, kind, options):
+def test_steps_that_need_the_host_between_levels_are_grown_level_by_level(drafts, kind, options):
     target, drafter = parts(kind)
     rounds = Rounds(drafter, target, TEXTS, StaticDrafts(BINARY))
     tree = rounds.propose(BINARY, **{"law": LAW, **options})

@@ -1,0 +1,199 @@
+"""Costs follow the seconds of the running program, and plans follow the costs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.models import PROMPTS, left_padded, ragged
+
+import arbordraft as ad
+from arbordraft import CostTable
+from arbordraft.deciders import CostAware
+from arbordraft.deciders.costs import StepCosts
+from arbordraft.deciders.decisions import Situation
+from arbordraft.deciders.running_costs import RunningCosts, StepTimes
+from arbordraft.decoding import metrics, step
+from arbordraft.decoding.runner import PackedRunner
+from arbordraft.trees.verdict import Outcome
+
+PRIOR = StepCosts(CostTable((1, 8, 64), (1.0, 1.4, 4.0)), CostTable((1, 8), (0.1, 0.2)), rest=0.05, start=0.02)
+KIND = "LanguageModelDrafter"
+
+
+def times(samples=1, drafts=0, levels=0, slower=1.0, drafting=1.0, per_row=0.0, unit=0.01):
+    """Returns the seconds of a step that takes as long as expected, but for the given factors."""
+    rows = samples + drafts
+    draft = (PRIOR.start + levels * PRIOR.draft(max(1.0, drafts / levels))) if levels else 0.0
+    return StepTimes(
+        "eager",
+        samples,
+        rows,
+        {KIND: levels} if levels else {},
+        100,
+        unit * draft * drafting,
+        unit * PRIOR.target(rows) * slower,
+        unit * (PRIOR.rest + per_row * drafts),
+    )
+
+
+def test_steps_that_take_as_long_as_expected_change_nothing():
+    running = RunningCosts(PRIOR)
+    for turn in range(20):
+        running.learn(times(drafts=7 * (turn % 2), levels=7 * (turn % 2)))
+    found = running.of(KIND)
+    assert found.target.seconds == pytest.approx(PRIOR.target.seconds, rel=1e-6)
+    assert found.draft.seconds == pytest.approx(PRIOR.draft.seconds, rel=1e-6)
+    assert (found.rest, found.start) == (pytest.approx(PRIOR.rest), pytest.approx(PRIOR.start))
+
+
+def test_drafts_that_take_longer_are_known_after_a_few_steps():
+    running = RunningCosts(PRIOR)
+    for _ in range(4):
+        running.learn(times(drafts=7, levels=7, drafting=2.5))
+    assert 1.9 < running.of(KIND).draft(1) / PRIOR.draft(1) <= 2.5
+    assert running.of("EagleDrafter").draft(1) == PRIOR.draft(1), "of other drafters nothing was learned"
+
+
+def test_rows_that_take_long_to_verify_cost_more():
+    running = RunningCosts(PRIOR)
+    for turn in range(12):
+        running.learn(times(drafts=7 * (turn % 2), levels=7 * (turn % 2), per_row=0.2))
+    found = running.of(KIND).target
+    assert found(8) - found(1) > PRIOR.target(8) - PRIOR.target(1) + 7 * 0.1
+    assert found(1) == pytest.approx(PRIOR.target(1), rel=0.02)
+
+
+def test_a_machine_that_is_slower_as_a_whole_changes_no_plan():
+    running = RunningCosts(PRIOR)
+    for turn in range(12):
+        running.learn(times(drafts=7 * (turn % 2), levels=7 * (turn % 2), unit=0.5))
+    assert running.of(KIND).target.seconds == pytest.approx(PRIOR.target.seconds, rel=1e-6)
+    assert running.of(KIND).draft.seconds == pytest.approx(PRIOR.draft.seconds, rel=1e-6)
+
+
+def test_a_single_paused_step_is_no_evidence():
+    running = RunningCosts(PRIOR)
+    for _ in range(10):
+        running.learn(times(drafts=7, levels=7))
+    running.learn(times(drafts=7, levels=7, drafting=1000))
+    assert running.of(KIND).draft(1) < 1.4 * PRIOR.draft(1)
+
+
+def test_costs_stay_one_object_while_they_change_little():
+    running = RunningCosts(PRIOR)
+    running.learn(times(drafts=7, levels=7))
+    found = running.of(KIND)
+    running.learn(times(drafts=7, levels=7, drafting=1.02))
+    assert running.of(KIND) is found
+    running.learn(times(drafts=7, levels=7, drafting=2.0))
+    assert running.of(KIND) is not found
+
+
+def idle_steps(observations):
+    """Counts steps without drafts until costs that were found three times too high come back half the way."""
+    running = RunningCosts(PRIOR)
+    for _ in range(observations):
+        running.learn(times(drafts=7, levels=7, drafting=3.0))
+    high = running.of(KIND).draft(1)
+    for count in range(1, 5000):
+        running.learn(times())
+        if running.of(KIND).draft(1) - PRIOR.draft(1) < (high - PRIOR.draft(1)) / 2:
+            return count
+    raise AssertionError("they never come back")
+
+
+def test_what_was_seen_often_is_forgotten_later():
+    once, often = idle_steps(1), idle_steps(12)
+    assert 50 < once < often < 3000
+
+
+def planned(decider, pathwise=True):
+    memory = decider.start()
+    situation = Situation([7], [memory], source=KIND, acceptance=[0.7], pathwise=pathwise)
+    return int(decider.plan(situation).levels[0])
+
+
+def test_a_drafter_that_loses_rests_where_the_text_does_not_depend_on_drafts():
+    decider = CostAware(PRIOR, running=True)
+    assert planned(decider) > 0
+    for _ in range(6):
+        decider.timed(times(drafts=3, levels=3, drafting=12.0))
+    assert planned(decider) == 0
+    assert planned(decider, pathwise=False) > 0, "such a plan would let a text depend on the clock"
+    frozen = CostAware(PRIOR)
+    for _ in range(6):
+        frozen.timed(times(drafts=3, levels=3, drafting=12.0))
+    assert planned(frozen) > 0
+
+
+def test_a_drafter_that_was_too_slow_once_is_tried_again():
+    decider = CostAware(PRIOR, running=True)
+    for _ in range(6):
+        decider.timed(times(drafts=3, levels=3, drafting=12.0))
+    for _ in range(3000):
+        if planned(decider):
+            break
+        decider.timed(times())
+    assert planned(decider) > 0
+
+
+def test_better_costs_begin_anew():
+    decider = CostAware(PRIOR, running=True)
+    for _ in range(6):
+        decider.timed(times(drafts=3, levels=3, drafting=12.0))
+    decider.measure = lambda hurry: replace(PRIOR, rest=0.06)
+    decider.settle()
+    assert planned(decider) > 0
+
+
+class Clock:
+    """Time that passes with the work of a decoder: a level of drafting takes ``level`` seconds, all else little."""
+
+    def __init__(self, level):
+        self.now, self.level = 0.0, level
+
+    def __call__(self):
+        self.now += 1e-4
+        return self.now
+
+
+@pytest.mark.parametrize("level", [0.001, 1.0])
+def test_a_losing_drafter_rests_by_the_clock(monkeypatch, level):
+    """Seconds of each step reach the decider: drafting stops only where it loses."""
+    clock = Clock(level)
+    target, drafter = ragged(seed=1, kernels="torch"), ad.LanguageModelDrafter(ragged(seed=1, kernels="torch"))
+    scores, run = drafter.scores, PackedRunner.__call__
+
+    def slow(*given):
+        clock.now += clock.level
+        return scores(*given)
+
+    def forward(*given):
+        clock.now += 0.1
+        return run(*given)
+
+    monkeypatch.setattr(drafter, "scores", slow)
+    monkeypatch.setattr(PackedRunner, "__call__", forward)
+    for module in (metrics, step):
+        monkeypatch.setattr(module.time, "perf_counter", clock)
+    costs = StepCosts(CostTable((1, 16), (0.1, 0.11)), CostTable((1,), (0.001,)))
+    decider = CostAware(costs, running=True)
+    decoder = ad.SpeculativeDecoder(target, drafter, ad.TreeTopology.chain(4), decider=decider)
+    drafted = []
+    decoder.on_step = lambda state, tree, verdict: drafted.append(tree.rows - len(tree.living))
+    plain = ad.SpeculativeDecoder(target, ad.NoDrafter())
+    inputs = left_padded(PROMPTS[:1])
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(decoder.generate(**inputs, **options), plain.generate(**inputs, **options))
+    assert drafted[0] > 0
+    if level < 0.1:
+        assert drafted.count(0) <= 2
+    else:
+        assert drafted.count(0) > len(drafted) / 2
+
+
+def test_outcomes_without_times_are_learned_as_before():
+    decider = CostAware(PRIOR, running=True)
+    memory = decider.start()
+    decider.learn(memory, Outcome(accepted=0, drafted=3, stated=(0.9,), source=KIND))
+    assert memory[KIND].tried[0] == 1

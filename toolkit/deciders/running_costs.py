@@ -1,0 +1,151 @@
+"""Costs of steps as the running program measures them: a table measured once is only where they begin.
+
+A machine is busier than it was, texts get longer, requests have processors whose rows take time to verify. So seconds
+of parts of steps are compared with those that the table predicts, and later predictions are multiplied with the ratio.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from arbordraft.deciders.costs import CostTable, StepCosts
+
+Reals = npt.NDArray[np.float64]
+
+_RECENT = 0.9  # share of older observations in an average, per observation
+_KEPT = 0.998  # share of the observations of a drafter that still counts after a step in which it did not draft
+_PRIOR = 1.0  # observations that a table counts for
+_MOST_CHANGE = 3.0  # most factor by which an observation may exceed the average: a paused process is no evidence
+_NOTED = 0.05  # relative change of a ratio from which plans follow it
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step.
+
+    Args:
+        executor: how it ran: ``eager`` or ``recorded``.
+        samples: number of samples that took part.
+        rows: rows of the target's forward.
+        drafted: levels that each kind of drafter drafted, those included whose drafts were dropped.
+        context: committed tokens of all samples.
+        draft: seconds of drafting.
+        target: seconds of the target's forward; in a recorded step, verification included.
+        rest: all other seconds.
+    """
+
+    executor: str
+    samples: int
+    rows: int
+    drafted: Mapping[str, int]
+    context: int
+    draft: float
+    target: float
+    rest: float
+
+
+class _Average:
+    """An average of recent observations, to which the prior value counts as one of them."""
+
+    def __init__(self, prior: float) -> None:
+        self.prior = self.value = prior
+        self.weight = 0.0
+        self._sum = 0.0
+
+    def note(self, value: float, most: float) -> None:
+        """Takes an observation, limited to ``most``."""
+        self._sum, self.weight = _RECENT * self._sum + min(value, most), _RECENT * self.weight + 1
+        self._settle()
+
+    def forget(self) -> None:
+        """Lets past observations count a little less, and the prior value a little more."""
+        self._sum, self.weight = _KEPT * self._sum, _KEPT * self.weight
+        self._settle()
+
+    def _settle(self) -> None:
+        self.value = (_PRIOR * self.prior + self._sum) / (_PRIOR + self.weight)
+
+
+class RunningCosts:
+    """Follows the costs of a program's steps.
+
+    All costs are relative to the target's forwards, since plans depend on ratios alone. A drafter whose drafts do not
+    pay is not observed any more. What is known of its drafts then fades, the slower the more often it was observed. So
+    it is tried again at growing intervals.
+
+    Args:
+        prior: costs measured before, or estimated; in any unit.
+    """
+
+    def __init__(self, prior: StepCosts) -> None:
+        self.prior = prior
+        self._rows = np.array(prior.target.rows)
+        self._unit: _Average | None = None  # seconds of the prior's unit
+        self._target = [_Average(1.0) for _ in prior.target.rows]
+        self._rest, self._per_row = _Average(prior.rest), _Average(0.0)
+        self._drafting: dict[str, _Average] = {}
+        self._followed: dict[str, tuple[Reals, StepCosts]] = {}
+
+    def learn(self, times: StepTimes, free: Collection[str] = ()) -> None:
+        """Takes the times of a step.
+
+        Args:
+            times: the times.
+            free: kinds of drafters whose levels take almost no time.
+        """
+        ratio = times.target / self.prior.target(times.rows)
+        if self._unit is None:
+            self._unit = _Average(ratio)
+        self._unit.note(ratio, _MOST_CHANGE * self._unit.value)
+        unit, one = self._unit.value, self.prior.target(1)
+        average = self._target[int(np.abs(self._rows - times.rows).argmin())]
+        average.note(ratio / unit, _MOST_CHANGE * average.value)
+        rest, drafts = times.rest / unit, times.rows - times.samples
+        if drafts:
+            self._per_row.note(max(0.0, rest - self._rest.value) / drafts, one)
+        else:
+            self._rest.note(rest, _MOST_CHANGE * max(self._rest.value, one))
+        for kind, known in self._drafting.items():
+            if kind not in times.drafted:
+                known.forget()
+        if (expected := self._expected(times, free)) > 0:
+            costly = [kind for kind in times.drafted if kind not in free] or list(times.drafted)
+            average = self._drafting.setdefault(costly[-1], _Average(1.0))
+            average.note(times.draft / unit / expected, _MOST_CHANGE * average.value)
+
+    def _expected(self, times: StepTimes, free: Collection[str]) -> float:
+        """Returns how long drafting was expected to take, in the prior's unit."""
+        prior, samples, total = self.prior, times.samples, 0.0
+        for kind, levels in times.drafted.items():
+            if kind in free:
+                total += prior.looking(samples)
+            elif levels:
+                per_level = max(1.0, (times.rows - samples) / levels)
+                total += prior.starting(samples) + levels * (prior.draft(per_level) + prior.decide)
+        return total
+
+    def of(self, kind: str) -> StepCosts:
+        """Returns the costs of steps with a kind of drafter; the same object while they stay within a few per cent."""
+        prior, drafting = self.prior, self._drafting[kind].value if kind in self._drafting else 1.0
+        target, per_row = np.array([one.value for one in self._target]), self._per_row.value
+        seconds = target * prior.target.seconds + per_row * (self._rows - 1)
+        now = np.array([*seconds, drafting, self._rest.value])
+        if kind in self._followed:
+            before, costs = self._followed[kind]
+            if np.allclose(now, before, rtol=_NOTED, atol=0):
+                return costs
+        scaled = {name: drafting * getattr(prior, name) for name in ("start", "joining", "lookup", "finding")}
+        costs = replace(
+            prior,
+            target=CostTable(prior.target.rows, tuple(seconds.tolist())),
+            draft=CostTable(prior.draft.rows, tuple(drafting * known for known in prior.draft.seconds)),
+            rest=self._rest.value,
+            **scaled,
+        )
+        self._followed[kind] = now, costs
+        return costs
+
+
+__all__ = ["RunningCosts", "StepTimes"]
