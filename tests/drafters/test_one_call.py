@@ -250,13 +250,6 @@ def test_steps_that_need_the_host_between_levels_are_grown_level_by_level(calls,
 # Plans and requests that one side might read differently
 
 
-@pytest.mark.parametrize("kind", ["eagle", "model"])
-def test_a_temperature_beside_greedy_drafts(kind):
-    """The temperature changes no token, but the chances of drafts, and so which drafts are kept."""
-    plan = at_most(MANY, row_cost=0.05)
-    assert check(*pair(kind), BINARY, plan, greedy=True, processors=[TemperatureLogitsWarper(0.3)]) > 0
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_that_ask_for_more_levels_than_there_is_room(kind):
     def plan(situation):
