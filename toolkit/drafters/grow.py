@@ -92,7 +92,7 @@ def _waiting(
 ) -> set[int]:
     """Returns the samples for which this drafter is expected to gain more tokens than the drafts so far."""
     drafts = forest.drafts
-    waiting = {sample for sample in context.alive if not drafts[sample]}
+    waiting = {sample for sample in context.alive if not drafts[sample] and context.bounds.get(sample) != 0}
     if len(waiting) < len(context.alive):
         limits, _ = plan(context, decider, drafter, state)
         if limits.gains is not None:
@@ -143,7 +143,7 @@ class Growth:
 
     def law_of(self, sample: int) -> DraftLaw:
         """Returns the law of a sample's children."""
-        return self.context.greedy_law if self.context[sample].greedy else self.law
+        return self.context.law_of(sample, self.drafter.certain)
 
     def gains(self) -> Reals:
         """Returns ``[B]`` expected tokens from every sample's drafts, less the price of their rows."""
@@ -166,6 +166,9 @@ class Growth:
                 levels[group.samples] = self.limits.levels[group.samples]
             self._grow_level_by_level(replace(self.limits, levels=levels))
         self.drafter.proposed(self.state)
+        for sample, bound in self.context.bounds.items():
+            samples, nodes, _ = self._likeliest(np.array([sample]))
+            self.forest.drop(samples[bound:], nodes[bound:])
         for number, group in enumerate(self.groups):
             # Trees drawn at random are not trimmed: verification would no longer be lossless.
             if not group.asked and self.law_of(group.samples[0]).deterministic:
@@ -198,7 +201,8 @@ class Growth:
             if state is None:
                 continue
             node, path = 0, list[int]()
-            for _ in range(self.context.max_depth[sample] or 0):
+            most = self.context.max_depth[sample] or 0
+            for _ in range(min(most, self.context.bounds.get(sample, most))):
                 allowed = state.allowed(path)
                 if allowed is None or allowed.only is None or not child_list[node]:
                     break
@@ -224,7 +228,12 @@ class Growth:
     @property
     def whole(self) -> TreesToGrow | None:
         """The trees, if one call can grow all of them that grow at all; ``None`` if the host has to see some level."""
-        return self._whole(self.groups[0]) if len(self.groups) == 1 else None
+        levels, topology = self.limits.levels, self.context.topology
+        pruned = any(
+            topology.levels[min(levels[sample], topology.max_depth)].stop - 1 > bound
+            for sample, bound in self.context.bounds.items()
+        )
+        return None if pruned or len(self.groups) > 1 else self._whole(self.groups[0])
 
     def _whole(self, group: Group) -> TreesToGrow | None:
         """Returns the trees of a group, if one call can grow them."""
@@ -416,15 +425,23 @@ class Growth:
         budget, verification = limits.price_of(number)
         if budget < 0 and verification is None:
             return
+        samples, nodes, trunk = self._likeliest(samples)
+        if len(nodes):
+            kept = max(rule.number_kept(forest.reach[samples, nodes], budget, verification), trunk)
+            forest.drop(samples[kept:], nodes[kept:])
+
+    def _likeliest(self, samples: Ints) -> tuple[Ints, Ints, int]:
+        """Returns samples and nodes of the drafts of some samples, the likeliest first, and the size of the trunk.
+
+        The trunk comes first. Every parent comes before its children.
+        """
+        forest = self.forest
         places, nodes = (forest.token[samples, 1:] >= 0).nonzero()
-        if not len(nodes):
-            return
         samples, nodes = samples[places], nodes + 1
-        reach, trunk = forest.reach[samples, nodes], forest.trunk[samples, nodes]
-        # Parents sort before their children: the reach never rises along a path, and equal reaches sort by node.
-        order = np.lexsort((samples, nodes, -reach, ~trunk))
-        kept = max(rule.number_kept(reach[order], budget, verification), int(trunk.sum()))
-        forest.drop(samples[order[kept:]], nodes[order[kept:]])
+        trunk = forest.trunk[samples, nodes]
+        # The reach never rises along a path, and equal reaches sort by node.
+        order = np.lexsort((samples, nodes, -forest.reach[samples, nodes], ~trunk))
+        return samples[order], nodes[order], int(trunk.sum())
 
 
 def draws_of(context: DraftContext, samples: Sequence[int]) -> Draws | None:
