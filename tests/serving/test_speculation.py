@@ -1,4 +1,4 @@
-"""Requests bound their drafts and predict their answers, and each answer tells what its drafts brought."""
+"""Requests bound their drafts and predict their answers, and each answer reports its drafts."""
 
 import pytest
 from fastapi.testclient import TestClient
@@ -237,7 +237,7 @@ PATHS = {
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_meant_is_refused_by_name(http, path, name):
+def test_wrong_values_are_refused_by_name(http, path, name):
     given, reason = WRONG[name]
     reply = http.post(f"/v1/{path}", json={**PATHS[path], **given})
     assert reply.status_code == 400

@@ -35,7 +35,7 @@ from arbordraft.serving.tool_parsing import ToolCallDelta
 
 
 class Report(NamedTuple):
-    """What a request took, for the end of its answer.
+    """Tokens, drafts and times of a request, for the end of its answer.
 
     Args:
         usage: numbers of tokens, in OpenAI's format.
@@ -245,7 +245,7 @@ def _by_text(others: Sequence[DecodedLogprob]) -> dict[str, float]:
 
 
 def report_of(stream: Stream, reasoning: int) -> Report:
-    """Reports what a request took so far; figures of several answers are summed.
+    """Reports the tokens, drafts and times of a request so far; figures of several answers are summed.
 
     Args:
         stream: the engine's stream, with requests and answers.
