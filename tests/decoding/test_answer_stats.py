@@ -1,7 +1,6 @@
 """Counts and times of one answer, under the names of other servers."""
 
 import random
-from collections import Counter
 
 import pytest
 from support.models import PROMPTS, generated, ragged
@@ -94,8 +93,8 @@ def test_nothing_drafted_is_plain_decoding():
 
 
 def test_figures_of_answers_are_summed():
-    one = AnswerStats(prompt=3, emitted=4, forwards=2, drafted=5, acceptances=Counter({2: 1}), prompt_seconds=0.5)
-    other = AnswerStats(prompt=3, copied=1, emitted=1, forwards=1, drafted=2, acceptances=Counter({0: 1}))
+    one = AnswerStats(prompt=3, emitted=4, forwards=2, drafted=5, acceptances=[0, 0, 1], prompt_seconds=0.5)
+    other = AnswerStats(prompt=3, copied=1, emitted=1, forwards=1, drafted=2, acceptances=[1])
     both = one + other
     assert both.speculative_decoding()["acceptance_histogram"] == [1, 0, 1]
     assert both.speculative_decoding()["mean_acceptance_length"] == 2.0

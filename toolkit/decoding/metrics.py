@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
@@ -23,14 +24,14 @@ class AnswerStats:
         emitted: committed tokens.
         forwards: target forwards that it took part in.
         drafted: tokens that were drafted for it, all of which were verified.
-        acceptances: by number of accepted drafts, in how many steps with drafts so many were accepted.
+        acceptances: entry ``[j]``: number of steps with drafts in which j drafts were accepted.
         accepted_prediction: tokens of its prediction that it contains, in their order: the longest common subsequence.
         rejected_prediction: the other tokens of its prediction.
         prompt_seconds: time in which its prompt was read.
         decode_seconds: time from then to its last token.
 
     Examples:
-        >>> AnswerStats(emitted=6, forwards=3, drafted=5, acceptances=Counter({1: 1, 2: 1})).accepted
+        >>> AnswerStats(emitted=6, forwards=3, drafted=5, acceptances=[0, 1, 1]).accepted
         3
     """
 
@@ -39,21 +40,23 @@ class AnswerStats:
     emitted: int = 0
     forwards: int = 0
     drafted: int = 0
-    acceptances: Counter[int] = field(default_factory=Counter)
+    acceptances: list[int] = field(default_factory=list)
     accepted_prediction: int = 0
     rejected_prediction: int = 0
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
-    _since: float = field(default=0.0, repr=False, compare=False)
+    _since: float = field(default=0.0, init=False, repr=False, compare=False)
 
     @property
     def accepted(self) -> int:
         """Number of accepted drafts."""
-        return sum(accepted * steps for accepted, steps in self.acceptances.items())
+        return sum(accepted * steps for accepted, steps in enumerate(self.acceptances))
 
     def __add__(self, other: "AnswerStats") -> "AnswerStats":
-        names = [each.name for each in fields(self) if each.init and each.name != "_since"]
-        return AnswerStats(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        names = [each.name for each in fields(self) if each.init and each.name != "acceptances"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        pairs = zip_longest(self.acceptances, other.acceptances, fillvalue=0)
+        return AnswerStats(**sums, acceptances=[ours + theirs for ours, theirs in pairs])
 
     def begin(self, prompt: int) -> None:
         """Starts the clock when the answer gets its slot; ``prompt`` is the length of its prompt."""
@@ -70,16 +73,17 @@ class AnswerStats:
         self.emitted += emitted
         self.drafted += drafted
         if drafted:
+            self.acceptances += [0] * (accepted + 1 - len(self.acceptances))
             self.acceptances[accepted] += 1
         self.decode_seconds = time.perf_counter() - self._since
 
     def speculative_decoding(self) -> dict[str, Any]:
         """Returns the figures that vLLM calls ``metrics.speculative_decoding``; they cover the steps with drafts."""
-        steps, accepted = self.acceptances.total(), self.accepted
+        steps, accepted = sum(self.acceptances), self.accepted
         return {
             "mean_acceptance_length": 1 + accepted / max(1, steps),
             "draft_acceptance_rate": accepted / max(1, self.drafted),
-            "acceptance_histogram": [self.acceptances[count] for count in range(max(self.acceptances, default=-1) + 1)],
+            "acceptance_histogram": list(self.acceptances),
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": self.drafted,

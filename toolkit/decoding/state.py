@@ -156,6 +156,10 @@ class Sample:
         """Whether it failed, or has no tokens left to read or decode."""
         return self.failure is not None or not (self.budget or self.num_unprefilled)
 
+    def drop_prediction(self) -> None:
+        """Drops the prediction of an ended sample, whose other tokens may still be copied."""
+        self.prediction, self._common = (), None
+
     def take_copied(self, tokens: int) -> None:
         """Counts tokens of the prompt that were copied from another sample's cache."""
         self.num_unprefilled -= tokens
