@@ -15,9 +15,9 @@ from arbordraft import deciders, drafters, verifiers
 from arbordraft.deciders import Decider, LearnedDecider, costs
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.drafters import Drafter
+from arbordraft.drafters.onnx_networks import OnnxNetwork
 from arbordraft.heads.base import fingerprint
 from arbordraft.loading import load_target
-from arbordraft.onnx.networks import OnnxNetwork
 from arbordraft.sampling import laws
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.utils.choices import Dtype, Kernels

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import warnings
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -17,15 +18,45 @@ settings.register_profile("arbordraft", derandomize=True, deadline=None, databas
 settings.load_profile("arbordraft")
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "one_in(n): of the test's cases, all but one in n soak; see `thin`")
+
+
+def thin(items):
+    """Marks the cases that ``one_in(n)`` leaves to the soak.
+
+    A case runs if the sum of its places along all parametrisations is a multiple of ``n``. So if one of them has ``n``
+    or more values, each combination of the others has a case that runs.
+    """
+    places = defaultdict(dict)  # along each parametrisation of a test, by the values there
+    for item in items:
+        if (mark := item.get_closest_marker("one_in")) is None:
+            continue
+        place = 0
+        for axis, (names, *_) in enumerate(one.args for one in item.iter_markers("parametrize")):
+            names = names.split(",") if isinstance(names, str) else names
+            known = places[item.function, axis]
+            place += known.setdefault(tuple(id(item.callspec.params[name.strip()]) for name in names), len(known))
+        if place % mark.args[0]:
+            item.add_marker(pytest.mark.soak)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
-    """Runs files that start processes, or that soak, first: at the end they would leave other workers idle."""
+    """Runs long files first: at the end they would leave other workers idle.
+
+    These are files that start processes, that soak, or that have many cases.
+    """
+    thin(items)
+    yield  # pytest deselects
     waiting = {"ray", "runpy", "subprocess"}
     first = {
         item.path
         for item in items
         if item.get_closest_marker("soak") or waiting & vars(getattr(item, "module", None) or object).keys()
     }
-    items.sort(key=lambda item: item.path not in first)
+    cases = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in first, -cases[item.path]))
 
 
 def pytest_collection_finish(session):

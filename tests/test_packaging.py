@@ -84,6 +84,7 @@ def test_wheel_contents(wheel):
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.soak
 def test_installed_modules_import(site, tmp_path):
     """Every module comes from the wheel, even if an editable checkout is installed as well."""
     packages = [name for name in SETUPTOOLS["packages"] if name.count(".") <= 1]

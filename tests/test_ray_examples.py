@@ -20,16 +20,16 @@ import torch
 from ray import serve
 from support.chats import chat_tokenizer
 from support.models import tiny_checkpoint
+from support.served import HELLO, free_port
 from support.tiny_training import fit, same, save_config, save_world, stored
 
-from arbordraft.serving.server import bound
 from arbordraft.training.fit import data_of
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples"
 SHARE = 0.2  # processors per process in Ray's accounting, not their actual use
 PATIENCE = 600  # seconds; on a busy machine, a start may take minutes
-HELLO = [{"role": "user", "content": "hello there"}]
+NUMBERS = pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.soak)])  # processes start slowly
 LONG = {"max_tokens": 1900, "extra_body": {"ignore_eos": True}}
 
 
@@ -72,36 +72,34 @@ def world(tmp_path_factory):
     return save_world(tmp_path_factory.mktemp("world"))
 
 
-def test_two_actors_write_the_data_of_one_process(cluster, world, tmp_path, run_example):
+@NUMBERS
+def test_actors_write_the_data_of_one_process(cluster, world, tmp_path, run_example, number):
     config = save_config(tmp_path / "config.yaml", world, data={"folder": str(tmp_path / "shared")})
-    shown = run_example("ray_generate.py", "--actors", 2, "--config", config)
+    shown = run_example("ray_generate.py", "--actors", number, "--config", config)
     assert "3 shards are in" in shown
     own = save_config(tmp_path / "own.yaml", world, data={"folder": str(tmp_path / "own")})
     data_of(["--config", str(own)]).generate()
     assert same(stored(tmp_path / "shared"), stored(tmp_path / "own"))
 
 
-def test_workers_train_and_go_on_after_a_failure(cluster, world, tmp_path, run_example):
-    """The result is that of one process with the batches of both workers; the failure leaves no trace."""
+@NUMBERS
+def test_workers_train_and_go_on_after_a_failure(cluster, world, tmp_path, run_example, number):
+    """The result is that of one process with the batches of all workers. Of two, one fails, which leaves no trace."""
     lost = {"class_path": "support.tiny_training.FailOnce", "init_args": {"mark": str(tmp_path / "mark")}}
-    config = save_config(tmp_path / "config.yaml", world, trainer={"callbacks": [lost]})
-    own = ["--workers", 2, "--retries", 1, "--storage", tmp_path / "ray"]
+    config = save_config(tmp_path / "config.yaml", world, trainer={"callbacks": [lost] if number > 1 else []})
+    steps = 16 // number
+    own = ["--workers", number, "--retries", 1, "--storage", tmp_path / "ray"]
     shown = run_example("ray_train.py", *own, "--config", config)
-    assert "8 steps, " in shown
-    assert (tmp_path / "mark").exists()
-    expected, _ = fit(world, tmp_path / "alone", noise=0.0, accumulate_grad_batches=2)
+    assert f"{steps} steps, " in shown
+    assert (tmp_path / "mark").exists() == (number > 1)
+    expected, _ = fit(world, tmp_path / "alone", noise=0.0, accumulate_grad_batches=number)
     found = [torch.load(path, weights_only=True) for path in (tmp_path / "ray").rglob("checkpoint.ckpt")]
-    (last,) = [checkpoint for checkpoint in found if checkpoint["global_step"] == 8]
+    (last,) = [checkpoint for checkpoint in found if checkpoint["global_step"] == steps]
     for name, tensor in expected["state_dict"].items():
         torch.testing.assert_close(last["state_dict"][name], tensor, rtol=0, atol=1e-6)
 
 
 # Serving
-
-
-def free_port():
-    with bound("127.0.0.1", 0) as listener:
-        return listener.getsockname()[1]
 
 
 def until(true):
@@ -175,20 +173,21 @@ def single(served, folder):
     serve.delete("single")
 
 
-def test_answers_stream_through_ray(single):
-    url, _ = single
+def test_answers_stream_through_ray(served):
+    url, _ = served
     asked = {"seed": 3, "temperature": 1, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
     chunks = list(chat(url, **asked, stream=True))
     assert len(chunks) > 5
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == chat(url, **asked).choices[0].message.content
 
 
-def test_errors_keep_their_shape(single):
+def test_errors_keep_their_shape(served):
     with pytest.raises(openai.BadRequestError) as refused:
-        chat(single[0], max_tokens=2048)
+        chat(served[0], max_tokens=2048)
     assert refused.value.code == "context_length_exceeded"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "whole"])
 def test_requests_of_a_client_that_leaves_are_cancelled(single, streaming):
     def cancelled():
@@ -207,6 +206,7 @@ def test_requests_of_a_client_that_leaves_are_cancelled(single, streaming):
     assert until(lambda: cancelled() == before + 1)
 
 
+@pytest.mark.soak
 def test_a_replica_whose_engine_only_fails_is_replaced(single):
     url, handle = single
     (broken,) = replicas("single")
@@ -224,6 +224,7 @@ def test_a_wrong_key_is_refused(served):
     assert chat(served[0], max_tokens=2).choices
 
 
+@pytest.mark.soak
 def test_a_crowd_is_answered_or_told_to_retry(served):
     statuses = []
     counting = httpx.Client(
@@ -241,6 +242,7 @@ def test_a_crowd_is_answered_or_told_to_retry(served):
     assert set(statuses) == {200, 503}
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("kernels")
 def test_no_request_is_lost_with_a_replica(served):
     """Retries give the same answer; OpenAI's client retries by itself, except for streams that have begun."""
@@ -291,13 +293,14 @@ def test_an_interrupt_lets_answers_end(served):
 
 
 @pytest.mark.usefixtures("kernels")
-def test_two_actors_answer_like_one_engine(cluster, folder, tmp_path, monkeypatch):
+@NUMBERS
+def test_actors_answer_like_one_engine(cluster, folder, tmp_path, monkeypatch, number):
     texts = ["hello", "hello", "who is it", *(f"number {number}" for number in range(6)), "a" * 2100]
     rows = [{"id": at, "prompt": text} for at, text in enumerate(texts)]
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = f"{prompts} {answers} --model={folder} --drafter=ngram --max-new-tokens=40 --temperature=1"
-    command += f" --max-tokens=4000 --batch=2 --actors=2 --cpus-per-actor={SHARE}"
+    command += f" --max-tokens=4000 --batch=2 --actors={number} --cpus-per-actor={SHARE}"
     monkeypatch.setattr(sys, "argv", ["ray_batch.py", *command.split()])
     example = runpy.run_path(str(EXAMPLES / "ray_batch.py"), run_name="__main__")
     lines = [line for file in answers.iterdir() for line in file.read_text().splitlines()]

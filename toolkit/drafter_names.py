@@ -27,9 +27,9 @@ from arbordraft.drafters import (
 )
 from arbordraft.drafters.base import check_ragged
 from arbordraft.drafters.mtp import has_mtp
+from arbordraft.drafters.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.kernels.machine import available_memory, cache_folder
 from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, Graph
-from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.memory import copy_bytes
 

@@ -258,18 +258,31 @@ def last_top_down_reference(
     Returns:
         ``[B]`` int64 rows.
     """
-    taken = (uniforms[children.clamp(min=0)] < share(chances, before(chances))) & (children >= 0)
-    return follow(taken, children, inner, roots, len(uniforms), depth)
+    rows, below = len(uniforms), children.flatten()
+    chance = _by_row(below, rows, share(chances, before(chances)).flatten(), 0.0)
+    parent = _by_row(below, rows, inner[:, None].expand_as(children).flatten(), -1)
+    return walk(uniforms < chance, parent, roots, depth)
 
 
-def follow(taken: Tensor, children: Tensor, inner: Tensor, roots: Tensor, rows: int, depth: int) -> Tensor:
-    """Returns the ``[B]`` rows at which paths end; a path goes on with the first ``[N, K]`` child that is taken."""
-    first = taken.int().argmax(dim=1, keepdim=True)
-    chosen = torch.where(taken.any(dim=1), children.gather(1, first)[:, 0], -1)
-    following = _by_row(inner, rows, chosen, -1)
+def walk(taken: Tensor, parent: Tensor, roots: Tensor, depth: int) -> Tensor:
+    """Returns where paths from the roots end; a path goes on with the first child that is taken.
+
+    Args:
+        taken: ``[T]`` bool, by row.
+        parent: ``[T]`` int64 row of the parent, -1 for none.
+        roots: ``[B]`` int64 rows of the roots.
+        depth: length of the longest path.
+
+    Returns:
+        ``[B]`` int64 rows.
+    """
+    row, rows = torch.arange(len(parent), device=parent.device), len(parent)
+    child = torch.where(taken & (parent >= 0), row, rows)
+    first = torch.full_like(row, rows).scatter_reduce(0, parent.clamp(min=0), child, "amin")
+    following = torch.where(first < rows, first, row)
     end = roots
     for _ in range(depth):
-        end = torch.where(following[end] >= 0, following[end], end)
+        end = following[end]
     return end
 
 
@@ -324,7 +337,7 @@ def draw_behind_reference(
     return left_pick_reference(*arguments, chunk, level - passed)
 
 
-def _by_row(inner: Tensor, rows: int, values: Tensor, fill: int) -> Tensor:
-    """Scatters the values of ``[N]`` inner nodes to ``[T]`` rows; other rows get ``fill``."""
+def _by_row(row: Tensor, rows: int, values: Tensor, fill: float) -> Tensor:
+    """Scatters values to ``[T]`` rows, except those whose row is -1; other rows get ``fill``."""
     filled = values.new_full((rows + 1,), fill)
-    return filled.scatter_(0, torch.where(inner < 0, rows, inner), values)[:rows]
+    return filled.scatter_(0, torch.where(row < 0, rows, row), values)[:rows]

@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels.verify import draw_behind, last_top_down, log_sum_exp, rejection_laws
-from arbordraft.kernels.verify.reference import before, follow, share
+from arbordraft.kernels.verify.reference import before, share
+
+_NEVER = 2**62  # after every row in post-order
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,7 @@ class PackedTree:
         tokens: ``[N, K]`` int64 tokens of the children.
         certain: ``[N, K]`` bool: whether a child was not drawn at random; such children may repeat a token, like IID
             draws.
-        parent: ``[N]`` int64 index of the parent among the inner nodes; -1 for roots.
-        place: ``[N]`` int64 index of the node among its parent's children; -1 for roots.
-        order: ``[T]`` int64 place of a row in the post-order of its sample.
+        order: ``[T]`` int64 numbers that ascend in the post-order of a sample's rows, below 2^31.
         sample: ``[T]`` int64 sample of a row.
         replacement: whether draws may repeat a token.
     """
@@ -58,8 +58,6 @@ class PackedTree:
     children: Tensor
     tokens: Tensor
     certain: Tensor
-    parent: Tensor
-    place: Tensor
     order: Tensor
     sample: Tensor
     replacement: bool
@@ -80,11 +78,6 @@ class _Laws(NamedTuple):
     stop: Tensor
     mass: Tensor
 
-    @property
-    def before(self) -> Tensor:
-        """``[N, K]`` chance that a child's turn comes."""
-        return before(self.accept)
-
 
 def verify_tree(
     scores: Tensor, draft: Tensor, tree: PackedTree, accept: Tensor, final: Tensor, *, lifted: bool
@@ -103,25 +96,14 @@ def verify_tree(
         ``[B]`` int64 rows of the last accepted nodes and ``[B]`` int64 tokens.
     """
     lse = log_sum_exp(scores)
-    count, device = len(tree.inner), scores.device
-    weight = torch.ones(count, dtype=torch.float64, device=device)
-    laws: list[_Laws] = []
-    begin = 0
-    for size in tree.levels if lifted and count else [count]:
-        nodes = slice(begin, begin + size)
-        if lifted and begin:
-            above, place = tree.parent[nodes].clamp(min=0), tree.place[nodes].clamp(min=0)
-            known = _joined(laws)
-            weight[nodes] = share(known.accept, known.before)[above, place]
-        laws.append(_laws(scores, lse, draft, tree, nodes, weight[nodes]))
-        begin += size
-    law = _joined(laws)
     if lifted:
-        end = _last_lifted(tree, law, weight, accept)
+        laws, weight, end = _lifted(scores, lse, draft, tree, accept)
     else:
-        end = last_top_down(law.accept, tree.children, tree.inner, tree.roots, accept, len(tree.levels))
+        weight = torch.ones(len(tree.inner), dtype=torch.float64, device=scores.device)
+        laws = _laws(scores, lse, draft, tree, slice(None), weight)
+        end = last_top_down(laws.accept, tree.children, tree.inner, tree.roots, accept, len(tree.levels))
     token = draw_behind(
-        scores, lse, draft, tree.inner, tree.draft_row, tree.tokens, weight, law.taken, law.mass, end, final
+        scores, lse, draft, tree.inner, tree.draft_row, tree.tokens, weight, laws.taken, laws.mass, end, final
     )
     return end, token
 
@@ -136,48 +118,34 @@ def _laws(scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: s
     )  # fmt: skip
 
 
-def _joined(laws: Sequence[_Laws]) -> _Laws:
-    return laws[0] if len(laws) == 1 else _Laws(*(torch.cat(parts) for parts in zip(*laws, strict=True)))
-
-
-def walk(tree: PackedTree, taken: Tensor) -> Tensor:
-    """Returns where paths from the roots end; a path goes on with the first child that is taken.
-
-    Args:
-        tree: the trees.
-        taken: ``[N, K]`` bool, false if there is no child.
-
-    Returns:
-        ``[B]`` int64 rows.
-    """
-    return follow(taken, tree.children, tree.inner, tree.roots, len(tree.order), len(tree.levels))
-
-
-def _last_lifted(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor) -> Tensor:
+def _lifted(
+    scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, accept: Tensor
+) -> tuple[_Laws, Tensor, Tensor]:
+    """Returns the laws of all inner nodes, their ``[N]`` weights, and the ``[B]`` rows at which paths end."""
     # Entries without a row go to an extra row after the last: to leave them out, the host would have to count.
-    rows, samples = len(tree.order), len(tree.roots)
+    rows = len(tree.order)
     below = torch.where(tree.children < 0, rows, tree.children)
     inner = torch.where(tree.inner < 0, rows, tree.inner)
     # A leaf ends the path with its weight, an inner node with the mass that its children left.
-    chance = accept.new_zeros(rows + 1)
-    chance.scatter_(0, below.flatten(), share(law.accept, law.before).flatten())
-    chance.index_fill_(0, tree.roots, 1.0)  # a root without children
-    rest = 1 - law.accept.sum(dim=1)
-    chance.scatter_(0, inner, torch.where(weight >= 1, 1.0, share(law.stop, rest)))
+    chance = torch.ones(rows + 1, dtype=torch.float64, device=scores.device)
     reached = torch.zeros_like(chance, dtype=torch.bool).index_fill_(0, tree.roots, True)
-    begin = 0
-    for size in tree.levels:  # a node is visited if its parent is and its turn may come
+    found, begin = [], 0
+    for size in tree.levels:
         nodes = slice(begin, begin + size)
-        visited = reached[inner[nodes]][:, None] & (law.accept[nodes] > 0)
-        reached.scatter_(0, torch.where(visited, below[nodes], rows).flatten(), True)
         begin += size
+        law = _laws(scores, lse, draft, tree, nodes, chance[inner[nodes]])
+        chance.scatter_(0, below[nodes].flatten(), share(law.accept, before(law.accept)).flatten())
+        # A node is visited if its parent is and its turn may come.
+        visited = reached[inner[nodes]][:, None] & (law.accept > 0)
+        reached.scatter_(0, torch.where(visited, below[nodes], rows).flatten(), True)
+        found.append(law)
+    laws, weight = _Laws(*map(torch.cat, zip(*found, strict=True))), chance[inner]
+    rest = 1 - laws.accept.sum(dim=1)
+    chance.scatter_(0, inner, torch.where(weight >= 1, 1.0, share(laws.stop, rest)))
     hit = reached[:rows] & (accept < chance[:rows])
-    order = torch.where(hit, tree.order, rows)
-    best = torch.full_like(tree.roots, rows).scatter_reduce(0, tree.sample, order, "amin")
-    chosen = hit & (tree.order == best[tree.sample])
-    end = torch.cat([tree.roots, tree.roots[:1]])
-    end.scatter_(0, torch.where(chosen, tree.sample, samples), torch.arange(rows, device=end.device))
-    return end[:samples]
+    place = torch.where(hit, tree.order * rows + torch.arange(rows, device=hit.device), _NEVER)
+    first = torch.full_like(tree.roots, _NEVER).scatter_reduce(0, tree.sample, place, "amin")
+    return laws, weight, torch.where(first == _NEVER, tree.roots, first % rows)
 
 
-__all__ = ["PackedTree", "verify_tree", "walk"]
+__all__ = ["PackedTree", "verify_tree"]

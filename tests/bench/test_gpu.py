@@ -44,6 +44,7 @@ def command(*options, **environment):
     )
 
 
+@pytest.mark.soak
 def test_all_phases_run_on_a_cpu(tmp_path):
     process = command("--out", str(tmp_path), "--device", "cpu", "--minutes", "9")
     said, _ = process.communicate(timeout=500)

@@ -214,6 +214,7 @@ def test_tuned_is_beside_the_whole_grid(measured, tmp_path):
     assert found[0]["speed_up"] == 1
 
 
+@pytest.mark.soak
 def test_draft_steps_of_graphs(measured, tmp_path, tiny):
     pytest.importorskip("onnx")
     graphs = tmp_path / "graphs"

@@ -32,6 +32,7 @@ def test_drafters_without_a_model_have_fewer_settings():
     assert {setting.kind for setting in grid(EarlyExitDrafter(ragged(), 1))} == kinds | {"tree", "lookup or tree"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("slow", "temperature"), [("speculation", 0.0), ("plain", 0.0), ("plain", 1.0)])
 def test_the_fastest_wins(target, monkeypatch, slow, temperature):
     """Only steps and readings move this clock. Steps of one kind are slow, so the other kind must be chosen."""

@@ -159,6 +159,7 @@ BUILT = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("built", BUILT)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_padding_changes_no_greedy_token(sizes, built):
@@ -188,6 +189,7 @@ LAWS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("size", [FEW - 1, FEW + 3], ids=["fewer ids", "more ids"])
 def test_padding_changes_no_law(law, size):

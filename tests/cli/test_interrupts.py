@@ -213,6 +213,7 @@ def commands(world: Path) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("command", "moment", "number"),
     [

@@ -125,13 +125,11 @@ def test_bench_equality_fails_where_a_promise_is_broken(asked, monkeypatch):
         ("policy", ["--drafter", "early-exit:1", "--batches", "2"], 2 * 4),
         ("compare", ["--drafter", "early-exit:1", "--repeats", "1"], 6),
         ("verifiers", ["--drafter", "early-exit:1", "--temperatures", "1", "--children", "2", "--no-trees"], 9),
-        (
+        pytest.param(
             "verifiers",
-            [
-                *("--drafter", "early-exit:1", "--temperatures", "1"),
-                *("--children", "2", "--nodes", "4"),
-            ],
+            ["--drafter", "early-exit:1", "--temperatures", "1", "--children", "2", "--nodes", "4"],
             9 + 52,
+            marks=pytest.mark.soak,
         ),
     ],
 )

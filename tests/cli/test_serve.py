@@ -12,6 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 from support.chats import chat_tokenizer
 from support.models import tiny_checkpoint
+from support.served import free_port
 from typer.testing import CliRunner
 
 from arbordraft.cli import decoders
@@ -26,11 +27,6 @@ from arbordraft.serving.server import bound
 def folder(tmp_path):
     """Returns a tiny model that can chat."""
     return str(tiny_checkpoint(tmp_path / "tiny-model", chat_tokenizer(), max_position_embeddings=512))
-
-
-def free_port():
-    with bound("127.0.0.1", 0) as listener:
-        return listener.getsockname()[1]
 
 
 def test_a_server_answers_until_sigterm(folder, capsys, monkeypatch):

@@ -80,6 +80,7 @@ RUNNERS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.one_in(3)
 @RUNNERS
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_idle_engine_follows_its_weights(kernels, static, name):

@@ -65,6 +65,7 @@ COUPLINGS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", COUPLINGS)
 @pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no reuse"])
 def test_answers_are_those_of_a_request_alone(name, reuse):

@@ -67,6 +67,7 @@ def plain_reference(count):
 # Temperature 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("topology", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(
     ("drafter", "coupling"),
@@ -81,6 +82,7 @@ def test_greedy_equals_transformers(drafter, coupling, topology):
         assert decode(decoder, [prompt], max_new_tokens=14)[0] == [tokens]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("temperature", [1e-11, 1e-38, 1e-45, 1e-300])
 @pytest.mark.parametrize("options", [{}, {"buckets": (32,)}], ids=["plain", "static"])
 def test_tiny_temperatures_are_greedy(temperature, options):
@@ -167,6 +169,7 @@ def test_several_end_tokens():
     assert decode(build(), eos_token_id=ends, max_new_tokens=12)[0] == reference(eos_token_id=ends, max_new_tokens=12)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
     "options",
@@ -242,6 +245,7 @@ class EndByRow(StoppingCriteria):
 BIAS = torch.randn(3, 61, generator=torch.Generator().manual_seed(4)) * 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["model", "n-gram"])
 @pytest.mark.parametrize(
     "options",

@@ -41,9 +41,9 @@ class Counted(ad.BlockDrafter):
             fuse, store, condition, chunk = inner.fuse, inner.store, inner.condition, inner.chunk
             refresh, grows_trees = inner.refresh, inner.grows_trees
 
-            def __call__(_, *arguments):
+            def look_ahead(_, *arguments):
                 self.asked.append(len(arguments[-1]))
-                return inner(*arguments)
+                return inner.look_ahead(*arguments)
 
         self._network = Network()
 

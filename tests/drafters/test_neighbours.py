@@ -9,6 +9,7 @@ from support.native_drafters import KINDS, built
 
 import arbordraft as ad
 from arbordraft.decoding.engine import Engine
+from arbordraft.drafters.base import within_positions
 from arbordraft.drafters.native_models import native_model
 
 pytestmark = [
@@ -63,7 +64,9 @@ def pair(name, positions=None):
         drafter = ad.EarlyExitDrafter(target, 1)
     elif kind == "self":
         drafter = ad.SelfDrafter(target)
-    drafter.max_positions = positions or drafter.max_positions
+    if positions:
+        depths, drafter.max_positions = drafter.depths, positions
+        drafter.depths = lambda state, context: within_positions(depths(state, context), context, positions)
     return target, drafter
 
 
@@ -115,6 +118,7 @@ def outcomes(target, drafter, mode, prompts):
     return [(answer.tokens, answer.stats.forwards, answer.stats.drafted, answer.stats.accepted) for answer in answers]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", ["greedy", "shared", "random"])
 @pytest.mark.parametrize("name", EVERY)
 def test_a_text_near_the_last_position_harms_no_other(name, mode):
@@ -126,6 +130,7 @@ def test_a_text_near_the_last_position_harms_no_other(name, mode):
     assert bad[2] < min(first[2], second[2])  # it must end early
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", ["greedy", "shared", "random"])
 @pytest.mark.parametrize("name", [name for name in EVERY if not name.startswith(UNPOISONED)])
 def test_a_text_whose_drafts_are_not_numbers_harms_no_other(name, mode):

@@ -10,9 +10,9 @@ from support.onnx_graphs import decider
 import arbordraft as ad
 from arbordraft.bench.workload import Workload
 from arbordraft.drafter_names import drafter_named, load_drafter
+from arbordraft.drafters.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel, OnnxNetwork
 from arbordraft.onnx.decider import OnnxDecider
 from arbordraft.onnx.graph import Graph
-from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel, OnnxNetwork
 
 TREE = ad.TreeTopology.from_k_config((2, 2, 1))
 GREEDY = ad.Coupling.matching(2)

@@ -16,7 +16,7 @@ from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
 from arbordraft.drafter_names import choose_drafter, drafter_named
-from arbordraft.drafters import self_drafter
+from arbordraft.drafters import model_drafter, self_drafter
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.kernels.decoder_layers import Matrix
 from arbordraft.kernels.draft_tree import DraftRun
@@ -47,7 +47,7 @@ def test_the_tokens_are_the_targets_own(request_, weights, dtype):
         made = decoder(of, weights, topology)
         found, stats = decode(made, **request_)
         assert found == expected
-        assert made.drafter._native[1] is not None  # in one call
+        assert made.drafter._network._native[1] is not None  # in one call
         assert sum(stats.accepted.values()) > 0.4 * sum(stats.tried.values()) > 0
 
 
@@ -69,7 +69,7 @@ def test_one_call_drafts_the_same_trees_as_level_by_level(monkeypatch, request_)
         made, seen = decoder(of, topology=TREE), []
         made.on_step = lambda state, tree, verdict, seen=seen: seen.append((tree.node.tolist(), tree.token.tolist()))
         decode(made, **request_)
-        assert (made.drafter._native[1] is not None) == whole
+        assert (made.drafter._network._native[1] is not None) == whole
         drafted.append(seen)
     assert drafted[0] == drafted[1]
 
@@ -133,8 +133,8 @@ def test_rows_that_the_drafter_leaves_in_the_cache_would_be_seen(monkeypatch):
     """Negative control: rows that the drafter commits differ from the target's rows, and change the text."""
     of = target(torch.bfloat16)
     expected, _ = decode(ad.builders.plain(of), max_new_tokens=30)
-    feed = self_drafter.feed
-    monkeypatch.setattr(self_drafter, "feed", lambda *given, commit: feed(*given, commit=True))
+    feed = model_drafter.feed
+    monkeypatch.setattr(model_drafter, "feed", lambda *given, commit: feed(*given, commit=True))
     found, _ = decode(decoder(of, "int4"), max_new_tokens=30)
     assert found != expected
 
@@ -211,14 +211,14 @@ def test_the_exact_head_ranks_the_screened_tokens(dtype):
     """Even if a bad copy of the head screens the tokens, the exact head ranks those that pass."""
     of = target(dtype)
     drafter = ad.SelfDrafter(of, "int8")
-    exact = drafter._run()
+    exact = drafter._network.native
     assert exact.weights.exact.weight.data_ptr() == of.network().get_output_embeddings().prepacked[0].data_ptr()
     noise = torch.randn(of.vocab_size, 64, generator=torch.Generator().manual_seed(0)) * 0.02
     screen = Matrix(*pack(of.model.lm_head.weight.detach().float() + noise, "int4"))
     rates = []
     for weights in (replace(exact.weights, head=screen), replace(exact.weights, head=screen, exact=None)):
         made = ad.SpeculativeDecoder(of, drafter, CHAIN)
-        drafter._native = drafter._native[0], DraftRun(weights)
+        drafter._network._native = drafter._network._native[0], DraftRun(weights)
         _, stats = decode(made, max_new_tokens=40)
         rates.append(sum(stats.accepted.values()) / sum(stats.tried.values()))
     assert rates[0] > rates[1] + 0.02

@@ -88,6 +88,7 @@ def few_drafter(name):
 # Losslessness
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("topology", [CHAIN, UNEVEN], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", [*ROWS, *HYBRIDS])
 def test_greedy_equals_transformers(name, topology):
@@ -134,6 +135,7 @@ def test_rows_that_were_not_drawn_from_would_be_seen(monkeypatch):
 # Rows
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("topology", [UNEVEN, CROSSED, CHAIN], ids=["uneven", "crossed", "chain"])
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @every_drafter
@@ -217,6 +219,7 @@ def test_nothing_outside_of_the_vocabulary_is_drafted(name, greedy):
     check_greedy(ad.SpeculativeDecoder(target(), made, UNEVEN, DRAWN))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit", "model"])
@@ -245,6 +248,7 @@ def adapted(model, layers):
     return adapter
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @every_drafter
@@ -262,6 +266,7 @@ def test_packed_weights_give_the_same_rows(name, backend):
     check_greedy(ad.SpeculativeDecoder(packed, made, UNEVEN, DRAWN), count=8)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @every_drafter
 def test_half_precision(name, dtype):
@@ -273,6 +278,7 @@ def test_half_precision(name, dtype):
     assert [len(tokens) for tokens in found] == [8, 8, 8]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "gemma2", "gpt_oss"])
 @every_drafter
 def test_any_architecture(name, architecture):

@@ -37,6 +37,7 @@ def failed(decoder, temperature):
     return caught.value.failures, new_tokens(output.sequences, prompts, output.stats.emitted)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", DECODERS)

@@ -20,6 +20,7 @@ from arbordraft.drafters import GrammarDrafter, HybridDrafter
 from arbordraft.sampling.stateful import Allowed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", DECODERS)
 def test_drafts_change_nothing(name, temperature):
@@ -133,6 +134,7 @@ class Wheel(Following):
         return self.allowed().mask(scores)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)

@@ -169,11 +169,7 @@ def row_cases(target):
         return (
             name,
             (kernel, target, dtype, constants),
-            {
-                "warps": how["num_warps"],
-                "stages": how["num_stages"],
-                "fusion": False,
-            },
+            {"warps": how["num_warps"], "stages": how["num_stages"], "fusion": False},
         )
 
     for rows, dtype in ((1, "bf16"), (32, "bf16"), (64, "bf16"), (64, "fp32")):

@@ -8,14 +8,7 @@ import torch
 
 from arbordraft import TreeTopology
 from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, Norm
-from arbordraft.kernels.draft_tree import (
-    DraftRun,
-    DraftWeights,
-    Draws,
-    Limits,
-    TreesToGrow,
-    draft_from_rows,
-)
+from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Draws, Limits, TreesToGrow, draft_from_rows
 from arbordraft.kernels.draft_tree.reference import Trees
 from arbordraft.kernels.prepacked_linear import prepack
 from arbordraft.trees.forest import Forest

@@ -107,8 +107,7 @@ def test_every_check_can_fail(name, programs):
 
 
 @pytest.mark.parametrize(
-    ("name", "cpu"),
-    [("x86-avx2", "qemu64"), ("arm-neon_dot", "cortex-a72"), ("arm-neon_bf16", "neoverse-n1")],
+    ("name", "cpu"), [("x86-avx2", "qemu64"), ("arm-neon_dot", "cortex-a72"), ("arm-neon_bf16", "neoverse-n1")]
 )
 def test_an_older_processor_lacks_instructions(name, cpu, programs):
     """The build uses its instruction set, and the emulator of an older processor rejects it."""

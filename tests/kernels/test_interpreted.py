@@ -5,11 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-def test_triton_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER)]
+@pytest.mark.parametrize("cases", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
+def test_triton_kernels_in_the_interpreter(cases):
+    command = [sys.executable, "-m", "pytest", "-q", "-m", cases, "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command.append(str(FOLDER))
     found = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
     assert "skipped" not in found.stdout

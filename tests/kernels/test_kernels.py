@@ -29,6 +29,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("samples", SHAPES.values(), ids=SHAPES)
@@ -69,12 +70,7 @@ def test_values_may_be_of_another_size_than_keys():
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        {"past": [6, 4, 0]},
-        {"starts": [2, 13, 30]},
-        {"words": None},
-        {"positions": torch.zeros(18, dtype=torch.int64)},
-    ],
+    [{"past": [6, 4, 0]}, {"starts": [2, 13, 30]}, {"words": None}, {"positions": torch.zeros(18, dtype=torch.int64)}],
     ids=lambda fault: next(iter(fault)),
 )
 def test_a_wrong_batch_would_be_seen(fault):

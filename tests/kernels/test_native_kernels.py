@@ -75,6 +75,7 @@ def test_linears(kind, bias):
         check_linear(kind, 48, 31, rows, bias)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_linears(kind, activation):

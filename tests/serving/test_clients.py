@@ -4,13 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from support.served import answered_alone, serving, tiny_decoder
+from support.served import HELLO, answered_alone, serving, tiny_decoder
 
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
 from arbordraft.decoding.text import encode
-
-HELLO = [{"role": "user", "content": "hello there"}]
 
 
 @pytest.fixture(scope="module")

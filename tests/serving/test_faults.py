@@ -9,19 +9,14 @@ import httpx
 import openai
 import pytest
 from support.models import tiny
-from support.served import POSITIONS, poisoned_decoder, serving, tiny_decoder
+from support.served import HELLO, POSITIONS, chat, poisoned_decoder, serving, tiny_decoder
 
 from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder
 from arbordraft.decoding.engine import Engine
 from arbordraft.serving.app import build_app
 from arbordraft.serving.service import Service
 
-HELLO = [{"role": "user", "content": "hello there"}]
 LONG = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
-
-
-def chat(client, messages=HELLO, **settings):
-    return client.chat.completions.create(model="tiny", messages=messages, **settings)
 
 
 def until(true, seconds=10):

@@ -9,7 +9,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 from support.callers import caller
-from support.served import serving
+from support.served import chat, serving
 
 from arbordraft.serving.responses import ResponsesRequest
 
@@ -42,10 +42,6 @@ def client(served):
 def respond(client, input="hello there", **settings):
     own = {name: settings.pop(name) for name in ("seed", "stop", "ignore_eos") if name in settings}
     return client.responses.create(model="tiny", input=input, extra_body=own, **settings)
-
-
-def chat(client, messages=({"role": "user", "content": "hello there"},), **settings):
-    return client.chat.completions.create(model="tiny", messages=list(messages), **settings)
 
 
 def items(output):

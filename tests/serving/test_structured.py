@@ -10,12 +10,11 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from support.callers import MARKS, TEMPLATES, caller
-from support.served import answered_alone, serving
+from support.served import HELLO, answered_alone, chat, serving
 
 from arbordraft.grammars import Grammar
 from arbordraft.grammars import engine as grammar_engine
 
-HELLO = [{"role": "user", "content": "hello there"}]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -50,10 +49,6 @@ def served():
 @pytest.fixture(scope="module")
 def client(served):
     return served.client
-
-
-def chat(client, messages=HELLO, **settings):
-    return client.chat.completions.create(model="tiny", messages=messages, **settings)
 
 
 def streamed(client, messages=HELLO, **settings):

@@ -30,26 +30,26 @@ def strategy(name: str) -> object:
     return ModelParallelStrategy(save_distributed_checkpoint=False) if name == "fsdp" else name
 
 
-def main(world: Path, folder: Path) -> None:
+def main(world: Path, folder: Path, name: str) -> None:
     torch.set_num_threads(1)
     log_generation(folder / "generated")
-    for name in ("ddp", "fsdp"):
-        runs = {"plain": {"noise": 0.0}, "whole": {}, "stopped": {"kill": 5}, "resumed": {}}
-        found = {
-            run: fit(
-                world,
-                folder / name / run.replace("resumed", "stopped"),
-                devices=2,
-                strategy=strategy(name),
-                gradient_clip_val=0.5,
-                **settings,
-            )
-            for run, settings in runs.items()
-        }
-        torch.save(found, folder / f"{name}-{RANK}")
+    runs = {"plain": {"noise": 0.0}, "whole": {}, "stopped": {"kill": 5}, "resumed": {}}
+    found = {
+        run: fit(
+            world,
+            folder / run.replace("resumed", "stopped"),
+            devices=2,
+            strategy=strategy(name),
+            gradient_clip_val=0.5,
+            **settings,
+        )
+        for run, settings in runs.items()
+    }
+    torch.save(found, folder / RANK)
     if torch.distributed.is_initialized():  # threads that outlive main would abort the process
         torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    world, folder, name = sys.argv[1:]
+    main(Path(world), Path(folder), name)

@@ -43,7 +43,8 @@ PLANS: dict[str, Callable[[], list[plans.GraphSpec]]] = {
     "model": lambda: [plans.causal_lm(small(), origin(), (1, 2))],
     "decider": lambda: [decisions.decider(decider())],
     "draw": lambda: [noise.draw()],
-    "verification": lambda: [decisions.verification(1, 1)],
+    "verification-0-1": lambda: [decisions.verification(0, 1)],
+    "verification-1-1": lambda: [decisions.verification(1, 1)],
     "verification-2-2": lambda: [decisions.verification(2, 2)],
 }
 

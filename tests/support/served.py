@@ -20,7 +20,17 @@ from arbordraft.serving.service import Service
 from support.chats import chat_tokenizer
 from support.models import ragged, tiny
 
+HELLO = [{"role": "user", "content": "hello there"}]
 POSITIONS = 512
+
+
+def free_port() -> int:
+    with bound("127.0.0.1", 0) as listener:
+        return listener.getsockname()[1]
+
+
+def chat(client: openai.OpenAI, messages: Sequence[object] = HELLO, **settings: object) -> object:
+    return client.chat.completions.create(model="tiny", messages=messages, **settings)
 
 
 def tiny_decoder(**options: object) -> SpeculativeDecoder:

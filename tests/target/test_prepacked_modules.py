@@ -323,6 +323,7 @@ def test_turned_off_after_packing(monkeypatch):
     assert_close(logits(target), expected, **ROUNDING)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "olmo2", "gpt2", "opt", "qwen2_moe"])
 @pytest.mark.parametrize(("weights", "most"), [("int8-weight-only", 0.05), ("int8", 0.05), ("int4", 0.3)])

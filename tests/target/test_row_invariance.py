@@ -106,6 +106,7 @@ def test_a_node_gets_the_bits_of_plain_decoding(options, dtype, threads):
         check_tree_rows(Case(samples, dtype=dtype, size=48), **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_layers(kind, threads):
@@ -155,12 +156,14 @@ def test_rows_of_models(architecture, threads):
     check_rows_of_model(architecture, DTYPES, (None, *WEIGHTS))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("architecture", FUSED)
 def test_rows_of_models_on_two_threads(architecture):
     torch.set_num_threads(2)
     check_rows_of_model(architecture, [torch.bfloat16], [None])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe"])
 @pytest.mark.parametrize("weights", [None, *WEIGHTS], ids=str)
 def test_speculative_bfloat16_equals_plain_decoding(weights, architecture):
@@ -169,6 +172,7 @@ def test_speculative_bfloat16_equals_plain_decoding(weights, architecture):
     assert list(disagreements(target)) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", ["gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi"])
 def test_speculative_bfloat16_equals_plain_decoding_with_layers_of_other_kinds(architecture):
     target = RaggedModel(varied(architecture).to(torch.bfloat16), kernels="native")

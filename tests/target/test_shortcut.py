@@ -19,6 +19,7 @@ def long_way(target):
     return target
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [None, "int4"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "mixtral", "qwen2_moe", "olmo2", "glm4", "phi"])

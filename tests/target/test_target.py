@@ -53,6 +53,7 @@ def prefilled(target, prompts=PROMPTS, chunk=2048):
     return cache, samples
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("chunk", [2048, 4], ids=["whole", "chunked"])
 @pytest.mark.parametrize("architecture", SUPPORTED)
 def test_packed_trees_equal_single_paths(architecture, chunk):

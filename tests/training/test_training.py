@@ -286,6 +286,7 @@ def check_training(found, seen, expected, seen_then):
         assert same(found[name], expected[name]), name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("changed", "every"), [("plain", 0), ("plain", 1), ("accumulated", 2), ("accumulated", 0), ("counted", 3)]
 )
@@ -302,6 +303,7 @@ def test_stopped_trainings_resume_exactly(world, whole, tmp_path, changed, every
     assert same(*curves)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("every", "kills"), [(1, (3, 5, 12)), (2, (8, 15)), (3, (7, 11)), (0, (5, 13))])
 def test_trainings_that_are_stopped_repeatedly_resume_exactly(world, whole, tmp_path, every, kills):
     for kill in kills:

@@ -65,6 +65,12 @@ def test_every_view_of_a_tree_agrees(parents):
         assert list(topology.path(node)) == expected
         assert topology.depth_list[node] == len(expected) - 1
         assert all(parents[child] == node for child in topology.child_list[node])
+        assert topology.rank_array[list(topology.child_list[node])].tolist() == list(range(parents.count(node)))
+
+    def children_first(node):
+        return [below for child in topology.child_list[node] for below in children_first(child)] + [node]
+
+    assert topology.post_order.argsort().tolist() == children_first(0)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

@@ -19,6 +19,7 @@ from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.prompts import left_padded, plain_request
 from arbordraft.decoding.state import DecodeState
 from arbordraft.drafters import Drafter, NGramDrafter, NoDrafter
+from arbordraft.drafters.base import Lookup
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -209,14 +210,15 @@ def measure_steps(
         questions.extend(asked)
 
     # Two levels suffice for forks, as both have the same number of rows.
-    shapes = {} if drafter.free else {**{(batch, 1): depth for batch in batches}, (many, _WIDTH): 2}
+    free = isinstance(drafter, Lookup)
+    shapes = {} if free else {**{(batch, 1): depth for batch in batches}, (many, _WIDTH): 2}
     for batch in batches:
         for (samples, width), deepest in shapes.items():
             if samples == batch:
                 decode(batch, width, 1)
                 decode(batch, width, deepest)
         if batch in (few, many):
-            if not drafter.free:
+            if not free:
                 decode(batch, 1, 0)
                 decode(batch, 1, 0, sampled=False)
             for levels in (0, depth):
@@ -243,9 +245,9 @@ def measure_steps(
         if known(found, idle):
             looked[batch] = max(0.0, least[found] - least[idle])
     decide = statistics.median(questions) if questions else 0.0
-    plain = lookups if drafter.free else drafter, few, 1, 0, False
+    plain = lookups if free else drafter, few, 1, 0, False
     rest = least.get(plain, guess.rest * rows(1))
-    level = {1: 1e-9 if level or drafter.free else guess.draft(1) * rows(1), **level}
+    level = {1: 1e-9 if level or free else guess.draft(1) * rows(1), **level}
     draft = CostTable(tuple(level), tuple(level.values()))
     starting = _by_sample(start or {few: guess.start * rows(1)})
     return StepCosts(rows, draft, decide, rest, *starting, *_by_sample(looked or {few: guess.lookup * rows(1)}))

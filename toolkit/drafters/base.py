@@ -1,21 +1,19 @@
 """The base class of drafters, and helpers that drafters share.
 
-Shapes: B samples, R nodes of a depth or rows to predict from, T packed rows, F hidden states side by side, H hidden
-size, D outputs of a network, V vocabulary.
+Shapes: B samples, R nodes of a depth, F hidden states side by side, H hidden size, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from arbordraft.drafters.context import DraftContext, Frontier
+from arbordraft.drafters.network import DraftNetwork
+from arbordraft.drafters.onnx_networks import OnnxNetwork
 from arbordraft.kernels.draft_tree import TreesToGrow
-from arbordraft.onnx.networks import OnnxNetwork
 from arbordraft.sampling.laws import IID, DraftLaw, Fixed, SharedNoise
-from arbordraft.target.attention import Attending
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
@@ -49,55 +47,6 @@ Guesses = Sequence[tuple[Sequence[int], Sequence[float]]]
 """For each node of a depth: candidate next tokens, the likeliest first, and their draft probabilities."""
 
 
-class DraftNetwork(Protocol):
-    """A drafting model for steps of fixed shapes, which runs operations on its device only.
-
-    Attributes:
-        device: its device.
-        dtype: dtype of its inputs and outputs.
-        states: F; 0 if it reads no states of the target.
-        vocab_size: number of the target's token ids.
-        vocabulary: ``[D]`` tokens of its outputs; ``None`` for 0 to D - 1.
-    """
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def states(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def vocabulary(self) -> Tensor | None: ...
-
-    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
-        """Returns its key and value pools in a cache; creates missing pools with a token of the sample ``dummy``."""
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """Fuses ``[T, F]`` states of the target into the ``[T, H]`` that it reads, if it reads any."""
-
-    def run(
-        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Runs packed rows.
-
-        Args:
-            tokens: ``[T]``.
-            hidden: ``[T, H]`` states for the tokens: the target's, or its own output for their parents.
-            positions: ``[T]``.
-            ragged: stores keys and values and attends to them.
-            rows: ``[R]`` rows to predict from, all T by default.
-
-        Returns:
-            ``[R, D]`` logits, and the ``[R, H]`` output that its next rows read, if they read any.
-        """
-
-
 class Drafter(nn.Module):
     """Proposes tokens for draft trees, which :func:`~arbordraft.drafters.grow.grow` builds.
 
@@ -109,14 +58,12 @@ class Drafter(nn.Module):
     """
 
     certain = False  # whether it chooses tokens without noise, as lookups do; such drafts are never drawn
-    max_positions: int | None = None  # longest text, drafts included, that it can process; None for no limit
+    informative = True  # whether its probabilities predict acceptance; otherwise ranks do
     max_levels: int | None = None  # deepest level that it proposes; None for no limit
+    takes_candidates = False  # whether it can continue from first tokens that it did not choose
     # Rates at which its most probable token, its second and so on is the next token. Trees are fitted to them.
     acceptance: tuple[float, ...] = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)
     hidden_layers: tuple[int, ...] = ()  # the target's hidden states that it reads, as transformers numbers them
-    takes_candidates = False  # whether it can continue from first tokens that it did not choose
-    informative = True  # whether its probabilities predict acceptance; otherwise ranks do
-    free = False  # whether a level takes almost no time compared with the target's forward
 
     # Proposing
 
@@ -159,9 +106,6 @@ class Drafter(nn.Module):
         found = [limit or 0 for limit in context.max_depth]
         if (levels := self.max_levels) is not None:
             found = [min(limit, levels) for limit in found]
-        if (positions := self.max_positions) is not None:
-            for sample in context.alive:
-                found[sample] = min(found[sample], max(0, positions - len(context.tokens(sample))))
         return found
 
     def lag(self, state: Any, context: DraftContext) -> Sequence[int]:
@@ -201,7 +145,11 @@ class Drafter(nn.Module):
         """Receives the prompt tokens that the target has just read; a prompt's last token is never among them."""
 
     def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:
-        """Keeps the accepted paths of a tree and drops the other drafts; a sample without a path keeps none."""
+        """Keeps the accepted paths of a tree and drops the other drafts; a sample without a path keeps none.
+
+        By default it drops all drafts.
+        """
+        self.rollback(state)
 
     def rollback(self, state: Any) -> None:
         """Drops all drafts of a step that failed."""
@@ -229,8 +177,6 @@ class Drafter(nn.Module):
 
     def effort(self, target: RaggedModel) -> float:
         """Estimates the time of a level in target forwards, by weights read; used until it is measured."""
-        if self.free:
-            return 0.0
         theirs = {id(parameter) for parameter in target.parameters()}
         size = sum(parameter.numel() for parameter in self.parameters() if id(parameter) not in theirs)
         return size / sum(parameter.numel() for parameter in target.parameters()) or _EFFORT_WITHOUT_PARAMETERS
@@ -266,6 +212,15 @@ class Drafter(nn.Module):
                 f"{type(self).__name__} chooses its tokens without noise, {law} does not draw them: couple them as "
                 f"Fixed({law.k})"
             )
+
+
+class Lookup(Drafter):
+    """Base class of drafters that look tokens up, which takes almost no time compared with the target's forward."""
+
+    certain = True
+
+    def effort(self, target: RaggedModel) -> float:
+        return 0.0
 
 
 def check_ragged(target: Any) -> None:
@@ -334,6 +289,14 @@ class HeadDrafter(Drafter):
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if target is not self.target:
             raise ValueError(f"{type(self).__name__} must be built for the target that it drafts for")
+
+
+def within_positions(depths: list[int], context: DraftContext, positions: int | None) -> list[int]:
+    """Shortens the depths that can be proposed for each sample to texts of ``positions`` tokens, drafts included."""
+    if positions is not None:
+        for sample in context.alive:
+            depths[sample] = min(depths[sample], max(0, positions - len(context.tokens(sample))))
+    return depths
 
 
 def num_unprefilled(

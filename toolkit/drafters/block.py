@@ -14,17 +14,16 @@ from torch import Tensor, nn
 
 from arbordraft.drafters.base import Predictions, check_ragged, expect
 from arbordraft.drafters.context import DraftContext, Frontier
-from arbordraft.drafters.native_models import NativeEagle, matrix_of, runs_natively
+from arbordraft.drafters.feeding import CHUNK
+from arbordraft.drafters.native_models import matrix_of
+from arbordraft.drafters.network import HeadLayers
+from arbordraft.drafters.onnx_networks import OnnxBlock
 from arbordraft.drafters.slots import SlotDrafter, SlotState
 from arbordraft.kernels.draft_tree import TreesToGrow, draft_from_rows
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
-from arbordraft.onnx.networks import OnnxBlock
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.prepacked.prepacked_modules import prepack_linears
-from arbordraft.trees.draft_tree import DraftTree
-from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.block import BlockHead
@@ -73,7 +72,7 @@ class BlockDrafter(SlotDrafter):
         super().__init__(self._expected(head), target)
         self.max_levels = head.config.block_size
         self.takes_candidates = head.config.markov_rank > 0  # without the term, predictions ignore the candidates
-        self._network = self._on_rows()
+        self._network: Any = self.head if isinstance(self.head, OnnxBlock) else self._built(target)
 
     def _expected(self, head: Any) -> Any:
         """Returns the head; raises TypeError unless it is of the drafter's kind."""
@@ -81,16 +80,9 @@ class BlockDrafter(SlotDrafter):
 
         return head if isinstance(head, OnnxBlock) else expect(BlockHead, head)
 
-    def _on_rows(self) -> Any:
-        """Returns the fastest runner of the head."""
-        if isinstance(self.head, OnnxBlock):
-            return self.head
-        if runs_natively(self.head, self.target):
-            return _NativeHead(self.head, self.target)
-        if self.target.backend == "native":
-            for layer in self.head.layers:
-                prepack_linears(layer)
-        return _HeadOnRows(self.head, self.target)
+    def _built(self, target: RaggedModel) -> "LookAhead":
+        """Builds the network of the head."""
+        return BlockNetwork(self.head, target)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "BlockDrafter":
@@ -109,11 +101,6 @@ class BlockDrafter(SlotDrafter):
         check_ragged(target)
         return cls(BlockHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
-    def open(self, target_cache: RaggedKVCache) -> BlockState:
-        self._network.refresh()
-        state: BlockState = super().open(target_cache)
-        return state
-
     def scores(self, state: BlockState, frontier: Frontier) -> Predictions:
         if frontier.depth == 0:
             self._look_ahead(state, frontier.context, frontier.samples)
@@ -128,13 +115,6 @@ class BlockDrafter(SlotDrafter):
         self._look_ahead(state, context, trees.slots)
         broken: int = self._network.grow([state.block[sample] for sample in trees.slots], trees)
         return broken
-
-    def commit(self, state: BlockState, tree: DraftTree, verdict: Verdict) -> None:
-        state.forget()
-
-    def rollback(self, state: BlockState) -> None:
-        state.cache.drop(list(state.handles.values()))
-        state.forget()
 
     def _look_ahead(self, state: BlockState, context: DraftContext, samples: Sequence[int]) -> None:
         """Fills the slots of committed tokens, and predicts all depths after the last ones in the same pass."""
@@ -155,7 +135,7 @@ class BlockDrafter(SlotDrafter):
     def _ask(
         self, cache: RaggedKVCache, tokens: Mapping[int, Sequence[int]], slots: Mapping[int, Tensor], levels: int
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Fills each sample's last slots, and returns its ``[levels, ...]`` outputs, see `_HeadOnRows`."""
+        """Fills each sample's last slots; returns its ``[levels, ...]`` outputs of :meth:`BlockNetwork.look_ahead`."""
         packed: list[int] = []
         mask = self.head.config.mask_token_id
         depths: list[int] = []
@@ -173,38 +153,93 @@ class BlockDrafter(SlotDrafter):
             asked += range(len(packed) - levels, len(packed))
         places = [range(len(rows) + levels - 1) for rows in slots.values()]
         batch = cache.lay_out(list(slots), places, torch.tensor(words)[:, None])
-        found = self._network(
+        found = self._network.look_ahead(
             torch.tensor(packed), torch.cat(states), torch.tensor(depths), batch, cache, torch.tensor(asked)
         )
         cache.commit({handle: range(len(rows)) for handle, rows in slots.items()})
         return zip(*(part.unflatten(0, (-1, levels)) for part in found), strict=True)
 
 
-class _HeadOnRows:
-    """Runs a block head on the packed rows of a ragged batch, with borrowed embeddings and attention."""
+class LookAhead:
+    """Base class of networks that predict all depths in one run, with borrowed embeddings.
 
-    chunk = 2048  # most rows of a run, to bound its memory
-    grows_trees = False  # whether it draws whole trees in one call
+    Native kernels grow whole trees from the rows of this run, if they run the layers.
 
-    def __init__(self, head: "BlockHead", target: RaggedModel) -> None:
+    Args:
+        head: in the target's dtype.
+        target: the model it drafts for.
+    """
+
+    chunk = CHUNK  # most rows of a run, to bound its memory
+
+    def __init__(self, head: Any, target: RaggedModel) -> None:
         self.head, self.target = head, target
-        self._native = target.backend == "native"
+        self.layers = HeadLayers(head, target)
+        self._table: Tensor | None = None  # ``[V, r]`` Markov features of every token, for native kernels
+        self._correction: Tensor | None = None  # packed ``[D, r]`` matrix of their effect on logits
+        self._convert()
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether native kernels grow whole trees in one call."""
+        return self.layers.fused is not None
 
     def refresh(self) -> None:
         """Reads weights again that have changed."""
+        if self.layers.refresh():
+            self._convert()
+
+    def _convert(self) -> None:
+        """Converts the Markov term for native kernels, if these grow trees."""
+        raise NotImplementedError
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Returns ``[..., E]`` embeddings of ``[...]`` tokens."""
+        embeddings: Tensor = self.layers.embeddings(tokens.to(self.target.device)).to(self.head.dtype)
+        return embeddings
+
+    def grow(self, block: Sequence[tuple[Tensor, ...]], trees: TreesToGrow) -> int:
+        """Grows trees from the outputs of each sample's run; returns the number of broken rows."""
+        return draft_from_rows(
+            torch.stack([rows[0] for rows in block]).float(),
+            trees,
+            vocabulary=self.layers.vocabulary,
+            table=self._table,
+            correction=self._correction,
+            gates=None if self._table is None else self._gates(block, self._table),
+        )
+
+    def _gates(self, block: Sequence[tuple[Tensor, ...]], table: Tensor) -> Tensor:
+        """Returns the ``[S, k, r]`` gates of S samples."""
+        raise NotImplementedError
+
+
+class BlockNetwork(LookAhead):
+    """A block head."""
+
+    @torch.no_grad()
+    def _convert(self) -> None:
+        head = self.head
+        if self.grows_trees and isinstance(head.lm_head_markov, nn.Linear | PrepackedLinear):
+            self._table = head.follow(self.embed(torch.arange(self.target.vocab_size))).contiguous()
+            self._correction = matrix_of(head.lm_head_markov).weight
+
+    def _gates(self, block: Sequence[tuple[Tensor, ...]], table: Tensor) -> Tensor:
+        return torch.stack([gates for _, _, gates in block])
 
     @torch.no_grad()
     def fuse(self, states: Tensor) -> Tensor:
         """Fuses ``[T, F]`` hidden states of the target into ``[T, H]``."""
-        return self.head.fuse(states.to(self.head.dtype))
+        fused: Tensor = self.head.fuse(states.to(self.head.dtype))
+        return fused
 
     @torch.no_grad()
     def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
         """Writes the keys and values of slots that predict nothing."""
-        self._layers(self._embed(tokens), hidden, batch, cache)
+        self.layers.run_batch(hidden, batch, cache, self.embed(tokens))
 
     @torch.no_grad()
-    def __call__(
+    def look_ahead(
         self,
         tokens: Tensor,
         hidden: Tensor,
@@ -214,72 +249,18 @@ class _HeadOnRows:
         rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns ``[R, D]`` logits without the Markov term, the ``[R, H]`` states before them and ``[R, r]`` gates."""
-        out = self._layers(*self.head.ask(self._embed(tokens), hidden, depths.to(hidden.device)), batch, cache)
+        embeddings, hidden = self.head.ask(self.embed(tokens), hidden, depths.to(hidden.device))
+        out = self.layers.run_batch(hidden, batch, cache, embeddings)
         final = self.head.norm(out[rows.to(hidden.device)])
         return self.head.lm_head(final), final, self.head.gates(final)
-
-    def _layers(self, embeddings: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
-        """Returns the ``[T, H]`` output of the last layer."""
-        batch = batch.to(hidden.device)
-        rotary = self.head.rotary(batch.positions, hidden.dtype)
-        scale = self.head.config.head_dim**-0.5
-        for layer in range(len(self.head.layers)):
-            query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary, layer)
-            keys, values = cache.write(layer, key, value, batch.slots)
-            attended = ragged_tree_attention(query, keys, values, batch, scale=scale, use_native=self._native)
-            hidden = self.head.finish(hidden, attended.flatten(1), layer)
-        return hidden
 
     @torch.no_grad()
     def condition(self, logits: Tensor, gates: Tensor, tokens: Tensor) -> Tensor:
         """Adds the Markov term of the nodes' tokens to their ``[R, D]`` logits."""
         if self.head.lm_head_markov is None:
             return logits
-        return logits + self.head.lm_head_markov(gates * self.head.follow(self._embed(tokens)))
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        embed = self.head.embed_tokens or self.target.model.get_input_embeddings()
-        return embed(tokens.to(self.target.device)).to(self.head.dtype)
+        corrected: Tensor = logits + self.head.lm_head_markov(gates * self.head.follow(self.embed(tokens)))
+        return corrected
 
 
-class _NativeHead(_HeadOnRows):
-    """Runs a block head with fused layers, and grows whole trees in one call from the rows of its pass."""
-
-    grows_trees = True
-
-    def __init__(self, head: "BlockHead", target: RaggedModel) -> None:
-        super().__init__(head, target)
-        self._native_eagle = NativeEagle(head, target)
-        self._read()
-
-    def refresh(self) -> None:
-        if self._native_eagle.refresh():
-            self._read()
-
-    @torch.no_grad()
-    def _read(self) -> None:
-        head = self.head
-        self._table = self._correction = None
-        if isinstance(head.lm_head_markov, nn.Linear | PrepackedLinear):
-            self._table = head.follow(self._embed(torch.arange(self.target.vocab_size))).contiguous()
-            self._correction = matrix_of(head.lm_head_markov).weight
-        trimmed = head.config.draft_vocab_size != head.config.vocab_size
-        self._vocabulary = head.tokens.contiguous() if trimmed else None
-
-    def _layers(self, embeddings: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
-        return self._native_eagle.layers(embeddings, hidden, batch, cache)
-
-    def grow(self, block: Sequence[tuple[Tensor, ...]], trees: TreesToGrow) -> int:
-        """Grows trees from the rows that a pass has predicted for every sample; returns the number of broken rows."""
-        logits, _, gates = (torch.stack(parts) for parts in zip(*block, strict=True))
-        return draft_from_rows(
-            logits.float(),
-            trees,
-            vocabulary=self._vocabulary,
-            table=self._table,
-            correction=self._correction,
-            gates=None if self._table is None else gates.contiguous(),
-        )
-
-
-__all__ = ["BlockDrafter", "BlockState"]
+__all__ = ["BlockDrafter", "BlockNetwork", "BlockState", "LookAhead"]

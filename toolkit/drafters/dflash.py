@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import Predictions, check_ragged, expect
-from arbordraft.drafters.block import BlockDrafter, BlockState
+from arbordraft.drafters.block import BlockDrafter, BlockState, LookAhead
 from arbordraft.drafters.context import DraftContext, Frontier
-from arbordraft.drafters.native_models import layer_weights, matrix_of, norm_of, runs_natively
-from arbordraft.kernels.decoder_layers import LayerRun
-from arbordraft.kernels.draft_tree import TreesToGrow, draft_from_rows
-from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, version_of
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.drafters.native_models import matrix_of, runs_natively
+from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.prepacked.prepacked_modules import prepack_linears
 
 if TYPE_CHECKING:
     from arbordraft.heads.dflash import DFlashHead
@@ -55,8 +52,8 @@ class DFlashDrafter(BlockDrafter):
 
         return expect(DFlashHead, head)
 
-    def _on_rows(self) -> Any:
-        return (_NativeRows if runs_natively(self.head, self.target) else _Rows)(self.head, self.target)
+    def _built(self, target: RaggedModel) -> LookAhead:
+        return DFlashNetwork(self.head, target)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "DFlashDrafter":
@@ -108,29 +105,49 @@ class DFlashDrafter(BlockDrafter):
         state.block |= zip(samples, zip(*parts, strict=True), strict=True)
 
 
-class _Rows:
-    """Runs a head on the packed rows of a ragged batch, with borrowed embeddings and attention."""
+class DFlashNetwork(LookAhead):
+    """A DFlash or DSpark head, whose output matrix is the target's if it has none.
 
-    chunk = 2048  # most rows of a run, to bound its memory
-    grows_trees = False
+    Native kernels grow whole trees if the Markov term reads only tokens.
+    """
 
     def __init__(self, head: "DFlashHead", target: RaggedModel) -> None:
-        self.head, self.target = head, target
-        self._native = target.backend == "native"
-        if self._native:
-            prepack_linears(head.layers)
-        self.refresh()
+        if runs_natively(head, target):
+            for layer in head.layers:
+                attention: Any = layer.self_attn
+                for name in ("k_proj", "v_proj"):  # all that the context needs
+                    setattr(attention, name, PrepackedLinear(getattr(attention, name)))
+        super().__init__(head, target)
+        self._read_output()
+
+    @property
+    def grows_trees(self) -> bool:
+        term = self.head.markov_head
+        return super().grows_trees and (term is None or term.kind == "vanilla")
 
     def refresh(self) -> None:
-        """Reads weights again that have changed."""
+        super().refresh()
+        self._read_output()
+
+    def _read_output(self) -> None:
         network: Any = self.target.network()
         # The target's output matrix is prepacked if its layers are.
         self._output: Any = self.head.lm_head or network.get_output_embeddings()
 
     @torch.no_grad()
+    def _convert(self) -> None:
+        if self.grows_trees and (term := self.head.markov_head) is not None:
+            self._table = term.markov_w1.weight.detach().contiguous()
+            self._correction = matrix_of(term.markov_w2).weight
+
+    def _gates(self, block: Sequence[tuple[Tensor, ...]], table: Tensor) -> Tensor:
+        return table.new_ones(len(block), len(block[0][0]), table.shape[1])
+
+    @torch.no_grad()
     def context(self, states: Tensor) -> Tensor:
         """Fuses ``[T, F]`` hidden states of the target into ``[T, H]`` and norms them."""
-        return self.head.context(states.to(self.head.dtype))
+        context: Tensor = self.head.context(states.to(self.head.dtype))
+        return context
 
     @torch.no_grad()
     def store(self, context: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
@@ -138,24 +155,14 @@ class _Rows:
         batch = batch.to(context.device)
         rotary = self.head.rotary(batch.positions, context.dtype)
         for number in range(len(self.head.layers)):
-            cache.write(number, *self.head.keys_values(context, rotary, number), batch.slots)
+            keys, values = self.head.keys_values(context, rotary, number)
+            cache.write(number, keys, values, batch.slots)
 
     @torch.no_grad()
     def block(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> tuple[Tensor, Tensor]:
         """Returns ``[R, D]`` logits of block rows without the Markov term, and the ``[R, H]`` states before them."""
-        final = self.head.norm(self._layers(self._embed(tokens), batch, cache))
+        final = self.head.norm(self.layers.run_batch(self.embed(tokens), batch, cache))
         return self._output(final), final
-
-    def _layers(self, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
-        batch = batch.to(hidden.device)
-        rotary = self.head.rotary(batch.positions, hidden.dtype)
-        scale = self.head.config.head_dim**-0.5
-        for number, layer in enumerate(self.head.layers):
-            query, key, value = self.head.queries_keys_values(hidden, rotary, number)
-            keys, values = cache.write(number, key, value, batch.slots)
-            attended = ragged_tree_attention(query, keys, values, batch, scale=scale, use_native=self._native)
-            hidden = layer.finish(hidden, attended.flatten(1))
-        return hidden
 
     @torch.no_grad()
     def condition(
@@ -167,65 +174,5 @@ class _Rows:
         follow, memory = term.follow(final, tokens.to(final.device), memory)
         return logits + term.markov_w2(follow), memory
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self.target.model.get_input_embeddings()(tokens.to(self.target.device)).to(self.head.dtype)
 
-
-class _NativeRows(_Rows):
-    """Runs a head with fused layers; grows whole trees in one call if the Markov term reads only tokens."""
-
-    def __init__(self, head: "DFlashHead", target: RaggedModel) -> None:
-        self.head, self.target = head, target
-        self._native = True
-        for layer in head.layers:
-            attention: Any = layer.self_attn
-            for name in ("k_proj", "v_proj"):  # all that the context needs
-                setattr(attention, name, PrepackedLinear(getattr(attention, name)))
-        self._read()
-        self.refresh()
-
-    def refresh(self) -> None:
-        super().refresh()
-        if self._versions != self._current():
-            self._read()
-
-    def _current(self) -> list[int]:
-        return [version_of(parameter) for parameter in self.head.parameters()]
-
-    @torch.no_grad()
-    def _read(self) -> None:
-        head, config = self.head, self.head.config
-        self._versions = self._current()
-        self._run = LayerRun([layer_weights(config, layer, norm_of(layer.input_layernorm)) for layer in head.layers])
-        term = head.markov_head
-        self.grows_trees = term is None or term.kind == "vanilla"
-        self._table = self._correction = None
-        if term is not None and term.kind == "vanilla":
-            self._table = term.markov_w1.weight.detach().contiguous()
-            self._correction = matrix_of(term.markov_w2).weight
-        trimmed = config.draft_vocab_size != config.vocab_size
-        self._vocabulary = head.tokens.contiguous() if trimmed else None
-
-    def _layers(self, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
-        cosine, sine = (table[:, 0] for table in self.head.rotary(batch.positions, torch.float32))
-        shape = (self.head.config.num_key_value_heads, self.head.config.head_dim)
-        pools = [cache.pools(number, shape, hidden) for number in range(len(self.head.layers))]
-        return self._run(hidden[None], pools, (cosine[None], sine[None]), batch)[0][0]
-
-    def grow(self, block: Sequence[tuple[Tensor, ...]], trees: TreesToGrow) -> int:
-        """Grows trees from the rows that a pass has predicted for every sample; returns the number of broken rows."""
-        logits = torch.stack([rows for rows, _ in block])
-        gates = None
-        if self._table is not None:
-            gates = self._table.new_ones(*logits.shape[:2], self._table.shape[1])
-        return draft_from_rows(
-            logits.float(),
-            trees,
-            vocabulary=self._vocabulary,
-            table=self._table,
-            correction=self._correction,
-            gates=gates,
-        )
-
-
-__all__ = ["DFlashDrafter"]
+__all__ = ["DFlashDrafter", "DFlashNetwork"]

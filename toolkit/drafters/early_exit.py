@@ -4,11 +4,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from arbordraft.drafters.base import adopt, check_ragged, expect
-from arbordraft.drafters.model_drafter import ModelState, Outputs, TargetCacheDrafter
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.drafters.model_drafter import TargetCacheDrafter
+from arbordraft.drafters.network import ModelNetwork
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -51,7 +50,8 @@ class EarlyExitDrafter(TargetCacheDrafter):
             self.adapter = adopt(adapter, model)
         # One forward, to raise here if the architecture cannot run fewer layers.
         probe = RaggedKVCache()
-        self._forward(torch.zeros(1, dtype=torch.int64), probe.lay_out([probe.open(1)], [[0]]), probe)
+        self._network = ModelNetwork(model, layers, self.adapter)
+        self._network.run_batch(torch.zeros(1, dtype=torch.int64), None, probe.lay_out([probe.open(1)], [[0]]), probe)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "EarlyExitDrafter":
@@ -77,14 +77,6 @@ class EarlyExitDrafter(TargetCacheDrafter):
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if target is not self.model:
             raise ValueError("EarlyExitDrafter must be built from the target that it drafts for")
-
-    def run(
-        self, state: ModelState, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
-    ) -> Outputs:
-        return Outputs(self._forward(tokens, batch, state.cache))
-
-    def _forward(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
-        return self.model(tokens, batch, cache, layers=self.layers, after_layers=self.adapter)
 
     def extra_repr(self) -> str:
         return f"layers={self.layers}"

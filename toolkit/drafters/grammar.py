@@ -1,10 +1,10 @@
 """A drafter of the tokens that a grammar forces, without a model or noise."""
 
-from arbordraft.drafters.base import Drafter
+from arbordraft.drafters.base import Lookup
 from arbordraft.trees.topology import TreeTopology
 
 
-class GrammarDrafter(Drafter):
+class GrammarDrafter(Lookup):
     """Proposes forced tokens, the only ones that a sample's grammar allows; they are always accepted.
 
     It proposes nothing for samples without a grammar, or if the grammar allows several tokens. To combine it with
@@ -18,8 +18,6 @@ class GrammarDrafter(Drafter):
     drafts that the target reads in its ordinary forward.
     """
 
-    certain = True
-    free = True
     max_levels = 0
 
     def default_topology(self) -> TreeTopology:

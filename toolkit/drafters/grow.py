@@ -17,9 +17,10 @@ from torch import Tensor
 
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.decisions import Draw, Origin, StepView
-from arbordraft.drafters.base import Drafter, DraftNetwork, Predictions
+from arbordraft.drafters.base import Drafter, Predictions
 from arbordraft.drafters.children import Children, children_of
 from arbordraft.drafters.context import DraftContext, Frontier
+from arbordraft.drafters.network import DraftNetwork
 from arbordraft.drafters.planning import Group, plan
 from arbordraft.kernels.draft_tree import Draws, Limits, TreesToGrow, usable
 from arbordraft.kernels.draft_tree import reference as rule

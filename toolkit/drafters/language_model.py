@@ -1,6 +1,6 @@
 """A drafter that runs a smaller causal LM.
 
-Shapes: T packed rows, R nodes of a depth, V vocabulary.
+Shapes: n missing tokens.
 """
 
 import os
@@ -10,19 +10,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.checkpoints.vocabulary import check_tokenizers, fit_logits, fit_tokens
-from arbordraft.drafters.base import DraftNetwork, Predictions, check_ragged, num_unprefilled
+from arbordraft.drafters.base import Predictions, check_ragged, num_unprefilled, within_positions
 from arbordraft.drafters.context import DraftContext, Frontier
-from arbordraft.drafters.model_drafter import Missing, ModelDrafter, ModelState, Outputs
-from arbordraft.drafters.native_models import native_model
-from arbordraft.kernels.draft_tree import DraftRun
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.onnx.networks import OnnxModel
+from arbordraft.drafters.feeding import Missing
+from arbordraft.drafters.model_drafter import ModelState, OwnCacheDrafter
+from arbordraft.drafters.network import ModelNetwork
+from arbordraft.drafters.onnx_networks import OnnxModel
 from arbordraft.sampling.laws import DraftLaw
-from arbordraft.target.attention import Attending, UnsupportedModel
+from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.observation import decoder_list
@@ -40,7 +38,7 @@ class _State(ModelState):
     target: RaggedKVCache = field(kw_only=True)
 
 
-class LanguageModelDrafter(ModelDrafter):
+class LanguageModelDrafter(OwnCacheDrafter):
     """Drafts with any causal LM that shares the target's tokenizer, on its own ragged cache.
 
     Its vocabulary may be padded to another size than the target's. Ids that the target lacks are never proposed, and
@@ -60,8 +58,8 @@ class LanguageModelDrafter(ModelDrafter):
         super().__init__()
         self.model = model if isinstance(model, RaggedModel | OnnxModel) else RaggedModel(model)
         self.same_tokenizer = same_tokenizer
-        self.max_positions = self.model.max_positions
-        self._native_model: tuple[object, DraftRun | None] = None, None  # with the prepacking it was built from
+        self.max_positions = self.model.max_positions  # longest text, drafts included, that it can process
+        self._network = self.model if isinstance(self.model, OnnxModel) else ModelNetwork(self.model)
 
     @classmethod
     def from_pretrained(
@@ -116,8 +114,9 @@ class LanguageModelDrafter(ModelDrafter):
         state.cache.share(state.handles[source], state.handles[sample], filled)
 
     def prefill(self, state: _State, tokens: Mapping[int, Sequence[int]]) -> None:
+        size = self.model.vocab_size
         known = {
-            state.handles[sample]: self._readable(part).tolist()
+            state.handles[sample]: fit_tokens(torch.as_tensor(part, dtype=torch.int64), size).tolist()
             for sample, part in tokens.items()
             if sample in state.handles
         }
@@ -127,6 +126,9 @@ class LanguageModelDrafter(ModelDrafter):
         if (handle := state.handles.pop(sample, None)) is not None:
             state.cache.close(handle)
 
+    def depths(self, state: _State, context: DraftContext) -> list[int]:
+        return within_positions(super().depths(state, context), context, self.max_positions)
+
     def lag(self, state: _State, context: DraftContext) -> Sequence[int]:
         return num_unprefilled(state.cache, state.handles, context)
 
@@ -135,92 +137,10 @@ class LanguageModelDrafter(ModelDrafter):
         size = frontier.context.vocab_size
         return Predictions(logits if size is None else fit_logits(logits, size))
 
-    def run(
-        self, state: _State, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
-    ) -> Outputs:
-        return Outputs(self.model(self._readable(tokens), batch, state.cache, rows=rows))
-
     def missing(self, state: _State, context: DraftContext, sample: int) -> Missing:
         handle, tokens = state.handles[sample], context.tokens(sample)
         state.cache.shorten(handle, len(tokens) - 1)  # a repeated step has already read the last token
         return tokens[state.cache.length(handle) :], None
-
-    def native(self, context: DraftContext) -> DraftRun | None:
-        model = self._with_target_ids(context)
-        return self._natively(model) if model is not None and model.backend == "native" else None
-
-    def network(self, context: DraftContext) -> DraftNetwork | None:
-        model = self._with_target_ids(context)
-        return None if model is None or model.backend == "native" else ModelOnRows(model, model.network())
-
-    def _with_target_ids(self, context: DraftContext) -> RaggedModel | None:
-        """Returns the model, if it is none of an exported graph and has exactly the target's token ids."""
-        model = self.model
-        return model if isinstance(model, RaggedModel) and context.vocab_size in (None, model.vocab_size) else None
-
-    def _natively(self, model: RaggedModel) -> DraftRun | None:
-        if self._native_model[0] is not model.prepacking:
-            self._native_model = model.prepacking, native_model(model)
-        return self._native_model[1]
-
-    def _readable(self, tokens: Tensor | Sequence[int]) -> Tensor:
-        return fit_tokens(torch.as_tensor(tokens, dtype=torch.int64), self.model.vocab_size)
-
-
-@dataclass(frozen=True)
-class ModelOnRows:
-    """A causal LM for steps of fixed shapes: a :class:`~arbordraft.drafters.base.DraftNetwork`.
-
-    Args:
-        model: the draft model.
-        network: its current modules.
-    """
-
-    model: RaggedModel
-    network: nn.Module
-    states = 0
-    vocabulary = None
-
-    def __repr__(self) -> str:
-        return type(self.model.model).__name__
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the model."""
-        return self.model.model.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of its token ids, which are the target's."""
-        return self.model.vocab_size
-
-    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
-        """Returns the key and value pools of all layers; a forward of ``dummy`` creates them if the cache has none."""
-        if next(cache.buffers(), None) is None:
-            self.model.prefill({dummy: [0]}, cache)
-        return cache.layers(self.model.num_layers)
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """Returns the states unchanged; never called, as the model reads none."""
-        return states
-
-    def run(
-        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        """Returns ``[R, V]`` logits; ``hidden`` is ignored."""
-        output = self.network(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=slice(None) if rows is None else rows,
-            ragged=ragged,
-        )
-        return output.logits[0], None
 
 
 def shrink(model: "PreTrainedModel", layers: int | Sequence[int]) -> "PreTrainedModel":

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from arbordraft.drafters.base import HeadDrafter, check_ragged, expect
 from arbordraft.drafters.context import DraftContext, Frontier
+from arbordraft.drafters.onnx_networks import OnnxMedusa
 from arbordraft.kernels.draft_tree import TreesToGrow, draft_from_rows
-from arbordraft.onnx.networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.draft_tree import DraftTree
-from arbordraft.trees.verdict import Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.medusa import MedusaHead
@@ -107,9 +105,6 @@ class MedusaDrafter(HeadDrafter):
         trimmed = self.head.config.draft_vocab_size != self.head.config.vocab_size
         vocabulary = self.head.tokens if trimmed else None
         return draft_from_rows(torch.stack(rows, dim=1), trees, vocabulary=vocabulary)
-
-    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
-        self.rollback(state)
 
     def rollback(self, state: _State) -> None:
         state.prepared = {}

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import Drafter, check_ragged
-from arbordraft.drafters.model_drafter import ModelDrafter, Outputs
-from arbordraft.drafters.slots import SlotDrafter, SlotState
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.target.attention import ATTENTION_NAME, Forward, UnsupportedModel, unsupported
+from arbordraft.drafters.model_drafter import ModelDrafter
+from arbordraft.drafters.network import DraftNetwork, Outputs
+from arbordraft.drafters.slots import SlotDrafter
+from arbordraft.target.attention import ATTENTION_NAME, Attending, UnsupportedModel, unsupported
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
@@ -41,8 +41,6 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
     Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2; the layer is that of transformers' ``MtpModel``.
     """
 
-    keeps = False
-
     def __init__(self, target: RaggedModel, layers: "MtpModel | None" = None) -> None:
         Drafter.__init__(self)  # skips SlotDrafter, which needs a head of ours
         check_ragged(target)
@@ -57,26 +55,62 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
             prepack_linears(self.mtp.layers)
         self.hidden_layers = (target.num_layers,)
         self.max_positions = target.max_positions or 1 << 30
-        self._head: Any = None
+        self._network = MtpNetwork(self.mtp, target)
         self._check_rows()
 
-    def open(self, target_cache: RaggedKVCache) -> SlotState:
+    def _check_rows(self) -> None:
+        """Raises UnsupportedModel unless the layer runs on packed rows, each of which sees those before it."""
+        cache = RaggedKVCache()
+        self._network.refresh()
+        tokens = torch.arange(4) % self.target.vocab_size
+        hidden = torch.linspace(-1, 1, 4 * self._network.states).reshape(4, -1)
+        hidden = hidden.to(self.target.device, self.target.model.dtype)
+        noise = torch.Generator(hidden.device).manual_seed(0)
+
+        def logits(hidden: Tensor, *lengths: int) -> Tensor:
+            sample, rows = cache.open(4), []
+            for part in torch.arange(4).split(lengths):
+                batch = cache.lay_out([sample], [range(len(part))])
+                rows.append(self._network.run_batch(tokens[part], hidden[part], batch, cache).logits)
+                cache.commit({sample: range(len(part))})
+            return torch.cat(rows)
+
+        try:
+            whole, halves = logits(hidden, 4), logits(hidden, 2, 2)
+            bound = bound_of(self.target.model.dtype)
+            same = is_outcome(halves, [whole], lambda: logits(perturb(hidden, noise), 4), bound)
+        except UnsupportedModel:
+            raise
+        except Exception as failure:  # third-party modules may fail in any way
+            raise unsupported(self.mtp.layers[0].mtp_block, failure) from failure
+        if not same:
+            raise UnsupportedModel("its layer for multi-token prediction keeps more than keys and values of its rows")
+
+
+class MtpNetwork(DraftNetwork):
+    """A layer for multi-token prediction, with the target's head.
+
+    Args:
+        mtp: the module that holds the layer.
+        target: the model that it belongs to.
+    """
+
+    def __init__(self, mtp: Any, target: RaggedModel) -> None:
+        super().__init__(target.model, target.vocab_size)
+        self.mtp, self.target, self.states = mtp, target, int(mtp.config.hidden_size)
+        self.native_attention = target.backend == "native"
+        self._head: Any = None
+
+    def refresh(self) -> None:
         network: Any = self.target.network()
         self._head = network.get_output_embeddings()  # prepacked if the target's is
-        state: SlotState = super().open(target_cache)
-        return state
-
-    def fuse(self, states: Tensor) -> Tensor:
-        return states
 
     @torch.no_grad()
     def run(
-        self, state: SlotState, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
     ) -> Outputs:
         assert hidden is not None
-        batch, (tokens, *wanted) = batch.upload(hidden.device, tokens, *(() if rows is None else (rows,)))
-        ragged = Forward(batch, state.cache, self.target.backend == "native")
-        mtp, positions = self.mtp, batch.positions[None]
+        mtp, positions = self.mtp, positions[None]
         embeddings = mtp.embed_tokens(tokens[None])
         options = {"layer_type": mtp.config.layer_types[0]} if mtp.has_per_layer_rope else {}
         rotary = None if mtp.rotary_emb is None else mtp.rotary_emb(embeddings, position_ids=positions, **options)
@@ -91,7 +125,7 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
         )
         if mtp.use_shared_post_norm:
             out = mtp.shared_post_norm(out)
-        out = out[0] if rows is None else out[0, wanted[0]]
+        out = out[0] if rows is None else out[0, rows]
         return Outputs(self._logits(out), out, out)
 
     def _logits(self, out: Tensor) -> Tensor:
@@ -101,39 +135,6 @@ class MtpDrafter(SlotDrafter, ModelDrafter):
             out = out / multiplier
         logits: Tensor = self._head(out)
         return logits[..., : self.target.vocab_size]
-
-    def _check_rows(self) -> None:
-        """Raises UnsupportedModel unless the layer runs on packed rows, each of which sees those before it."""
-        cache = RaggedKVCache()
-        state = self.open(cache)
-        tokens = torch.arange(4) % self.target.vocab_size
-        hidden = torch.linspace(-1, 1, 4 * self._size).reshape(4, -1).to(self.target.device, self.target.model.dtype)
-        noise = torch.Generator(hidden.device).manual_seed(0)
-
-        def logits(hidden: Tensor, *lengths: int) -> Tensor:
-            sample, rows = state.cache.open(4), []
-            for part in torch.arange(4).split(lengths):
-                batch = state.cache.lay_out([sample], [range(len(part))])
-                rows.append(self.run(state, tokens[part], hidden[part], batch).logits)
-                state.cache.commit({sample: range(len(part))})
-            return torch.cat(rows)
-
-        try:
-            whole, halves = logits(hidden, 4), logits(hidden, 2, 2)
-            bound = bound_of(self.target.model.dtype)
-            same = is_outcome(halves, [whole], lambda: logits(perturb(hidden, noise), 4), bound)
-        except UnsupportedModel:
-            raise
-        except Exception as failure:  # third-party modules may fail in any way
-            raise unsupported(self.mtp.layers[0].mtp_block, failure) from failure
-        if not same:
-            raise UnsupportedModel("its layer for multi-token prediction keeps more than keys and values of its rows")
-
-    @property
-    def _size(self) -> int:
-        """H."""
-        size: int = self.mtp.config.hidden_size
-        return size
 
 
 def has_mtp(target: RaggedModel) -> bool:

@@ -1,6 +1,6 @@
-"""Drafting models for the native kernels, which run all levels of a step in one call.
+"""Converts weights of causal LMs and heads for the native kernels, which run all levels of a step in one call.
 
-Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side by side, H hidden size, V vocabulary.
+Shapes: H hidden size, E embedding size.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from arbordraft.drafters.model_drafter import CHUNK, feed
-from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm
+from arbordraft.drafters.feeding import feed
+from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, Norm
 from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Limits, TreesToGrow
 from arbordraft.kernels.prepacked_linear import interleave, pack, prepack
-from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, version_of
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -26,13 +25,12 @@ from arbordraft.trees.forest import Forest
 from arbordraft.trees.topology import TreeTopology
 
 if TYPE_CHECKING:
-    from arbordraft.heads.eagle import EagleHead
     from arbordraft.heads.layers import Layer, LayeredHead, LayersConfig
 
 
 def runs_natively(head: "LayeredHead", target: RaggedModel) -> bool:
     """Tells whether kernels can run the head: they support its sizes, and its embeddings are a plain table."""
-    config, embeddings = head.config, _embeddings(head, target)
+    config, embeddings = head.config, embeddings_of(head, target)
     if getattr(config, "first_generation", False):
         return False
     if target.backend != "native" or type(embeddings) is not nn.Embedding:
@@ -41,7 +39,8 @@ def runs_natively(head: "LayeredHead", target: RaggedModel) -> bool:
     return not any(size % 16 for size in sizes)
 
 
-def _embeddings(head: "LayeredHead", target: RaggedModel) -> Any:
+def embeddings_of(head: "LayeredHead", target: RaggedModel) -> Any:
+    """Returns a head's embeddings of tokens, or the target's if the head has none."""
     return getattr(head, "embed_tokens", None) or target.model.get_input_embeddings()
 
 
@@ -83,93 +82,6 @@ def layer_weights(
         softcap=None,
         beside_norm=beside,
     )
-
-
-class NativeEagle:
-    """An EAGLE head on a CPU with fused layers, which runs packed rows or grows whole trees in one call.
-
-    Args:
-        head: in the target's dtype; its layers' weights are read from a prepacked copy.
-        target: gives embeddings if the head has none.
-    """
-
-    chunk = CHUNK  # most rows of a run, to bound its memory
-
-    def __init__(self, head: "EagleHead", target: RaggedModel) -> None:
-        self.head, self.target = head, target
-        self._prepack()
-
-    def refresh(self) -> bool:
-        """Reads weights again that have changed; returns whether there were any."""
-        if changed := self._versions != self._current():
-            self._prepack()
-        return changed
-
-    def _current(self) -> list[int]:
-        return [version_of(parameter) for parameter in self.head.parameters()]
-
-    def _prepack(self) -> None:
-        head, config = self.head, self.head.config
-        self._versions = self._current()
-        layers = [self._fused(number) for number in range(len(head.layers))]
-        self._layers = LayerRun(layers)
-        frequencies, factor = head.frequencies()
-        trimmed = config.draft_vocab_size != config.vocab_size
-        self.run = DraftRun(
-            DraftWeights(
-                embedding=in_memory(_embeddings(head, self.target).weight),
-                fuse=matrix_of(head.fc),
-                layers=layers,
-                norm=norm_of(head.norm),
-                head=matrix_of(head.lm_head),
-                outputs=config.draft_vocab_size,
-                vocabulary=head.tokens.contiguous() if trimmed else None,
-                frequencies=frequencies[None].contiguous(),
-                factors=[factor],
-                epsilon=config.rms_norm_eps,
-                input_norm=norm_of(head.midlayer.hidden_norm) if config.norm_before_residual else None,
-                norm_output=config.norm_output,
-            )
-        )
-
-    def _fused(self, number: int) -> LayerWeights:
-        """Returns a layer's weights."""
-        config, layer = self.head.config, self.head.layers[number]
-        before = norm_of(layer.input_layernorm)
-        if number:
-            return layer_weights(config, layer, before)
-        # The first layer concatenates embeddings and states, in this order.
-        states = None if config.norm_before_residual else norm_of(self.head.midlayer.hidden_norm)
-        return layer_weights(config, layer, states, before)
-
-    @torch.no_grad()
-    def normed(self, states: Tensor) -> Tensor:
-        """Norms ``[T, F]`` hidden states of the target for :meth:`fuse`."""
-        return self.head.normed(states)
-
-    @torch.no_grad()
-    def fuse(self, states: Tensor) -> Tensor:
-        """Fuses ``[T, F]`` normed states of the target into ``[T, H]``."""
-        return self.head.fc(states.to(self.head.dtype))
-
-    @torch.no_grad()
-    def __call__(
-        self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ``[R, V]`` logits, the ``[R, H]`` states before them and those that the next step reads."""
-        embeddings = _embeddings(self.head, self.target)(tokens).to(hidden.dtype)
-        out = self.layers(embeddings, hidden, batch, cache)
-        logits, final, following = self.head.predict(out if rows is None else out[rows])
-        return self.head.widen(logits), final, following
-
-    def layers(self, embeddings: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
-        """Returns the last layer's ``[T, H]`` output for ``[T, E]`` embeddings beside ``[T, H]`` states."""
-        cosine, sine = (table[:, 0] for table in self.head.rotary(batch.positions, torch.float32))
-        if self.head.config.norm_before_residual:
-            hidden = self.head.midlayer.hidden_norm(hidden)
-        shapes = [(layer.kv_heads, layer.dim) for layer in self._layers.layers]
-        pools = [cache.pools(number, shape, hidden) for number, shape in enumerate(shapes)]
-        return self._layers(hidden[None], pools, (cosine[None], sine[None]), batch, (), embeddings)[0][0]
 
 
 def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None:
@@ -266,4 +178,4 @@ def norm_of(module: nn.RMSNorm | PrepackedNorm) -> Norm:
     return module.norm if isinstance(module, PrepackedNorm) else Norm(module.weight.detach().float().contiguous())
 
 
-__all__ = ["NativeEagle", "layer_weights", "matrix_of", "native_model", "norm_of", "runs_natively"]
+__all__ = ["embeddings_of", "layer_weights", "matrix_of", "native_model", "norm_of", "runs_natively"]

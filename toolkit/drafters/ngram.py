@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from arbordraft.drafters.base import Drafter
+from arbordraft.drafters.base import Lookup
 from arbordraft.drafters.context import Frontier
 from arbordraft.drafters.text_pool import TextPool
 from arbordraft.sampling.stateful import Allowed
@@ -158,7 +158,7 @@ class _State:
     suffixes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by sample and node of this step
 
 
-class NGramDrafter(Drafter):
+class NGramDrafter(Lookup):
     """Continues the longest suffix of the text that occurred before in the prompt or in the output.
 
     Every node of the tree looks up its own path: first the longest suffix, then shorter ones while children are
@@ -181,9 +181,6 @@ class NGramDrafter(Drafter):
 
     Source: LLMA (Yang et al., 2023) and prompt lookup decoding (Saxena, 2023), from one continuation to a tree.
     """
-
-    certain = True
-    free = True
 
     def __init__(self, longest: int = 4, shortest: int = 2, pool: TextPool | None = None) -> None:
         super().__init__()

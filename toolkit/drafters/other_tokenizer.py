@@ -1,6 +1,6 @@
 """Drafters whose tokenizer differs from the target's.
 
-Shapes: T packed rows, R nodes of a depth, D ids of the drafter, V ids of the target, I that both have.
+Shapes: R nodes of a depth, D ids of the drafter, V ids of the target, I that both have.
 """
 
 import os
@@ -17,9 +17,10 @@ from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.checkpoints.translation import Translation, decoded, encoded, shared_tokens
 from arbordraft.drafters.base import Guesses, Predictions, check_ragged
 from arbordraft.drafters.context import DraftContext, Frontier
-from arbordraft.drafters.model_drafter import Missing, ModelDrafter, ModelState, Outputs, feed
-from arbordraft.drafters.native_models import native_model
-from arbordraft.kernels.draft_tree import DraftRun, Limits, TreesToGrow
+from arbordraft.drafters.feeding import Missing, feed
+from arbordraft.drafters.model_drafter import ModelState, OwnCacheDrafter
+from arbordraft.drafters.network import ModelNetwork
+from arbordraft.kernels.draft_tree import Limits, TreesToGrow
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache
@@ -57,7 +58,7 @@ class _State(ModelState):
     texts: dict[int, _Text] = field(default_factory=dict)
 
 
-class _OtherTokenizerDrafter(ModelDrafter):
+class _OtherTokenizerDrafter(OwnCacheDrafter):
     """Base class of drafters that read the text in tokens of their own.
 
     Args:
@@ -77,6 +78,7 @@ class _OtherTokenizerDrafter(ModelDrafter):
             )
         self.model, self.target = model, target
         self._ours, self._theirs = model.tokenizer, target.tokenizer
+        self._network = ModelNetwork(model)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> Self:
@@ -131,6 +133,9 @@ class _OtherTokenizerDrafter(ModelDrafter):
                 lacking[sample] = max(0, len(context.tokens(sample)) - 1 - state.cache.length(handle))
         return lacking
 
+    def _drafts_target_ids(self, context: DraftContext) -> bool:
+        return False
+
     def missing(self, state: _State, context: DraftContext, sample: int) -> Missing:
         handle, text = state.handles[sample], state.texts[sample]
         tokens = text.translation(context.tokens(sample))
@@ -140,11 +145,6 @@ class _OtherTokenizerDrafter(ModelDrafter):
         state.cache.shorten(handle, known)
         text.read = tokens
         return tokens[known:], None
-
-    def run(
-        self, state: _State, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
-    ) -> Outputs:
-        return Outputs(self.model(tokens, batch, state.cache, rows=rows))
 
 
 class IntersectionDrafter(_OtherTokenizerDrafter):
@@ -221,12 +221,10 @@ class RetokenizedDrafter(_OtherTokenizerDrafter):
     """
 
     certain = True
-    keeps = False
     takes_candidates = False
 
     def __init__(self, model: RaggedModel, target: RaggedModel) -> None:
         super().__init__(model, target)
-        self._native: tuple[object, DraftRun | None] = None, None  # with the prepacking it was built from
         text = decoded(self._theirs, range(min(2000, target.vocab_size)), special=False)
         self.per_token = max(0.5, min(3.0, len(encoded(self._ours, text)) / max(1, len(encoded(self._theirs, text)))))
 
@@ -246,7 +244,7 @@ class RetokenizedDrafter(_OtherTokenizerDrafter):
         return found
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
-        state.cache.commit(dict.fromkeys(state.handles.values(), ()))
+        state.drop()
         for sample, text in state.texts.items():
             emitted = verdict.emitted(tree, sample) if verdict.paths[sample] else []
             for ours, token in zip(text.chain, emitted, strict=False):
@@ -255,7 +253,6 @@ class RetokenizedDrafter(_OtherTokenizerDrafter):
                     break
                 text.right += 1
             text.chain = []
-        state.forget()
 
     def rollback(self, state: _State) -> None:
         super().rollback(state)
@@ -281,7 +278,7 @@ class RetokenizedDrafter(_OtherTokenizerDrafter):
         A continuation ends early where the model gives NaN or infinite logits.
         """
         written: list[list[int]] = [[] for _ in steps]
-        if self.model.backend == "native" and (run := self._natively()) is not None:
+        if (run := self._network.native) is not None:
             chain, samples = TreeTopology.chain(max(steps)), range(len(steps))
             forest = Forest.of_roots(chain, [tokens[-1] for tokens, _ in missing.values()], [None] * len(steps))
             forest.reach[:, 0] = 1
@@ -302,14 +299,10 @@ class RetokenizedDrafter(_OtherTokenizerDrafter):
                 break
             words = torch.full((len(going), 1), (1 << step + 1) - 1)
             batch = state.cache.lay_out([handles[place] for place in going], [[step]] * len(going), words)
-            logits = self.run(state, torch.tensor([found[place] for place in going]), None, batch).logits
+            tokens = torch.tensor([found[place] for place in going])
+            logits = self._network.run_batch(tokens, None, batch, state.cache).logits
         state.cache.drop(handles)
         return written
-
-    def _natively(self) -> DraftRun | None:
-        if self._native[0] is not self.model.prepacking:
-            self._native = self.model.prepacking, native_model(self.model)
-        return self._native[1]
 
 
 __all__ = ["IntersectionDrafter", "RetokenizedDrafter"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.decisions import Limits, Situation
-from arbordraft.drafters.base import Drafter
+from arbordraft.drafters.base import Drafter, Lookup
 from arbordraft.drafters.context import DraftContext
 
 
@@ -68,7 +68,7 @@ def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
                     alike=1 if pathwise else context.expected_batch,
                     source=type(drafter).__name__,
                     acceptance=drafter.acceptance,
-                    free=drafter.free,
+                    free=isinstance(drafter, Lookup),
                     lag=[lag[sample] for sample in samples] if lag else (),
                     left=[depths[sample] + 1 for sample in samples] if context.fixed_batch else (),
                     extra_rows=context.extra_rows + len(alive) - len(samples) if pathwise else 0,

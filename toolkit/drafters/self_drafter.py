@@ -6,17 +6,16 @@ Shapes: T packed rows, R rows whose logits are wanted, V vocabulary.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import check_ragged
-from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.model_drafter import Missing, ModelState, Outputs, TargetCacheDrafter, feed
+from arbordraft.drafters.model_drafter import TargetCacheDrafter
 from arbordraft.drafters.native_models import native_model
-from arbordraft.kernels.draft_tree import DraftRun, TreesToGrow
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.drafters.network import ModelNetwork, Outputs
+from arbordraft.kernels.draft_tree import DraftRun
 from arbordraft.sampling.laws import DraftLaw, SharedNoise
+from arbordraft.target.attention import Attending, Forward
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
@@ -73,7 +72,7 @@ class SelfDrafter(TargetCacheDrafter):
         # The target's own head costs no memory here, and scores only a few tokens.
         own = target if target.weights is None else None
         self.model = RaggedModel(target.model, kernels="native", weights=weights, head_of=own, self_test=False)
-        self._native: tuple[object, DraftRun | None] = None, None  # with the prepackings it was built from
+        self._network = _CopyNetwork(self.model, target)
 
     @classmethod
     def fitted(cls, target: RaggedModel) -> "SelfDrafter":
@@ -120,7 +119,7 @@ class SelfDrafter(TargetCacheDrafter):
     def nbytes(self) -> int:
         """Bytes of memory that it takes besides the target's."""
         assert self.model.prepacking is not None
-        screen = None if (run := self._run()) is None or run.weights.exact is None else run.weights.head
+        screen = None if (run := self._network.native) is None or run.weights.exact is None else run.weights.head
         parts = [] if screen is None else [screen.weight, screen.scale]
         return self.model.prepacking.nbytes + sum(part.nbytes for part in parts if part is not None)
 
@@ -139,34 +138,37 @@ class SelfDrafter(TargetCacheDrafter):
         if target is not self.target:
             raise ValueError("SelfDrafter must be built from the target that it drafts for")
 
-    def open(self, target_cache: RaggedKVCache) -> ModelState:
-        self.model.begin(RaggedKVCache())  # packs changed weights again
-        return super().open(target_cache)
-
-    def missing(self, state: ModelState, context: DraftContext, sample: int) -> Missing:
-        return context.tokens(sample)[-1:], None
-
-    def run(
-        self, state: ModelState, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
-    ) -> Outputs:
-        with _lent(state.cache):
-            return Outputs(self.model(tokens, batch, state.cache))
-
-    def grow_natively(self, state: ModelState, context: DraftContext, trees: TreesToGrow) -> int | None:
-        if (run := self._run()) is None:
-            return None
-        missing = {state.handles[sample]: self.missing(state, context, sample) for sample in trees.slots}
-        fed = np.full(trees.trees.token.shape, -1)  # verification overwrites the keys
-        return feed(run, state.cache, missing, trees, context.topology, fed, commit=False)
-
-    def _run(self) -> DraftRun | None:
-        source = self.model.prepacking, self.target.prepacking
-        if self._native[0] != source:
-            self._native = source, native_model(self.model, screen=True)
-        return self._native[1]
-
     def __repr__(self) -> str:
         return f"SelfDrafter(weights={self.weights!r})"
+
+
+class _CopyNetwork(ModelNetwork):
+    """A target over a copy of its weights, which shares the target's cache and head.
+
+    Args:
+        model: the copy.
+        target: the target.
+    """
+
+    def __init__(self, model: RaggedModel, target: RaggedModel) -> None:
+        super().__init__(model)
+        self._target = target
+
+    def _source(self) -> object:
+        return self.model.prepacking, self._target.prepacking
+
+    def _convert(self) -> DraftRun | None:
+        return native_model(self.model, screen=True)
+
+    def refresh(self) -> None:
+        self.model.begin(RaggedKVCache())  # packs changed weights again
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+    ) -> Outputs:
+        assert isinstance(ragged, Forward)
+        with _lent(ragged.cache):
+            return super().run(tokens, hidden, positions, ragged, rows)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.base import HeadDrafter, num_unprefilled
+from arbordraft.drafters.base import HeadDrafter, num_unprefilled, within_positions
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.model_drafter import ModelState
 from arbordraft.target.cache import RaggedKVCache
@@ -44,9 +44,10 @@ class SlotDrafter(HeadDrafter):
         target: the model it drafts for.
     """
 
-    max_positions: int
+    max_positions: int  # longest text, drafts included, that it can process
     layers = "midlayer"  # the part of the head that holds its layers
     state_class: type[SlotState] = SlotState
+    _network: Any
 
     def __init__(self, head: Any, target: RaggedModel) -> None:
         super().__init__(head, target, leave=self.layers)  # layers are prepacked as a whole if possible
@@ -54,6 +55,7 @@ class SlotDrafter(HeadDrafter):
         self.max_positions = head.config.max_position_embeddings
 
     def open(self, target_cache: RaggedKVCache) -> Any:
+        self._network.refresh()
         return self.state_class(target_cache.beside(self), target=target_cache)
 
     def add(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
@@ -69,7 +71,7 @@ class SlotDrafter(HeadDrafter):
 
     def depths(self, state: Any, context: DraftContext) -> list[int]:
         # A text of one token has no hidden state yet: the target goes first.
-        known = super().depths(state, context)
+        known = within_positions(super().depths(state, context), context, self.max_positions)
         return [limit if limit and len(context.tokens(sample)) > 1 else 0 for sample, limit in enumerate(known)]
 
     def remove(self, state: Any, sample: int) -> None:
@@ -95,6 +97,9 @@ class SlotDrafter(HeadDrafter):
             if kept := min(count, room):
                 state.pending[sample].append(states if kept == count else states[:kept])
                 state.slots[sample] += kept
+
+    def rollback(self, state: Any) -> None:
+        state.drop()  # the target's states replace the slots of drafts
 
     def lag(self, state: Any, context: DraftContext) -> Sequence[int]:
         return num_unprefilled(state.cache, state.handles, context, 1)

@@ -104,7 +104,7 @@ class DFlashHead(LayeredHead):
     """The layers with fusion, norms and output matrix, under the tensor names of DFlash and DSpark checkpoints.
 
     It computes no attention: callers pass :meth:`queries_keys_values` of a layer to their own attention, and its output
-    to the layer's ``finish``. Token embeddings are the target's.
+    to :meth:`finish`. Token embeddings are the target's.
 
     Raises:
         TypeError: if a setting is no whole number.
@@ -127,7 +127,7 @@ class DFlashHead(LayeredHead):
         fused = len(config.hidden_layers or ()) * config.target_hidden_size
         self.fc = nn.Linear(fused, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers: Any = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         own = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.lm_head = own

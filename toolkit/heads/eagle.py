@@ -188,10 +188,9 @@ class EagleHead(LayeredHead):
         return self.project(block.self_attn, x, rotary)
 
     def finish(self, hidden: Tensor, attended: Tensor, layer: int = 0) -> Tensor:
-        """Returns a layer's ``[..., H]`` output for its input and the attention's output ``[..., Hq * C]``."""
         if layer == 0 and self.config.norm_before_residual:
             hidden = self.midlayer.hidden_norm(hidden)
-        return self.layers[layer].finish(hidden, attended)
+        return super().finish(hidden, attended, layer)
 
     def predict(self, out: Tensor, head: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns ``[..., D]`` logits, the ``[..., H]`` states before them and those that the next step reads.

@@ -116,6 +116,7 @@ class LayeredHead(DraftHead):
 
     config: LayersConfig
     config_class = LayersConfig
+    layers: Any  # its layers, from the first to the last
 
     def __init__(self, config: LayersConfig) -> None:
         super().__init__(config)
@@ -136,6 +137,11 @@ class LayeredHead(DraftHead):
             query, key = attention.q_norm(query), attention.k_norm(key)
         rotated = apply_rotary(torch.cat([query, key], dim=-2), rotary)
         return *rotated.split([query.shape[-2], key.shape[-2]], dim=-2), value
+
+    def finish(self, hidden: Tensor, attended: Tensor, layer: int = 0) -> Tensor:
+        """Returns a layer's ``[..., H]`` output for its input and the attention's output ``[..., Hq * C]``."""
+        out: Tensor = self.layers[layer].finish(hidden, attended)
+        return out
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines ``[..., 1, C]`` of positions ``[...]``."""

@@ -208,6 +208,12 @@ class DraftTree:
         return np.repeat(np.arange(len(self.living)), [self.lengths[sample] for sample in self.living])
 
     @cached_property
+    def inner(self) -> Ints:
+        """Rows with children, by ascending depth."""
+        rows = np.unique(self.parent[self.depth > 0])
+        return rows[self.depth[rows].argsort(kind="stable")]
+
+    @cached_property
     def children(self) -> list[list[int]]:
         """By row, the rows of its children in the order of drawing."""
         found: list[list[int]] = [[] for _ in range(self.rows)]

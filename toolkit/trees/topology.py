@@ -244,6 +244,20 @@ class TreeTopology(nn.Module):
         return np.array(self.child_order, dtype=np.int64)
 
     @cached_property
+    def rank_array(self) -> Ints:
+        """``[N]`` rank of every node among its parent's children, 0 for the root."""
+        return np.concatenate([[0], *(level.rank for level in self.tree_levels)])
+
+    @cached_property
+    def post_order(self) -> Ints:
+        """``[N]`` place of every node in post-order, where nodes follow their children."""
+        backwards, open_nodes = [], [0]
+        while open_nodes:
+            backwards.append(node := open_nodes.pop())
+            open_nodes += self.child_list[node]
+        return np.argsort(backwards[::-1])
+
+    @cached_property
     def inner_counts(self) -> Ints:
         """``[max_depth + 1]`` by number of levels, how many nodes get children in them; the root counts, too."""
         return np.array([0, *accumulate(map(len, self.inner[:-1]))])

@@ -105,11 +105,11 @@ class DFlashStudent(LayersStudent):
         block = torch.arange(count, device=device).repeat_interleave(size)
         seen = torch.cat([at <= begins.repeat_interleave(size)[:, None], block == block[:, None]], dim=1)
         known, own = head.rotary(at, head.dtype), head.rotary(places, head.dtype)
-        for number, layer in enumerate(head.layers):
+        for number in range(len(head.layers)):
             query, *rows = head.queries_keys_values(hidden, own, number)
             given = head.keys_values(context, known, number)
             keys, values = (torch.cat(parts, dim=1) for parts in zip(given, rows, strict=True))
-            hidden = layer.finish(hidden, attend(query, keys, values, seen).flatten(2))
+            hidden = head.finish(hidden, attend(query, keys, values, seen).flatten(2), number)
         return head.norm(hidden).unflatten(1, (count, size))[:, :, size - config.depths :]
 
     def _head(self, target: RaggedModel) -> Tensor:

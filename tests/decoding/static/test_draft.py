@@ -50,8 +50,8 @@ from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.drafted_step import DraftedStep
 from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.decoding.static.step import StaticStep
-from arbordraft.drafters.eagle import HeadOnRows
-from arbordraft.drafters.language_model import ModelOnRows
+from arbordraft.drafters.eagle import EagleNetwork
+from arbordraft.drafters.network import ModelNetwork
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.kernels.draft_tree import reference
 from arbordraft.target.attention import UnsupportedModel
@@ -87,6 +87,7 @@ def pair(kind, topology=BINARY, texts=TEXTS):
 # The same trees
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", ["everything", "weighed", "both"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,6 +98,7 @@ def test_fixed_shapes_grow_the_same_trees(drafts, kind, topology, plan):
     assert (count > 0) == (topology.max_depth > 0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["eagle, trimmed", "model"])
 def test_fixed_shapes_follow_any_plan(drafts, kind, plan):
@@ -122,6 +124,7 @@ def test_as_many_levels_run_as_the_deepest_sample_may_have(monkeypatch, kind):
     assert sizes == [3, 15, 7]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", ["everything", "levels", "large budget", "dear rows"])
 @pytest.mark.parametrize("heat", ["0.5", "1"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -326,13 +329,13 @@ def run_without_numbers(kind, device, mode):
     with mode, torch.device(device):
         config = AutoConfig.for_model("llama", **ARCHITECTURES["llama"])
         target = RaggedModel(AutoModelForCausalLM.from_config(config).eval(), self_test=False, kernels="torch")
-        network = ModelOnRows(target, target.network())
+        network = ModelNetwork(target).recorded()
         if kind != "model":
             own = {"target_hidden_size": 32, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
             heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
             trimmed = 40 if "trimmed" in kind else VOCAB
             head = EagleHead(EagleConfig(**own, **heads, draft_vocab_size=trimmed, hidden_layers=[0, 1]))
-            network = HeadOnRows(head.eval(), target)
+            network = EagleNetwork(head.eval(), target)
         table = torch.zeros(bucket.size, dtype=torch.int64)
         states = torch.zeros(2 * bucket.rows if network.states else 0, network.states)
         pools = [torch.zeros(50, 2, 8) for _ in range(4)]
@@ -440,7 +443,7 @@ def test_ordinary_steps_draft_level_by_level(drafts):
     assert drafts == []
 
 
-@pytest.mark.parametrize("name", ["eagle", "model"])
+@pytest.mark.parametrize("name", ["eagle", pytest.param("model", marks=pytest.mark.soak)])
 def test_a_draft_is_one_graph(drafts, name):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -460,6 +463,7 @@ def recorded(monkeypatch):
     return record_on_cpu(monkeypatch, "a draft")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["eagle", "model"])
 @pytest.mark.parametrize("settings", [NEVER, SAMPLED], ids=["greedy", "sampled"])
 def test_drafts_are_recorded_once_and_replayed(drafts, recorded, name, settings):

@@ -69,6 +69,7 @@ def apart(monkeypatch):
     monkeypatch.setattr(RecordedExecutor, "drafted", lambda *_: None)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("decider", DECIDERS)
 @pytest.mark.parametrize("name", ["eagle", "model"])

@@ -105,12 +105,14 @@ def test_samples_equal_the_ordinary_steps(coupling):
     assert ranks[1] + ranks[2] > 2  # rows had to move
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("topology", [CHAIN, WIDE], ids=["chain", "wide"])
 @pytest.mark.parametrize("coupling", ["iid lifted", "two tops"])
 def test_chains_and_trees_of_more_than_one_ancestor_word(coupling, topology):
     compare(coupling, "model", topology, requests=(SAMPLED, NEVER), prompts=PROMPTS[:2])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("topology", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_equals_transformers(drafter, topology):
@@ -121,6 +123,7 @@ def test_greedy_equals_transformers(drafter, topology):
         assert decode(decoder, [prompt])[0] == [tokens]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("settings", [SAMPLED, {**SAMPLED, "temperature": 0.5}, WARPED], ids=["T=1", "T=0.5", "top-p"])
 def test_shared_noise_gives_the_text_of_plain_decoding(drafter, settings):
@@ -144,6 +147,7 @@ def test_windows_caps_sinks_and_learned_positions(architecture):
     compare("shared", drafter, target=target, requests=(SAMPLED,))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("coupling", [Coupling(TopTail(1, 1), Lifted(RecursiveRejection())), Coupling.shared(2)],
                          ids=["top-tail", "shared"])  # fmt: skip
 @pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit"])
@@ -278,6 +282,7 @@ def somebodys(cache, tree):
     yield slab.start
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", [dummys, nobodys])
 @pytest.mark.parametrize("settings", [NEVER, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("coupling", ["wor lifted", "shared"])

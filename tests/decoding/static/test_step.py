@@ -152,6 +152,7 @@ def test_a_step_that_leaves_its_device_is_noticed(intruder):
     assert noticed == (intruder != "upload")  # on the meta device an upload leaves no trace
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt2", "opt", "gpt_oss", "qwen3_moe", "phi3"])
 def test_steps_of_many_architectures_have_shapes_without_numbers(architecture):
     """Fake tensors raise wherever a number is asked for."""
@@ -165,7 +166,11 @@ def test_steps_of_many_architectures_have_shapes_without_numbers(architecture):
 
 @pytest.mark.parametrize(
     ("coupling", "backend", "requests"),
-    [(LIFTED, "eager", REQUESTS), (LIFTED, "aot_eager", REQUESTS), (SHARED, "aot_eager", [REQUESTS[1], TEMPERATURE])],
+    [
+        (LIFTED, "eager", REQUESTS),
+        pytest.param(LIFTED, "aot_eager", REQUESTS, marks=pytest.mark.soak),
+        (SHARED, "aot_eager", [REQUESTS[1], TEMPERATURE]),
+    ],
     ids=["eager", "aot_eager", "shared noise"],
 )
 def test_a_step_is_one_graph(coupling, backend, requests):
@@ -178,6 +183,7 @@ def test_a_step_is_one_graph(coupling, backend, requests):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one per request, however many steps
 
 
+@pytest.mark.soak
 def test_a_compiled_step_shows_hidden_states():
     torch._dynamo.reset()
     coupling = Coupling(TopTail(1, 2), Lifted(RecursiveRejection()))
@@ -231,7 +237,7 @@ def test_any_trees_fit_into_their_bucket(case):
     batch = cache.lay_out(handles, [tree.depth[tree.owner == sample] for sample in tree.living])
     noise = Noise.draw([Noise.source(i) for i in range(samples)], topology.num_nodes)
     table = torch.full((bucket.size,), -77)
-    assert bucket.fill(table, tree, batch, noise, dummy=1000).laws == []
+    assert bucket.fill(table, tree, batch, noise, dummy=1000) == []
 
     part = bucket.read(table)
     assert not part["seeds"].any()
@@ -253,10 +259,9 @@ def test_any_trees_fit_into_their_bucket(case):
         assert (part["depth"][level[level >= 0]] == depth).all()
         begin += size
     for place, row in enumerate(part["inner"].tolist()):
-        above = part["parent"][place]
-        if row >= 0 and above >= 0:
-            assert part["children"][above, part["place"][place]] == row
-    for row, above in enumerate(part["above"].tolist()):
+        children = part["children"][place]
+        assert children[children >= 0].tolist() == (tree.children[row] if row >= 0 else [])
+    for row, above in enumerate(part["parent"].tolist()):
         assert (above < 0) == (part["depth"][row] == 0)
         assert above < 0 or part["depth"][above] == part["depth"][row] - 1
 

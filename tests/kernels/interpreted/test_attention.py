@@ -37,6 +37,7 @@ def check(case, dtype=torch.float32, **options):
     assert_close(found.double(), case.naive(**options), rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(guarded, options, dtype):
@@ -65,11 +66,7 @@ def test_prompts(guarded, options):
 
 
 @pytest.mark.parametrize(
-    ("options", "causal"),
-    [
-        *[(options, index % 2 == 1) for index, options in enumerate(OPTIONS.values())],
-    ],
-    ids=str,
+    ("options", "causal"), [*[(options, index % 2 == 1) for index, options in enumerate(OPTIONS.values())]], ids=str
 )
 def test_split_prefixes(guarded, options, causal):
     case = Case([(700, TREE)], dtype=torch.float32, key_heads=1, causal=causal)
@@ -80,6 +77,7 @@ def test_split_prefixes(guarded, options, causal):
 # Row by row
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_row_by_row(guarded, options, dtype):
@@ -98,7 +96,8 @@ def test_trees_of_several_words_row_by_row(guarded, last):
     check(Case(trees, dtype=torch.float32, last=last), row_invariant=True)
 
 
-@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("plain", "window over tiles", "all")], ids=str)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("all", "plain", "window over tiles")], ids=str)
 def test_a_node_has_the_bits_of_plain_decoding(options):
     """The bits depend neither on the places of its ancestors nor on ends of tiles; those of the other kernel do."""
     options = dict(options)

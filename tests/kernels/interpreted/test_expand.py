@@ -57,6 +57,7 @@ def test_the_first_of_equal_scores_wins_and_nan_reaches_the_caller(guarded):
     assert not chances[:2].isnan().any()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("vocabulary", [1, 7, 1024, 2500])
 @pytest.mark.parametrize(("count", "mass"), [(1, 0.0), (3, 0.0), (0, 0.3), (2, 0.9), (10_000, 0.0), (0, 0.999)])
 def test_truncation_without_sorting(guarded, vocabulary, count, mass):
@@ -71,6 +72,7 @@ def test_truncation_without_sorting(guarded, vocabulary, count, mass):
     assert torch.equal(lowest, expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("count", "mass"), [(50, 0.0), (0, 0.9), (40, 0.3)])
 def test_truncation_of_large_vocabularies(guarded, count, mass, dtype):

@@ -41,6 +41,7 @@ def near(found, expected, dtype, roundings=2):
     return ((found.double() - expected.double()).abs() <= bound).all()
 
 
+@pytest.mark.one_in(3)
 @each_type
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("size", "outputs"), [(8, 3), (150, 70), (256, 129)])
@@ -52,6 +53,7 @@ def test_products(guarded, rows, size, outputs, dtype):
     assert not near(triton(linear, x, weight), exact + bias.double(), dtype)  # negative control
 
 
+@pytest.mark.one_in(2)
 @each_type
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -79,6 +81,7 @@ def heads(dtype, rows, *, biased, normed, count=3, kv_count=1, dim=10, size=70):
 FORMS = {"llama": (0.0, False), "gemma": (1.0, True), "olmo": (0.0, True)}
 
 
+@pytest.mark.one_in(4)
 @each_type
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("biased", [False, True])

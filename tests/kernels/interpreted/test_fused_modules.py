@@ -41,6 +41,7 @@ def parts(target):
     return {kind: int(count) for count, kind in (part.split() for part in found.split(", ") if part)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", KINDS)
 def test_references_change_no_bit(architecture, dtype):
@@ -51,6 +52,7 @@ def test_references_change_no_bit(architecture, dtype):
         assert torch.equal(logits(target), logits(plain(model)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "mixtral", "olmo2"])
 def test_kernels_only_round_otherwise(architecture):
     model = varied(architecture)
@@ -64,6 +66,7 @@ def test_kernels_only_round_otherwise(architecture):
     assert {name.partition("/")[0] for name in choice.ran} >= {RUN[kind] for kind in KINDS[architecture]}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
 def test_greedy_tokens_are_those_of_the_model(architecture):
     decoder = decoders(fused(varied(architecture)))["lookup tree"]
@@ -71,7 +74,7 @@ def test_greedy_tokens_are_those_of_the_model(architecture):
         check_greedy(decoder, count=5)
 
 
-@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+@pytest.mark.parametrize("compiler", [None, pytest.param("aot_eager", marks=pytest.mark.soak)])
 def test_steps_of_fixed_shapes_run_them(compiler):
     model, found = varied("llama"), []
     for target, path, buckets in ((plain(model), "reference", None), (fused(model), "triton", (8,))):
@@ -137,6 +140,7 @@ def places(model):
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", places(fusable()))
 def test_forward_hooks_are_called_and_act(place, later):
@@ -151,6 +155,7 @@ def test_forward_hooks_are_called_and_act(place, later):
     assert not torch.allclose(logits(target), logits(plain(varied("llama"))))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", [name for name in places(fusable()) if name != "activation"])
 def test_replaced_forwards_are_called(place):
     model = varied("llama")

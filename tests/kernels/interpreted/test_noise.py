@@ -18,6 +18,7 @@ def test_the_noise(guarded, vocabulary):
         check_noise(vocabulary)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", DRAWS)
 def test_draws(guarded, case, dtype):

@@ -48,6 +48,7 @@ def ordered(monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", KINDS)
 def test_references_change_no_bit(architecture, dtype):
@@ -59,6 +60,7 @@ def test_references_change_no_bit(architecture, dtype):
         assert torch.equal(logits(target), logits(plain(model)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", KINDS)
 def test_kernels_only_round_otherwise(architecture):
     model = varied(architecture)
@@ -98,7 +100,7 @@ def different_rows(target):
     return different
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma3_text", marks=pytest.mark.soak)])
 def test_rows_have_the_same_bits_in_every_batch(ordered, architecture):
     target = invariant(varied(architecture).to(torch.float16))
     assert different_rows(target) == []
@@ -122,6 +124,7 @@ def test_a_decoder_reports_pathwise_equality():
     assert report.equality is (Equality.pathwise if report.equal == report.rows else Equality.tokens)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("buckets", [None, (8,)], ids=["ordinary", "recorded"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_texts_are_those_of_plain_decoding(ordered, sampled, buckets):

@@ -28,11 +28,7 @@ def test_static_steps_in_triton_give_the_tokens_of_the_reference(coupling, setti
         choice.ran.clear()
         with choice.use(path):
             output = decoder.generate(
-                **left_padded(PROMPTS[:2]),
-                max_new_tokens=3,
-                **settings,
-                seeds=[3, 4],
-                return_dict_in_generate=True,
+                **left_padded(PROMPTS[:2]), max_new_tokens=3, **settings, seeds=[3, 4], return_dict_in_generate=True
             )
         found[path] = new_tokens(output.sequences, PROMPTS[:2], output.stats.emitted)
         assert bool(choice.ran["static_step/triton"]) == (path == "triton")

@@ -21,6 +21,7 @@ class Switched(Rounds):
             return super().propose(*given, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [GREEDY, HOT], ids=["greedy", "shared noise"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle, trimmed", "model"])
 def test_static_drafts_in_triton_give_the_trees_of_plain_torch(kind, options):

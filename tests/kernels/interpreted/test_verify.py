@@ -44,6 +44,7 @@ def both(operator, *arguments):
         return operator(*arguments), operator.reference(*arguments)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("vocabulary", SIZES)
 def test_row_stats(guarded, vocabulary, dtype):
@@ -62,6 +63,7 @@ def test_row_stats(guarded, vocabulary, dtype):
     assert_close(found[2][sound], expected[2][sound])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("vocabulary", SIZES)
 def test_log_sum_exp(guarded, vocabulary, dtype):
@@ -149,6 +151,7 @@ def test_draw_behind(guarded, vocabulary, nodes):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
 @pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
 def test_verdicts(coupling, lifted):

@@ -20,7 +20,7 @@ from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import WORD_BITS, TreeTopology
 from arbordraft.utils.checks import check_int, check_sequence
-from arbordraft.verifiers.packed import DraftRows, InnerRows, TreeTable
+from arbordraft.verifiers.packed import TreeTable
 
 MOST_ROWS = 2**16  # no device could hold the logits of more
 
@@ -46,14 +46,13 @@ class Bucket(TreeTable):
     @classmethod
     def of(cls, topology: TreeTopology, rows: int, samples: int) -> "Bucket":
         """Returns the smallest bucket for trees of a topology, ``rows`` rows and ``samples`` samples."""
-        inner = [sum(bool(topology.child_list[node]) for node in level) for level in topology.levels]
-        most = [_most_inner(depth, number, rows, samples) for depth, number in enumerate(inner)]
+        most = [_most_inner(depth, len(inner), rows, samples) for depth, inner in enumerate(topology.inner)]
         levels = tuple(number for number in most if number)
         return cls(
             rows=rows,
             samples=samples,
             levels=levels or (1,),
-            children=max(1, *map(len, topology.child_list)),
+            children=topology.width,
             words=-(-topology.num_nodes // WORD_BITS),
             depth=len(levels),
         )
@@ -73,7 +72,7 @@ class Bucket(TreeTable):
         """
         return {
             **super().fields,
-            **dict.fromkeys(("positions", "slots", "above", "depth"), (self.rows,)),
+            **dict.fromkeys(("positions", "slots", "parent", "depth"), (self.rows,)),
             **dict.fromkeys(("home", "seeds", "temperature"), (self.owners,)),
             "words": (self.rows, self.words),
             "layout": (4, self.samples + 2),
@@ -87,7 +86,7 @@ class Bucket(TreeTable):
         noise: Noise | GumbelNoise | None,
         dummy: int,
         temperatures: Sequence[float] = (),
-    ) -> DraftRows:
+    ) -> list[int]:
         """Writes a step into a table on the host.
 
         Args:
@@ -100,40 +99,28 @@ class Bucket(TreeTable):
                 nothing.
 
         Returns:
-            The draft rows that the table refers to.
+            The tree's rows whose children were drawn at random, in the order of the table's draft rows.
         """
         into = self.blank(table)
-        drawn = self.fill_trees(into, tree, batch.words)
-        self.fill_places(into, tree, batch, dummy)
-        self.fill_noise(into, tree, noise, temperatures)
-        return drawn
-
-    def fill_trees(self, into: SimpleNamespace, tree: DraftTree, words: Tensor | None) -> DraftRows:
-        """Writes the parts that the trees' nodes determine into a blank table; ``words`` are their ancestor words."""
-        drawn, count = self.write(into, tree, InnerRows.of(tree)), tree.rows
-        into.above[:count], into.above[count:] = tree.parent, -1
+        self.write(into, tree)
+        count, samples = tree.rows, len(tree.living)
+        into.parent[:count], into.parent[count:] = tree.parent, -1
         into.depth[:count] = tree.depth
         into.sample[count:] = self.samples
         if count:
             into.tokens[count:] = into.tokens[0]  # not 0: without a mask, models warn about padding tokens
-        if words is not None:
-            into.words[:count, : words.shape[1]] = words.cpu().numpy()
-        # First rows and first keys of the tree; padding rows see one key and no tree.
-        into.layout[0], into.layout[3] = count, count
-        into.layout[0, -1] = self.rows
-        into.layout[0, : len(tree.living)] = into.layout[3, : len(tree.living)] = np.flatnonzero(tree.depth == 0)
-        return drawn
-
-    def fill_places(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
-        """Writes the places of the trees' rows in the cache."""
-        count, samples = tree.rows, len(tree.living)
+        if batch.words is not None:
+            into.words[:count, : batch.words.shape[1]] = batch.words.cpu().numpy()
         into.positions[:count], into.positions[count:] = batch.positions.numpy(), 1
         into.slots[:count], into.slots[count:] = batch.slots.numpy(), dummy + 1 + np.arange(self.rows - count)
-        # First pool rows and committed keys.
-        into.layout[1, :samples], into.layout[2, :samples] = batch.starts, batch.past
+        # First rows, first pool rows, committed keys and first keys of the tree; padding rows see one key and no tree.
+        roots = into.roots[:samples]
+        into.layout[0], into.layout[3], into.layout[0, -1] = count, count, self.rows
+        into.layout[:, :samples] = roots, batch.starts, batch.past, roots
         into.layout[1:3, self.samples] = dummy, 1
         into.home[:] = dummy
-        into.home[:samples] = into.slots[into.roots[:samples]]
+        into.home[:samples] = into.slots[roots]
+        return self.fill_noise(into, tree, noise, temperatures)
 
     def fill_noise(
         self,
@@ -141,15 +128,16 @@ class Bucket(TreeTable):
         tree: DraftTree,
         noise: Noise | GumbelNoise | None,
         temperatures: Sequence[float],
-    ) -> None:
-        """Writes uniforms, or the seeds and temperatures of shared noise."""
+    ) -> list[int]:
+        """Writes inner nodes and uniforms, or seeds and temperatures of shared noise; see :meth:`fill`."""
         if isinstance(noise, Noise):
-            self.write_noise(into, tree, noise)
-        elif noise is not None:
+            return self.write_draws(into, tree, noise)
+        if noise is not None:
             sources = [noise.sources[sample] for sample in tree.living]
             into.seeds[: len(sources)] = [source.seed if source else 0 for source in sources]
             scaled = zip(sources, temperatures, strict=False)
             into.temperature[: len(temperatures)] = [divisor if source else 0.0 for source, divisor in scaled]
+        return []
 
     def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int) -> None:
         """Writes a step that has only padding rows."""

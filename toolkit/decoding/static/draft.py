@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from arbordraft.decoding.static.recording import Pools
 from arbordraft.decoding.static.step import StaticForward
-from arbordraft.drafters.base import DraftNetwork
-from arbordraft.drafters.model_drafter import Missing
+from arbordraft.drafters.feeding import Missing
+from arbordraft.drafters.network import DraftNetwork
 from arbordraft.kernels.draft_tree import Limits, TreesToGrow
 from arbordraft.kernels.draft_tree import reference as rule
 from arbordraft.kernels.draft_tree.limits import Trees
@@ -226,7 +226,7 @@ class DraftStep(nn.Module):
         run = StaticForward(pools, layout, positions, positions, slots.flatten(), None, rows, self.longest)
         hidden = self.network.fuse(states[part["source"].flatten()]) if len(states) else None
         last = torch.arange(0, samples * rows, rows, device=states.device) + part["missing"] - 1
-        logits, out = self.network.run(part["tokens"].flatten(), hidden, positions, run, last)
+        logits, _, out = self.network.run(part["tokens"].flatten(), hidden, positions, run, last)
         return logits, None if out is None else out[:, None]
 
     def _feed(
@@ -257,7 +257,7 @@ class DraftStep(nn.Module):
             self.longest,
         )
         hidden = None if out is None else out[:, level.above].flatten(0, 1)
-        logits, out = self.network.run(tokens.flatten(), hidden, positions, run)
+        logits, _, out = self.network.run(tokens.flatten(), hidden, positions, run)
         return logits, None if out is None else out.unflatten(0, (len(past), level.size))
 
     def _likeliest(

@@ -16,9 +16,10 @@ from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.recording import Pools, Recorder, Recording
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.base import DraftNetwork
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.model_drafter import Missing, ModelDrafter, caught_up
+from arbordraft.drafters.feeding import Missing, caught_up
+from arbordraft.drafters.model_drafter import ModelDrafter
+from arbordraft.drafters.network import DraftNetwork
 from arbordraft.kernels.draft_tree import TreesToGrow
 from arbordraft.kernels.draft_tree import reference as rule
 from arbordraft.trees.draft_tree import Reals

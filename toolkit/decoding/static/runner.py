@@ -34,6 +34,7 @@ from arbordraft.trees.topology import TreeTopology
 from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import Lifted, Rule, RuleVerifier
 from arbordraft.verifiers.coupling import Coupling
+from arbordraft.verifiers.packed import rows_drawn_from
 
 # Default numbers of rows. On a GPU, a step of 64 rows takes little longer than a step of one row.
 DEFAULT_BUCKETS = (1, 8, 16, 32, 64)
@@ -54,6 +55,17 @@ class StepResult(NamedTuple):
     failed: list[int]
     hidden: Tensor
     padding: int
+
+    @classmethod
+    def of(cls, tree: DraftTree, said: Sequence[Sequence[int]], hidden: Tensor, padding: int) -> "StepResult":
+        """Builds the result from the integers of :meth:`StaticStep.forward`, whose ends are rows of ``tree``."""
+        ends, failed = dict[int, tuple[int, int]](), list[int]()
+        for sample, (end, token, broken) in zip(tree.living, said, strict=False):
+            if broken:
+                failed.append(sample)
+            else:
+                ends[sample] = end, token
+        return cls(Verdict.of(tree, ends), failed, hidden, padding)
 
 
 class StaticStepping:
@@ -233,8 +245,8 @@ class StaticStepping:
 
             def fill(table: Tensor) -> None:
                 drawn = bucket.fill(table, tree, batch, noise, cache.dummy_start, temperatures)
-                if len(drawn.rows) and len(run.inputs):
-                    run.inputs[: len(drawn.rows)].copy_(drawn.of(tree))
+                if drawn:
+                    run.inputs[: len(drawn)].copy_(rows_drawn_from(tree, drawn))
 
             def idle(table: Tensor) -> None:
                 bucket.fill_idle(table, self.topology, cache.dummy_start)
@@ -243,10 +255,7 @@ class StaticStepping:
             found = result.tolist()
             if run.recorded:
                 hidden = hidden.clone()  # the drafter may keep it; the next step overwrites this one
-        said = dict(zip(tree.living, found, strict=False))
-        failed = [sample for sample, (_, _, broken) in said.items() if broken]
-        ends = {sample: (end, token) for sample, (end, token, broken) in said.items() if not broken}
-        return StepResult(Verdict.of(tree, ends), failed, hidden, bucket.rows - tree.rows)
+        return StepResult.of(tree, found, hidden, bucket.rows - tree.rows)
 
     def bucket(self, tree: DraftTree, samples: int) -> Bucket:
         """Returns the shapes of a step over these trees, for at most ``samples`` samples."""

@@ -22,8 +22,9 @@ from arbordraft.kernels.gumbel import gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact_rows
 from arbordraft.kernels.ragged_tree_attention import attend
 from arbordraft.kernels.verify import row_max_reference
+from arbordraft.kernels.verify.reference import walk
 from arbordraft.kernels.verify.tops import take_tops
-from arbordraft.kernels.verify.tree import verify_tree, walk
+from arbordraft.kernels.verify.tree import verify_tree
 from arbordraft.sampling.processors import LogitsPipeline, truncated, widened
 from arbordraft.target.attention import Attending, AttentionCall, Projection, Tables
 from arbordraft.target.model import RaggedModel
@@ -205,13 +206,12 @@ class StaticStep(nn.Module):
             scores = self.pipeline(logits, _no_path)
             end, token = verify_tree(scores, draft, tree, part["accept"], part["final"], lifted=self.kind.lifted)
         else:
-            tree = self.bucket.unpack(part, None, False)
             if self.kind.shared:
                 best = self._drawn(part, logits, best)
             elif self.kind.processors:
                 _, best = row_max_reference(self.pipeline(logits, _no_path))
-            # Missing children are -1, which equals no token.
-            end = walk(tree, tree.tokens == best[tree.inner.clamp(min=0)][:, None])
+            parent = part["parent"]
+            end = walk(tokens == best[parent.clamp(min=0)], parent, part["roots"], self.bucket.depth)
             token = best[end]
 
         path = self._path(part, end)
@@ -239,7 +239,7 @@ class StaticStep(nn.Module):
         row = end
         for _ in range(self.bucket.depth + 1):
             path.scatter_(1, part["depth"][row][:, None], row[:, None])
-            above = part["above"][row]
+            above = part["parent"][row]
             row = torch.where(above < 0, row, above)
         return path
 

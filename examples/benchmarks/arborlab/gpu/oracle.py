@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from arbordraft.drafters import EagleDrafter
-from arbordraft.drafters.base import Drafter, DraftNetwork, Guesses
-from arbordraft.drafters.context import DraftContext, Frontier
-from arbordraft.drafters.eagle import HeadOnRows
-from arbordraft.drafters.model_drafter import Outputs
-from arbordraft.drafters.slots import SlotState
+from arbordraft.drafters.base import Drafter, Guesses
+from arbordraft.drafters.context import Frontier
+from arbordraft.drafters.eagle import EagleNetwork
+from arbordraft.drafters.network import DraftNetwork, Outputs
 from arbordraft.heads.eagle import EagleHead
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import Attending
 from arbordraft.target.model import RaggedModel
 
@@ -92,20 +90,10 @@ class OracleOnHead(EagleDrafter):
 
     def __init__(self, recorded: Recorded, head: EagleHead, target: RaggedModel) -> None:
         super().__init__(head, target)
-        self._oracle = OracleNetwork(recorded, self._network)
-
-    def network(self, context: DraftContext) -> DraftNetwork:
-        return self._oracle
-
-    def run(
-        self, state: SlotState, tokens: Tensor, hidden: Tensor | None, batch: RaggedBatch, rows: Tensor | None = None
-    ) -> Outputs:
-        logits, final, out = super().run(state, tokens, hidden, batch, rows)
-        positions = batch.positions if rows is None else batch.positions[rows]
-        return Outputs(self._oracle.corrected(logits, tokens if rows is None else tokens[rows], positions), final, out)
+        self._network = OracleNetwork(recorded, self._network)
 
 
-class OracleNetwork:
+class OracleNetwork(DraftNetwork):
     """A head whose most probable next token is the recorded one; runs wherever the head runs.
 
     A token and its position name the recorded text. If several texts have this token there, the first of them counts.
@@ -115,13 +103,11 @@ class OracleNetwork:
         head: runs the head.
     """
 
-    vocabulary = None
-
-    def __init__(self, recorded: Recorded, head: HeadOnRows) -> None:
-        self._head = head
-        self.device, self.dtype = head.device, head.dtype
-        self.states, self.vocab_size = head.states, head.vocab_size
-        self.pools, self.fuse = head.pools, head.fuse
+    def __init__(self, recorded: Recorded, head: EagleNetwork) -> None:
+        super().__init__(head.head, head.vocab_size)
+        self._head, self.states, self.native_attention = head, head.states, head.native_attention
+        self.pools, self.refresh = head.pools, head.refresh  # type: ignore[method-assign]
+        self.normed, self.fuse = head.normed, head.fuse  # type: ignore[method-assign]
         longest = max(map(len, recorded.texts)) + 1
         known = torch.full((2, len(recorded.texts), longest), -1)
         for number, text in enumerate(recorded.texts):
@@ -132,14 +118,17 @@ class OracleNetwork:
     def __repr__(self) -> str:
         return f"recorded texts on {self._head}"
 
+    def recorded(self) -> "OracleNetwork | None":
+        return None if self._head.recorded() is None else self
+
     def run(
         self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Runs packed rows, see :class:`~arbordraft.drafters.base.DraftNetwork`."""
-        logits, out = self._head.run(tokens, hidden, positions, ragged, rows)
+    ) -> Outputs:
+        """Runs packed rows, see :class:`~arbordraft.drafters.network.DraftNetwork`."""
+        logits, final, out = self._head.run(tokens, hidden, positions, ragged, rows)
         if rows is not None:
             tokens, positions = tokens[rows], positions[rows]
-        return self.corrected(logits, tokens, positions), out
+        return Outputs(self.corrected(logits, tokens, positions), final, out)
 
     def corrected(self, logits: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
         """Returns ``[R, V]`` logits in which the token recorded after each token is the most probable one."""

@@ -1,7 +1,7 @@
 """Exported networks of drafters, run by onnxruntime instead of torch.
 
 Each has the inputs and outputs of the torch network that it replaces, so that drafters need not know which one they
-have. The weights are in float32 or quantised, for any dtype of the target, and run on the CPU.
+have. The weights are in float32 or quantised, for any dtype of the target. Graphs run on the CPU.
 
 Shapes: T packed rows, R rows with predictions, F hidden states side by side, H hidden size, D draft
 vocabulary, V vocabulary, N draft heads.
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.checkpoints.vocabulary import fit_tokens, tokenizer_hashes
+from arbordraft.drafters.network import DraftNetwork, Outputs
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.onnx.graph import Graph, RaggedGraph
+from arbordraft.target.attention import Attending, Forward
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 
@@ -33,12 +35,14 @@ class OnnxNetwork(nn.Module):
     """
 
     chunk = 512  # rows per run: bounds the memory of its mask and its logits
+    device, dtype = torch.device("cpu"), torch.float32
 
     def __init__(self, graph: Graph, target: RaggedModel) -> None:
         super().__init__()
-        self.graph, self.device = graph, target.device
+        self.graph = graph
         self.check_target(target)
-        self._size = target.vocab_size
+        self.vocab_size = target.vocab_size
+        self._target_device = target.device
         self._tokens: Tensor | None = None
         if (offsets := graph.about.get("d2t")) is not None:
             self._tokens = torch.tensor(offsets) + torch.arange(len(offsets))
@@ -53,15 +57,15 @@ class OnnxNetwork(nn.Module):
 
         table: list[float] | None = self.graph.about.get("acceptance")
         if table is not None:
-            check_acceptance(table, self._size if self._tokens is None else len(self._tokens))
+            check_acceptance(table, self.vocab_size if self._tokens is None else len(self._tokens))
         return table
 
     def widen(self, logits: Tensor) -> Tensor:
         """Widens ``[..., D]`` logits to ``[..., V]`` on the target's device; other tokens get probability 0."""
         if self._tokens is not None:
-            wide = logits.new_full((*logits.shape[:-1], self._size), -torch.inf)
+            wide = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
             logits = wide.index_copy_(-1, self._tokens, logits)
-        return logits.to(self.device)
+        return logits.to(self._target_device)
 
     def check_logits(self, logits: Tensor) -> None:
         """Raises ValueError unless logits ``[..., D]`` of a first run are finite and D is that of the file."""
@@ -103,7 +107,7 @@ class OnnxNetwork(nn.Module):
         return f"{self.graph.kind}, quantization={self.graph.about.get('quantization')}"
 
 
-class OnnxModel(OnnxNetwork):
+class OnnxModel(OnnxNetwork, DraftNetwork):
     """Exported causal LM, or the target's first layers; replaces a drafter's :class:`RaggedModel`."""
 
     def __init__(self, graph: Graph, target: RaggedModel) -> None:
@@ -117,10 +121,14 @@ class OnnxModel(OnnxNetwork):
         self.check_logits(first["logits"])
         self.vocab_size = first["logits"].shape[-1]  # padding may make it more or less than the target's
 
-    def forward(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None) -> Tensor:
-        """Returns ``[R, V']`` logits of ``[T]`` tokens, of all rows or of ``rows``."""
-        logits = self._run({"input_ids": tokens}, batch, cache)["logits"]
-        return (logits if rows is None else logits[rows]).to(self.device)
+    def run(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+    ) -> Outputs:
+        """Returns ``[R, V']`` logits of its own V' tokens; ``hidden`` is ignored."""
+        assert isinstance(ragged, Forward)
+        inputs = {"input_ids": fit_tokens(tokens, self.vocab_size)}
+        logits = self._run(inputs, ragged.batch, ragged.cache)["logits"]
+        return Outputs(logits if rows is None else logits[rows])
 
     def prefill(self, prompts: Mapping[int, Sequence[int]], cache: RaggedKVCache) -> None:
         """Runs and commits tokens of several samples."""
@@ -146,19 +154,23 @@ class _OnnxHead(OnnxNetwork):
         return self._fuse.run({"hidden_states": states[None].float()})["fused"][0]
 
 
-class OnnxEagle(_OnnxHead):
+class OnnxEagle(_OnnxHead, DraftNetwork):
     """Exported EAGLE head; replaces a drafter's :class:`~arbordraft.heads.eagle.EagleHead`."""
 
-    def forward(
-        self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ``[R, V]`` logits, their ``[R, H]`` final states, and the ``[R, H]`` output of the layer."""
-        outputs = self._run({"input_ids": fit_tokens(tokens, self._size), "hidden_states": hidden}, batch, cache)
-        logits, final, out = (
-            outputs[name] if rows is None else outputs[name][rows]
-            for name in ("logits", "last_hidden_state", "hidden_states_out")
-        )
-        return self.widen(logits), final, out
+    def normed(self, states: Tensor) -> Tensor:
+        """Returns ``[T, F]`` states unchanged, as :meth:`fuse` norms them."""
+        return states
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+    ) -> Outputs:
+        """Runs packed rows, see :class:`~arbordraft.drafters.network.DraftNetwork`."""
+        assert isinstance(ragged, Forward)
+        assert hidden is not None
+        inputs = {"input_ids": fit_tokens(tokens, self.vocab_size), "hidden_states": hidden}
+        outputs = self._run(inputs, ragged.batch, ragged.cache)
+        names = "logits", "last_hidden_state", "hidden_states_out"
+        return Outputs(*(outputs[name] if rows is None else outputs[name][rows] for name in names))
 
 
 class OnnxMedusa(OnnxNetwork):
@@ -196,9 +208,9 @@ class OnnxBlock(_OnnxHead):
 
     def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
         """Writes the keys and values of the batch's slots."""
-        self(tokens, hidden, torch.zeros_like(tokens), batch, cache, tokens[:0])
+        self.look_ahead(tokens, hidden, torch.zeros_like(tokens), batch, cache, tokens[:0])
 
-    def forward(
+    def look_ahead(
         self,
         tokens: Tensor,
         hidden: Tensor,
@@ -208,7 +220,7 @@ class OnnxBlock(_OnnxHead):
         rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns ``[R, D]`` logits without Markov term, their ``[R, H]`` states and the term's ``[R, r]`` gates."""
-        inputs = {"input_ids": fit_tokens(tokens, self._size), "hidden_states": hidden, "depths": depths}
+        inputs = {"input_ids": fit_tokens(tokens, self.vocab_size), "hidden_states": hidden, "depths": depths}
         outputs = self._run(inputs, batch, cache)
         final = outputs["last_hidden_state"][rows]
         return outputs["logits"][rows], final, outputs["gates"][rows] if "gates" in outputs else final[:, :0]
@@ -217,4 +229,4 @@ class OnnxBlock(_OnnxHead):
         """Adds the Markov term of nodes with these tokens to ``[R, D]`` logits."""
         if self._markov is None:
             return logits
-        return logits + self._markov.run({"input_ids": fit_tokens(tokens, self._size), "gates": gates})["logits"]
+        return logits + self._markov.run({"input_ids": fit_tokens(tokens, self.vocab_size), "gates": gates})["logits"]

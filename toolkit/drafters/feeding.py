@@ -1,0 +1,113 @@
+"""Feeds committed tokens and their drafts to networks in native kernels.
+
+Shapes: F hidden states side by side.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arbordraft.kernels.draft_tree import DraftRun, Limits, TreesToGrow
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.trees.draft_tree import Ints
+from arbordraft.trees.forest import Forest
+from arbordraft.trees.topology import TreeTopology
+
+CHUNK = 2048  # most rows of a call, to bound its memory
+
+Missing = tuple[Sequence[int], Tensor | None]
+"""Committed tokens that a cache lacks, and the target's ``[n, F]`` hidden states for them, if the network reads any."""
+
+
+def part_of(missing: Missing, first: int, last: int) -> Missing:
+    """Returns the missing tokens ``first`` to ``last - 1``, with their states."""
+    tokens, states = missing
+    return tokens[first:last], None if states is None else states[first:last]
+
+
+def feed(
+    run: DraftRun,
+    cache: RaggedKVCache,
+    missing: Mapping[int, Missing],
+    trees: TreesToGrow,
+    topology: TreeTopology,
+    fed: Ints,
+    *,
+    commit: bool = True,
+) -> int:
+    """Runs a model on the tokens that its cache lacks, and then on its own drafts.
+
+    Args:
+        run: the model.
+        cache: its cache.
+        missing: the tokens that the cache lacks, by handle, in the order of the trees' slots.
+        trees: grown in place.
+        topology: their shape.
+        fed: of the shape of the trees; gets the place of each fed node after the committed keys.
+        commit: whether the cache keeps the missing tokens; if not, each sample must lack exactly one.
+
+    Returns:
+        The number of rows of scores that were no numbers.
+    """
+    if commit and sum(len(tokens) for tokens, _ in missing.values()) > CHUNK:
+        missing = _read_ahead(run, cache, missing)
+    return _call(run, cache, missing, trees, topology, fed, commit)
+
+
+def _read_ahead(run: DraftRun, cache: RaggedKVCache, missing: Mapping[int, Missing]) -> dict[int, Missing]:
+    """Lets a model read all missing tokens but the last one of each sample, in portions; returns these."""
+    ends: dict[int, Missing] = {}
+    shape = TreeTopology.chain(0)
+    root = Forest.of_roots(shape, [0], [None])
+    idle = TreesToGrow(root, [0], shape.child_offsets, shape.child_order, Limits.everything([0]))
+    for handle, part in missing.items():
+        last = len(part[0]) - 1
+        for first in range(0, last, CHUNK):
+            early = {handle: part_of(part, first, min(first + CHUNK, last))}
+            _call(run, cache, early, idle, shape, np.full((1, 1), -1), True)
+        ends[handle] = part_of(part, last, last + 1)
+    return ends
+
+
+def _call(
+    run: DraftRun,
+    cache: RaggedKVCache,
+    missing: Mapping[int, Missing],
+    trees: TreesToGrow,
+    topology: TreeTopology,
+    fed: Ints,
+    commit: bool,
+) -> int:
+    counts = [len(tokens) for tokens, _ in missing.values()]
+    most = topology.inner_counts[trees.limits.levels[trees.slots].clip(max=topology.max_depth)].tolist()
+    places = cache.reserve(list(missing), [count + nodes for count, nodes in zip(counts, most, strict=True)])
+    like = run.weights.embedding
+    states = [part for _, part in missing.values() if part is not None]
+    packed_states = (states[0] if len(states) == 1 else torch.cat(states)).to(like.dtype) if states else None
+    broken = run(
+        integers([token for tokens, _ in missing.values() for token in tokens]),
+        packed_states,
+        [cache.pools(index, (layer.kv_heads, layer.dim), like) for index, layer in enumerate(run.weights.layers)],
+        integers([[start for start, _ in places], [length for _, length in places], counts]),
+        trees,
+        fed,
+    )
+    if commit:
+        caught_up(cache, missing)
+    return broken
+
+
+def caught_up(cache: RaggedKVCache, missing: Mapping[int, Missing]) -> None:
+    """Commits missing tokens whose rows have been written to a cache."""
+    cache.advance({handle: range(len(tokens)) for handle, (tokens, _) in missing.items()})
+
+
+def integers(values: Sequence[Any]) -> Tensor:
+    """Returns an int64 tensor, made by numpy, which is faster for a few values."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
+
+
+__all__ = ["CHUNK", "Missing", "caught_up", "feed", "integers", "part_of"]
