@@ -234,7 +234,7 @@ class Growth:
             topology.levels[min(levels[sample], topology.max_depth)].stop - 1 > bound
             for sample, bound in self.context.bounds.items()
         )
-        return None if pruned or len(self.groups) > 1 else self._whole(self.groups[0])
+        return None if pruned or len(self.groups) != 1 else self._whole(self.groups[0])
 
     def _whole(self, group: Group) -> TreesToGrow | None:
         """Returns the trees of a group, if one call can grow them."""
