@@ -113,8 +113,8 @@ def test_events_hold_drafts_and_verdicts():
         path = [event.tree.token(row) for row in event.verdict.path[1:]]
         assert [*path, event.verdict.token][: len(event.tokens)] == list(event.tokens)
     (answer,) = stream.answers
-    assert answer.forwards == len(events) - 1
-    assert answer.drafted >= answer.accepted > 0
+    assert answer.stats.forwards == len(events) - 1
+    assert answer.stats.drafted >= answer.stats.accepted > 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 from support.request_law import BUSH, PAIR, TEXT, few_tokens, fit, small_decoder
 
 import arbordraft as ad
+from arbordraft.drafters import planning
 from arbordraft.sampling.noise import Noise
 from arbordraft.verifiers import KSeq, NodeLaw
 
@@ -29,6 +30,21 @@ LAWFUL = {
 @pytest.mark.parametrize("name", LAWFUL)
 def test_sampling_has_the_law_of_the_target(name):
     assert fit(LAWFUL[name]()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["without replacement, lifted", "iid, k-seq"])
+def test_a_bound_on_drafts_keeps_the_law(name):
+    assert fit(LAWFUL[name](), max_drafts=2) > 1e-3
+
+
+def test_a_prediction_keeps_the_law():
+    assert fit(LAWFUL["n-gram"](), predictions=[[4, 1, 2]] * 1500) > 1e-3
+
+
+def test_random_trees_that_are_pruned_would_be_seen(monkeypatch):
+    """Negative control: the likelier one of two drafts that were drawn at random."""
+    monkeypatch.setattr(planning, "_within_bounds", lambda context, drafter, depths: depths)
+    assert fit(small_decoder(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()), PAIR), max_drafts=1) < 1e-6
 
 
 class NoResidual(ad.Matching):

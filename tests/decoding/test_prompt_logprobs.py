@@ -61,7 +61,7 @@ def test_logprobs_of_an_answer_equal_those_of_its_text_as_a_prompt(dtype):
     made, prompt = SpeculativeDecoder(target, LanguageModelDrafter(target), TREE), text(60)
     asked = Request(prompt=prompt, max_new_tokens=25, temperature=0.5, seed=3, ends=(), logprobs=3)
     (answer,) = Engine(made, max_cache_tokens=1000).submit(asked).result()
-    assert answer.accepted
+    assert answer.stats.accepted
     whole = [*prompt, *answer.tokens]
     for beside in ([], [scored(text(90, 1)), Request(prompt=text(40, 2), max_new_tokens=5)]):
         engine = Engine(made, max_cache_tokens=2000, max_rows=33)

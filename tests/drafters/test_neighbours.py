@@ -69,7 +69,7 @@ def outcomes(target, drafter, mode, prompts):
     ]
     engine.run()
     answers = [stream.result()[0] for stream in streams]
-    return [(answer.tokens, answer.forwards, answer.drafted, answer.accepted) for answer in answers]
+    return [(answer.tokens, answer.stats.forwards, answer.stats.drafted, answer.stats.accepted) for answer in answers]
 
 
 @pytest.mark.one_in(3)

@@ -135,7 +135,7 @@ def test_a_prefix_shared_with_longer_texts_changes_no_draft(kind):
         engine = Engine(decoder, max_cache_tokens=1000, reuse=True)
         streams = [engine.submit(request) for request in requests]
         engine.run()
-        return [(answer.tokens, answer.drafted) for stream in streams for answer in stream.answers]
+        return [(answer.tokens, answer.stats.drafted) for stream in streams for answer in stream.answers]
 
     together = answers(asked)
     assert together == [found for request in asked for found in answers([request])]

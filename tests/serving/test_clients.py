@@ -117,8 +117,8 @@ def test_usage_counts_tokens_and_drafts(decoder, client, name):
         assert (usage.prompt_tokens, usage.completion_tokens) == (prompt, len(answer.tokens))
         assert usage.total_tokens == prompt + len(answer.tokens)
         details = usage.completion_tokens_details
-        assert details.accepted_prediction_tokens == answer.accepted
-        assert (details.drafted_tokens, details.target_forwards) == (answer.drafted, answer.forwards)
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+        assert (details.drafted_tokens, details.target_forwards) == (answer.stats.drafted, answer.stats.forwards)
 
 
 def test_logprobs_are_those_of_the_engine(decoder, client):
@@ -191,16 +191,16 @@ def test_models_health_and_page_are_served(served, client):
 
 def test_metrics_agree_with_the_usage(decoder):
     with serving(decoder) as served:
-        usage = chat(served.client, seed=4, n=2, max_tokens=20).usage
+        reply = chat(served.client, seed=4, n=2, max_tokens=20)
         shown = httpx.get(f"{served.url}/metrics").text
     lines = dict(line.rsplit(" ", 1) for line in shown.splitlines() if not line.startswith("#"))
     value = {name.removeprefix("arbordraft_"): float(number) for name, number in lines.items()}
-    details = usage.completion_tokens_details
+    usage, details = reply.usage, reply.usage.completion_tokens_details
     assert value["tokens_total"] == usage.completion_tokens
     assert value["prompt_tokens_total"] == usage.prompt_tokens
     assert value["forwards_total"] == details.target_forwards
     assert value["drafted_tokens_total"] == details.drafted_tokens
-    assert value["accepted_tokens_total"] == details.accepted_prediction_tokens
+    assert value["accepted_tokens_total"] == reply.metrics["speculative_decoding"]["num_accepted_draft_tokens"]
     assert value["rows_total"] == details.drafted_tokens + details.target_forwards
     assert value["tau"] == pytest.approx(usage.completion_tokens / details.target_forwards)
     assert value['requests_total{outcome="finished"}'] == 1

@@ -54,6 +54,7 @@ REQUESTS_AND_QUESTIONS = {
     "grammar": "the server's names are response_format and tools",
     "processors": "they are Python objects",
     "priority": "clients would overtake each other; the field is a hint",
+    "max_drafts": "the server's name is speculative, which also has a switch",
 }
 
 

@@ -9,10 +9,10 @@ from support.spellings import KINDS, byte_level, byte_tokens, drawn, ids_of
 
 from arbordraft.decoding.state import TokenLogprobs
 from arbordraft.decoding.streams import Event
-from arbordraft.serving.answers import ChatShape, TextShape
+from arbordraft.serving.answers import ChatShape, Report, TextShape
 from arbordraft.serving.deltas import AnswerDelta, AnswerDetokenizer
 
-USAGE = CompletionUsage(completion_tokens=0, prompt_tokens=0, total_tokens=0)
+REPORT = Report(CompletionUsage(completion_tokens=0, prompt_tokens=0, total_tokens=0), {})
 
 
 def answered(tokenizer, tokens, stop=(), source=None, others=()):
@@ -30,9 +30,9 @@ def answered(tokenizer, tokens, stop=(), source=None, others=()):
 def shown(shape, pieces):
     """Returns the choice of the whole answer and the choices of its chunks."""
     service, question = SimpleNamespace(name="m", exactness="law"), SimpleNamespace(num_logprobs=1, functions={})
-    whole = shape(service, question).response([sum(pieces[1:], pieces[0])], USAGE)
+    whole = shape(service, question).response([sum(pieces[1:], pieces[0])], REPORT)
     stream = shape(service, question)
-    return whole.choices[0], [chunk.choices[0] for piece in pieces if piece for chunk in stream.chunks(piece)]
+    return whole.choices[0], [chunk.choices[0] for piece in pieces if piece for chunk in stream.chunks(piece, {})]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -229,6 +229,8 @@ class Text:
     pipeline: LogitsPipeline
     memory: object = None
     path_state: PathState | None = None
+    max_drafts: int | None = None
+    prediction: Sequence[int] = ()
 
     def path(self, drafted: Sequence[int] = ()) -> list[int]:
         return [*self.tokens, *drafted]

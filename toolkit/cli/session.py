@@ -112,7 +112,7 @@ class Session:
         """Describes in one line how fast the last answer was."""
         if self._answer is None:
             return "no answer yet"
-        tokens, forwards = len(self._answer.tokens), self._answer.forwards
+        tokens, forwards = len(self._answer.tokens), self._answer.stats.forwards
         speed = tokens / self._seconds if self._seconds else 0.0
         exactness = self.decoder.coupling.exactness
         return f"tau {tokens / max(1, forwards):.2f}   {speed:.0f} tokens/s   {tokens} tokens   {exactness}"

@@ -66,7 +66,7 @@ def decode_batch(scheduler: Scheduler, samples: Sequence[Sample]) -> DecodeStats
                 raise sample.failure
     scheduler.stepper.close(scheduler.state)
     stats = scheduler.state.stats
-    stats.emitted, stats.forwards = [s.emitted for s in samples], [s.forwards for s in samples]
+    stats.emitted, stats.forwards = [s.stats.emitted for s in samples], [s.stats.forwards for s in samples]
     return stats
 
 
@@ -81,6 +81,8 @@ def samples_of(
     constrain: Constrain,
     seeds: Sequence[int] | None = None,
     grammar: Grammar | Sequence[Grammar | None] | None = None,
+    max_drafts: int | Sequence[int | None] | None = None,
+    predictions: Sequence[Sequence[int] | None] | None = None,
 ) -> list[Sample]:
     """Builds the samples of a batch from the inputs that transformers has prepared.
 
@@ -94,10 +96,12 @@ def samples_of(
         constrain: builds a processor from a grammar and the tokens that end an answer.
         seeds: one per sample; if ``None``, torch's generator draws them.
         grammar: one for all samples, or one per sample.
+        max_drafts: one for all samples, or one per sample.
+        predictions: token ids of one prediction per sample; ``None`` for a sample without one.
 
     Raises:
-        TypeError: if prompts or seeds have the wrong type.
-        ValueError: if prompts or seeds cannot be used.
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument cannot be used.
     """
     check_prompts(input_ids, attention_mask, target.vocab_size)
     batch, padded = input_ids.shape
@@ -111,12 +115,47 @@ def samples_of(
     seeds = check_sequence("seeds", seeds, lambda _, seed: check_int("seed", seed, 0, 2**64 - 1))
     if len(seeds) != batch:
         raise ValueError(f"{len(seeds)} seeds for {batch} samples")
+    bounds, expected = _bounds(max_drafts, batch), _predictions(predictions, batch, target.vocab_size)
     kept = without_padding(processors, padding, config)
     pipelines = _pipelines(kept, padding, grammars_of(grammar, batch), config, constrain)
     return [
-        Sample(prompt, budget, seed, not config.do_sample, pipeline, stops, pad)
-        for prompt, seed, pipeline, stops, pad in zip(prompts, seeds, pipelines, stopping, padding, strict=True)
+        Sample(prompt, budget, seed, not config.do_sample, pipeline, stops, pad, max_drafts=most, prediction=prediction)
+        for prompt, seed, pipeline, stops, pad, most, prediction in zip(
+            prompts, seeds, pipelines, stopping, padding, bounds, expected, strict=True
+        )
     ]
+
+
+def _bounds(max_drafts: Any, batch: int) -> list[int | None]:
+    """Returns the bound on drafts of each sample."""
+
+    def checked(name: str, bound: Any) -> int | None:
+        return None if bound is None else check_int(name, bound, 0)
+
+    if not isinstance(max_drafts, Sequence):
+        return [checked("max_drafts", max_drafts)] * batch
+    bounds = check_sequence("max_drafts", max_drafts, checked)
+    if len(bounds) != batch:
+        raise ValueError(
+            f"max_drafts has {len(bounds)} bounds for {batch} samples; pass one for all, or a list with one per sample"
+        )
+    return list(bounds)
+
+
+def _predictions(predictions: Any, batch: int, vocab_size: int) -> list[tuple[int, ...]]:
+    """Returns the prediction of each sample."""
+    if predictions is None:
+        return [()] * batch
+    found = check_sequence("predictions", predictions, lambda name, one: () if one is None else _tokens(name, one))
+    if len(found) != batch:
+        raise ValueError(f"{len(found)} predictions for {batch} samples; pass None for a sample without one")
+    if max((max(one, default=0) for one in found), default=0) >= vocab_size:
+        raise ValueError(f"predictions hold ids outside the target's vocabulary of {vocab_size} tokens")
+    return list(found)
+
+
+def _tokens(name: str, tokens: Any) -> tuple[int, ...]:
+    return check_sequence(name, tokens, lambda entry, token: check_int(entry, token, 0))
 
 
 def _pipelines(

@@ -25,7 +25,7 @@ from arbordraft.decoding.generate import (
     with_stop_strings,
 )
 from arbordraft.decoding.lengths import check_positions
-from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.metrics import AnswerStats, DecodeStats
 from arbordraft.decoding.prompts import left_padded
 from arbordraft.decoding.settings import SOURCES, changed, own_settings, with_settings
 from arbordraft.decoding.state import DecodeState, Emission
@@ -311,6 +311,8 @@ class SpeculativeDecoder(nn.Module):
         streamer: "BaseStreamer | Sequence[BaseStreamer] | None" = None,
         seeds: Sequence[int] | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
+        max_drafts: int | Sequence[int | None] | None = None,
+        predictions: Sequence[Sequence[int] | None] | None = None,
         **kwargs: Any,
     ) -> "Tensor | GenerateDecoderOnlyOutput":
         """Generates like ``model.generate``, with the same arguments and return types.
@@ -323,6 +325,10 @@ class SpeculativeDecoder(nn.Module):
                 other samples of its batch.
             grammar: grammar that the answers follow: one for all samples, or one per sample, ``None`` where a sample
                 has none.
+            max_drafts: most drafts per step, 0 or more, for all samples or one per sample; see
+                :class:`~arbordraft.decoding.requests.Request`. ``None`` sets no bound.
+            predictions: one per sample, ``None`` for a sample without one: token ids that its answer is expected to
+                contain; see ``prediction`` of :class:`~arbordraft.decoding.requests.Request`.
             **kwargs: arguments of ``transformers``' ``generate``, such as ``attention_mask``, ``generation_config``,
                 ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ``stopping_criteria``,
                 ``stop_strings`` and ``return_dict_in_generate``. Settings left open are the model's own.
@@ -380,6 +386,8 @@ class SpeculativeDecoder(nn.Module):
             spec_streamer=streamer,
             seeds=seeds,
             grammar=grammar,
+            max_drafts=max_drafts,
+            predictions=predictions,
             **kwargs,
         )
         if isinstance(output, Tensor):
@@ -399,6 +407,8 @@ class SpeculativeDecoder(nn.Module):
         spec_streamer: "BaseStreamer | Sequence[BaseStreamer] | None" = None,
         seeds: Sequence[int] | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
+        max_drafts: int | Sequence[int | None] | None = None,
+        predictions: Sequence[Sequence[int] | None] | None = None,
         **model_kwargs: Any,
     ) -> "Tensor | GenerateDecoderOnlyOutput":
         """Decodes for ``model.generate(..., custom_generate=decoder.decode_loop)``.
@@ -424,6 +434,8 @@ class SpeculativeDecoder(nn.Module):
             constrain=lambda grammar, ends: self.grammar_compiler(grammar, ends),
             seeds=seeds,
             grammar=grammar,
+            max_drafts=max_drafts,
+            predictions=predictions,
         )
         scheduler = batch_of(self.stepper, samples, self.max_cache_tokens)
         for sample, streamer in zip(samples, streamers, strict=False):
@@ -446,8 +458,8 @@ class SpeculativeDecoder(nn.Module):
         for one in per_sample_streamers(streamer, len(input_ids)):
             one.end()
         zeros = [0] * len(input_ids)
-        stats = DecodeStats(self.coupling.exactness.value, zeros, list(zeros))
-        output = SpeculativeOutput(sequences=input_ids, stats=stats)  # type: ignore[arg-type]
+        stats, answers = DecodeStats(self.coupling.exactness.value, zeros, list(zeros)), [AnswerStats() for _ in zeros]
+        output = SpeculativeOutput(sequences=input_ids, stats=stats, answers=answers)  # type: ignore[arg-type]
         return output if kwargs.get("return_dict_in_generate") else input_ids
 
 

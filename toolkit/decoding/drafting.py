@@ -63,6 +63,8 @@ class Drafting:
         """
         decider = self.parts.decider
         forced = self.candidates is not None or any(sample.path_state for sample in active)
+        if all(sample.max_drafts == 0 for sample in active):
+            return None
         if not forced and (
             self._plain
             or all(self.waits(state, sample) for sample in active)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.decoding.detokenizing import IncrementalDetokenizer, TokenDecoder
-from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.metrics import AnswerStats, DecodeStats
 from arbordraft.decoding.settings import EXTRA_OUTPUTS, check_settings, effective, says_something
 from arbordraft.sampling.kinds import transformers_name
 from arbordraft.target.hf_cache import CACHE_NAMES
@@ -35,6 +35,7 @@ class Decoded(Protocol):
 
     tokens: list[int]
     padding: int
+    stats: AnswerStats
 
 
 class DecodingError(UserError):
@@ -289,4 +290,5 @@ def pack_output(
     sequences[:, :columns] = input_ids
     for row, tokens in zip(sequences, new, strict=True):
         row[columns : columns + len(tokens)] = torch.tensor(tokens)
-    return SpeculativeOutput(sequences=sequences, stats=stats)  # type: ignore[arg-type]
+    answers = [sample.stats for sample in samples]
+    return SpeculativeOutput(sequences=sequences, stats=stats, answers=answers)  # type: ignore[arg-type]

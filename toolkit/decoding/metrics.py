@@ -1,13 +1,112 @@
-"""Counts and times of a decoding run."""
+"""Counts and times of answers and of batches."""
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.verdict import Verdict
+
+
+@dataclass
+class AnswerStats:
+    """Counts and times of one answer; ``+`` adds those of several.
+
+    Reading the prompt ends before its last token, which the first step of decoding reads. The times include waits for
+    other answers of the batch, but not the wait for a slot.
+
+    Args:
+        prompt: tokens of the prompt.
+        copied: tokens of the prompt that were copied from another text's cache, not read.
+        emitted: committed tokens.
+        forwards: target forwards that it took part in.
+        drafted: tokens that were drafted for it, all of which were verified.
+        acceptances: entry ``[j]``: number of steps with drafts in which j drafts were accepted.
+        accepted_prediction: tokens of its prediction that it contains, in their order: the longest common subsequence.
+        rejected_prediction: the other tokens of its prediction.
+        prompt_seconds: time in which its prompt was read.
+        decode_seconds: time from then to its last token.
+
+    Examples:
+        >>> AnswerStats(emitted=6, forwards=3, drafted=5, acceptances=[0, 1, 1]).accepted
+        3
+    """
+
+    prompt: int = 0
+    copied: int = 0
+    emitted: int = 0
+    forwards: int = 0
+    drafted: int = 0
+    acceptances: list[int] = field(default_factory=list)
+    accepted_prediction: int = 0
+    rejected_prediction: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    _since: float = field(default=0.0, init=False, repr=False, compare=False)
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted drafts."""
+        return sum(accepted * steps for accepted, steps in enumerate(self.acceptances))
+
+    def __add__(self, other: "AnswerStats") -> "AnswerStats":
+        names = [each.name for each in fields(self) if each.init and each.name != "acceptances"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        pairs = zip_longest(self.acceptances, other.acceptances, fillvalue=0)
+        return AnswerStats(**sums, acceptances=[ours + theirs for ours, theirs in pairs])
+
+    def begin(self, prompt: int) -> None:
+        """Starts the clock when the answer gets its slot; ``prompt`` is the length of its prompt."""
+        self.prompt, self._since = prompt, time.perf_counter()
+
+    def prompt_read(self) -> None:
+        """Ends the time of reading the prompt."""
+        now = time.perf_counter()
+        self.prompt_seconds, self._since = now - self._since, now
+
+    def record(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Counts a step."""
+        self.forwards += 1
+        self.emitted += emitted
+        self.drafted += drafted
+        if drafted:
+            self.acceptances += [0] * (accepted + 1 - len(self.acceptances))
+            self.acceptances[accepted] += 1
+        self.decode_seconds = time.perf_counter() - self._since
+
+    def speculative_decoding(self) -> dict[str, Any]:
+        """Returns the figures that vLLM calls ``metrics.speculative_decoding``; they cover the steps with drafts."""
+        steps, accepted = sum(self.acceptances), self.accepted
+        return {
+            "mean_acceptance_length": 1 + accepted / max(1, steps),
+            "draft_acceptance_rate": accepted / max(1, self.drafted),
+            "acceptance_histogram": list(self.acceptances),
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": self.drafted,
+        }
+
+    def timings(self) -> dict[str, float]:
+        """Returns the figures that llama.cpp's server calls ``timings``; speeds are 0 where nothing was timed."""
+        return {
+            "cache_n": self.copied,
+            **_timed("prompt", self.prompt - self.copied, self.prompt_seconds),
+            **_timed("predicted", self.emitted, self.decode_seconds),
+            "draft_n": self.drafted,
+            "draft_n_accepted": self.accepted,
+        }
+
+
+def _timed(name: str, tokens: int, seconds: float) -> dict[str, float]:
+    return {
+        f"{name}_n": tokens,
+        f"{name}_ms": 1e3 * seconds,
+        f"{name}_per_token_ms": 1e3 * seconds / max(1, tokens),
+        f"{name}_per_second": tokens / seconds if seconds else 0.0,
+    }
 
 
 @dataclass

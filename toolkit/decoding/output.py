@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.metrics import AnswerStats, DecodeStats
 
 
 @dataclass
@@ -14,6 +14,8 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     Args:
         sequences: ``[B, L + new]`` token ids.
         stats: counts and times of the run.
+        answers: counts and times of each sample.
     """
 
     stats: DecodeStats | None = None
+    answers: list[AnswerStats] | None = None

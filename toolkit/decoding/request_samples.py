@@ -68,6 +68,8 @@ class RequestSamples:
             raise ValueError(f"the prompt holds ids outside the target's vocabulary of {target.vocab_size} tokens")
         if max(request.logit_bias, default=0) >= target.vocab_size:
             raise ValueError(f"logit_bias names ids outside the target's vocabulary of {target.vocab_size} tokens")
+        if max(request.prediction, default=0) >= target.vocab_size:
+            raise ValueError(f"prediction holds ids outside the target's vocabulary of {target.vocab_size} tokens")
         check_positions(target, len(request.prompt), request.max_new_tokens)
         if request.stop and target.tokenizer is None:
             raise ValueError("stop needs a tokenizer: build the target as RaggedModel(model, tokenizer)")
@@ -92,6 +94,9 @@ class RequestSamples:
                 logprobs=request.logprobs,
                 prompt_logprobs=request.prompt_logprobs,
                 on_prompt_logprobs=stream.on_prompt_logprobs(index),
+                max_drafts=request.max_drafts,
+                prediction=request.prediction,
+                stats=stream.answers[index].stats,
             )
             for index, seed in enumerate(seeds, first)
         ]

@@ -61,6 +61,10 @@ class Request:
             the token itself, come with log-probabilities under the model's raw logits. ``None`` reports none.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens after the first; the whole prompt is read for them.
         priority: requests with higher priority are admitted first.
+        max_drafts: most drafts per step, 0 or more; 0 turns drafting off for this request, ``None`` sets no bound. Of a
+            tree the likeliest drafts are kept. A tree that is drawn at random ends at the last level that fits.
+        prediction: token ids that the answer is expected to contain, such as a file before it is edited. Lookups draft
+            from them as from the prompt, for this request alone. The target does not read them.
 
     Raises:
         TypeError: for values of the wrong type.
@@ -88,6 +92,8 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     priority: int = 0
+    max_drafts: int | None = None
+    prediction: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -106,6 +112,7 @@ class Request:
             ),
             "n": check_int("n", self.n, 1),
             "priority": check_int("priority", self.priority),
+            "prediction": check_sequence("prediction", self.prediction, lambda name, token: check_int(name, token, 0)),
         }
         for name, check in _OPEN.items():
             if (value := getattr(self, name)) is not None:
@@ -120,7 +127,7 @@ class Request:
             checked["ends"] = check_sequence("ends", self.ends, lambda name, token: check_int(name, token, 0))
         if self.seed is not None:
             checked["seed"] = check_int("seed", self.seed, 0, 2**64 - checked["n"])
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs", "max_drafts"):
             if getattr(self, name) is not None:
                 checked[name] = check_int(name, getattr(self, name), 0)
         if not checked["prompt"]:

@@ -198,6 +198,7 @@ class Scheduler:
             sample = entry.sample
             if self.reuse and not self.state.fixed_batch and sample.failure is None and not sample.num_unprefilled:
                 self._kept[sample.number] = sample
+                sample.drop_prediction()
                 if len(self._kept) > _KEPT * self.max_samples:
                     self.stepper.remove(self.state, self._kept.popitem(last=False)[1])
             else:

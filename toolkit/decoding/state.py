@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.metrics import AnswerStats, DecodeStats
+from arbordraft.decoding.prediction import CommonTokens
 from arbordraft.sampling.corrections import Changes, TextCorrections
 from arbordraft.sampling.noise import Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
@@ -91,6 +92,9 @@ class Sample:
             log-probabilities.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens after the first.
         on_prompt_logprobs: called with the log-probabilities of the prompt, portion by portion.
+        max_drafts: most drafts that it may have in a step; 0 drafts nothing, ``None`` sets no bound.
+        prediction: tokens that its answer is expected to contain, for lookups.
+        stats: its counts and times.
 
     Attributes:
         prompt: length of the prompt.
@@ -98,8 +102,6 @@ class Sample:
         number: its place in the batch.
         handle: its handle in the target's cache.
         memory: the decider's memory of it.
-        emitted: committed tokens after the prompt.
-        forwards: target forwards that it took part in.
         stopped: whether its stopping criteria ended it.
         failure: error that ended it, if any.
         following: ``[V]`` target row after the committed tokens, for decoders that draft from it.
@@ -117,13 +119,14 @@ class Sample:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     on_prompt_logprobs: Callable[[Sequence[TokenLogprobs]], None] | None = None
+    max_drafts: int | None = None
+    prediction: Sequence[int] = ()
+    stats: AnswerStats = field(default_factory=AnswerStats)
     prompt: int = field(init=False)
     num_unprefilled: int = field(init=False)
     number: int = field(init=False, default=-1)
     handle: int = field(init=False, default=-1)
     memory: Any = field(init=False, default=None)
-    emitted: int = field(init=False, default=0)
-    forwards: int = field(init=False, default=0)
     stopped: bool = field(init=False, default=False)
     failure: Exception | None = field(init=False, default=None)
     following: Tensor | None = field(init=False, default=None)
@@ -136,6 +139,8 @@ class Sample:
         if self.pipeline.stateful:
             self.path_state = PathState([template.fork() for template in self.pipeline.stateful])
         self._uniforms: npt.NDArray[np.float64] | None = None
+        self._common = CommonTokens(self.prediction) if self.prediction else None
+        self.stats.rejected_prediction = len(self.prediction)
 
     @property
     def active(self) -> bool:
@@ -151,6 +156,21 @@ class Sample:
     def ended(self) -> bool:
         """Whether it failed, or has no tokens left to read or decode."""
         return self.failure is not None or not (self.budget or self.num_unprefilled)
+
+    def drop_prediction(self) -> None:
+        """Drops the prediction of an ended sample, whose other tokens may still be copied."""
+        self.prediction, self._common = (), None
+
+    def take_copied(self, tokens: int) -> None:
+        """Counts tokens of the prompt that were copied from another sample's cache."""
+        self.num_unprefilled -= tokens
+        self.stats.copied += tokens
+
+    def take_read(self, tokens: int) -> None:
+        """Counts tokens of the prompt that the target has read."""
+        self.num_unprefilled -= tokens
+        if not self.num_unprefilled:
+            self.stats.prompt_read()
 
     @cached_property
     def _generator(self) -> np.random.Generator:
@@ -206,7 +226,10 @@ class Sample:
                         break
         except Exception as error:
             failure = error
-        self.emitted += kept
+        self.stats.record(len(gain.tree.rows) - 1, min(len(gain.verdict.path) - 1, kept), kept)
+        if self._common is not None:
+            self._common.add(gain.tokens[:kept])
+            self.stats.accepted_prediction, self.stats.rejected_prediction = self._common.counts
         try:
             if self.emit is not None:
                 self.emit(gain._replace(tokens=gain.tokens[:kept], logprobs=gain.logprobs and gain.logprobs[:kept]))
@@ -281,6 +304,7 @@ class DecodeState:
         """Gives a sample the lowest free number."""
         sample.number = next((n for n, other in enumerate(self.samples) if other is None), len(self.samples))
         self.samples[sample.number : sample.number + 1] = [sample]
+        sample.stats.begin(sample.prompt)
         self.most = max(self.most, sum(one is not None and not one.ended for one in self.samples))
 
     def give_up(self, numbers: Sequence[int]) -> None:

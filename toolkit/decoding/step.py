@@ -127,6 +127,8 @@ class Stepper:
 
     def check(self, sample: Sample) -> None:
         """Raises ValueError if the decoder's steps do not support a sample's settings."""
+        if sample.max_drafts is not None and self.drafting.candidates is not None:
+            raise ValueError("max_drafts: each step of this decoder begins with candidates of the target: leave it out")
         if self.static is None or self.static.automatic:
             return
         if (obstacle := self._obstacle(self.static, sample)) is not None:
@@ -170,7 +172,7 @@ class Stepper:
         """
         state.cache.share(source.handle, sample.handle, tokens)
         self.drafter.share(state.drafts, source.number, sample.number, tokens)
-        sample.num_unprefilled -= tokens
+        sample.take_copied(tokens)
 
     def prefill(self, state: DecodeState, tokens: Mapping[int, int]) -> None:
         """Lets the target and the drafter read the next tokens of prompts.
@@ -198,7 +200,7 @@ class Stepper:
                     if handle in scored:
                         sample.score(logits)
                     hidden.setdefault(sample.number, []).append(states)
-                    sample.num_unprefilled -= len(states)
+                    sample.take_read(len(states))
             if self.drafter.hidden_layers:
                 self.drafter.take_hidden(state.drafts, {number: torch.cat(seen) for number, seen in hidden.items()})
             self.drafter.prefill(state.drafts, parts)
@@ -222,7 +224,7 @@ class Stepper:
         active = state.active
         noise = noise_of(state, active, self.topology.num_nodes, shared=self.shared)
         executor, begun, before = self._executor(state, active), time.perf_counter(), dict(state.stats.seconds)
-        begins = not all(sample.forwards for sample in active)
+        begins = not all(sample.stats.forwards for sample in active)
         try:
             tree, judged = executor(state, lambda: self._drafts(state, active, noise), noise)
         except BaseException as failure:
@@ -297,11 +299,10 @@ class Stepper:
             if self.drafter.hidden_layers:
                 seen[number] = judged.hidden(number, path[:emitted])
             state.stats.record(tree, verdict, number, emitted)
-            sample.forwards += 1
             # Forced tokens, and steps in which drafting is suspended, tell the decider nothing about the drafter.
             drafts = tree.lengths[number] - 1
             guesses = tree[number].guesses if forced else drafts
-            if guesses or not (drafts or waits):
+            if guesses or not (drafts or waits or sample.max_drafts == 0):
                 self.decider.learn(sample.memory, verdict.outcome(tree, number))
             if emitted < len(tokens):  # the sample ended among these tokens
                 paths[number], following[number], recovered[number] = path[:emitted], tokens[emitted - 1], False

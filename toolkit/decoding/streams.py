@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
+from arbordraft.decoding.metrics import AnswerStats
 from arbordraft.decoding.requests import Request
 from arbordraft.decoding.state import Emission, TokenLogprobs
 from arbordraft.trees.draft_tree import SampleTree
@@ -24,18 +25,14 @@ class Answer:
         tokens: token ids, including the one that ended the answer.
         finish_reason: ``stop`` if a token or a text ended it, ``length`` if its budget was used up, or ``cancelled``;
             ``None`` while it is being decoded.
-        forwards: target forwards that it took part in.
-        drafted: tokens that were drafted for it.
-        accepted: drafted tokens that were accepted.
+        stats: its counts and times.
         logprobs: one per token, if requested.
         prompt_logprobs: one per prompt token after the first, if requested.
     """
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    forwards: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    stats: AnswerStats = field(default_factory=AnswerStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -158,9 +155,6 @@ class Stream:
             answer = self.answers[index]
             answer.tokens += emission.tokens
             answer.logprobs += emission.logprobs or ()
-            answer.forwards += 1
-            answer.drafted += len(emission.tree.rows) - 1
-            answer.accepted += min(len(emission.verdict.path) - 1, len(emission.tokens))
             self._put(
                 Event(index, emission.tokens, emission.logprobs or (), tree=emission.tree, verdict=emission.verdict)
             )

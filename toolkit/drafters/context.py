@@ -24,9 +24,13 @@ class ContextSample(RowOwner, Protocol):
 
     Attributes:
         memory: the decider's memory of the sample.
+        max_drafts: most drafts that the sample may have in a step; ``None`` for any number.
+        prediction: tokens that its answer is expected to contain, for lookups.
     """
 
     memory: Any
+    max_drafts: int | None
+    prediction: Sequence[int]
 
     def corrections(self) -> Changes:
         """Returns the ``[n, 5]`` changes of draft scores that its processors make after the committed tokens."""
@@ -72,6 +76,12 @@ class DraftContext:
         """Numbers of the samples that take part."""
         return [sample for sample, max_depth in enumerate(self.max_depth) if max_depth is not None]
 
+    @cached_property
+    def bounds(self) -> dict[int, int]:
+        """Most drafts of each sample that has such a bound."""
+        bounds = {sample: self[sample].max_drafts for sample in self.alive}
+        return {sample: bound for sample, bound in bounds.items() if bound is not None}
+
     def __getitem__(self, sample: int) -> ContextSample:
         """Returns a sample that takes part."""
         found = self.samples[sample]
@@ -81,6 +91,10 @@ class DraftContext:
     def tokens(self, sample: int) -> list[int]:
         """Returns the committed tokens of a sample that takes part, prompt included."""
         return self[sample].tokens
+
+    def law_of(self, sample: int, certain: bool) -> DraftLaw:
+        """Returns the law of a sample's children; ``certain`` if the drafter chooses them without noise."""
+        return self.greedy_law if certain or self[sample].greedy else self.law
 
     def pathwise(self, sample: int) -> bool:
         """Tells whether drafts cannot change a sample's text, so that they may depend on anything.

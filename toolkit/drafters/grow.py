@@ -107,7 +107,7 @@ class Growth:
 
     def law_of(self, sample: int) -> DraftLaw:
         """Returns the law of a sample's children."""
-        return self.context.greedy_law if self.context[sample].greedy else self.law
+        return self.context.law_of(sample, self.drafter.certain)
 
     def gains(self) -> Reals:
         """Returns ``[B]`` expected tokens from every sample's drafts, less the price of their rows."""
@@ -146,7 +146,7 @@ class Growth:
     def _waiting(self, stage: tuple[Drafter, Any], gains: Reals) -> set[int]:
         """Returns the samples for which a later stage is expected to gain more tokens than the drafts so far."""
         context, drafts = self.context, self.forest.drafts
-        waiting = {sample for sample in context.alive if not drafts[sample]}
+        waiting = {sample for sample in context.alive if not drafts[sample] and context.bounds.get(sample) != 0}
         if len(waiting) < len(context.alive):
             limits, _ = plan(context, self.decider, *stage)
             if limits.gains is not None:
@@ -170,6 +170,9 @@ class Growth:
             nodes = (self.forest.token >= 0).any(axis=0)
             levels = int(self.context.topology.depth_array[nodes].max())
             self._drafted[type(self.drafter).__name__] = levels
+        for sample, bound in self.context.bounds.items():
+            samples, nodes, _ = self._likeliest(np.array([sample]))
+            self.forest.drop(samples[bound:], nodes[bound:])
         for number, group in enumerate(self.groups):
             # Trees drawn at random are not trimmed: verification would no longer be lossless.
             if not group.asked and self.law_of(group.samples[0]).deterministic:
@@ -202,7 +205,8 @@ class Growth:
             if state is None or not self.law_of(sample).deterministic:
                 continue
             node, path = 0, list[int]()
-            for _ in range(self.context.max_depth[sample] or 0):
+            most = self.context.max_depth[sample] or 0
+            for _ in range(min(most, self.context.bounds.get(sample, most))):
                 allowed = state.allowed(path)
                 if allowed is None or allowed.only is None or not child_list[node]:
                     break
@@ -228,8 +232,14 @@ class Growth:
     @property
     def whole(self) -> TreesToGrow | None:
         """The trees, if one call can grow all of them that grow at all; ``None`` if the host has to see some level."""
-        alone = len(self.groups) == 1 and not self._later and not self._constrained
-        return self._whole(self.groups[0]) if alone else None
+        if len(self.groups) != 1 or self._later or self._constrained:
+            return None
+        levels, topology = self.limits.levels, self.context.topology
+        pruned = any(
+            topology.levels[min(levels[sample], topology.max_depth)].stop - 1 > bound
+            for sample, bound in self.context.bounds.items()
+        )
+        return None if pruned else self._whole(self.groups[0])
 
     def _whole(self, group: Group) -> TreesToGrow | None:
         """Returns the trees of a group, if one call can grow them."""
@@ -440,15 +450,23 @@ class Growth:
         budget, verification = limits.price_of(number)
         if budget < 0 and verification is None:
             return
+        samples, nodes, trunk = self._likeliest(samples)
+        if len(nodes):
+            kept = max(rule.number_kept(forest.reach[samples, nodes], budget, verification), trunk)
+            forest.drop(samples[kept:], nodes[kept:])
+
+    def _likeliest(self, samples: Ints) -> tuple[Ints, Ints, int]:
+        """Returns samples and nodes of the drafts of some samples, the likeliest first, and the size of the trunk.
+
+        The trunk comes first. Every parent comes before its children.
+        """
+        forest = self.forest
         places, nodes = (forest.token[samples, 1:] >= 0).nonzero()
-        if not len(nodes):
-            return
         samples, nodes = samples[places], nodes + 1
-        reach, trunk = forest.reach[samples, nodes], forest.trunk[samples, nodes]
-        # Parents sort before their children: the reach never rises along a path, and equal reaches sort by node.
-        order = np.lexsort((samples, nodes, -reach, ~trunk))
-        kept = max(rule.number_kept(reach[order], budget, verification), int(trunk.sum()))
-        forest.drop(samples[order[kept:]], nodes[order[kept:]])
+        trunk = forest.trunk[samples, nodes]
+        # The reach never rises along a path, and equal reaches sort by node.
+        order = np.lexsort((samples, nodes, -forest.reach[samples, nodes], ~trunk))
+        return samples[order], nodes[order], int(trunk.sum())
 
 
 def draws_of(context: DraftContext, samples: Sequence[int]) -> Draws | None:

@@ -21,6 +21,7 @@ from arbordraft.utils.checks import check_instance, check_int
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little
 _MOST_PLACES = 4096  # older places that match only the end of a suffix say little, too
 _LONGEST = 64  # greatest length of a suffix that is looked up
+_LONGEST_PREDICTED = 16  # length of a suffix that shows which place of a prediction the text has reached
 _PRIOR = 8.0  # weight of the expected rate, in lookups
 # By votes, (share, power): continuations of a suffix of n tokens are wrong at the rate share * n**-power.
 # Fitted to answers of a small model.
@@ -111,12 +112,31 @@ class _SuccessRates:
         return expected * _PRIOR, _PRIOR
 
 
+class _Prediction:
+    """A predicted answer, indexed.
+
+    Args:
+        tokens: the end of the prompt and the prediction, which is thus found as soon as the answer begins.
+        size: length of the n-grams.
+    """
+
+    def __init__(self, tokens: Sequence[int], size: int) -> None:
+        self.tokens, self._index = tokens, _Index(size)
+        self._index.extend(tokens)
+
+    def matches(self, suffix: tuple[int, ...]) -> list[tuple[int, int]]:
+        """See :meth:`_Index.matches`."""
+        return self._index.matches(self.tokens, suffix)
+
+
 @dataclass
 class _Text:
     """Lookup state of a sample.
 
     Args:
         index: index of its committed tokens.
+        end: end of its prompt.
+        prediction: its predicted answer, once it is looked up.
         odds: success rates of its lookups.
         guesses: by node of this step, its children and the continuations looked up for them.
         tokens: committed tokens, for a pool.
@@ -124,6 +144,8 @@ class _Text:
     """
 
     index: _Index
+    end: Sequence[int] = ()
+    prediction: _Prediction | None = None
     odds: _SuccessRates = field(default_factory=_SuccessRates)
     guesses: dict[int, list[tuple[int, Guess]]] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
@@ -143,6 +165,9 @@ class NGramDrafter(Lookup):
     missing. Among the continuations of one suffix the most frequent comes first, then the latest. Tokens that a grammar
     forbids are left out; if it allows only one token, this is the continuation. The stated draft probability is the
     success rate of such lookups in the sample so far. Deciders and costs use it, the output law does not.
+
+    A sample's prediction is looked up like its text, with suffixes of up to 16 tokens. The longest match shows the
+    place that the answer has reached.
 
     Args:
         longest: longest suffix to look up, in tokens; 1 to 64.
@@ -172,18 +197,20 @@ class NGramDrafter(Lookup):
         return _State()
 
     def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
-        state.texts[sample] = _Text(_Index(self.shortest), tokens=list(tokens))
+        state.texts[sample] = _Text(_Index(self.shortest), tokens[-_LONGEST_PREDICTED:], tokens=list(tokens))
         state.texts[sample].index.extend(tokens)
 
     def remove(self, state: _State, sample: int) -> None:
         self._keep(state.texts.pop(sample))
 
     def scores(self, state: _State, frontier: Frontier) -> list[tuple[list[int], list[float]]]:
-        context, longest, drafted = frontier.context, self.longest, frontier.tokens
+        context, drafted = frontier.context, frontier.tokens
         child_list, parent_list = context.topology.child_list, context.topology.parent_list
         proposed = []
         for row, (sample, node) in enumerate(frontier.places):
             text, tokens = state.texts[sample], context.tokens(sample)
+            prediction = self._prediction(text, context[sample].prediction)
+            longest = self.longest if prediction is None else max(self.longest, _LONGEST_PREDICTED)
             if node:
                 suffix = (*state.suffixes[sample, parent_list[node]], drafted[row])[-longest:]
             else:
@@ -192,11 +219,19 @@ class NGramDrafter(Lookup):
             state.suffixes[sample, node] = suffix
             children = child_list[node]
             pool = self.pool if self.pool is not None and context.pathwise(sample) else None
-            found = self._lookup(text.index, tokens, suffix, len(children), frontier.allowed(row), pool)
+            predicted = () if prediction is None else prediction.matches(suffix)
+            own, allowed = suffix[-self.longest :], frontier.allowed(row)
+            found = self._lookup(text.index, tokens, own, len(children), allowed, pool, predicted)
             if found:
                 text.guesses[node] = list(zip(children, found, strict=False))
             proposed.append(([guess.token for guess in found], [text.odds(guess) for guess in found]))
         return proposed
+
+    def _prediction(self, text: _Text, tokens: Sequence[int]) -> _Prediction | None:
+        """Returns the index of a sample's prediction, which is made at its first lookup; ``None`` if it has none."""
+        if tokens and text.prediction is None:
+            text.prediction = _Prediction([*text.end, *tokens], self.shortest)
+        return text.prediction
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         state.suffixes = {}
@@ -210,6 +245,7 @@ class NGramDrafter(Lookup):
                 text.grew = True
             elif not emitted:  # it has ended; later texts may begin like it
                 self._keep(text)
+                text.prediction = None
 
     def rollback(self, state: _State) -> None:
         state.suffixes = {}
@@ -243,12 +279,13 @@ class NGramDrafter(Lookup):
         wanted: int,
         allowed: Allowed | None,
         pool: TextPool | None = None,
+        predicted: Sequence[tuple[int, int]] = (),
     ) -> list[Guess]:
         """Returns up to ``wanted`` different allowed continuations, those of the longest suffix first."""
         if allowed is not None and allowed.only is not None:
             return [Guess(allowed.only, 0, 0, 0)]
-        matches: list[tuple[int, int, int]] = [(size, token, 0) for size, token in index.matches(tokens, suffix)]
-        if pool is not None and not any(size == len(suffix) for size, *_ in matches):  # its own text comes first
+        matches = [(size, token, 0) for size, token in (*index.matches(tokens, suffix), *predicted)]
+        if pool is not None and not any(size >= len(suffix) for size, *_ in matches):  # its own text comes first
             matches += pool.matches(suffix)
         if len(matches) == 1 and allowed is None:  # the usual case if there are any
             size, token, text = matches[0]

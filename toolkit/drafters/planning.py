@@ -47,10 +47,11 @@ def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
     groups = [Group(together, True)] if together else []
     groups += [Group([sample], False) for sample in alive if not context.pathwise(sample)]
     depths, lag = drafter.depths(state, context), drafter.lag(state, context)
+    bounded = _within_bounds(context, drafter, depths)
     idle = drafter.max_levels == 0
     found: list[Limits] = []
     for number, (samples, pathwise, _) in enumerate(groups):
-        own = [depths[sample] for sample in samples]
+        own = [bounded[sample] for sample in samples]
         if idle or (context.resting and pathwise):
             found.append(Limits.everything([0] * len(samples)))
         elif decider.can_plan:
@@ -64,7 +65,7 @@ def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
                     acceptance=drafter.acceptance,
                     free=isinstance(drafter, Lookup),
                     lag=[lag[sample] for sample in samples] if lag else (),
-                    left=[depth + 1 for depth in own] if context.fixed_batch else (),
+                    left=[depths[sample] + 1 for sample in samples] if context.fixed_batch else (),
                     extra_rows=context.extra_rows + len(alive) - len(samples) if pathwise else 0,
                     informative=drafter.informative,
                     drafts=len(samples) * (context.topology.num_nodes - 1),
@@ -80,6 +81,22 @@ def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
             found.append(Limits.everything(own))
             groups[number] = groups[number]._replace(asked=True)
     return _joined(context, groups, found), groups
+
+
+def _within_bounds(context: DraftContext, drafter: Drafter, depths: Sequence[int]) -> Sequence[int]:
+    """Returns the depths of B trees, lowered as far as the samples' own bounds on drafts require.
+
+    Trees that are drawn at random are not pruned. So all nodes of their deepest level fit into the bound. Of other
+    trees the likeliest drafts are kept.
+    """
+    if not context.bounds:
+        return depths
+    found = list(depths)
+    for sample, bound in context.bounds.items():
+        if not context.law_of(sample, drafter.certain).deterministic:
+            bound = sum(level.stop - 1 <= bound for level in context.topology.levels[1:])
+        found[sample] = min(found[sample], bound)
+    return found
 
 
 def _joined(context: DraftContext, groups: Sequence[Group], found: Sequence[Limits]) -> Limits:

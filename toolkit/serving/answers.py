@@ -5,10 +5,10 @@ import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from string import ascii_letters, digits
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from openai import BaseModel
 from openai.types import Completion, CompletionChoice, CompletionUsage
@@ -25,12 +25,25 @@ from openai.types.completion_usage import CompletionTokensDetails
 from starlette.exceptions import HTTPException
 
 from arbordraft.decoding.detokenizing import is_text
+from arbordraft.decoding.metrics import AnswerStats
 from arbordraft.decoding.streams import Stream
 from arbordraft.serving.api_request import ApiRequest, StreamOptions
 from arbordraft.serving.deltas import AnswerDelta, DecodedLogprob
 from arbordraft.serving.errors import as_body
 from arbordraft.serving.service import Service
 from arbordraft.serving.tool_parsing import ToolCallDelta
+
+
+class Report(NamedTuple):
+    """Tokens, drafts and times of a request, for the end of its answer.
+
+    Args:
+        usage: numbers of tokens, in OpenAI's format.
+        figures: ``metrics`` with the names of vLLM, and ``timings`` with those of llama.cpp's server.
+    """
+
+    usage: CompletionUsage
+    figures: dict[str, Any]
 
 
 class Shape(ABC):
@@ -55,21 +68,26 @@ class Shape(ABC):
         }
 
     @abstractmethod
-    def response(self, answers: Sequence[AnswerDelta], usage: CompletionUsage) -> BaseModel:
+    def response(self, answers: Sequence[AnswerDelta], report: Report) -> BaseModel:
         """Builds the response with all answers."""
 
     @abstractmethod
-    def chunks(self, delta: AnswerDelta) -> Iterator[BaseModel]:
-        """Yields a new part of an answer as chunks of a stream."""
+    def chunks(self, delta: AnswerDelta, figures: Mapping[str, Any]) -> Iterator[BaseModel]:
+        """Yields a new part of an answer as chunks of a stream.
+
+        Args:
+            delta: the new part.
+            figures: see :class:`Report`; only if this part ends the last answer, and no chunk with the usage follows.
+        """
 
     @abstractmethod
-    def last(self, usage: CompletionUsage) -> BaseModel:
+    def last(self, report: Report) -> BaseModel:
         """Builds the last chunk of a stream that reports its usage; it has no answers."""
 
-    def end(self, usage: CompletionUsage, options: StreamOptions) -> Iterator[BaseModel]:
+    def end(self, report: Report, options: StreamOptions) -> Iterator[BaseModel]:
         """Yields the last chunks of a stream."""
         if options.include_usage:
-            yield self.last(usage)
+            yield self.last(report)
 
     def event(self, chunk: BaseModel) -> str:
         """Formats a chunk as a server-sent event."""
@@ -94,7 +112,7 @@ class ChatShape(Shape):
         super().__init__(service, body)
         self._begun = 0
 
-    def response(self, answers: Sequence[AnswerDelta], usage: CompletionUsage) -> BaseModel:
+    def response(self, answers: Sequence[AnswerDelta], report: Report) -> BaseModel:
         choices = [
             chat_completion.Choice(
                 index=answer.index,
@@ -105,14 +123,15 @@ class ChatShape(Shape):
             )
             for answer in answers
         ]
-        return ChatCompletion(object="chat.completion", choices=choices, usage=usage, **self.head)
+        content = {"choices": choices, "usage": report.usage, **report.figures}
+        return ChatCompletion(object="chat.completion", **content, **self.head)
 
-    def chunks(self, delta: AnswerDelta) -> Iterator[BaseModel]:
+    def chunks(self, delta: AnswerDelta, figures: Mapping[str, Any]) -> Iterator[BaseModel]:
         while self._begun < delta.index:  # clients number answers in the order of their first chunks
             yield self._choice_chunk(AnswerDelta(self._begun))
-        yield self._choice_chunk(delta)
+        yield self._choice_chunk(delta, **figures)
 
-    def _choice_chunk(self, delta: AnswerDelta) -> BaseModel:
+    def _choice_chunk(self, delta: AnswerDelta, **figures: Any) -> BaseModel:
         role = {"role": "assistant"} if delta.index == self._begun else {}
         self._begun = max(self._begun, delta.index + 1)
         choice = ChunkChoice(
@@ -122,10 +141,10 @@ class ChatShape(Shape):
             logprobs=ChunkLogprobs(content=self._logprobs(delta)) if self.logprobs else None,
             **_extension(delta),
         )
-        return self._chunk(choices=[choice])
+        return self._chunk(choices=[choice], **figures)
 
-    def last(self, usage: CompletionUsage) -> BaseModel:
-        return self._chunk(choices=[], usage=usage)
+    def last(self, report: Report) -> BaseModel:
+        return self._chunk(choices=[], usage=report.usage, **report.figures)
 
     def _chunk(self, **content: Any) -> BaseModel:
         return ChatCompletionChunk(object="chat.completion.chunk", **self.head, **content)
@@ -179,14 +198,15 @@ class TextShape(Shape):
         super().__init__(service, body)
         self._offsets: dict[int, int] = {}
 
-    def response(self, answers: Sequence[AnswerDelta], usage: CompletionUsage) -> BaseModel:
-        return self._completion(choices=[self._choice(answer) for answer in answers], usage=usage)
+    def response(self, answers: Sequence[AnswerDelta], report: Report) -> BaseModel:
+        choices = [self._choice(answer) for answer in answers]
+        return self._completion(choices=choices, usage=report.usage, **report.figures)
 
-    def chunks(self, delta: AnswerDelta) -> Iterator[BaseModel]:
-        yield self._completion(choices=[self._choice(delta)])
+    def chunks(self, delta: AnswerDelta, figures: Mapping[str, Any]) -> Iterator[BaseModel]:
+        yield self._completion(choices=[self._choice(delta)], **figures)
 
-    def last(self, usage: CompletionUsage) -> BaseModel:
-        return self._completion(choices=[], usage=usage)
+    def last(self, report: Report) -> BaseModel:
+        return self._completion(choices=[], usage=report.usage, **report.figures)
 
     def _completion(self, **content: Any) -> BaseModel:
         return _Text(object="text_completion", **self.head, **content)
@@ -224,26 +244,30 @@ def _by_text(others: Sequence[DecodedLogprob]) -> dict[str, float]:
     return found
 
 
-def usage_of(stream: Stream, reasoning: int) -> CompletionUsage:
-    """Counts the tokens of a request so far, in OpenAI's format with figures of speculation.
+def report_of(stream: Stream, reasoning: int) -> Report:
+    """Reports the tokens, drafts and times of a request so far; figures of several answers are summed.
 
     Args:
         stream: the engine's stream, with requests and answers.
         reasoning: number of tokens of thoughts.
     """
     prompt = sum(len(request.prompt) for request in stream.requests)
-    written = sum(len(answer.tokens) for answer in stream.answers)
+    stats = sum((answer.stats for answer in stream.answers), AnswerStats())
     details = CompletionTokensDetails(
         reasoning_tokens=reasoning,
-        accepted_prediction_tokens=sum(answer.accepted for answer in stream.answers),
-        drafted_tokens=sum(answer.drafted for answer in stream.answers),
-        target_forwards=sum(answer.forwards for answer in stream.answers),
+        accepted_prediction_tokens=stats.accepted_prediction,
+        rejected_prediction_tokens=stats.rejected_prediction,
+        drafted_tokens=stats.drafted,
+        target_forwards=stats.forwards,
     )
-    return CompletionUsage(
+    usage = CompletionUsage(
         prompt_tokens=prompt,
-        completion_tokens=written,
-        total_tokens=prompt + written,
+        completion_tokens=stats.emitted,
+        total_tokens=prompt + stats.emitted,
         completion_tokens_details=details,
+    )
+    return Report(
+        usage, {"metrics": {"speculative_decoding": stats.speculative_decoding()}, "timings": stats.timings()}
     )
 
 

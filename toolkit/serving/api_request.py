@@ -2,16 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, StrictBool, StrictInt, model_validator
 
 from arbordraft.decoding.detokenizing import TokenDecoder
 from arbordraft.decoding.requests import Request
 from arbordraft.grammars import Grammar
 from arbordraft.serving.calls import ToolCallFormat
 from arbordraft.serving.errors import wrong
-from arbordraft.serving.fields import REQUEST_HINTS, REQUEST_NOTHING, STREAM_HINTS, Fields, Text
+from arbordraft.serving.fields import PART_HINTS, REQUEST_HINTS, REQUEST_NOTHING, STREAM_HINTS, Fields, Text
+from arbordraft.serving.messages import parts_of
 from arbordraft.serving.reasoning import ReasoningFormat
 from arbordraft.serving.structure import Function, ResponseFormat
 
@@ -45,6 +46,41 @@ class StreamOptions(Fields):
     hints: ClassVar = STREAM_HINTS
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class Speculative(Fields):
+    """Bound on the drafts of a request.
+
+    ``enabled`` false drafts nothing; ``max_drafts`` is the greatest number of drafts per step.
+    """
+
+    enabled: StrictBool = True
+    max_drafts: StrictInt | None = Field(None, ge=0)
+
+    @property
+    def most(self) -> int | None:
+        """Most drafts per step; ``None`` for any number."""
+        return self.max_drafts if self.enabled else 0
+
+
+class PredictionPart(Fields):
+    """Part of a prediction."""
+
+    hints: ClassVar = PART_HINTS
+    type: Literal["text"]
+    text: Text
+
+
+class Prediction(Fields):
+    """Text that the answer is expected to contain, such as a file before it is edited."""
+
+    type: Literal["content"]
+    content: Annotated[Sequence[PredictionPart], BeforeValidator(parts_of)]
+
+    @property
+    def text(self) -> str:
+        """The predicted text; parts are joined by line breaks, as those of messages are."""
+        return "\n".join(part.text for part in self.content)
 
 
 class Extension(Fields):
@@ -89,6 +125,7 @@ class ApiRequest(Fields, ABC):
     logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
     max_tokens: int | None = Field(None, ge=1)
     response_format: ResponseFormat = ResponseFormat()
+    prediction: Prediction | None = None
     # Not part of OpenAI's protocol; other servers have them under these names.
     top_k: int | None = None
     min_p: float | None = None
@@ -96,6 +133,7 @@ class ApiRequest(Fields, ABC):
     ignore_eos: bool = False
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: Annotated[Sequence[NonNegativeInt], Field(max_length=_MOST_ENDS)] = ()
+    speculative: Speculative = Speculative()
     arbordraft: Extension = Extension()
 
     @model_validator(mode="after")
@@ -160,6 +198,14 @@ class ApiRequest(Fields, ABC):
             ValueError: if there are no token ids, or the chat template refuses the messages.
         """
 
+    def encode_prediction(self, tokenizer: "PreTrainedTokenizerBase", check: Callable[[str], object]) -> Sequence[int]:
+        """Returns the token ids of the prediction, none without one; arguments as in :meth:`encode`."""
+        if self.prediction is None:
+            return ()
+        check(text := self.prediction.text)
+        tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
+
     def reasoning_format(
         self, reasoning: ReasoningFormat, prompt: list[int], token_decoder: TokenDecoder
     ) -> ReasoningFormat | None:
@@ -198,6 +244,7 @@ class ApiRequest(Fields, ABC):
         calls: ToolCallFormat | None,
         reasoning: ReasoningFormat | None,
         temperature: float,
+        prediction: Sequence[int],
     ) -> Request:
         """Builds the engine's request for one prompt.
 
@@ -207,6 +254,7 @@ class ApiRequest(Fields, ABC):
             calls: format of the model's tool calls, if :attr:`needs_call_format`.
             reasoning: marks of the answer's thoughts, if it may have some.
             temperature: temperature of requests that set none.
+            prediction: token ids of the predicted answer.
 
         Raises:
             ValueError: if a value is out of range.
@@ -225,6 +273,8 @@ class ApiRequest(Fields, ABC):
             ends=() if self.ignore_eos else None,
             min_new_tokens=self.min_tokens,
             grammar=self.grammar(calls, reasoning),
+            max_drafts=self.speculative.most,
+            prediction=prediction,
             **settings,
         )
 

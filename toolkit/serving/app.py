@@ -15,7 +15,7 @@ from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from arbordraft.serving.answers import ChatShape, Shape, TextShape, usage_of, written
+from arbordraft.serving.answers import ChatShape, Report, Shape, TextShape, report_of, written
 from arbordraft.serving.api_request import ApiRequest, StreamOptions
 from arbordraft.serving.chats import ChatRequest
 from arbordraft.serving.completions import CompletionRequest
@@ -138,21 +138,27 @@ async def _answer(
     answers = [AnswerDelta(index) for index in range(body.count)]
     async for delta in call.deltas(http):
         answers[delta.index] += delta
-    usage = usage_of(call.stream, call.detokenizer.reasoning_tokens)
-    return Response(written(shape.response(answers, usage)), media_type="application/json")
+    return Response(written(shape.response(answers, _report(call))), media_type="application/json")
 
 
 async def _chunks(call: Call, http: Request, shape: Shape, options: StreamOptions) -> AsyncGenerator[BaseModel, None]:
+    running = len(call.stream.answers)
     async with aclosing(call.deltas(http)) as deltas:
         async for delta in deltas:
-            for chunk in shape.chunks(delta):
+            running -= delta.finish_reason is not None
+            figures = {} if running or options.include_usage else _report(call).figures
+            for chunk in shape.chunks(delta, figures):
                 if options.continuous_usage_stats:
-                    chunk = chunk.model_copy(update={"usage": usage_of(call.stream, call.detokenizer.reasoning_tokens)})
+                    chunk = chunk.model_copy(update={"usage": _report(call).usage})
                 elif options.include_usage:
                     chunk = chunk.model_copy(update={"usage": None})
                 yield chunk
-    for chunk in shape.end(usage_of(call.stream, call.detokenizer.reasoning_tokens), options):
+    for chunk in shape.end(_report(call), options):
         yield chunk
+
+
+def _report(call: Call) -> Report:
+    return report_of(call.stream, call.detokenizer.reasoning_tokens)
 
 
 async def _events(shape: Shape, first: BaseModel, others: AsyncGenerator[BaseModel, None]) -> AsyncIterator[str]:

@@ -10,7 +10,7 @@ REQUEST_HINTS = frozenset(
     (
         *("metadata", "safety_identifier", "service_tier", "store", "user"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_prompt", "cache_salt"),
-        *("prediction", "priority", "request_id", "verbosity"),
+        *("priority", "request_id", "verbosity"),
     )
 )
 # Fields that are not supported, or have a default of their own, with their values without effect.

@@ -2,14 +2,14 @@
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from openai import BaseModel
 from openai.types import CompletionUsage
 from starlette.exceptions import HTTPException
 
-from arbordraft.serving.answers import ChatShape, call_id, merged
+from arbordraft.serving.answers import ChatShape, Report, call_id, merged
 from arbordraft.serving.api_request import ApiRequest, StreamOptions
 from arbordraft.serving.chats import ChatRequest
 from arbordraft.serving.deltas import AnswerDelta
@@ -166,23 +166,23 @@ class ResponseShape(ChatShape):
             "truncation": "disabled",
         }
 
-    def response(self, answers: Sequence[AnswerDelta], usage: CompletionUsage) -> BaseModel:
+    def response(self, answers: Sequence[AnswerDelta], report: Report) -> BaseModel:
         for answer in answers:
             for _ in [*self._added(answer), *self._ended()]:
                 pass  # only the items are needed, not their events
-        return BaseModel.construct(**self._response(self._outcome, usage))
+        return BaseModel.construct(**self._response(self._outcome, report))
 
-    def chunks(self, delta: AnswerDelta) -> Iterator[BaseModel]:
+    def chunks(self, delta: AnswerDelta, figures: Mapping[str, Any]) -> Iterator[BaseModel]:
         if not self._events:
             yield self._event("created", {"response": self._response("in_progress")})
             yield self._event("in_progress", {"response": self._response("in_progress")})
         for kind, fields in self._added(delta):
             yield self._event(kind, fields)
 
-    def end(self, usage: CompletionUsage, options: StreamOptions) -> Iterator[BaseModel]:
+    def end(self, report: Report, options: StreamOptions) -> Iterator[BaseModel]:
         for kind, fields in self._ended():
             yield self._event(kind, fields)
-        yield self._event(self._outcome, {"response": self._response(self._outcome, usage)})
+        yield self._event(self._outcome, {"response": self._response(self._outcome, report)})
 
     def event(self, chunk: BaseModel) -> str:
         return f"event: {chunk.type}\n{super().event(chunk)}"
@@ -240,7 +240,7 @@ class ResponseShape(ChatShape):
         self._items.append(item)
         yield from item.begin()
 
-    def _response(self, status: str, usage: CompletionUsage | None = None) -> dict[str, Any]:
+    def _response(self, status: str, report: Report | None = None) -> dict[str, Any]:
         created = self.head["created"]
         return {
             **{name: value for name, value in self.head.items() if name != "created"},
@@ -250,7 +250,8 @@ class ResponseShape(ChatShape):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [item.shown for item in self._items],
             "status": status,
-            "usage": None if usage is None else _usage(usage),
+            "usage": None if report is None else _usage(report.usage),
+            **({} if report is None else report.figures),
         }
 
     def _event(self, kind: str, fields: dict[str, Any]) -> BaseModel:

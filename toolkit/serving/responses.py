@@ -157,6 +157,8 @@ class _OfChats(Fields):
     repetition_penalty: Any = None
     parallel_tool_calls: Any = None
     chat_template_kwargs: Any = None
+    prediction: Any = None
+    speculative: Any = None
 
 
 class ResponsesRequest(_OfChats):

@@ -128,12 +128,14 @@ class Service:
 
     def _submit(self, body: ApiRequest) -> tuple[Stream, Detokenizer]:
         calls = self._calls if body.needs_call_format else None
+        check = partial(self._check_length, most=self.engine.room(0))
         try:
-            prompts = body.encode(self.tokenizer, calls, partial(self._check_length, most=self.engine.room(0)))
+            prompts = body.encode(self.tokenizer, calls, check)
+            prediction = body.encode_prediction(self.tokenizer, check)
             reasoning = self._reasoning_format and body.reasoning_format(
                 self._reasoning_format, prompts[0], self.token_decoder
             )
-            requests = [self._request(body, prompt, calls, reasoning) for prompt in prompts]
+            requests = [self._request(body, prompt, calls, reasoning, prediction) for prompt in prompts]
             detokenizer = self._detokenizer(body, requests, calls, reasoning)
             return self.engine.submit(*requests), detokenizer
         except TextTooLong as error:
@@ -145,7 +147,12 @@ class Service:
             raise refused(error, type(body).model_fields) from error
 
     def _request(
-        self, body: ApiRequest, prompt: list[int], calls: ToolCallFormat | None, reasoning: ReasoningFormat | None
+        self,
+        body: ApiRequest,
+        prompt: list[int],
+        calls: ToolCallFormat | None,
+        reasoning: ReasoningFormat | None,
+        prediction: Sequence[int],
     ) -> Request:
         room = self.engine.room(len(prompt))
         max_new_tokens = body.max_new_tokens
@@ -158,7 +165,7 @@ class Service:
                 f"{len(prompt) + room} together fit: shorten the prompt or lower max_tokens",
                 code="context_length_exceeded",
             )
-        return body.request(prompt, max_new_tokens, calls, reasoning, self.temperature)
+        return body.request(prompt, max_new_tokens, calls, reasoning, self.temperature, prediction)
 
     def _detokenizer(
         self,
