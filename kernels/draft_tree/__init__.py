@@ -93,7 +93,7 @@ class Draws(NamedTuple):
 
 
 class Truncation(NamedTuple):
-    """What a request leaves of a law: 0, 1 and 0 leave all tokens.
+    """Truncation of a law: 0, 1 and 0 keep all tokens.
 
     Drafts follow it up to 1/16 of a unit of the scores, which spares sorting them.
 
@@ -109,15 +109,15 @@ class Truncation(NamedTuple):
 
 
 class Corrections(NamedTuple):
-    """What requests change in the scores of single tokens, known before a step: penalties, biases and bans.
+    """Changes of the scores of single tokens, known before a step: penalties, biases and bans.
 
     Args:
-        changes: ``[n, 5]`` float64, sample after sample: a token, a factor, a bias, and the first depth of a parent
-            at which the change applies and the first at which it does not any more. Changes of a token apply in their
+        changes: ``[n, 5]`` float64, sample after sample: a token, a factor, a bias, and two depths of a parent. A
+            change applies from the first depth on, and no longer at the second. Changes of a token apply in their
             order. A positive score is divided by the factor, any other one is multiplied with it; then the bias is
             added. A bias of -inf bans the token.
         bounds: ``[S + 1]`` places in ``changes`` at which the changes of each sample begin.
-        allowed: ``[S, W]`` uint8: a bit for each token that may come next, the first tokens in the lowest bits;
+        allowed: ``[S, W]`` uint8: a bit for each token that may come next, the first tokens in the lowest bits.
             ``None`` if no sample has such a mask.
         depths: ``[S]`` depth of the parents to which the mask of a sample applies; -1 for a sample without a mask.
     """

@@ -1,7 +1,6 @@
 // Grows draft trees level by level: chooses the nodes that get children, and their tokens. See reference.py for the rule.
 #pragma once
 
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -242,6 +241,7 @@ inline std::vector<std::pair<int64_t, float>> likeliest(const Part* parts, int64
 }
 
 constexpr float kBanned = -1e20f;  // the score of a banned token: finite, so that sums with noise and divisions are numbers
+constexpr float kBannedDivided = -1e12f;  // above a banned score divided by any temperature, and below all others
 
 // A change of a token's score, at nodes of depth first..last - 1: positive scores are divided by the factor, others multiplied
 // with it, and then the bias is added.
@@ -260,7 +260,7 @@ struct Truncation {
   double top_k, top_p, min_p;
 };
 
-constexpr int64_t kBinsPerUnit = 16, kBins = 16 * kBinsPerUnit;  // of scores below the highest; tokens further below are cut
+constexpr int32_t kBinsPerUnit = 16, kBins = 16 * kBinsPerUnit;  // of scores below the highest; tokens further below are cut
 
 // Bans the tokens of a row that truncation leaves out. It cuts between bins of scores, without sorting: drafts are guesses.
 inline void truncate(float* row, int64_t size, float temperature, const Truncation& kept) {
@@ -269,27 +269,30 @@ inline void truncate(float* row, int64_t size, float temperature, const Truncati
   for (; i + kLanes <= size; i += kLanes) highest = max(highest, load(row + i));
   float top = largest(highest);
   for (; i < size; ++i) top = std::max(top, row[i]);
-  const float scale = float(kBinsPerUnit) / temperature, bar = top - float(kBins) / scale;
-  std::vector<double> count(kBins, 0.), mass(kBins, 0.);
-  const auto offer = [&](float score) {
-    if (!(score > bar)) return;
-    const int64_t bin = std::min(kBins - 1, int64_t((top - score) * scale));
-    count[bin] += 1;
-    mass[bin] += std::exp((score - top) / temperature);
-  };
-  for (i = 0; i + kLanes <= size; i += kLanes)
-    if (largest(load(row + i)) > bar)
-      for (int64_t j = i; j < i + kLanes; ++j) offer(row[j]);
-  for (; i < size; ++i) offer(row[i]);
-  int64_t bins = kBins;
-  const auto cut = [&](const std::vector<double>& amounts, double wanted) {
-    double seen = 0;
-    for (int64_t b = 0; b < bins; ++b)
-      if ((seen += amounts[b]) >= wanted) bins = b + 1;
-  };
-  if (kept.top_k > 0) cut(count, kept.top_k);
-  if (kept.top_p < 1) cut(mass, kept.top_p * std::accumulate(mass.begin(), mass.begin() + bins, 0.));
-  if (kept.min_p > 0) bins = std::min(bins, int64_t(-std::log(kept.min_p) * kBinsPerUnit) + 1);
+  const float scale = float(kBinsPerUnit) / temperature;
+  int32_t bins = kBins;
+  if (kept.top_k > 0 || kept.top_p < 1) {
+    std::vector<int32_t> counts(kBins + 1, 0);  // the last bin holds all that are further below
+    int32_t bin[kLanes];
+    for (i = 0; i < size; i += kLanes) {
+      const int64_t some = std::min<int64_t>(kLanes, size - i);
+      for (int64_t j = 0; j < some; ++j) bin[j] = int32_t(std::min(float(kBins), std::max(0.f, (top - row[i + j]) * scale)));
+      for (int64_t j = 0; j < some; ++j) ++counts[bin[j]];
+    }
+    const auto cut = [&](double wanted, const auto& amount) {
+      double seen = 0;
+      for (int32_t b = 0; b < bins; ++b)
+        if ((seen += amount(b)) >= wanted) bins = b + 1;
+    };
+    const auto mass = [&](int32_t b) { return counts[b] * std::exp(-(b + 0.5) / kBinsPerUnit); };
+    if (kept.top_k > 0) cut(kept.top_k, [&](int32_t b) { return counts[b]; });
+    if (kept.top_p < 1) {
+      double all = 0;
+      for (int32_t b = 0; b < bins; ++b) all += mass(b);
+      cut(kept.top_p * all, mass);
+    }
+  }
+  if (kept.min_p > 0) bins = std::min(bins, int32_t(std::min(double(kBins), -std::log(kept.min_p) * kBinsPerUnit)) + 1);
   const float floor = top - float(bins) / scale;
   for (i = 0; i < size; ++i) row[i] = row[i] < floor ? kBanned : row[i];
 }
@@ -329,7 +332,8 @@ inline Part highest(
   for (int64_t i = range.begin; i < range.end; ++i) {
     scores[i] /= temperature;
     part.sound &= scores[i] == scores[i];
-    noise[i - range.begin] = scores[i] + bounds[i] + std::abs(scores[i]) * 1e-6f + 1e-3f;
+    const float bound = scores[i] + bounds[i] + std::abs(scores[i]) * 1e-6f + 1e-3f;
+    noise[i - range.begin] = scores[i] < kBannedDivided ? -std::numeric_limits<float>::infinity() : bound;
   }
   int64_t group = -1;
   for (int64_t i = range.begin; i < range.end; ++i) {

@@ -75,7 +75,7 @@ def test_pruning_keeps_trees_and_the_best_nodes():
     """Chances are 0.9 and 0.9 * 0.9 on the first branch, and 0.1 on the second: two rows pay, the third does not."""
 
     class Certain(ad.NGramDrafter):
-        def _lookup(self, index, tokens, suffix, wanted, allowed, pool):
+        def _lookup(self, index, tokens, suffix, wanted, allowed, pool, predicted):
             return [Guess(7, size=4, votes=1, rank=0), Guess(8, size=1, votes=1, rank=1)][:wanted]
 
     topology = ad.TreeTopology.from_k_config((2, 1))

@@ -102,7 +102,7 @@ def idle_steps(observations):
     raise AssertionError("they never come back")
 
 
-def test_what_was_seen_often_is_forgotten_later():
+def test_costs_seen_often_are_forgotten_later():
     once, often = idle_steps(1), idle_steps(12)
     assert 50 < once < often < 3000
 
@@ -197,3 +197,23 @@ def test_outcomes_without_times_are_learned_as_before():
     memory = decider.start()
     decider.learn(memory, Outcome(accepted=0, drafted=3, stated=(0.9,), source=KIND))
     assert memory[KIND].tried[0] == 1
+
+
+def looks(accepted, steps=200):
+    """Counts the steps that look for drafts, if each look brings this many accepted drafts."""
+    decider, memory, count = CostAware(replace(PRIOR, lookup=0.1), running=True), {}, 0
+    for _ in range(steps):
+        memory.clear()  # other texts than those of the last step, so that no sample knows
+        situation = Situation([8], [memory], source="NGramDrafter", acceptance=[0.7], free=True, pathwise=True)
+        looked = bool(decider.plan(situation).levels[0])
+        count += looked
+        drafted = {"NGramDrafter": 2} if looked else {}
+        if looked and accepted:
+            decider.learn(memory, Outcome(accepted=accepted, drafted=2, stated=(0.9, 0.9), source="NGramDrafter"))
+        decider.timed(StepTimes("eager", 1, 1, drafted, 100, 0.001 * looked, 0.01, 0.0005))
+    return count
+
+
+def test_looks_that_bring_nothing_become_rare():
+    assert looks(accepted=0) < 30
+    assert looks(accepted=1) == 200

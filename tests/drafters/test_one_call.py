@@ -222,7 +222,7 @@ def test_no_processor_sends_python_between_levels(calls, kind, processors, greed
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_drafts_follow_the_processors(kind):
-    """Roots are followed by what the processors leave of the drafter's scores."""
+    """Children of roots are those of the processed scores."""
 
     def first(processors, *backend):
         target, drafter = built(kind, *backend)

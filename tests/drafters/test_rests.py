@@ -1,4 +1,4 @@
-"""Steps without drafts leave no drafter stale: after them it drafts what it drafts without them."""
+"""Steps without drafts leave no drafter stale: its later drafts are those without these steps."""
 
 import pytest
 import torch

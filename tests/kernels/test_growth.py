@@ -10,6 +10,7 @@ from support.models import context, grown
 from arbordraft import Fixed, TreeTopology
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.drafters import Drafter
+from arbordraft.drafters.network import Outputs
 from arbordraft.kernels.draft_tree import Limits, TreesToGrow, draft_from_rows, reference
 from arbordraft.kernels.draft_tree.reference import fits, gains, growing, reach_below
 from arbordraft.kernels.prepacked_linear import prepack
@@ -153,7 +154,7 @@ class Lookup:
         self.table = table
 
     def run(self, tokens, hidden, positions, ragged, rows=None):
-        return self.table[tokens if rows is None else tokens[rows]], None
+        return Outputs(self.table[tokens if rows is None else tokens[rows]])
 
 
 def recorded_case(seed, change=None):

@@ -72,7 +72,7 @@ def test_changes_know_the_depths_at_which_they_hold(name):
     assert len(outcomes) == 2
 
 
-def test_what_is_not_known_is_left_out():
+def test_unknown_processors_are_left_out():
     class Mine(hf.RepetitionPenaltyLogitsProcessor):
         pass
 

@@ -31,9 +31,11 @@ _QUIET_DECAY = 0.99  # of a record, per step without drafts, since the reasons a
 _ROWS_AHEAD = 16  # rows per sample among which the cheapest ones are sought
 _LENGTH_EXPONENT = 8  # of remaining lengths: the last sample ends a batch, so tokens of the others are worth less
 _CATCH_UP_STEPS = 16  # steps in which the tokens that a drafter must read first have to pay, if as many are left
-_MARGIN = 1.1  # factor by which drafts must bring more than they cost, since part of the cost is unknown
-_MARGIN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 4  # of a batch that ends with its last sample: other gains are half lost
+_MARGIN, _SEEN_MARGIN = 1.1, 1.03  # factors by which drafts must bring more than estimated, or observed, costs
+# Added to them for each doubling of a batch that ends with its last sample: other gains are half lost.
+_MARGIN_PER_DOUBLING, _SEEN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 0.03, 4
 _PATIENCE, _PAUSE = 2, 16  # steps without drafts before fewer steps look for drafts; at least one in this many does
+_LATELY, _FIRST_LOOKS, _LONGEST_PAUSE = 0.8, 4.0, 64  # of looks: share of older ones, worth of the first ones, steps
 _TOKENS_DECODED, _TOKENS_REQUESTED = 512, 8192  # at rough costs, and at once: either number justifies a measurement
 _ROUNDS = 3  # iterations in which the rate and the drafts that are worth it settle together
 
@@ -68,6 +70,23 @@ class _Record:
             share, self.quiet = _QUIET_DECAY**self.quiet, 0
             self.fade(share)
             self.presumed = [_PRIOR_STEPS - share * (_PRIOR_STEPS - steps) for steps in self.presumed]
+
+
+@dataclass
+class _Looks:
+    """Recent yield of looking for drafts, over all samples whose texts do not depend on drafts."""
+
+    average: float  # accepted drafts per look
+    gained: int = 0  # accepted drafts since the last look
+    pause: int = 1  # steps without a look after the next one that does not pay
+    wait: int = 0  # steps without a look that are left
+
+    def note(self, cost: float) -> None:
+        """Takes the outcome of a look that cost so many tokens."""
+        self.average = _LATELY * self.average + (1 - _LATELY) * self.gained
+        self.gained = 0
+        pays = self.average >= cost
+        self.wait, self.pause = (0, 1) if pays else (self.pause, min(_LONGEST_PAUSE, 2 * self.pause))
 
 
 class CostAware(Decider):
@@ -136,6 +155,7 @@ class CostAware(Decider):
         self.decay = check_float("decay", decay, 0, 1)
         self._clock = RunningCosts(self.costs) if running else None
         self._free: set[str] = set()  # kinds of drafters whose levels take almost no time
+        self._looks: dict[str, _Looks] = {}
         self._prices: dict[str | None, _Prices] = {}
 
     @property
@@ -172,8 +192,21 @@ class CostAware(Decider):
                 self._clock = RunningCosts(found)
 
     def timed(self, times: StepTimes) -> None:
-        if self._clock is not None:
-            self._clock.learn(times, self._free)
+        if self._clock is None:
+            return
+        self._clock.learn(times, self._free)
+        for kind in self._free.intersection(times.drafted):
+            costs, samples = self._clock.of(kind), times.samples
+            cost = samples * costs.looking(samples) / (costs.target(samples) + costs.rest)
+            self._looks.setdefault(kind, _Looks(_FIRST_LOOKS * cost)).note(cost)
+
+    def _waits(self, source: str) -> bool:
+        """Returns whether this step does not look for drafts, since the last looks cost more than they brought."""
+        looks = self._looks.get(source)
+        if looks is None or not looks.wait:
+            return False
+        looks.wait -= 1
+        return True
 
     def _prices_of(self, situation: Situation) -> "_Prices":
         """Returns the prices of a group's steps, which follow the clock if no text depends on the plan."""
@@ -192,6 +225,8 @@ class CostAware(Decider):
             for record in memory.values():
                 record.quiet += 1
             return
+        if (looks := self._looks.get(outcome.source)) is not None:
+            looks.gained += outcome.accepted
         record = memory.setdefault(outcome.source, _Record())
         record.wake()
         record.fade(self.decay)
@@ -224,7 +259,7 @@ class CostAware(Decider):
 
     def plan(self, situation: Situation) -> Limits:
         records = [memory.setdefault(situation.source, _Record()) for memory in situation.memory]
-        if all(record.rests for record in records):
+        if all(record.rests for record in records) or (situation.pathwise and self._waits(situation.source)):
             return Limits.everything([0] * len(records))
         for record in records:
             record.wake()
@@ -237,11 +272,11 @@ class CostAware(Decider):
         weights = [(left / longest) ** _LENGTH_EXPONENT for left in situation.left] or [1.0] * len(records)
         # Only a further token of every slowest sample saves a step: the fewer these are, the more each token is worth.
         worth = sum(weights) * situation.alike + situation.extra_rows
-        margin = _MARGIN + (
-            _MARGIN_PER_DOUBLING * min(_MOST_DOUBLINGS, math.log2(len(records) + situation.extra_rows))
-            if situation.left
-            else 0.0
-        )
+        seen = situation.pathwise and self._clock is not None and self._clock.seen(situation.source)
+        margin = _SEEN_MARGIN if seen else _MARGIN
+        if situation.left:
+            doublings = min(_MOST_DOUBLINGS, math.log2(len(records) + situation.extra_rows))
+            margin += doublings * (_SEEN_PER_DOUBLING if seen else _MARGIN_PER_DOUBLING)
         rate = margin * worth / base
         row = prices.slope(samples)
         budget = -1 if self.nodes is None else len(records) * (self.nodes - 1)
@@ -365,7 +400,7 @@ class CostAware(Decider):
 
 
 class _Prices:
-    """What forwards cost, from tables, since every step needs hundreds of prices."""
+    """Seconds of forwards, in tables, since every step needs hundreds of them."""
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs

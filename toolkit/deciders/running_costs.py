@@ -15,7 +15,7 @@ from arbordraft.deciders.costs import CostTable, StepCosts
 Reals = npt.NDArray[np.float64]
 
 _RECENT = 0.9  # share of older observations in an average, per observation
-_KEPT = 0.998  # share of the observations of a drafter that still counts after a step in which it did not draft
+_KEPT = 0.995  # share of the observations of a drafter that still counts after a step in which it did not draft
 _PRIOR = 1.0  # observations that a table counts for
 _MOST_CHANGE = 3.0  # most factor by which an observation may exceed the average: a paused process is no evidence
 _NOTED = 0.05  # relative change of a ratio from which plans follow it
@@ -72,8 +72,8 @@ class RunningCosts:
     """Follows the costs of a program's steps.
 
     All costs are relative to the target's forwards, since plans depend on ratios alone. A drafter whose drafts do not
-    pay is not observed any more. What is known of its drafts then fades, the slower the more often it was observed. So
-    it is tried again at growing intervals.
+    pay is not observed any more. Observations of it then fade, the slower the more there are. So it is tried again at
+    growing intervals.
 
     Args:
         prior: costs measured before, or estimated; in any unit.
@@ -125,6 +125,10 @@ class RunningCosts:
                 per_level = max(1.0, (times.rows - samples) / levels)
                 total += prior.starting(samples) + levels * (prior.draft(per_level) + prior.decide)
         return total
+
+    def seen(self, kind: str) -> bool:
+        """Returns whether observations of a kind of drafter count more than its prior costs."""
+        return kind in self._drafting and self._drafting[kind].weight > _PRIOR
 
     def of(self, kind: str) -> StepCosts:
         """Returns the costs of steps with a kind of drafter; the same object while they stay within a few per cent."""

@@ -482,7 +482,7 @@ def draws_of(context: DraftContext, samples: Sequence[int]) -> Draws | None:
 
 
 def corrections_of(context: DraftContext, samples: Sequence[int], forest: Forest) -> Corrections | None:
-    """Returns what the processors of S samples change in scores, and the tokens allowed after their forced drafts."""
+    """Returns the changes that the processors of S samples make, and the tokens allowed after their forced drafts."""
     changes = [context[sample].corrections() for sample in samples]
     masks = [_mask_after_forced(context, sample, forest) for sample in samples]
     if not any(map(len, changes)) and not any(masks):

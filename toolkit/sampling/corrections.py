@@ -1,6 +1,6 @@
-"""What logits processors change in the scores of single tokens, as far as a drafting network can follow it in one call.
+"""Changes that logits processors make to the scores of single tokens, as far as one call can follow them.
 
-Where acceptance is matching, drafts are guesses: what is left out here costs accepted drafts, never the output law.
+Where acceptance is matching, drafts are guesses: changes that are left out cost accepted drafts, never the output law.
 
 Shapes: n changes, see :class:`~arbordraft.kernels.draft_tree.Corrections`.
 """
@@ -65,7 +65,7 @@ def temperature_of(processors: Sequence[Any]) -> float:
 
 
 def truncation_of(processors: Sequence[Any]) -> Truncation:
-    """Returns what top-k, top-p and min-p among the processors leave together."""
+    """Returns the joint effect of top-k, top-p and min-p among the processors."""
     found = Truncation()
     for one in processors:
         match transformers_name(type(one)):
@@ -79,7 +79,7 @@ def truncation_of(processors: Sequence[Any]) -> Truncation:
 
 
 def _part_of(processor: Any) -> Callable[[Sequence[int]], Changes] | None:
-    """Returns what lists a processor's changes after a text; ``None`` if they are not known."""
+    """Returns a function that lists a processor's changes after a text; ``None`` if they are not known."""
     if type(processor) is CountPenalty:
         presence, frequency = processor.presence, processor.frequency
         return _Counted(processor.prompt, lambda counts: (1.0, -presence - frequency * counts))
@@ -116,7 +116,7 @@ def _banned(tokens: Iterable[int], first: float = 0.0, last: float = _ALWAYS) ->
 
 
 class _Constant:
-    """The same changes after any text."""
+    """Changes that are the same after any text."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes

@@ -87,12 +87,12 @@ class LogitsPipeline:
 
     @cached_property
     def draft_temperature(self) -> float:
-        """Divisor of draft scores, whatever else the processors do; 0 if the most probable token always wins."""
+        """Divisor of draft scores, all other processors left out; 0 if the most probable token always wins."""
         return 0.0 if self.greedy else temperature_of(self.processors)
 
     @cached_property
     def truncation(self) -> Truncation:
-        """What top-k, top-p and min-p leave of a law."""
+        """Joint effect of top-k, top-p and min-p on a law."""
         return truncation_of(self.processors)
 
     @property
