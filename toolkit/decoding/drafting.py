@@ -63,13 +63,12 @@ class Drafting:
         """
         decider = self.parts.decider
         forced = self.candidates is not None or any(sample.path_state for sample in active)
-        if all(sample.max_drafts == 0 for sample in active):
-            return None
-        if not forced and (
+        idle = not forced and (
             self._plain
             or all(self.waits(state, sample) for sample in active)
             or all(decider.rests(one.memory) for one in active)
-        ):
+        )
+        if idle or all(sample.max_drafts == 0 for sample in active):
             return self._roots(state, active)
         return Growth(self._context(state, active, noise), decider, self.parts.drafter.stages(state.drafts), device)
 

@@ -167,9 +167,8 @@ class Growth:
             self._grow_level_by_level(replace(self.limits, levels=levels))
         self.drafter.proposed(self.state)
         if self.limits.levels.any():
-            nodes = (self.forest.token >= 0).any(axis=0)
-            levels = int(self.context.topology.depth_array[nodes].max())
-            self._drafted[type(self.drafter).__name__] = levels
+            present = (self.forest.token >= 0).any(axis=0)
+            self._drafted[type(self.drafter).__name__] = int(self.context.topology.depth_array[present].max())
         for sample, bound in self.context.bounds.items():
             samples, nodes, _ = self._likeliest(np.array([sample]))
             self.forest.drop(samples[bound:], nodes[bound:])
