@@ -33,6 +33,7 @@ class DecodeRow:
         tokens_per_second: emitted tokens per second, time of prompts included; median of the rounds.
         speed_up: speed over that of the first decoder, the reference; median of the rounds' ratios.
         spread: half the difference between the largest and the smallest of these ratios.
+        request: kind of request, if one was chosen.
         tau: emitted tokens per target forward of a sample.
         acceptance: acceptance rate by depth: how often a child was accepted when one was tried.
         by_rank: share of the accepted tokens by rank among siblings.
@@ -59,6 +60,7 @@ class DecodeRow:
     pad_keys: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     spread: float = 0.0
+    request: str = ""
 
 
 Name = TypeVar("Name", bound=Hashable)
@@ -158,7 +160,8 @@ def in_turns(
     warm_up(decoders, batches[0], workload)
 
     def show_case(name: str, done: int, of: int) -> None:
-        on_progress(f"batch {workload.batch}, temperature {workload.temperature:g}, {name}", done, of)
+        case = workload.kind or f"temperature {workload.temperature:g}"
+        on_progress(f"batch {workload.batch}, {case}, {name}", done, of)
 
     found: dict[str, list[tuple[float, DecodeStats]]] = {name: [] for name in decoders}
     for name, seconds, stats in take_turns(decoders, batches, workload, show_case):
@@ -179,6 +182,7 @@ def in_turns(
             tokens_per_second=statistics.median(rates),
             speed_up=statistics.median(ratios),
             spread=(max(ratios) - min(ratios)) / 2,
+            request=workload.kind,
             **_per_token(total),
         )
 

@@ -72,6 +72,8 @@ def equal_tokens(
 
 
 def _settings(workload: Workload) -> str:
+    if workload.kind:
+        return workload.kind
     parts = {"temperature": workload.temperature, "top-p": workload.top_p, "penalty": workload.repetition_penalty}
     return ", ".join(f"{name} {value:g}" for name, value in parts.items() if name == "temperature" or value != 1)
 

@@ -8,7 +8,8 @@ from typing import Any, Self
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from arbordraft.bench.decoding import Decode, in_turns
-from arbordraft.bench.measure import precision, save
+from arbordraft.bench.measure import precision, provenance, save
+from arbordraft.bench.pages import page
 from arbordraft.bench.tables import print_tables
 from arbordraft.bench.workload import Workload
 from arbordraft.decoding.decoder import SpeculativeDecoder
@@ -16,6 +17,7 @@ from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
 from arbordraft.utils.checkout import laboratory
 from arbordraft.utils.choices import Dtype
+from arbordraft.utils.files import write_text
 from arbordraft.utils.terminal import bars, terminal
 
 
@@ -27,14 +29,17 @@ class Report:
     Args:
         json: file for the rows, their settings and their provenance.
         png: file for a picture of the rows.
+        page: file for a page of Markdown about the rows, which are those of decoders in turns.
         **settings: written beside the rows; paths are cut to their last name.
 
     Raises:
         NoCheckoutError: if a picture is wanted outside of a checkout, which holds the plots.
     """
 
-    def __init__(self, json: Path | None = None, png: Path | None = None, **settings: Any) -> None:
-        self.json, self.png = json, png
+    def __init__(
+        self, json: Path | None = None, png: Path | None = None, page: Path | None = None, **settings: Any
+    ) -> None:
+        self.json, self.png, self.page = json, png, page
         self._plot = None if png is None else laboratory("plots", "arbordraft bench --png").plot
         self.settings = {name: _serializable(value) for name, value in settings.items()}
         self.rows: list[Any] = []
@@ -55,7 +60,9 @@ class Report:
         print_tables(self.console, self.rows)
         if self._plot is not None:
             self._plot(self.rows, self.png)
-        for path in (self.json, self.png):
+        if self.page is not None:
+            write_text(self.page, page(self.rows, self.settings, provenance()))
+        for path in (self.json, self.png, self.page):
             if path is not None:
                 self.console.print(f"wrote {path}", soft_wrap=True)
 

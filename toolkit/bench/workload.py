@@ -13,6 +13,20 @@ from arbordraft.utils.checks import check_float, check_int, check_positive, chec
 if TYPE_CHECKING:
     from arbordraft.target.model import RaggedModel
 
+# Settings of `generate` by kind of request: those that people send, most of them with engines' usual values.
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top-k": {"temperature": 0.8, "top_k": 40},
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
+    "min-p": {"temperature": 0.8, "min_p": 0.05},
+    "repetition": {"repetition_penalty": 1.1},
+    "n-grams": {"no_repeat_ngram_size": 3},
+    "bad-words": {"bad_words_ids": [[100], [200, 300]]},
+    "min-tokens": {"min_new_tokens": 64},
+    "chat": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1},
+}
+
 # Receives the current case, the number of its finished rounds, and the number of all its rounds.
 ProgressCallback = Callable[[str, int, int], object]
 
@@ -46,6 +60,7 @@ class Workload:
         repetition_penalty: above 0; 1 for none.
         repeats: rounds of every timing, 1 or more; medians are reported.
         seed: seed of sampled tokens and of random inputs.
+        kind: a kind of request of :data:`REQUESTS`, whose settings replace the ones above; none by default.
 
     Raises:
         TypeError: if a value is of the wrong type.
@@ -65,6 +80,7 @@ class Workload:
     repetition_penalty: float = 1.0
     repeats: int = 3
     seed: int = 0
+    kind: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", tuple(self.prompts))
@@ -74,6 +90,10 @@ class Workload:
         object.__setattr__(self, "top_p", check_float("top_p", self.top_p, 0, 1))
         object.__setattr__(self, "repetition_penalty", check_positive("repetition_penalty", self.repetition_penalty))
         check_int("seed", self.seed, 0)
+        if self.kind and self.kind not in REQUESTS:
+            raise ValueError(f"there is no kind of request {self.kind!r}: choose among {', '.join(REQUESTS)}")
+        if self.kind:
+            object.__setattr__(self, "temperature", REQUESTS[self.kind].get("temperature", 0.0))
 
     @property
     def sampled(self) -> bool:
@@ -96,7 +116,8 @@ class Workload:
     def request(self) -> dict[str, Any]:
         """Returns arguments of ``generate`` that override the model's own settings."""
         penalty = {} if self.repetition_penalty == 1 else {"repetition_penalty": self.repetition_penalty}
-        return settings_of(self.new_tokens, self.temperature, self.top_p, 0, None, 1) | penalty
+        own = REQUESTS.get(self.kind, {}) if self.kind else penalty
+        return settings_of(self.new_tokens, self.temperature, self.top_p, 0, None, 1) | own
 
     def seeds(self, samples: int, first: int = 0) -> list[int]:
         """Returns the seeds of the prompts from number ``first`` on, equal for every decoder."""

@@ -21,6 +21,7 @@ from arbordraft.cli.options import (
     PngOption,
     PromptsOption,
     RepeatsOption,
+    RequestsOption,
     SeedOption,
     TemperaturesOption,
     TopPOption,
@@ -79,17 +80,22 @@ def _in_turns(
         new_tokens: NewTokensOption = 128,
         batches: BatchesOption = usual_batches,
         temperatures: TemperaturesOption = usual_temperatures,
+        requests: RequestsOption = "",
         repeats: RepeatsOption = usual_repeats,
         seed: SeedOption = 0,
         json: JsonOption = None,
         png: PngOption = None,
+        page: Annotated[
+            Path | None, typer.Option(help="Write a dated page of Markdown with the speed-ups.", dir_okay=False)
+        ] = None,
     ) -> None:
         from arbordraft.bench import suites
         from arbordraft.bench.report import Report
 
         decoders = suite(suites)
-        sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
-        with Report(json, png, drafter=drafter) as report:
+        rounds: dict[str, Any] = {"new_tokens": new_tokens, "repeats": repeats, "seed": seed}
+        sizes = workloads(prompts, limit, batches, temperatures, requests, **rounds)
+        with Report(json, png, page, drafter=drafter) as report:
             target = report.load(model, dtype, device=device)
             drafters = drafters_of(drafter, target)
             for workload in map(suites.whole_batches, sizes) if whole else sizes:
@@ -126,6 +132,7 @@ def equality(
     repetition_penalty: Annotated[
         float, typer.Option(min=0, max=10, callback=finite, help="Divides scores of tokens that occurred; 1 is off.")
     ] = 1.0,
+    requests: RequestsOption = "",
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
@@ -135,13 +142,14 @@ def equality(
     from arbordraft.loading import load_target
 
     settings: dict[str, Any] = {"top_p": top_p, "repetition_penalty": repetition_penalty}
-    sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed, **settings)
+    rounds: dict[str, Any] = {"new_tokens": new_tokens, "repeats": 1, "seed": seed}
+    sizes = workloads(prompts, limit, batches, temperatures, requests, **rounds, **settings)
     with Report(json, model=model, dtype=dtype, drafter=drafter, **settings) as report:
         for each in dtype:
             target, _ = load_target(model, each)
             drafters = drafters_of(drafter, target)
-            for temperature in dict.fromkeys(workload.temperature for workload in sizes):
-                alike = [workload for workload in sizes if workload.temperature == temperature]
+            for case in dict.fromkeys((workload.temperature, workload.kind) for workload in sizes):
+                alike = [workload for workload in sizes if (workload.temperature, workload.kind) == case]
                 report.take(equal_tokens(target, drafters, alike, report.on_progress), alike[0])
     if any(row.reached is False for row in report.rows):
         raise typer.Exit(1)

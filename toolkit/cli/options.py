@@ -52,6 +52,15 @@ def _temperatures(text: str) -> str:
     return text
 
 
+def _requests(text: str) -> str:
+    from arbordraft.bench.workload import REQUESTS
+
+    if text not in ("", "all") and (unknown := [kind for kind in text.split(",") if kind not in REQUESTS]):
+        known = ", ".join(REQUESTS)
+        raise typer.BadParameter(f"there is no kind of request {unknown[0]!r}: choose among {known}, or write all")
+    return text
+
+
 DRAFTERS = (
     "'auto' (a drafter trained for the model, the model itself after lookups, or lookups: the fastest by estimate), "
     "'ngram' (lookups), 'none', 'self' (the model itself with fewer bits, on a CPU), 'mtp' (the model's own layer for "
@@ -127,6 +136,13 @@ TemperaturesOption = Annotated[
         "--temperatures", "--temperature", callback=_temperatures, help="Temperatures, as in 0,1; 0 is greedy."
     ),
 ]
+RequestsOption = Annotated[
+    str,
+    typer.Option(
+        callback=_requests,
+        help="Kinds of requests in place of temperatures, as in greedy,min-p,chat; 'all' for every one.",
+    ),
+]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timings per case; medians are reported.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of sampled tokens and random inputs.")]
 JsonOption = Annotated[
@@ -138,12 +154,26 @@ PngOption = Annotated[
 
 
 def workloads(
-    prompts: Path | None, limit: int | None, batches: str, temperatures: str = "0", **settings: Any
+    prompts: Path | None, limit: int | None, batches: str, temperatures: str = "0", requests: str = "", **settings: Any
 ) -> "list[Workload]":
-    """Builds a workload for every temperature and batch size; ``settings`` are its other arguments."""
-    from arbordraft.bench.workload import Workload, read_texts
+    """Builds a workload for every temperature and batch size, or for every kind of request and batch size.
+
+    Args:
+        prompts: file of prompts.
+        limit: number of its first prompts that are used.
+        batches: batch sizes.
+        temperatures: temperatures, unless kinds of requests are named.
+        requests: kinds of requests, ``all`` for every one.
+        settings: other arguments of the workloads.
+    """
+    from arbordraft.bench.workload import REQUESTS, Workload, read_texts
 
     texts = tuple(read_texts(prompts, limit))
+    if requests:
+        kinds = list(REQUESTS) if requests == "all" else requests.split(",")
+        return [
+            Workload(texts, batch=batch, kind=kind, **settings) for kind in kinds for batch in numbers(batches, int)
+        ]
     return [
         Workload(texts, batch=batch, temperature=temperature, **settings)
         for temperature in numbers(temperatures, float, 0)
