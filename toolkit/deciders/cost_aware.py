@@ -153,6 +153,7 @@ class CostAware(Decider):
             check_instance("survival", survival, PathSurvival)
             self.growth = max(Causality.CAUSAL, growth_of(survival))
         self.decay = check_float("decay", decay, 0, 1)
+        self.running = running
         self._clock = RunningCosts(self.costs) if running else None
         self._free: set[str] = set()  # kinds of drafters whose levels take almost no time
         self._looks: dict[str, _Looks] = {}
