@@ -306,7 +306,7 @@ inline void noise_bounds(const int64_t* vocabulary, Range range, NoiseKey key, f
   for (int64_t i = range.begin; i < range.end;) {
     const int64_t first = token(i) / kGroup * kGroup;
     philox(key, first, 0, words);
-    for (; i < range.end && token(i) < first + kGroup; ++i) bounds[i] = std::bit_cast<float>(words[token(i) - first]);
+    for (; i < range.end && token(i) >= first && token(i) < first + kGroup; ++i) bounds[i] = std::bit_cast<float>(words[token(i) - first]);
   }
   for (int64_t i = range.begin; i < range.end; ++i) bounds[i] = gumbel_bound(std::bit_cast<uint32_t>(bounds[i]));
 }

@@ -67,7 +67,7 @@ struct Growing {
     TORCH_CHECK(!seeds || int64_t(truncations_.size()) == 3 * samples, "noise needs a truncation for every sample");
     TORCH_CHECK(
         bool(corrections_) == !corrected.empty() &&
-            (!corrections_ || (int64_t(corrected.size()) == samples + 1 && corrections_->is_contiguous() &&
+            (!corrections_ || (int64_t(corrected.size()) == samples + 1 && corrected[0] == 0 && corrections_->is_contiguous() &&
                                corrections_->numel() == 5 * corrected.back())),
         "corrections need five numbers each, and bounds for every sample");
     for (size_t s = 1; s < corrected.size(); ++s) TORCH_CHECK(corrected[s - 1] <= corrected[s], "bounds must ascend");
@@ -101,8 +101,9 @@ struct Growing {
   NoiseKey key(int64_t s, int64_t depth) const { return noise_key(*seeds, *positions, s, depth); }
 
   bool truncated(int64_t s) const {
+    if (!noisy(s)) return false;
     const Truncation& kept = truncations[s];
-    return noisy(s) && (kept.top_k > 0 || kept.top_p < 1 || kept.min_p > 0);
+    return kept.top_k > 0 || kept.top_p < 1 || kept.min_p > 0;
   }
 
   // Returns a token's score after a sample's corrections.
@@ -274,7 +275,10 @@ class Drafting {
       for (int64_t i = shape.offsets[n]; i < shape.offsets[n + 1]; ++i) parent[shape.children[i]] = n;
     for (int64_t s = 0; s < samples_; ++s) output[s * shape.nodes] = s;
     for (int64_t depth = 0;; ++depth) {
-      const std::vector<Place> frontier = forest.frontier(depth);
+      std::vector<Place> frontier = forest.frontier(depth);
+      // Forced nodes are there from the start, even below a level that does not pay. They follow only parents that were fed.
+      if (depth)
+        std::erase_if(frontier, [&](const Place& at) { return output[at.sample * shape.nodes + parent[at.node]] < 0; });
       if (frontier.empty()) return broken;
       if (depth) feed(forest, shape, frontier, depth, parent, paths, output, count, states, fed);
       if (const std::vector<Place> open = forest.open(frontier); !open.empty())

@@ -25,11 +25,9 @@ def times(samples=1, drafts=0, levels=0, slower=1.0, drafting=1.0, per_row=0.0, 
     rows = samples + drafts
     draft = (PRIOR.start + levels * PRIOR.draft(max(1.0, drafts / levels))) if levels else 0.0
     return StepTimes(
-        "eager",
         samples,
         rows,
         {KIND: levels} if levels else {},
-        100,
         unit * draft * drafting,
         unit * PRIOR.target(rows) * slower,
         unit * (PRIOR.rest + per_row * drafts),
@@ -77,6 +75,22 @@ def test_a_single_paused_step_is_no_evidence():
         running.learn(times(drafts=7, levels=7))
     running.learn(times(drafts=7, levels=7, drafting=1000))
     assert running.of(KIND).draft(1) < 1.4 * PRIOR.draft(1)
+
+
+def test_a_slow_first_step_is_forgotten():
+    running = RunningCosts(PRIOR)
+    running.learn(times(unit=0.2))
+    for _ in range(60):
+        running.learn(times())
+    found = running.of(KIND)
+    assert found.target(8) / found.target(1) == pytest.approx(PRIOR.target(8) / PRIOR.target(1), rel=0.15)
+    assert found.draft(1) / found.target(1) == pytest.approx(PRIOR.draft(1) / PRIOR.target(1), rel=0.15)
+
+
+def test_a_step_without_a_forward_is_left_out():
+    running = RunningCosts(PRIOR)
+    running.learn(replace(times(), target=0.0))
+    assert running.of(KIND).target.seconds == PRIOR.target.seconds
 
 
 def test_costs_stay_one_object_while_they_change_little():
@@ -210,7 +224,7 @@ def looks(accepted, steps=200):
         drafted = {"NGramDrafter": 2} if looked else {}
         if looked and accepted:
             decider.learn(memory, Outcome(accepted=accepted, drafted=2, stated=(0.9, 0.9), source="NGramDrafter"))
-        decider.timed(StepTimes("eager", 1, 1, drafted, 100, 0.001 * looked, 0.01, 0.0005))
+        decider.timed(StepTimes(1, 1, drafted, 0.001 * looked, 0.01, 0.0005))
     return count
 
 

@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList
 
 import arbordraft as ad
 from arbordraft.deciders import Heuristic
+from arbordraft.drafters.network import ModelNetwork
 from arbordraft.target.cache import RaggedKVCache
 
 pytestmark = pytest.mark.timeout(120)
@@ -226,7 +227,7 @@ PLACES = {
     "the end of a sample": (RaggedKVCache, "close"),
     "keys and values": (RaggedKVCache, "pools"),
     "the drafts": (ad.EarlyExitDrafter, "scores"),
-    "the drafts' forward": (ad.EarlyExitDrafter, "_forward"),
+    "the drafts' forward": (ModelNetwork, "run_batch"),
     "the drafter's commit": (ad.EarlyExitDrafter, "commit"),
     "the verdict": (ad.Coupling, "forward"),
     "an inner linear": (torch.nn.Linear, "forward"),

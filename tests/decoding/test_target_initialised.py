@@ -5,12 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.models import PROMPTS, decode, greedy_reference, left_padded, new_tokens, ragged
+from support.models import PROMPTS, Planned, decode, greedy_reference, left_padded, new_tokens, ragged
 from torch.nn import functional
 
 import arbordraft as ad
 from arbordraft import builders
 from arbordraft.deciders import FixedDepth
+from arbordraft.deciders.decisions import Limits
 from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.sampling.noise import Noise, residual
 from arbordraft.testing import distance_to_target, random_table, row
@@ -165,3 +166,17 @@ def test_a_fifth_of_the_likeliest_token_is_lost():
     """With five tests per branch, as in the reference, the likeliest token has probability 0.481 instead of 0.6."""
     law = first_token_law(2, 6, row(0.6, 0.2, 0.1, 0.06, 0.04), 0.6)
     assert float(law[0]) == pytest.approx(0.481, abs=5e-4)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_plans_are_never_those_of_the_clock(sampled):
+    """Its texts depend on the drafts, greedy ones too, so the plan must not depend on seconds."""
+    asked = []
+
+    def plan(situation):
+        asked.append(situation.pathwise)
+        return Limits.everything(situation.max_depth)
+
+    decode(wide(TOPOLOGIES[1], Planned(plan)), do_sample=sampled)
+    assert asked
+    assert not any(asked)

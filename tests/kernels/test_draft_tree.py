@@ -257,3 +257,28 @@ def test_impossible_tokens_are_not_drafted():
 def test_rows_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(RuntimeError, match=message):
         from_rows(**changes)
+
+
+@pytest.mark.parametrize("states", [True, False])
+def test_forced_nodes_below_a_level_that_does_not_pay_are_not_fed(states):
+    """Their parents were not fed either, so there is nothing that they could read."""
+    shape = TreeTopology.chain(4)
+    to_grow = planted(roots=(5, 6), shape=shape, limits={"row_cost": 0.1})
+    limits = Limits.of([4, 4], [(1.0,)] * 2, [(0.9, 0.02, 0.7, 0.7), (0.9, 0.8, 0.7, 0.7)], row_cost=0.1)
+    trees = to_grow.trees
+    trees.token[:, 1:3], trees.chance[:, 1:3], trees.reach[:, 1:3] = 7, 1.0, 1.0
+    fed = np.full(trees.token.shape, -1)
+    pools = [(torch.zeros(ROWS, 1, 16), torch.zeros(ROWS, 1, 16))]
+    broken = draft_run(states)(
+        torch.tensor([3, 5, 4, 6]),
+        torch.randn(4, STATES) if states else None,
+        pools,
+        torch.tensor([[0, 20], [0, 0], [2, 2]]),
+        to_grow._replace(limits=limits),
+        fed,
+    )
+    assert not broken
+    assert fed[0].tolist() == [-1] * 5
+    assert fed[1, 1:3].tolist() == [0, 1]
+    assert trees.token[0].tolist() == [5, 7, 7, -1, -1]
+    assert trees.token[1, 3] >= 0

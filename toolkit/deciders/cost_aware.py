@@ -196,6 +196,8 @@ class CostAware(Decider):
         if self._clock is None:
             return
         self._clock.learn(times, self._free)
+        for looks in list(self._looks.values()):
+            looks.wait = max(0, looks.wait - 1)
         for kind in self._free.intersection(times.drafted):
             costs, samples = self._clock.of(kind), times.samples
             cost = samples * costs.looking(samples) / (costs.target(samples) + costs.rest)
@@ -204,10 +206,7 @@ class CostAware(Decider):
     def _waits(self, source: str) -> bool:
         """Returns whether this step does not look for drafts, since the last looks cost more than they brought."""
         looks = self._looks.get(source)
-        if looks is None or not looks.wait:
-            return False
-        looks.wait -= 1
-        return True
+        return looks is not None and looks.wait > 0
 
     def _prices_of(self, situation: Situation) -> "_Prices":
         """Returns the prices of a group's steps, which follow the clock if no text depends on the plan."""
@@ -227,7 +226,7 @@ class CostAware(Decider):
                 record.quiet += 1
             return
         if (looks := self._looks.get(outcome.source)) is not None:
-            looks.gained += outcome.accepted
+            looks.gained += outcome.accepted - sum(depth < outcome.accepted for depth in outcome.certain)
         record = memory.setdefault(outcome.source, _Record())
         record.wake()
         record.fade(self.decay)

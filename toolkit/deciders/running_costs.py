@@ -26,21 +26,17 @@ class StepTimes:
     """Seconds of one step.
 
     Args:
-        executor: how it ran: ``eager`` or ``recorded``.
         samples: number of samples that took part.
         rows: rows of the target's forward.
         drafted: levels that each kind of drafter drafted, those included whose drafts were dropped.
-        context: committed tokens of all samples.
         draft: seconds of drafting.
-        target: seconds of the target's forward; in a recorded step, verification included.
+        target: seconds of the target's forward.
         rest: all other seconds.
     """
 
-    executor: str
     samples: int
     rows: int
     drafted: Mapping[str, int]
-    context: int
     draft: float
     target: float
     rest: float
@@ -82,7 +78,7 @@ class RunningCosts:
     def __init__(self, prior: StepCosts) -> None:
         self.prior = prior
         self._rows = np.array(prior.target.rows)
-        self._unit: _Average | None = None  # seconds of the prior's unit
+        self._unit: float | None = None  # seconds of the prior's unit
         self._target = [_Average(1.0) for _ in prior.target.rows]
         self._rest, self._per_row = _Average(prior.rest), _Average(0.0)
         self._drafting: dict[str, _Average] = {}
@@ -95,11 +91,11 @@ class RunningCosts:
             times: the times.
             free: kinds of drafters whose levels take almost no time.
         """
-        ratio = times.target / self.prior.target(times.rows)
-        if self._unit is None:
-            self._unit = _Average(ratio)
-        self._unit.note(ratio, _MOST_CHANGE * self._unit.value)
-        unit, one = self._unit.value, self.prior.target(1)
+        if times.target <= 0:
+            return
+        ratio, one = times.target / self.prior.target(times.rows), self.prior.target(1)
+        before = ratio if self._unit is None else self._unit
+        self._unit = unit = _RECENT * before + (1 - _RECENT) * min(ratio, _MOST_CHANGE * before)
         average = self._target[int(np.abs(self._rows - times.rows).argmin())]
         average.note(ratio / unit, _MOST_CHANGE * average.value)
         rest, drafts = times.rest / unit, times.rows - times.samples
@@ -107,7 +103,7 @@ class RunningCosts:
             self._per_row.note(max(0.0, rest - self._rest.value) / drafts, one)
         else:
             self._rest.note(rest, _MOST_CHANGE * max(self._rest.value, one))
-        for kind, known in self._drafting.items():
+        for kind, known in list(self._drafting.items()):  # other batches may add kinds
             if kind not in times.drafted:
                 known.forget()
         if (expected := self._expected(times, free)) > 0:

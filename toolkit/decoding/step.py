@@ -234,12 +234,11 @@ class Stepper:
             raise
         with state.stats.phase("commit"):
             self._commit(state, tree, judged)
-        if not begins:  # otherwise a drafter may have read a prompt
+        # At first a drafter may have read a prompt; a recorded run may have drafted and verified in one.
+        if not begins and executor is self.eager:
             draft, target = (state.stats.seconds[name] - before.get(name, 0.0) for name in ("draft", "target"))
             rest = time.perf_counter() - begun - draft - target
-            kind = "eager" if executor is self.eager else "recorded"
-            context = sum(len(sample.tokens) for sample in active)
-            self.decider.timed(StepTimes(kind, len(active), tree.rows, tree.drafted, context, draft, target, rest))
+            self.decider.timed(StepTimes(len(active), tree.rows, tree.drafted, draft, target, rest))
         return judged.verdict
 
     def _executor(self, state: DecodeState, active: Sequence[Sample]) -> Executor:

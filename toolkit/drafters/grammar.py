@@ -8,8 +8,8 @@ class GrammarDrafter(Lookup):
     """Proposes forced tokens, the only ones that a sample's grammar allows; they are always accepted.
 
     It proposes nothing for samples without a grammar, or if the grammar allows several tokens. To combine it with
-    another drafter, put it first in a :class:`~arbordraft.HybridDrafter`. Lookups do not need it: forced tokens are
-    drafted before any drafter that is ``certain``, and lookups also draft them after other tokens.
+    another drafter, put it first in a :class:`~arbordraft.HybridDrafter`. Where texts do not depend on drafts, forced
+    tokens are drafted before those of any drafter; lookups also draft them after other tokens.
 
     A token is forced only if the grammar's mask has one bit. If several tokens can spell a forced text, the target
     chooses among them.

@@ -132,7 +132,8 @@ class Growth:
             step = replace(context, max_depth=max_depth, extra_rows=context.extra_rows + rows)
             other = Growth(step, self.decider, [stage], self.device)
             other._grow_stage()
-            drafted |= other._drafted
+            for kind, levels in other._drafted.items():
+                drafted[kind] = drafted.get(kind, 0) + levels
             found, better = other.forest.drafts, other.gains()
             taken = [sample for sample in sorted(waiting) if found[sample]]
             forest.take(other.forest, taken)
@@ -168,7 +169,8 @@ class Growth:
         self.drafter.proposed(self.state)
         if self.limits.levels.any():
             present = (self.forest.token >= 0).any(axis=0)
-            self._drafted[type(self.drafter).__name__] = int(self.context.topology.depth_array[present].max())
+            deepest = int(self.context.topology.depth_array[present].max())
+            self._drafted[type(self.drafter).__name__] = min(deepest, int(self.limits.levels.max()))
         for sample, bound in self.context.bounds.items():
             samples, nodes, _ = self._likeliest(np.array([sample]))
             self.forest.drop(samples[bound:], nodes[bound:])
@@ -248,8 +250,8 @@ class Growth:
             return None
         if self._ranked is not None:  # so that all planned levels are drafted
             limits = replace(limits, calibration=np.full_like(limits.calibration, _CERTAIN))
-        draws, corrections = draws_of(context, slots), corrections_of(context, slots, self.forest)
-        return TreesToGrow(self.forest, slots, topology.child_offsets, topology.child_order, limits, draws, corrections)
+        draws = draws_of(context, slots)
+        return TreesToGrow(self.forest, slots, topology.child_offsets, topology.child_order, limits, draws)
 
     def _grown_in_one_call(self, group: Group) -> bool:
         """Lets a network grow a group's trees at once; returns whether the group is finished."""
@@ -262,6 +264,7 @@ class Growth:
                 return False
             broken: int | None = self.device(self.drafter, self.state, context, network, trees)
         else:
+            trees = trees._replace(corrections=corrections_of(context, slots, forest))
             broken = self.drafter.grow_natively(self.state, context, trees) if usable() else None
         if broken is None:
             return False
@@ -270,9 +273,10 @@ class Growth:
         if self._ranked is not None:
             for level in topology.tree_levels:
                 chance = self._ranked[level.rank.clip(max=len(self._ranked) - 1)]
-                chance = np.where(forest.certain[slots, level.below], 1, chance)
+                chance = np.where(forest.certain[slots, level.below], _CERTAIN, chance)
                 forest.chance[slots, level.below] = np.where(forest.token[slots, level.below] >= 0, chance, 0)
             rule.reached(forest, self.limits, topology.tree_levels, slots)
+            forest.chance[forest.certain] = 1
         for sample in slots if self._constrained else ():
             self._drop_forbidden(sample)
         return True

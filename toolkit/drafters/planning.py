@@ -69,7 +69,7 @@ def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
                     extra_rows=context.extra_rows + len(alive) - len(samples) if pathwise else 0,
                     informative=drafter.informative,
                     drafts=len(samples) * (context.topology.num_nodes - 1),
-                    pathwise=pathwise,
+                    pathwise=pathwise and context.candidates is None,
                 )
             )
             if len(limits.levels) != len(samples):

@@ -85,7 +85,9 @@ def _part_of(processor: Any) -> Callable[[Sequence[int]], Changes] | None:
         return _Counted(processor.prompt, lambda counts: (1.0, -presence - frequency * counts))
     match transformers_name(type(processor)):
         case "RepetitionPenaltyLogitsProcessor":
-            return _Counted(int(processor.prompt_ignore_length or 0), lambda _: (processor.penalty, 0.0))
+            if isinstance(ignored := processor.prompt_ignore_length, Tensor) and ignored.numel() != 1:
+                return None  # a number for each sample of a batch
+            return _Counted(0 if ignored is None else int(ignored), lambda _: (processor.penalty, 0.0))
         case "NoRepeatNGramLogitsProcessor":
             return _Repeated(processor.ngram_size)
         case "SequenceBiasLogitsProcessor" | "NoBadWordsLogitsProcessor":
@@ -96,10 +98,13 @@ def _part_of(processor: Any) -> Callable[[Sequence[int]], Changes] | None:
             banned, begin = processor.begin_suppress_tokens.tolist(), processor.begin_index
             return lambda tokens: _banned(banned, begin - len(tokens), begin - len(tokens) + 1)
         case "MinLengthLogitsProcessor":
-            ends, least = processor.eos_token_id.tolist(), processor.min_length
+            ends, least = processor.eos_token_id.flatten().tolist(), processor.min_length
             return lambda tokens: _banned(ends, 0, least - len(tokens))
         case "MinNewTokensLengthLogitsProcessor":
-            ends, least = processor.eos_token_id.tolist(), processor.prompt_length_to_skip + processor.min_new_tokens
+            ends, least = (
+                processor.eos_token_id.flatten().tolist(),
+                processor.prompt_length_to_skip + processor.min_new_tokens,
+            )
             return lambda tokens: _banned(ends, 0, least - len(tokens))
     return None
 

@@ -44,8 +44,7 @@ class DraftedSteps:
         """Drafts and verifies; returns ``None``, with nothing changed, if the host has to see the drafts first.
 
         Args:
-            state: the batch. All its active samples need one kind of step, and drafts cannot change their texts. Their
-                processors apply only a temperature to draft scores.
+            state: the batch. All its active samples need one kind of step, and drafts cannot change their texts.
             growth: the trees, of which only roots exist.
             noise: shared noise of the step; ``None`` if all samples are greedy.
             temperatures: see :meth:`StaticStepping.__call__`.
