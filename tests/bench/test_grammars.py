@@ -23,7 +23,7 @@ def test_all_contestants_decode_all_tokens(monkeypatch, tmp_path):
         target.tokenizer, "chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}"
     )
     monkeypatch.setattr("arbordraft.builders.known_costs", lambda *_: None)
-    monkeypatch.setattr("arbordraft.builders.CostAware", lambda costs: None)
+    monkeypatch.setattr("arbordraft.builders.CostAware", lambda costs, **_: None)
     suite = grammars.GrammarSuite(target, 2)
     workload = Workload(suite.prompts, batch=2, new_tokens=24, repeats=1)
     decoders = suite.decoders(workload)

@@ -32,8 +32,8 @@ class DecodeRow:
         exactness: promise of the decoder about the output law.
         tokens_per_second: emitted tokens per second, time of prompts included; median of the rounds.
         speed_up: speed over that of the first decoder, the reference; median of the rounds' ratios.
-        spread: half the difference between the largest and the smallest of these ratios.
         request: kind of request, if one was chosen.
+        spread: half the difference between the largest and the smallest of these ratios.
         tau: emitted tokens per target forward of a sample.
         acceptance: acceptance rate by depth: how often a child was accepted when one was tried.
         by_rank: share of the accepted tokens by rank among siblings.
@@ -59,8 +59,8 @@ class DecodeRow:
     pad_rows: float = 0.0
     pad_keys: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
-    spread: float = 0.0
     request: str = ""
+    spread: float = 0.0
 
 
 Name = TypeVar("Name", bound=Hashable)

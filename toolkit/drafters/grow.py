@@ -203,8 +203,8 @@ class Growth:
         child_list = self.context.topology.child_list
         for sample in self.context.alive:
             state = self.context[sample].path_state
-            if state is None or not self.law_of(sample).deterministic:
-                continue
+            if state is None or not (self.drafter.certain or self.context.pathwise(sample)):
+                continue  # further drafts would change the text of a seed
             node, path = 0, list[int]()
             most = self.context.max_depth[sample] or 0
             for _ in range(min(most, self.context.bounds.get(sample, most))):
