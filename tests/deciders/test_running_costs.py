@@ -231,3 +231,19 @@ def looks(accepted, steps=200):
 def test_looks_that_bring_nothing_become_rare():
     assert looks(accepted=0) < 30
     assert looks(accepted=1) == 200
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_new_text_begins_with_the_experience_of_others(running):
+    """Where texts do not depend on drafts; any other text begins alike in every program."""
+    decider = CostAware(PRIOR, running=running)
+    for _ in range(60):
+        memory = decider.start()
+        planned_with(decider, memory)
+        decider.learn(memory, Outcome(accepted=0, drafted=4, stated=(0.9,), source=KIND))
+    assert (planned(decider) == 0) == running
+    assert planned(decider, pathwise=False) > 0
+
+
+def planned_with(decider, memory):
+    return decider.plan(Situation([7], [memory], source=KIND, acceptance=[0.7], pathwise=True))

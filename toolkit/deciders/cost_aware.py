@@ -27,6 +27,7 @@ Reals = npt.NDArray[np.float64]
 _DEPTHS = 4  # depths with records of their own; the last one stands for all greater depths
 _FALL = 0.85  # prior acceptance below the first level, relative to that of the first level
 _PRIOR_STEPS, _LEAST_PRIOR_STEPS = 4.0, 0.1  # drafted steps that the prior counts for: at first, and at least
+_COMMON_DECAY = 0.98  # of the experience over all texts, per drafted step of a text
 _QUIET_DECAY = 0.99  # of a record, per step without drafts, since the reasons against drafts may have passed
 _ROWS_AHEAD = 16  # rows per sample among which the cheapest ones are sought
 _LENGTH_EXPONENT = 8  # of remaining lengths: the last sample ends a batch, so tokens of the others are worth less
@@ -36,6 +37,7 @@ _MARGIN, _SEEN_MARGIN = 1.1, 1.03  # factors by which drafts must bring more tha
 _MARGIN_PER_DOUBLING, _SEEN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 0.03, 4
 _PATIENCE, _PAUSE = 2, 16  # steps without drafts before fewer steps look for drafts; at least one in this many does
 _LATELY, _FIRST_LOOKS, _LONGEST_PAUSE = 0.8, 4.0, 64  # of looks: share of older ones, worth of the first ones, steps
+_LOOK_MARGIN = 1.5  # factor by which looks must bring more than they cost
 _TOKENS_DECODED, _TOKENS_REQUESTED = 512, 8192  # at rough costs, and at once: either number justifies a measurement
 _ROUNDS = 3  # iterations in which the rate and the drafts that are worth it settle together
 
@@ -59,6 +61,22 @@ class _Record:
         The longer no drafts paid, the fewer steps look for any. Samples that began together look in the same steps.
         """
         return self.idle >= _PATIENCE and self.steps % min(_PAUSE, 1 << (self.idle.bit_length() - 1)) > 0
+
+    def note(self, outcome: Outcome, decay: float) -> None:
+        """Takes the verdict about some drafts."""
+        self.fade(decay)
+        for depth, stated in enumerate(outcome.stated):
+            if depth in outcome.certain:
+                continue
+            at = min(depth, _DEPTHS - 1)
+            self.tried[at] += 1
+            self.accepted[at] += depth < outcome.accepted
+            self.stated[at] += min(1.0, stated)
+
+    def rates(self, prior: Sequence[float]) -> list[float]:
+        """Returns how often some child of a node is accepted, by depth, given the rates before any experience."""
+        sums = zip(self.accepted, self.tried, self.presumed, prior, strict=True)
+        return [(right + weight * before) / (tried + weight) for right, tried, weight, before in sums]
 
     def fade(self, share: float) -> None:
         for sums in (self.tried, self.accepted, self.stated):
@@ -85,7 +103,7 @@ class _Looks:
         """Takes the outcome of a look that cost so many tokens."""
         self.average = _LATELY * self.average + (1 - _LATELY) * self.gained
         self.gained = 0
-        pays = self.average >= cost
+        pays = self.average >= _LOOK_MARGIN * cost
         self.wait, self.pause = (0, 1) if pays else (self.pause, min(_LONGEST_PAUSE, 2 * self.pause))
 
 
@@ -157,6 +175,7 @@ class CostAware(Decider):
         self._clock = RunningCosts(self.costs) if running else None
         self._free: set[str] = set()  # kinds of drafters whose levels take almost no time
         self._looks: dict[str, _Looks] = {}
+        self._common: dict[str, _Record] = {}  # experience with each kind of drafter over all texts
         self._prices: dict[str | None, _Prices] = {}
 
     @property
@@ -229,14 +248,9 @@ class CostAware(Decider):
             looks.gained += outcome.accepted - sum(depth < outcome.accepted for depth in outcome.certain)
         record = memory.setdefault(outcome.source, _Record())
         record.wake()
-        record.fade(self.decay)
-        for depth, stated in enumerate(outcome.stated):
-            if depth in outcome.certain:
-                continue
-            at = min(depth, _DEPTHS - 1)
-            record.tried[at] += 1
-            record.accepted[at] += depth < outcome.accepted
-            record.stated[at] += min(1.0, stated)
+        record.note(outcome, self.decay)
+        if self._clock is not None:
+            self._common.setdefault(outcome.source, _Record()).note(outcome, _COMMON_DECAY)
         # A prior that is too high must fade, or its drafter would be used for ever.
         for at in range(min(len(outcome.stated), _DEPTHS)):
             record.presumed[at] = max(_LEAST_PRIOR_STEPS, self.decay * record.presumed[at])
@@ -295,7 +309,10 @@ class CostAware(Decider):
                 levels, trust, ones, weights, row_cost=rate * row, budget=budget, verification=verification
             )
         fall = _FALL if situation.informative else 1.0
-        following = [_expected(record, situation.acceptance, fall) for record in records]
+        prior = [situation.acceptance[0], *[fall * situation.acceptance[0]] * (_DEPTHS - 1)]
+        if situation.pathwise and (common := self._common.get(situation.source)) is not None:
+            prior = common.rates(prior)  # other texts say more than the drafter's usual rates
+        following = [record.rates(prior) for record in records]
         draft, widest = costs.draft, costs.draft.rows[-1]
         level = draft(1) + costs.decide
         per_draft = 0.0 if widest == 1 else (draft(widest) - draft(1)) / (widest - 1)
@@ -431,13 +448,6 @@ class _Prices:
         if samples not in self._slopes:
             self._slopes[samples] = self.costs.target.least_slope(samples, _ROWS_AHEAD * samples)
         return self._slopes[samples]
-
-
-def _expected(record: _Record, acceptance: Sequence[float], fall: float) -> list[float]:
-    """Returns how often some child of a node is accepted, by depth; ``fall`` lowers the prior below the first depth."""
-    known = [acceptance[0], *[fall * acceptance[0]] * (_DEPTHS - 1)]
-    sums = zip(record.accepted, record.tried, record.presumed, known, strict=True)
-    return [(right + weight * before) / (tried + weight) for right, tried, weight, before in sums]
 
 
 def _trust(record: _Record) -> list[float]:
