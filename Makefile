@@ -37,7 +37,7 @@ QUICK := $(addprefix tests/,decoding/test_losslessness.py decoding/test_generate
 check: lint ## Lint, type-check and run the quick tests: a minute or two
 	$(PYTEST) $(QUICK) $(ARGS)
 
-test: ## Lint, type-check and run all tests but those that soak: 25 to 35 minutes on two cores
+test: ## Lint, type-check and run all tests but those that soak: 15 to 25 minutes on two cores
 	$(MAKE) --no-print-directory --jobs=2 suite lint
 
 suite: $(VENV)/.compiled
