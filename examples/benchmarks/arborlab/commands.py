@@ -4,7 +4,7 @@ Like modules of ``arbordraft.cli``, this one imports torch only inside its comma
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -70,7 +70,13 @@ def verifiers(
 
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed)
     counts, most = numbers(children, int), numbers(nodes, int)
-    options = {"children": children, "nodes": nodes, "trees": trees, "resolution": resolution, "optima": optima}
+    options: dict[str, Any] = {
+        "children": children,
+        "nodes": nodes,
+        "trees": trees,
+        "resolution": resolution,
+        "optima": optima,
+    }
     with Report(json, png, drafter=drafter, **options) as report:
         target = report.load(model, dtype, device=device)
         drafters = drafters_of(drafter, target)
