@@ -14,6 +14,7 @@ from arbordraft.drafters.eagle import EagleNetwork
 from arbordraft.drafters.network import DraftNetwork, Outputs
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.target.attention import Attending
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 
 
@@ -106,8 +107,6 @@ class OracleNetwork(DraftNetwork):
     def __init__(self, recorded: Recorded, head: EagleNetwork) -> None:
         super().__init__(head.head, head.vocab_size)
         self._head, self.states, self.native_attention = head, head.states, head.native_attention
-        self.pools, self.refresh = head.pools, head.refresh  # type: ignore[method-assign]
-        self.normed, self.fuse = head.normed, head.fuse  # type: ignore[method-assign]
         longest = max(map(len, recorded.texts)) + 1
         known = torch.full((2, len(recorded.texts), longest), -1)
         for number, text in enumerate(recorded.texts):
@@ -117,6 +116,19 @@ class OracleNetwork(DraftNetwork):
 
     def __repr__(self) -> str:
         return f"recorded texts on {self._head}"
+
+    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
+        return self._head.pools(cache, dummy)
+
+    def refresh(self) -> None:
+        self._head.refresh()
+
+    def normed(self, states: Tensor) -> Tensor:
+        """Norms ``[T, F]`` hidden states of the target for :meth:`fuse`."""
+        return self._head.normed(states)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        return self._head.fuse(states)
 
     def recorded(self) -> "OracleNetwork | None":
         return None if self._head.recorded() is None else self
