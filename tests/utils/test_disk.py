@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,13 +22,20 @@ from arbordraft.utils.files import WriteError, check_writable, new_file, new_fol
 
 @contextmanager
 def no_file_above(size: int):
-    """Limits files to ``size`` bytes, by a real limit of the system."""
+    """Limits files to ``size`` bytes, by a real limit of the system.
+
+    Modules imported meanwhile write no bytecode: Python 3.11 would keep the truncated file, and every later import
+    would fail with ``EOFError``.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = kept
 
 
 @pytest.fixture
