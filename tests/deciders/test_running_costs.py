@@ -9,6 +9,7 @@ from support.models import PROMPTS, left_padded, ragged
 import arbordraft as ad
 from arbordraft import CostTable
 from arbordraft.deciders import CostAware
+from arbordraft.deciders.cost_aware import _Looks
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Situation
 from arbordraft.deciders.running_costs import RunningCosts, StepTimes
@@ -213,9 +214,9 @@ def test_outcomes_without_times_are_learned_as_before():
     assert memory[KIND].tried[0] == 1
 
 
-def looks(accepted, steps=200):
-    """Counts the steps that look for drafts, if each look brings this many accepted drafts."""
-    decider, memory, count = CostAware(replace(PRIOR, lookup=0.1), running=True), {}, 0
+def looks(accepted, steps=200, prior=0.1, rows=1):
+    """Counts the steps that look for drafts, if each look takes a tenth of a forward and brings so many tokens."""
+    decider, memory, count = CostAware(replace(PRIOR, lookup=prior), running=True), {}, 0
     for _ in range(steps):
         memory.clear()  # other texts than those of the last step, so that no sample knows
         situation = Situation([8], [memory], source="NGramDrafter", acceptance=[0.7], free=True, pathwise=True)
@@ -224,13 +225,37 @@ def looks(accepted, steps=200):
         drafted = {"NGramDrafter": 2} if looked else {}
         if looked and accepted:
             decider.learn(memory, Outcome(accepted=accepted, drafted=2, stated=(0.9, 0.9), source="NGramDrafter"))
-        decider.timed(StepTimes(1, 1, drafted, 0.001 * looked, 0.01, 0.0005))
+        decider.timed(StepTimes(1, rows if looked else 1, drafted, 0.001 * looked, 0.01, 0.0005))
     return count
 
 
-def test_looks_that_bring_nothing_become_rare():
-    assert looks(accepted=0) < 30
-    assert looks(accepted=1) == 200
+@pytest.mark.parametrize("prior", [0.0, 0.1])
+def test_looks_that_bring_nothing_become_rare(prior):
+    assert looks(accepted=0, prior=prior) < 30
+    assert looks(accepted=1, prior=prior) == 200
+
+
+def test_a_look_costs_the_verification_of_its_drafts():
+    assert looks(accepted=0.3) == 200
+    assert looks(accepted=0.3, rows=64) < 30
+
+
+def test_a_look_that_pays_is_followed_by_another_soon():
+    found = _Looks(rate=1.0)
+    for _ in range(12):
+        found.note(0.1)
+    assert found.wait == 64
+    found.gained = 0.2
+    found.note(0.1)
+    assert (found.wait, found.pause) == (1, 2)
+
+
+@pytest.mark.parametrize("read", [0, 700])
+def test_a_drafter_that_reads_a_prompt_first_is_not_slow(read):
+    running, step = RunningCosts(PRIOR), times(drafts=7, levels=7)
+    for _ in range(4):
+        running.learn(replace(step, draft=step.draft + 700 * 0.01 * PRIOR.per_draft, read=read))
+    assert (running.of(KIND).draft(1) < 1.1 * PRIOR.draft(1)) == bool(read)
 
 
 @pytest.mark.parametrize("running", [False, True])

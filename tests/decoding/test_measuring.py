@@ -103,3 +103,17 @@ def test_lookups_are_timed_by_samples_with_any_drafter(clock, monkeypatch):
 def test_rows_read_at_a_time_follow_from_row_costs(monkeypatch, table, rows):
     monkeypatch.setattr(measuring, "known_rows", lambda target: CostTable((1, 55), table))
     assert rows_within(ragged()) == rows
+
+
+def test_few_rows_take_at_least_their_share_of_the_time_of_many(clock):
+    """The time of a level is a difference of measured ones, which noise may make negative."""
+
+    class Noisy(LanguageModelDrafter):
+        def scores(self, state, frontier):
+            rows = len(frontier)
+            clock.now += 8.0 if rows > 1 or not frontier.depth else -3.0
+            return super().scores(state, frontier)
+
+    costs = measured(Noisy(ragged(seed=3)), rows=CostTable((1,), (1.0,)))
+    assert costs.draft(2) == pytest.approx(8)
+    assert costs.draft(1) == pytest.approx(4)

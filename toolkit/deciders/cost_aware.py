@@ -36,7 +36,7 @@ _MARGIN, _SEEN_MARGIN = 1.1, 1.03  # factors by which drafts must bring more tha
 # Added to them for each doubling of a batch that ends with its last sample: other gains are half lost.
 _MARGIN_PER_DOUBLING, _SEEN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 0.03, 4
 _PATIENCE, _PAUSE = 2, 16  # steps without drafts before fewer steps look for drafts; at least one in this many does
-_LATELY, _FIRST_LOOKS, _LONGEST_PAUSE = 0.8, 4.0, 64  # of looks: share of older ones, worth of the first ones, steps
+_LATELY, _FIRST_LOOKS, _LONGEST_PAUSE = 0.8, 4.0, 64  # of looks: share of older ones, gain of the first ones, steps
 _LOOK_MARGIN = 1.5  # factor by which looks must bring more than they cost
 _TOKENS_DECODED, _TOKENS_REQUESTED = 512, 8192  # at rough costs, and at once: either number justifies a measurement
 _ROUNDS = 3  # iterations in which the rate and the drafts that are worth it settle together
@@ -53,6 +53,7 @@ class _Record:
     steps: int = 0
     idle: int = 0  # steps since drafts of this drafter were verified
     quiet: int = 0  # steps without drafts of any drafter, for which the record is still to fade
+    weight: float = 1.0  # worth of the sample's tokens in this step
 
     @property
     def rests(self) -> bool:
@@ -94,17 +95,23 @@ class _Record:
 class _Looks:
     """Recent yield of looking for drafts, over all samples whose texts do not depend on drafts."""
 
-    average: float  # accepted drafts per look
-    gained: int = 0  # accepted drafts since the last look
+    average: float = _FIRST_LOOKS  # gain of a look, in multiples of its cost
+    rate: float = 0.0  # tokens that a second is worth
+    gained: float = 0.0  # worth of the drafts accepted since the last look, in tokens
     pause: int = 1  # steps without a look after the next one that does not pay
     wait: int = 0  # steps without a look that are left
 
-    def note(self, cost: float) -> None:
-        """Takes the outcome of a look that cost so many tokens."""
-        self.average = _LATELY * self.average + (1 - _LATELY) * self.gained
-        self.gained = 0
-        pays = self.average >= _LOOK_MARGIN * cost
-        self.wait, self.pause = (0, 1) if pays else (self.pause, min(_LONGEST_PAUSE, 2 * self.pause))
+    def note(self, seconds: float) -> None:
+        """Takes the outcome of a look that took so many seconds, those of verifying its drafts included."""
+        gain = self.gained / max(self.rate * seconds, 1e-9)
+        self.gained = 0.0
+        self.average = _LATELY * self.average + (1 - _LATELY) * gain
+        if self.average >= _LOOK_MARGIN:
+            self.wait, self.pause = 0, 1
+        elif gain >= _LOOK_MARGIN:
+            self.wait, self.pause = 1, 2
+        else:
+            self.wait, self.pause = self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
 
 
 class CostAware(Decider):
@@ -217,10 +224,11 @@ class CostAware(Decider):
         self._clock.learn(times, self._free)
         for looks in list(self._looks.values()):
             looks.wait = max(0, looks.wait - 1)
-        for kind in self._free.intersection(times.drafted):
-            costs, samples = self._clock.of(kind), times.samples
-            cost = samples * costs.looking(samples) / (costs.target(samples) + costs.rest)
-            self._looks.setdefault(kind, _Looks(_FIRST_LOOKS * cost)).note(cost)
+        alone = self._free.issuperset(times.drafted)
+        for kind in self._free.intersection(times.drafted).intersection(self._looks):
+            prices = self._prices_at(kind, self._clock.of(kind))
+            verifying = prices.target(times.rows) - prices.target(times.samples) if alone else 0.0
+            self._looks[kind].note(prices.costs.looking(times.samples) + verifying)
 
     def _waits(self, source: str) -> bool:
         """Returns whether this step does not look for drafts, since the last looks cost more than they brought."""
@@ -231,9 +239,12 @@ class CostAware(Decider):
         """Returns the prices of a group's steps, which follow the clock if no text depends on the plan."""
         follow = self._clock if situation.pathwise else None
         kind, costs = (None, self.costs) if follow is None else (situation.source, follow.of(situation.source))
-        if kind not in self._prices or self._prices[kind].costs is not costs:
-            self._prices[kind] = _Prices(costs)
-        return self._prices[kind]
+        return self._prices_at(kind, costs)
+
+    def _prices_at(self, kind: str | None, costs: StepCosts) -> "_Prices":
+        if (prices := self._prices.get(kind)) is None or prices.costs is not costs:
+            self._prices[kind] = prices = _Prices(costs)
+        return prices
 
     def learn(self, memory: dict[str, _Record], outcome: Outcome) -> None:
         self._decoded += outcome.accepted + 1
@@ -245,7 +256,8 @@ class CostAware(Decider):
                 record.quiet += 1
             return
         if (looks := self._looks.get(outcome.source)) is not None:
-            looks.gained += outcome.accepted - sum(depth < outcome.accepted for depth in outcome.certain)
+            accepted = outcome.accepted - sum(depth < outcome.accepted for depth in outcome.certain)
+            looks.gained += accepted * (memory[outcome.source].weight if outcome.source in memory else 1.0)
         record = memory.setdefault(outcome.source, _Record())
         record.wake()
         record.note(outcome, self.decay)
@@ -286,7 +298,8 @@ class CostAware(Decider):
         weights = [(left / longest) ** _LENGTH_EXPONENT for left in situation.left] or [1.0] * len(records)
         # Only a further token of every slowest sample saves a step: the fewer these are, the more each token is worth.
         worth = sum(weights) * situation.alike + situation.extra_rows
-        seen = situation.pathwise and self._clock is not None and self._clock.seen(situation.source)
+        clock = self._clock if situation.pathwise else None
+        seen = clock is not None and clock.seen(situation.source, free=situation.free)
         margin = _SEEN_MARGIN if seen else _MARGIN
         if situation.left:
             doublings = min(_MOST_DOUBLINGS, math.log2(len(records) + situation.extra_rows))
@@ -296,13 +309,21 @@ class CostAware(Decider):
         budget = -1 if self.nodes is None else len(records) * (self.nodes - 1)
         if self.nodes is not None:
             situation = replace(situation, max_depth=[min(max_depth, budget) for max_depth in situation.max_depth])
-        trust = [_trust(record) for record in records]
+        common = self._common.get(situation.source) if situation.pathwise else None  # experience with other texts
+        usual = [1.0] * _DEPTHS if common is None else _trust(common, [1.0] * _DEPTHS)
+        trust = [_trust(record, usual) for record in records]
         if situation.free:  # lookups come first: the drafts that they find decide how far trees go on
             levels = [
                 0 if record.rests else max_depth for record, max_depth in zip(records, situation.max_depth, strict=True)
             ]
-            added = prices.added(samples, situation) + costs.looking(samples)
-            added[0] = 0.0
+            added = prices.added(samples, situation)
+            if clock is not None:  # looks are weighed by themselves
+                looks = self._looks.setdefault(situation.source, _Looks())
+                looks.rate = worth / base
+                for record, weight in zip(records, weights, strict=True):
+                    record.weight = weight
+            else:
+                added[1:] += costs.looking(samples)
             verification = Verification(added, rate, situation.alike, base, worth, margin)
             ones = [(1.0,)] * len(records)
             return Limits.of(
@@ -310,12 +331,10 @@ class CostAware(Decider):
             )
         fall = _FALL if situation.informative else 1.0
         prior = [situation.acceptance[0], *[fall * situation.acceptance[0]] * (_DEPTHS - 1)]
-        if situation.pathwise and (common := self._common.get(situation.source)) is not None:
+        if common is not None:
             prior = common.rates(prior)  # other texts say more than the drafter's usual rates
         following = [record.rates(prior) for record in records]
-        draft, widest = costs.draft, costs.draft.rows[-1]
-        level = draft(1) + costs.decide
-        per_draft = 0.0 if widest == 1 else (draft(widest) - draft(1)) / (widest - 1)
+        level, per_draft = costs.draft(1) + costs.decide, costs.per_draft
         row += per_draft
         # If deeper drafts are as good as the first ones, stopping early avoids no unknown cost, so no margin applies.
         chain_margin = margin if situation.informative else 1.0
@@ -450,7 +469,7 @@ class _Prices:
         return self._slopes[samples]
 
 
-def _trust(record: _Record) -> list[float]:
-    """Returns, by depth, the acceptance of drafts relative to their draft probabilities."""
-    sums = zip(record.accepted, record.stated, record.presumed, strict=True)
-    return [(right + weight) / (stated + weight) for right, stated, weight in sums]
+def _trust(record: _Record, usual: Sequence[float]) -> list[float]:
+    """Returns, by depth, the acceptance of drafts relative to their draft probabilities, given the usual one."""
+    sums = zip(record.accepted, record.stated, record.presumed, usual, strict=True)
+    return [(right + weight * before) / (stated + weight) for right, stated, weight, before in sums]

@@ -141,6 +141,12 @@ class StepCosts(_Measured):
         drafting = self.starting(samples) + levels * (self.draft(samples) + self.decide) if levels else 0.0
         return self.rest + self.target(rows) + drafting
 
+    @property
+    def per_draft(self) -> float:
+        """Seconds that a further row adds to a level of drafts."""
+        widest = self.draft.rows[-1]
+        return 0.0 if widest == 1 else (self.draft(widest) - self.draft(1)) / (widest - 1)
+
     def starting(self, samples: int) -> float:
         """Returns the seconds of drafting for some samples besides its levels."""
         return self.start + self.joining * (samples - 1)

@@ -29,6 +29,7 @@ class StepTimes:
         samples: number of samples that took part.
         rows: rows of the target's forward.
         drafted: levels that each kind of drafter drafted, those included whose drafts were dropped.
+        read: committed tokens that drafters read first, those of resting drafters above all.
         draft: seconds of drafting.
         target: seconds of the target's forward.
         rest: all other seconds.
@@ -40,6 +41,7 @@ class StepTimes:
     draft: float
     target: float
     rest: float
+    read: int = 0
 
 
 class _Average:
@@ -81,6 +83,7 @@ class RunningCosts:
         self._unit: float | None = None  # seconds of the prior's unit
         self._target = [_Average(1.0) for _ in prior.target.rows]
         self._rest, self._per_row = _Average(prior.rest), _Average(0.0)
+        self._looking: _Average | None = None  # seconds of lookups per sample
         self._drafting: dict[str, _Average] = {}
         self._followed: dict[str, tuple[Reals, StepCosts]] = {}
 
@@ -106,43 +109,56 @@ class RunningCosts:
         for kind, known in list(self._drafting.items()):  # other batches may add kinds
             if kind not in times.drafted:
                 known.forget()
-        if (expected := self._expected(times, free)) > 0:
-            costly = [kind for kind in times.drafted if kind not in free] or list(times.drafted)
+        costly = [kind for kind in times.drafted if kind not in free]
+        if costly and (expected := self._expected(times, free)) > 0:
             average = self._drafting.setdefault(costly[-1], _Average(1.0))
             average.note(times.draft / unit / expected, _MOST_CHANGE * average.value)
+        elif times.drafted and not costly:
+            if self._looking is None:
+                self._looking = _Average(self.prior.looking(times.samples) / times.samples)
+            self._looking.note(times.draft / unit / times.samples, one)
 
     def _expected(self, times: StepTimes, free: Collection[str]) -> float:
         """Returns how long drafting was expected to take, in the prior's unit."""
         prior, samples, total = self.prior, times.samples, 0.0
         for kind, levels in times.drafted.items():
             if kind in free:
-                total += prior.looking(samples)
+                total += self.looking(samples)
             elif levels:
                 per_level = max(1.0, (times.rows - samples) / levels)
                 total += prior.starting(samples) + levels * (prior.draft(per_level) + prior.decide)
+                total += times.read * prior.per_draft
         return total
 
-    def seen(self, kind: str) -> bool:
+    def looking(self, samples: int) -> float:
+        """Returns the time of lookups for some samples, in the prior's unit."""
+        return self.prior.looking(samples) if self._looking is None else self._looking.value * samples
+
+    def seen(self, kind: str, *, free: bool) -> bool:
         """Returns whether observations of a kind of drafter count more than its prior costs."""
-        return kind in self._drafting and self._drafting[kind].weight > _PRIOR
+        average = self._looking if free else self._drafting.get(kind)
+        return average is not None and average.weight > _PRIOR
 
     def of(self, kind: str) -> StepCosts:
         """Returns the costs of steps with a kind of drafter; the same object while they stay within a few per cent."""
         prior, drafting = self.prior, self._drafting[kind].value if kind in self._drafting else 1.0
         target, per_row = np.array([one.value for one in self._target]), self._per_row.value
         seconds = target * prior.target.seconds + per_row * (self._rows - 1)
-        now = np.array([*seconds, drafting, self._rest.value])
+        looking = (prior.lookup, prior.finding) if self._looking is None else 2 * (self._looking.value,)
+        now = np.array([*seconds, drafting, self._rest.value, *looking])
         if kind in self._followed:
             before, costs = self._followed[kind]
             if np.allclose(now, before, rtol=_NOTED, atol=0):
                 return costs
-        scaled = {name: drafting * getattr(prior, name) for name in ("start", "joining", "lookup", "finding")}
         costs = replace(
             prior,
             target=CostTable(prior.target.rows, tuple(seconds.tolist())),
             draft=CostTable(prior.draft.rows, tuple(drafting * known for known in prior.draft.seconds)),
             rest=self._rest.value,
-            **scaled,
+            start=drafting * prior.start,
+            joining=drafting * prior.joining,
+            lookup=looking[0],
+            finding=looking[1],
         )
         self._followed[kind] = now, costs
         return costs

@@ -238,7 +238,7 @@ class Stepper:
         if not begins and executor is self.eager:
             draft, target = (state.stats.seconds[name] - before.get(name, 0.0) for name in ("draft", "target"))
             rest = time.perf_counter() - begun - draft - target
-            self.decider.timed(StepTimes(len(active), tree.rows, tree.drafted, draft, target, rest))
+            self.decider.timed(StepTimes(len(active), tree.rows, tree.drafted, draft, target, rest, tree.read))
         return judged.verdict
 
     def _executor(self, state: DecodeState, active: Sequence[Sample]) -> Executor:

@@ -168,8 +168,9 @@ def measure_steps(
     depth, lookups, endless = max(2, depth), NGramDrafter(longest=8, shortest=1), cycle(texts)
     few, many = min(batches), max(batches)
     questions: list[float] = []
-    # Least seconds of a step besides the target's forward: by drafter, samples, width, levels and whether sampled.
-    # Noise only adds time. So least times are subtracted later; the least of differences would be too small.
+    # Least seconds of a step besides the target's forward, or of lookups alone if they draft: by drafter, samples,
+    # width, levels and whether sampled. Noise only adds time. So least times are subtracted later; the least of
+    # differences would be too small.
     least: dict[tuple[Drafter, int, int, int, bool], float] = {}
 
     def decode(batch: int, width: int, levels: int, timed_drafter: Drafter = drafter, sampled: bool = True) -> None:
@@ -191,7 +192,8 @@ def measure_steps(
             if spent and (cut or enough()):
                 raise _Enough
             seconds = state.stats.seconds
-            spent.append(sum(seconds.get(phase, 0.0) for phase in ("draft", "verify", "commit")) - sum(asked))
+            phases = ("draft",) if timed_drafter is lookups and levels else ("draft", "verify", "commit")
+            spent.append(sum(seconds.get(phase, 0.0) for phase in phases) - sum(asked))
 
         decoder.on_step = note
         prompts = list(islice(endless, batch))
@@ -221,7 +223,7 @@ def measure_steps(
             if not free:
                 decode(batch, 1, 0)
                 decode(batch, 1, 0, sampled=False)
-            for levels in (0, depth):
+            for levels in (0, depth) if free else (depth,):
                 decode(batch, 1, levels, lookups, sampled=False)
     if not isinstance(rows, CostTable):
         # Forwards take longer after long texts: the context is a prompt and half of a usual answer.
@@ -241,16 +243,25 @@ def measure_steps(
         once, idle = ((drafter, batch, 1, levels, True) for levels in (1, 0))
         if known(once, idle) and batch in level:
             start[batch] = max(0.0, least[once] - least[idle] - level[batch])
-        found, idle = ((lookups, batch, 1, levels, False) for levels in (depth, 0))
-        if known(found, idle):
-            looked[batch] = max(0.0, least[found] - least[idle])
+        if known(found := (lookups, batch, 1, depth, False)):
+            looked[batch] = least[found]
     decide = statistics.median(questions) if questions else 0.0
     plain = lookups if free else drafter, few, 1, 0, False
     rest = least.get(plain, guess.rest * rows(1))
-    level = {1: 1e-9 if level or free else guess.draft(1) * rows(1), **level}
+    level = _subadditive({1: 1e-9 if level or free else guess.draft(1) * rows(1), **level})
     draft = CostTable(tuple(level), tuple(level.values()))
     starting = _by_sample(start or {few: guess.start * rows(1)})
     return StepCosts(rows, draft, decide, rest, *starting, *_by_sample(looked or {few: guess.lookup * rows(1)}))
+
+
+def _subadditive(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Raises the times of few rows to their share of the time of more rows, which several calls could replace.
+
+    Times of levels are differences of measured times, which noise may make too small.
+    """
+    shares = accumulate((seconds[rows] / rows for rows in reversed(seconds)), max)
+    least = dict(zip(reversed(seconds), shares, strict=True))
+    return {rows: least[rows] * rows for rows in seconds}
 
 
 def _by_sample(seconds: Mapping[int, float]) -> tuple[float, float]:

@@ -101,6 +101,7 @@ class Growth:
         self._random = not self.law.deterministic
         self._constrained = any(context[sample].path_state is not None for sample in context.alive)
         self._drafted: dict[str, int] = {}  # levels, by kind of drafter
+        self._read = 0  # committed tokens that the drafter reads first
         self._forced: list[tuple[int, int, int]] = []  # sample, parent and node of the children that constraints force
         # For deciders that are asked: the draft row that the children of a node were drawn from.
         self._origins: dict[tuple[int, int], Origin] | None = {} if any(group.asked for group in self.groups) else None
@@ -120,7 +121,7 @@ class Growth:
         """Grows the trees of all stages to their end, and packs them."""
         context, forest = self.context, self.forest
         self._grow_stage()
-        gains, drafted = self.gains() if self._later else None, dict(self._drafted)
+        gains, drafted, read = self.gains() if self._later else None, dict(self._drafted), self._read
         for stage in self._later:
             assert gains is not None
             waiting = self._waiting(stage, gains)
@@ -134,15 +135,17 @@ class Growth:
             other._grow_stage()
             for kind, levels in other._drafted.items():
                 drafted[kind] = drafted.get(kind, 0) + levels
+            read += other._read
             found, better = other.forest.drafts, other.gains()
             taken = [sample for sample in sorted(waiting) if found[sample]]
             forest.take(other.forest, taken)
             gains[taken] = better[taken]
         if forest.drafts.any():
-            return replace(forest.rows(), drafted=drafted)
+            return replace(forest.rows(), drafted=drafted, read=read)
         living = set(context.alive)
         roots = [context.tokens(sample)[-1] if sample in living else None for sample in range(len(context.max_depth))]
-        return replace(DraftTree.roots(context.topology, roots, Proposal(context.greedy_law)), drafted=drafted)
+        tree = DraftTree.roots(context.topology, roots, Proposal(context.greedy_law))
+        return replace(tree, drafted=drafted, read=read)
 
     def _waiting(self, stage: tuple[Drafter, Any], gains: Reals) -> set[int]:
         """Returns the samples for which a later stage is expected to gain more tokens than the drafts so far."""
@@ -156,6 +159,8 @@ class Growth:
 
     def _grow_stage(self) -> None:
         """Grows the trees of its own stage."""
+        if self.limits.levels.any() and (lag := self.drafter.lag(self.state, self.context)):
+            self._read = sum(lag[sample] for sample in self.limits.levels.nonzero()[0].tolist())
         self._add_candidates()
         self._add_forced_tokens()
         left = [group for group in self.groups if not self._grown_in_one_call(group)]

@@ -64,6 +64,7 @@ class DraftTree:
             children drawn by a deterministic law need none.
         draft_rows: ``[R, V]`` draft rows.
         drafted: levels that each kind of drafter drafted in this step, those included whose drafts were dropped.
+        read: number of committed tokens that the drafters read before they drafted.
 
     Examples:
         >>> from arbordraft import Fixed
@@ -84,6 +85,7 @@ class DraftTree:
     draft_row: Ints
     draft_rows: Tensor = field(default_factory=lambda: NO_ROWS)
     drafted: Mapping[str, int] = field(default_factory=dict)
+    read: int = 0
 
     @classmethod
     def of(
