@@ -35,12 +35,15 @@ SHARED = {
     "context",
     "feeding",
     "grow",
+    "level_by_level",
     "model_drafter",
     "native_models",
     "network",
+    "one_call",
     "onnx_networks",
     "planning",
     "slots",
+    "stage",
     "text_pool",
 }
 PLACES = {"toolkit": (), "kernels": ("kernels",), "training": ("training",), "exports": ("exports",)}

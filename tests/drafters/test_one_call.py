@@ -38,7 +38,7 @@ from transformers import (
 
 from arbordraft import EagleDrafter, TreeTopology
 from arbordraft.deciders.decisions import Limits
-from arbordraft.drafters import feeding, grow
+from arbordraft.drafters import feeding, grow, one_call
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels.decoder_layers import Norm
 from arbordraft.kernels.draft_tree import DraftRun
@@ -55,14 +55,14 @@ def both(kind):
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """Records for every attempt to grow trees in one call whether it succeeded."""
-    done, real = [], grow.Growth._grown_in_one_call
+    done, real = [], grow.grow_in_one_call
 
-    def counted(self, group):
-        found = real(self, group)
+    def counted(stage, group):
+        found = real(stage, group)
         done.append(found)
         return found
 
-    monkeypatch.setattr(grow.Growth, "_grown_in_one_call", counted)
+    monkeypatch.setattr(grow, "grow_in_one_call", counted)
     return done
 
 
@@ -342,6 +342,6 @@ def test_another_reading_of_a_model_would_be_seen(change):
 
 def test_noise_of_another_seed_would_be_seen(monkeypatch):
     fast, slow = pair("medusa")
-    real = grow.draws_of
-    monkeypatch.setattr(grow, "draws_of", lambda *given: (one := real(*given))._replace(seeds=one.seeds + 1))
+    real = one_call.draws_of
+    monkeypatch.setattr(one_call, "draws_of", lambda *given: (one := real(*given))._replace(seeds=one.seeds + 1))
     caught(fast, slow, greedy=False, **HOT, near=NEAR)

@@ -17,7 +17,8 @@ from arbordraft.deciders.decisions import Limits, Situation, StepView
 from arbordraft.decoding.output import SpeculativeOutput
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grow import DeviceDrafts, grow
+from arbordraft.drafters.grow import grow
+from arbordraft.drafters.stage import DeviceDrafts
 from arbordraft.sampling.corrections import Changes, TextCorrections
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource

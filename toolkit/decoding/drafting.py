@@ -12,7 +12,8 @@ from torch import Tensor
 from arbordraft.decoding.assemble import AssembledParts
 from arbordraft.decoding.state import DecodeState, Sample
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grow import DeviceDrafts, Growth
+from arbordraft.drafters.grow import Growth
+from arbordraft.drafters.stage import DeviceDrafts
 from arbordraft.sampling.laws import Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.trees.draft_tree import DraftTree, Proposal

@@ -18,8 +18,9 @@ from arbordraft.decoding.static.drafted_step import DraftedBucket, DraftedStep
 from arbordraft.decoding.static.drafting import inputs_of
 from arbordraft.decoding.static.recording import Recording
 from arbordraft.decoding.static.runner import StaticStepping, StepResult
-from arbordraft.drafters.grow import Growth, warn_of_broken_rows
+from arbordraft.drafters.grow import Growth
 from arbordraft.drafters.network import DraftNetwork
+from arbordraft.drafters.one_call import warn_of_broken_rows
 from arbordraft.kernels.draft_tree import TreesToGrow
 from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.trees.draft_tree import DraftTree, Ints, Reals
@@ -49,14 +50,14 @@ class DraftedSteps:
             noise: shared noise of the step; ``None`` if all samples are greedy.
             temperatures: see :meth:`StaticStepping.__call__`.
         """
-        static, cache, trees, forest = self.static, state.cache, growth.whole, growth.forest
-        if trees is None or (network := growth.drafter.network(growth.context)) is None:
+        static, cache, trees, stage, forest = self.static, state.cache, growth.whole, growth.first, growth.first.forest
+        if trees is None or (network := stage.drafter.network(stage.context)) is None:
             return None
         assert isinstance(cache, StaticCache)
-        complete = _complete_trees(forest, growth.limits.levels)
+        complete = _complete_trees(forest, stage.limits.levels)
         if complete.rows > static.buckets[-1]:
             return None
-        layout = static.drafts.lay_out(growth.drafter, growth.state, growth.context, network, trees)
+        layout = static.drafts.lay_out(stage.drafter, stage.state, stage.context, network, trees)
         batch = lay_out(state, complete, self.mask, causal=False)
         nodes = static.topology.levels[layout.bucket.depth].stop
         prices = _prices(trees, layout.bucket.samples * (nodes - 1))
@@ -83,7 +84,7 @@ class DraftedSteps:
             numbers = found.cpu().numpy()
         state.stats.shift(time.perf_counter() - begun, "draft", "target")
         drafts, said = np.split(numbers, [2 * bucket.draft.samples * nodes])
-        if static.drafts.read(drafts.reshape(2, -1, nodes), layout, growth.drafter, growth.state, growth.context):
+        if static.drafts.read(drafts.reshape(2, -1, nodes), layout, stage.drafter, stage.state, stage.context):
             warn_of_broken_rows()
         tree = forest.rows()
         count(state, tree, batch)

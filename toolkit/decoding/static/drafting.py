@@ -56,7 +56,7 @@ class DraftLayout(NamedTuple):
 
 
 class StaticDrafts:
-    """Grows the trees of a step in one run of fixed shapes: see :data:`~arbordraft.drafters.grow.DeviceDrafts`.
+    """Grows the trees of a step in one run of fixed shapes: see :data:`~arbordraft.drafters.stage.DeviceDrafts`.
 
     The number of samples is rounded up to a power of two. The number of levels is the greatest that a sample may have.
     The topology determines all other shapes.
@@ -84,7 +84,7 @@ class StaticDrafts:
     def __call__(
         self, drafter: Drafter, state: Any, context: DraftContext, network: DraftNetwork, trees: TreesToGrow
     ) -> int:
-        """Grows the trees; see :data:`~arbordraft.drafters.grow.DeviceDrafts`."""
+        """Grows the trees; see :data:`~arbordraft.drafters.stage.DeviceDrafts`."""
         layout = self.lay_out(drafter, state, context, network, trees)
         with self.recorder.turn(network.device):
             run = self._recording(network, layout.bucket, trees.draws is not None, layout.cache.longest)
