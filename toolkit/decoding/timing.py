@@ -259,9 +259,9 @@ def _subadditive(seconds: Mapping[int, float]) -> dict[int, float]:
 
     Times of levels are differences of measured times, which noise may make too small.
     """
-    shares = accumulate((seconds[rows] / rows for rows in reversed(seconds)), max)
-    least = dict(zip(reversed(seconds), shares, strict=True))
-    return {rows: least[rows] * rows for rows in seconds}
+    descending = sorted(seconds, reverse=True)
+    shares = accumulate((seconds[rows] / rows for rows in descending), max)
+    return {rows: rows * share for rows, share in reversed([*zip(descending, shares, strict=True)])}
 
 
 def _by_sample(seconds: Mapping[int, float]) -> tuple[float, float]:
