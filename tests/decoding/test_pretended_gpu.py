@@ -66,7 +66,10 @@ def on_gpu(monkeypatch):
 def guesses(name):
     """Tells whether native kernels guess drafts of a configuration which torch's modules draft from exact scores."""
     one = behaviour.everything()[name]
-    if not isinstance(one, behaviour.Configuration) or one.kernels != "native" or one.drafter in ("none", "lookup"):
+    if isinstance(one, behaviour.Built):
+        shared = one.builder.startswith(("fitted", "expanding", "eagle", "default,model", "default,eagle"))
+        return one.kernels == "native" and shared and one.settings not in ("greedy", "t1")
+    if one.kernels != "native" or one.drafter in ("none", "lookup"):
         return False
     pathwise = "shared" in one.coupling or one.settings == "mixed" or one.settings.startswith("greedy")
     return pathwise and (one.settings not in ("greedy", "t1", "t.7") or one.grammar != "free")
