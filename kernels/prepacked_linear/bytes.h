@@ -1,16 +1,22 @@
-// Sixteen exact sums of products of bytes, on the vector unit that the compiler targets: unsigned codes of weights times
-// signed codes of activations. Integers are not rounded, so every unit gives the same numbers.
+// Sixteen exact sums of products of bytes, on the vector unit that the compiler targets: codes of weights times signed codes
+// of activations. Integers are not rounded, so every unit gives the same numbers.
 #pragma once
 
 #include "../native/simd.h"
 
 namespace arbordraft {
 
-// dot<Bits>(sums, codes, x) adds to lane i the sum over k of (codes[4 i + k] - kOffset<Bits>) * x[k]. to_float<Bits> returns
-// the sums of at most eight such calls, which make up a group. Multiplying bytes pairwise into 16 bits saturates above 32767.
-// Codes of 8 bits are therefore centred first: pairs stay within 2 * 128 * 127. With codes of 4 bits, all pairs of a group add
-// up to at most 8 * 2 * 15 * 127 = 30480, and are widened only at its end. Units that sum into 32 bits at once do not centre,
-// and leave it to the caller.
+// start, dot and total add up the products of a group of 32 inputs for codes of kind C: with kMost, the largest absolute
+// value, kSigned and kCentre. Units multiply codes that are not negative: signed codes have 128 added if kBiased. What is
+// too much is subtracted at the start: see begin. Units without 32-bit sums add products pairwise into 16 bits, which
+// saturates above 32767. There signed codes lend their sign to the activation, and their pairs stay within 2 * 128 * 127.
+// Of codes up to 15, all pairs of a group add up to at most 8 * 2 * 15 * 127 = 30480, and are widened only at its end. Of
+// codes up to 63, two pairs add up to 2 * 2 * 63 * 127 = 32004.
+template <class C, bool Biased>
+inline int32_t begin(int32_t codes) {  // of the sums, for activations whose codes add up to this
+  return codes * (C::kSigned ? (Biased ? -128 : 0) : -C::kCentre);
+}
+
 #if defined(__AVX512BW__)
 
 struct i32x16 {
@@ -26,35 +32,61 @@ inline void load_nibbles(const uint8_t* p, u8x64& low, u8x64& high) {
   low.v = _mm512_and_si512(both, mask);
   high.v = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
 }
-#if defined(__AVX512VNNI__)
-template <int Bits>
-constexpr int kOffset = 0;
-template <int Bits>
-inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
-  return {_mm512_dpbusd_epi32(sums.v, codes.v, _mm512_set1_epi32(x))};
+// Puts bits of `high`, shifted to the left or by a negative number to the right, beside those of `low`.
+template <int Left, int Mask>
+inline u8x64 with_bits(u8x64 low, u8x64 high) {
+  const __m512i moved = Left >= 0 ? _mm512_slli_epi16(high.v, std::max(Left, 0)) : _mm512_srli_epi16(high.v, std::max(-Left, 0));
+  return {_mm512_ternarylogic_epi32(low.v, moved, _mm512_set1_epi8(Mask), 0xf8)};  // low | moved & mask
 }
-template <int Bits>
-inline f32x16 to_float(i32x16 sums) {
-  return {_mm512_cvtepi32_ps(sums.v)};
+inline __m512i table_of(const int8_t* levels) { return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)levels)); }
+inline f32x16 to_float(i32x16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
+#if defined(__AVX512VNNI__)
+constexpr bool kBiased = true;
+inline u8x64 signed_codes(u8x64 biased) { return biased; }
+inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
+  return {_mm512_shuffle_epi8(_mm512_xor_si512(table_of(levels), _mm512_set1_epi8(char(0x80))), codes.v)};
+}
+template <class C>
+inline i32x16 start(int32_t begin) {
+  return splat_integer(begin);
+}
+template <class C>
+inline i32x16 dot(i32x16 sums, u8x64 first, u8x64 second, int32_t x, int32_t y) {
+  sums.v = _mm512_dpbusd_epi32(sums.v, first.v, _mm512_set1_epi32(x));
+  return {_mm512_dpbusd_epi32(sums.v, second.v, _mm512_set1_epi32(y))};
+}
+template <class C>
+inline i32x16 total(i32x16 sums, int32_t) {
+  return sums;
 }
 #else
-template <int Bits>
-constexpr int kOffset = Bits == 8 ? 128 : 0;
-template <int Bits>
-inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
-  __m512i w = codes.v, y = _mm512_set1_epi32(x);
-  if constexpr (Bits == 8) {
-    const __m512i centred = _mm512_xor_si512(w, _mm512_set1_epi8(char(0x80)));
-    w = _mm512_abs_epi8(centred);
-    y = _mm512_mask_sub_epi8(y, _mm512_movepi8_mask(centred), _mm512_setzero_si512(), y);
+constexpr bool kBiased = false;
+inline u8x64 signed_codes(u8x64 biased) { return {_mm512_xor_si512(biased.v, _mm512_set1_epi8(char(0x80)))}; }
+inline u8x64 look_up(const int8_t* levels, u8x64 codes) { return {_mm512_shuffle_epi8(table_of(levels), codes.v)}; }
+template <class C>
+inline __m512i pairs_of(__m512i w, int32_t x) {
+  __m512i y = _mm512_set1_epi32(x);
+  if constexpr (C::kSigned) {
+    y = _mm512_mask_sub_epi8(y, _mm512_movepi8_mask(w), _mm512_setzero_si512(), y);
+    w = _mm512_abs_epi8(w);
   }
-  const __m512i pairs = _mm512_maddubs_epi16(w, y);
-  if constexpr (Bits == 4) return {_mm512_add_epi16(sums.v, pairs)};
-  return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+  return _mm512_maddubs_epi16(w, y);
 }
-template <int Bits>
-inline f32x16 to_float(i32x16 sums) {
-  return {_mm512_cvtepi32_ps(Bits == 4 ? _mm512_madd_epi16(sums.v, _mm512_set1_epi16(1)) : sums.v)};
+inline __m512i widened(__m512i pairs) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
+template <class C>
+inline i32x16 start(int32_t begin) {
+  return splat_integer(C::kMost <= 15 ? 0 : begin);
+}
+template <class C>
+inline i32x16 dot(i32x16 sums, u8x64 first, u8x64 second, int32_t x, int32_t y) {
+  const __m512i a = pairs_of<C>(first.v, x), b = pairs_of<C>(second.v, y);
+  if constexpr (C::kMost <= 15) return {_mm512_add_epi16(sums.v, _mm512_add_epi16(a, b))};
+  if constexpr (C::kMost <= 63) return {_mm512_add_epi32(sums.v, widened(_mm512_add_epi16(a, b)))};
+  return {_mm512_add_epi32(sums.v, _mm512_add_epi32(widened(a), widened(b)))};
+}
+template <class C>
+inline i32x16 total(i32x16 sums, int32_t begin) {
+  return C::kMost <= 15 ? i32x16{_mm512_add_epi32(widened(sums.v), _mm512_set1_epi32(begin))} : sums;
 }
 #endif
 
@@ -76,44 +108,71 @@ inline void load_nibbles(const uint8_t* p, u8x64& low, u8x64& high) {
   low = {_mm256_and_si256(both.a, mask), _mm256_and_si256(both.b, mask)};
   high = {_mm256_and_si256(_mm256_srli_epi16(both.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask)};
 }
-#if defined(__AVXVNNI__)
-template <int Bits>
-constexpr int kOffset = 0;
-template <int Bits>
-inline __m256i dot8(__m256i sums, __m256i w, __m256i y) {
-  return _mm256_dpbusd_avx_epi32(sums, w, y);
+template <int Left, int Mask>
+inline __m256i with_bits8(__m256i low, __m256i high) {
+  const __m256i moved = Left >= 0 ? _mm256_slli_epi16(high, std::max(Left, 0)) : _mm256_srli_epi16(high, std::max(-Left, 0));
+  return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(Mask)));
 }
-template <int Bits>
-inline __m256 to_float8(__m256i sums) {
-  return _mm256_cvtepi32_ps(sums);
+template <int Left, int Mask>
+inline u8x64 with_bits(u8x64 low, u8x64 high) {
+  return {with_bits8<Left, Mask>(low.a, high.a), with_bits8<Left, Mask>(low.b, high.b)};
+}
+inline __m256i flipped(__m256i x) { return _mm256_xor_si256(x, _mm256_set1_epi8(char(0x80))); }
+inline __m256i table_of(const int8_t* levels) { return _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)levels)); }
+inline f32x16 to_float(i32x16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+#if defined(__AVXVNNI__)
+constexpr bool kBiased = true;
+inline u8x64 signed_codes(u8x64 biased) { return biased; }
+inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
+  const __m256i table = flipped(table_of(levels));
+  return {_mm256_shuffle_epi8(table, codes.a), _mm256_shuffle_epi8(table, codes.b)};
+}
+template <class C>
+inline i32x16 start(int32_t begin) {
+  return splat_integer(begin);
+}
+template <class C>
+inline __m256i dot8(__m256i sums, __m256i first, __m256i second, __m256i x, __m256i y) {
+  return _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(sums, first, x), second, y);
+}
+template <class C>
+inline i32x16 total(i32x16 sums, int32_t) {
+  return sums;
 }
 #else
-template <int Bits>
-constexpr int kOffset = Bits == 8 ? 128 : 0;
-template <int Bits>
-inline __m256i dot8(__m256i sums, __m256i w, __m256i y) {
-  if constexpr (Bits == 8) {
-    const __m256i centred = _mm256_xor_si256(w, _mm256_set1_epi8(char(0x80)));
-    w = _mm256_abs_epi8(centred);
-    y = _mm256_sign_epi8(y, centred);
-  }
-  const __m256i pairs = _mm256_maddubs_epi16(w, y);
-  if constexpr (Bits == 4) return _mm256_add_epi16(sums, pairs);
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+constexpr bool kBiased = false;
+inline u8x64 signed_codes(u8x64 biased) { return {flipped(biased.a), flipped(biased.b)}; }
+inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
+  const __m256i table = table_of(levels);
+  return {_mm256_shuffle_epi8(table, codes.a), _mm256_shuffle_epi8(table, codes.b)};
 }
-template <int Bits>
-inline __m256 to_float8(__m256i sums) {
-  return _mm256_cvtepi32_ps(Bits == 4 ? _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) : sums);
+template <class C>
+inline __m256i pairs_of(__m256i w, __m256i x) {
+  return C::kSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
+}
+inline __m256i widened(__m256i pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
+template <class C>
+inline i32x16 start(int32_t begin) {
+  return splat_integer(C::kMost <= 15 ? 0 : begin);
+}
+template <class C>
+inline __m256i dot8(__m256i sums, __m256i first, __m256i second, __m256i x, __m256i y) {
+  const __m256i a = pairs_of<C>(first, x), b = pairs_of<C>(second, y);
+  if constexpr (C::kMost <= 15) return _mm256_add_epi16(sums, _mm256_add_epi16(a, b));
+  if constexpr (C::kMost <= 63) return _mm256_add_epi32(sums, widened(_mm256_add_epi16(a, b)));
+  return _mm256_add_epi32(sums, _mm256_add_epi32(widened(a), widened(b)));
+}
+template <class C>
+inline i32x16 total(i32x16 sums, int32_t begin) {
+  if constexpr (C::kMost > 15) return sums;
+  const __m256i more = _mm256_set1_epi32(begin);
+  return {_mm256_add_epi32(widened(sums.a), more), _mm256_add_epi32(widened(sums.b), more)};
 }
 #endif
-template <int Bits>
-inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
-  const __m256i y = _mm256_set1_epi32(x);
-  return {dot8<Bits>(sums.a, codes.a, y), dot8<Bits>(sums.b, codes.b, y)};
-}
-template <int Bits>
-inline f32x16 to_float(i32x16 sums) {
-  return {to_float8<Bits>(sums.a), to_float8<Bits>(sums.b)};
+template <class C>
+inline i32x16 dot(i32x16 sums, u8x64 first, u8x64 second, int32_t x, int32_t y) {
+  const __m256i p = _mm256_set1_epi32(x), q = _mm256_set1_epi32(y);
+  return {dot8<C>(sums.a, first.a, second.a, p, q), dot8<C>(sums.b, first.b, second.b, p, q)};
 }
 
 #elif !defined(ARBORDRAFT_NEON)  // neon.h has its own
@@ -124,12 +183,12 @@ struct i32x16 {
 struct u8x64 {
   uint8_t v[64];
 };
+constexpr bool kBiased = true;
 inline i32x16 splat_integer(int32_t x) {
   i32x16 r;
   for (int32_t& lane : r.v) lane = x;
   return r;
 }
-template <int Bits>
 inline f32x16 to_float(i32x16 x) {
   f32x16 r;
   for (int i = 0; i < 16; ++i) r.v[i] = float(x.v[i]);
@@ -143,27 +202,70 @@ inline u8x64 load_bytes(const uint8_t* p) {
 inline void load_nibbles(const uint8_t* p, u8x64& low, u8x64& high) {
   for (int i = 0; i < 64; ++i) low.v[i] = p[i] & 15, high.v[i] = p[i] >> 4;
 }
-template <int Bits>
-constexpr int kOffset = 0;
-template <int Bits>
-inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
-  int8_t y[4];
-  std::memcpy(y, &x, 4);
+template <int Left, int Mask>
+inline u8x64 with_bits(u8x64 low, u8x64 high) {
+  for (int i = 0; i < 64; ++i) low.v[i] |= (Left >= 0 ? high.v[i] << std::max(Left, 0) : high.v[i] >> std::max(-Left, 0)) & Mask;
+  return low;
+}
+inline u8x64 signed_codes(u8x64 biased) { return biased; }
+inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
+  for (uint8_t& code : codes.v) code = uint8_t(levels[code] + 128);
+  return codes;
+}
+template <class C>
+inline i32x16 start(int32_t begin) {
+  return splat_integer(begin);
+}
+template <class C>
+inline i32x16 dot(i32x16 sums, u8x64 first, u8x64 second, int32_t x, int32_t y) {
+  int8_t p[4], q[4];
+  std::memcpy(p, &x, 4);
+  std::memcpy(q, &y, 4);
   for (int i = 0; i < 16; ++i)
-    for (int k = 0; k < 4; ++k) sums.v[i] += int32_t(codes.v[4 * i + k]) * y[k];
+    for (int k = 0; k < 4; ++k) sums.v[i] += int32_t(first.v[4 * i + k]) * p[k] + int32_t(second.v[4 * i + k]) * q[k];
+  return sums;
+}
+template <class C>
+inline i32x16 total(i32x16 sums, int32_t) {
   return sums;
 }
 
 #endif
 
-#if !defined(ARBORDRAFT_NEON)
-inline float half_to_float(uint16_t half) {
-  const uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;
-  const float size = exponent == 31 ? (mantissa ? std::nanf("") : std::numeric_limits<float>::infinity())
-                     : exponent     ? std::ldexp(float(1024 + mantissa), int(exponent) - 25)
-                                    : std::ldexp(float(mantissa), -24);
-  return half >> 15 ? -size : size;
+template <class T>
+inline T read(const uint8_t* p) {
+  T x;
+  std::memcpy(&x, p, sizeof(T));
+  return x;
 }
+inline float float_at(const uint8_t* p) { return read<float>(p); }
+inline float half_at(const uint8_t* p) {
+  const uint32_t half = read<uint16_t>(p), exponent = half >> 10 & 31, mantissa = half & 1023;
+  if (exponent == 0) {
+    const float size = float(mantissa) * 0x1p-24f;
+    return half >> 15 ? -size : size;
+  }
+  const uint32_t bits = (half >> 15) << 31 | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13;
+  return read<float>((const uint8_t*)&bits);
+}
+inline float power(uint8_t exponent) {  // 2^(exponent - 128), which may be denormal
+  const uint32_t bits = exponent < 2 ? 0x200000u << exponent : uint32_t(exponent - 1) << 23;
+  return read<float>((const uint8_t*)&bits);
+}
+inline f32x16 load_powers(const uint8_t* p) {
+#if defined(__AVX512F__)
+  const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+  const __m512i least = _mm512_sllv_epi32(_mm512_set1_epi32(0x200000), _mm512_min_epi32(e, _mm512_set1_epi32(2)));
+  return {_mm512_castsi512_ps(_mm512_max_epi32(normal, least))};  // equal from 2 on
+#else
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = power(p[i]);
+  return load(lanes);
+#endif
+}
+
+#if !defined(ARBORDRAFT_NEON)
 inline f32x16 load_halves(const uint16_t* p) {
 #if defined(__AVX512F__)
   return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
@@ -171,7 +273,7 @@ inline f32x16 load_halves(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 #else
   float lanes[kLanes];
-  for (int i = 0; i < kLanes; ++i) lanes[i] = half_to_float(p[i]);
+  for (int i = 0; i < kLanes; ++i) lanes[i] = half_at((const uint8_t*)(p + i));
   return load(lanes);
 #endif
 }

@@ -1,8 +1,9 @@
 """Matrices that stay in the quantised blocks of a GGUF file; kernels read them without rounding a weight twice.
 
-Shapes: O outputs, I inputs, G = I / 32 groups.
+Shapes: O outputs, I inputs.
 """
 
+import warnings
 from typing import Any, NoReturn
 
 import numpy as np
@@ -10,15 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from arbordraft.kernels.prepacked_linear import Groups
+from arbordraft.kernels.prepacked_linear import BLOCKS, dequantize_blocks, float_blocks
 
-# Layouts of 32 weights that kernels read. A byte holds two codes of 4 bits, whose weights are 16 apart.
-BLOCKS = {
-    "Q4_0": np.dtype([("scale", "<f2"), ("codes", "u1", 16)]),
-    "Q4_1": np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("codes", "u1", 16)]),
-    "Q8_0": np.dtype([("scale", "<f2"), ("codes", "u1", 32)]),  # signed codes
-}
-_CENTRE = np.float32(128)  # offset that makes signed codes unsigned
+# Names that GGUF gives to the kinds of blocks that kernels read.
+READABLE = tuple(kind for kind, known in BLOCKS.items() if kind != "INT4" and known.dtype is None)
 _Array = np.ndarray[Any, Any]
 _DENSE = 1 << 20  # weights that are dequantised at a time
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -36,6 +32,9 @@ class FileBlocks(Tensor):
         shape: ``(O, I)``.
         dtype: dtype of the dequantised numbers.
         order: ``[O]`` int64 index of each row in the file; by default in the file's order.
+
+    Raises:
+        ValueError: if kernels do not read blocks of this kind, or the rows are not of this shape.
     """
 
     raw: _Array
@@ -53,6 +52,10 @@ class FileBlocks(Tensor):
         order: Tensor | None = None,
     ) -> "FileBlocks":
         """Describes the matrix to torch; nothing is read yet."""
+        check_kind(kind)
+        blocks, rest = divmod(shape[1], BLOCKS[kind].weights)
+        if rest or raw.shape != (shape[0], blocks * BLOCKS[kind].nbytes):
+            raise ValueError(f"{kind} blocks of {raw.shape} bytes do not hold a matrix of {list(shape)}")
         self: FileBlocks = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         self.raw, self.kind, self.order = raw, kind, order
         return self
@@ -86,15 +89,8 @@ class FileBlocks(Tensor):
 
     def rows(self, index: Tensor) -> Tensor:
         """Returns the ``[n, I]`` numbers of ``[n]`` rows."""
-        raw = self._raw(index)
-        if self.kind not in BLOCKS:
-            from gguf import GGMLQuantizationType, dequantize
-
-            return torch.from_numpy(dequantize(raw, GGMLQuantizationType[self.kind])).to(self.dtype)
-        codes, scale, minimum = _parts(raw, self.kind)
-        wide = scale.astype(np.float32)[..., None]
-        numbers = (codes - _CENTRE) * wide if minimum is None else codes * wide + minimum.astype(np.float32)[..., None]
-        return torch.from_numpy(numbers.reshape(len(raw), -1)).to(self.dtype)
+        places = index if self.order is None else self.order[index]
+        return dequantize_blocks(torch.from_numpy(self.raw[places.numpy()]), self.kind).to(self.dtype)
 
     def dense(self) -> Tensor:
         """Returns all ``[O, I]`` numbers."""
@@ -103,18 +99,10 @@ class FileBlocks(Tensor):
             found[index[0] : index[-1] + 1] = self.rows(index)
         return found
 
-    def groups(self) -> Groups | None:
-        """Returns the blocks in the kernels' layout; ``None`` for kinds that kernels do not read."""
-        if self.kind not in BLOCKS:
-            return None
-        raw = self._raw(torch.arange(len(self.raw)))
-        codes, scale, minimum = _parts(raw, self.kind)
-        least = None if minimum is None else torch.from_numpy(minimum.copy())
-        return Groups(torch.from_numpy(codes).flatten(1), torch.from_numpy(scale.copy()), least)
-
-    def _raw(self, index: Tensor) -> _Array:
-        places = (index if self.order is None else self.order[index]).numpy()
-        return np.asarray(self.raw[places])
+    def blocks(self) -> Tensor:
+        """Returns the ``[O, bytes]`` uint8 rows of the file, in its order, without reading them."""
+        with warnings.catch_warnings(action="ignore"):  # nothing writes to these rows, which cannot be written to
+            return torch.from_numpy(np.asarray(self.raw))
 
     def _again(self) -> "FileBlocks":
         return FileBlocks(self.raw, self.kind, (self.shape[0], self.shape[1]), self.dtype, self.order)
@@ -125,9 +113,24 @@ def holds_blocks(model: nn.Module) -> bool:
     return any(isinstance(parameter, FileBlocks) for parameter in model.parameters())
 
 
-def groups_of(weight: Tensor) -> Groups | None:
-    """Returns the quantised groups of a parameter that lies in a file; ``None`` for any other."""
-    return weight.groups() if isinstance(weight, FileBlocks) else None
+def check_kind(kind: str) -> None:
+    """Raises ValueError if kernels do not read blocks of this kind."""
+    if kind not in READABLE:
+        raise ValueError(
+            f"kernels read blocks of {', '.join(READABLE)}, not of {kind}: choose weights='int8' or 'int4', which "
+            "quantise the model anew, or a file of another kind, such as Q4_K_M"
+        )
+
+
+def blocks_of(weight: Tensor) -> tuple[Tensor, str, Tensor]:
+    """Returns a parameter's rows of blocks, their kind, and the place of each row among them.
+
+    A parameter that lies in a file has the file's blocks. Any other one has its own float32 or bfloat16 numbers.
+    """
+    rows = torch.arange(len(weight))
+    if isinstance(weight, FileBlocks):
+        return weight.blocks(), weight.kind, rows if weight.order is None else weight.order
+    return *float_blocks(weight), rows
 
 
 def in_memory(weight: Tensor) -> Tensor:
@@ -144,14 +147,4 @@ def _parameter(*args: Any) -> nn.Parameter:
     return nn.Parameter(FileBlocks(*args), requires_grad=False)
 
 
-def _parts(raw: _Array, kind: str) -> tuple[_Array, _Array, _Array | None]:
-    """Returns unsigned ``[n, G, 32]`` codes, ``[n, G]`` scales and, for codes of 4 bits, ``[n, G]`` minima."""
-    blocks = raw.view(BLOCKS[kind])
-    codes, scale = blocks["codes"], blocks["scale"]
-    if kind == "Q8_0":
-        return codes + _CENTRE.astype(np.uint8), scale, None
-    codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
-    return codes, scale, blocks["minimum"] if kind == "Q4_1" else scale * np.float16(-8)
-
-
-__all__ = ["BLOCKS", "FileBlocks", "groups_of", "halves", "holds_blocks", "in_memory"]
+__all__ = ["READABLE", "FileBlocks", "blocks_of", "check_kind", "halves", "holds_blocks", "in_memory"]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import Matrix, Norm
 from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
-from arbordraft.kernels.prepacked_linear import concatenate, pack
+from arbordraft.kernels.prepacked_linear import pack, pack_blocks
 from arbordraft.target.prepacked.adapters import has_adapters, merged
-from arbordraft.target.prepacked.gguf_blocks import groups_of
+from arbordraft.target.prepacked.gguf_blocks import blocks_of
 from arbordraft.target.prepacked.probing import (
     TOLERANCE,
     Unrecognised,
@@ -41,14 +41,18 @@ class WeightCollector:
 
     Args:
         weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack`. ``"file"``
-            keeps blocks of a file as they are and packs all other matrices in 8 bits.
+            keeps blocks of a file as they are and the weights of all other matrices in their own type.
     """
 
     def __init__(self, weights: str | None = None) -> None:
         self.sources: list[Tensor] = []
         self.adapted = 0  # linears into whose copies adapters were merged
-        self.as_stored = weights == "file"
-        self.weights = "int8" if self.as_stored else weights
+        self.weights = weights
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether blocks of a file stay as they are."""
+        return self.weights == "file"
 
     def take(self, others: "WeightCollector") -> None:
         """Adds the records of another collector to its own."""
@@ -107,11 +111,18 @@ class WeightCollector:
         """Concatenates the rows of several linears, reorders them with ``order`` and packs them."""
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = order(torch.cat(biases)).float().contiguous() if biases else None
-        stored = [groups_of(linear.weight) for linear in linears] if self.as_stored else []
-        blocks = [groups for groups in stored if groups is not None]
-        if len(blocks) == len(linears) and len({groups.bits for groups in blocks}) == 1:
-            return Matrix(*concatenate(blocks).map(order).prepack(), bias)
+        if self.as_stored:
+            return Matrix(self.stored(linears, order), None, bias)
         return Matrix(*pack(order(torch.cat([linear.weight.detach() for linear in linears])), self.weights), bias)
+
+    def stored(self, linears: Sequence[Linear], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
+        """Packs the rows of several linears, reordered with ``order``, without rounding a weight."""
+        raws, kinds, rows = [], [], []
+        for raw, kind, index in (blocks_of(linear.weight) for linear in linears):
+            rows.append(index + sum(map(len, raws)))
+            raws.append(raw)
+            kinds.append(kind)
+        return pack_blocks(raws, kinds, order(torch.cat(rows)))
 
     def remember(self, module: nn.Module) -> None:
         """Records a module's own parameters."""
