@@ -66,8 +66,9 @@ constexpr int kPanelBlocks(int rows) { return rows == 1 ? 2 : 1; }
 #endif
 
 // found[r][b] = sum over inputs of x[r] and panel b. Meanwhile prefetches as many bytes at `ahead`, unless it is null.
+// Flattened: a call that is not inlined would keep all sums in memory.
 template <class F, int R, int NB>
-inline void tile_panels(const uint8_t* panel, int64_t groups, const Eighth* x, const uint8_t* ahead, f32x16* found) {
+[[gnu::flatten]] inline void tile_panels(const uint8_t* panel, int64_t groups, const Eighth* x, const uint8_t* ahead, f32x16* found) {
   constexpr int64_t kFetched = NB * (kGroupBytes<F> + kLanes * F::kFields / F::kGroups);
   const int64_t size = panel_bytes<F>(groups);
   const uint8_t *fields = panel + kLanes * F::kRow, *codes = panel + field_bytes<F>(groups);
