@@ -116,14 +116,13 @@ inline u8x64 with_bits(u8x64 low, u8x64 high) {
   const int8x16_t left = vdupq_n_s8(Left);  // a negative number shifts to the right
   ARBORDRAFT_QUARTERS(u8x64, vorrq_u8(low.v[i], vandq_u8(vshlq_u8(high.v[i], left), vdupq_n_u8(Mask))));
 }
-inline u8x64 flipped(u8x64 x) { ARBORDRAFT_QUARTERS(u8x64, veorq_u8(x.v[i], vdupq_n_u8(0x80))); }
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool kBiased = true;
 inline u8x64 signed_codes(u8x64 biased) { return biased; }
 inline int32x4_t dot4(int32x4_t sums, uint8x16_t w, int8x16_t x) { return vusdotq_s32(sums, w, x); }
 #else  // signed times signed: other codes are below 128
 constexpr bool kBiased = false;
-inline u8x64 signed_codes(u8x64 biased) { return flipped(biased); }
+inline u8x64 signed_codes(u8x64 biased) { ARBORDRAFT_QUARTERS(u8x64, veorq_u8(biased.v[i], vdupq_n_u8(0x80))); }
 inline int32x4_t dot4(int32x4_t sums, uint8x16_t codes, int8x16_t x) {
   const int8x16_t w = vreinterpretq_s8_u8(codes);
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -136,8 +135,7 @@ inline int32x4_t dot4(int32x4_t sums, uint8x16_t codes, int8x16_t x) {
 #endif
 inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
   const uint8x16_t table = vreinterpretq_u8_s8(vld1q_s8(levels));
-  const auto found = [&] { ARBORDRAFT_QUARTERS(u8x64, vqtbl1q_u8(table, codes.v[i])); };
-  return kBiased ? flipped(found()) : found();
+  ARBORDRAFT_QUARTERS(u8x64, vqtbl1q_u8(table, codes.v[i]));
 }
 template <class C>
 inline i32x16 start(int32_t begin) {

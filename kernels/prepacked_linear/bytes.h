@@ -14,7 +14,7 @@ namespace arbordraft {
 // codes up to 63, two pairs add up to 2 * 2 * 63 * 127 = 32004.
 template <class C, bool Biased>
 inline int32_t begin(int32_t codes) {  // of the sums, for activations whose codes add up to this
-  return codes * (C::kSigned ? (Biased ? -128 : 0) : -C::kCentre);
+  return C::kSigned && !Biased ? 0 : -C::kCentre * codes;
 }
 
 #if defined(__AVX512BW__)
@@ -38,14 +38,13 @@ inline u8x64 with_bits(u8x64 low, u8x64 high) {
   const __m512i moved = Left >= 0 ? _mm512_slli_epi16(high.v, std::max(Left, 0)) : _mm512_srli_epi16(high.v, std::max(-Left, 0));
   return {_mm512_ternarylogic_epi32(low.v, moved, _mm512_set1_epi8(Mask), 0xf8)};  // low | moved & mask
 }
-inline __m512i table_of(const int8_t* levels) { return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)levels)); }
+inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)levels)), codes.v)};
+}
 inline f32x16 to_float(i32x16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
 #if defined(__AVX512VNNI__)
 constexpr bool kBiased = true;
 inline u8x64 signed_codes(u8x64 biased) { return biased; }
-inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
-  return {_mm512_shuffle_epi8(_mm512_xor_si512(table_of(levels), _mm512_set1_epi8(char(0x80))), codes.v)};
-}
 template <class C>
 inline i32x16 start(int32_t begin) {
   return splat_integer(begin);
@@ -62,7 +61,6 @@ inline i32x16 total(i32x16 sums, int32_t) {
 #else
 constexpr bool kBiased = false;
 inline u8x64 signed_codes(u8x64 biased) { return {_mm512_xor_si512(biased.v, _mm512_set1_epi8(char(0x80)))}; }
-inline u8x64 look_up(const int8_t* levels, u8x64 codes) { return {_mm512_shuffle_epi8(table_of(levels), codes.v)}; }
 template <class C>
 inline __m512i pairs_of(__m512i w, int32_t x) {
   __m512i y = _mm512_set1_epi32(x);
@@ -117,16 +115,14 @@ template <int Left, int Mask>
 inline u8x64 with_bits(u8x64 low, u8x64 high) {
   return {with_bits8<Left, Mask>(low.a, high.a), with_bits8<Left, Mask>(low.b, high.b)};
 }
-inline __m256i flipped(__m256i x) { return _mm256_xor_si256(x, _mm256_set1_epi8(char(0x80))); }
-inline __m256i table_of(const int8_t* levels) { return _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)levels)); }
+inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)levels));
+  return {_mm256_shuffle_epi8(table, codes.a), _mm256_shuffle_epi8(table, codes.b)};
+}
 inline f32x16 to_float(i32x16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 #if defined(__AVXVNNI__)
 constexpr bool kBiased = true;
 inline u8x64 signed_codes(u8x64 biased) { return biased; }
-inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
-  const __m256i table = flipped(table_of(levels));
-  return {_mm256_shuffle_epi8(table, codes.a), _mm256_shuffle_epi8(table, codes.b)};
-}
 template <class C>
 inline i32x16 start(int32_t begin) {
   return splat_integer(begin);
@@ -141,10 +137,9 @@ inline i32x16 total(i32x16 sums, int32_t) {
 }
 #else
 constexpr bool kBiased = false;
-inline u8x64 signed_codes(u8x64 biased) { return {flipped(biased.a), flipped(biased.b)}; }
-inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
-  const __m256i table = table_of(levels);
-  return {_mm256_shuffle_epi8(table, codes.a), _mm256_shuffle_epi8(table, codes.b)};
+inline u8x64 signed_codes(u8x64 biased) {
+  const __m256i centre = _mm256_set1_epi8(char(0x80));
+  return {_mm256_xor_si256(biased.a, centre), _mm256_xor_si256(biased.b, centre)};
 }
 template <class C>
 inline __m256i pairs_of(__m256i w, __m256i x) {
@@ -209,7 +204,7 @@ inline u8x64 with_bits(u8x64 low, u8x64 high) {
 }
 inline u8x64 signed_codes(u8x64 biased) { return biased; }
 inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
-  for (uint8_t& code : codes.v) code = uint8_t(levels[code] + 128);
+  for (uint8_t& code : codes.v) code = uint8_t(levels[code]);
   return codes;
 }
 template <class C>
@@ -257,7 +252,15 @@ inline f32x16 load_powers(const uint8_t* p) {
   const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
   const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
   const __m512i least = _mm512_sllv_epi32(_mm512_set1_epi32(0x200000), _mm512_min_epi32(e, _mm512_set1_epi32(2)));
-  return {_mm512_castsi512_ps(_mm512_max_epi32(normal, least))};  // equal from 2 on
+  return {_mm512_castsi512_ps(_mm512_max_epi32(normal, least))};  // equal at 2, and less from there on
+#elif defined(__AVX2__) && defined(__FMA__)
+  const __m128i all = _mm_loadu_si128((const __m128i*)p);
+  const auto eight = [](__m256i e) {
+    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+    const __m256i least = _mm256_sllv_epi32(_mm256_set1_epi32(0x200000), _mm256_min_epi32(e, _mm256_set1_epi32(2)));
+    return _mm256_castsi256_ps(_mm256_max_epi32(normal, least));
+  };
+  return {eight(_mm256_cvtepu8_epi32(all)), eight(_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8)))};
 #else
   float lanes[kLanes];
   for (int i = 0; i < kLanes; ++i) lanes[i] = power(p[i]);

@@ -45,24 +45,32 @@ struct Signed8 {
   }
 };
 
-// Values of codes that index a table.
+// Values of codes that index a table. `Centre` is added to those that units multiply: see bytes.h.
 struct alignas(16) Levels {
   int8_t of[16];
+  constexpr Levels operator+(int centre) const {
+    Levels more{};
+    for (int i = 0; i < 16; ++i) more.of[i] = int8_t(uint8_t(of[i] + centre));
+    return more;
+  }
 };
 constexpr Levels kIq4 = {{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}};
 constexpr Levels kE2m1 = {{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
 
-template <const Levels& Table, int Most>
+template <const Levels& Table, int Most, int Centre, bool Signed>
 struct FromTable {
-  static constexpr int kBits = 4, kMost = Most, kCentre = 0;
-  static constexpr bool kSigned = true;
+  static constexpr int kBits = 4, kMost = Most, kCentre = Centre;
+  static constexpr bool kSigned = Signed;
+  static constexpr Levels kMultiplied = Table + (Signed && !kBiased ? 0 : Centre);
   static float value(uint8_t code) { return Table.of[code]; }
   template <int Line>
   static void load(const uint8_t* p, u8x64& first, u8x64& second) {
     load_nibbles(p + 64 * Line, first, second);
-    first = look_up(Table.of, first), second = look_up(Table.of, second);
+    first = look_up(kMultiplied.of, first), second = look_up(kMultiplied.of, second);
   }
 };
+using Iq4Codes = FromTable<kIq4, 127, 128, true>;
+using E2m1Codes = FromTable<kE2m1, 24, 12, false>;
 
 // Scales of a group's weights, kept in fields of `kFields` bytes per block and `kRow` bytes per row. Group j of a block:
 // scale(row, fields, j) and minimum(row, fields, j) of 16 outputs from a panel, scale_of and minimum_of of one output from
@@ -177,8 +185,8 @@ struct Q4_0 : Simple<Unsigned<4, 8>, Halves, 18> { static constexpr int kNumber 
 struct Q4_1 : Simple<Unsigned<4, 0>, HalfPairs, 20> { static constexpr int kNumber = 3; };
 struct Q5_0 : Simple<Unsigned<5, 16>, Halves, 22> { static constexpr int kNumber = 4; };
 struct Q5_1 : Simple<Unsigned<5, 0>, HalfPairs, 24> { static constexpr int kNumber = 5; };
-struct Iq4Nl : Simple<FromTable<kIq4, 127>, Halves, 18> { static constexpr int kNumber = 6; };
-struct Mxfp4 : Simple<FromTable<kE2m1, 12>, Powers, 17> { static constexpr int kNumber = 7; };
+struct Iq4Nl : Simple<Iq4Codes, Halves, 18> { static constexpr int kNumber = 6; };
+struct Mxfp4 : Simple<E2m1Codes, Powers, 17> { static constexpr int kNumber = 7; };
 struct Q4_K : Unsigned<4, 0>, BytesOfBlock {
   static constexpr int kNumber = 8, kRaw = 144;
   static void parse(const uint8_t* raw, uint8_t* codes, uint8_t* fields) {
@@ -207,7 +215,7 @@ struct Q6_K : Unsigned<6, 32>, SignedBytesOfHalves {
     }
   }
 };
-struct Iq4Xs : FromTable<kIq4, 127>, SignedBytes {
+struct Iq4Xs : Iq4Codes, SignedBytes {
   static constexpr int kNumber = 11, kRaw = 136;
   static void parse(const uint8_t* raw, uint8_t* codes, uint8_t* fields) {
     std::memcpy(fields, raw, 2);

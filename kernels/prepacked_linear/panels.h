@@ -65,6 +65,27 @@ constexpr int kPanelRows = 4;
 constexpr int kPanelBlocks(int rows) { return rows == 1 ? 2 : 1; }
 #endif
 
+// The sums over groups, in registers if there are 32 of these. Otherwise they stay in memory between groups, so that the sums
+// within a group have registers.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <int N>
+struct Sums {
+  f32x16* of;
+  explicit Sums(f32x16* found) : of(found) {}
+  [[gnu::always_inline]] void set(int n, f32x16 x) { of[n] = x; }
+  [[gnu::always_inline]] f32x16 operator[](int n) const { return of[n]; }
+  void store(f32x16*) const {}
+};
+#else
+template <int N>
+struct Sums : Registers<N> {
+  explicit Sums(f32x16*) {}
+  void store(f32x16* found) const {
+    each<N>([&](auto n) { found[n] = (*this)[n]; });
+  }
+};
+#endif
+
 // found[r][b] = sum over inputs of x[r] and panel b. Meanwhile prefetches as many bytes at `ahead`, unless it is null.
 // Flattened: a call that is not inlined would keep all sums in memory.
 template <class F, int R, int NB>
@@ -77,7 +98,7 @@ template <class F, int R, int NB>
     for (int64_t i = 0; i < kFetched; i += 64) __builtin_prefetch(ahead + i, 0, 2);
     ahead += kFetched;
   };
-  Registers<R * NB> acc;
+  Sums<R * NB> acc(found);
   each<R * NB>([&](auto n) { acc.set(n, splat(0.f)); });
   if constexpr (kFloats<F>) {
     constexpr int64_t kBytes = kLanes * F::kBits / 8;
@@ -129,20 +150,20 @@ template <class F, int R, int NB>
         });
         each<NB>([&](auto b) {
           const f32x16 scale = F::scale(panel + b * size, fields + b * size, j);
+          f32x16 minimum;
+          if constexpr (F::kMinimum) minimum = F::minimum(panel + b * size, fields + b * size, j);
           each<R>([&](auto r) {
             const int n = r * NB + b;
             const f32x16 sum = F::kParts == 2 ? parts[n] : to_float(total<F>(sums[n], begin_of(r, 0)));
-            acc.set(n, acc[n] + sum * (scale * splat(x[r * groups].scale)));
+            f32x16 more = acc[n] + sum * (scale * splat(x[r * groups].scale));
+            if constexpr (F::kMinimum) more += minimum * splat(x[r * groups].total);
+            acc.set(n, more);
           });
-          if constexpr (F::kMinimum) {
-            const f32x16 minimum = F::minimum(panel + b * size, fields + b * size, j);
-            each<R>([&](auto r) { acc.set(r * NB + b, acc[r * NB + b] + minimum * splat(x[r * groups].total)); });
-          }
         });
       }
     }
   }
-  each<R * NB>([&](auto n) { found[n] = acc[n]; });
+  acc.store(found);
 }
 
 // Runs the tile of `rows` and `blocks`. Compiled once for all calls of multiply().
