@@ -74,7 +74,7 @@ class BlockKind:
         """Returns the ``[n, B K]`` float32 weights of codes and fields."""
         if self.scales is None:
             assert self.dtype is not None
-            return codes.flatten(1).contiguous().view(self.dtype).float()
+            return _as(codes.flatten(1), self.dtype).float()
         levels = torch.tensor(self.levels, dtype=torch.float32)[codes.flatten(1).int()]
         scale, minimum = self.scales(fields, row)
         parts = levels.unflatten(1, (scale.shape[1], -1)) * scale[..., None]
@@ -108,12 +108,12 @@ def check_finite_blocks(raw: Tensor, kind: str) -> None:
     for rows in raw.split(max(1, _CHUNK // max(1, raw.shape[1]))):
         row, blocks = known.split(rows)
         if known.dtype is not None:
-            sound = bool(blocks.contiguous().view(known.dtype).isfinite().all())
+            sound = bool(_as(blocks, known.dtype).isfinite().all())
         elif kind == "MXFP4":
             sound = not bool((blocks[..., 0] > 252).any())
         else:
             sound = all(_sound_halves(blocks[..., place : place + 2]) for place in known.halves)
-            sound = sound and (not known.row_widths or bool(row.contiguous().view(torch.float32).isfinite().all()))
+            sound = sound and (not known.row_widths or bool(_as(row, torch.float32).isfinite().all()))
         if not sound:
             raise ValueError(f"{kind} blocks have scales that are infinite or NaN: the file is damaged")
 
@@ -253,13 +253,18 @@ def _panels(packed: Tensor) -> tuple[list[tuple[BlockKind, Tensor]], int]:
 # The kinds. Blocks of 32 hold the weights j and j + 16 in byte j.
 
 
+def _as(fields: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns bytes as numbers of another type; copies them, as parts of blocks are not aligned."""
+    return fields.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def _halves(fields: Tensor) -> Tensor:
     """Returns the float32 values of the float16 numbers in ``[..., 2]`` bytes."""
-    return fields.contiguous().view(torch.float16)[..., 0].float()
+    return _as(fields, torch.float16)[..., 0].float()
 
 
 def _sound_halves(fields: Tensor) -> bool:
-    return not bool((fields.contiguous().view(torch.int16) & 0x7C00 == 0x7C00).any())
+    return not bool((_as(fields, torch.int16) & 0x7C00 == 0x7C00).any())
 
 
 def _nibbles(raw: Tensor) -> Tensor:
@@ -334,7 +339,7 @@ def _power(fields: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _bytes_of_row(fields: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]:
-    factors = row.contiguous().view(torch.float32)
+    factors = _as(row, torch.float32)
     return fields[..., 0].float() * factors[:, :1], fields[..., 1].float() * factors[:, 1:]
 
 
@@ -345,7 +350,7 @@ def _bytes_of_block(fields: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]
 
 
 def _signed_bytes(fields: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]:
-    scales = fields[..., 2:].contiguous().view(torch.int8).float()
+    scales = _as(fields[..., 2:], torch.int8).float()
     return (_halves(fields[..., :2])[..., None] * scales).flatten(1), None
 
 
