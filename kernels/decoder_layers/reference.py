@@ -239,7 +239,9 @@ def _mixture(x: Tensor, layer: LayerWeights, experts: Experts) -> Tensor:
 
 def _part(matrix: Matrix, index: int, count: int) -> Matrix:
     """Returns one of ``count`` matrices that are concatenated along the rows."""
-    scale, bias = (None if part is None else part.unflatten(0, (count, -1))[index] for part in (matrix.scale, matrix.bias))
+    scale, bias = (
+        None if part is None else part.unflatten(0, (count, -1))[index] for part in (matrix.scale, matrix.bias)
+    )
     if matrix.weight.dtype == torch.uint8:
         panels = matrix.outputs // LANES // count
         return Matrix(select_panels(matrix.weight, index * panels, panels), scale, bias)

@@ -102,7 +102,9 @@ def pack(weight: Tensor, weights: str | None = None) -> tuple[Tensor, Tensor | N
         raw, kind = float_blocks(weight)
         return pack_blocks([raw], [kind]), None
     bits = 4 if weights == "int4" else 8
-    return pack_blocks([torch.cat([quantize_groups(some, bits) for some in weight.split(_ROWS)])], [QUANTIZED[bits]]), None
+    return pack_blocks(
+        [torch.cat([quantize_groups(some, bits) for some in weight.split(_ROWS)])], [QUANTIZED[bits]]
+    ), None
 
 
 def prepacked_linear(

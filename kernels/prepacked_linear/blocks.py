@@ -8,6 +8,7 @@ Shapes: n rows, B blocks of a row, K weights of a block, F bytes of a block's fi
 inputs, P panels, G groups of 32 inputs.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -246,7 +247,7 @@ def _panels(packed: Tensor) -> tuple[list[tuple[BlockKind, Tensor]], int]:
         raise ValueError("this is no matrix that pack_blocks returned")
     table = packed[8 * _HEADER : 8 * (_HEADER + count + 1)].view(torch.int64).tolist()
     places = [(place % _ALIGNED, place - place % _ALIGNED) for place in table]
-    bounds = zip(places, places[1:], strict=False)
+    bounds = itertools.pairwise(places)
     return [(BLOCKS[NUMBERED[kind]], packed[start:end]) for (kind, start), (_, end) in bounds], groups
 
 

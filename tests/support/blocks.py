@@ -42,7 +42,9 @@ def extreme_blocks(kind, generator):
     known = BLOCKS[kind]
     raw = torch.randint(256, (48, 512 // known.weights, known.nbytes), dtype=torch.uint8, generator=generator)
     if known.dtype is not None:
-        floats = torch.randn(48, 512, generator=generator) * 10.0 ** torch.randint(-6, 5, (48, 512), generator=generator)
+        floats = torch.randn(48, 512, generator=generator) * 10.0 ** torch.randint(
+            -6, 5, (48, 512), generator=generator
+        )
         return floats.to(known.dtype).view(torch.uint8)
     odd = torch.tensor([0, -0.0, 65504, -65504, 2**-24, -(2**-24), 2**-14, 1, -1], dtype=torch.float16)
     for place in known.halves:

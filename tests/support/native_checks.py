@@ -153,7 +153,9 @@ def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=
     if kind in GROUPED:
         codes, steps = quantize_rows(x)
         rows_kept = (codes * steps.double()[..., None]).flatten(1)
-        multiples, minima = (torch.cat(part) for part in zip(*(parts_of(*one) for one in blocks_in(weight, weights)), strict=True))
+        multiples, minima = (
+            torch.cat(part) for part in zip(*(parts_of(*one) for one in blocks_in(weight, weights)), strict=True)
+        )
         exact, size = rows_kept @ (multiples + minima).T, rows_kept.abs() @ (multiples.abs() + 3 * minima.abs()).T
     else:
         eight = quantize(weight) if weights else None

@@ -1,14 +1,12 @@
 """Blocks of GGUF files are decoded without conversion, and other weights are never taken for blocks."""
 
 import copy
-import logging
 import pickle
 
 import pytest
 import torch
 from support.models import fusable
 from torch import nn
-from torch.testing import assert_close
 
 import arbordraft as ad
 from arbordraft.kernels.prepacked_linear import dequantize_blocks, pack, restore_blocks
@@ -24,7 +22,14 @@ from support.gguf_files import LETTERS, dequantised, file_name, write_gguf
 pytestmark = pytest.mark.usefixtures("kernels")
 MIXED = [("lm_head", "Q8_0"), ("embed", "Q8_0"), ("v_proj", "Q5_0"), ("gate", "Q4_0"), ("down", "MXFP4"), ("", "Q4_1")]
 # As files of Q4_K_M, whose rows are multiples of 256.
-K_QUANTS = [("lm_head", "Q6_K"), ("v_proj", "Q6_K"), ("gate", "IQ4_XS"), ("down", "Q5_K"), ("embed", "Q5_1"), ("", "Q4_K")]
+K_QUANTS = [
+    ("lm_head", "Q6_K"),
+    ("v_proj", "Q6_K"),
+    ("gate", "IQ4_XS"),
+    ("down", "Q5_K"),
+    ("embed", "Q5_1"),
+    ("", "Q4_K"),
+]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 

@@ -117,12 +117,11 @@ class WeightCollector:
 
     def stored(self, linears: Sequence[Linear], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
         """Packs the rows of several linears, reordered with ``order``, without rounding a weight."""
-        raws, kinds, rows = [], [], []
-        for raw, kind, index in (blocks_of(linear.weight) for linear in linears):
-            rows.append(index + sum(map(len, raws)))
-            raws.append(raw)
-            kinds.append(kind)
-        return pack_blocks(raws, kinds, order(torch.cat(rows)))
+        raws, kinds, rows = zip(*(blocks_of(linear.weight) for linear in linears), strict=True)
+        first = torch.tensor([0, *(len(raw) for raw in raws)]).cumsum(0)
+        return pack_blocks(
+            raws, kinds, order(torch.cat([each + start for each, start in zip(rows, first, strict=False)]))
+        )
 
     def remember(self, module: nn.Module) -> None:
         """Records a module's own parameters."""
