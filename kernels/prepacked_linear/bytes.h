@@ -11,7 +11,7 @@ namespace arbordraft {
 // too much is subtracted at the start: see begin. Units without 32-bit sums add products pairwise into 16 bits, which
 // saturates above 32767. There signed codes lend their sign to the activation, and their pairs stay within 2 * 128 * 127.
 // Of codes up to 15, all pairs of a group add up to at most 8 * 2 * 15 * 127 = 30480, and are widened only at its end. Of
-// codes up to 63, two pairs add up to 2 * 2 * 63 * 127 = 32004.
+// codes up to 63, two pairs add up to 2 * 2 * 63 * 127 = 32004: dot_twice widens these together.
 template <class C, bool Biased>
 inline int32_t begin(int32_t codes) {  // of the sums, for activations whose codes add up to this
   return C::kSigned && !Biased ? 0 : -C::kCentre * codes;
@@ -27,10 +27,10 @@ struct u8x64 {
 };
 inline i32x16 splat_integer(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline u8x64 load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-inline void load_nibbles(const uint8_t* p, u8x64& low, u8x64& high) {
-  const __m512i both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
-  low.v = _mm512_and_si512(both, mask);
-  high.v = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+template <bool High>
+inline u8x64 load_nibbles(const uint8_t* p) {
+  const __m512i both = _mm512_loadu_si512(p);
+  return {_mm512_and_si512(High ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15))};
 }
 // Puts bits of `high`, shifted to the left or by a negative number to the right, beside those of `low`.
 template <int Left, int Mask>
@@ -43,23 +43,22 @@ inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
 }
 inline f32x16 to_float(i32x16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
 #if defined(__AVX512VNNI__)
-constexpr bool kBiased = true;
+constexpr bool kBiased = true, kSums32 = true;
 inline u8x64 signed_codes(u8x64 biased) { return biased; }
 template <class C>
 inline i32x16 start(int32_t begin) {
   return splat_integer(begin);
 }
 template <class C>
-inline i32x16 dot(i32x16 sums, u8x64 first, u8x64 second, int32_t x, int32_t y) {
-  sums.v = _mm512_dpbusd_epi32(sums.v, first.v, _mm512_set1_epi32(x));
-  return {_mm512_dpbusd_epi32(sums.v, second.v, _mm512_set1_epi32(y))};
+inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
+  return {_mm512_dpbusd_epi32(sums.v, codes.v, _mm512_set1_epi32(x))};
 }
 template <class C>
 inline i32x16 total(i32x16 sums, int32_t) {
   return sums;
 }
 #else
-constexpr bool kBiased = false;
+constexpr bool kBiased = false, kSums32 = false;
 inline u8x64 signed_codes(u8x64 biased) { return {_mm512_xor_si512(biased.v, _mm512_set1_epi8(char(0x80)))}; }
 template <class C>
 inline __m512i pairs_of(__m512i w, int32_t x) {
@@ -76,11 +75,13 @@ inline i32x16 start(int32_t begin) {
   return splat_integer(C::kMost <= 15 ? 0 : begin);
 }
 template <class C>
-inline i32x16 dot(i32x16 sums, u8x64 first, u8x64 second, int32_t x, int32_t y) {
-  const __m512i a = pairs_of<C>(first.v, x), b = pairs_of<C>(second.v, y);
-  if constexpr (C::kMost <= 15) return {_mm512_add_epi16(sums.v, _mm512_add_epi16(a, b))};
-  if constexpr (C::kMost <= 63) return {_mm512_add_epi32(sums.v, widened(_mm512_add_epi16(a, b)))};
-  return {_mm512_add_epi32(sums.v, _mm512_add_epi32(widened(a), widened(b)))};
+inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
+  const __m512i pairs = pairs_of<C>(codes.v, x);
+  return {C::kMost <= 15 ? _mm512_add_epi16(sums.v, pairs) : _mm512_add_epi32(sums.v, widened(pairs))};
+}
+template <class C>
+inline i32x16 dot_twice(i32x16 sums, u8x64 first, u8x64 second, int32_t x, int32_t y) {
+  return {_mm512_add_epi32(sums.v, widened(_mm512_add_epi16(pairs_of<C>(first.v, x), pairs_of<C>(second.v, y))))};
 }
 template <class C>
 inline i32x16 total(i32x16 sums, int32_t begin) {
@@ -100,11 +101,12 @@ inline i32x16 splat_integer(int32_t x) { return {_mm256_set1_epi32(x), _mm256_se
 inline u8x64 load_bytes(const uint8_t* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
 }
-inline void load_nibbles(const uint8_t* p, u8x64& low, u8x64& high) {
+template <bool High>
+inline u8x64 load_nibbles(const uint8_t* p) {
   const u8x64 both = load_bytes(p);
   const __m256i mask = _mm256_set1_epi8(15);
-  low = {_mm256_and_si256(both.a, mask), _mm256_and_si256(both.b, mask)};
-  high = {_mm256_and_si256(_mm256_srli_epi16(both.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask)};
+  if constexpr (!High) return {_mm256_and_si256(both.a, mask), _mm256_and_si256(both.b, mask)};
+  return {_mm256_and_si256(_mm256_srli_epi16(both.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask)};
 }
 template <int Left, int Mask>
 inline __m256i with_bits8(__m256i low, __m256i high) {
@@ -121,22 +123,22 @@ inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
 }
 inline f32x16 to_float(i32x16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 #if defined(__AVXVNNI__)
-constexpr bool kBiased = true;
+constexpr bool kBiased = true, kSums32 = true;
 inline u8x64 signed_codes(u8x64 biased) { return biased; }
 template <class C>
 inline i32x16 start(int32_t begin) {
   return splat_integer(begin);
 }
 template <class C>
-inline __m256i dot8(__m256i sums, __m256i first, __m256i second, __m256i x, __m256i y) {
-  return _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(sums, first, x), second, y);
+inline __m256i dot8(__m256i sums, __m256i codes, __m256i x) {
+  return _mm256_dpbusd_avx_epi32(sums, codes, x);
 }
 template <class C>
 inline i32x16 total(i32x16 sums, int32_t) {
   return sums;
 }
 #else
-constexpr bool kBiased = false;
+constexpr bool kBiased = false, kSums32 = false;
 inline u8x64 signed_codes(u8x64 biased) {
   const __m256i centre = _mm256_set1_epi8(char(0x80));
   return {_mm256_xor_si256(biased.a, centre), _mm256_xor_si256(biased.b, centre)};
@@ -145,17 +147,27 @@ template <class C>
 inline __m256i pairs_of(__m256i w, __m256i x) {
   return C::kSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
 }
+// Compilers turn sums of integers into trees, which takes more registers than there are.
+inline __m256i in_order(__m256i sums) {
+  __asm__("" : "+x"(sums));
+  return sums;
+}
 inline __m256i widened(__m256i pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 template <class C>
 inline i32x16 start(int32_t begin) {
   return splat_integer(C::kMost <= 15 ? 0 : begin);
 }
 template <class C>
-inline __m256i dot8(__m256i sums, __m256i first, __m256i second, __m256i x, __m256i y) {
-  const __m256i a = pairs_of<C>(first, x), b = pairs_of<C>(second, y);
-  if constexpr (C::kMost <= 15) return _mm256_add_epi16(sums, _mm256_add_epi16(a, b));
-  if constexpr (C::kMost <= 63) return _mm256_add_epi32(sums, widened(_mm256_add_epi16(a, b)));
-  return _mm256_add_epi32(sums, _mm256_add_epi32(widened(a), widened(b)));
+inline __m256i dot8(__m256i sums, __m256i codes, __m256i x) {
+  const __m256i pairs = pairs_of<C>(codes, x);
+  return in_order(C::kMost <= 15 ? _mm256_add_epi16(sums, pairs) : _mm256_add_epi32(sums, widened(pairs)));
+}
+template <class C>
+inline i32x16 dot_twice(i32x16 sums, u8x64 first, u8x64 second, int32_t x, int32_t y) {
+  const __m256i p = _mm256_set1_epi32(x), q = _mm256_set1_epi32(y);
+  const __m256i a = _mm256_add_epi16(pairs_of<C>(first.a, p), pairs_of<C>(second.a, q));
+  const __m256i b = _mm256_add_epi16(pairs_of<C>(first.b, p), pairs_of<C>(second.b, q));
+  return {in_order(_mm256_add_epi32(sums.a, widened(a))), in_order(_mm256_add_epi32(sums.b, widened(b)))};
 }
 template <class C>
 inline i32x16 total(i32x16 sums, int32_t begin) {
@@ -165,9 +177,9 @@ inline i32x16 total(i32x16 sums, int32_t begin) {
 }
 #endif
 template <class C>
-inline i32x16 dot(i32x16 sums, u8x64 first, u8x64 second, int32_t x, int32_t y) {
-  const __m256i p = _mm256_set1_epi32(x), q = _mm256_set1_epi32(y);
-  return {dot8<C>(sums.a, first.a, second.a, p, q), dot8<C>(sums.b, first.b, second.b, p, q)};
+inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
+  const __m256i y = _mm256_set1_epi32(x);
+  return {dot8<C>(sums.a, codes.a, y), dot8<C>(sums.b, codes.b, y)};
 }
 
 #elif !defined(ARBORDRAFT_NEON)  // neon.h has its own
@@ -178,7 +190,7 @@ struct i32x16 {
 struct u8x64 {
   uint8_t v[64];
 };
-constexpr bool kBiased = true;
+constexpr bool kBiased = true, kSums32 = true;
 inline i32x16 splat_integer(int32_t x) {
   i32x16 r;
   for (int32_t& lane : r.v) lane = x;
@@ -194,8 +206,11 @@ inline u8x64 load_bytes(const uint8_t* p) {
   std::memcpy(r.v, p, 64);
   return r;
 }
-inline void load_nibbles(const uint8_t* p, u8x64& low, u8x64& high) {
-  for (int i = 0; i < 64; ++i) low.v[i] = p[i] & 15, high.v[i] = p[i] >> 4;
+template <bool High>
+inline u8x64 load_nibbles(const uint8_t* p) {
+  u8x64 r;
+  for (int i = 0; i < 64; ++i) r.v[i] = High ? p[i] >> 4 : p[i] & 15;
+  return r;
 }
 template <int Left, int Mask>
 inline u8x64 with_bits(u8x64 low, u8x64 high) {
@@ -212,12 +227,11 @@ inline i32x16 start(int32_t begin) {
   return splat_integer(begin);
 }
 template <class C>
-inline i32x16 dot(i32x16 sums, u8x64 first, u8x64 second, int32_t x, int32_t y) {
-  int8_t p[4], q[4];
-  std::memcpy(p, &x, 4);
-  std::memcpy(q, &y, 4);
+inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
+  int8_t y[4];
+  std::memcpy(y, &x, 4);
   for (int i = 0; i < 16; ++i)
-    for (int k = 0; k < 4; ++k) sums.v[i] += int32_t(first.v[4 * i + k]) * p[k] + int32_t(second.v[4 * i + k]) * q[k];
+    for (int k = 0; k < 4; ++k) sums.v[i] += int32_t(codes.v[4 * i + k]) * y[k];
   return sums;
 }
 template <class C>
@@ -226,6 +240,9 @@ inline i32x16 total(i32x16 sums, int32_t) {
 }
 
 #endif
+
+template <class C>
+constexpr bool kTwice = !kSums32 && C::kMost > 15 && C::kMost <= 63;
 
 template <class T>
 inline T read(const uint8_t* p) {

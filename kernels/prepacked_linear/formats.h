@@ -22,16 +22,15 @@ struct Unsigned {
   static constexpr int kBits = Bits, kMost = (1 << Bits) - 1, kCentre = Centre;
   static constexpr bool kSigned = false;
   static float value(uint8_t code) { return float(int(code) - Centre); }
-  // Loads the codes of 16 outputs and the inputs 8 Line to 8 Line + 7 of a group.
-  template <int Line>
-  static void load(const uint8_t* p, u8x64& first, u8x64& second) {
-    load_nibbles(p + 64 * Line, first, second);
-    if constexpr (Bits > 4) {
-      constexpr int each = Bits - 4, quads = 8 / each, mask = ((1 << each) - 1) << 4, at = 2 * Line % quads * each;
-      const u8x64 high = load_bytes(p + 256 + 64 * (2 * Line / quads));
-      first = with_bits<4 - at, mask>(first, high);
-      second = with_bits<4 - at - each, mask>(second, high);
-    }
+  // Loads the codes of 16 outputs and the inputs 4 Quad to 4 Quad + 3 of a group.
+  template <int Quad>
+  static u8x64 load(const uint8_t* p) {
+    const u8x64 low = load_nibbles<Quad % 2>(p + 64 * (Quad / 2));
+    constexpr int each = Bits - 4, quads = 8 / std::max(each, 1);
+    if constexpr (each == 0)
+      return low;
+    else
+      return with_bits<4 - Quad % quads * each, ((1 << each) - 1) << 4>(low, load_bytes(p + 256 + 64 * (Quad / quads)));
   }
 };
 
@@ -39,9 +38,9 @@ struct Signed8 {
   static constexpr int kBits = 8, kMost = 128, kCentre = 128;
   static constexpr bool kSigned = true;
   static float value(uint8_t code) { return float(int(code) - 128); }
-  template <int Line>
-  static void load(const uint8_t* p, u8x64& first, u8x64& second) {
-    first = signed_codes(load_bytes(p + 128 * Line)), second = signed_codes(load_bytes(p + 128 * Line + 64));
+  template <int Quad>
+  static u8x64 load(const uint8_t* p) {
+    return signed_codes(load_bytes(p + 64 * Quad));
   }
 };
 
@@ -63,10 +62,9 @@ struct FromTable {
   static constexpr bool kSigned = Signed;
   static constexpr Levels kMultiplied = Table + (Signed && !kBiased ? 0 : Centre);
   static float value(uint8_t code) { return Table.of[code]; }
-  template <int Line>
-  static void load(const uint8_t* p, u8x64& first, u8x64& second) {
-    load_nibbles(p + 64 * Line, first, second);
-    first = look_up(kMultiplied.of, first), second = look_up(kMultiplied.of, second);
+  template <int Quad>
+  static u8x64 load(const uint8_t* p) {
+    return look_up(kMultiplied.of, load_nibbles<Quad % 2>(p + 64 * (Quad / 2)));
   }
 };
 using Iq4Codes = FromTable<kIq4, 127, 128, true>;

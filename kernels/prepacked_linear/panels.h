@@ -130,13 +130,22 @@ template <class F, int R, int NB>
           constexpr int kLine = decltype(line)::value, kPart = kLine * F::kParts / 4;
           if constexpr (kLine * F::kParts % 4 == 0)
             each<R * NB>([&](auto n) { sums.set(n, start<F>(begin_of(n / NB, kPart))); });
+          const auto four = [&](int64_t r, int quad) { return read<int32_t>((const uint8_t*)x[r * groups].codes + 4 * quad); };
           each<NB>([&](auto b) {
-            u8x64 first, second;
-            F::template load<kLine>(codes + b * size, first, second);
-            each<R>([&](auto r) {
-              const uint8_t* eight = (const uint8_t*)x[r * groups].codes + 8 * kLine;
-              sums.set(r * NB + b, dot<F>(sums[r * NB + b], first, second, read<int32_t>(eight), read<int32_t>(eight + 4)));
-            });
+            const uint8_t* p = codes + b * size;
+            if constexpr (kTwice<F>) {
+              const u8x64 first = F::template load<2 * kLine>(p), second = F::template load<2 * kLine + 1>(p);
+              each<R>([&](auto r) {
+                const int n = r * NB + b;
+                sums.set(n, dot_twice<F>(sums[n], first, second, four(r, 2 * kLine), four(r, 2 * kLine + 1)));
+              });
+            } else {
+              each<2>([&](auto half) {  // one after the other takes fewer registers
+                constexpr int kQuad = 2 * kLine + decltype(half)::value;
+                const u8x64 some = F::template load<kQuad>(p);
+                each<R>([&](auto r) { sums.set(r * NB + b, dot<F>(sums[r * NB + b], some, four(r, kQuad))); });
+              });
+            }
           });
           if constexpr (F::kParts == 2 && kLine % 2 == 1)
             each<NB>([&](auto b) {

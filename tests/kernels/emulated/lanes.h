@@ -118,9 +118,13 @@ void check_bytes() {
     auto sums = start<F>(begins);
     Rows<int32_t> whole(16);
     each<4>([&](auto line) {
-      u8x64 first, second;
-      F::template load<line>(packed.data(), first, second);
-      sums = dot<F>(sums, first, second, read<int32_t>((uint8_t*)x.data() + 8 * line), read<int32_t>((uint8_t*)x.data() + 8 * line + 4));
+      constexpr int kQuad = 2 * decltype(line)::value;
+      const u8x64 first = F::template load<kQuad>(packed.data()), second = F::template load<kQuad + 1>(packed.data());
+      const auto* four = (const uint8_t*)x.data() + 4 * kQuad;
+      if constexpr (kTwice<F>)
+        sums = dot_twice<F>(sums, first, second, read<int32_t>(four), read<int32_t>(four + 4));
+      else
+        sums = dot<F>(dot<F>(sums, first, read<int32_t>(four)), second, read<int32_t>(four + 4));
       for (int lane = 0; lane < 16; ++lane)
         for (int k = 0; k < 8; ++k) {
           const int quad = 2 * line + k / 4, at = 4 * lane + k % 4;
