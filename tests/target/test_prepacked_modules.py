@@ -351,7 +351,7 @@ def test_the_head_of_4_bit_weights_keeps_8():
     down = model.model.layers[0].mlp.down_proj.weight
     assert torch.equal(target.prepacking.stack[0].down.weight, pack(down, "int4")[0])
     own = RaggedModel(model, kernels="native").prepacking.nbytes
-    assert 0.15 < target.prepacking.nbytes / own < 0.18  # 5 of 32 bits, and 8.5 in the head
+    assert 0.15 < target.prepacking.nbytes / own < 0.19  # 5 of 32 bits, 8.5 in the head, and tables of panels
 
 
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
