@@ -2,9 +2,9 @@
 
     python examples/benchmarks/blocks.py --kinds Q4_K,Q6_K,Q8_0 --rows 1,8
 
-Products and plain reads take turns, over matrices that no cache can hold together. Set `ARBORDRAFT_ISA=avx2`, for
-example, to measure the kernels of a processor that has no more than AVX2. A single thread is timed by its own clock, which
-stands still while other processes run.
+Products and plain reads take turns, over matrices that no cache can hold together. A single thread is timed by its own
+clock, which stands still while other processes run. Set `ARBORDRAFT_ISA=avx2`, for example, to measure the kernels of a
+processor that has no more than AVX2.
 """
 
 import os

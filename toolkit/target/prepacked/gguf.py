@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_network
-from arbordraft.target.prepacked.gguf_blocks import READABLE, FileBlocks, check_kind, halves, holds_blocks
+from arbordraft.target.prepacked.gguf_blocks import FRACTIONS, READABLE, FileBlocks, check_kind, halves, holds_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 # Architectures whose files store every tensor as transformers does, except for the order of rows in these matrices. For
 # others, transformers makes the numbers, which then identify the blocks they came from.
 _HALVED: dict[str, tuple[str, ...]] = {"llama": ("attn_q.", "attn_k."), "qwen2": (), "qwen3": ()}
-_FRACTIONS = ("F32", "F16", "BF16")
 
 
 def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
@@ -31,12 +30,12 @@ def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
     """
     tensors, architecture = _contents(file)
     kinds = {tensor.tensor_type.name for tensor in tensors.values()}
-    for kind in sorted(kinds - {*_FRACTIONS}):
+    for kind in sorted(kinds - FRACTIONS.keys()):
         try:
             check_kind(kind)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
-    if kinds <= {*_FRACTIONS}:
+    if kinds <= FRACTIONS.keys():
         raise ValueError(
             f"{file} holds {', '.join(sorted(kinds))} and no blocks: choose weights='int8' or 'int4', which quantise "
             "the model, or leave weights out"
@@ -88,7 +87,7 @@ def _held(tensor: Any, dtype: torch.dtype, order: Tensor | None) -> Tensor:
     from gguf import dequantize
 
     shape, kind = [int(size) for size in reversed(tensor.shape)], tensor.tensor_type.name
-    if len(shape) == 2 and kind not in _FRACTIONS:
+    if len(shape) == 2 and kind not in FRACTIONS:
         return FileBlocks(tensor.data, kind, (shape[0], shape[1]), dtype, order)
     dense = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).to(dtype)
     return dense if order is None else dense[order]

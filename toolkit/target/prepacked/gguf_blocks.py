@@ -13,28 +13,26 @@ from torch.utils._pytree import tree_map_only
 
 from arbordraft.kernels.prepacked_linear import BLOCKS, dequantize_blocks, float_blocks
 
+FRACTIONS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # kinds without blocks
 # Names that GGUF gives to the kinds of blocks that kernels read.
-READABLE = tuple(kind for kind, known in BLOCKS.items() if kind != "INT4" and known.dtype is None)
+READABLE = tuple(kind for kind in BLOCKS if kind != "INT4" and kind not in FRACTIONS)
 _Array = np.ndarray[Any, Any]
 _DENSE = 1 << 20  # weights that are dequantised at a time
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class FileBlocks(Tensor):
-    """A parameter ``[O, I]`` that stays in blocks in its file and takes memory only during a computation.
+    """A parameter ``[..., I]`` that stays in blocks in its file and takes memory only during a computation.
 
     Torch sees a dense matrix. Each operator gets a temporary dense copy, and an embedding lookup only the rows that it
     needs. The parameter cannot be written to.
 
     Args:
-        raw: ``[O, bytes]`` uint8, the file's memory-mapped rows.
+        raw: ``[O, bytes]`` uint8, the file's memory-mapped rows; O is the product of the leading sizes.
         kind: GGUF's name of the type of blocks.
-        shape: ``(O, I)``.
+        shape: ``(O, I)``, or ``(E, O / E, I)`` for stacked experts.
         dtype: dtype of the dequantised numbers.
         order: ``[O]`` int64 index of each row in the file; by default in the file's order.
-
-    Raises:
-        ValueError: if kernels do not read blocks of this kind, or the rows are not of this shape.
     """
 
     raw: _Array
@@ -47,15 +45,11 @@ class FileBlocks(Tensor):
         cls,
         raw: _Array,
         kind: str,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         order: Tensor | None = None,
     ) -> "FileBlocks":
         """Describes the matrix to torch; nothing is read yet."""
-        check_kind(kind)
-        blocks, rest = divmod(shape[1], BLOCKS[kind].weights)
-        if rest or raw.shape != (shape[0], blocks * BLOCKS[kind].nbytes):
-            raise ValueError(f"{kind} blocks of {raw.shape} bytes do not hold a matrix of {list(shape)}")
         self: FileBlocks = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         self.raw, self.kind, self.order = raw, kind, order
         return self
@@ -68,7 +62,7 @@ class FileBlocks(Tensor):
             return args[0]._again()
         if function is torch.ops.aten.embedding.default and isinstance(args[0], cls):
             return args[0].rows(args[1].flatten()).unflatten(0, args[1].shape)
-        if function is torch.ops.aten.slice.Tensor and args[1:2] == (0,):
+        if function is torch.ops.aten.slice.Tensor and args[1:2] == (0,) and args[0].ndim == 2:
             return args[0].rows(torch.arange(len(args[0]))[slice(*args[2:])])
         for value, declared in zip(args, function._schema.arguments, strict=False):
             if isinstance(value, cls) and declared.alias_info is not None and declared.alias_info.is_write:
@@ -90,14 +84,23 @@ class FileBlocks(Tensor):
     def rows(self, index: Tensor) -> Tensor:
         """Returns the ``[n, I]`` numbers of ``[n]`` rows."""
         places = index if self.order is None else self.order[index]
-        return dequantize_blocks(torch.from_numpy(self.raw[places.numpy()]), self.kind).to(self.dtype)
+        raw = np.ascontiguousarray(self.raw[places.numpy()])
+        if self.kind in FRACTIONS:
+            numbers = torch.from_numpy(raw).view(FRACTIONS[self.kind])
+        elif self.kind in BLOCKS:
+            numbers = dequantize_blocks(torch.from_numpy(raw), self.kind)
+        else:
+            from gguf import GGMLQuantizationType, dequantize
+
+            numbers = torch.from_numpy(dequantize(raw, GGMLQuantizationType[self.kind]))
+        return numbers.to(self.dtype)
 
     def dense(self) -> Tensor:
-        """Returns all ``[O, I]`` numbers."""
-        found = torch.empty(self.shape, dtype=self.dtype)
+        """Returns all numbers."""
+        found = torch.empty(len(self.raw), self.shape[-1], dtype=self.dtype)
         for index in torch.arange(len(found)).split(max(1, _DENSE // found.shape[1])):
             found[index[0] : index[-1] + 1] = self.rows(index)
-        return found
+        return found.view(self.shape)
 
     def blocks(self) -> Tensor:
         """Returns the ``[O, bytes]`` uint8 rows of the file, in its order, without reading them."""
@@ -105,12 +108,12 @@ class FileBlocks(Tensor):
             return torch.from_numpy(np.asarray(self.raw))
 
     def _again(self) -> "FileBlocks":
-        return FileBlocks(self.raw, self.kind, (self.shape[0], self.shape[1]), self.dtype, self.order)
+        return FileBlocks(self.raw, self.kind, tuple(self.shape), self.dtype, self.order)
 
 
 def holds_blocks(model: nn.Module) -> bool:
-    """Returns whether some of a model's parameters lie in blocks in a file."""
-    return any(isinstance(parameter, FileBlocks) for parameter in model.parameters())
+    """Returns whether some of a model's parameters lie in quantised blocks in a file."""
+    return any(isinstance(weight, FileBlocks) and weight.kind not in FRACTIONS for weight in model.parameters())
 
 
 def check_kind(kind: str) -> None:
@@ -123,14 +126,22 @@ def check_kind(kind: str) -> None:
 
 
 def blocks_of(weight: Tensor) -> tuple[Tensor, str, Tensor]:
-    """Returns a parameter's rows of blocks, their kind, and the place of each row among them.
+    """Returns the rows of blocks of an ``[..., I]`` parameter, their kind, and the place of each row among them.
 
     A parameter that lies in a file has the file's blocks. Any other one has its own float32 or bfloat16 numbers.
+
+    Raises:
+        ValueError: if kernels do not read blocks of this kind.
     """
-    rows = torch.arange(len(weight))
-    if isinstance(weight, FileBlocks):
-        return weight.blocks(), weight.kind, rows if weight.order is None else weight.order
-    return *float_blocks(weight), rows
+    rows = torch.arange(weight.numel() // weight.shape[-1])
+    if not isinstance(weight, FileBlocks):
+        return *float_blocks(weight.flatten(0, -2)), rows
+    order = rows if weight.order is None else weight.order
+    if weight.kind not in FRACTIONS:
+        check_kind(weight.kind)
+    elif weight.shape[-1] % BLOCKS[weight.kind].weights:  # such rows are padded
+        return *float_blocks(weight.dense().flatten(0, -2)), rows
+    return weight.blocks(), weight.kind, order
 
 
 def in_memory(weight: Tensor) -> Tensor:
@@ -147,4 +158,4 @@ def _parameter(*args: Any) -> nn.Parameter:
     return nn.Parameter(FileBlocks(*args), requires_grad=False)
 
 
-__all__ = ["READABLE", "FileBlocks", "blocks_of", "check_kind", "halves", "holds_blocks", "in_memory"]
+__all__ = ["FRACTIONS", "READABLE", "FileBlocks", "blocks_of", "check_kind", "halves", "holds_blocks", "in_memory"]

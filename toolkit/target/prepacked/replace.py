@@ -208,7 +208,7 @@ class Prepacking:
                 weights = "int8" if collector.weights == "int4" and module is self._head else collector.weights
                 linear = collector.linear(owner, name)
                 options: Any = {
-                    "packed": collector.stored([linear]) if collector.as_stored else None,
+                    "packed": collector.stored([linear.weight]) if collector.as_stored else None,
                     "transposed": linear.weight is not linear.module.weight,
                 }
                 prepacked_module = PrepackedLinear(linear.module, weights=weights, **options)

@@ -4,6 +4,7 @@ Shapes: I inputs and O outputs of a linear.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -111,17 +112,20 @@ class WeightCollector:
         """Concatenates the rows of several linears, reorders them with ``order`` and packs them."""
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = order(torch.cat(biases)).float().contiguous() if biases else None
-        if self.as_stored:
-            return Matrix(self.stored(linears, order), None, bias)
-        return Matrix(*pack(order(torch.cat([linear.weight.detach() for linear in linears])), self.weights), bias)
+        return replace(self.rows([linear.weight for linear in linears], order), bias=bias)
 
-    def stored(self, linears: Sequence[Linear], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
-        """Packs the rows of several linears, reordered with ``order``, without rounding a weight."""
-        raws, kinds, rows = zip(*(blocks_of(linear.weight) for linear in linears), strict=True)
+    def rows(self, weights: Sequence[Tensor], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
+        """Concatenates the rows of several ``[..., I]`` weights, reorders them with ``order`` and packs them."""
+        if self.as_stored:
+            return Matrix(self.stored(weights, order))
+        return Matrix(*pack(order(torch.cat([weight.detach().flatten(0, -2) for weight in weights])), self.weights))
+
+    def stored(self, weights: Sequence[Tensor], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
+        """Packs the rows of several ``[..., I]`` weights, reordered with ``order``, without rounding a weight."""
+        raws, kinds, rows = zip(*map(blocks_of, weights), strict=True)
         first = torch.tensor([0, *(len(raw) for raw in raws)]).cumsum(0)
-        return pack_blocks(
-            raws, kinds, order(torch.cat([each + start for each, start in zip(rows, first, strict=False)]))
-        )
+        places = torch.cat([each + start for each, start in zip(rows, first, strict=False)])
+        return pack_blocks(raws, kinds, order(places))
 
     def remember(self, module: nn.Module) -> None:
         """Records a module's own parameters."""
