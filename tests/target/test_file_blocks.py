@@ -17,6 +17,7 @@ from arbordraft.target.prepacked.gguf_blocks import READABLE, FileBlocks, blocks
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
+from support.blocks import ordinary_blocks
 from support.gguf_files import LETTERS, dequantised, file_name, write_gguf
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -252,3 +253,27 @@ def test_damaged_files_are_named(written):
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ValueError, match="truncated or damaged"):
         ad.load(file, "none", weights="file", device="cpu")
+
+
+def test_stacked_experts_run_in_their_blocks():
+    """Experts of a file keep their kinds beside a shared expert, whose numbers are the model's own."""
+    model, source = fusable("qwen2_moe"), torch.Generator().manual_seed(0)
+    held = model.model.layers[0].mlp.experts
+    for layer in model.model.layers:
+        for name, kind in (("gate_up_proj", "MXFP4"), ("down_proj", "Q5_1")):
+            shape = getattr(layer.mlp.experts, name).shape
+            raw = ordinary_blocks(kind, shape[0] * shape[1], shape[2], source)
+            blocks = FileBlocks(raw.numpy(), kind, tuple(shape), torch.float32)
+            setattr(layer.mlp.experts, name, nn.Parameter(blocks, requires_grad=False))
+    target = ad.RaggedModel(model)
+    assert target.weights == "file"
+    layer = target.prepacking.stack[0]
+    experts, inner = held.down_proj.shape[0], held.down_proj.shape[2]
+    gates = restore_blocks(layer.gate_up.weight).unflatten(0, (-1, 2, 16)).transpose(1, 0).flatten(1, 2)
+    truth = in_memory(held.gate_up_proj).unflatten(1, (2, inner)).transpose(0, 1).flatten(1, 2)
+    assert torch.equal(gates[:, : experts * inner], truth)
+    assert not torch.equal(truth[0], truth[1])  # control: gates differ from inputs
+    down = in_memory(held.down_proj).flatten(0, 1)
+    assert torch.equal(restore_blocks(layer.down.weight)[: len(down)], down)
+    mlp = model.model.layers[0].mlp.shared_expert.down_proj.weight
+    assert torch.equal(restore_blocks(layer.down.weight)[len(down) :, :inner][: len(mlp)], mlp[:, :inner])
