@@ -89,7 +89,7 @@ inline void run_layers(
   };
   // Returns the rows in the form that a matrix multiplies, after all threads have met. Each thread converts its share.
   const auto operand = [&](const X* from, int64_t width) {
-    if constexpr (std::is_same_v<W, Grouped>) {
+    if constexpr (std::is_same_v<W, Panels>) {
       const int64_t groups = groups_of(width);
       for (int64_t r = made.begin; r < made.end; ++r) to_eighths(from + r * width, width, eighths + r * groups);
       meet_makers();
@@ -108,7 +108,7 @@ inline void run_layers(
       else
         for (int64_t i = 0; i < hidden; i += kLanes) store(to + before + i, load(x + r * hidden + i));
     }
-    if constexpr (!std::is_same_v<W, Grouped>) meet_makers();
+    if constexpr (!std::is_same_v<W, Panels>) meet_makers();
     return operand(normed_rows, width);
   };
   // x += norm(sums).

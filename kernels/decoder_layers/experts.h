@@ -7,16 +7,16 @@
 #include <numeric>
 #include <vector>
 
-#include "../prepacked_linear/grouped.h"
+#include "../prepacked_linear/panels.h"
 
 namespace arbordraft {
 
 // The operand type of weights of type W for rows of type X, and the number of operands in a row of some width.
 template <class W, class X>
-using Multiplied = std::conditional_t<std::is_same_v<W, Grouped>, Eighth, X>;
+using Multiplied = std::conditional_t<std::is_same_v<W, Panels>, Eighth, X>;
 template <class W>
 inline int64_t length_of(int64_t width) {
-  return std::is_same_v<W, Grouped> ? groups_of(width) : width;
+  return std::is_same_v<W, Panels> ? groups_of(width) : width;
 }
 
 // Choice among a layer's experts: routed experts, followed by shared ones, which every row takes.
@@ -101,7 +101,7 @@ inline void add_experts(
       });
   meet(threads);
   const Multiplied<W, X>* gated;
-  if constexpr (std::is_same_v<W, Grouped>) {
+  if constexpr (std::is_same_v<W, Panels>) {
     const Range places = share(rows * taken, 1, thread, threads);
     for (int64_t p = places.begin; p < places.end; ++p)
       to_eighths(space.inner + p * inner, inner, space.eighths + p * groups_of(inner));

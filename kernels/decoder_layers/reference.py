@@ -10,7 +10,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from arbordraft.kernels.prepacked_linear import ACTIVATION_CODES, ACTIVATIONS, LANES, prepacked_linear_reference
+from arbordraft.kernels.prepacked_linear import (
+    ACTIVATION_CODES,
+    ACTIVATIONS,
+    LANES,
+    outputs_of,
+    prepacked_linear_reference,
+    select_panels,
+)
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention_reference
 
 
@@ -21,6 +28,11 @@ class Matrix:
     weight: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Outputs, padded to 16."""
+        return outputs_of(self.weight) if self.weight.dtype == torch.uint8 else len(self.weight) * LANES
 
 
 @dataclass(frozen=True)
@@ -227,19 +239,23 @@ def _mixture(x: Tensor, layer: LayerWeights, experts: Experts) -> Tensor:
 
 def _part(matrix: Matrix, index: int, count: int) -> Matrix:
     """Returns one of ``count`` matrices that are concatenated along the rows."""
-    parts = (matrix.weight, matrix.scale, matrix.bias)
-    return Matrix(*(None if part is None else part.unflatten(0, (count, -1))[index] for part in parts))  # type: ignore[arg-type]
+    scale, bias = (
+        None if part is None else part.unflatten(0, (count, -1))[index] for part in (matrix.scale, matrix.bias)
+    )
+    if matrix.weight.dtype == torch.uint8:
+        panels = matrix.outputs // LANES // count
+        return Matrix(select_panels(matrix.weight, index * panels, panels), scale, bias)
+    return Matrix(matrix.weight.unflatten(0, (count, -1))[index], scale, bias)
 
 
 def _times(x: Tensor, matrix: Matrix, activation: str | None = None) -> Tensor:
-    outputs = matrix.weight.shape[0] * LANES
-    return prepacked_linear_reference(x, matrix.weight, matrix.scale, matrix.bias, outputs, activation)
+    return prepacked_linear_reference(x, matrix.weight, matrix.scale, matrix.bias, matrix.outputs, activation)
 
 
 def _mlp(x: Tensor, layer: LayerWeights) -> Tensor:
     if layer.experts is not None:
         return _mixture(x, layer, layer.experts)
-    if len(layer.gate_up.weight) * LANES == 2 * layer.inner:
+    if layer.gate_up.outputs == 2 * layer.inner:
         return _times(_times(x, layer.gate_up, layer.activation), layer.down)
     return _times(ACTIVATIONS[layer.activation](_times(x, layer.gate_up)), layer.down)
 

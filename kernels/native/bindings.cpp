@@ -1,5 +1,6 @@
 // The CPU kernels as PyTorch operators.
 #include "../gumbel/cpu.h"
+#include "../prepacked_linear/packing.h"
 #include "../verify/cpu.h"
 #include "drafts.h"
 #include "stack.h"
@@ -15,7 +16,7 @@ Tensor linear(
   using X = Operand<W, T>;
   const Prepacked<W> m = prepacked<W>(weight, scale, bias, outputs);
   const int64_t size = x.size(-1), rows = x.numel() / std::max<int64_t>(1, size);
-  const int64_t padding = weight.dim() == 5 ? kGroupSize - 1 : weight.dim() == 4 ? 1 : 0;
+  const int64_t padding = weight.dim() == 1 ? kGroupSize - 1 : weight.dim() == 4 ? 1 : 0;
   TORCH_CHECK(size <= m.inputs && size >= m.inputs - padding, "x has ", size, " channels, the weights ", m.inputs);
   const bool gated = activation >= 0;
   TORCH_CHECK(!gated || outputs % (2 * kLanes) == 0, "a gated activation needs halves of whole blocks");
@@ -48,6 +49,83 @@ Tensor prepacked_linear(
   return with_all_types(weight, x, [&](auto w, auto row) {
     return linear<decltype(w), decltype(row)>(x, weight, scale, bias, outputs, activation);
   });
+}
+
+// Calls the function with a kind of blocks and the number of groups in rows of these bytes.
+template <class What>
+void with_blocks(int64_t kind, int64_t bytes, const What& what) {
+  const bool known = with_kind(kind, [&](auto type) {
+    using F = decltype(type);
+    TORCH_CHECK((bytes - F::kRow) % F::kRaw == 0, "rows of ", bytes, " bytes are no whole blocks of ", int(F::kRaw), " bytes");
+    what(type, (bytes - F::kRow) / F::kRaw * F::kGroups);
+  });
+  TORCH_CHECK(known, "there is no kind of blocks with number ", kind);
+}
+
+// See pack_blocks in prepacked_linear/blocks.py; places of rows in the matrices one after the other, -1 for padding.
+Tensor pack_blocks(at::TensorList raws, at::IntArrayRef kinds, const Tensor& places) {
+  std::vector<const uint8_t*> rows;
+  std::vector<int64_t> kind_of, bytes_of;
+  for (size_t n = 0; n < raws.size(); ++n) {
+    const uint8_t* from = data<uint8_t>(raws[n]);
+    for (int64_t r = 0; r < raws[n].size(0); ++r) {
+      rows.push_back(from + r * raws[n].size(1));
+      kind_of.push_back(kinds[n]), bytes_of.push_back(raws[n].size(1));
+    }
+  }
+  const int64_t panels = places.numel() / kLanes, header = (8 * (kHeader + panels + 1) + 63) / 64 * 64;
+  const int64_t* place = integers(places);
+  std::vector<int64_t> table;
+  int64_t end = header, groups = -1;
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const int64_t* held = place + panel * kLanes;
+    const int64_t kind = kind_of.at(held[0]);
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      TORCH_CHECK(held[lane] < 0 || kind_of.at(held[lane]) == kind, "the 16 rows of a panel must be blocks of one kind");
+    table.push_back(end + kind);
+    with_blocks(kind, bytes_of[held[0]], [&](auto type, int64_t count) {
+      TORCH_CHECK(groups < 0 || groups == count, "the rows of a packed matrix must have the same number of inputs");
+      groups = count;
+      end += panel_bytes<decltype(type)>(count);
+    });
+  }
+  table.push_back(end);
+  Tensor packed = at::empty({end}, at::kByte);
+  uint8_t* to = data<uint8_t>(packed);
+  std::memset(to, 0, header);
+  const int64_t about[kHeader] = {kLayout, panels, groups, end};
+  std::memcpy(to, about, sizeof about);
+  std::memcpy(to + sizeof about, table.data(), table.size() * sizeof(int64_t));
+  team(end >= kWorthATeam, [&](int thread, int threads) {
+    const Range mine = share(panels, 1, thread, threads);
+    for (int64_t panel = mine.begin; panel < mine.end; ++panel) {
+      const uint8_t* from[kLanes];
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const int64_t at = place[panel * kLanes + lane];
+        from[lane] = at < 0 ? nullptr : rows[at];
+      }
+      with_kind(table[panel] % 64, [&](auto type) { lay_panel<decltype(type)>(from, groups, to + table[panel] / 64 * 64); });
+    }
+  });
+  return packed;
+}
+
+// The float32 weights of rows of blocks.
+Tensor dequantize_blocks(const Tensor& raw, int64_t kind) {
+  TORCH_CHECK(raw.dim() == 2, "expected rows of blocks");
+  const int64_t rows = raw.size(0), bytes = raw.size(1);
+  const uint8_t* from = data<uint8_t>(raw);
+  Tensor found;
+  with_blocks(kind, bytes, [&](auto type, int64_t groups) {
+    found = at::empty({rows, groups * kGroupSize}, at::kFloat);
+    float* to = data<float>(found);
+    team(rows * bytes >= kWorthATeam, [&](int thread, int threads) {
+      const Range mine = share(rows, 1, thread, threads);
+      for (int64_t r = mine.begin; r < mine.end; ++r)
+        dequantize_row<decltype(type)>(from + r * bytes, groups, to + r * groups * kGroupSize);
+    });
+  });
+  return found;
 }
 
 template <class T>
@@ -259,6 +337,8 @@ TORCH_LIBRARY_FRAGMENT(arbordraft, m) {
 
 TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
   m.impl("prepacked_linear", &prepacked_linear);
+  m.impl("pack_blocks", &pack_blocks);
+  m.impl("dequantize_blocks", &dequantize_blocks);
   m.impl("norm", &norm);
   m.impl("ragged_tree_attention", &ragged_tree_attention);
   m.impl("decoder_layers", &decoder_layers);

@@ -312,7 +312,7 @@ class Drafting {
       Forest& forest, const Growing& growing, const std::vector<Place>& frontier, int64_t depth,
       const std::vector<int64_t>& output) {
     const int64_t rows = int64_t(frontier.size()), outputs = ends_.head.outputs;
-    constexpr bool grouped = std::is_same_v<W, Grouped>;
+    constexpr bool grouped = std::is_same_v<W, Panels>;
     const int64_t groups = groups_of(size_);
     Arena arena;
     X* normed;

@@ -102,29 +102,27 @@ struct u8x64 {
   uint8x16_t v[4];
 };
 inline i32x16 splat_integer(int32_t x) { ARBORDRAFT_QUARTERS(i32x16, vdupq_n_s32(x)); }
-template <int Bits>
 inline f32x16 to_float(i32x16 x) { ARBORDRAFT_QUARTERS(f32x16, vcvtq_f32_s32(x.v[i])); }
 inline u8x64 load_bytes(const uint8_t* p) { ARBORDRAFT_QUARTERS(u8x64, vld1q_u8(p + 16 * i)); }
-inline void load_nibbles(const uint8_t* p, u8x64& low, u8x64& high) {
+template <bool High>
+inline u8x64 load_nibbles(const uint8_t* p) {
   const u8x64 both = load_bytes(p);
-  for (int i = 0; i < 4; ++i) {
-    low.v[i] = vandq_u8(both.v[i], vdupq_n_u8(15));
-    high.v[i] = vshrq_n_u8(both.v[i], 4);
-  }
+  ARBORDRAFT_QUARTERS(u8x64, High ? vshrq_n_u8(both.v[i], 4) : vandq_u8(both.v[i], vdupq_n_u8(15)));
+}
+template <int Left, int Mask>
+inline u8x64 with_bits(u8x64 low, u8x64 high) {
+  const int8x16_t left = vdupq_n_s8(Left);  // a negative number shifts to the right
+  ARBORDRAFT_QUARTERS(u8x64, vorrq_u8(low.v[i], vandq_u8(vshlq_u8(high.v[i], left), vdupq_n_u8(Mask))));
 }
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-template <int Bits>
-constexpr int kOffset = 0;
-template <int Bits>
-inline int32x4_t dot4(int32x4_t sums, uint8x16_t w, int8x16_t x) {
-  return vusdotq_s32(sums, w, x);
-}
-#else  // signed times signed: codes of 8 bits are centred first
-template <int Bits>
-constexpr int kOffset = Bits == 8 ? 128 : 0;
-template <int Bits>
+constexpr bool kBiased = true, kSums32 = true;
+inline u8x64 signed_codes(u8x64 biased) { return biased; }
+inline int32x4_t dot4(int32x4_t sums, uint8x16_t w, int8x16_t x) { return vusdotq_s32(sums, w, x); }
+#else  // signed times signed: other codes are below 128
+constexpr bool kBiased = false, kSums32 = true;
+inline u8x64 signed_codes(u8x64 biased) { ARBORDRAFT_QUARTERS(u8x64, veorq_u8(biased.v[i], vdupq_n_u8(0x80))); }
 inline int32x4_t dot4(int32x4_t sums, uint8x16_t codes, int8x16_t x) {
-  const int8x16_t w = vreinterpretq_s8_u8(Bits == 8 ? veorq_u8(codes, vdupq_n_u8(0x80)) : codes);
+  const int8x16_t w = vreinterpretq_s8_u8(codes);
 #if defined(__ARM_FEATURE_DOTPROD)
   return vdotq_s32(sums, w, x);
 #else
@@ -133,10 +131,22 @@ inline int32x4_t dot4(int32x4_t sums, uint8x16_t codes, int8x16_t x) {
 #endif
 }
 #endif
-template <int Bits>
+inline u8x64 look_up(const int8_t* levels, u8x64 codes) {
+  const uint8x16_t table = vreinterpretq_u8_s8(vld1q_s8(levels));
+  ARBORDRAFT_QUARTERS(u8x64, vqtbl1q_u8(table, codes.v[i]));
+}
+template <class C>
+inline i32x16 start(int32_t begin) {
+  return splat_integer(begin);
+}
+template <class C>
 inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
   const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(x));
-  ARBORDRAFT_QUARTERS(i32x16, dot4<Bits>(sums.v[i], codes.v[i], four));
+  ARBORDRAFT_QUARTERS(i32x16, dot4(sums.v[i], codes.v[i], four));
+}
+template <class C>
+inline i32x16 total(i32x16 sums, int32_t) {
+  return sums;
 }
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

@@ -21,7 +21,7 @@ struct StackTensors {
 template <class W, class T>
 class Stack {
  public:
-  using X = std::conditional_t<std::is_same_v<W, Grouped>, float, Operand<W, T>>;
+  using X = std::conditional_t<std::is_same_v<W, Panels>, float, Operand<W, T>>;
 
   // size: H; beside: E, or 0 without an input beside the hidden states; rotary: rotated channels of a head, by one of
   // `tables` tables.
@@ -87,7 +87,7 @@ class Stack {
     arena.reserve(space.qkv, rows * widest);
     arena.reserve(space.sums, rows * size_);
     arena.reserve(space.partials, partials);
-    arena.reserve(space.eighths, std::is_same_v<W, Grouped> ? copies * rows * groups : 0);
+    arena.reserve(space.eighths, std::is_same_v<W, Panels> ? copies * rows * groups : 0);
     arena.reserve(space.gathered, rows * taken * length_of<W>(size_));
     arena.reserve(space.scores, rows * scores);
     arena.reserve(space.factors, rows * taken);
@@ -117,7 +117,7 @@ class Stack {
       const OptionalTensor weight = tensor(i);
       TORCH_CHECK(weight, "a matrix is missing");
       const Prepacked<Weight> m = prepacked<Weight>(*weight, tensor(i + 1), tensor(i + 2), outputs);
-      const int64_t padded = std::is_same_v<Weight, Grouped> ? groups_of(inputs) * kGroupSize : inputs;
+      const int64_t padded = std::is_same_v<Weight, Panels> ? groups_of(inputs) * kGroupSize : inputs;
       TORCH_CHECK(m.inputs == padded, "a matrix has ", m.inputs, " inputs instead of ", padded);
       return m;
     };
@@ -139,7 +139,7 @@ class Stack {
     TORCH_CHECK(!parallel || !(beside_norm || tensor(15)), "an MLP beside the attention reads what that reads");
     const auto channels = [&](int64_t i) { return tensor(i) ? tensor(i)->numel() : dim; };
     const bool joint = channels(5) != dim || channels(7) != dim;
-    const bool gated = tensor(17) && tensor(17)->size(0) * kLanes == mlps * 2 * width;
+    const bool gated = tensor(17) && outputs_of(*tensor(17)) == mlps * 2 * width;
     TORCH_CHECK(gated || !router.routed, "experts have gates");
     return {
         norm(0, size_), norm(5, (joint ? query_heads : 1) * dim), norm(7, (joint ? kv_heads : 1) * dim), norm(13, size_),
@@ -172,11 +172,11 @@ auto with_types(const Tensor& weight, const Tensor& rows, const What& what) {
   }
 }
 
-// Like with_types, also for weights in groups.
+// Like with_types, also for weights in panels.
 template <class What>
 auto with_all_types(const Tensor& weight, const Tensor& rows, const What& what) {
   if (weight.scalar_type() != at::kByte) return with_types(weight, rows, what);
-  return rows.scalar_type() == at::kBFloat16 ? what(Grouped(), bf16()) : what(Grouped(), float());
+  return rows.scalar_type() == at::kBFloat16 ? what(Panels(), bf16()) : what(Panels(), float());
 }
 
 }  // namespace

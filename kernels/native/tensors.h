@@ -9,7 +9,7 @@
 #include <torch/library.h>
 
 #include "../decoder_layers/cpu.h"
-#include "../prepacked_linear/grouped.h"
+#include "../prepacked_linear/panels.h"
 #include "../ragged_tree_attention/cpu.h"
 
 namespace arbordraft {
@@ -82,27 +82,36 @@ Prepacked<W> prepacked(const Tensor& weight, const OptionalTensor& scale, const 
   return {data<W>(weight), floats(scale), floats(bias), outputs, weight.size(1) * lanes};
 }
 
+// Returns the four numbers before the places of a packed matrix: see blocks.py.
+const int64_t* header_of(const Tensor& packed) {
+  const auto* header = reinterpret_cast<const int64_t*>(data<uint8_t>(packed));
+  TORCH_CHECK(
+      packed.dim() == 1 && packed.numel() >= 8 * kHeader && header[0] == kLayout && header[3] == packed.numel(),
+      "expected a matrix that pack_blocks returned, got ", packed.sizes());
+  return header;
+}
+
 template <>
-Prepacked<Grouped> prepacked(
+Prepacked<Panels> prepacked(
     const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& bias, int64_t outputs) {
-  const int64_t blocks = (outputs + kLanes - 1) / kLanes, lines = weight.dim() == 5 ? weight.size(2) : 0;
+  const int64_t* header = header_of(weight);
   TORCH_CHECK(
-      (lines == 4 || lines == 8) && weight.size(0) == blocks && weight.size(3) == kLanes && weight.size(4) == 4,
-      "weights are not prepacked in groups for ", outputs, " outputs: ", weight.sizes());
-  const bool bytes = lines == 4 && scale && scale->scalar_type() == at::kByte;
-  const int64_t scales = blocks * (weight.size(1) * kLanes * (lines == 4 ? 2 : 1) + (bytes ? kFactors<uint8_t> : 0));
-  TORCH_CHECK(
-      scale && (bytes || scale->scalar_type() == at::kHalf) && scale->is_contiguous() && scale->numel() == scales,
-      "expected ", scales, " scales and minima in float16, or in bytes");
+      header[1] == (outputs + kLanes - 1) / kLanes, "weights are not prepacked for ", outputs, " outputs, but for ",
+      header[1], " panels of 16");
+  TORCH_CHECK(!scale, "weights in panels have their scales inside");
   TORCH_CHECK(!bias || bias->numel() == outputs, "expected one bias per output");
-  return {data<uint8_t>(weight), scale->const_data_ptr(), floats(bias), outputs, weight.size(1) * kGroupSize,
-          lines == 4,            bytes};
+  return {data<uint8_t>(weight), header + kHeader, floats(bias), outputs, header[2] * kGroupSize};
+}
+
+// The outputs that a prepacked matrix has, padded to 16.
+int64_t outputs_of(const Tensor& weight) {
+  return (weight.scalar_type() == at::kByte ? header_of(weight)[1] : weight.size(0)) * kLanes;
 }
 
 // The operand type of weights of type W, in forwards whose rows have type T.
 template <class W, class T>
 using Operand = std::conditional_t<
-    std::is_same_v<W, Grouped>, Eighth, std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>>;
+    std::is_same_v<W, Panels>, Eighth, std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>>;
 
 // Rows converted to type X and padded with zeros to `inputs`; the rows themselves if they fit already.
 template <class X, class In>

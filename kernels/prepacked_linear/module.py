@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels import native
-from arbordraft.kernels.prepacked_linear import Groups, check_weights, pack, prepacked_linear
+from arbordraft.kernels.prepacked_linear import check_weights, pack, prepacked_linear
 
 
 class PrepackedLinear(nn.Module):
@@ -19,7 +19,7 @@ class PrepackedLinear(nn.Module):
     Args:
         linear: the replaced module, or an object with its ``weight`` and ``bias``; on the CPU, in float32 or bfloat16.
         weights: kind of reduced weights, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output.
-        groups: these weights in groups, if they exist already; used until the weights are written to.
+        packed: these weights in panels, if they exist already; used until the weights are written to.
         transposed: whether the linear keeps ``[I, O]`` instead of ``[O, I]``.
 
     Raises:
@@ -31,11 +31,12 @@ class PrepackedLinear(nn.Module):
         linear: nn.Linear,
         *,
         weights: str | None = None,
-        groups: Groups | None = None,
+        packed: Tensor | None = None,
         transposed: bool = False,
     ) -> None:
         super().__init__()
-        check_weights(weights)
+        if weights != "file":
+            check_weights(weights)
         problem = native.problem()
         if problem is None and linear.weight.dtype not in (torch.float32, torch.bfloat16):
             problem = f"weights must be float32 or bfloat16, got {linear.weight.dtype}"
@@ -46,7 +47,7 @@ class PrepackedLinear(nn.Module):
         self.weights, self.transposed = weights, transposed
         self.weight, self.bias = linear.weight, linear.bias
         self.out_features, self.in_features = self._rows().shape
-        self._prepack(groups)
+        self._prepack(packed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., I]`` to ``[..., O]``."""
@@ -68,9 +69,9 @@ class PrepackedLinear(nn.Module):
         weight = self.weight.detach()
         return weight.T if self.transposed else weight
 
-    def _prepack(self, groups: Groups | None = None) -> None:
+    def _prepack(self, packed: Tensor | None = None) -> None:
         self._state = self._current()
-        self._prepacked, self._scale = pack(self._rows(), self.weights) if groups is None else groups.prepack()
+        self._prepacked, self._scale = pack(self._rows(), self.weights) if packed is None else (packed, None)
         self._wide_bias = None if self.bias is None else self.bias.detach().float()
 
     def extra_repr(self) -> str:

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arbordraft.kernels.prepacked_linear.groups import LANES, multiply_groups, quantize_groups
+from arbordraft.kernels.prepacked_linear.blocks import LANES, restore_blocks
+from arbordraft.kernels.prepacked_linear.groups import quantize_rows
 
 WEIGHTS = ("int4", "int8", "int8-weight-only")
-_ROWS = 256 * LANES  # rows that are quantised at a time
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -51,29 +51,17 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.detach().float() / scale[:, None]).round().to(torch.int8), scale
 
 
-def pack(weight: Tensor, weights: str | None = None) -> tuple[Tensor, Tensor | None]:
-    """Returns ``[O, I]`` in the layout of the kernels, and its scales.
-
-    Args:
-        weight: float32 or bfloat16.
-        weights: ``"int4"`` or ``"int8"``, in groups; ``"int8-weight-only"``, with one scale per output. By default
-            weights are not quantised.
-    """
-    if weights is None:
-        return prepack(weight), None
-    if weights == "int8-weight-only":
-        eight, scale = quantize(weight)
-        return prepack(eight), scale
-    bits = 4 if weights == "int4" else 8
-    rows = (weight[start : start + _ROWS] for start in range(0, len(weight), _ROWS))  # in float32 they take more
-    codes, scales = zip(*(quantize_groups(some, bits).prepack() for some in rows), strict=True)
-    return torch.cat(codes), torch.cat(scales)
-
-
 def check_weights(weights: str | None) -> None:
     """Raises ValueError if ``weights`` is not None and names no kind of weights."""
     if weights is not None and weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)} or None, got {weights!r}")
+
+
+def multiply_panels(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    """Multiplies ``[..., I]`` with panels to ``[..., O]`` float64; rows are in 8 bits, all else is exact."""
+    weight = restore_blocks(packed, outputs).double()
+    codes, steps = quantize_rows(F.pad(x, (0, weight.shape[1] - x.shape[-1])))
+    return (codes * steps.double()[..., None]).flatten(-2) @ weight.T
 
 
 def prepacked_linear_reference(
@@ -82,8 +70,7 @@ def prepacked_linear_reference(
     """See :func:`arbordraft.kernels.prepacked_linear.prepacked_linear`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if prepacked.dtype == torch.uint8:
-        assert scale is not None
-        y = multiply_groups(x, prepacked, scale, outputs).to(wide)
+        y = multiply_panels(x, prepacked, outputs).to(wide)
     else:
         y = x.to(wide) @ restore(prepacked, outputs, x.shape[-1]).to(wide).T
     if scale is not None and prepacked.dtype == torch.int8:

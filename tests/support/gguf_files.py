@@ -3,6 +3,8 @@
 import gguf
 import torch
 
+from support.blocks import ordinary_blocks
+
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "ab"]
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers.": "blk.",
@@ -51,12 +53,20 @@ def write_gguf(file, model, kinds=()):
             writer.add_tensor(file_name(name), tensor.contiguous().numpy())
         else:
             kind = gguf.GGMLQuantizationType[kind]
-            data = gguf.quants.quantize(tensor.contiguous().float().numpy(), kind)
-            writer.add_tensor(file_name(name), data, raw_dtype=kind)
+            writer.add_tensor(file_name(name), blocks_like(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def blocks_like(tensor, kind):
+    """Quantises a matrix; kinds that the gguf package does not write get random blocks of the same size of weights."""
+    numbers = tensor.contiguous().float()
+    try:
+        return gguf.quants.quantize(numbers.numpy(), kind)
+    except NotImplementedError:
+        return ordinary_blocks(kind.name, *numbers.shape, torch.Generator().manual_seed(0)).numpy()
 
 
 def dequantised(file):

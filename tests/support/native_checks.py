@@ -23,9 +23,11 @@ from arbordraft.kernels.decoder_layers import (
 from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
-    Groups,
+    BLOCKS,
+    QUANTIZED,
     interleave,
     pack,
+    pack_blocks,
     prepack,
     prepacked_linear,
     quantize,
@@ -38,10 +40,11 @@ from arbordraft.kernels.verify import row_max, row_max_reference
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.masks import stack_words
 from arbordraft.trees.topology import ancestor_words
+from support.blocks import fitting, ordinary_blocks
 from support.gumbel_checks import DRAWS, check_draws, check_noise
 from support.ragged_case import Case
 
-# Type of the inputs, and format of the weights; Q4_1 is a format of GGUF files.
+# Type of the inputs, and format of the weights: the kinds of blocks, and all of these mixed.
 KINDS = {
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, None),
@@ -51,11 +54,24 @@ KINDS = {
     "int8-bfloat16": (torch.bfloat16, "int8"),
     "int4-float32": (torch.float32, "int4"),
     "int4-bfloat16": (torch.bfloat16, "int4"),
-    "Q4_1-float32": (torch.float32, "Q4_1"),
+    "Q4_0-float32": (torch.float32, "Q4_0"),
     "Q4_1-bfloat16": (torch.bfloat16, "Q4_1"),
+    "Q5_0-bfloat16": (torch.bfloat16, "Q5_0"),
+    "Q5_1-float32": (torch.float32, "Q5_1"),
+    "IQ4_NL-float32": (torch.float32, "IQ4_NL"),
+    "MXFP4-bfloat16": (torch.bfloat16, "MXFP4"),
+    "Q4_K-float32": (torch.float32, "Q4_K"),
+    "Q4_K-bfloat16": (torch.bfloat16, "Q4_K"),
+    "Q5_K-bfloat16": (torch.bfloat16, "Q5_K"),
+    "Q6_K-float32": (torch.float32, "Q6_K"),
+    "IQ4_XS-bfloat16": (torch.bfloat16, "IQ4_XS"),
+    "F32-float32": (torch.float32, "F32"),
+    "F16-float32": (torch.float32, "F16"),
+    "BF16-bfloat16": (torch.bfloat16, "BF16"),
+    "mixed-float32": (torch.float32, "mixed"),
+    "mixed-bfloat16": (torch.bfloat16, "mixed"),
 }
-IN_GROUPS = ("int8", "int4", "Q4_1")
-GROUPED = [kind for kind, (_, weights) in KINDS.items() if weights in IN_GROUPS]
+GROUPED = [kind for kind, (_, weights) in KINDS.items() if weights not in (None, "int8-weight-only")]
 HALF_STEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # relative error of rounding once
 
 TREES = {
@@ -82,15 +98,42 @@ def turn_kernels_off(monkeypatch):
     assert not native.load()
 
 
-def groups_in(weight, weights):
-    """Quantises a matrix in groups, in the format that ``weights`` names."""
-    kept = quantize_groups(weight, 8 if weights == "int8" else 4)
-    return Groups(kept.codes, *(part.half() for part in kept.wide())) if weights == "Q4_1" else kept
+def blocks_in(weight, weights):
+    """Returns rows of blocks in place of a matrix, and the kind of each 16 of them.
+
+    Own kinds round the matrix; a file's kinds have random blocks in its place.
+    """
+    outputs, inputs = weight.shape
+    if weights in ("int8", "int4"):
+        bits = int(weights[3:])
+        return [(quantize_groups(weight, bits), QUANTIZED[bits])]
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    kinds = [*BLOCKS] if weights == "mixed" else [weights]
+    parts = []
+    for number, rows in enumerate(range(0, outputs, 16)):
+        kind = fitting(kinds[(5 * number + inputs) % len(kinds)], inputs)
+        parts.append((ordinary_blocks(kind, min(16, outputs - rows), inputs, generator), kind))
+    return parts
 
 
 def packed(weight, weights):
     """Packs a matrix as the kernels read it."""
-    return groups_in(weight, weights).prepack() if weights in IN_GROUPS else pack(weight, weights)
+    if weights in (None, "int8-weight-only"):
+        return pack(weight, weights)
+    return pack_blocks(*zip(*blocks_in(weight, weights), strict=True)), None
+
+
+def parts_of(raw, kind):
+    """Returns the two addends of blocks' weights in float64, ``[O, I]``: multiples of scales, and minima."""
+    known = BLOCKS[kind]
+    row, blocks = known.split(raw)
+    codes, fields = known.parse(blocks)
+    dense = known.numbers(codes, fields, row).double()
+    minimum = None if known.scales is None else known.scales(fields, row)[1]
+    if minimum is None:
+        return dense, torch.zeros_like(dense)
+    wide = minimum.double().repeat_interleave(dense.shape[1] // minimum.shape[1], dim=1)
+    return dense - wide, wide
 
 
 def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=0):
@@ -101,18 +144,19 @@ def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=
     """
     generator = torch.Generator().manual_seed(seed)
     dtype, weights = KINDS[kind]
+    if weights in BLOCKS or weights == "mixed":  # files have whole blocks
+        inputs += -inputs % (256 if weights == "mixed" else BLOCKS[weights].weights)
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(dtype)
     wide_bias = torch.randn(outputs, generator=generator) if bias else None
     prepacked, scale = packed(weight, weights)
-    if weights in IN_GROUPS:
-        kept = groups_in(weight, weights)
+    if kind in GROUPED:
         codes, steps = quantize_rows(x)
-        rows_kept = (codes * steps.double()[..., None]).flatten(1)[:, :inputs]
-        dense, magnitude = kept.dense().double(), kept.dense().double().abs()
-        if (minimum := kept.wide()[1]) is not None:
-            magnitude = magnitude + 2 * minimum.double().abs().repeat_interleave(32, dim=1)[:, :inputs]
-        exact, size = rows_kept @ dense.T, rows_kept.abs() @ magnitude.T
+        rows_kept = (codes * steps.double()[..., None]).flatten(1)
+        multiples, minima = (
+            torch.cat(part) for part in zip(*(parts_of(*one) for one in blocks_in(weight, weights)), strict=True)
+        )
+        exact, size = rows_kept @ (multiples + minima).T, rows_kept.abs() @ (multiples.abs() + 3 * minima.abs()).T
     else:
         eight = quantize(weight) if weights else None
         dense = weight.double() if eight is None else eight[0].double() * eight[1].double()[:, None]
@@ -188,6 +232,8 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
     parts = {"norms": "pre", "head_norms": "", "bias": False, "sinks": False, "activation": "silu"}
     parts |= {"centred": False, "gated": True, "experts": {}}
     rest = {"window": None, "rotary": True, "softcap": None, "epsilon": 1e-5, "scale": 0.3, "parallel": False}
+    if weights in BLOCKS or weights == "mixed":
+        shape |= {"hidden": 256, "dim": 64, "inner": 256}
     chosen = {**shape, **parts, **rest, "beside": 0, **options}
     assert chosen.keys() == {*shape, *parts, *rest, "beside"}
     hidden, heads, kv_heads, dim, inner = (chosen[name] for name in shape)
@@ -305,7 +351,7 @@ class Stack:
         # With seed 1, a value of an 8-bit row lies so close to the middle of two steps that processors differ.
         generator = torch.Generator().manual_seed(2)
         self.layers, self.native = layers, LayerRun(layers)
-        hidden = 16 * layers[0].out.weight.shape[0]
+        hidden = layers[0].out.outputs
         self.embeddings = torch.randn(50, hidden, generator=generator).to(dtype)
         self.others = torch.randn(50, BESIDE, generator=generator).to(dtype)
         size = rotary or layers[0].dim
@@ -375,9 +421,9 @@ def check_layers(layers, dtype=torch.float32, truth=None, **rotation):
     stack = Stack(layers, dtype, **rotation)
     stack.layers = truth or layers
     # In bfloat16 about ten numbers per layer are rounded on the way to its output, each by up to 2^-8.
-    # With weights in groups, rows become 8 bits, where the last bit of a float may decide a whole step.
+    # With weights in panels, rows become 8 bits, where the last bit of a float may decide a whole step.
     grouped = layers[0].qkv.weight.dtype == torch.uint8
-    bound = 2e-2 if dtype == torch.bfloat16 else 3e-3 if grouped else 2e-6
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-2 if grouped else 2e-6
     cache = RaggedKVCache()
     samples = [cache.open(20) for _ in range(3)]
     texts = [[5, 9, 7, 5, 9, 1], [11], []]

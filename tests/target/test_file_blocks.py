@@ -1,28 +1,37 @@
 """Blocks of GGUF files are decoded without conversion, and other weights are never taken for blocks."""
 
 import copy
-import logging
 import pickle
 
 import pytest
 import torch
 from support.models import fusable
 from torch import nn
-from torch.testing import assert_close
 
 import arbordraft as ad
-from arbordraft.kernels.prepacked_linear import Groups
+from arbordraft.kernels.prepacked_linear import dequantize_blocks, pack, restore_blocks
 from arbordraft.loading import load_model
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.prepacked import gguf as file_model
-from arbordraft.target.prepacked.gguf_blocks import FileBlocks, in_memory
+from arbordraft.target.prepacked.gguf_blocks import READABLE, FileBlocks, blocks_of, in_memory
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
+from support.blocks import ordinary_blocks
 from support.gguf_files import LETTERS, dequantised, file_name, write_gguf
 
 pytestmark = pytest.mark.usefixtures("kernels")
-MIXED = [("lm_head", "Q8_0"), ("embed", "Q8_0"), ("v_proj", "Q8_0"), ("gate", "Q4_0"), ("down", "Q4_0"), ("", "Q4_1")]
+MIXED = [("lm_head", "Q8_0"), ("embed", "Q8_0"), ("v_proj", "Q5_0"), ("gate", "Q4_0"), ("down", "MXFP4"), ("", "Q4_1")]
+# As files of Q4_K_M, whose rows are multiples of 256.
+K_QUANTS = [
+    ("lm_head", "Q6_K"),
+    ("v_proj", "Q6_K"),
+    ("gate", "IQ4_XS"),
+    ("down", "Q5_K"),
+    ("embed", "Q5_1"),
+    ("", "Q4_K"),
+]
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
 @pytest.fixture
@@ -35,16 +44,22 @@ def written(tmp_path):
     return write
 
 
+def stored(weight):
+    """Returns the float32 numbers of a parameter's blocks, in the model's order."""
+    raw, kind, rows = blocks_of(weight)
+    return dequantize_blocks(raw, kind)[rows]
+
+
 def decoder_of(file):
     return ad.load(file, "none", weights="file", dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "kinds", [[("", "Q8_0")], [("", "Q4_0")], [("", "Q4_1")], MIXED], ids=["Q8_0", "Q4_0", "Q4_1", "mixed"]
+    "kinds", [*([("", kind)] for kind in READABLE), MIXED, K_QUANTS], ids=[*READABLE, "mixed", "K-quants"]
 )
 def test_blocks_hold_the_numbers_of_the_file(written, kinds, dtype):
-    file = written(kinds)
+    file = written(kinds, **WIDE)
     expected = dict(load_model(str(file), dtype)[0].named_parameters())
     found = dict(load_model(str(file), dtype, as_stored=True)[0].named_parameters())
     truth = dequantised(file)
@@ -53,10 +68,10 @@ def test_blocks_hold_the_numbers_of_the_file(written, kinds, dtype):
         assert torch.equal(in_memory(weight), expected[name])
         assert isinstance(weight, FileBlocks) == (weight.ndim == 2)
         if weight.ndim == 2:
-            dense = weight.groups().dense()
+            dense = stored(weight)
             assert torch.equal(dense.to(dtype), expected[name])  # in the model's order of rows
             assert torch.equal(dense.sort(dim=0).values, truth[file_name(name)].sort(dim=0).values)
-    rows = found["model.layers.0.self_attn.q_proj.weight"].groups().dense()
+    rows = stored(found["model.layers.0.self_attn.q_proj.weight"])
     assert not torch.equal(rows, truth["blk.0.attn_q.weight"])  # control: the file orders these rows differently
 
 
@@ -89,14 +104,14 @@ def test_decoding_reads_the_blocks_of_the_file(written, tied):
     assert target.row_invariant
     assert "file" in target.chosen
     head = target.network().get_output_embeddings()
-    kept = Groups.restore(*head.prepacked, len(LETTERS), 64)
     truth = dequantised(file)["token_embd.weight" if tied else "output.weight"]
-    assert torch.equal(kept.dense(), truth)
+    assert torch.equal(restore_blocks(head.prepacked[0], len(LETTERS)), truth)
 
 
-def test_logits_are_close_to_those_of_the_dequantised_model(written):
+@pytest.mark.parametrize(("kinds", "sizes"), [(MIXED, {}), (K_QUANTS, WIDE)], ids=["mixed", "K-quants"])
+def test_logits_are_close_to_those_of_the_dequantised_model(written, kinds, sizes):
     """Only activations in 8 bits differ from the model that transformers reads."""
-    file = written(MIXED)
+    file = written(kinds, **sizes)
     model, _ = load_model(str(file), torch.float32)
     decoder = decoder_of(file)
     tokens = torch.arange(20) % len(LETTERS)
@@ -112,7 +127,7 @@ def test_logits_are_close_to_those_of_the_dequantised_model(written):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adapters_are_merged_into_copies(written, dtype):
-    """Merged linears are no longer blocks, and are kept in 8 bits."""
+    """Merged linears are no longer blocks, and keep the numbers of their copies."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
     file, config = written(MIXED), peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], init_lora_weights=False)
     models = []
@@ -155,7 +170,7 @@ def test_blocks_cannot_be_written_to(written):
     with pytest.warns(match="prepacking them again"):
         target.begin(RaggedKVCache())
     matrix = target.prepacking.stack[0].down
-    assert_close(Groups.restore(matrix.weight, matrix.scale, 64, 96).dense(), 2 * before, rtol=0, atol=0.01)
+    assert torch.equal(restore_blocks(matrix.weight), 2 * before)
 
 
 def sent(model):
@@ -184,7 +199,7 @@ def test_blocks_can_be_quantised_to_fewer_bits(written):
     target = ad.RaggedModel(model, weights="int4")
     assert target.weights == "int4"
     matrix = target.prepacking.stack[0].down
-    assert Groups.restore(matrix.weight, matrix.scale, 64, 96).bits == 4
+    assert torch.equal(matrix.weight, pack(in_memory(model.model.layers[0].mlp.down_proj.weight), "int4")[0])
     with pytest.raises(ValueError, match="file weights need the native kernels: use kernels='native'"):
         ad.RaggedModel(model, kernels="torch")
 
@@ -198,17 +213,29 @@ def test_originals_need_no_second_file(written):
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize(("kind", "told"), [("Q5_0", "Q5_0"), ("F16", "float32")])
-def test_kinds_that_kernels_do_not_read_keep_8_bits(written, caplog, kind, told):
-    file = written([("down_proj", kind), ("", "Q4_1")])
-    model, _ = load_model(str(file), torch.float32)
-    with caplog.at_level(logging.WARNING, "arbordraft"):
-        target = decoder_of(file).target
-    assert f"2 of {told}) are kept in 8 bits" in caplog.text
-    layer = target.prepacking.stack[0]
-    kept = Groups.restore(layer.down.weight, layer.down.scale, 64, 96)
-    assert kept.bits == 8
-    assert_close(kept.dense(), model.model.layers[0].mlp.down_proj.weight.detach(), rtol=0, atol=0.01)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_matrices_that_are_not_quantised_keep_their_numbers(written, dtype):
+    file = written([("down_proj", "F16"), ("", "Q4_1")])
+    target = ad.load(file, "none", weights="file", dtype=str(dtype).removeprefix("torch."), device="cpu").target
+    layer, truth = target.prepacking.stack[0], dequantised(file)["blk.0.ffn_down.weight"]
+    assert torch.equal(restore_blocks(layer.down.weight), truth.to(dtype).float())
+
+
+def test_kinds_that_kernels_do_not_read_are_refused(written):
+    file = written([("down_proj", "TQ2_0"), ("", "Q4_1")], **WIDE)
+    with pytest.raises(ValueError, match=r"tiny.gguf: kernels read blocks of .*, not of TQ2_0: choose weights='int8'"):
+        ad.load(file, "none", weights="file", device="cpu")
+
+
+def test_kinds_of_one_matrix_differ(written):
+    """Queries and keys in one kind, values in another, and gates in another than their inputs."""
+    file = written(K_QUANTS, **WIDE)
+    layer, truth = decoder_of(file).target.prepacking.stack[0], dequantised(file)
+    gates = restore_blocks(layer.gate_up.weight).unflatten(0, (-1, 2, 16))
+    assert torch.equal(gates[:, 0].flatten(0, 1), truth["blk.0.ffn_gate.weight"])
+    assert torch.equal(gates[:, 1].flatten(0, 1), truth["blk.0.ffn_up.weight"])
+    values = truth["blk.0.attn_v.weight"]
+    assert torch.equal(restore_blocks(layer.qkv.weight)[-len(values) :], values)
 
 
 def test_files_without_blocks_are_refused(written, tmp_path):
@@ -226,3 +253,27 @@ def test_damaged_files_are_named(written):
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ValueError, match="truncated or damaged"):
         ad.load(file, "none", weights="file", device="cpu")
+
+
+def test_stacked_experts_run_in_their_blocks():
+    """Experts of a file keep their kinds beside a shared expert, whose numbers are the model's own."""
+    model, source = fusable("qwen2_moe"), torch.Generator().manual_seed(0)
+    held = model.model.layers[0].mlp.experts
+    for layer in model.model.layers:
+        for name, kind in (("gate_up_proj", "MXFP4"), ("down_proj", "Q5_1")):
+            shape = getattr(layer.mlp.experts, name).shape
+            raw = ordinary_blocks(kind, shape[0] * shape[1], shape[2], source)
+            blocks = FileBlocks(raw.numpy(), kind, tuple(shape), torch.float32)
+            setattr(layer.mlp.experts, name, nn.Parameter(blocks, requires_grad=False))
+    target = ad.RaggedModel(model)
+    assert target.weights == "file"
+    layer = target.prepacking.stack[0]
+    experts, inner = held.down_proj.shape[0], held.down_proj.shape[2]
+    gates = restore_blocks(layer.gate_up.weight).unflatten(0, (-1, 2, 16)).transpose(1, 0).flatten(1, 2)
+    truth = in_memory(held.gate_up_proj).unflatten(1, (2, inner)).transpose(0, 1).flatten(1, 2)
+    assert torch.equal(gates[:, : experts * inner], truth)
+    assert not torch.equal(truth[0], truth[1])  # control: gates differ from inputs
+    down = in_memory(held.down_proj).flatten(0, 1)
+    assert torch.equal(restore_blocks(layer.down.weight)[: len(down)], down)
+    mlp = model.model.layers[0].mlp.shared_expert.down_proj.weight
+    assert torch.equal(restore_blocks(layer.down.weight)[len(down) :, :inner][: len(mlp)], mlp[:, :inner])

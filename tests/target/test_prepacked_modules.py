@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from arbordraft import RaggedModel
 from arbordraft.kernels import native
+from arbordraft.kernels.prepacked_linear import pack
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.target import self_test
 from arbordraft.target.attention import UnsupportedModel
@@ -346,10 +347,11 @@ def test_the_head_of_4_bit_weights_keeps_8():
     target = RaggedModel(model, kernels="native", weights="int4")
     head = target.network().get_output_embeddings()
     assert head.weights == "int8"
-    assert head.prepacked[0].shape[2] == 8
-    assert target.prepacking.stack[0].qkv.weight.shape[2] == 4
+    assert torch.equal(head.prepacked[0], pack(head.weight, "int8")[0])
+    down = model.model.layers[0].mlp.down_proj.weight
+    assert torch.equal(target.prepacking.stack[0].down.weight, pack(down, "int4")[0])
     own = RaggedModel(model, kernels="native").prepacking.nbytes
-    assert 0.15 < target.prepacking.nbytes / own < 0.18  # 5 of 32 bits, and 8.5 in the head
+    assert 0.15 < target.prepacking.nbytes / own < 0.19  # 5 of 32 bits, 8.5 in the head, and tables of panels
 
 
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])

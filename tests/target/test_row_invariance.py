@@ -33,6 +33,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_linears(kind, threads):
@@ -106,7 +107,7 @@ def test_a_node_gets_the_bits_of_plain_decoding(options, dtype, threads):
         check_tree_rows(Case(samples, dtype=dtype, size=48), **options)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_layers(kind, threads):

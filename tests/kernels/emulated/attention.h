@@ -33,7 +33,7 @@ void check_attention(int64_t dim, int64_t value_dim, int64_t group, int64_t past
   for (int64_t r = 0; r < rows; ++r) {  // a binary tree after the past
     if (r) paths[r] = paths[(r - 1) / 2];
     paths[r].push_back(past + 2 * r + 1);
-    tree.add(0, past, paths[r]);
+    tree.add(0, past, paths[r], 0);
   }
   tree.close();
   const auto found = attended(a, tree, queries, 1);
@@ -80,7 +80,7 @@ void check_attention(int64_t dim, int64_t value_dim, int64_t group, int64_t past
     commit(keys, drafted_keys, heads * dim);
     commit(values, drafted_values, heads * value_dim);
     Visible alone;
-    alone.add(0, past + int64_t(paths[r].size()), {});
+    alone.add(0, past + int64_t(paths[r].size()), {}, 0);
     alone.close();
     const int64_t size = heads * group;
     const Rows<T> query(queries.begin() + r * size * dim, queries.begin() + (r + 1) * size * dim);

@@ -2,7 +2,9 @@
 #pragma once
 
 #include "checking.h"
-#include "prepacked_linear/bytes.h"
+#include <numeric>
+
+#include "prepacked_linear/formats.h"
 
 template <class Of>
 Rows<float> each(const Of& of) {
@@ -104,20 +106,42 @@ void check_halves() {
   same(found, expected, "halves");
 }
 
-template <int Bits>
+// Sums of a group's products, of codes among them the least and greatest.
+template <class F>
 void check_bytes() {
   Chance chance(2);
   for (int round = 0; round < 20; ++round) {
-    auto codes = chance.some<uint8_t>(64);
-    auto x = chance.some<int8_t>(4);
-    if (round < 4) std::fill(codes.begin(), codes.end(), round % 2 ? 255 : 0), std::fill(x.begin(), x.end(), round / 2 ? 127 : -127);
-    if (Bits == 4)
-      for (auto& code : codes) code &= 15;
-    Rows<float> expected(16);
-    int32_t four;
-    std::memcpy(&four, x.data(), 4);
-    for (int i = 0; i < 64; ++i) expected[i / 4] += float((codes[i] - kOffset<Bits>) * x[i % 4]);
-    for (float& lane : expected) lane += 1000;
-    same(lanes_of(to_float(dot<Bits>(splat_integer(1000), load_bytes(codes.data()), four))), expected, "dot of bytes");
+    auto packed = chance.some<uint8_t>(kGroupBytes<F>);
+    auto x = chance.some<int8_t>(32);
+    if (round < 4) std::fill(packed.begin(), packed.end(), round % 2 ? 255 : 0), std::fill(x.begin(), x.end(), round / 2 ? 127 : -127);
+    const int32_t begins = begin<F, kBiased>(std::accumulate(x.begin(), x.end(), 0));
+    auto sums = start<F>(begins);
+    Rows<int32_t> whole(16);
+    each<4>([&](auto line) {
+      constexpr int kQuad = 2 * decltype(line)::value;
+      const u8x64 first = F::template load<kQuad>(packed.data()), second = F::template load<kQuad + 1>(packed.data());
+      const auto* four = (const uint8_t*)x.data() + 4 * kQuad;
+      if constexpr (kTwice<F>)
+        sums = dot_twice<F>(sums, first, second, read<int32_t>(four), read<int32_t>(four + 4));
+      else
+        sums = dot<F>(dot<F>(sums, first, read<int32_t>(four)), second, read<int32_t>(four + 4));
+      for (int lane = 0; lane < 16; ++lane)
+        for (int k = 0; k < 8; ++k) {
+          const int quad = 2 * line + k / 4, at = 4 * lane + k % 4;
+          int code = F::kBits == 8 ? packed[64 * quad + at] : packed[64 * line + at] >> k / 4 * 4 & 15;
+          if (F::kBits == 5) code |= (packed[256 + at] >> quad & 1) << 4;
+          if (F::kBits == 6) code |= (packed[256 + 64 * (quad / 4) + at] >> quad % 4 * 2 & 3) << 4;
+          whole[lane] += int32_t(F::value(uint8_t(code))) * x[4 * quad + k % 4];
+        }
+    });
+    same(lanes_of(to_float(total<F>(sums, begins))), Rows<float>(whole.begin(), whole.end()), "sums of kind " + std::to_string(F::kNumber));
   }
+}
+
+void check_powers() {
+  Rows<float> found(256), expected(256);
+  Rows<uint8_t> exponents(256);
+  for (int e = 0; e < 256; ++e) exponents[e] = uint8_t(e), expected[e] = std::ldexp(1.f, e - 128);
+  for (int e = 0; e < 256; e += kLanes) store(found.data() + e, load_powers(exponents.data() + e));
+  same(found, expected, "powers of two");
 }

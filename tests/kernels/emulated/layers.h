@@ -8,7 +8,7 @@ template <class W, class T>
 class Layers {
  public:
   using X = std::conditional_t<
-      std::is_same_v<W, Grouped>, float, std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>>;
+      std::is_same_v<W, Panels>, float, std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>>;
   static constexpr int64_t kHidden = 64, kHeads = 4, kKvHeads = 2, kDim = 16, kInner = 96, kSlots = 200;
   static constexpr int64_t kLayers = 2, kPool = kSlots * kKvHeads * kDim;
 
@@ -38,7 +38,7 @@ class Layers {
     Rows<int64_t> slots;
     Rows<float> cosines, sines;
     for (int64_t r = 0; r < rows; ++r) {
-      visible.add(0, done + r + 1, {});
+      visible.add(0, done + r + 1, {}, 0);
       slots.push_back(done + r);
       for (int64_t i = 0; i < kDim; ++i) {
         const float angle = angles_[(done + r) * kDim + i % (kDim / 2)];
@@ -53,7 +53,7 @@ class Layers {
           .pre_attention = {norm_.data()}, .query_norm = {norm_.data()}, .key_norm = {norm_.data()},
           .pre_mlp = {norm_.data(), norm_.data()}, .post_mlp = {norm_.data()}, .qkv = qkv_.matrix, .out = out_.matrix,
           .gate_up = gate_up_.matrix, .down = down_.matrix, .query_heads = kHeads, .kv_heads = kKvHeads, .dim = kDim, .inner = kInner,
-          .activation = Activation::silu, .rotary = true, .gated = true, .epsilon = 1e-5f, .scale = 0.25f,
+          .activation = Activation::silu, .table = 0, .gated = true, .epsilon = 1e-5f, .scale = 0.25f,
           .keys = keys.data() + n * kPool, .values = values.data() + n * kPool, .visible = &visible});
     const bool own = rows == 1;
     const int64_t copies = own ? omp_get_max_threads() : rows;
@@ -68,7 +68,7 @@ class Layers {
         .widest = groups_of(kInner)};
     team(true, [&](int thread, int threads) {
       run_layers<W, X, T>(
-          x, nullptr, 0, rows, kHidden, layers, space, cosines.data(), sines.data(), kDim, slots.data(), chunks, {}, thread,
+          x, nullptr, 0, rows, kHidden, layers, space, cosines.data(), sines.data(), kDim, 1, slots.data(), chunks, {}, thread,
           threads);
     });
   }

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "checking.h"
-#include "prepacked_linear/grouped.h"
+#include "prepacked_linear/packing.h"
+#include "prepacked_linear/panels.h"
 
 template <class W>
 struct Weights {
@@ -21,49 +22,45 @@ struct Weights {
   }
 };
 
-float half(uint16_t bits) {
-  const float size = std::ldexp(float(1024 + (bits & 1023)), int(bits >> 10 & 31) - 25);
-  return bits >> 15 ? -size : size;
-}
-
-// Groups of 4 bits may have scales and minima in bytes.
+// Random blocks, of one kind or of all kinds by turns.
 template <>
-struct Weights<Grouped> {
-  Rows<uint8_t> codes, bytes;
-  Rows<uint16_t> scales;
+struct Weights<Panels> {
+  Rows<Rows<uint8_t>> raw;  // of each output
+  Rows<int64_t> kinds, places;  // of each panel
+  Rows<uint8_t> packed;
   Rows<float> bias;
-  Prepacked<Grouped> matrix;
+  Prepacked<Panels> matrix;
 
-  Weights(
-      Chance& chance, int64_t outputs, int64_t inputs, bool small = false, bool four = true, bool in_bytes = false)
-      : codes(chance.some<uint8_t>((outputs + 15) / 16 * 16 * inputs / (four ? 2 : 1))), bias(chance.some<float>(outputs)) {
-    const int64_t blocks = (outputs + 15) / 16, groups = inputs / kGroupSize;
-    for (int64_t i = 0; i < blocks * groups * 16 * (four ? 2 : 1); ++i) {
-      const bool minimum = four && i / 16 % 2;  // about as large as the codes' part, and negative
-      scales.push_back(uint16_t((chance.bits() & 0x3ff) + ((small ? (minimum ? 9 : 6) : (minimum ? 13 : 10)) << 10) + (minimum ? 0x8000 : 0)));
+  Weights(Chance& chance, int64_t outputs, int64_t inputs, int64_t kind = -1) : bias(chance.some<float>(outputs)) {
+    const int64_t panels = (outputs + 15) / 16, groups = inputs / kGroupSize;
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      kinds.push_back(kind < 0 ? panel * 7 % 15 : kind);
+      with_kind(kinds.back(), [&](auto type) {
+        using F = decltype(type);
+        const uint8_t* rows[kLanes] = {};
+        for (int64_t lane = 0; lane < kLanes && panel * kLanes + lane < outputs; ++lane) {
+          raw.push_back(chance.some<uint8_t>(F::kRow + groups / F::kGroups * F::kRaw));
+          if constexpr (kFloats<F>)  // about 1
+            for (size_t i = F::kBits / 8 - 1; i < raw.back().size(); i += F::kBits / 8) raw.back()[i] = 0x3c | (raw.back()[i] & 0x81);
+          for (size_t i = 3; i < F::kRow; i += 4) raw.back()[i] = 0x3c;
+          for (int64_t block = 0; block < groups / F::kGroups; ++block) {
+            uint8_t* from = raw.back().data() + F::kRow + block * F::kRaw;
+            if constexpr (F::kNumber == Mxfp4::kNumber)
+              from[0] = uint8_t(120 + from[0] % 8);
+            else if constexpr (F::kNumber == Q6_K::kNumber)
+              from[209] &= 0xbf;  // finite halves
+            else if constexpr (!kFloats<F> && F::kRow == 0)
+              from[1] &= 0xbf, from[3] &= F::kMinimum ? 0xbf : 0xff;
+          }
+          rows[lane] = raw.back().data();
+        }
+        places.push_back(int64_t(packed.size()) + F::kNumber);
+        packed.resize(packed.size() + panel_bytes<F>(groups));
+        lay_panel<F>(rows, groups, packed.data() + places.back() / 64 * 64);
+      });
     }
-    if (!four)
-      for (auto& half : scales) half -= uint16_t(4 << 10);
-    if (in_bytes)
-      for (int64_t block = 0; block < blocks; ++block) {
-        const auto factors = chance.some<float>(2 * kLanes);
-        const auto* from = reinterpret_cast<const uint8_t*>(factors.data());
-        bytes.insert(bytes.end(), from, from + kFactors<uint8_t>);
-        const auto counts = chance.some<uint8_t>(groups * 2 * kLanes);
-        bytes.insert(bytes.end(), counts.begin(), counts.end());
-      }
-    const void* scale = in_bytes ? static_cast<const void*>(bytes.data()) : scales.data();
-    matrix = {codes.data(), scale, bias.data(), outputs, inputs, four, in_bytes};
-  }
-
-  // Returns the scale of an output's group, or its minimum.
-  float scale_of(int64_t output, int64_t group, bool minimum) const {
-    const int64_t block = output / kLanes, groups = matrix.groups(), lane = minimum * kLanes + output % kLanes;
-    if (!matrix.bytes) return half(scales[(block * groups + group) * kLanes * (matrix.four ? 2 : 1) + lane]);
-    const uint8_t* from = bytes.data() + block * (kFactors<uint8_t> + groups * 2 * kLanes);
-    float factor;
-    std::memcpy(&factor, from + lane * sizeof(float), sizeof(float));
-    return float(from[kFactors<uint8_t> + group * 2 * kLanes + lane]) * factor;
+    places.push_back(int64_t(packed.size()));
+    matrix = {packed.data(), places.data(), bias.data(), outputs, inputs};
   }
 };
 
@@ -113,39 +110,58 @@ void check_linear(int64_t outputs, int64_t inputs, int64_t rows = 19) {
   check_rows(weights.matrix, x.data(), rows, inputs, what);
 }
 
+// The product of a row of blocks with a quantised row, by scalar code.
+template <class F>
+float product(const uint8_t* row, const Rows<Eighth>& x, float y) {
+  const uint8_t* raw = row + F::kRow;
+  for (size_t g = 0; g < x.size(); g += F::kGroups, raw += F::kRaw) {
+    if constexpr (kFloats<F>) {
+      for (int i = 0; i < 32; ++i) y = y + F::value_at(raw + i * F::kBits / 8) * (float(x[g].codes[i]) * x[g].scale);
+    } else {
+      uint8_t codes[32 * F::kGroups], fields[F::kFields];
+      F::parse(raw, codes, fields);
+      for (int j = 0; j < F::kGroups; ++j) {
+        const Eighth& from = x[g + j];
+        int32_t sums[2] = {};
+        for (int i = 0; i < 32; ++i) sums[i * F::kParts / 32] += int32_t(F::value(codes[32 * j + i])) * from.codes[i];
+        if constexpr (F::kParts == 2) {
+          const int32_t whole = sums[0] * int8_t(fields[2 + 2 * j]) + sums[1] * int8_t(fields[3 + 2 * j]);
+          y = y + float(whole) * (half_at(fields) * from.scale);
+        } else {
+          y = y + float(sums[0]) * (F::scale_of(row, fields, j) * from.scale);
+          if constexpr (F::kMinimum) y = y + F::minimum_of(row, fields, j) * from.total;
+        }
+      }
+    }
+  }
+  return y;
+}
+
 // Checks for the bits of scalar code, which every processor must have.
-void check_groups(bool four, bool in_bytes, int64_t outputs, int64_t inputs, int64_t rows = 19) {
-  Chance chance(uint64_t(outputs + inputs + four));
-  const Weights<Grouped> weights(chance, outputs, inputs, false, four, in_bytes);
+void check_blocks(int64_t kind, int64_t outputs, int64_t inputs, int64_t rows = 19) {
+  Chance chance(uint64_t(outputs + inputs + kind));
+  const Weights<Panels> weights(chance, outputs, inputs, kind);
   const int64_t groups = groups_of(inputs);
   const auto x = chance.some<float>(rows * inputs);
   Rows<Eighth> eighths(rows * groups);
   Rows<float> expected(rows * outputs);
   for (int64_t r = 0; r < rows; ++r) {
     to_eighths(x.data() + r * inputs, inputs, eighths.data() + r * groups);
-    for (int64_t o = 0; o < outputs; ++o) {
-      float& y = expected[r * outputs + o];
-      for (int64_t g = 0; g < groups; ++g) {
-        const float* from = x.data() + r * inputs + g * 32;
-        float most = 0;
-        for (int i = 0; i < 32; ++i) most = std::max(most, std::abs(from[i]));
-        const float steps = 127.f / most, step = most / 127.f;
-        int32_t sum = 0, total = 0;
-        for (int i = 0; i < 32; ++i) {
-          const int32_t code = int32_t(std::nearbyint(from[i] * steps));
-          const int64_t at = o / 16 * groups + g, quad = i / 4, line = four ? quad % 4 : quad;
-          const uint8_t byte = weights.codes[((at * (four ? 4 : 8) + line) * 16 + o % 16) * 4 + i % 4];
-          sum += code * (four ? (quad < 4 ? byte & 15 : byte >> 4) : byte - 128);
-          total += code;
-        }
-        const float factor = weights.scale_of(o, g, false) * step, part = float(sum) * factor;
-        y = y + part;
-        if (four) y = y + weights.scale_of(o, g, true) * (step * float(total));
-      }
-      y = y + weights.bias[o];
+    Rows<Eighth> row(groups);
+    for (int64_t g = 0; g < groups; ++g) {
+      const float* from = x.data() + r * inputs + g * 32;
+      float most = 0;
+      for (int i = 0; i < 32; ++i) most = std::max(most, std::abs(from[i]));
+      int32_t total = 0;
+      for (int i = 0; i < 32; ++i) total += row[g].codes[i] = int8_t(std::nearbyint(from[i] * (127.f / most)));
+      row[g].scale = most / 127.f, row[g].total = row[g].scale * float(total);
     }
+    for (int64_t o = 0; o < outputs; ++o)
+      with_kind(weights.kinds[o / 16], [&](auto type) {
+        expected[r * outputs + o] = product<decltype(type)>(weights.raw[o].data(), row, 0.f) + weights.bias[o];
+      });
   }
-  const std::string what = in_bytes ? "linear of 4 bits, scales in bytes" : four ? "linear of 4 bits" : "linear of 8 bits";
+  const std::string what = "linear of blocks " + std::to_string(kind);
   same(multiplied(weights.matrix, eighths.data(), rows), expected, what);
   check_rows(weights.matrix, eighths.data(), rows, groups, what);
 }

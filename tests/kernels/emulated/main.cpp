@@ -13,8 +13,11 @@ int main(int count, char** words) {
   std::printf("isa %s\n", kIsa);
   check_lanes();
   check_halves();
-  check_bytes<8>();
-  check_bytes<4>();
+  check_powers();
+  for (int64_t kind = 0; kind < 12; ++kind)
+    with_kind(kind, [](auto type) {
+      if constexpr (!kFloats<decltype(type)>) check_bytes<decltype(type)>();
+    });
   for (const auto& [outputs, inputs] : {std::pair<int64_t, int64_t>{33, 18}, {96, 64}}) {
     check_linear<float, float>(outputs, inputs);
     check_linear<bf16, float>(outputs, inputs);
@@ -23,8 +26,7 @@ int main(int count, char** words) {
     check_linear<bf16, bf16>(outputs, inputs);
     check_linear<int8_t, bf16>(outputs, inputs);
 #endif
-    for (bool four : {false, true}) check_groups(four, false, outputs, (inputs + 31) / 32 * 32);
-    check_groups(true, true, outputs, (inputs + 31) / 32 * 32);
+    for (int64_t kind = -1; kind < 15; ++kind) check_blocks(kind, outputs, (inputs + 255) / 256 * 256);
   }
   for (int64_t group : {1, 3, 5}) {
     check_attention<float>(64, 48, group, 130, group == 3);

@@ -1,7 +1,5 @@
 """Loads a causal LM from a GGUF file whose matrices stay in the file's own blocks."""
 
-import logging
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_network
-from arbordraft.target.prepacked.gguf_blocks import BLOCKS, FileBlocks, halves, holds_blocks
+from arbordraft.target.prepacked.gguf_blocks import FRACTIONS, READABLE, FileBlocks, check_kind, halves, holds_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 # Architectures whose files store every tensor as transformers does, except for the order of rows in these matrices. For
 # others, transformers makes the numbers, which then identify the blocks they came from.
 _HALVED: dict[str, tuple[str, ...]] = {"llama": ("attn_q.", "attn_k."), "qwen2": (), "qwen3": ()}
-_FRACTIONS = ("F32", "F16", "BF16")
 
 
 def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
@@ -33,16 +30,20 @@ def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
     """
     tensors, architecture = _contents(file)
     kinds = {tensor.tensor_type.name for tensor in tensors.values()}
-    if not kinds & BLOCKS.keys():
+    for kind in sorted(kinds - FRACTIONS.keys()):
+        try:
+            check_kind(kind)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+    if kinds <= FRACTIONS.keys():
         raise ValueError(
-            f"{file} holds {', '.join(sorted(kinds))}, and kernels read {', '.join(BLOCKS)}: choose weights='int8' or "
-            "'int4', which quantise the model anew, or leave weights out"
+            f"{file} holds {', '.join(sorted(kinds))} and no blocks: choose weights='int8' or 'int4', which quantise "
+            "the model, or leave weights out"
         )
     if architecture in _HALVED:
         model = _mapped(file, tensors, architecture, dtype)
     else:
         model = _as_transformers_has_them(file, tensors, architecture, dtype)
-    _warn_of_others(file, model)
     return model
 
 
@@ -86,7 +87,7 @@ def _held(tensor: Any, dtype: torch.dtype, order: Tensor | None) -> Tensor:
     from gguf import dequantize
 
     shape, kind = [int(size) for size in reversed(tensor.shape)], tensor.tensor_type.name
-    if len(shape) == 2 and kind not in _FRACTIONS:
+    if len(shape) == 2 and kind not in FRACTIONS:
         return FileBlocks(tensor.data, kind, (shape[0], shape[1]), dtype, order)
     dense = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).to(dtype)
     return dense if order is None else dense[order]
@@ -102,7 +103,7 @@ def _as_transformers_has_them(
     heads = [0, config.num_attention_heads, getattr(config, "num_key_value_heads", 0) or 0]
     for name, parameter in model.named_parameters():
         tensor = tensors.get(name_of(name))
-        if tensor is None or parameter.ndim != 2 or tensor.tensor_type.name not in BLOCKS:
+        if tensor is None or parameter.ndim != 2 or tensor.tensor_type.name not in READABLE:
             continue
         for number in heads:
             if number and len(parameter) % (2 * number):
@@ -137,20 +138,6 @@ def _names(architecture: str, model: "PreTrainedModel") -> Callable[[str], str]:
         return lambda name: ""
     known = gguf.get_tensor_name_map(kind, model.config.get_text_config().num_hidden_layers)
     return lambda name: known.get_name(name, try_suffixes=(".weight", ".bias")) or ""
-
-
-def _warn_of_others(file: Path, model: nn.Module) -> None:
-    """Logs which matrices kernels do not read in the file's format."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    kinds = Counter(
-        matrix.kind if isinstance(matrix, FileBlocks) else str(matrix.dtype).removeprefix("torch.")
-        for matrix in matrices
-        if not (isinstance(matrix, FileBlocks) and matrix.kind in BLOCKS)
-    )
-    if kinds:
-        message = "%s: matrices that kernels do not read as they are (%s) are kept in 8 bits"
-        named = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
-        logging.getLogger("arbordraft").warning(message, file, named)
 
 
 __all__ = ["load_blocks"]

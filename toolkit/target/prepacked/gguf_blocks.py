@@ -1,8 +1,9 @@
 """Matrices that stay in the quantised blocks of a GGUF file; kernels read them without rounding a weight twice.
 
-Shapes: O outputs, I inputs, G = I / 32 groups.
+Shapes: O outputs, I inputs.
 """
 
+import warnings
 from typing import Any, NoReturn
 
 import numpy as np
@@ -10,30 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from arbordraft.kernels.prepacked_linear import Groups
+from arbordraft.kernels.prepacked_linear import BLOCKS, dequantize_blocks, float_blocks
 
-# Layouts of 32 weights that kernels read. A byte holds two codes of 4 bits, whose weights are 16 apart.
-BLOCKS = {
-    "Q4_0": np.dtype([("scale", "<f2"), ("codes", "u1", 16)]),
-    "Q4_1": np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("codes", "u1", 16)]),
-    "Q8_0": np.dtype([("scale", "<f2"), ("codes", "u1", 32)]),  # signed codes
-}
-_CENTRE = np.float32(128)  # offset that makes signed codes unsigned
+FRACTIONS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # kinds without blocks
+# Names that GGUF gives to the kinds of blocks that kernels read.
+READABLE = tuple(kind for kind in BLOCKS if kind != "INT4" and kind not in FRACTIONS)
 _Array = np.ndarray[Any, Any]
 _DENSE = 1 << 20  # weights that are dequantised at a time
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class FileBlocks(Tensor):
-    """A parameter ``[O, I]`` that stays in blocks in its file and takes memory only during a computation.
+    """A parameter ``[..., I]`` that stays in blocks in its file and takes memory only during a computation.
 
     Torch sees a dense matrix. Each operator gets a temporary dense copy, and an embedding lookup only the rows that it
     needs. The parameter cannot be written to.
 
     Args:
-        raw: ``[O, bytes]`` uint8, the file's memory-mapped rows.
+        raw: ``[O, bytes]`` uint8, the file's memory-mapped rows; O is the product of the leading sizes.
         kind: GGUF's name of the type of blocks.
-        shape: ``(O, I)``.
+        shape: ``(O, I)``, or ``(E, O / E, I)`` for stacked experts.
         dtype: dtype of the dequantised numbers.
         order: ``[O]`` int64 index of each row in the file; by default in the file's order.
     """
@@ -48,7 +45,7 @@ class FileBlocks(Tensor):
         cls,
         raw: _Array,
         kind: str,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         order: Tensor | None = None,
     ) -> "FileBlocks":
@@ -65,7 +62,7 @@ class FileBlocks(Tensor):
             return args[0]._again()
         if function is torch.ops.aten.embedding.default and isinstance(args[0], cls):
             return args[0].rows(args[1].flatten()).unflatten(0, args[1].shape)
-        if function is torch.ops.aten.slice.Tensor and args[1:2] == (0,):
+        if function is torch.ops.aten.slice.Tensor and args[1:2] == (0,) and args[0].ndim == 2:
             return args[0].rows(torch.arange(len(args[0]))[slice(*args[2:])])
         for value, declared in zip(args, function._schema.arguments, strict=False):
             if isinstance(value, cls) and declared.alias_info is not None and declared.alias_info.is_write:
@@ -86,48 +83,65 @@ class FileBlocks(Tensor):
 
     def rows(self, index: Tensor) -> Tensor:
         """Returns the ``[n, I]`` numbers of ``[n]`` rows."""
-        raw = self._raw(index)
-        if self.kind not in BLOCKS:
+        places = index if self.order is None else self.order[index]
+        raw = np.ascontiguousarray(self.raw[places.numpy()])
+        if self.kind in FRACTIONS:
+            numbers = torch.from_numpy(raw).view(FRACTIONS[self.kind])
+        elif self.kind in BLOCKS:
+            numbers = dequantize_blocks(torch.from_numpy(raw), self.kind)
+        else:
             from gguf import GGMLQuantizationType, dequantize
 
-            return torch.from_numpy(dequantize(raw, GGMLQuantizationType[self.kind])).to(self.dtype)
-        codes, scale, minimum = _parts(raw, self.kind)
-        wide = scale.astype(np.float32)[..., None]
-        numbers = (codes - _CENTRE) * wide if minimum is None else codes * wide + minimum.astype(np.float32)[..., None]
-        return torch.from_numpy(numbers.reshape(len(raw), -1)).to(self.dtype)
+            numbers = torch.from_numpy(dequantize(raw, GGMLQuantizationType[self.kind]))
+        return numbers.to(self.dtype)
 
     def dense(self) -> Tensor:
-        """Returns all ``[O, I]`` numbers."""
-        found = torch.empty(self.shape, dtype=self.dtype)
+        """Returns all numbers."""
+        found = torch.empty(len(self.raw), self.shape[-1], dtype=self.dtype)
         for index in torch.arange(len(found)).split(max(1, _DENSE // found.shape[1])):
             found[index[0] : index[-1] + 1] = self.rows(index)
-        return found
+        return found.view(self.shape)
 
-    def groups(self) -> Groups | None:
-        """Returns the blocks in the kernels' layout; ``None`` for kinds that kernels do not read."""
-        if self.kind not in BLOCKS:
-            return None
-        raw = self._raw(torch.arange(len(self.raw)))
-        codes, scale, minimum = _parts(raw, self.kind)
-        least = None if minimum is None else torch.from_numpy(minimum.copy())
-        return Groups(torch.from_numpy(codes).flatten(1), torch.from_numpy(scale.copy()), least)
-
-    def _raw(self, index: Tensor) -> _Array:
-        places = (index if self.order is None else self.order[index]).numpy()
-        return np.asarray(self.raw[places])
+    def blocks(self) -> Tensor:
+        """Returns the ``[O, bytes]`` uint8 rows of the file, in its order, without reading them."""
+        with warnings.catch_warnings(action="ignore"):  # nothing writes to these rows, which cannot be written to
+            return torch.from_numpy(np.asarray(self.raw))
 
     def _again(self) -> "FileBlocks":
-        return FileBlocks(self.raw, self.kind, (self.shape[0], self.shape[1]), self.dtype, self.order)
+        return FileBlocks(self.raw, self.kind, tuple(self.shape), self.dtype, self.order)
 
 
 def holds_blocks(model: nn.Module) -> bool:
-    """Returns whether some of a model's parameters lie in blocks in a file."""
-    return any(isinstance(parameter, FileBlocks) for parameter in model.parameters())
+    """Returns whether some of a model's parameters lie in quantised blocks in a file."""
+    return any(isinstance(weight, FileBlocks) and weight.kind not in FRACTIONS for weight in model.parameters())
 
 
-def groups_of(weight: Tensor) -> Groups | None:
-    """Returns the quantised groups of a parameter that lies in a file; ``None`` for any other."""
-    return weight.groups() if isinstance(weight, FileBlocks) else None
+def check_kind(kind: str) -> None:
+    """Raises ValueError if kernels do not read blocks of this kind."""
+    if kind not in READABLE:
+        raise ValueError(
+            f"kernels read blocks of {', '.join(READABLE)}, not of {kind}: choose weights='int8' or 'int4', which "
+            "quantise the model anew, or a file of another kind, such as Q4_K_M"
+        )
+
+
+def blocks_of(weight: Tensor) -> tuple[Tensor, str, Tensor]:
+    """Returns the rows of blocks of an ``[..., I]`` parameter, their kind, and the place of each row among them.
+
+    A parameter that lies in a file has the file's blocks. Any other one has its own float32 or bfloat16 numbers.
+
+    Raises:
+        ValueError: if kernels do not read blocks of this kind.
+    """
+    rows = torch.arange(weight.numel() // weight.shape[-1])
+    if not isinstance(weight, FileBlocks):
+        return *float_blocks(weight.flatten(0, -2)), rows
+    order = rows if weight.order is None else weight.order
+    if weight.kind not in FRACTIONS:
+        check_kind(weight.kind)
+    elif weight.shape[-1] % BLOCKS[weight.kind].weights:  # such rows are padded
+        return *float_blocks(weight.dense().flatten(0, -2)), rows
+    return weight.blocks(), weight.kind, order
 
 
 def in_memory(weight: Tensor) -> Tensor:
@@ -144,14 +158,4 @@ def _parameter(*args: Any) -> nn.Parameter:
     return nn.Parameter(FileBlocks(*args), requires_grad=False)
 
 
-def _parts(raw: _Array, kind: str) -> tuple[_Array, _Array, _Array | None]:
-    """Returns unsigned ``[n, G, 32]`` codes, ``[n, G]`` scales and, for codes of 4 bits, ``[n, G]`` minima."""
-    blocks = raw.view(BLOCKS[kind])
-    codes, scale = blocks["codes"], blocks["scale"]
-    if kind == "Q8_0":
-        return codes + _CENTRE.astype(np.uint8), scale, None
-    codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
-    return codes, scale, blocks["minimum"] if kind == "Q4_1" else scale * np.float16(-8)
-
-
-__all__ = ["BLOCKS", "FileBlocks", "groups_of", "halves", "holds_blocks", "in_memory"]
+__all__ = ["FRACTIONS", "READABLE", "FileBlocks", "blocks_of", "check_kind", "halves", "holds_blocks", "in_memory"]

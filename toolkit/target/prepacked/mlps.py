@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import Experts, Matrix
-from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, pack, prepack
+from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, prepack
 from arbordraft.target.prepacked.probing import (
     TOLERANCE,
     Unrecognised,
@@ -125,25 +125,31 @@ def mixture(collector: WeightCollector, block: nn.Module) -> Mlp:
     router, experts = routers[0], routed[0]
     activation = _activation_of(experts)
     chosen, normalised = _routing(router)
-    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()  # type: ignore[operator]
+    gate_up, down = [experts.gate_up_proj.detach()], [experts.down_proj.detach()]  # type: ignore[operator]
     scores = router.weight.detach()  # type: ignore[operator]
-    number, hidden, inner = down.shape
+    number, hidden, inner = down[0].shape
     for each in shared:
         more, back = _parted(collector, each, inner, activation)
-        gate_up, down = torch.cat([gate_up, more]), torch.cat([down, back])
+        gate_up.append(more)
+        down.append(back)
     for name in gates:
         if (gate := collector.linear(block, name)).bias is not None:
             raise Unrecognised(f"{name} has a bias")
         scores = torch.cat([scores, gate.weight.detach()])
     fits = scores.shape[1] == hidden and number == len(scores) - len(gates)
-    if not fits or hidden % LANES or inner % LANES or len({t.dtype for t in (gate_up, down, scores)}) > 1:
+    if not fits or hidden % LANES or inner % LANES or len({t.dtype for t in (*gate_up, *down, scores)}) > 1:
         raise Unrecognised(f"{type(block).__name__} has sizes or types that the kernel does not know")
     for module in (router, experts):
         collector.remember(module)
+
+    def in_order(rows: Tensor) -> Tensor:
+        halves = rows.unflatten(0, (-1, 2 * inner)).chunk(2, dim=1)
+        return interleave(*(half.flatten(0, 1) for half in halves))
+
     # The router keeps its bits: rounding its scores would choose other experts.
-    choice = Experts(Matrix(prepack(scores)), number, chosen, len(down) - number, normalised, bool(gates))
-    halves = [half.flatten(0, 1) for half in gate_up.chunk(2, dim=1)]
-    first, second = (Matrix(*pack(rows, collector.weights)) for rows in (interleave(*halves), down.flatten(0, 1)))
+    shares = sum(map(len, down)) - number
+    choice = Experts(Matrix(prepack(scores)), number, chosen, shares, normalised, bool(gates))
+    first, second = collector.rows(gate_up, in_order), collector.rows(down)
     return Mlp(first, second, activation, inner, True, choice)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm, apply_norm
-from arbordraft.kernels.prepacked_linear import LANES, prepacked_linear
+from arbordraft.kernels.prepacked_linear import prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.target.attention import Forward
 from arbordraft.target.prepacked.rotation import apart
@@ -98,7 +98,7 @@ class PrepackedGatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., H]`` to ``[..., H]``."""
         for m, activation in ((self.gate_up, self.activation), (self.down, None)):
-            x = prepacked_linear(x, m.weight, m.scale, m.bias, outputs=len(m.weight) * LANES, activation=activation)
+            x = prepacked_linear(x, m.weight, m.scale, m.bias, outputs=m.outputs, activation=activation)
         return x
 
 

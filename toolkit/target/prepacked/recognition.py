@@ -144,7 +144,7 @@ def same_mlp(mlp: nn.Module, run: Any) -> bool:
     """Returns whether ``run(gate_up, down, activation)`` agrees with a float32 copy of the MLP on noise."""
     wide = widened(mlp)
     parts = single(WeightCollector(), wide)
-    x = noise(3, LANES * len(parts.down.weight))
+    x = noise(3, parts.down.outputs)
     expected = tried(wide, x)
     return expected is not None and distance(run(*parts[:3])(x), expected) < TOLERANCE
 

@@ -18,7 +18,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import AttentionCall
 from arbordraft.target.observation import LayerCall, Observation
 from arbordraft.target.prepacked.adapters import has_adapters
-from arbordraft.target.prepacked.gguf_blocks import FileBlocks, groups_of
+from arbordraft.target.prepacked.gguf_blocks import FileBlocks
 from arbordraft.target.prepacked.memory import move_to_file, move_together
 from arbordraft.target.prepacked.mlps import single
 from arbordraft.target.prepacked.prepacked_modules import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
@@ -208,7 +208,7 @@ class Prepacking:
                 weights = "int8" if collector.weights == "int4" and module is self._head else collector.weights
                 linear = collector.linear(owner, name)
                 options: Any = {
-                    "groups": groups_of(linear.weight) if collector.as_stored else None,
+                    "packed": collector.stored([linear.weight]) if collector.as_stored else None,
                     "transposed": linear.weight is not linear.module.weight,
                 }
                 prepacked_module = PrepackedLinear(linear.module, weights=weights, **options)

@@ -4,6 +4,7 @@ Shapes: I inputs and O outputs of a linear.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import Matrix, Norm
 from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
-from arbordraft.kernels.prepacked_linear import concatenate, pack
+from arbordraft.kernels.prepacked_linear import pack, pack_blocks
 from arbordraft.target.prepacked.adapters import has_adapters, merged
-from arbordraft.target.prepacked.gguf_blocks import groups_of
+from arbordraft.target.prepacked.gguf_blocks import blocks_of
 from arbordraft.target.prepacked.probing import (
     TOLERANCE,
     Unrecognised,
@@ -41,14 +42,18 @@ class WeightCollector:
 
     Args:
         weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack`. ``"file"``
-            keeps blocks of a file as they are and packs all other matrices in 8 bits.
+            keeps blocks of a file as they are and the weights of all other matrices in their own type.
     """
 
     def __init__(self, weights: str | None = None) -> None:
         self.sources: list[Tensor] = []
         self.adapted = 0  # linears into whose copies adapters were merged
-        self.as_stored = weights == "file"
-        self.weights = "int8" if self.as_stored else weights
+        self.weights = weights
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether blocks of a file stay as they are."""
+        return self.weights == "file"
 
     def take(self, others: "WeightCollector") -> None:
         """Adds the records of another collector to its own."""
@@ -107,11 +112,20 @@ class WeightCollector:
         """Concatenates the rows of several linears, reorders them with ``order`` and packs them."""
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = order(torch.cat(biases)).float().contiguous() if biases else None
-        stored = [groups_of(linear.weight) for linear in linears] if self.as_stored else []
-        blocks = [groups for groups in stored if groups is not None]
-        if len(blocks) == len(linears) and len({groups.bits for groups in blocks}) == 1:
-            return Matrix(*concatenate(blocks).map(order).prepack(), bias)
-        return Matrix(*pack(order(torch.cat([linear.weight.detach() for linear in linears])), self.weights), bias)
+        return replace(self.rows([linear.weight for linear in linears], order), bias=bias)
+
+    def rows(self, weights: Sequence[Tensor], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
+        """Concatenates the rows of several ``[..., I]`` weights, reorders them with ``order`` and packs them."""
+        if self.as_stored:
+            return Matrix(self.stored(weights, order))
+        return Matrix(*pack(order(torch.cat([weight.detach().flatten(0, -2) for weight in weights])), self.weights))
+
+    def stored(self, weights: Sequence[Tensor], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
+        """Packs the rows of several ``[..., I]`` weights, reordered with ``order``, without rounding a weight."""
+        raws, kinds, rows = zip(*map(blocks_of, weights), strict=True)
+        first = torch.tensor([0, *(len(raw) for raw in raws)]).cumsum(0)
+        places = torch.cat([each + start for each, start in zip(rows, first, strict=False)])
+        return pack_blocks(raws, kinds, order(places))
 
     def remember(self, module: nn.Module) -> None:
         """Records a module's own parameters."""
