@@ -101,9 +101,9 @@ class RaggedModel(nn.Module):
         weights: bits of the copies that native kernels read; by default the model's own. ``"int8"``: groups of 32
             weights with one scale each, as in GGUF's Q8_0. ``"int4"``: such groups with a scale and a minimum each, as
             in its Q4_1. Both quantise activations to 8 bits, separately for every group of every row.
-            ``"int8-weight-only"``: one scale per output, activations as they are. If the model's matrices lie in the
-            blocks of a GGUF file (see :func:`~arbordraft.load`), the default is these blocks. Matrices that kernels
-            do not read in the file's format are then held in 8 bits. Fewer bits are read faster, but make another
+            ``"int8-weight-only"``: one scale per output, activations as they are. ``"dense"``: the model's dtype. This is
+            the default, unless matrices lie in the blocks of a GGUF file (see :func:`~arbordraft.load`). Then these
+            blocks are the default, and matrices that kernels do not read so are held in 8 bits. Fewer bits are read faster, but make another
             model: decoding preserves the output law of that one.
         keep_weights: keep the original weights of prepacked modules in memory. Otherwise they move to a file of the
             same size in the cache folder, which is read on access. ``state_dict``, LoRA and ``model.generate`` then
@@ -146,8 +146,9 @@ class RaggedModel(nn.Module):
         super().__init__()
         given, model = model, unwrapped(model)
         check_model(model)
-        check_weights(weights)
-        self.weights = "file" if weights is None and holds_blocks(model) else weights
+        if weights != "dense":
+            check_weights(weights)
+        self.weights = None if weights == "dense" else "file" if weights is None and holds_blocks(model) else weights
         self._choice = choose(kernels, model, weights=self.weights)
         self.keep_weights, self._invariant = keep_weights, row_invariant
         vars(self)["_head_of"] = head_of  # not registered as a submodule

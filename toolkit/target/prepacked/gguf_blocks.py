@@ -18,6 +18,21 @@ BLOCKS = {
     "Q4_1": np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("codes", "u1", 16)]),
     "Q8_0": np.dtype([("scale", "<f2"), ("codes", "u1", 32)]),  # signed codes
 }
+# Bytes of a block, and the places of its scales in float16; all other parts are integers.
+_SCALES = {
+    "Q4_0": (18, (0,)),
+    "Q4_1": (20, (0, 2)),
+    "Q5_0": (22, (0,)),
+    "Q5_1": (24, (0, 2)),
+    "Q8_0": (34, (0,)),
+    "Q2_K": (84, (80, 82)),
+    "Q3_K": (110, (108,)),
+    "Q4_K": (144, (0, 2)),
+    "Q5_K": (176, (0, 2)),
+    "Q6_K": (210, (208,)),
+    "IQ4_NL": (18, (0,)),
+    "IQ4_XS": (136, (0,)),
+}
 _CENTRE = np.float32(128)  # offset that makes signed codes unsigned
 _Array = np.ndarray[Any, Any]
 _DENSE = 1 << 20  # weights that are dequantised at a time
@@ -25,15 +40,15 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class FileBlocks(Tensor):
-    """A parameter ``[O, I]`` that stays in blocks in its file and takes memory only during a computation.
+    """A parameter ``[..., I]`` that stays in blocks in its file and takes memory only during a computation.
 
     Torch sees a dense matrix. Each operator gets a temporary dense copy, and an embedding lookup only the rows that it
     needs. The parameter cannot be written to.
 
     Args:
-        raw: ``[O, bytes]`` uint8, the file's memory-mapped rows.
+        raw: ``[O, bytes]`` uint8, the file's memory-mapped rows; O is the product of the leading sizes.
         kind: GGUF's name of the type of blocks.
-        shape: ``(O, I)``.
+        shape: ``(O, I)``, or ``(E, O / E, I)`` for stacked experts.
         dtype: dtype of the dequantised numbers.
         order: ``[O]`` int64 index of each row in the file; by default in the file's order.
     """
@@ -48,7 +63,7 @@ class FileBlocks(Tensor):
         cls,
         raw: _Array,
         kind: str,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         order: Tensor | None = None,
     ) -> "FileBlocks":
@@ -65,7 +80,7 @@ class FileBlocks(Tensor):
             return args[0]._again()
         if function is torch.ops.aten.embedding.default and isinstance(args[0], cls):
             return args[0].rows(args[1].flatten()).unflatten(0, args[1].shape)
-        if function is torch.ops.aten.slice.Tensor and args[1:2] == (0,):
+        if function is torch.ops.aten.slice.Tensor and args[1:2] == (0,) and args[0].ndim == 2:
             return args[0].rows(torch.arange(len(args[0]))[slice(*args[2:])])
         for value, declared in zip(args, function._schema.arguments, strict=False):
             if isinstance(value, cls) and declared.alias_info is not None and declared.alias_info.is_write:
@@ -97,11 +112,22 @@ class FileBlocks(Tensor):
         return torch.from_numpy(numbers.reshape(len(raw), -1)).to(self.dtype)
 
     def dense(self) -> Tensor:
-        """Returns all ``[O, I]`` numbers."""
-        found = torch.empty(self.shape, dtype=self.dtype)
+        """Returns all numbers."""
+        found = torch.empty(len(self.raw), self.shape[-1], dtype=self.dtype)
         for index in torch.arange(len(found)).split(max(1, _DENSE // found.shape[1])):
             found[index[0] : index[-1] + 1] = self.rows(index)
-        return found
+        return found.view(self.shape)
+
+    def finite(self) -> bool:
+        """Returns whether all numbers are finite, which the scales of blocks tell; unknown kinds are dequantised."""
+        if self.kind not in _SCALES:
+            return all(
+                bool(self.rows(index).isfinite().all())
+                for index in torch.arange(len(self.raw)).split(max(1, _DENSE // self.shape[-1]))
+            )
+        size, places = _SCALES[self.kind]
+        blocks = np.asarray(self.raw).reshape(-1, size)
+        return all(bool(np.isfinite(blocks[:, at : at + 2].copy().view("<f2")).all()) for at in places)
 
     def groups(self) -> Groups | None:
         """Returns the blocks in the kernels' layout; ``None`` for kinds that kernels do not read."""
@@ -117,7 +143,7 @@ class FileBlocks(Tensor):
         return np.asarray(self.raw[places])
 
     def _again(self) -> "FileBlocks":
-        return FileBlocks(self.raw, self.kind, (self.shape[0], self.shape[1]), self.dtype, self.order)
+        return FileBlocks(self.raw, self.kind, tuple(self.shape), self.dtype, self.order)
 
 
 def holds_blocks(model: nn.Module) -> bool:

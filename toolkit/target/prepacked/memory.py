@@ -13,6 +13,7 @@ from arbordraft.kernels.machine import cache_folder
 from arbordraft.target.prepacked.gguf_blocks import FileBlocks
 from arbordraft.target.prepacked.mlps import stacked
 from arbordraft.target.prepacked.probing import is_linear, plain
+from arbordraft.target.prepacked.room import BYTES_EACH
 from arbordraft.utils.files import new_file
 
 _ALIGNED = 64  # bytes; any dtype may begin at a multiple of it
@@ -24,9 +25,7 @@ def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
     held = {getattr(module, "weight", None) for module in model.modules() if is_linear(module)}
     held.update(weight for module in model.modules() if stacked(module) for weight in module.parameters())
     originals = [weight for weight in held if plain(weight)]
-    # Bytes per weight, with scales and minima of groups; for a file's blocks, an upper bound.
-    bytes_each = {"int4": 0.5625, "int8": 1.0625, "int8-weight-only": 1.0, "file": 1.0625}
-    return int(sum(tensor.numel() * bytes_each.get(weights or "", tensor.element_size()) for tensor in originals))
+    return int(sum(tensor.numel() * BYTES_EACH.get(weights or "", tensor.element_size()) for tensor in originals))
 
 
 def check_movable(model: nn.Module) -> None:
