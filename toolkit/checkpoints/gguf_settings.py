@@ -73,9 +73,8 @@ def gguf_config(file: GgufFile) -> Any:
         settings[ours] = value
     if not _has(defaults, "head_dim"):
         settings.pop("head_dim", None)
-    for name, ours in GGUF_CONFIG_MAPPING["tokenizer"].items():
-        if (token := file.fields.get(f"tokenizer.{name}")) is not None:
-            settings[ours] = token
+    # Defaults of configurations are the tokens of one checkpoint.
+    settings |= {ours: file.fields.get(f"tokenizer.{name}") for name, ours in GGUF_CONFIG_MAPPING["tokenizer"].items()}
     settings["tie_word_embeddings"] = "output.weight" not in file.tensors
     settings.setdefault("vocab_size", file.tensors["token_embd.weight"].shape[0] if _has_table(file) else 0)
     return config_class.from_dict(settings | _peculiar(file, kind, settings) | _rotation(file, kind, settings))
