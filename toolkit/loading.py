@@ -21,7 +21,7 @@ from arbordraft.kernels import native
 from arbordraft.kernels.precision import fast_dtype, warn_if_slow
 from arbordraft.kernels.progress import phase
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.prepacked.gguf import load_gguf
+from arbordraft.target.prepacked.gguf import load_gguf, warn_of_others
 from arbordraft.target.prepacked.room import check_room, needed_memory
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.choices import SMALL, Dtype, Kernels
@@ -207,6 +207,8 @@ def _target_named(
     model, own_tokenizer = _read(source, precision, revision, as_stored=as_stored)
     model.to(place)  # type: ignore[arg-type]
     weights = None if weights == "file" else weights  # the model itself holds the file's blocks
+    if as_stored and weights is None:
+        warn_of_others(name, model)
     return RaggedModel(model, tokenizer or own_tokenizer, kernels=kernels, weights=weights, **options)
 
 

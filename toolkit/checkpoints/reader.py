@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from arbordraft.utils.pages import drop_pages
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -195,7 +197,10 @@ def few(names: Sequence[str] | set[str]) -> str:
 def _finite(tensor: Tensor) -> bool:
     if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
         return True  # nothing to look at, or quantised
-    return all(bool(end.isfinite()) for end in tensor.aminmax())  # NaN is both minimum and maximum; takes no memory
+    finite = all(bool(end.isfinite()) for end in tensor.aminmax())  # NaN is both minimum and maximum; takes no memory
+    if tensor.is_cpu and tensor.is_contiguous() and type(tensor) in (Tensor, nn.Parameter):
+        drop_pages([(tensor.data_ptr(), tensor.nbytes)])
+    return finite
 
 
 def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int, ...]]]:

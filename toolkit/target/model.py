@@ -45,6 +45,7 @@ from arbordraft.target.prepacked.replace import Prepacking
 from arbordraft.target.prepacked.shortcut import Shortcut, is_unhooked
 from arbordraft.target.self_test import check_logits
 from arbordraft.target.weight_watch import WeightsChanged, WeightWatch
+from arbordraft.utils.allocator import return_freed_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -184,6 +185,9 @@ class RaggedModel(nn.Module):
         if tested is not None:
             with phase("comparing packed logits with the model's own"):
                 check_logits(self, tested)
+        if self.prepacking is not None:
+            self.prepacking.drop_originals()
+        return_freed_memory()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state without the view: a copy, in this process or another, views its own model."""

@@ -16,7 +16,7 @@ from arbordraft.target.attention import ATTENTION_NAME, UnsupportedModel, unsupp
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hf_cache import cache_argument, returned_cache
 from arbordraft.target.model_view import ModelView, is_config
-from arbordraft.target.observation import decoder_list
+from arbordraft.target.observation import decoder_list, forget
 from arbordraft.target.prepacked.gguf_blocks import FileBlocks
 from arbordraft.target.prepacked.recognition import settings
 from arbordraft.trees.topology import TreeTopology, ancestor_words
@@ -73,7 +73,9 @@ def check_logits(target: PackedModel, given: Any = None) -> None:
         f"{name} has something that packed trees do not support (positions that it counts by itself, scores that are "
         "more than one softmax, a mask or state of its own): packed logits differ from single ones"
     )
-    cache, own = RaggedKVCache(), target.model
+    cache, own = RaggedKVCache(), ModelView(target.model).model
+    for layer in _layers(own):
+        layer.register_forward_hook(forget)
     if target.weights:  # the model's own weights tell whether it can be packed
         own, packed = thinned(target.model)
         cache.weights = target.prepared(packed)
@@ -113,8 +115,7 @@ def thinned(model: Any) -> tuple[Any, ModelView]:
     own, packed = ModelView(model), ModelView(model, ATTENTION_NAME)
     dense: dict[int, Tensor] = {}
     for view in (own, packed):
-        place = decoder_list(view.model, model.config.get_text_config().num_hidden_layers)
-        layers = [] if place is None else list(getattr(*place))
+        layers = _layers(view.model)
         kinds: dict[Any, list[int]] = {}
         for index, layer in enumerate(layers):
             kinds.setdefault(settings(view.original(layer)), []).append(index)
@@ -128,6 +129,12 @@ def thinned(model: Any) -> tuple[Any, ModelView]:
             if id(part) not in skipped and not isinstance(part, nn.Embedding):
                 vars(part)["_parameters"] = {name: _dense(weight, dense) for name, weight in part._parameters.items()}
     return own.model, packed
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """Returns the decoder layers of a model; none if they are not in one list."""
+    place = decoder_list(model, model.config.get_text_config().num_hidden_layers)
+    return [] if place is None else list(getattr(*place))
 
 
 def _note(outputs: list[type], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

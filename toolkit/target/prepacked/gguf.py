@@ -3,7 +3,9 @@
 Shapes: E experts, O outputs, I inputs.
 """
 
+import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from arbordraft.checkpoints.gguf_file import FRACTIONS, GgufFile, GgufTensor
 from arbordraft.checkpoints.gguf_settings import gguf_config, gguf_generation_config
 from arbordraft.checkpoints.reader import check_finite, few
-from arbordraft.target.prepacked.gguf_blocks import FileBlocks
+from arbordraft.target.prepacked.gguf_blocks import BLOCKS, FileBlocks, holds_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,6 +56,21 @@ def load_gguf(file: GgufFile, dtype: torch.dtype, *, blocks: bool = True) -> "Pr
     if (divisors := file.tensors.get(_FREQUENCIES)) is not None:
         _divide_frequencies(found, torch.from_numpy(_numbers(divisors)))
     return found
+
+
+def warn_of_others(name: str, model: nn.Module) -> None:
+    """Logs which matrices of a model in blocks are not read as the file has them, but kept in 8 bits."""
+    if not holds_blocks(model):
+        return
+    kinds = Counter(
+        matrix.kind if isinstance(matrix, FileBlocks) else str(matrix.dtype).removeprefix("torch.")
+        for matrix in model.parameters()
+        if matrix.ndim == 2 and not (isinstance(matrix, FileBlocks) and matrix.kind in BLOCKS)
+    )
+    if kinds:
+        message = "%s: matrices that kernels do not read as they are (%s) are kept in 8 bits"
+        named = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
+        logging.getLogger("arbordraft").warning(message, name, named)
 
 
 class _Reading:
@@ -196,4 +213,4 @@ def _divide_frequencies(model: nn.Module, divisors: Tensor) -> None:
                 frequencies.div_(divisors.to(frequencies))
 
 
-__all__ = ["JoinedRows", "load_gguf"]
+__all__ = ["JoinedRows", "load_gguf", "warn_of_others"]

@@ -33,6 +33,7 @@ _SCALES = {
     "IQ4_NL": (18, (0,)),
     "IQ4_XS": (136, (0,)),
 }
+FRACTIONS = ("F32", "F16", "BF16")  # kinds without blocks
 _CENTRE = np.float32(128)  # offset that makes signed codes unsigned
 _Array = np.ndarray[Any, Any]
 _DENSE = 1 << 20  # weights that are dequantised at a time
@@ -147,8 +148,8 @@ class FileBlocks(Tensor):
 
 
 def holds_blocks(model: nn.Module) -> bool:
-    """Returns whether some of a model's parameters lie in blocks in a file."""
-    return any(isinstance(parameter, FileBlocks) for parameter in model.parameters())
+    """Returns whether some of a model's parameters lie in quantised blocks in a file."""
+    return any(isinstance(weight, FileBlocks) and weight.kind not in FRACTIONS for weight in model.parameters())
 
 
 def groups_of(weight: Tensor) -> Groups | None:
@@ -159,11 +160,6 @@ def groups_of(weight: Tensor) -> Groups | None:
 def in_memory(weight: Tensor) -> Tensor:
     """Returns a parameter as a dense tensor, for code that reads memory by address."""
     return weight.dense() if isinstance(weight, FileBlocks) else weight.detach()
-
-
-def halves(outputs: int, heads: int) -> Tensor:
-    """Returns the file's rows in transformers' order: files of Llama put the two channels of a pair side by side."""
-    return torch.arange(outputs).unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten()
 
 
 def _parameter(*args: Any) -> nn.Parameter:
@@ -180,4 +176,4 @@ def _parts(raw: _Array, kind: str) -> tuple[_Array, _Array, _Array | None]:
     return codes, scale, blocks["minimum"] if kind == "Q4_1" else scale * np.float16(-8)
 
 
-__all__ = ["BLOCKS", "FileBlocks", "groups_of", "halves", "holds_blocks", "in_memory"]
+__all__ = ["BLOCKS", "FRACTIONS", "FileBlocks", "groups_of", "holds_blocks", "in_memory"]
