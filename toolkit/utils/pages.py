@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Iterable
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -58,25 +57,34 @@ def drop_pages(stretches: Iterable[tuple[int, int]]) -> None:
     Args:
         stretches: address and bytes of each.
     """
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return
+    for begin, size in stretches:
+        if lie_in_file(begin, size):
+            first, last = _whole(begin, size)
+            length = ctypes.c_size_t((last - first) * mmap.PAGESIZE)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first * mmap.PAGESIZE), length, mmap.MADV_DONTNEED)
+
+
+def lie_in_file(begin: int, size: int) -> bool:
+    """Returns whether whole pages of this stretch of memory are those of a mapped file, unchanged.
+
+    A page that was written to is a private copy. Where the system does not tell, the answer is ``False``.
+    """
+    first, last = _whole(begin, size)
+    if last <= first or not hasattr(mmap, "MADV_DONTNEED"):
+        return False
+    entries = np.empty(0, np.uint64)
     with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as table:
-        libc = ctypes.CDLL(None)
-        for begin, size in stretches:
-            first, last = -(-begin // mmap.PAGESIZE), (begin + size) // mmap.PAGESIZE  # whole pages only
-            if last > first and _is_of_file(table, first, last - first):
-                length = ctypes.c_size_t((last - first) * mmap.PAGESIZE)
-                libc.madvise(ctypes.c_void_p(first * mmap.PAGESIZE), length, mmap.MADV_DONTNEED)
-
-
-def _is_of_file(table: BinaryIO, first: int, count: int) -> bool:
-    """Returns whether pages are a file's, unchanged: a page that was written to is a private copy."""
-    table.seek(8 * first)
-    entries = np.frombuffer(table.read(8 * count), np.uint64)
-    if len(entries) < count or (entries & _SWAPPED).any():
+        table.seek(8 * first)
+        entries = np.frombuffer(table.read(8 * (last - first)), np.uint64)
+    if len(entries) < last - first or (entries & _SWAPPED).any():
         return False
     present = entries[entries & _PRESENT != 0]
     return len(present) > 0 and bool((present & _OF_FILE != 0).all())
 
 
-__all__ = ["LargePages", "drop_pages"]
+def _whole(begin: int, size: int) -> tuple[int, int]:
+    """Returns the first whole page of a stretch and the one after its last."""
+    return -(-begin // mmap.PAGESIZE), (begin + size) // mmap.PAGESIZE
+
+
+__all__ = ["LargePages", "drop_pages", "lie_in_file"]

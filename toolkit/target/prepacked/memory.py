@@ -13,7 +13,7 @@ from arbordraft.target.prepacked.mlps import stacked
 from arbordraft.target.prepacked.probing import is_linear, plain
 from arbordraft.target.prepacked.room import BYTES_EACH
 from arbordraft.utils.files import new_file
-from arbordraft.utils.pages import drop_pages
+from arbordraft.utils.pages import drop_pages, lie_in_file
 
 _ALIGNED = 64  # bytes; any dtype may begin at a multiple of it
 
@@ -77,6 +77,11 @@ def drop_originals(tensors: Iterable[Tensor | None]) -> None:
     drop_pages(stretch for tensor in tensors if tensor is not None for stretch in _stretches(tensor))
 
 
+def in_file(tensor: Tensor) -> bool:
+    """Returns whether a weight lies unchanged in a mapped file."""
+    return isinstance(tensor, FileBlocks) or any(lie_in_file(*stretch) for stretch in _stretches(tensor))
+
+
 def _stretches(tensor: Tensor) -> Iterator[tuple[int, int]]:
     """Yields addresses and bytes of a tensor's memory, if it is large."""
     if isinstance(tensor, FileBlocks):
@@ -86,4 +91,4 @@ def _stretches(tensor: Tensor) -> Iterator[tuple[int, int]]:
         yield tensor.data_ptr(), tensor.nbytes
 
 
-__all__ = ["check_movable", "copy_bytes", "drop_originals", "move_to_file"]
+__all__ = ["check_movable", "copy_bytes", "drop_originals", "in_file", "move_to_file"]

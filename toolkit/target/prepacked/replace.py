@@ -18,8 +18,8 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import AttentionCall
 from arbordraft.target.observation import LayerCall, Observation
 from arbordraft.target.prepacked.adapters import has_adapters
-from arbordraft.target.prepacked.gguf_blocks import FileBlocks, groups_of
-from arbordraft.target.prepacked.memory import copy_bytes, drop_originals, move_to_file
+from arbordraft.target.prepacked.gguf_blocks import groups_of
+from arbordraft.target.prepacked.memory import copy_bytes, drop_originals, in_file, move_to_file
 from arbordraft.target.prepacked.mlps import single
 from arbordraft.target.prepacked.prepacked_modules import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
 from arbordraft.target.prepacked.probing import Unrecognised, is_linear
@@ -120,12 +120,12 @@ class Prepacking:
         drop_originals(self._collector.sources)
 
     def move_originals(self) -> None:
-        """Moves the original weights to a memory-mapped file; see `move_to_file`.
+        """Moves original weights that do not lie in a file already to a memory-mapped one; see `move_to_file`.
 
         Raises:
             WriteError: if there is no room for the file.
         """
-        sources = [tensor for tensor in self._collector.sources if not isinstance(tensor, FileBlocks)]
+        sources = [tensor for tensor in self._collector.sources if not in_file(tensor)]
         if large := {id(tensor): tensor for tensor in sources if tensor.ndim > 1}:
             move_to_file(list(large.values()))
 

@@ -21,6 +21,7 @@ _WORKING = 256 << 20  # bytes of hidden states, logits and the libraries
 _MATRICES = 8  # bytes per weight of the largest matrix while it is packed
 _CLOSE = 0.9  # share of the available memory from which on a warning is logged
 _TABLES = ("embed_tokens.weight", "wte.weight", "token_embd.weight")
+_HEADS = ("lm_head.weight", "output.weight")
 
 
 class NotEnoughMemory(UserError, MemoryError):
@@ -79,8 +80,9 @@ def _packed(
             continue
         if weights in (None, "file") and kind not in FRACTIONS:
             yield stored
-        else:
-            yield int(prod(shape) * BYTES_EACH.get(weights or "", dtype.itemsize))
+        else:  # in 4 bits, heads alone have 8
+            bits = "int8" if weights == "int4" and name.endswith(_HEADS + _TABLES) else weights or ""
+            yield int(prod(shape) * BYTES_EACH.get(bits, dtype.itemsize))
 
 
 def cache_bytes(config: Mapping[str, Any], dtype: torch.dtype, tokens: int) -> int:
