@@ -451,7 +451,8 @@ def reported(monkeypatch):
         monkeypatch.setattr(place, name, watched)
 
     watch(loading, "load_causal_lm")
-    watch(loading, "load_blocks")
+    watch(loading, "load_gguf")
+    watch(loading, "gguf_tokenizer")
     watch(loading, "load_tokenizer")
     watch(models, "Prepacking")
     watch(models, "check_logits")
@@ -475,7 +476,7 @@ def test_loading_a_gguf_file_reports_all_its_work(reported, tmp_path):
     file = tmp_path / "tiny.gguf"
     write_gguf(file, model, [("", "Q8_0")])
     ad.load(file, "none", weights="file", tokenizer=tiny_tokenizer(), kernels="native", dtype="float32")
-    assert {"load_blocks", "Prepacking", "check_logits"} <= reported.keys()
+    assert {"load_gguf", "gguf_tokenizer", "Prepacking", "check_logits"} <= reported.keys()
     assert all(reported.values())
 
 

@@ -7,7 +7,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "ab"]
 ARCHITECTURES = {"gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-_ONE_MORE = ("gemma2", "gemma3", "nemotron")  # their norms are stored with 1 added
+_ONE_MORE = ("gemma2", "gemma3")  # their norms are stored with 1 added
 _TRANSPOSED = ("c_attn", "c_proj", "c_fc")  # of GPT-2
 
 
@@ -63,7 +63,7 @@ def settings_of(config):
         "attention.head_count": heads,
         "attention.head_count_kv": getattr(config, "num_key_value_heads", heads),
         "attention.key_length": getattr(config, "head_dim", None),
-        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", getattr(config, "norm_eps", None)),
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
         "attention.layer_norm_epsilon": next(
             (getattr(config, name) for name in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon") if hasattr(config, name)),
             None,

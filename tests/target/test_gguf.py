@@ -20,13 +20,11 @@ MODELS = {
     "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7, "query_pre_attn_scalar": 256}),
     "gpt2": ("gpt2", {"n_positions": 128, "n_inner": 96}),
     "llama": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
-    "nemotron": ("nemotron", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}}),
-    "phi3": ("phi3", {"sliding_window": 5}),
+    "phi3": ("phi3", {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}}),
     "qwen2": ("qwen2", {}),
     "qwen2moe": ("qwen2_moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3moe": ("qwen3_moe", {"moe_intermediate_size": 32, "norm_topk_prob": True}),
-    "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "starcoder2": ("starcoder2", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "sliding_window": None}),
 }
 

@@ -16,13 +16,11 @@ ARCHITECTURES = {
     "gemma3": "gemma3",
     "gpt2": "gpt2",
     "llama": "llama",
-    "nemotron": "nemotron",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen2moe": "qwen2_moe",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
-    "stablelm": "stablelm",
     "starcoder2": "starcoder2",
 }
 _TEXT_ONLY = {"gemma3": "gemma3_text"}  # files hold no images' part
@@ -144,12 +142,6 @@ def _peculiar(file: GgufFile, kind: str, settings: dict[str, Any]) -> dict[str, 
         return {"query_pre_attn_scalar": hidden // settings["num_attention_heads"]}
     if kind == "gpt2":
         return {"n_positions": settings["n_ctx"], "n_inner": settings.pop("feed_forward_length", None)}
-    if kind == "stablelm":
-        return {
-            "use_qkv_bias": any(name.endswith("attn_q.bias") for name in file.tensors),
-            "use_parallel_residual": not any("ffn_norm" in name for name in file.tensors),
-            "qk_layernorm": any("attn_q_norm" in name for name in file.tensors),
-        }
     return {}
 
 
@@ -158,7 +150,7 @@ def _rotation(file: GgufFile, kind: str, settings: dict[str, Any]) -> dict[str, 
     base = settings.pop("rope_theta", None)
     rope: dict[str, Any] = {"rope_type": "default"} | ({} if base is None else {"rope_theta": base})
     rotated, heads = file.setting("rope.dimension_count"), settings.get("num_attention_heads")
-    if kind in ("stablelm", "nemotron", "phi3") and rotated and heads:
+    if kind == "phi3" and rotated and heads:
         rope["partial_rotary_factor"] = rotated / settings.get("head_dim", settings["hidden_size"] // heads)
     scaling = file.setting("rope.scaling.type", "none")
     factor = file.setting("rope.scaling.factor", file.setting("rope.scale_linear"))
