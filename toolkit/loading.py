@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from arbordraft.checkpoints.gguf_file import GgufFile, is_gguf
-from arbordraft.checkpoints.gguf_settings import gguf_tokenizer
-from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
+from arbordraft.checkpoints.reader import load_tokenizer
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.deciders import CostAware, Decider
 from arbordraft.deciders.costs import CostTable, StepCosts
@@ -21,8 +20,9 @@ from arbordraft.kernels import native
 from arbordraft.kernels.precision import fast_dtype, warn_if_slow
 from arbordraft.kernels.progress import phase
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.prepacked.gguf import load_gguf, warn_of_others
+from arbordraft.target.prepacked.gguf import warn_of_others
 from arbordraft.target.prepacked.room import check_room, needed_memory
+from arbordraft.target.sources import Source, read_model, read_tokenizer, source_of
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.choices import SMALL, Dtype, Kernels
 from arbordraft.verifiers.coupling import Coupling
@@ -201,7 +201,7 @@ def _target_named(
     if weights == "file" and not as_stored:
         why = native.problem() if packs else "they run on a CPU, in float32 or bfloat16, with kernels='auto' or 'native'"
         raise ValueError(f"weights='file' needs the native kernels: {why}; weights='dense' does without")
-    source = GgufFile(name) if is_gguf(name) else name
+    source = source_of(name)
     if packs and kernels == "auto" and (isinstance(source, GgufFile) or os.path.isdir(name)):
         check_room(name, needed_memory(source, precision, weights, cache_tokens))
     model, own_tokenizer = _read(source, precision, revision, as_stored=as_stored)
@@ -249,7 +249,7 @@ def load_model(
         ImportError: if ``name`` is a GGUF file and the libraries that read it are not installed.
         ValueError: if the model is no causal LM, or is damaged, incomplete or pickled.
     """
-    return _read(GgufFile(name) if is_gguf(name) else name, dtype, revision, as_stored=as_stored)
+    return _read(source_of(name), dtype, revision, as_stored=as_stored)
 
 
 def _without_bars() -> bool:
@@ -260,9 +260,9 @@ def _without_bars() -> bool:
 
 
 def _read(
-    source: str | GgufFile, dtype: torch.dtype, revision: str | None, *, as_stored: bool
+    source: Source, dtype: torch.dtype, revision: str | None, *, as_stored: bool
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
-    name = str(source.path) if isinstance(source, GgufFile) else source
+    name = os.fspath(source.path if isinstance(source, GgufFile) else source)
     if revision is not None and (name == SMALL or isinstance(source, GgufFile)):
         why = f"{SMALL} is always the same one" if name == SMALL else f"{name} is a file"
         raise ValueError(f"revision is for models on the hub; {why}")
@@ -271,9 +271,7 @@ def _read(
             return load_smollm2(dtype)
     place = {} if revision is None else {"revision": revision}
     with phase(f"reading {name}", live=_without_bars() and os.path.exists(name)):
-        if isinstance(source, GgufFile):
-            return load_gguf(source, dtype, blocks=as_stored), gguf_tokenizer(source)
-        return load_causal_lm(name, dtype, **place), load_tokenizer(name, **place)
+        return read_model(source, dtype, as_stored=as_stored, **place), read_tokenizer(source, **place)
 
 
 def load_target(

@@ -18,7 +18,7 @@ from arbordraft.utils.errors import UserError
 BYTES_EACH = {"int4": 0.5625, "int8": 1.0625, "int8-weight-only": 1.0, "file": 1.0625}
 CACHE_TOKENS = 2048  # rows of the KV cache that are counted if the cache has no bound
 _WORKING = 256 << 20  # bytes of hidden states, logits and the libraries
-_MATRICES = 8  # bytes per weight of the largest matrix while it is packed
+_MATRICES = 4  # bytes per weight of the largest matrix while it is packed
 _CLOSE = 0.9  # share of the available memory from which on a warning is logged
 _TABLES = ("embed_tokens.weight", "wte.weight", "token_embd.weight")
 _HEADS = ("lm_head.weight", "output.weight")
