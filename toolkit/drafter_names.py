@@ -33,7 +33,18 @@ from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.memory import copy_bytes
 
-DRAFTERS = ("auto", "ngram", "none", "self", "mtp", "early-exit:LAYERS", "retokenized:NAME", "a folder", "a GGUF file", "a hub name")
+DRAFTERS = (
+    "auto",
+    "ngram",
+    "none",
+    "self",
+    "mtp",
+    "early-exit:LAYERS",
+    "retokenized:NAME",
+    "a folder",
+    "a GGUF file",
+    "a hub name",
+)
 _LARGE = 1 << 26  # bytes of weights from which reading them dominates a forward
 _FEW_BITS = 6  # bits per weight below which a copy of 4 bits saves too little
 _MIN_SPEEDUP = 1.15  # least speed-up over plain decoding that self-drafting must promise

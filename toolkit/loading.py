@@ -73,9 +73,9 @@ def load(
         kernels: see :class:`~arbordraft.RaggedModel`.
         device: device of models by name; by default the GPU if torch sees one, else the CPU.
         keep_weights: see :class:`~arbordraft.RaggedModel`.
-        weights: see :class:`~arbordraft.RaggedModel`. By default a GGUF file keeps its own blocks where native kernels
-            read them: it is mapped, and matrices stay in the file as long as the model is used. ``file`` requires
-            this. ``dense`` dequantises matrices to ``dtype``, and elsewhere this is the default.
+        weights: see :class:`~arbordraft.RaggedModel`. Where native kernels run, a GGUF file keeps its own blocks by
+            default. Its matrices then stay in the mapped file, which is read as long as the model is used. ``file``
+            requires this. ``dense`` dequantises matrices to ``dtype``, and elsewhere this is the default.
         row_invariant: see :class:`~arbordraft.RaggedModel`.
         tokenizer: by default the one that belongs to the model, if there is one.
         revision: revision of a model on the hub.
@@ -199,7 +199,9 @@ def _target_named(
         raise ValueError(f"weights='file' means the blocks of a GGUF file, and {name} is none: choose int8 or int4")
     as_stored = is_gguf(name) and packs and native.problem() is None
     if weights == "file" and not as_stored:
-        why = native.problem() if packs else "they run on a CPU, in float32 or bfloat16, with kernels='auto' or 'native'"
+        why = (
+            native.problem() if packs else "they run on a CPU, in float32 or bfloat16, with kernels='auto' or 'native'"
+        )
         raise ValueError(f"weights='file' needs the native kernels: {why}; weights='dense' does without")
     source = source_of(name)
     if packs and kernels == "auto" and (isinstance(source, GgufFile) or os.path.isdir(name)):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.models import fusable
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
+import gguf
 from support.gguf_files import LETTERS, write_gguf
 
 from arbordraft.checkpoints.gguf_file import GgufFile
@@ -62,10 +63,14 @@ def test_files_cut_anywhere_are_refused(file):
     data = len(whole) - sum(tensor.raw.nbytes for tensor in GgufFile(file).tensors.values())
     for end in [*range(4, 200), *range(200, data - 200, 97), *range(data, len(whole) - 64, 4099)]:
         file.write_bytes(whole[:end])
-        with pytest.raises(ValueError, match="truncated or damaged in its header, at|is cut: tensor '.*' lies at bytes"):
+        with pytest.raises(
+            ValueError, match=r"truncated or damaged in its header, at|is cut: tensor '.*' lies at bytes"
+        ):
             GgufFile(file)
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=rf"is cut: tensor 'blk.*' lies at bytes \d+ to \d+, and the file ends at {len(whole) // 2}"):
+    with pytest.raises(
+        ValueError, match=rf"is cut: tensor 'blk.*' lies at bytes \d+ to \d+, and the file ends at {len(whole) // 2}"
+    ):
         GgufFile(file)
     file.write_bytes(whole)
     GgufFile(file)
@@ -93,8 +98,8 @@ def spoiled(file, place, data):
         ((b"a.list", 4), struct.pack("<I", 99), r"at field 'llama\.a\.list' \(its list is of type 99\)"),
         ((b"a.texts", 8), struct.pack("<Q", 1 << 50), r"at field 'llama\.a\.texts'"),
         ((b"blk.1.ffn_up.weight", 0), struct.pack("<I", 9), r"entry of tensor 'blk\.1\.ffn_up\.weight' \(it has 9 dim"),
-        ((b"blk.1.ffn_up.weight", 4), struct.pack("<Q", 65), r"tensor 'blk\.1\.ffn_up\.weight' has the shape \[96, 65\]"),
-        ((b"blk.1.ffn_up.weight", 20), struct.pack("<I", 4711), r"tensor 'blk\.1\.ffn_up\.weight' is of the unknown type 4711"),
+        ((b"blk.1.ffn_up.weight", 4), struct.pack("<Q", 65), r"tensor 'blk.*' has the shape \[96, 65\]"),
+        ((b"blk.1.ffn_up.weight", 20), struct.pack("<I", 4711), r"'blk\.1\.ffn_up\.weight' is of the unknown type"),
         ((b"blk.1.ffn_up.weight", 24), struct.pack("<Q", 1 << 40), r"is cut: tensor 'blk\.1\.ffn_up\.weight' lies at"),
         ((b"blk.1.attn_k", -1), b"q", r"holds tensor 'blk\.1\.attn_q\.weight' twice"),
     ],

@@ -57,7 +57,10 @@ def test_tokenizers_equal_those_of_transformers(tmp_path, kind):
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert ours.chat_template == theirs.chat_template
     assert (ours.padding_side, len(ours)) == ("left", len(theirs))
-    assert ours(TEXTS[2])["input_ids"] != gguf_tokenizer(written(tmp_path / "y.gguf", "pieces" if kind == "bytes" else "bytes"))(TEXTS[2])["input_ids"]  # control
+    assert (
+        ours(TEXTS[2])["input_ids"]
+        != gguf_tokenizer(written(tmp_path / "y.gguf", "pieces" if kind == "bytes" else "bytes"))(TEXTS[2])["input_ids"]
+    )  # control
 
 
 def test_chat_templates_are_the_files(tmp_path):
@@ -91,7 +94,7 @@ def test_tokens_that_a_file_does_not_name_are_none(tmp_path):
 
 
 def test_files_without_a_vocabulary_have_no_tokenizer(tmp_path):
-    fields = dict.fromkeys((f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type", "merges")))
+    fields = dict.fromkeys(f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type", "merges"))
     write_gguf(tmp_path / "x.gguf", fusable(vocab_size=27), fields=fields)
     assert gguf_tokenizer(GgufFile(tmp_path / "x.gguf")) is None
 

@@ -83,7 +83,12 @@ def test_files_are_described_from_their_headers(gguf_file, monkeypatch):
     model = json.loads(shown)["model"]
     assert status == 0
     assert (model["architecture"], model["positions"], model["packed in"]) == ("llama", 128, "the file's blocks")
-    assert {kind: part["tensors"] for kind, part in model["kinds"].items()} == {"Q4_0": 13, "Q8_0": 2, "F32": 5, "F16": 1}
+    assert {kind: part["tensors"] for kind, part in model["kinds"].items()} == {
+        "Q4_0": 13,
+        "Q8_0": 2,
+        "F32": 5,
+        "F16": 1,
+    }
     assert model["kinds"]["Q8_0"]["bytes"] == 2 * 64 * 96 // 32 * 34
     assert model["needed"]["packed weights"] == model["kinds"]["Q8_0"]["bytes"] + model["kinds"]["Q4_0"]["bytes"]
     assert model["cache per token"] == 2 * 2 * 2 * 16 * 4

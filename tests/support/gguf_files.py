@@ -65,7 +65,11 @@ def settings_of(config):
         "attention.key_length": getattr(config, "head_dim", None),
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
         "attention.layer_norm_epsilon": next(
-            (getattr(config, name) for name in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon") if hasattr(config, name)),
+            (
+                getattr(config, name)
+                for name in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+                if hasattr(config, name)
+            ),
             None,
         ),
         "attention.sliding_window": getattr(config, "sliding_window", None),

@@ -16,16 +16,43 @@ from arbordraft.target.prepacked.gguf import load_gguf
 TOKENS = torch.arange(12)[None]
 # By GGUF's name: transformers' name and settings that a reader could miss.
 MODELS = {
-    "gemma2": ("gemma2", {"tie_word_embeddings": True, "head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 4.0}),
-    "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7, "query_pre_attn_scalar": 256}),
+    "gemma2": (
+        "gemma2",
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 256,
+        },
+    ),
     "gpt2": ("gpt2", {"n_positions": 128, "n_inner": 96}),
     "llama": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
-    "phi3": ("phi3", {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}}),
+    "phi3": (
+        "phi3",
+        {
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2moe": ("qwen2_moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3moe": ("qwen3_moe", {"moe_intermediate_size": 32, "norm_topk_prob": True}),
-    "starcoder2": ("starcoder2", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "sliding_window": None}),
+    "starcoder2": (
+        "starcoder2",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "sliding_window": None},
+    ),
 }
 
 
@@ -116,7 +143,11 @@ def test_fractions_of_the_models_dtype_are_mapped(tmp_path, kind, dtype):
     assert isinstance(down, FileBlocks) != mapped
     if mapped:
         assert down.data_ptr() == raw.ctypes.data
-    expected = model.model.layers[0].mlp.down_proj.weight.detach().to(getattr(torch, {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")))
+    expected = (
+        model.model.layers[0]
+        .mlp.down_proj.weight.detach()
+        .to(getattr(torch, {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")))
+    )
     assert torch.equal(down + 0, expected.to(dtype))
     assert found.model.embed_tokens.weight.dtype == dtype
 
@@ -168,7 +199,9 @@ def test_models_that_files_do_not_hold_completely_are_refused(tmp_path):
     with pytest.raises(ValueError, match="stretches positions by 'longrope', which is not read"):
         read(file)
     write_gguf(file, made("llama"), fields={"general.architecture": "rwkv6"})
-    with pytest.raises(ValueError, match=r"the architecture 'rwkv6', and GGUF files are read of gemma2, .*load the model's safe"):
+    with pytest.raises(
+        ValueError, match=r"the architecture 'rwkv6', and GGUF files are read of gemma2, .*load the model's safe"
+    ):
         read(file)
 
 
@@ -180,5 +213,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path, kind):
     file = GgufFile(tmp_path / "x.gguf")
     raw = file.tensors["blk.1.ffn_up.weight"].raw
     raw[5, :4] = [0, 0, 192, 127] if kind == "F32" else [0, 126, 0, 126]
-    with pytest.raises(ValueError, match=r"x\.gguf holds NaN or infinite (weights|scales) \(model\.layers\.1\.mlp\.up_proj\.weight\)"):
+    with pytest.raises(
+        ValueError, match=r"x\.gguf holds NaN or infinite (weights|scales) \(model\.layers\.1\.mlp\.up_proj\.weight\)"
+    ):
         load_gguf(file, torch.float32)

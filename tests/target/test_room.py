@@ -41,7 +41,12 @@ def test_packed_weights_of_a_folder_are_estimated(tmp_path, dtype, weights, tied
 
 def test_converted_weights_are_counted(tmp_path):
     folder = saved(tmp_path, tied=False)
-    count = sum(weight.numel() for weight in fusable(hidden_size=256, intermediate_size=512, vocab_size=1024, tie_word_embeddings=False).parameters())
+    count = sum(
+        weight.numel()
+        for weight in fusable(
+            hidden_size=256, intermediate_size=512, vocab_size=1024, tie_word_embeddings=False
+        ).parameters()
+    )
     assert needed_memory(folder, torch.bfloat16)["converted weights"] == 2 * count
 
 
@@ -66,7 +71,9 @@ def test_models_that_do_not_fit_are_refused_before_they_are_read(tmp_path, monke
     needed = sum(needed_memory(folder, torch.float32).values())
     monkeypatch.setattr(loading, "_read", lambda *_, **__: pytest.fail("it was read"))
     monkeypatch.setattr(room, "available_memory", lambda: needed - 1)
-    with pytest.raises(NotEnoughMemory, match=r"needs 0\.3 GiB of memory \(.* of packed weights, .* of cache, .*\), and .* are free"):
+    with pytest.raises(
+        NotEnoughMemory, match=r"needs 0\.3 GiB of memory \(.* of packed weights, .* of cache, .*\), and .* are free"
+    ):
         ad.load(folder, "none", dtype="float32", device="cpu")
     with pytest.raises(NotEnoughMemory, match=r"GiB of cache.*smaller max_cache_tokens"):
         ad.load(folder, "none", dtype="float32", device="cpu", max_cache_tokens=10**9)
@@ -79,7 +86,9 @@ def test_models_that_do_not_fit_are_refused_before_they_are_read(tmp_path, monke
 def test_close_fits_are_warned_of(monkeypatch, caplog, share, warned):
     monkeypatch.setattr(room, "available_memory", lambda: int(share * 2**31))
     check_room("x", {"packed weights": 2**31, "cache": 0})
-    assert ("x needs 2.0 GiB of memory (2.0 GiB of packed weights), and 2.1 GiB are free: weights='int4'" in caplog.text) == warned
+    assert (
+        "x needs 2.0 GiB of memory (2.0 GiB of packed weights), and 2.1 GiB are free: weights='int4'" in caplog.text
+    ) == warned
 
 
 def test_unknown_memory_refuses_nothing(monkeypatch):

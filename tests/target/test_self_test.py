@@ -1,4 +1,4 @@
-"""The self-test of weights in few bits runs a few layers, and still refuses what the whole model would show."""
+"""The self-test of weights in few bits runs a few layers, and refuses the same models."""
 
 import pytest
 import torch

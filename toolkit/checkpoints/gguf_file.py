@@ -19,7 +19,7 @@ _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _ALIGNMENT = 32  # of tensors, unless a field says otherwise
 _MOST_DIMENSIONS = 4
 # Numbers in fields by GGUF's number of their type.
-_NUMBERS = {
+_NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),
@@ -112,7 +112,9 @@ class _Header:
         if version not in _VERSIONS:
             swapped = version.to_bytes(4, "big")[0] in _VERSIONS
             why = "is stored for big-endian machines" if swapped else f"has version {version} of the format"
-            raise ValueError(f"{path} {why}, and only versions 2 and 3 for little-endian ones are read: convert it again")
+            raise ValueError(
+                f"{path} {why}, and only versions 2 and 3 for little-endian ones are read: convert it again"
+            )
         self._tensors, count = self._unpack("<QQ")
         self.fields: dict[str, Any] = {}
         for number in range(count):
@@ -153,8 +155,8 @@ class _Header:
             weights, size = GGML_QUANT_SIZES[kind]
             if shape[-1] % weights or not prod(shape):
                 raise ValueError(
-                    f"{self._path} is damaged: tensor {name!r} has the shape {list(shape)}, and rows of {kind.name} are "
-                    f"multiples of {weights}: copy the file again"
+                    f"{self._path} is damaged: tensor {name!r} has the shape {list(shape)}, and rows of {kind.name} "
+                    f"are multiples of {weights}: copy the file again"
                 )
             row = shape[-1] // weights * size
             begin, end = start + offset, start + offset + prod(shape[:-1]) * row
@@ -217,7 +219,9 @@ class _Header:
         return self._mapped[self._at - length : self._at]
 
     def _damaged(self, reason: str) -> ValueError:
-        return ValueError(f"{self._path} is truncated or damaged in its header, at {self._part} ({reason}): copy it again")
+        return ValueError(
+            f"{self._path} is truncated or damaged in its header, at {self._part} ({reason}): copy it again"
+        )
 
 
 __all__ = ["FRACTIONS", "GgufFile", "GgufTensor", "is_gguf"]

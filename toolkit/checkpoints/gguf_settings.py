@@ -50,7 +50,7 @@ def gguf_config(file: GgufFile) -> Any:
         ValueError: if the architecture or one of its settings is not supported.
     """
     from transformers import CONFIG_MAPPING
-    from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+    from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
     if (known := ARCHITECTURES.get(file.architecture)) is None:
         raise ValueError(
@@ -59,23 +59,26 @@ def gguf_config(file: GgufFile) -> Any:
         )
     kind = _TEXT_ONLY.get(known, known)
     config_class = CONFIG_MAPPING[kind]
-    table = GGUF_CONFIG_MAPPING[known]
+    tables: dict[str, dict[str, Any]] = GGUF_CONFIG_MAPPING
+    table = tables[known]
     settings: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(known, {}))
     defaults = config_class()
     further = {name: ours for name, ours in _FURTHER.items() if name not in table and _has(defaults, ours)}
     for name, ours in (further | table).items():
-        if ours is None or ours == -1 or (value := file.setting(name)) is None:
+        if ours is None or (value := file.setting(name)) is None:
             continue
         if isinstance(value, list):
-            raise ValueError(f"{file.path} has another {name} in each layer, which no model of {kind} in transformers has")
+            raise ValueError(
+                f"{file.path} has another {name} in each layer, which no model of {kind} in transformers has"
+            )
         settings[ours] = value
     if not _has(defaults, "head_dim"):
         settings.pop("head_dim", None)
     # Defaults of configurations are the tokens of one checkpoint.
-    settings |= {ours: file.fields.get(f"tokenizer.{name}") for name, ours in GGUF_CONFIG_MAPPING["tokenizer"].items()}
+    settings |= {ours: file.fields.get(f"tokenizer.{name}") for name, ours in tables["tokenizer"].items()}
     settings["tie_word_embeddings"] = "output.weight" not in file.tensors
     settings.setdefault("vocab_size", file.tensors["token_embd.weight"].shape[0] if _has_table(file) else 0)
-    return config_class.from_dict(settings | _peculiar(file, kind, settings) | _rotation(file, kind, settings))
+    return config_class.from_dict(settings | _unnamed(file, kind, settings) | _rotation(file, kind, settings))
 
 
 def gguf_generation_config(file: GgufFile, config: Any) -> "GenerationConfig":
@@ -101,7 +104,7 @@ def gguf_tokenizer(file: GgufFile) -> "PreTrainedTokenizerBase | None":
         ValueError: if transformers cannot build this kind of tokenizer, or the file's vocabulary is damaged.
     """
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
     parts, options = (
         {ours: file.fields[f"tokenizer.{name}"] for name, ours in table.items() if f"tokenizer.{name}" in file.fields}
@@ -117,9 +120,15 @@ def gguf_tokenizer(file: GgufFile) -> "PreTrainedTokenizerBase | None":
             index = file.fields.get(f"{_TOKENIZER}{field}_token_id")
             options[name] = None if index is None else parts["tokens"][index]
     except Exception as error:  # the tokenizers' own library raises plain ones
-        raise ValueError(f"the tokenizer in {file.path} cannot be read ({error}): copy or convert the file again") from error
-    if named := {name[len(_TEMPLATE) + 1 :]: text for name, text in file.fields.items() if name.startswith(f"{_TEMPLATE}.")}:
-        options["chat_template"] = named | {"default": options["chat_template"]} if "chat_template" in options else named
+        raise ValueError(
+            f"the tokenizer in {file.path} cannot be read ({error}): copy or convert the file again"
+        ) from error
+    if named := {
+        name[len(_TEMPLATE) + 1 :]: text for name, text in file.fields.items() if name.startswith(f"{_TEMPLATE}.")
+    }:
+        options["chat_template"] = (
+            named | {"default": options["chat_template"]} if "chat_template" in options else named
+        )
     tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
         tokenizer_object=backend, padding_side="left", name_or_path=str(file.path), **options, **more
     )
@@ -134,7 +143,7 @@ def _has_table(file: GgufFile) -> bool:
     return "token_embd.weight" in file.tensors
 
 
-def _peculiar(file: GgufFile, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+def _unnamed(file: GgufFile, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns settings that an architecture's files imply without naming them."""
     layers, hidden = settings.get("num_hidden_layers"), settings.get("hidden_size")
     if (kind, layers) in (("gemma2", 46), ("gemma3_text", 62)):  # the largest sizes alone scale by the width of heads
@@ -162,7 +171,9 @@ def _rotation(file: GgufFile, kind: str, settings: dict[str, Any]) -> dict[str, 
         original = file.setting("rope.scaling.original_context_length")
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     else:
-        raise ValueError(f"{file.path} stretches positions by {scaling!r}, which is not read: load its safetensors folder")
+        raise ValueError(
+            f"{file.path} stretches positions by {scaling!r}, which is not read: load its safetensors folder"
+        )
     if kind == "gpt2" or (base is None and len(rope) == 1):
         return {}
     if kind == "gemma3_text":  # layers with a window keep positions as they are, on a base of their own

@@ -102,11 +102,20 @@ def _lines_of_model(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "model", f"{model['name']}: {model['architecture']}, {model['weights'] / 1e9:.2f} billion weights"
     for kind, part in model["kinds"].items():
         yield "", f"{kind}: {part['tensors']} tensors, {part['bytes'] / 2**20:.1f} MiB"
-    yield "read per token", f"{model['needed']['packed weights'] / 2**20:.1f} MiB of packed weights in {model['packed in']}"
+    yield (
+        "read per token",
+        f"{model['needed']['packed weights'] / 2**20:.1f} MiB of packed weights in {model['packed in']}",
+    )
     needed = {name: size for name, size in model["needed"].items() if size}
     parts = ", ".join(f"{size / 2**30:.2f} of {name}" for name, size in needed.items())
     yield "memory it needs", f"{sum(needed.values()) / 2**30:.2f} GiB ({parts})"
-    yield "longest text", f"{model['positions'] or 'unknown'} tokens, {model['cache per token'] / 2**10:.1f} KiB of cache each"
+    yield (
+        "longest text",
+        f"{model['positions'] or 'unknown'} tokens, {model['cache per token'] / 2**10:.1f} KiB of cache each",
+    )
     if "tokens" in model:
         template = "with" if model["chat template"] else "without"
-        yield "tokenizer", f"{model['tokens']} tokens, {template} a chat template, ends of texts: {', '.join(model['ends'])}"
+        yield (
+            "tokenizer",
+            f"{model['tokens']} tokens, {template} a chat template, ends of texts: {', '.join(model['ends'])}",
+        )

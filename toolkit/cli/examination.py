@@ -72,9 +72,11 @@ def described(name: str, dtype: str | None, weights: str | None) -> dict[str, An
             }
     else:
         config = read_config(name)
-        architecture, config = config.get("model_type"), config.get("text_config") or config
+        architecture, config = str(config.get("model_type")), config.get("text_config") or config
         sizes = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2}
-        tensors = [(kind, prod(shape), prod(shape) * sizes.get(kind, 1)) for kind, shape in stored_tensors(name).values()]
+        tensors = [
+            (kind, prod(shape), prod(shape) * sizes.get(kind, 1)) for kind, shape in stored_tensors(name).values()
+        ]
     kinds: dict[str, dict[str, int]] = {}
     for kind, _, size in tensors:
         part = kinds.setdefault(kind, {"tensors": 0, "bytes": 0})

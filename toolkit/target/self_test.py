@@ -122,7 +122,9 @@ def thinned(model: Any) -> tuple[Any, ModelView]:
         kept = {len(layers) // 2, *(end for alike in kinds.values() for end in (alike[0], alike[-1]))}
         outputs: list[type] = []
         for index, layer in enumerate(layers):
-            vars(layer)["forward"] = partial(_skip, index, outputs) if index not in kept else partial(_note, outputs, layer.forward)
+            vars(layer)["forward"] = (
+                partial(_skip, index, outputs) if index not in kept else partial(_note, outputs, layer.forward)
+            )
         skipped = {id(part) for index, layer in enumerate(layers) if index not in kept for part in layer.modules()}
         _shrink_head(view.model)
         for part in view.model.modules():

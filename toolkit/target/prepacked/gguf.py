@@ -86,24 +86,24 @@ class _Reading:
 
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters of a model by name; raises ValueError unless these are the file's tensors."""
-        left, missing = dict(self._file.tensors), []
-        left.pop(_FREQUENCIES, None)
+        left, missing = self._file.tensors.keys() - {_FREQUENCIES}, []
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         for name, parameter in model.named_parameters():
             names = self._file_names(name)
             if any(part not in self._file.tensors for part in names):
                 missing.append(name)
                 continue
-            parts = [left.pop(part, None) or self._file.tensors[part] for part in names]
+            parts = [self._file.tensors[part] for part in names]
+            left -= set(names)
             value = self._value(parts, parameter.shape, is_table=id(parameter) in tables)
             if value.shape != parameter.shape:
                 raise ValueError(
-                    f"{self._file.path}: tensor {names[0]!r} is {list(value.shape)} instead of {list(parameter.shape)}, "
-                    "which the file's own settings ask for: copy or convert it again"
+                    f"{self._file.path}: tensor {names[0]!r} is {list(value.shape)} instead of "
+                    f"{list(parameter.shape)}, which the file's own settings ask for: copy or convert it again"
                 )
             yield name, value
         if missing or left:
-            problems = [f"lacks {few(missing)}"] * bool(missing) + [f"has no place for {few(set(left))}"] * bool(left)
+            problems = [f"lacks {few(missing)}"] * bool(missing) + [f"has no place for {few(left)}"] * bool(left)
             raise ValueError(
                 f"{self._file.path}: the model {' and '.join(problems)}: copy or convert the file again, or load the "
                 "model's safetensors folder if this is a variant of its architecture"
@@ -118,11 +118,9 @@ class _Reading:
         """Returns the value of a parameter, whose parts lie side by side along the outputs."""
         first = parts[0]
         if len(shape) >= 2 and len({part.kind for part in parts}) == 1:
-            order = None if len(first.shape) > 2 else self._order(first)
-            quantised = first.kind not in FRACTIONS
-            if order is not False and (quantised or not is_table):
-                plain = order is None and len(parts) == 1
-                if plain and _TORCH.get(first.kind) is self._dtype:
+            stays, order = (True, None) if len(first.shape) > 2 else self._order(first)
+            if stays and not (is_table and first.kind in FRACTIONS):
+                if order is None and len(parts) == 1 and _TORCH.get(first.kind) is self._dtype:
                     return _mapped(first)
                 held = FileBlocks(_rows(parts), first.kind, tuple(shape), self._dtype, order)
                 return held if self._blocks else held.dense()
@@ -135,16 +133,16 @@ class _Reading:
         done = self._processor.process(numbers, tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
         return np.ascontiguousarray(done.weights)
 
-    def _order(self, tensor: GgufTensor) -> "Tensor | bool | None":
-        """Returns the file's row of each row of a matrix; ``None`` if in order, ``False`` if more than rows moves."""
+    def _order(self, tensor: GgufTensor) -> tuple[bool, Tensor | None]:
+        """Returns whether at most rows of a matrix move, and the file's row of each row unless all are in order."""
         rows = np.arange(tensor.shape[0])[:, None]
         try:
             found = self._processed(tensor, rows)
         except ValueError:  # columns move, too
-            return False
+            return False, None
         if found.shape != rows.shape or not np.array_equal(np.sort(found, axis=0), rows):
-            return False
-        return None if np.array_equal(found, rows) else torch.from_numpy(found[:, 0])
+            return False, None
+        return True, None if np.array_equal(found, rows) else torch.from_numpy(found[:, 0])
 
 
 class JoinedRows:

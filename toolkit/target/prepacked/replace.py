@@ -185,7 +185,7 @@ class Prepacking:
         return None
 
     def _done(self, collector: WeightCollector, packed: list[Tensor]) -> None:
-        """Records the weights of a packed module, moves the copies together and takes mapped originals out of memory."""
+        """Records the weights of a packed module, places its copies and takes mapped originals out of memory."""
         self._collector.take(collector)
         self._pages.place(packed)
         drop_originals(collector.sources)

@@ -25,11 +25,14 @@ _HEADS = ("lm_head.weight", "output.weight")
 
 
 class NotEnoughMemory(UserError, MemoryError):
-    """A model does not fit into memory; the message gives the numbers and what to do."""
+    """A model does not fit into memory; the message gives the numbers and remedies."""
 
 
 def needed_memory(
-    source: "str | os.PathLike[str] | GgufFile", dtype: torch.dtype, weights: str | None = None, tokens: int | None = None
+    source: "str | os.PathLike[str] | GgufFile",
+    dtype: torch.dtype,
+    weights: str | None = None,
+    tokens: int | None = None,
 ) -> dict[str, int]:
     """Returns the bytes that decoding with packed weights takes, from the header of a checkpoint.
 
