@@ -59,7 +59,7 @@ def gguf_config(file: GgufFile) -> Any:
         )
     kind = _TEXT_ONLY.get(known, known)
     config_class = CONFIG_MAPPING[kind]
-    tables: dict[str, dict[str, Any]] = GGUF_CONFIG_MAPPING
+    tables: Any = GGUF_CONFIG_MAPPING
     table = tables[known]
     settings: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(known, {}))
     defaults = config_class()
