@@ -12,6 +12,7 @@ from support.gguf_files import write_gguf
 from support.models import (
     PROMPTS,
     VOCAB,
+    fusable,
     generated,
     greedy_reference,
     left_padded,
@@ -216,7 +217,7 @@ def test_every_way_to_name_a_drafter(folder, tmp_path, drafter, kind, costs):
         (
             "ngrm",
             ValueError,
-            "'ngrm' is none of auto, ngram, none, self, mtp, early-exit:LAYERS, .*, a folder, a hub name; did you mean",
+            "'ngrm' is none of auto, ngram, none, self, mtp, .*, a GGUF file, a hub name; did you mean",
         ),
         ("early-exit:", ValueError, "write early-exit:LAYERS"),
         ("early-exit:all", ValueError, "write early-exit:LAYERS"),
@@ -232,6 +233,27 @@ def test_every_way_to_name_a_drafter(folder, tmp_path, drafter, kind, costs):
 def test_bad_drafters_are_refused(drafter, error, match):
     with pytest.raises(error, match=match):
         ad.load(tiny(), drafter, **FREE)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_a_gguf_file_drafts_for_another(tmp_path, kernels):
+    pytest.importorskip("gguf")
+    if kernels == "native" and native.problem():
+        pytest.skip("no native kernels")
+    from support.gguf_files import LETTERS
+
+    for name, layers in (("large", 2), ("small", 1)):
+        model = fusable(vocab_size=len(LETTERS), num_hidden_layers=layers)
+        write_gguf(tmp_path / f"{name}.gguf", model, [("", "Q8_0")])
+    options = {"kernels": kernels, "costs": None, "device": "cpu", "dtype": "float32"}
+    decoder = ad.load(tmp_path / "large.gguf", str(tmp_path / "small.gguf"), **options)
+    assert isinstance(decoder.drafter, ad.LanguageModelDrafter)
+    assert decoder.drafter.model.weights == decoder.target.weights == ("file" if kernels == "native" else None)
+    assert text(decoder) == text(ad.load(decoder.target, "none"))
+    write_gguf(tmp_path / "other.gguf", fusable(vocab_size=27), tokens=LETTERS[::-1])
+    assert isinstance(drafter_named(str(tmp_path / "other.gguf"), decoder.target), ad.IntersectionDrafter)
+    with pytest.raises(ValueError, match=r"as a model: .*none\.gguf is no file"):
+        drafter_named(str(tmp_path / "none.gguf"), decoder.target)
 
 
 def test_a_drafter_for_another_target_is_refused(tmp_path):
@@ -450,9 +472,8 @@ def reported(monkeypatch):
 
         monkeypatch.setattr(place, name, watched)
 
-    watch(loading, "load_causal_lm")
-    watch(loading, "load_blocks")
-    watch(loading, "load_tokenizer")
+    watch(loading, "read_model")
+    watch(loading, "read_tokenizer")
     watch(models, "Prepacking")
     watch(models, "check_logits")
     watch(loading, "choose_drafter")
@@ -464,7 +485,7 @@ def reported(monkeypatch):
 
 def test_loading_reports_all_its_work(reported, folder):
     ad.load(folder, dtype="float32", kernels="native", costs="renew")
-    once = ["load_causal_lm", "load_tokenizer", "Prepacking", "check_logits", "choose_drafter"]
+    once = ["read_model", "read_tokenizer", "Prepacking", "check_logits", "choose_drafter"]
     assert reported == dict.fromkeys([*once, "measure_rows", "measure_steps"], True)
     ad.load(folder, "self", dtype="float32", kernels="native", costs=None)
     assert reported["drafter_named"]
@@ -475,7 +496,7 @@ def test_loading_a_gguf_file_reports_all_its_work(reported, tmp_path):
     file = tmp_path / "tiny.gguf"
     write_gguf(file, model, [("", "Q8_0")])
     ad.load(file, "none", weights="file", tokenizer=tiny_tokenizer(), kernels="native", dtype="float32")
-    assert {"load_blocks", "Prepacking", "check_logits"} <= reported.keys()
+    assert {"read_model", "read_tokenizer", "Prepacking", "check_logits"} <= reported.keys()
     assert all(reported.values())
 
 
@@ -483,7 +504,7 @@ def test_work_outside_of_a_phase_would_be_noticed(reported, folder, monkeypatch)
     """Negative control."""
     monkeypatch.setattr(loading, "phase", lambda what, **_: contextlib.nullcontext())
     ad.load(folder, "none", dtype="float32", kernels="torch")
-    assert not reported["load_causal_lm"]
+    assert not reported["read_model"]
     assert reported["check_logits"]
 
 

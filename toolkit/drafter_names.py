@@ -33,8 +33,20 @@ from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.memory import copy_bytes
 
-DRAFTERS = ("auto", "ngram", "none", "self", "mtp", "early-exit:LAYERS", "retokenized:NAME", "a folder", "a hub name")
+DRAFTERS = (
+    "auto",
+    "ngram",
+    "none",
+    "self",
+    "mtp",
+    "early-exit:LAYERS",
+    "retokenized:NAME",
+    "a folder",
+    "a GGUF file",
+    "a hub name",
+)
 _LARGE = 1 << 26  # bytes of weights from which reading them dominates a forward
+_FEW_BITS = 6  # bits per weight below which a copy of 4 bits saves too little
 _MIN_SPEEDUP = 1.15  # least speed-up over plain decoding that self-drafting must promise
 
 # By the model_type in config.json; any other type that transformers can load counts as a language model.
@@ -95,8 +107,8 @@ def choose_drafter(target: RaggedModel, *, weighed: bool = True) -> tuple[Drafte
 
     The target itself with weights of fewer bits (:meth:`~arbordraft.SelfDrafter.fitted`), after lookups, is chosen if
     it pays. Its estimated speed-up must be at least 1.15 x, and at least 1.15 x that of a trained drafter. The estimate
-    follows from its rate of agreement and the share of bytes it reads. Otherwise the trained drafter is chosen, or else
-    lookups in the text.
+    follows from its rate of agreement and the share of bytes it reads. Weights of fewer than 6 bits, as in most GGUF
+    files, are not tried. Otherwise the trained drafter is chosen, or else lookups in the text.
 
     Args:
         target: the model to draft for.
@@ -133,6 +145,9 @@ def _not_itself(target: RaggedModel) -> str | None:
         return "its layers are not recognised"
     if target.prepacking.nbytes < _LARGE:
         return "it is too small"
+    bits = 8 * target.prepacking.nbytes / max(1, copy_bytes(target.model, "int8-weight-only"))
+    if bits < _FEW_BITS:
+        return f"its weights have {bits:.1f} bits each, and a copy of fewer would be read hardly faster"
     if (room := available_memory()) is not None and room < 2 * copy_bytes(target.model, "int8"):
         return f"a copy of fewer bits needs memory, of which {room / 2**30:.1f} GiB are free"
     return None

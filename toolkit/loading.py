@@ -2,13 +2,12 @@
 
 import logging
 import os
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
+from arbordraft.checkpoints.gguf_file import GgufFile, is_gguf
+from arbordraft.checkpoints.reader import load_tokenizer
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.deciders import CostAware, Decider
 from arbordraft.deciders.costs import CostTable, StepCosts
@@ -21,7 +20,9 @@ from arbordraft.kernels import native
 from arbordraft.kernels.precision import fast_dtype, warn_if_slow
 from arbordraft.kernels.progress import phase
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.prepacked.gguf import load_blocks
+from arbordraft.target.prepacked.gguf import check_kinds
+from arbordraft.target.prepacked.room import check_room, needed_memory
+from arbordraft.target.sources import Source, read_model, read_tokenizer, source_of
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.choices import SMALL, Dtype, Kernels
 from arbordraft.verifiers.coupling import Coupling
@@ -72,8 +73,9 @@ def load(
         kernels: see :class:`~arbordraft.RaggedModel`.
         device: device of models by name; by default the GPU if torch sees one, else the CPU.
         keep_weights: see :class:`~arbordraft.RaggedModel`.
-        weights: see :class:`~arbordraft.RaggedModel`. ``file`` keeps the blocks of a GGUF file as they are, in the
-            file, which is read as long as the model is used.
+        weights: see :class:`~arbordraft.RaggedModel`. Where native kernels run, a GGUF file keeps its own blocks by
+            default. Its matrices then stay in the mapped file, which is read as long as the model is used. ``file``
+            requires this. ``dense`` dequantises matrices to ``dtype``, and elsewhere this is the default.
         row_invariant: see :class:`~arbordraft.RaggedModel`.
         tokenizer: by default the one that belongs to the model, if there is one.
         revision: revision of a model on the hub.
@@ -118,6 +120,7 @@ def load(
         "row_invariant": row_invariant,
     }
     if isinstance(model, str | os.PathLike):
+        target_options["cache_tokens"] = max_cache_tokens
         target = _target_named(os.fspath(model), dtype, device, tokenizer, revision, **target_options)
     else:
         given: dict[str, Any] = {"dtype": dtype, "device": device, "revision": revision}
@@ -184,15 +187,30 @@ def _target_named(
     *,
     kernels: str,
     weights: str | None = None,
+    cache_tokens: int | None = None,
     **options: Any,
 ) -> RaggedModel:
     place = _device(device)
-    if place.type == "cpu" and kernels in ("auto", "native"):
+    precision = _dtype(dtype, place)
+    packs = place.type == "cpu" and kernels in ("auto", "native") and precision in (torch.float32, torch.bfloat16)
+    if packs:
         native.load_in_background()
-    if as_stored := weights == "file":
-        weights = None  # the model itself holds the file's blocks
-    model, own_tokenizer = load_model(name, _dtype(dtype, place), revision, as_stored=as_stored)
+    if weights == "file" and not is_gguf(name):
+        raise ValueError(f"weights='file' means the blocks of a GGUF file, and {name} is none: choose int8 or int4")
+    as_stored = is_gguf(name) and packs and native.problem() is None
+    if weights == "file" and not as_stored:
+        why = (
+            native.problem() if packs else "they run on a CPU, in float32 or bfloat16, with kernels='auto' or 'native'"
+        )
+        raise ValueError(f"weights='file' needs the native kernels: {why}; weights='dense' does without")
+    source = source_of(name)
+    if as_stored and weights in (None, "file") and isinstance(source, GgufFile):
+        check_kinds(source)
+    if packs and kernels == "auto" and (isinstance(source, GgufFile) or os.path.isdir(name)):
+        check_room(name, needed_memory(source, precision, weights, cache_tokens))
+    model, own_tokenizer = _read(source, precision, revision, as_stored=as_stored)
     model.to(place)  # type: ignore[arg-type]
+    weights = None if weights == "file" else weights  # the model itself holds the file's blocks
     return RaggedModel(model, tokenizer or own_tokenizer, kernels=kernels, weights=weights, **options)
 
 
@@ -227,22 +245,13 @@ def load_model(
         name: a folder, a hub name, a GGUF file, or ``smollm2`` for SmolLM2-135M-Instruct.
         dtype: dtype of the weights.
         revision: revision of the hub's repository.
-        as_stored: leave matrices in the blocks of a GGUF file, which the model then keeps reading.
+        as_stored: leave matrices of a GGUF file in the file, in its own blocks. Otherwise all are made dense in memory.
 
     Raises:
         ImportError: if ``name`` is a GGUF file and the libraries that read it are not installed.
         ValueError: if the model is no causal LM, or is damaged, incomplete or pickled.
     """
-    if as_stored and not name.endswith(".gguf"):
-        raise ValueError(f"weights='file' means the blocks of a GGUF file, and {name} is none: choose int8 or int4")
-    if name == SMALL:
-        if revision is not None:
-            raise ValueError(f"revision is for models on the hub; {SMALL} is always the same one")
-        with phase(f"reading {name}", live=False):  # fetching it has bars of its own
-            return load_smollm2(dtype)
-    place = {} if revision is None else {"revision": revision}
-    with phase(f"reading {name}", live=_without_bars() and os.path.exists(name)):
-        return _read(name, dtype, place, as_stored=as_stored)
+    return _read(source_of(name), dtype, revision, as_stored=as_stored)
 
 
 def _without_bars() -> bool:
@@ -253,18 +262,18 @@ def _without_bars() -> bool:
 
 
 def _read(
-    name: str, dtype: torch.dtype, place: dict[str, Any], *, as_stored: bool
+    source: Source, dtype: torch.dtype, revision: str | None, *, as_stored: bool
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
-    if name.endswith(".gguf"):
-        file = Path(name)
-        if not file.is_file():
-            raise ValueError(f"{name} is no file: name a GGUF file on this machine")
-        if missing := [library for library in ("gguf", "accelerate") if find_spec(library) is None]:
-            raise ImportError(f"reading {name} needs {' and '.join(missing)}: pip install 'arbordraft[gguf]'")
-        name, place = str(file.parent), {"gguf_file": file.name}
-        if as_stored:
-            return load_blocks(file, dtype), load_tokenizer(name, **place)
-    return load_causal_lm(name, dtype, **place), load_tokenizer(name, **place)
+    name = os.fspath(source.path if isinstance(source, GgufFile) else source)
+    if revision is not None and (name == SMALL or isinstance(source, GgufFile)):
+        why = f"{SMALL} is always the same one" if name == SMALL else f"{name} is a file"
+        raise ValueError(f"revision is for models on the hub; {why}")
+    if name == SMALL:
+        with phase(f"reading {name}", live=False):  # fetching it has bars of its own
+            return load_smollm2(dtype)
+    place = {} if revision is None else {"revision": revision}
+    with phase(f"reading {name}", live=_without_bars() and os.path.exists(name)):
+        return read_model(source, dtype, as_stored=as_stored, **place), read_tokenizer(source, **place)
 
 
 def load_target(

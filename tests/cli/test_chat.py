@@ -173,6 +173,21 @@ def test_piped_lines_are_answered(tmp_path, lines, status):
     assert ("by one forward" in result.output) == (status == 0)
 
 
+def test_a_file_is_talked_to(tmp_path):
+    """The file's own template and ends of turns are used."""
+    pytest.importorskip("gguf")
+    from support.gguf_files import LETTERS, write_gguf
+
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    write_gguf(tmp_path / "x.gguf", fusable(vocab_size=len(LETTERS)), fields={"tokenizer.chat_template": template})
+    arguments = ["chat", str(tmp_path / "x.gguf"), "--drafter", "ngram", "--max-new-tokens", "6"]
+    result = CliRunner().invoke(app, arguments, input="ab\n/tree\n")
+    assert result.exit_code == 0, result.output
+    assert "by one forward" in result.output
+    result = CliRunner().invoke(app, ["chat", str(tmp_path / "none.gguf")], input="ab\n")
+    assert result.exit_code == 1
+
+
 def test_typed_lines_go_through_prompt_toolkit(session, tmp_path, monkeypatch):
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.input import create_pipe_input

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.models import tiny_checkpoint
+from support.models import fusable, tiny_checkpoint
 from typer.testing import CliRunner
 
 from arbordraft import loading
@@ -63,6 +63,55 @@ def test_the_report_as_text():
     assert status == 0
     for part in ("processor", "memory", "bandwidth", "kernels, bfloat16", "cache", "extra onnx", "nothing is broken"):
         assert part in shown
+
+
+@pytest.fixture
+def gguf_file(tmp_path):
+    pytest.importorskip("gguf")
+    from support.gguf_files import LETTERS, write_gguf
+
+    model = fusable(vocab_size=len(LETTERS), num_key_value_heads=2)
+    kinds = [("down", "Q8_0"), ("token_embd", "F16"), ("", "Q4_0")]
+    fields = {"tokenizer.ggml.token_type": [1, 3, *[1] * 25], "tokenizer.chat_template": "{{ messages }}"}
+    write_gguf(tmp_path / "x.gguf", model, kinds, fields=fields)
+    return tmp_path / "x.gguf"
+
+
+def test_files_are_described_from_their_headers(gguf_file, monkeypatch):
+    monkeypatch.setattr(loading, "_read", lambda *_: pytest.fail("it was read"))
+    status, shown = examined(str(gguf_file), "--json", "--dtype", "float32")
+    model = json.loads(shown)["model"]
+    assert status == 0
+    assert (model["architecture"], model["positions"], model["packed in"]) == ("llama", 128, "the file's blocks")
+    assert {kind: part["tensors"] for kind, part in model["kinds"].items()} == {
+        "Q4_0": 13,
+        "Q8_0": 2,
+        "F32": 5,
+        "F16": 1,
+    }
+    assert model["kinds"]["Q8_0"]["bytes"] == 2 * 64 * 96 // 32 * 34
+    assert model["needed"]["packed weights"] == model["kinds"]["Q8_0"]["bytes"] + model["kinds"]["Q4_0"]["bytes"]
+    assert model["cache per token"] == 2 * 2 * 2 * 16 * 4
+    assert (model["tokens"], model["chat template"], model["ends"]) == (27, True, ["c"])
+    status, shown = examined(str(gguf_file))
+    assert "Q4_0: 13 tensors" in shown
+    assert "27 tokens, with a chat template, ends of texts: c" in shown
+    assert "packed weights in int4" in examined(str(gguf_file), "--weights", "int4")[1]
+
+
+def test_folders_are_described_from_their_headers(tmp_path):
+    tiny_checkpoint(tmp_path)
+    model = json.loads(examined(str(tmp_path), "--json", "--dtype", "float32")[1])["model"]
+    assert model["architecture"] == "llama"
+    assert list(model["kinds"]) == ["F32"]
+    assert model["packed in"] == "float32"
+    assert model["weights"] == model["kinds"]["F32"]["bytes"] // 4
+
+
+def test_damaged_files_are_named(gguf_file):
+    gguf_file.write_bytes(gguf_file.read_bytes()[:-500])
+    error = CliRunner().invoke(app, ["doctor", str(gguf_file)]).exception
+    assert "x.gguf is cut: tensor '" in str(error)
 
 
 def test_a_quick_report_measures_nothing():

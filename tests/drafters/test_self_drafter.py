@@ -269,6 +269,16 @@ def test_auto_takes_it_where_it_pays(monkeypatch, caplog):
     assert "know no weights of fewer bits" in choose_drafter(ad.RaggedModel(tiny(), kernels="torch"))[1]
 
 
+def test_auto_copies_no_weights_of_few_bits(monkeypatch):
+    monkeypatch.setattr(drafter_names, "_LARGE", 0)
+    model, chosen = target().model, {}
+    for weights in ("int4", "int8"):
+        chosen[weights] = choose_drafter(ad.RaggedModel(model, kernels="native", weights=weights))
+    assert isinstance(chosen["int4"][0], ad.NGramDrafter)
+    assert "as its weights have 4." in chosen["int4"][1] or "as its weights have 5." in chosen["int4"][1]
+    assert "bits each" not in chosen["int8"][1]
+
+
 @pytest.mark.parametrize(("acceptance", "taken"), [(0.99, ad.EagleDrafter), (0.2, ad.HybridDrafter)])
 def test_auto_takes_a_trained_head_unless_it_gains_less(monkeypatch, tmp_path, acceptance, taken):
     of = target()

@@ -1,59 +1,125 @@
-"""Tiny GGUF files, written as llama.cpp writes them."""
+"""Tiny GGUF files, written as llama.cpp's converter writes them."""
 
 import gguf
+import numpy as np
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from support.blocks import ordinary_blocks
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "ab"]
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers.": "blk.",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+ARCHITECTURES = {"gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+_ONE_MORE = ("gemma2", "gemma3")  # their norms are stored with 1 added
+_TRANSPOSED = ("c_attn", "c_proj", "c_fc")  # of GPT-2
 
 
-def file_name(name):
+def architecture_of(model):
+    """Returns GGUF's name of a model's architecture."""
+    return ARCHITECTURES.get(model.config.model_type, model.config.model_type)
+
+
+def file_name(name, architecture="llama"):
     """Returns the name of a parameter in the file."""
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
+    kind = next(key for key, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
+    return gguf.get_tensor_name_map(kind, 64).get_name(name, try_suffixes=(".weight", ".bias"))
 
 
-def write_gguf(file, model, kinds=()):
+def stored(model):
+    """Returns the parameters of a model by their names in the file, as they are stored there."""
+    config, architecture, found = model.config, architecture_of(model), {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            layer = name.split(".")[2]
+            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                found[f"blk.{layer}.ffn_{part}_exps.weight"] = half
+            continue
+        if name.endswith("experts.down_proj"):
+            found[f"blk.{name.split('.')[2]}.ffn_down_exps.weight"] = tensor
+            continue
+        if architecture == "llama":
+            for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+                if part in name:  # rotated pairs become neighbours
+                    tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if architecture in _ONE_MORE and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        if architecture == "gpt2" and name.endswith(".weight") and any(part in name for part in _TRANSPOSED):
+            tensor = tensor.T
+        if name.endswith("shared_expert_gate.weight"):
+            tensor = tensor[0]
+        found[file_name(name, architecture)] = tensor
+    return found
+
+
+def settings_of(config):
+    """Returns the settings of an architecture, as llama.cpp's converter writes them."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    found = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": hidden,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": getattr(config, "intermediate_size", None) or 4 * hidden,
+        "attention.head_count": heads,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", heads),
+        "attention.key_length": getattr(config, "head_dim", None),
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        "attention.layer_norm_epsilon": next(
+            (
+                getattr(config, name)
+                for name in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+                if hasattr(config, name)
+            ),
+            None,
+        ),
+        "attention.sliding_window": getattr(config, "sliding_window", None),
+        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "rope.freq_base": rope.get("rope_theta"),
+        "vocab_size": config.vocab_size,
+        "expert_count": getattr(config, "num_experts", None),
+        "expert_used_count": getattr(config, "num_experts_per_tok", None),
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
+        "expert_shared_feed_forward_length": getattr(config, "shared_expert_intermediate_size", None),
+    }
+    if rope:
+        dim = getattr(config, "head_dim", None) or hidden // heads
+        found["rope.dimension_count"] = int(dim * (rope.get("partial_rotary_factor") or 1))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def write_gguf(file, model, kinds=(), tokens=LETTERS, fields=(), tensors=()):
     """Writes a model whose tokens are letters.
 
     Args:
         file: path of the file.
-        model: a Llama, Qwen2 or Qwen3.
-        kinds: pairs of a part of a parameter's name and a type of blocks; the first pair that fits counts.
+        model: a causal LM of an architecture that is read from such files.
+        kinds: pairs of a part of a parameter's name in the file and a type; the first pair that fits a matrix counts.
+        tokens: the vocabulary.
+        fields: further fields by name, or other values of them; ``None`` leaves one out.
+        tensors: further float32 tensors by name.
     """
-    config = model.config
-    writer = gguf.GGUFWriter(file, config.model_type)
-    for add, value in {
-        "context_length": 128, "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size, "head_count": config.num_attention_heads,
-        "head_count_kv": config.num_key_value_heads, "layer_norm_rms_eps": config.rms_norm_eps,
-        "rope_freq_base": 10000.0, "vocab_size": config.vocab_size, "tokenizer_model": "gpt2", "token_list": LETTERS,
-        "token_types": [1] * len(LETTERS), "token_merges": ["a b"], "bos_token_id": 1, "eos_token_id": 2,
-    }.items():  # fmt: skip
-        getattr(writer, f"add_{add}")(value)
-    if head := getattr(config, "head_dim", None):
-        writer.add_key_length(head)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if config.model_type == "llama" and part in name:  # rotated pairs become neighbours
-                tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    writer = gguf.GGUFWriter(file, architecture_of(model))
+    known = {f"{architecture_of(model)}.{name}": value for name, value in settings_of(model.config).items()} | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": list(tokens),
+        "tokenizer.ggml.token_type": [1] * len(tokens),
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    for name, value in (known | dict(fields)).items():
+        if value is not None:
+            add_field(writer, name, value)
+    for name, tensor in (stored(model) | dict(tensors)).items():
         kind = next((kind for part, kind in kinds if part in name), None)
         if kind is None or tensor.ndim < 2:
-            writer.add_tensor(file_name(name), tensor.contiguous().numpy())
+            writer.add_tensor(name, tensor.contiguous().float().numpy())
         else:
             kind = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(file_name(name), blocks_like(tensor, kind), raw_dtype=kind)
+            writer.add_tensor(name, blocks_like(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -69,7 +135,22 @@ def blocks_like(tensor, kind):
         return ordinary_blocks(kind.name, *numbers.shape, torch.Generator().manual_seed(0)).numpy()
 
 
+def add_field(writer, name, value):
+    """Adds a field of the type of its value."""
+    if isinstance(value, list):
+        writer.add_array(name, value)
+    elif isinstance(value, bool):
+        writer.add_bool(name, value)
+    else:
+        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](name, value)
+
+
+def byte_tokens():
+    """Returns a vocabulary that spells every text, byte by byte."""
+    return [*bytes_to_unicode().values()]
+
+
 def dequantised(file):
     """Returns every tensor of a file, dequantised by the gguf package."""
     reader = gguf.GGUFReader(str(file))
-    return {t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
+    return {t.name: torch.tensor(np.array(gguf.quants.dequantize(t.data, t.tensor_type))) for t in reader.tensors}

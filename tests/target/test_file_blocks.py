@@ -7,28 +7,28 @@ import pytest
 import torch
 from support.models import fusable
 from torch import nn
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import arbordraft as ad
 from arbordraft.kernels.prepacked_linear import dequantize_blocks, pack, restore_blocks
 from arbordraft.loading import load_model
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.prepacked import gguf as file_model
 from arbordraft.target.prepacked.gguf_blocks import READABLE, FileBlocks, blocks_of, in_memory
 
 pytest.importorskip("gguf")
-pytest.importorskip("accelerate")
 from support.blocks import ordinary_blocks
 from support.gguf_files import LETTERS, dequantised, file_name, write_gguf
 
 pytestmark = pytest.mark.usefixtures("kernels")
-MIXED = [("lm_head", "Q8_0"), ("embed", "Q8_0"), ("v_proj", "Q5_0"), ("gate", "Q4_0"), ("down", "MXFP4"), ("", "Q4_1")]
+MIXED = [("output.", "Q8_0"), ("embd", "Q8_0"), ("attn_v", "Q5_0"), ("gate", "Q4_0"), ("down", "MXFP4"), ("", "Q4_1")]
 # As files of Q4_K_M, whose rows are multiples of 256.
 K_QUANTS = [
-    ("lm_head", "Q6_K"),
-    ("v_proj", "Q6_K"),
+    ("output.", "Q6_K"),
+    ("attn_v", "Q6_K"),
     ("gate", "IQ4_XS"),
     ("down", "Q5_K"),
-    ("embed", "Q5_1"),
+    ("embd", "Q5_1"),
     ("", "Q4_K"),
 ]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -75,17 +75,15 @@ def test_blocks_hold_the_numbers_of_the_file(written, kinds, dtype):
     assert not torch.equal(rows, truth["blk.0.attn_q.weight"])  # control: the file orders these rows differently
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["by name", "by their numbers"])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_models_equal_those_that_transformers_reads(written, monkeypatch, architecture, tied, direct):
-    """Blocks are found by name, or by their numbers."""
+def test_models_equal_those_that_transformers_reads(written, architecture, tied):
+    pytest.importorskip("accelerate", reason="transformers reads such files with it")
     # transformers does not read the head size of Qwen3 from the file.
     file = written(MIXED, architecture, tie_word_embeddings=tied, head_dim=128 if architecture == "qwen3" else 16)
-    if not direct:
-        monkeypatch.setattr(file_model, "_HALVED", {})
-    expected, _ = load_model(str(file), torch.float32)
-    model, _ = load_model(str(file), torch.float32, as_stored=True)
+    options = {"gguf_file": file.name, "dtype": torch.float32}
+    expected = AutoModelForCausalLM.from_pretrained(file.parent, **options).eval()
+    model, tokenizer = load_model(str(file), torch.float32, as_stored=True)
     held = [name for name, parameter in model.named_parameters() if isinstance(parameter, FileBlocks)]
     assert held == [name for name, parameter in expected.named_parameters() if parameter.ndim == 2]
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
@@ -93,7 +91,9 @@ def test_models_equal_those_that_transformers_reads(written, monkeypatch, archit
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, expected(tokens).logits)
     assert model.generation_config == expected.generation_config
-    assert model.name_or_path == expected.name_or_path
+    assert model.name_or_path == str(file.parent)
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    assert tokenizer("hello ab")["input_ids"] == theirs("hello ab")["input_ids"]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
@@ -213,18 +213,19 @@ def test_originals_need_no_second_file(written):
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matrices_that_are_not_quantised_keep_their_numbers(written, dtype):
-    file = written([("down_proj", "F16"), ("", "Q4_1")])
-    target = ad.load(file, "none", weights="file", dtype=str(dtype).removeprefix("torch."), device="cpu").target
+    file = written([("ffn_down", "F16"), ("", "Q4_1")])
+    target = ad.load(file, "none", weights="file", dtype=dtype, device="cpu").target
     layer, truth = target.prepacking.stack[0], dequantised(file)["blk.0.ffn_down.weight"]
-    assert torch.equal(restore_blocks(layer.down.weight), truth.to(dtype).float())
+    assert torch.equal(restore_blocks(layer.down.weight), truth)
 
 
-def test_kinds_that_kernels_do_not_read_are_refused(written):
-    file = written([("down_proj", "TQ2_0"), ("", "Q4_1")], **WIDE)
-    with pytest.raises(ValueError, match=r"tiny.gguf: kernels read blocks of .*, not of TQ2_0: choose weights='int8'"):
-        ad.load(file, "none", weights="file", device="cpu")
+@pytest.mark.parametrize("weights", [None, "file"])
+def test_kinds_that_kernels_do_not_read_are_refused(written, weights):
+    file = written([("ffn_down", "TQ2_0"), ("", "Q4_1")], **WIDE)
+    with pytest.raises(ValueError, match=r"tiny.gguf, tensor 'blk.0.ffn_down.weight': kernels .*, not of TQ2_0: choose"):
+        ad.load(file, "none", weights=weights, device="cpu")
 
 
 def test_kinds_of_one_matrix_differ(written):
@@ -238,9 +239,42 @@ def test_kinds_of_one_matrix_differ(written):
     assert torch.equal(restore_blocks(layer.qkv.weight)[-len(values) :], values)
 
 
-def test_files_without_blocks_are_refused(written, tmp_path):
-    with pytest.raises(ValueError, match=r"holds F32.*choose weights='int8' or 'int4'"):
-        ad.load(written([]), "none", weights="file", device="cpu")
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_files_without_blocks_keep_the_dtype(written, kind):
+    target = decoder_of(written([("", kind)])).target
+    assert target.weights is None
+    assert target.prepacking.stack[0].down.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("weights", [None, "file"])
+def test_blocks_are_the_default_of_a_file(written, weights):
+    file = written(MIXED)
+    assert ad.load(file, "none", weights=weights, dtype="float32", device="cpu").target.weights == "file"
+
+
+def test_blocks_are_made_dense_if_asked_for(written):
+    """Originals stay in the file; only the packed copy has the dtype of the model."""
+    file = written(MIXED)
+    target = ad.load(file, "none", weights="dense", dtype="float32", device="cpu").target
+    assert target.weights is None
+    assert isinstance(target.model.lm_head.weight, FileBlocks)
+    expected, _ = load_model(str(file), torch.float32)
+    assert not any(isinstance(weight, FileBlocks) for weight in expected.parameters())
+    tokens, cache = torch.arange(20), RaggedKVCache()
+    with torch.no_grad():
+        found = target(tokens, cache.lay_out([cache.open(20)], [range(20)]), cache)
+        assert_close(found, expected(tokens[None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_without_kernels_blocks_are_made_dense(written):
+    file = written(MIXED)
+    model = ad.load(file, "none", kernels="torch", device="cpu").target.model
+    assert not any(isinstance(weight, FileBlocks) for weight in model.parameters())
+    with pytest.raises(ValueError, match=r"weights='file' needs the native kernels: .*; weights='dense' does without"):
+        ad.load(file, "none", kernels="torch", weights="file", device="cpu")
+
+
+def test_names_of_weights(written, tmp_path):
     fusable(vocab_size=len(LETTERS)).save_pretrained(tmp_path / "folder")
     with pytest.raises(ValueError, match="means the blocks of a GGUF file"):
         ad.load(tmp_path / "folder", "none", weights="file", device="cpu")
@@ -251,7 +285,7 @@ def test_files_without_blocks_are_refused(written, tmp_path):
 def test_damaged_files_are_named(written):
     file = written([("", "Q8_0")])
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(ValueError, match="truncated or damaged"):
+    with pytest.raises(ValueError, match="is cut: tensor"):
         ad.load(file, "none", weights="file", device="cpu")
 
 

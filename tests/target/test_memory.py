@@ -1,11 +1,17 @@
-"""Prepacked weights are moved together in memory."""
+"""Packed weights lie together in memory, and their originals leave it if a file holds them."""
 
 import itertools
+import mmap
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from support.models import fusable
 
-from arbordraft.target.prepacked.memory import move_together
+import arbordraft as ad
+from arbordraft.target.prepacked.memory import in_file
+from arbordraft.utils.pages import LargePages, drop_pages, lie_in_file
 
 LARGE = 1 << 21  # bytes of a large page
 
@@ -26,7 +32,9 @@ def test_tensors_move_together_unchanged(rows, moved):
     tensors = matrices(rows)
     before, places = [tensor.clone() for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
     assert (sum(tensor.nbytes for tensor in tensors) >= LARGE) == moved
-    move_together(tensors)
+    pages = LargePages(sum(tensor.nbytes for tensor in tensors) + 1000)
+    pages.place(tensors[:2])
+    pages.place(tensors[2:])
     for tensor, old in zip(tensors, before, strict=True):
         assert tensor.dtype == old.dtype
         assert tensor.is_contiguous()
@@ -41,3 +49,73 @@ def test_tensors_move_together_unchanged(rows, moved):
 def test_the_allocator_leaves_gaps_between_tensors():
     """Negative control: gaps distinguish moved tensors from others."""
     assert not all(0 <= gap < 64 for gap in gaps(matrices(1000)))
+
+
+def test_tensors_beyond_the_end_stay():
+    tensors = matrices(1000)
+    places = [tensor.data_ptr() for tensor in tensors]
+    LargePages(sum(tensor.nbytes for tensor in tensors[:3])).place(tensors)
+    moved = [tensor.data_ptr() != place for tensor, place in zip(tensors, places, strict=True)]
+    assert moved == [True, True, True, False]
+
+
+def resident(tensor):
+    """Returns the share of a tensor's pages that are in this process's memory."""
+    first, count = tensor.data_ptr() // mmap.PAGESIZE, tensor.nbytes // mmap.PAGESIZE
+    with open("/proc/self/pagemap", "rb") as table:
+        table.seek(8 * first)
+        entries = np.frombuffer(table.read(8 * count), np.uint64)
+    return float((entries >> np.uint64(63)).mean())
+
+
+@pytest.fixture
+def mapped(tmp_path):
+    if not Path("/proc/self/pagemap").exists():
+        pytest.skip("needs Linux's table of pages")
+    values = torch.arange(1 << 18, dtype=torch.float32)
+    values.numpy().tofile(tmp_path / "values")
+    tensor = torch.from_file(str(tmp_path / "values"), size=len(values))  # private: writes do not reach the file
+    assert torch.equal(tensor, values)
+    return tensor
+
+
+def stretch(tensor):
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def test_pages_of_files_leave_memory(mapped):
+    assert lie_in_file(*stretch(mapped))
+    assert resident(mapped) == 1
+    drop_pages([stretch(mapped)])
+    assert resident(mapped) == 0
+    assert torch.equal(mapped, torch.arange(1 << 18, dtype=torch.float32))
+
+
+def test_changed_pages_stay(mapped):
+    mapped[77777] = -1
+    assert not lie_in_file(*stretch(mapped))
+    drop_pages([stretch(mapped)])
+    assert resident(mapped) == 1
+    assert mapped[77777] == -1
+    drop_pages([stretch(mapped[:70000])])  # control: parts that are still the file's
+    assert resident(mapped) < 0.8
+    assert mapped[77777] == -1
+
+
+def test_other_memory_stays():
+    tensor = torch.ones(1 << 18)
+    assert not lie_in_file(*stretch(tensor))
+    drop_pages([stretch(tensor)])
+    assert tensor.sum() == len(tensor)
+
+
+def test_originals_of_a_folder_are_read_from_it(kernels, cache, tmp_path):
+    """They take no memory after they are packed, and no second file is written."""
+    fusable(hidden_size=256, intermediate_size=512).save_pretrained(tmp_path)
+    decoders = [ad.load(tmp_path, "none", dtype="float32", device="cpu", keep_weights=keep) for keep in (True, False)]
+    down = [decoder.target.model.model.layers[0].mlp.down_proj.weight for decoder in decoders]
+    if Path("/proc/self/pagemap").exists():
+        assert [resident(weight) < 0.1 for weight in down] == [True, True]
+    assert torch.equal(*down)  # reads them
+    assert not Path("/proc/self/pagemap").exists() or all(map(in_file, down))
+    assert not in_file(fusable().lm_head.weight)  # control

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from arbordraft.utils.pages import drop_pages
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -107,10 +109,10 @@ def load_network(read: Callable[..., Any], source: str | os.PathLike[str], **opt
     place = Path(source)
     if place.is_file():
         raise ValueError(f"{place} is a file: name the folder that holds {CONFIG} and {WEIGHTS}")
-    stored: dict[str, str] = {}
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
     if place.is_dir() and not _ELSEWHERE & options.keys():
         read_config(place)
-        stored = _stored_dtypes(place)
+        stored = stored_tensors(place)
     try:
         with _without_reports():
             network, info = read(
@@ -195,19 +197,24 @@ def few(names: Sequence[str] | set[str]) -> str:
 def _finite(tensor: Tensor) -> bool:
     if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
         return True  # nothing to look at, or quantised
-    return all(bool(end.isfinite()) for end in tensor.aminmax())  # NaN is both minimum and maximum; takes no memory
+    finite = all(bool(end.isfinite()) for end in tensor.aminmax())  # NaN is both minimum and maximum; takes no memory
+    if tensor.is_cpu and tensor.is_contiguous() and type(tensor) in (Tensor, nn.Parameter):
+        drop_pages([(tensor.data_ptr(), tensor.nbytes)])
+    return finite
 
 
-def _stored_dtypes(folder: Path) -> dict[str, str]:
-    """Returns the dtype of every stored tensor, as safetensors calls it."""
-    dtypes: dict[str, str] = {}
+def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the dtype of every stored tensor, as safetensors calls it, and its shape; raises as `weight_files`."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in weight_files(folder):
         with _explained(path), safe_open(path, "pt") as file:
-            dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  # no mapping
-    return dtypes
+            for name in file.keys():  # noqa: SIM118  # no mapping
+                part = file.get_slice(name)
+                found[name] = part.get_dtype(), tuple(part.get_shape())
+    return found
 
 
-def _other_numbers(network: nn.Module, stored: Mapping[str, str]) -> list[str]:
+def _other_numbers(network: nn.Module, stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
     """Lists stored tensors whose kind of number (fraction, integer, truth) differs, which a cast would hide."""
 
     def kind(dtype: str) -> str:
@@ -216,7 +223,7 @@ def _other_numbers(network: nn.Module, stored: Mapping[str, str]) -> list[str]:
     ours = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in network.state_dict().items()}
     return [
         f"{name} is stored as {dtype} instead of {ours[name]}"
-        for name, dtype in stored.items()
+        for name, (dtype, _) in stored.items()
         if name in ours and kind(dtype) != kind(ours[name])
     ]
 

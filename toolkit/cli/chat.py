@@ -23,6 +23,9 @@ from arbordraft.utils.terminal import terminal
 
 
 def chat(
+    source: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Hub name, folder or GGUF file; the same as --model.")
+    ] = None,
     model: ModelOption = "smollm2",
     drafter: DrafterOption = "auto",
     corpus: CorpusOption = None,
@@ -47,7 +50,7 @@ def chat(
 
     console = terminal(highlight=False, soft_wrap=True)
     decoder = load_decoder(
-        model,
+        source or model,
         drafter,
         corpus=corpus,
         dtype=dtype,

@@ -13,6 +13,12 @@ from arbordraft.utils.terminal import terminal
 
 
 def doctor(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="GGUF file or folder to describe: its contents, and the memory that it needs."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Run no kernels and measure nothing.")] = False,
     model: Annotated[
@@ -28,12 +34,16 @@ def doctor(
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
 ) -> None:
-    """Examine this machine and this installation. Shows the kernels and missing packages; exits with 1 if broken."""
-    from arbordraft.cli.examination import examine, measured
+    """Examine this machine, this installation and, if one is named, a model. Exits with 1 if something is broken.
+
+    A model is only described from its header, not read: its types of weights, memory and longest text.
+    """
+    from arbordraft.cli.examination import described, examine, measured
 
     options = {"dtype": dtype, "kernels": kernels, "weights": weights}
     costs = {} if model is None else {"costs": measured(model, drafter, **options)}
-    report = examine(quick=quick) | costs
+    about = {} if source is None else {"model": described(source, dtype, weights)}
+    report = about | examine(quick=quick or source is not None) | costs
     if json:
         typer.echo(json_format.dumps(report, indent=2))
     else:
@@ -56,6 +66,8 @@ def _show(report: dict[str, Any]) -> None:
 
 def _lines(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields findings as pairs of name and value."""
+    if "model" in report:
+        yield from _lines_of_model(report["model"])
     machine, memory, kernels = report["machine"], report["memory"], report.get("kernels")
     yield "versions", ", ".join(f"{name} {value}" for name, value in report["versions"].items())
     threads = f", {machine['threads']} threads of torch" if "threads" in machine else ""
@@ -83,3 +95,27 @@ def _lines(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for extra, state in report["extras"].items():
         missing = state["missing"]
         yield f"extra {extra}", f"missing {', '.join(missing)}: {state['install']}" if missing else "installed"
+
+
+def _lines_of_model(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields findings about a model as pairs of name and value."""
+    yield "model", f"{model['name']}: {model['architecture']}, {model['weights'] / 1e9:.2f} billion weights"
+    for kind, part in model["kinds"].items():
+        yield "", f"{kind}: {part['tensors']} tensors, {part['bytes'] / 2**20:.1f} MiB"
+    yield (
+        "read per token",
+        f"{model['needed']['packed weights'] / 2**20:.1f} MiB of packed weights in {model['packed in']}",
+    )
+    needed = {name: size for name, size in model["needed"].items() if size}
+    parts = ", ".join(f"{size / 2**30:.2f} of {name}" for name, size in needed.items())
+    yield "memory it needs", f"{sum(needed.values()) / 2**30:.2f} GiB ({parts})"
+    yield (
+        "longest text",
+        f"{model['positions'] or 'unknown'} tokens, {model['cache per token'] / 2**10:.1f} KiB of cache each",
+    )
+    if "tokens" in model:
+        template = "with" if model["chat template"] else "without"
+        yield (
+            "tokenizer",
+            f"{model['tokens']} tokens, {template} a chat template, ends of texts: {', '.join(model['ends'])}",
+        )

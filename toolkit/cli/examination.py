@@ -7,6 +7,7 @@ import timeit
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
+from math import prod
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -33,6 +34,65 @@ def measured(model: str, drafter: str, **options: Any) -> dict[str, Any]:
         "level": {rows: 1e3 * seconds for rows, seconds in zip(costs.draft.rows, costs.draft.seconds, strict=True)},
         "besides": 1e3 * costs.rest,
     }
+
+
+def described(name: str, dtype: str | None, weights: str | None) -> dict[str, Any]:
+    """Describes a GGUF file or a folder from its header, ready for JSON.
+
+    Args:
+        name: the file or folder.
+        dtype: see :func:`~arbordraft.load`.
+        weights: see :func:`~arbordraft.load`.
+
+    Raises:
+        ValueError: if it is damaged, incomplete or not supported.
+    """
+    import torch
+
+    from arbordraft.checkpoints.gguf_file import FRACTIONS, GgufFile
+    from arbordraft.checkpoints.gguf_settings import gguf_config, gguf_generation_config
+    from arbordraft.checkpoints.reader import read_config, stored_tensors
+    from arbordraft.kernels.precision import fast_dtype
+    from arbordraft.target.prepacked.room import cache_bytes, needed_memory
+    from arbordraft.target.sources import source_of
+
+    precision: torch.dtype = getattr(torch, dtype) if dtype else fast_dtype(torch.device("cpu"))
+    source, about = source_of(name), {}
+    if isinstance(source, GgufFile):
+        settings = gguf_config(source)
+        config, architecture = settings.to_dict(), source.architecture
+        tensors = [(tensor.kind, prod(tensor.shape), tensor.raw.nbytes) for tensor in source.tensors.values()]
+        if tokens := source.fields.get("tokenizer.ggml.tokens"):
+            ends = gguf_generation_config(source, settings).eos_token_id
+            ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+            about = {
+                "tokens": len(tokens),
+                "chat template": "tokenizer.chat_template" in source.fields,
+                "ends": [tokens[end] for end in ends],
+            }
+    else:
+        config = read_config(name)
+        architecture, config = str(config.get("model_type")), config.get("text_config") or config
+        sizes = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2}
+        tensors = [
+            (kind, prod(shape), prod(shape) * sizes.get(kind, 1)) for kind, shape in stored_tensors(name).values()
+        ]
+    kinds: dict[str, dict[str, int]] = {}
+    for kind, _, size in tensors:
+        part = kinds.setdefault(kind, {"tensors": 0, "bytes": 0})
+        part["tensors"], part["bytes"] = part["tensors"] + 1, part["bytes"] + size
+    dense = str(precision).removeprefix("torch.")
+    default = "the file's blocks" if isinstance(source, GgufFile) and not kinds.keys() <= FRACTIONS.keys() else dense
+    return {
+        "name": name,
+        "architecture": architecture,
+        "weights": sum(count for _, count, _ in tensors),
+        "kinds": dict(sorted(kinds.items(), key=lambda kind: -kind[1]["bytes"])),
+        "packed in": {None: default, "file": default, "dense": dense}.get(weights, weights),
+        "needed": needed_memory(source, precision, weights),
+        "positions": config.get("max_position_embeddings"),
+        "cache per token": cache_bytes(config, precision, 1),
+    } | about
 
 
 def examine(*, quick: bool = False) -> dict[str, Any]:
@@ -173,4 +233,4 @@ def _problem(line: Requirement) -> str | None:
     return None if line.specifier.contains(there, prereleases=True) else f"{there}, not {line.specifier}"
 
 
-__all__ = ["examine", "measured"]
+__all__ = ["described", "examine", "measured"]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.checkpoints.vocabulary import check_tokenizers, fit_logits, fit_tokens
 from arbordraft.drafters.base import Predictions, check_ragged, num_unprefilled, within_positions
 from arbordraft.drafters.context import DraftContext, Frontier
@@ -24,6 +23,7 @@ from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.observation import decoder_list
+from arbordraft.target.sources import read_model, read_tokenizer, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,10 +65,10 @@ class LanguageModelDrafter(OwnCacheDrafter):
     def from_pretrained(
         cls, path: str | os.PathLike[str], target: RaggedModel, *, same_tokenizer: bool = False, **kwargs: Any
     ) -> "LanguageModelDrafter":
-        """Loads a causal LM with the target's tokenizer, from a folder or a hub.
+        """Loads a causal LM with the target's tokenizer, from a folder, a hub or a GGUF file.
 
         Args:
-            path: folder or hub name.
+            path: folder, hub name or GGUF file.
             target: the model it drafts for, which sets device, dtype and kernels.
             same_tokenizer: as for the class.
             **kwargs: passed on to ``AutoModelForCausalLM.from_pretrained``.
@@ -78,10 +78,12 @@ class LanguageModelDrafter(OwnCacheDrafter):
         """
         check_ragged(target)
         places = {name: value for name, value in kwargs.items() if name in _PLACES}
-        tokenizer = load_tokenizer(path, **places)
+        source = source_of(path)
+        tokenizer = read_tokenizer(source, **places)
         if not same_tokenizer and tokenizer is not None and target.tokenizer is not None:
             check_tokenizers(tokenizer, target.tokenizer)  # before the weights are read
-        model = load_causal_lm(path, target.model.dtype, **kwargs).to(target.device)  # type: ignore[arg-type]
+        model = read_model(source, target.model.dtype, as_stored=target.backend == "native", **kwargs)
+        model.to(target.device)  # type: ignore[arg-type]
         return cls(RaggedModel(model, tokenizer, kernels=target.backend), same_tokenizer=same_tokenizer)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:

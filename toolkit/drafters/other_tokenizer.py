@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.checkpoints.translation import Translation, decoded, encoded, shared_tokens
 from arbordraft.drafters.base import Guesses, Predictions, check_ragged
 from arbordraft.drafters.context import DraftContext, Frontier
@@ -25,6 +24,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
+from arbordraft.target.sources import read_model, read_tokenizer, source_of
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.forest import Forest
 from arbordraft.trees.topology import TreeTopology
@@ -82,10 +82,10 @@ class _OtherTokenizerDrafter(OwnCacheDrafter):
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> Self:
-        """Loads a causal LM and its tokenizer, from a folder or a hub.
+        """Loads a causal LM and its tokenizer, from a folder, a hub or a GGUF file.
 
         Args:
-            path: folder or hub name.
+            path: folder, hub name or GGUF file.
             target: the model it drafts for, which sets device, dtype and kernels.
             **kwargs: passed on to ``AutoModelForCausalLM.from_pretrained``.
 
@@ -93,8 +93,10 @@ class _OtherTokenizerDrafter(OwnCacheDrafter):
             ValueError: if the checkpoint is damaged or incomplete, or one of the models has no tokenizer.
         """
         check_ragged(target)
-        model = load_causal_lm(path, target.model.dtype, **kwargs).to(target.device)  # type: ignore[arg-type]
-        return cls(RaggedModel(model, load_tokenizer(path), kernels=target.backend), target)
+        source = source_of(path)
+        model = read_model(source, target.model.dtype, as_stored=target.backend == "native", **kwargs)
+        model.to(target.device)  # type: ignore[arg-type]
+        return cls(RaggedModel(model, read_tokenizer(source), kernels=target.backend), target)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         super().check(target, law)

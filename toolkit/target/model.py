@@ -45,6 +45,7 @@ from arbordraft.target.prepacked.replace import Prepacking
 from arbordraft.target.prepacked.shortcut import Shortcut, is_unhooked
 from arbordraft.target.self_test import check_logits
 from arbordraft.target.weight_watch import WeightsChanged, WeightWatch
+from arbordraft.utils.allocator import return_freed_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,13 +102,15 @@ class RaggedModel(nn.Module):
         weights: bits of the copies that native kernels read; by default the model's own. ``"int8"``: groups of 32
             weights with one scale each, as in GGUF's Q8_0. ``"int4"``: such groups with a scale and a minimum each, as
             in its Q4_1. Both quantise activations to 8 bits, separately for every group of every row.
-            ``"int8-weight-only"``: one scale per output, activations as they are. If the model's matrices lie in the
-            blocks of a GGUF file (see :func:`~arbordraft.load`), the default is these blocks. Matrices that kernels
-            do not read in the file's format are then held in 8 bits. Fewer bits are read faster, but make another
-            model: decoding preserves the output law of that one.
-        keep_weights: keep the original weights of prepacked modules in memory. Otherwise they move to a file of the
-            same size in the cache folder, which is read on access. ``state_dict``, LoRA and ``model.generate`` then
-            give the same results, at first more slowly. If nothing is prepacked, this has no effect.
+            ``"int8-weight-only"``: one scale per output, activations as they are. ``"dense"``: the model's dtype. It is
+            the default, unless matrices lie in the blocks of a GGUF file (see :func:`~arbordraft.load`). Then these
+            blocks are the default, and matrices that kernels do not read so are held in 8 bits. Fewer bits are read
+            faster, but make another model: decoding preserves the output law of that one.
+        keep_weights: keep the original weights of prepacked modules in memory, if they are there. Weights that lie
+            unchanged in a mapped file are always left to it: transformers maps safetensors that have the model's dtype.
+            Otherwise the originals move to a file of the same size in the cache folder, which is read on access.
+            ``state_dict``, LoRA and ``model.generate`` then give the same results, at first more slowly. If nothing is
+            prepacked, this has no effect.
         row_invariant: require equal bits for every row, regardless of the other rows. Speculative output then
             equals plain output in 16 bits, too. Native kernels guarantee this if they recognise all of a model. On an
             NVIDIA GPU, the model's linears then run in Triton as well, and attention runs row by row.
@@ -146,8 +149,9 @@ class RaggedModel(nn.Module):
         super().__init__()
         given, model = model, unwrapped(model)
         check_model(model)
-        check_weights(weights)
-        self.weights = "file" if weights is None and holds_blocks(model) else weights
+        if weights != "dense":
+            check_weights(weights)
+        self.weights = None if weights == "dense" else "file" if weights is None and holds_blocks(model) else weights
         self._choice = choose(kernels, model, weights=self.weights)
         self.keep_weights, self._invariant = keep_weights, row_invariant
         vars(self)["_head_of"] = head_of  # not registered as a submodule
@@ -183,6 +187,9 @@ class RaggedModel(nn.Module):
         if tested is not None:
             with phase("comparing packed logits with the model's own"):
                 check_logits(self, tested)
+        if self.prepacking is not None:
+            self.prepacking.drop_originals()
+        return_freed_memory()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state without the view: a copy, in this process or another, views its own model."""

@@ -4,11 +4,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import AttentionCall, Forward
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.prepacked.gguf_blocks import FileBlocks
+from arbordraft.target.prepacked.memory import drop_originals
 from arbordraft.trees.topology import TreeTopology, ancestor_words
 
 
@@ -90,14 +94,29 @@ def observe(model: nn.Module, num_layers: int, vocab_size: int) -> Observation:
     words = ancestor_words(topology.visible.cpu()).repeat(2, 1)
     run = Forward(cache.lay_out(samples, [topology.depth_list] * 2, words), cache)
     hooks = [module.register_forward_pre_hook(watch, with_kwargs=True) for module in model.modules()]
+    hooks += [layer.register_forward_hook(forget) for layer in layers]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _WithoutBlocks():
             model(tokens, position_ids=run.batch.positions[None], use_cache=False, ragged=run)
     finally:
         for hook in hooks:
             hook.remove()
     attention = {index: call for index, call in run.layers.items() if call}
     return Observation(place, [given[layer] for layer in layers if layer in given], attention, called, run.batch)
+
+
+def forget(layer: nn.Module, *_: Any) -> None:
+    """Takes a layer's weights that lie in mapped files out of memory; a hook after a layer's forward."""
+    drop_originals(layer.parameters())
+
+
+class _WithoutBlocks(TorchFunctionMode):
+    """Lets linears whose weights lie in blocks of a file return zeros: only shapes and settings are observed."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.linear and isinstance(args[1], FileBlocks):
+            return args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
+        return function(*args, **(kwargs or {}))
 
 
 def fresh_cache(batch: RaggedBatch) -> RaggedKVCache:

@@ -5,6 +5,7 @@ Shapes: V vocabulary.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +16,16 @@ from arbordraft.target.attention import ATTENTION_NAME, UnsupportedModel, unsupp
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hf_cache import cache_argument, returned_cache
 from arbordraft.target.model_view import ModelView, is_config
+from arbordraft.target.observation import decoder_list, forget
+from arbordraft.target.prepacked.gguf_blocks import FileBlocks
+from arbordraft.target.prepacked.recognition import settings
 from arbordraft.trees.topology import TreeTopology, ancestor_words
 
 TREE = TreeTopology.from_parents([-1, 0, 0, 1])
 PROMPTS = (5, 2)  # tokens
 SPANS = ("attention_chunk_size", "sliding_window")  # settings that bound the reach of a layer's attention
 SHORT = 4  # tokens of a shortened span, so that the test's texts exceed it
+HEAD_ROWS = 2048  # rows of a head in blocks of a file that are compared
 PERTURBATIONS = 16  # forwards that look for steps in a model's output, as quantised activations cause them
 _MOST_OUTCOMES = 64  # outcomes of rounding that are compared in 16 bits
 PERTURBATION = 3e-6  # relative noise of these forwards, or the rounding of the model's type if that is greater
@@ -68,11 +73,14 @@ def check_logits(target: PackedModel, given: Any = None) -> None:
         f"{name} has something that packed trees do not support (positions that it counts by itself, scores that are "
         "more than one softmax, a mask or state of its own): packed logits differ from single ones"
     )
-    cache = RaggedKVCache()
+    cache, own = RaggedKVCache(), ModelView(target.model).model
+    for layer in _layers(own):
+        layer.register_forward_hook(forget)
     if target.weights:  # the model's own weights tell whether it can be packed
-        cache.weights = target.prepared(ModelView(target.model, ATTENTION_NAME))
+        own, packed = thinned(target.model)
+        cache.weights = target.prepared(packed)
         _check_weights(target, fault)
-    _compare(target, target.model, cache, fault)
+    _compare(target, own, cache, fault)
     if given is not None and given is not target.model:
         cache = RaggedKVCache()
         cache.weights = target.prepared(ModelView(target.model, ATTENTION_NAME))
@@ -82,9 +90,9 @@ def check_logits(target: PackedModel, given: Any = None) -> None:
     spans = exceeded_spans(target)
     if not spans:
         return
-    own, packed = ModelView(target.model), ModelView(target.model, ATTENTION_NAME)
-    for view in (own, packed):
-        _shorten(view.model, spans)
+    own, packed = thinned(target.model)
+    for model in (own, packed.model):
+        _shorten(model, spans)
     cache = RaggedKVCache()
     cache.weights = target.prepared(packed)
     named = ", ".join(f"{span}={length}" for span, length in spans.items())
@@ -94,7 +102,80 @@ def check_logits(target: PackedModel, given: Any = None) -> None:
         f"model.config.max_position_embeddings = {min(spans.values())} before it is wrapped. With a limit of {SHORT} "
         "tokens they differ"
     )
-    _compare(target, own.model, cache, fault, cached=True)
+    _compare(target, own, cache, fault, cached=True)
+
+
+def thinned(model: Any) -> tuple[Any, ModelView]:
+    """Returns two views of a model that skip most layers, the second one with our attention.
+
+    Layers of one kind differ in weights alone, so one shows how all of them see rows. Of each kind the first and the
+    last layer stay, and the model's middle layer. Weights in blocks of a file are dequantised once, for both views, and
+    of such a head only some rows. Models with other lists of layers stay whole.
+    """
+    own, packed = ModelView(model), ModelView(model, ATTENTION_NAME)
+    dense: dict[int, Tensor] = {}
+    for view in (own, packed):
+        layers = _layers(view.model)
+        kinds: dict[Any, list[int]] = {}
+        for index, layer in enumerate(layers):
+            kinds.setdefault(settings(view.original(layer)), []).append(index)
+        kept = {len(layers) // 2, *(end for alike in kinds.values() for end in (alike[0], alike[-1]))}
+        outputs: list[type] = []
+        for index, layer in enumerate(layers):
+            vars(layer)["forward"] = (
+                partial(_skip, index, outputs) if index not in kept else partial(_note, outputs, layer.forward)
+            )
+        skipped = {id(part) for index, layer in enumerate(layers) if index not in kept for part in layer.modules()}
+        _shrink_head(view.model)
+        for part in view.model.modules():
+            if id(part) not in skipped and not isinstance(part, nn.Embedding):
+                vars(part)["_parameters"] = {name: _dense(weight, dense) for name, weight in part._parameters.items()}
+    return own.model, packed
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """Returns the decoder layers of a model; none if they are not in one list."""
+    place = decoder_list(model, model.config.get_text_config().num_hidden_layers)
+    return [] if place is None else list(getattr(*place))
+
+
+def _note(outputs: list[type], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a layer and records the type of its output."""
+    found = forward(*args, **kwargs)
+    outputs.append(type(found))
+    return found
+
+
+def _skip(index: int, outputs: list[type], *args: Any, **kwargs: Any) -> Any:
+    """Returns the input of a skipped layer, in the form in which the layers before it returned theirs."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if (ragged := kwargs.get("ragged")) is not None:
+        ragged.layers.setdefault(index, None)
+    return (hidden,) if issubclass(outputs[-1], tuple) else hidden
+
+
+def _dense(weight: Tensor | None, known: dict[int, Tensor]) -> Tensor | None:
+    if not isinstance(weight, FileBlocks):
+        return weight
+    if id(weight) not in known:
+        known[id(weight)] = nn.Parameter(weight.dense(), requires_grad=False)
+    return known[id(weight)]
+
+
+def _shrink_head(model: Any) -> None:
+    """Replaces a view's head in blocks of a file by one with the first rows of it, as its whole is large."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or not isinstance(head.weight, FileBlocks):
+        return
+    rows = torch.arange(min(HEAD_ROWS, len(head.weight)))
+    small = nn.utils.skip_init(nn.Linear, head.in_features, len(rows), bias=head.bias is not None)
+    small.weight = nn.Parameter(head.weight.rows(rows), requires_grad=False)
+    if head.bias is not None:
+        small.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
+    for module in model.modules():
+        for name, child in module._modules.items():
+            if child is head:
+                module._modules[name] = small.eval()
 
 
 def _check_weights(target: PackedModel, fault: str) -> None:

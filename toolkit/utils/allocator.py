@@ -1,5 +1,6 @@
 """Settings of the C library's allocator, and memory that is mapped on demand."""
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -35,6 +36,13 @@ def keep_freed_memory() -> bool:
     return bool(mapped and mallopt(_TRIM_THRESHOLD, 2 * _LARGE - 1))
 
 
+def return_freed_memory() -> None:
+    """Gives memory that was freed inside glibc's heap back to the system, after work with many large temporaries."""
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 def untouched_zeros(*shape: int, dtype: "torch.dtype") -> "Tensor | None":
     """Returns zeros on the CPU that take memory only where they are written to.
 
@@ -53,4 +61,4 @@ def untouched_zeros(*shape: int, dtype: "torch.dtype") -> "Tensor | None":
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-__all__ = ["keep_freed_memory", "untouched_zeros"]
+__all__ = ["keep_freed_memory", "return_freed_memory", "untouched_zeros"]

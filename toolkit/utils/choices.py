@@ -21,6 +21,7 @@ class Weights(StrEnum):
     int8 = "int8"
     int8_weight_only = "int8-weight-only"
     file = "file"
+    dense = "dense"
 
 
 class Settings(StrEnum):

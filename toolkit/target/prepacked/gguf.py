@@ -1,143 +1,206 @@
-"""Loads a causal LM from a GGUF file whose matrices stay in the file's own blocks."""
+"""Builds a causal LM around the tensors of a mapped GGUF file.
 
-from collections.abc import Callable
-from pathlib import Path
+Shapes: E experts, O outputs, I inputs.
+"""
+
+import re
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from arbordraft.checkpoints.reader import load_causal_lm, load_network
-from arbordraft.target.prepacked.gguf_blocks import FRACTIONS, READABLE, FileBlocks, check_kind, halves, holds_blocks
+from arbordraft.checkpoints.gguf_file import GgufFile, GgufTensor
+from arbordraft.checkpoints.gguf_settings import gguf_config, gguf_generation_config
+from arbordraft.checkpoints.reader import check_finite, few
+from arbordraft.target.prepacked.gguf_blocks import FRACTIONS, FileBlocks, check_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Architectures whose files store every tensor as transformers does, except for the order of rows in these matrices. For
-# others, transformers makes the numbers, which then identify the blocks they came from.
-_HALVED: dict[str, tuple[str, ...]] = {"llama": ("attn_q.", "attn_k."), "qwen2": (), "qwen3": ()}
+_Array = np.ndarray[Any, Any]
+_FREQUENCIES = "rope_freqs.weight"  # divisors of rotary frequencies
+# Stacked experts by their names in the model and in the file.
+_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
+_PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
-def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
-    """Returns the model of a GGUF file in eval mode; its matrices are :class:`FileBlocks`, all else is in memory.
+def load_gguf(file: GgufFile, dtype: torch.dtype, *, blocks: bool = True) -> "PreTrainedModel":
+    """Returns the model of a GGUF file in eval mode.
 
     Args:
-        file: the GGUF file, which stays in use as long as the model.
+        file: the file, which stays in use as long as the model.
         dtype: dtype of tensors in memory and of numbers dequantised from blocks.
+        blocks: leave matrices in the file, as :class:`FileBlocks`. Otherwise all are dequantised into memory.
 
     Raises:
-        ValueError: if the file is damaged or incomplete, or has no blocks that kernels read.
+        ValueError: if the architecture is not supported, or the file lacks tensors or holds others than the model.
     """
-    tensors, architecture = _contents(file)
-    kinds = {tensor.tensor_type.name for tensor in tensors.values()}
-    for kind in sorted(kinds - FRACTIONS.keys()):
-        try:
-            check_kind(kind)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from None
-    if kinds <= FRACTIONS.keys():
-        raise ValueError(
-            f"{file} holds {', '.join(sorted(kinds))} and no blocks: choose weights='int8' or 'int4', which quantise "
-            "the model, or leave weights out"
-        )
-    if architecture in _HALVED:
-        model = _mapped(file, tensors, architecture, dtype)
-    else:
-        model = _as_transformers_has_them(file, tensors, architecture, dtype)
-    return model
+    from transformers import AutoModelForCausalLM
 
-
-def _contents(file: Path) -> tuple[dict[str, Any], str]:
-    """Returns memory-mapped tensors by name, and the architecture; frees the reader's copy of the vocabulary."""
-    import gguf
-
-    try:
-        reader = gguf.GGUFReader(str(file))
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{file} is truncated or damaged ({error}): copy it again") from error
-    field = reader.get_field("general.architecture")
-    return {tensor.name: tensor for tensor in reader.tensors}, field.contents() if field else ""
-
-
-def _mapped(file: Path, tensors: dict[str, Any], architecture: str, dtype: torch.dtype) -> "PreTrainedModel":
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    config = gguf_config(file)
     with torch.device("meta"):
-        shapes = AutoModelForCausalLM.from_config(config)
-    name_of = _names(architecture, shapes)
-    heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
-    weights = {}
-    for name, parameter in shapes.named_parameters():
-        if (tensor := tensors.get(name_of(name))) is not None:
-            part = next((part for part in _HALVED[architecture] if part in tensor.name), None)
-            order = None if part is None else halves(len(parameter), heads[part])
-            weights[name] = _held(tensor, dtype, order)
-
-    def read(_: str, gguf_file: str, **options: Any) -> Any:
-        return type(shapes).from_pretrained(None, config=config, state_dict=weights, **options)
-
-    model: PreTrainedModel = load_network(read, file.parent, gguf_file=file.name, dtype=dtype)
-    model.name_or_path = model.config.name_or_path = str(file.parent)
-    return model
+        model: Any = AutoModelForCausalLM.from_config(config)
+    reading = _Reading(file, config, dtype, blocks)
+    weights = dict(reading.weights(model))
+    check_finite({name: weight for name, weight in weights.items() if not isinstance(weight, FileBlocks)}, file.path)
+    if bad := [name for name, weight in weights.items() if isinstance(weight, FileBlocks) and not weight.finite()]:
+        raise ValueError(f"{file.path} holds NaN or infinite scales ({few(bad)}): it is damaged; copy it again")
+    found: PreTrainedModel = type(model).from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
+    found.name_or_path = found.config.name_or_path = str(file.path.parent)
+    found.generation_config = gguf_generation_config(file, config)
+    if (divisors := file.tensors.get(_FREQUENCIES)) is not None:
+        _divide_frequencies(found, torch.from_numpy(_numbers(divisors)))
+    return found
 
 
-def _held(tensor: Any, dtype: torch.dtype, order: Tensor | None) -> Tensor:
-    """Returns a tensor of the file: quantised matrices in their blocks, all else as numbers."""
-    from gguf import dequantize
+def check_kinds(file: GgufFile) -> None:
+    """Raises ValueError if kernels do not read the blocks of some matrix."""
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1 and tensor.kind not in FRACTIONS:
+            try:
+                check_kind(tensor.kind)
+            except ValueError as error:
+                raise ValueError(f"{file.path}, tensor {tensor.name!r}: {error}") from None
 
-    shape, kind = [int(size) for size in reversed(tensor.shape)], tensor.tensor_type.name
-    if len(shape) == 2 and kind not in FRACTIONS:
-        return FileBlocks(tensor.data, kind, (shape[0], shape[1]), dtype, order)
-    dense = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).to(dtype)
-    return dense if order is None else dense[order]
 
+class _Reading:
+    """Finds and converts the tensor of each parameter."""
 
-def _as_transformers_has_them(
-    file: Path, tensors: dict[str, Any], architecture: str, dtype: torch.dtype
-) -> "PreTrainedModel":
-    """Loads a model with transformers; replaces each matrix that equals blocks of the file, in any known row order."""
-    model = load_causal_lm(file.parent, dtype, gguf_file=file.name)
-    name_of = _names(architecture, model)
-    config: Any = model.config.get_text_config()
-    heads = [0, config.num_attention_heads, getattr(config, "num_key_value_heads", 0) or 0]
-    for name, parameter in model.named_parameters():
-        tensor = tensors.get(name_of(name))
-        if tensor is None or parameter.ndim != 2 or tensor.tensor_type.name not in READABLE:
-            continue
-        for number in heads:
-            if number and len(parameter) % (2 * number):
+    def __init__(self, file: GgufFile, config: Any, dtype: torch.dtype, blocks: bool) -> None:
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+        self._file, self._dtype, self._blocks = file, dtype, blocks
+        # Undoes changes that llama.cpp's converter makes: orders of rows, transposes, offsets of norms.
+        self._processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
+        self._named = _names(file.architecture, config.num_hidden_layers)
+
+    def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yields the parameters of a model by name; raises ValueError unless these are the file's tensors."""
+        left, missing = self._file.tensors.keys() - {_FREQUENCIES}, []
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        for name, parameter in model.named_parameters():
+            names = self._file_names(name)
+            if any(part not in self._file.tensors for part in names):
+                missing.append(name)
                 continue
-            order = halves(len(parameter), number) if number else None
-            held = _held(tensor, dtype, order)
-            if held.shape == parameter.shape and torch.equal(held, parameter):
-                _exchange(model, parameter, nn.Parameter(held, requires_grad=False))
-                break
-    if not holds_blocks(model):
-        raise ValueError(
-            f"{file}: no matrix of the model equals blocks of this file, whose architecture is {architecture!r}; "
-            "choose weights='int8' or 'int4', which quantise the model anew"
-        )
-    return model
+            parts = [self._file.tensors[part] for part in names]
+            left -= set(names)
+            value = self._value(parts, parameter.shape, is_table=id(parameter) in tables)
+            if value.shape != parameter.shape:
+                raise ValueError(
+                    f"{self._file.path}: tensor {names[0]!r} is {list(value.shape)} instead of "
+                    f"{list(parameter.shape)}, which the file's own settings ask for: copy or convert it again"
+                )
+            yield name, value
+        if missing or left:
+            problems = [f"lacks {few(missing)}"] * bool(missing) + [f"has no place for {few(left)}"] * bool(left)
+            raise ValueError(
+                f"{self._file.path}: the model {' and '.join(problems)}: copy or convert the file again, or load the "
+                "model's safetensors folder if this is a variant of its architecture"
+            )
+
+    def _file_names(self, name: str) -> list[str]:
+        if (experts := _EXPERTS.fullmatch(name)) is not None:
+            return [f"blk.{experts[1]}.ffn_{part}_exps.weight" for part in _PARTS[experts[2]]]
+        return [self._named(name)]
+
+    def _value(self, parts: list[GgufTensor], shape: torch.Size, *, is_table: bool) -> Tensor:
+        """Returns the value of a parameter, whose parts lie side by side along the outputs."""
+        first = parts[0]
+        if len(shape) >= 2 and len({part.kind for part in parts}) == 1:
+            stays, order = (True, None) if len(first.shape) > 2 else self._order(first)
+            if stays and not (is_table and first.kind in FRACTIONS):
+                if order is None and len(parts) == 1 and FRACTIONS.get(first.kind) is self._dtype:
+                    return _mapped(first)
+                held = FileBlocks(_rows(parts), first.kind, tuple(shape), self._dtype, order)
+                return held if self._blocks else held.dense()
+        numbers = [torch.from_numpy(self._processed(part, _numbers(part))) for part in parts]
+        return torch.cat(numbers, dim=1 if len(parts) > 1 else 0).to(self._dtype)
+
+    def _processed(self, tensor: GgufTensor, numbers: _Array) -> _Array:
+        if tensor.name == "output.weight" or len(tensor.shape) > 2:  # transformers' own exceptions
+            return numbers
+        done = self._processor.process(numbers, tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+        return np.ascontiguousarray(done.weights)
+
+    def _order(self, tensor: GgufTensor) -> tuple[bool, Tensor | None]:
+        """Returns whether at most rows of a matrix move, and the file's row of each row unless all are in order."""
+        rows = np.arange(tensor.shape[0])[:, None]
+        try:
+            found = self._processed(tensor, rows)
+        except ValueError:  # columns move, too
+            return False, None
+        if found.shape != rows.shape or not np.array_equal(np.sort(found, axis=0), rows):
+            return False, None
+        return True, None if np.array_equal(found, rows) else torch.from_numpy(found[:, 0])
 
 
-def _exchange(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
-    """Replaces a parameter in all its places: a tied one has several."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new
+class JoinedRows:
+    """Rows of several memory-mapped arrays, read as one array of rows: E times the rows of each part in turn.
+
+    Args:
+        parts: ``[E, O, bytes]`` uint8 each, of the same E and bytes.
+    """
+
+    def __init__(self, parts: list[_Array]) -> None:
+        self.parts = parts
+        self.shape = (len(parts[0]) * sum(part.shape[1] for part in parts), parts[0].shape[2])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> _Array:
+        return np.concatenate(self.parts, axis=1).reshape(self.shape)
+
+    def __getitem__(self, index: Any) -> _Array:
+        places = np.arange(len(self))[index]
+        expert, row = np.divmod(places, len(self) // len(self.parts[0]))
+        found = np.empty((len(places), self.shape[1]), np.uint8)
+        for part in self.parts:
+            own = (row >= 0) & (row < part.shape[1])
+            found[own] = part[expert[own], row[own]]
+            row = row - part.shape[1]
+        return found
 
 
-def _names(architecture: str, model: "PreTrainedModel") -> Callable[[str], str]:
+def _rows(parts: list[GgufTensor]) -> Any:
+    """Returns the raw ``[rows, bytes]`` of a matrix or of stacked experts."""
+    if len(parts) > 1:
+        return JoinedRows([part.raw for part in parts])
+    return parts[0].raw.reshape(-1, parts[0].raw.shape[-1])
+
+
+def _mapped(tensor: GgufTensor) -> Tensor:
+    """Returns a tensor of fractions that stays in the file."""
+    return torch.from_numpy(tensor.raw).view(FRACTIONS[tensor.kind])
+
+
+def _numbers(tensor: GgufTensor) -> _Array:
+    """Returns the float32 numbers of a tensor."""
+    if tensor.kind in FRACTIONS:
+        return _mapped(tensor).float().numpy()
+    rows = tensor.raw.reshape(-1, tensor.raw.shape[-1])
+    shape = (len(rows), tensor.shape[-1])
+    return FileBlocks(rows, tensor.kind, shape, torch.float32).dense().view(tensor.shape).numpy()
+
+
+def _names(architecture: str, layers: int) -> Callable[[str], str]:
     """Returns a function from a parameter's name in the model to its name in the file."""
     import gguf
 
-    kind = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
-    if kind is None:
-        return lambda name: ""
-    known = gguf.get_tensor_name_map(kind, model.config.get_text_config().num_hidden_layers)
-    return lambda name: known.get_name(name, try_suffixes=(".weight", ".bias")) or ""
+    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    known = gguf.get_tensor_name_map(kind, layers)
+    return lambda name: known.get_name(name, try_suffixes=(".weight", ".bias")) or name
 
 
-__all__ = ["load_blocks"]
+def _divide_frequencies(model: nn.Module, divisors: Tensor) -> None:
+    """Divides rotary frequencies as Llama 3.1 and later stretch them; the file holds the divisors."""
+    for module in model.modules():
+        for name in ("inv_freq", "original_inv_freq"):
+            if isinstance(frequencies := getattr(module, name, None), Tensor):
+                frequencies.div_(divisors.to(frequencies))
+
+
+__all__ = ["JoinedRows", "check_kinds", "load_gguf"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from arbordraft.kernels.prepacked_linear import BLOCKS, dequantize_blocks, float_blocks
+from arbordraft.kernels.prepacked_linear import BLOCKS, check_finite_blocks, dequantize_blocks, float_blocks
 
 FRACTIONS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # kinds without blocks
 # Names that GGUF gives to the kinds of blocks that kernels read.
@@ -102,6 +102,17 @@ class FileBlocks(Tensor):
             found[index[0] : index[-1] + 1] = self.rows(index)
         return found.view(self.shape)
 
+    def finite(self) -> bool:
+        """Returns whether all numbers are finite, which the scales of blocks tell; unknown kinds are dequantised."""
+        if self.kind not in READABLE:
+            indices = torch.arange(len(self.raw)).split(max(1, _DENSE // self.shape[-1]))
+            return all(bool(self.rows(index).isfinite().all()) for index in indices)
+        try:
+            check_finite_blocks(self.blocks(), self.kind)
+        except ValueError:
+            return False
+        return True
+
     def blocks(self) -> Tensor:
         """Returns the ``[O, bytes]`` uint8 rows of the file, in its order, without reading them."""
         with warnings.catch_warnings(action="ignore"):  # nothing writes to these rows, which cannot be written to
@@ -149,13 +160,8 @@ def in_memory(weight: Tensor) -> Tensor:
     return weight.dense() if isinstance(weight, FileBlocks) else weight.detach()
 
 
-def halves(outputs: int, heads: int) -> Tensor:
-    """Returns the file's rows in transformers' order: files of Llama put the two channels of a pair side by side."""
-    return torch.arange(outputs).unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten()
-
-
 def _parameter(*args: Any) -> nn.Parameter:
     return nn.Parameter(FileBlocks(*args), requires_grad=False)
 
 
-__all__ = ["FRACTIONS", "READABLE", "FileBlocks", "blocks_of", "check_kind", "halves", "holds_blocks", "in_memory"]
+__all__ = ["FRACTIONS", "READABLE", "FileBlocks", "blocks_of", "check_kind", "holds_blocks", "in_memory"]

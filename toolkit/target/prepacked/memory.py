@@ -1,22 +1,22 @@
-"""Moves weights to large pages, or to a memory-mapped file."""
+"""Frees the memory of weights whose packed copies are read: they move to a file, or lie in one."""
 
-import contextlib
-import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels.machine import cache_folder
-from arbordraft.target.prepacked.gguf_blocks import FileBlocks, blocks_of
+from arbordraft.target.prepacked.gguf_blocks import FileBlocks
 from arbordraft.target.prepacked.mlps import stacked
 from arbordraft.target.prepacked.probing import is_linear, plain
+from arbordraft.target.prepacked.room import BYTES_EACH
 from arbordraft.utils.files import new_file
+from arbordraft.utils.pages import drop_pages, lie_in_file
 
 _ALIGNED = 64  # bytes; any dtype may begin at a multiple of it
-_LARGE_PAGE = 1 << 21  # bytes
 
 
 def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
@@ -24,12 +24,10 @@ def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
     held = {getattr(module, "weight", None) for module in model.modules() if is_linear(module)}
     held.update(weight for module in model.modules() if stacked(module) for weight in module.parameters())
     originals = [weight for weight in held if plain(weight)]
-    # Bytes per weight, with scales and minima of groups; blocks of a file take up to 3 % more than there.
-    bytes_each = {"int4": 0.5625, "int8": 1.0625, "int8-weight-only": 1.0}
-    if weights == "file":
-        stored = [1.03 * blocks_of(weight)[0].nbytes for weight in originals if isinstance(weight, FileBlocks)]
+    if weights == "file":  # blocks take up to 3 % more than there
+        stored = [1.03 * prod(weight.raw.shape) for weight in originals if isinstance(weight, FileBlocks)]
         return int(sum(stored) + sum(weight.nbytes for weight in originals if not isinstance(weight, FileBlocks)))
-    return int(sum(tensor.numel() * bytes_each.get(weights or "", tensor.element_size()) for tensor in originals))
+    return int(sum(tensor.numel() * BYTES_EACH.get(weights or "", tensor.element_size()) for tensor in originals))
 
 
 def check_movable(model: nn.Module) -> None:
@@ -78,28 +76,23 @@ def move_to_file(tensors: Sequence[Tensor]) -> None:
         tensor.data = mapped
 
 
-def move_together(tensors: Sequence[Tensor]) -> None:
-    """Moves tensors into one stretch of memory in this order, on large pages if the system grants them.
-
-    Repeated sequential reads are faster there: fewer addresses are translated, and processors do not prefetch beyond
-    the end of a page. Tensors move one by one, so at most one exists twice at a time. They stay where they are if they
-    are smaller than a large page, or if Python knows no large pages on this system.
-
-    Args:
-        tensors: contiguous tensors on the CPU without duplicates.
-    """
-    starts = [0]
-    for tensor in tensors:
-        starts.append(starts[-1] + tensor.nbytes + -tensor.nbytes % _ALIGNED)
-    if not (hasattr(mmap, "MADV_HUGEPAGE") and starts[-1] >= _LARGE_PAGE):
-        return
-    pages = mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # takes memory as it is written
-    with contextlib.suppress(OSError):  # a system built without large pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    region = torch.frombuffer(pages, dtype=torch.uint8)
-    for tensor, start in zip(tensors, starts, strict=False):
-        place = region[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        tensor.data = place.copy_(tensor.detach())
+def drop_originals(tensors: Iterable[Tensor | None]) -> None:
+    """Takes weights that lie unchanged in mapped files out of memory; they are read again when they are used."""
+    drop_pages(stretch for tensor in tensors if tensor is not None for stretch in _stretches(tensor))
 
 
-__all__ = ["check_movable", "copy_bytes", "move_to_file", "move_together"]
+def in_file(tensor: Tensor) -> bool:
+    """Returns whether a weight lies unchanged in a mapped file."""
+    return isinstance(tensor, FileBlocks) or any(lie_in_file(*stretch) for stretch in _stretches(tensor))
+
+
+def _stretches(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Yields addresses and bytes of a tensor's memory, if it is large."""
+    if isinstance(tensor, FileBlocks):
+        for part in getattr(tensor.raw, "parts", [tensor.raw]):
+            yield part.ctypes.data, part.nbytes
+    elif tensor.ndim > 1 and plain(tensor) and tensor.is_cpu and tensor.is_contiguous():
+        yield tensor.data_ptr(), tensor.nbytes
+
+
+__all__ = ["check_movable", "copy_bytes", "drop_originals", "in_file", "move_to_file"]

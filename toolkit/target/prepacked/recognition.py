@@ -7,6 +7,7 @@ Shapes: H hidden size, D head size, N inner size of the MLP.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,6 +189,8 @@ def _settings_key(value: Any) -> Any:
     """Returns a hashable key of a value: its contents if they are plain, else its id."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
+    if type(value) is partial:  # activations keep one of their own in each layer
+        return value.func, _settings_key(value.args), _settings_key(value.keywords)
     if type(value) is dict:
         return tuple((key, _settings_key(inner)) for key, inner in value.items())
     return tuple(map(_settings_key, value)) if type(value) in (tuple, list) else id(value)

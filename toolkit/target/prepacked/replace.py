@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerWeights, Matrix
@@ -18,16 +18,17 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import AttentionCall
 from arbordraft.target.observation import LayerCall, Observation
 from arbordraft.target.prepacked.adapters import has_adapters
-from arbordraft.target.prepacked.gguf_blocks import FileBlocks
-from arbordraft.target.prepacked.memory import move_to_file, move_together
+from arbordraft.target.prepacked.memory import copy_bytes, drop_originals, in_file, move_to_file
 from arbordraft.target.prepacked.mlps import single
 from arbordraft.target.prepacked.prepacked_modules import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
 from arbordraft.target.prepacked.probing import Unrecognised, is_linear
 from arbordraft.target.prepacked.recognition import layer_of, same_layer, same_mlp, settings
 from arbordraft.target.prepacked.rotation import RotaryTables, rotary_tables, rotations, side_by_side
 from arbordraft.target.prepacked.weight_collector import WeightCollector
+from arbordraft.utils.pages import LargePages
 
 # Kinds that treat every row by itself, besides prepacked modules.
+_PADDING = 1 << 20  # bytes for the alignment of matrices
 _ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
 
 Place = tuple[nn.Module, str, nn.Module]  # owner, name, prepacked module
@@ -55,6 +56,7 @@ class Prepacking:
         self._shared = head
         self.left: list[str] = []  # linears that stay as they are, with the reason
         self._collector = WeightCollector(weights)
+        self._pages = LargePages(copy_bytes(model, weights) * 9 // 8 + _PADDING)
         self._called = seen.called
         self._head = model.get_output_embeddings()  # type: ignore[operator]
         self._proven: dict[Any, bool] = {}
@@ -79,7 +81,6 @@ class Prepacking:
         self.row_invariant = 0 < self.fused == len(seen.layers) and not list(self._odd(model))
         if self._place is not None and self.fused:
             self.places.append((*self._place, nn.ModuleList(self._stack())))
-        move_together([matrix.weight for matrix in self._matrices()])
 
     @property
     def copied(self) -> set[int]:
@@ -113,13 +114,17 @@ class Prepacking:
         """Bytes of the prepacked matrices, without a shared head."""
         return sum(tensor.nbytes for m in self._matrices() for tensor in (m.weight, m.scale) if tensor is not None)
 
+    def drop_originals(self) -> None:
+        """Takes original weights that lie unchanged in mapped files out of memory."""
+        drop_originals(self._collector.sources)
+
     def move_originals(self) -> None:
-        """Moves the original weights to a memory-mapped file; see `move_to_file`.
+        """Moves original weights that do not lie in a file already to a memory-mapped one; see `move_to_file`.
 
         Raises:
             WriteError: if there is no room for the file.
         """
-        sources = [tensor for tensor in self._collector.sources if not isinstance(tensor, FileBlocks)]
+        sources = [tensor for tensor in self._collector.sources if not in_file(tensor)]
         if large := {id(tensor): tensor for tensor in sources if tensor.ndim > 1}:
             move_to_file(list(large.values()))
 
@@ -141,10 +146,7 @@ class Prepacking:
         for prepacked_module in self._prepacked_modules.values():
             if prepacked_module is self._shared:
                 continue
-            if isinstance(prepacked_module, PrepackedLinear):
-                yield Matrix(*prepacked_module.prepacked)
-            elif isinstance(prepacked_module, PrepackedGatedMLP):
-                yield from (prepacked_module.gate_up, prepacked_module.down)
+            yield from _matrices_of(prepacked_module)
 
     def _linears(self) -> Iterator[PrepackedLinear]:
         for module in self._prepacked_modules.values():
@@ -175,11 +177,17 @@ class Prepacking:
                 if self._proven[kind, rotation]:
                     collector = WeightCollector(self.weights)
                     weights = layer_of(collector, call.layer, attention, rotation)
-                    self._collector.take(collector)
+                    self._done(collector, [matrix.weight for matrix in weights.matrices])
                     return weights
         except Exception:  # modules of users may fail in any way when inspected: this one runs as it is
             pass
         return None
+
+    def _done(self, collector: WeightCollector, packed: list[Tensor]) -> None:
+        """Records the weights of a packed module, places its copies and takes mapped originals out of memory."""
+        self._collector.take(collector)
+        self._pages.place(packed)
+        drop_originals(collector.sources)
 
     def _replace_below(self, module: nn.Module, path: str) -> Iterator[Place]:
         for name, child in module._modules.items():
@@ -223,7 +231,7 @@ class Prepacking:
                 self.left.append(f"{path} ({reason if isinstance(reason, Unrecognised) else repr(reason)})")
             return None
         if prepacked_module:
-            self._collector.take(collector)
+            self._done(collector, [matrix.weight for matrix in _matrices_of(prepacked_module)])
         return prepacked_module
 
     def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -235,6 +243,14 @@ class Prepacking:
             inner = inner or isinstance(module, _ROWWISE) or _is_rotary(module)
             if module in self._called and not inner:
                 yield module
+
+
+def _matrices_of(module: nn.Module | None) -> Iterator[Matrix]:
+    """Yields the matrices of a prepacked module other than a layer."""
+    if isinstance(module, PrepackedLinear):
+        yield Matrix(*module.prepacked)
+    elif isinstance(module, PrepackedGatedMLP):
+        yield from (module.gate_up, module.down)
 
 
 def _is_rotary(module: nn.Module) -> bool:

@@ -1,0 +1,219 @@
+"""Models of GGUF files equal the models that were written, for every architecture that is read."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from arbordraft.checkpoints.gguf_settings import ARCHITECTURES
+from arbordraft.target.prepacked.gguf_blocks import FileBlocks
+
+pytest.importorskip("gguf")
+from support.gguf_files import LETTERS, architecture_of, write_gguf
+
+from arbordraft.checkpoints.gguf_file import GgufFile
+from arbordraft.target.prepacked.gguf import load_gguf
+
+TOKENS = torch.arange(12)[None]
+# By GGUF's name: transformers' name and settings that a reader could miss.
+MODELS = {
+    "gemma2": (
+        "gemma2",
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 256,
+        },
+    ),
+    "gpt2": ("gpt2", {"n_positions": 128, "n_inner": 96}),
+    "llama": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+    "phi3": (
+        "phi3",
+        {
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen2moe": ("qwen2_moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3moe": ("qwen3_moe", {"moe_intermediate_size": 32, "norm_topk_prob": True}),
+    "starcoder2": (
+        "starcoder2",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "sliding_window": None},
+    ),
+}
+
+
+SIZES = {
+    "vocab_size": len(LETTERS),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def made(architecture, **changes):
+    """Returns a random model whose norms and biases differ from those at the beginning."""
+    name, settings = MODELS[architecture]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**SIZES, **settings, **changes})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+def read(file, **options):
+    return load_gguf(GgufFile(file), torch.float32, **options)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def test_all_architectures_are_tested():
+    assert MODELS.keys() == ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "dense"])
+@pytest.mark.parametrize("architecture", MODELS)
+def test_models_equal_those_that_were_written(tmp_path, architecture, blocks):
+    model = made(architecture)
+    assert architecture_of(model) == architecture
+    write_gguf(tmp_path / "x.gguf", model)
+    found = read(tmp_path / "x.gguf", blocks=blocks)
+    torch.testing.assert_close(logits(found), logits(model), rtol=1e-5, atol=1e-5)
+    other = dict(found.named_parameters())
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(other[name].detach(), weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_matrices_stay_in_the_file(tmp_path, architecture):
+    """Blocks hold the file's numbers in the model's order; matrices that llama.cpp transposes are dense."""
+    model = made(architecture)
+    kinds = [("token_embd", "Q8_0"), ("down", "Q8_0"), ("ffn_gate_inp", "F32"), ("", "Q4_0")]
+    write_gguf(tmp_path / "x.gguf", model, kinds)
+    dense, found = read(tmp_path / "x.gguf", blocks=False), read(tmp_path / "x.gguf")
+    assert torch.equal(logits(found), logits(dense))
+    assert not torch.equal(logits(found), logits(model))  # control: blocks are rounded
+    truth = dict(dense.named_parameters())
+    held = {name for name, weight in found.named_parameters() if isinstance(weight, FileBlocks)}
+    for name in held:
+        assert torch.equal(found.get_parameter(name).dense(), truth[name])
+    gates = ("mlp.gate.weight", "shared_expert_gate.weight")
+    expected = {name for name, weight in truth.items() if weight.ndim > 1 and not name.endswith(gates)}
+    if architecture == "gpt2":
+        expected = {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"}
+    assert held - {"model.layers.0.mlp.shared_expert_gate.weight"} == expected
+    assert not any(isinstance(weight, FileBlocks) for weight in dense.parameters())
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fractions_of_the_models_dtype_are_mapped(tmp_path, kind, dtype):
+    model = made("qwen3")
+    write_gguf(tmp_path / "x.gguf", model, [("", kind)])
+    file = GgufFile(tmp_path / "x.gguf")
+    found = load_gguf(file, dtype)
+    down = found.model.layers[0].mlp.down_proj.weight
+    raw = file.tensors["blk.0.ffn_down.weight"].raw
+    mapped = {"BF16": torch.bfloat16, "F32": torch.float32}.get(kind) is dtype
+    assert isinstance(down, FileBlocks) != mapped
+    if mapped:
+        assert down.data_ptr() == raw.ctypes.data
+    expected = (
+        model.model.layers[0]
+        .mlp.down_proj.weight.detach()
+        .to(getattr(torch, {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")))
+    )
+    assert torch.equal(down + 0, expected.to(dtype))
+    assert found.model.embed_tokens.weight.dtype == dtype
+
+
+def test_llamas_of_long_texts_have_divided_frequencies(tmp_path):
+    divisors = torch.linspace(1, 8, 8)
+    model = made("llama")
+    write_gguf(tmp_path / "x.gguf", model, tensors={"rope_freqs.weight": divisors})
+    plain = logits(model)
+    model.model.rotary_emb.inv_freq /= divisors
+    assert torch.equal(logits(read(tmp_path / "x.gguf")), logits(model))
+    assert not torch.allclose(plain, logits(model))  # control
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        ),
+        ({"rope.scaling.type": "none"}, {"rope_type": "default"}),
+    ],
+)
+def test_stretched_positions_are_those_of_the_file(tmp_path, fields, expected):
+    write_gguf(tmp_path / "x.gguf", made("qwen2"), fields={f"qwen2.{name}": value for name, value in fields.items()})
+    found = read(tmp_path / "x.gguf")
+    expected = expected | {"rope_theta": 10000.0}
+    assert found.config.rope_parameters == expected
+    assert torch.equal(logits(found), logits(made("qwen2", rope_parameters=expected)))
+
+
+def test_models_that_files_do_not_hold_completely_are_refused(tmp_path):
+    file = tmp_path / "x.gguf"
+    write_gguf(file, made("llama"), fields={"llama.block_count": 3})
+    with pytest.raises(ValueError, match=r"x\.gguf: the model lacks model\.layers\.2\..* and 6 more: copy or convert"):
+        read(file)
+    write_gguf(file, made("llama"), tensors={"blk.0.extra.weight": torch.ones(32)})
+    with pytest.raises(ValueError, match=r"has no place for blk\.0\.extra\.weight: .* variant of its architecture"):
+        read(file)
+    write_gguf(file, made("llama"), fields={"llama.feed_forward_length": 64})
+    with pytest.raises(ValueError, match=r"tensor 'blk\.0\.ffn_gate\.weight' is \[96, 64\] instead of \[64, 64\]"):
+        read(file)
+    write_gguf(file, made("llama"), fields={"llama.attention.head_count_kv": [2, 1]})
+    with pytest.raises(ValueError, match=r"another attention\.head_count_kv in each layer"):
+        read(file)
+    write_gguf(file, made("llama"), fields={"llama.rope.scaling.type": "longrope"})
+    with pytest.raises(ValueError, match="stretches positions by 'longrope', which is not read"):
+        read(file)
+    write_gguf(file, made("llama"), fields={"general.architecture": "rwkv6"})
+    with pytest.raises(
+        ValueError, match=r"the architecture 'rwkv6', and GGUF files are read of gemma2, .*load the model's safe"
+    ):
+        read(file)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1"])
+def test_weights_that_are_no_numbers_are_named(tmp_path, kind):
+    model = made("llama")
+    write_gguf(tmp_path / "x.gguf", model, [("", kind)])
+    read(tmp_path / "x.gguf")
+    file = GgufFile(tmp_path / "x.gguf")
+    raw = file.tensors["blk.1.ffn_up.weight"].raw
+    raw[5, :4] = [0, 0, 192, 127] if kind == "F32" else [0, 126, 0, 126]
+    with pytest.raises(
+        ValueError, match=r"x\.gguf holds NaN or infinite (weights|scales) \(model\.layers\.1\.mlp\.up_proj\.weight\)"
+    ):
+        load_gguf(file, torch.float32)
