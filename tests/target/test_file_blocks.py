@@ -224,7 +224,7 @@ def test_matrices_that_are_not_quantised_keep_their_numbers(written, dtype):
 @pytest.mark.parametrize("weights", [None, "file"])
 def test_kinds_that_kernels_do_not_read_are_refused(written, weights):
     file = written([("ffn_down", "TQ2_0"), ("", "Q4_1")], **WIDE)
-    with pytest.raises(ValueError, match=r"tiny.gguf, tensor 'blk.0.ffn_down.weight': kernels .*, not of TQ2_0: choose"):
+    with pytest.raises(ValueError, match=r"tiny.gguf, tensor 'blk.0.ffn_down.weight': .*, not of TQ2_0: choose"):
         ad.load(file, "none", weights=weights, device="cpu")
 
 
