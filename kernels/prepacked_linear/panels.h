@@ -86,90 +86,101 @@ struct Sums : Registers<N> {
 };
 #endif
 
-// found[r][b] = sum over inputs of x[r] and panel b. Meanwhile prefetches as many bytes at `ahead`, unless it is null.
-// Flattened: a call that is not inlined would keep all sums in memory.
+// Prefetches a tile's next panels while it reads its own, as many bytes at a time, unless `at` is null.
+template <class F, int NB>
+struct Ahead {
+  const uint8_t* at;
+  [[gnu::always_inline]] void fetch() {
+    constexpr int64_t kBytes = NB * (kGroupBytes<F> + kLanes * F::kFields / F::kGroups);
+    if (!at) return;
+    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    at += kBytes;
+  }
+};
+
+// found[r][b] = sum over inputs of x[r] and panel b, for panels of floats.
 template <class F, int R, int NB>
-[[gnu::flatten]] inline void tile_panels(const uint8_t* panel, int64_t groups, const Eighth* x, const uint8_t* ahead, f32x16* found) {
-  constexpr int64_t kFetched = NB * (kGroupBytes<F> + kLanes * F::kFields / F::kGroups);
+[[gnu::flatten]] inline void tile_floats(
+    const uint8_t* panel, int64_t groups, const Eighth* x, Ahead<F, NB> ahead, f32x16* found) {
+  constexpr int64_t kBytes = kLanes * F::kBits / 8;
   const int64_t size = panel_bytes<F>(groups);
-  const uint8_t *fields = panel + kLanes * F::kRow, *codes = panel + field_bytes<F>(groups);
-  const auto fetch = [&] {
-    if (!ahead) return;
-    for (int64_t i = 0; i < kFetched; i += 64) __builtin_prefetch(ahead + i, 0, 2);
-    ahead += kFetched;
-  };
   Sums<R * NB> acc(found);
   each<R * NB>([&](auto n) { acc.set(n, splat(0.f)); });
-  if constexpr (kFloats<F>) {
-    constexpr int64_t kBytes = kLanes * F::kBits / 8;
-    for (int64_t g = 0; g < groups; ++g, ++x, codes += kGroupBytes<F>) {
-      fetch();
-      float rows[R][kGroupSize];
-      each<R>([&](auto r) {
-        const Eighth& from = x[r * groups];
-        for (int half = 0; half < 2; ++half)
-          store(rows[r] + half * kLanes, load(from.codes + half * kLanes) * splat(from.scale));
+  for (int64_t g = 0; g < groups; ++g, ++x, panel += kGroupBytes<F>) {
+    ahead.fetch();
+    float rows[R][kGroupSize];
+    for (int r = 0; r < R; ++r)
+      for (int half = 0; half < kGroupSize; half += kLanes)
+        store(rows[r] + half, load(x[r * groups].codes + half) * splat(x[r * groups].scale));
+    for (int64_t i = 0; i < kGroupSize; ++i)
+      each<NB>([&](auto b) {
+        const f32x16 w = F::load16(panel + b * size + i * kBytes);
+        each<R>([&](auto r) { acc.set(r * NB + b, acc[r * NB + b] + w * splat(rows[r][i])); });
       });
-      for (int64_t i = 0; i < kGroupSize; ++i)
+  }
+  acc.store(found);
+}
+
+// The same for panels of codes. Flattened: a call that is not inlined would keep all sums in memory.
+template <class F, int R, int NB>
+[[gnu::flatten]] inline void tile_codes(
+    const uint8_t* panel, int64_t groups, const Eighth* x, Ahead<F, NB> ahead, f32x16* found) {
+  const int64_t size = panel_bytes<F>(groups);
+  const uint8_t *fields = panel + kLanes * F::kRow, *codes = panel + field_bytes<F>(groups);
+  Sums<R * NB> acc(found);
+  each<R * NB>([&](auto n) { acc.set(n, splat(0.f)); });
+  const auto begin_of = [&](int64_t r, int part) {
+    const int32_t* half = x[r * groups].half;
+    return begin<F, kBiased>(F::kParts == 2 ? half[part] : half[0] + half[1]);
+  };
+  for (int64_t g = 0; g < groups; g += F::kGroups, fields += kLanes * F::kFields) {
+    for (int64_t j = 0; j < F::kGroups; ++j, ++x, codes += kGroupBytes<F>) {
+      ahead.fetch();
+      Registers<R * NB, i32x16> sums;
+      Registers<R * NB> parts;  // whole numbers, exact in float: below 2^24
+      each<4>([&](auto line) {
+        constexpr int kLine = decltype(line)::value, kPart = kLine * F::kParts / 4;
+        if constexpr (kLine * F::kParts % 4 == 0)
+          each<R * NB>([&](auto n) { sums.set(n, start<F>(begin_of(n / NB, kPart))); });
+        const auto four = [&](int64_t r, int quad) { return read<int32_t>((const uint8_t*)x[r * groups].codes + 4 * quad); };
         each<NB>([&](auto b) {
-          const f32x16 w = F::load16(codes + b * size + i * kBytes);
-          each<R>([&](auto r) { acc.set(r * NB + b, acc[r * NB + b] + w * splat(rows[r][i])); });
-        });
-    }
-  } else {
-    const auto begin_of = [&](int64_t r, int part) {
-      const int32_t* half = x[r * groups].half;
-      return begin<F, kBiased>(F::kParts == 2 ? half[part] : half[0] + half[1]);
-    };
-    for (int64_t g = 0; g < groups; g += F::kGroups, fields += kLanes * F::kFields) {
-      for (int64_t j = 0; j < F::kGroups; ++j, ++x, codes += kGroupBytes<F>) {
-        fetch();
-        Registers<R * NB, i32x16> sums;
-        Registers<R * NB> parts;  // whole numbers, exact in float: below 2^24
-        each<4>([&](auto line) {
-          constexpr int kLine = decltype(line)::value, kPart = kLine * F::kParts / 4;
-          if constexpr (kLine * F::kParts % 4 == 0)
-            each<R * NB>([&](auto n) { sums.set(n, start<F>(begin_of(n / NB, kPart))); });
-          const auto four = [&](int64_t r, int quad) { return read<int32_t>((const uint8_t*)x[r * groups].codes + 4 * quad); };
-          each<NB>([&](auto b) {
-            const uint8_t* p = codes + b * size;
-            if constexpr (kTwice<F>) {
-              const u8x64 first = F::template load<2 * kLine>(p), second = F::template load<2 * kLine + 1>(p);
-              each<R>([&](auto r) {
-                const int n = r * NB + b;
-                sums.set(n, dot_twice<F>(sums[n], first, second, four(r, 2 * kLine), four(r, 2 * kLine + 1)));
-              });
-            } else {
-              each<2>([&](auto half) {  // one after the other takes fewer registers
-                constexpr int kQuad = 2 * kLine + decltype(half)::value;
-                const u8x64 some = F::template load<kQuad>(p);
-                each<R>([&](auto r) { sums.set(r * NB + b, dot<F>(sums[r * NB + b], some, four(r, kQuad))); });
-              });
-            }
-          });
-          if constexpr (F::kParts == 2 && kLine % 2 == 1)
-            each<NB>([&](auto b) {
-              const f32x16 scale = F::part(fields + b * size, j, kPart);
-              each<R>([&](auto r) {
-                const int n = r * NB + b;
-                const f32x16 part = to_float(total<F>(sums[n], begin_of(r, kPart))) * scale;
-                parts.set(n, kPart ? parts[n] + part : part);
-              });
+          const uint8_t* p = codes + b * size;
+          if constexpr (kTwice<F>) {
+            const u8x64 first = F::template load<2 * kLine>(p), second = F::template load<2 * kLine + 1>(p);
+            each<R>([&](auto r) {
+              const int n = r * NB + b;
+              sums.set(n, dot_twice<F>(sums[n], first, second, four(r, 2 * kLine), four(r, 2 * kLine + 1)));
             });
+          } else {
+            each<2>([&](auto half) {  // one after the other takes fewer registers
+              constexpr int kQuad = 2 * kLine + decltype(half)::value;
+              const u8x64 some = F::template load<kQuad>(p);
+              each<R>([&](auto r) { sums.set(r * NB + b, dot<F>(sums[r * NB + b], some, four(r, kQuad))); });
+            });
+          }
         });
-        each<NB>([&](auto b) {
-          const f32x16 scale = F::scale(panel + b * size, fields + b * size, j);
-          f32x16 minimum;
-          if constexpr (F::kMinimum) minimum = F::minimum(panel + b * size, fields + b * size, j);
-          each<R>([&](auto r) {
-            const int n = r * NB + b;
-            const f32x16 sum = F::kParts == 2 ? parts[n] : to_float(total<F>(sums[n], begin_of(r, 0)));
-            f32x16 more = acc[n] + sum * (scale * splat(x[r * groups].scale));
-            if constexpr (F::kMinimum) more += minimum * splat(x[r * groups].total);
-            acc.set(n, more);
+        if constexpr (F::kParts == 2 && kLine % 2 == 1)
+          each<NB>([&](auto b) {
+            const f32x16 scale = F::part(fields + b * size, j, kPart);
+            each<R>([&](auto r) {
+              const int n = r * NB + b;
+              const f32x16 part = to_float(total<F>(sums[n], begin_of(r, kPart))) * scale;
+              parts.set(n, kPart ? parts[n] + part : part);
+            });
           });
+      });
+      each<NB>([&](auto b) {
+        const f32x16 scale = F::scale(panel + b * size, fields + b * size, j);
+        f32x16 minimum;
+        if constexpr (F::kMinimum) minimum = F::minimum(panel + b * size, fields + b * size, j);
+        each<R>([&](auto r) {
+          const int n = r * NB + b;
+          const f32x16 sum = F::kParts == 2 ? parts[n] : to_float(total<F>(sums[n], begin_of(r, 0)));
+          f32x16 more = acc[n] + sum * (scale * splat(x[r * groups].scale));
+          if constexpr (F::kMinimum) more += minimum * splat(x[r * groups].total);
+          acc.set(n, more);
         });
-      }
+      });
     }
   }
   acc.store(found);
@@ -179,12 +190,18 @@ template <class F, int R, int NB>
 template <class F>
 [[gnu::noinline]] void some_tile(
     int rows, int blocks, const uint8_t* panel, int64_t groups, const Eighth* x, const uint8_t* ahead, f32x16* found) {
+  const auto tile = [&]<int R, int NB>(std::integer_sequence<int, R, NB>) {
+    if constexpr (kFloats<F>)
+      tile_floats<F, R, NB>(panel, groups, x, {ahead}, found);
+    else
+      tile_codes<F, R, NB>(panel, groups, x, {ahead}, found);
+  };
   const auto of = [&](auto known) {
     constexpr int R = decltype(known)::value;
-    if (blocks == 1) return tile_panels<F, R, 1>(panel, groups, x, ahead, found);
+    if (blocks == 1) return tile(std::integer_sequence<int, R, 1>());
     if constexpr (kPanelBlocks(R) > 2)
-      if (blocks == 2) return tile_panels<F, R, 2>(panel, groups, x, ahead, found);
-    if constexpr (kPanelBlocks(R) > 1) return tile_panels<F, R, kPanelBlocks(R)>(panel, groups, x, ahead, found);
+      if (blocks == 2) return tile(std::integer_sequence<int, R, 2>());
+    if constexpr (kPanelBlocks(R) > 1) return tile(std::integer_sequence<int, R, kPanelBlocks(R)>());
   };
   switch (rows) {
     case 1: return of(std::integral_constant<int, 1>());

@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+import blocks
 import bounds
 import edits
 import pytest
@@ -139,6 +140,17 @@ def test_bounds_follow_from_bytes_and_products(measured):
         assert row["ratio"] == pytest.approx(row["milliseconds"] / max(row["reading"], row["multiplying"]))
     with pytest.raises(ValueError, match="bounds are those of native kernels"):
         next(bounds.against_bounds(ragged(), [1], 1))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_products_with_blocks(tmp_path):
+    report = tmp_path / "blocks.json"
+    blocks.main(kinds="Q4_K,INT4,F16", rows="1,3", outputs=64, inputs=256, megabytes=1, repeats=1, json=report)
+    found = json.loads(report.read_text())["measurements"]
+    kinds = ["Q4_K", "Q4_K", "INT4", "INT4", "F16", "F16"]
+    assert [(row["kind"], row["rows"]) for row in found] == list(zip(kinds, [1, 3] * 3, strict=True))
+    assert [4.5 < row["bits"] < 5.5 for row in found] == [True] * 4 + [False] * 2
+    assert all(row["milliseconds"] > 0 and row["ratio"] > 0 and row["packing"] > 0 for row in found)
 
 
 def test_time_of_a_verdict_by_law_and_verifier(tmp_path):
