@@ -13,16 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from arbordraft.checkpoints.gguf_file import FRACTIONS, GgufFile, GgufTensor
+from arbordraft.checkpoints.gguf_file import GgufFile, GgufTensor
 from arbordraft.checkpoints.gguf_settings import gguf_config, gguf_generation_config
 from arbordraft.checkpoints.reader import check_finite, few
-from arbordraft.target.prepacked.gguf_blocks import BLOCKS, FileBlocks, holds_blocks
+from arbordraft.target.prepacked.gguf_blocks import BLOCKS, TORCH_DTYPES, FileBlocks, holds_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _Array = np.ndarray[Any, Any]
-_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FREQUENCIES = "rope_freqs.weight"  # divisors of rotary frequencies
 # Stacked experts by their names in the model and in the file.
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
@@ -119,8 +118,8 @@ class _Reading:
         first = parts[0]
         if len(shape) >= 2 and len({part.kind for part in parts}) == 1:
             stays, order = (True, None) if len(first.shape) > 2 else self._order(first)
-            if stays and not (is_table and first.kind in FRACTIONS):
-                if order is None and len(parts) == 1 and _TORCH.get(first.kind) is self._dtype:
+            if stays and not (is_table and first.kind in TORCH_DTYPES):
+                if order is None and len(parts) == 1 and TORCH_DTYPES.get(first.kind) is self._dtype:
                     return _mapped(first)
                 held = FileBlocks(_rows(parts), first.kind, tuple(shape), self._dtype, order)
                 return held if self._blocks else held.dense()
@@ -182,12 +181,12 @@ def _rows(parts: list[GgufTensor]) -> Any:
 
 def _mapped(tensor: GgufTensor) -> Tensor:
     """Returns a tensor of fractions that stays in the file."""
-    return torch.from_numpy(tensor.raw).view(_TORCH[tensor.kind])
+    return torch.from_numpy(tensor.raw).view(TORCH_DTYPES[tensor.kind])
 
 
 def _numbers(tensor: GgufTensor) -> _Array:
     """Returns the float32 numbers of a tensor."""
-    if tensor.kind in FRACTIONS:
+    if tensor.kind in TORCH_DTYPES:
         return _mapped(tensor).float().numpy()
     rows = tensor.raw.reshape(-1, tensor.raw.shape[-1])
     shape = (len(rows), tensor.shape[-1])

@@ -33,7 +33,8 @@ _SCALES = {
     "IQ4_NL": (18, (0,)),
     "IQ4_XS": (136, (0,)),
 }
-FRACTIONS = ("F32", "F16", "BF16")  # kinds without blocks
+# Kinds without blocks.
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CENTRE = np.float32(128)  # offset that makes signed codes unsigned
 _Array = np.ndarray[Any, Any]
 _DENSE = 1 << 20  # weights that are dequantised at a time
@@ -103,6 +104,8 @@ class FileBlocks(Tensor):
     def rows(self, index: Tensor) -> Tensor:
         """Returns the ``[n, I]`` numbers of ``[n]`` rows."""
         raw = self._raw(index)
+        if (stored := TORCH_DTYPES.get(self.kind)) is not None:
+            return torch.from_numpy(raw).view(stored).to(self.dtype)
         if self.kind not in BLOCKS:
             from gguf import GGMLQuantizationType, dequantize
 
@@ -149,7 +152,7 @@ class FileBlocks(Tensor):
 
 def holds_blocks(model: nn.Module) -> bool:
     """Returns whether some of a model's parameters lie in quantised blocks in a file."""
-    return any(isinstance(weight, FileBlocks) and weight.kind not in FRACTIONS for weight in model.parameters())
+    return any(isinstance(weight, FileBlocks) and weight.kind not in TORCH_DTYPES for weight in model.parameters())
 
 
 def groups_of(weight: Tensor) -> Groups | None:
@@ -176,4 +179,4 @@ def _parts(raw: _Array, kind: str) -> tuple[_Array, _Array, _Array | None]:
     return codes, scale, blocks["minimum"] if kind == "Q4_1" else scale * np.float16(-8)
 
 
-__all__ = ["BLOCKS", "FRACTIONS", "FileBlocks", "groups_of", "holds_blocks", "in_memory"]
+__all__ = ["BLOCKS", "TORCH_DTYPES", "FileBlocks", "groups_of", "holds_blocks", "in_memory"]
