@@ -21,6 +21,7 @@ from arbordraft.kernels.precision import fast_dtype, warn_if_slow
 from arbordraft.kernels.progress import phase
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf import check_kinds
+from arbordraft.target.prepacked.mapped import load_mapped
 from arbordraft.target.prepacked.room import check_room, needed_memory
 from arbordraft.target.sources import Source, read_model, read_tokenizer, source_of
 from arbordraft.trees.topology import TreeTopology
@@ -197,7 +198,9 @@ def _target_named(
         native.load_in_background()
     if weights == "file" and not is_gguf(name):
         raise ValueError(f"weights='file' means the blocks of a GGUF file, and {name} is none: choose int8 or int4")
-    as_stored = is_gguf(name) and packs and native.problem() is None
+    # Originals of few bits are hardly read again, so they are not converted.
+    frees = weights not in (None, "dense") or not options.get("keep_weights", True)
+    as_stored = (is_gguf(name) or (frees and os.path.isdir(name))) and packs and native.problem() is None
     if weights == "file" and not as_stored:
         why = (
             native.problem() if packs else "they run on a CPU, in float32 or bfloat16, with kernels='auto' or 'native'"
@@ -207,7 +210,8 @@ def _target_named(
     if as_stored and weights in (None, "file") and isinstance(source, GgufFile):
         check_kinds(source)
     if packs and kernels == "auto" and (isinstance(source, GgufFile) or os.path.isdir(name)):
-        check_room(name, needed_memory(source, precision, weights, cache_tokens))
+        needed = needed_memory(source, precision, weights, cache_tokens)
+        check_room(name, needed | ({"converted weights": 0} if as_stored else {}))
     model, own_tokenizer = _read(source, precision, revision, as_stored=as_stored)
     model.to(place)  # type: ignore[arg-type]
     weights = None if weights == "file" else weights  # the model itself holds the file's blocks
@@ -245,7 +249,8 @@ def load_model(
         name: a folder, a hub name, a GGUF file, or ``smollm2`` for SmolLM2-135M-Instruct.
         dtype: dtype of the weights.
         revision: revision of the hub's repository.
-        as_stored: leave matrices of a GGUF file in the file, in its own blocks. Otherwise all are made dense in memory.
+        as_stored: leave matrices of a GGUF file or a folder in the file, in its own blocks or dtype. Otherwise all that
+            differ from ``dtype`` are converted in memory.
 
     Raises:
         ImportError: if ``name`` is a GGUF file and the libraries that read it are not installed.
@@ -273,6 +278,8 @@ def _read(
             return load_smollm2(dtype)
     place = {} if revision is None else {"revision": revision}
     with phase(f"reading {name}", live=_without_bars() and os.path.exists(name)):
+        if as_stored and not isinstance(source, GgufFile):
+            return load_mapped(source, dtype), read_tokenizer(source)
         return read_model(source, dtype, as_stored=as_stored, **place), read_tokenizer(source, **place)
 
 

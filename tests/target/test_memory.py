@@ -10,9 +10,13 @@ import torch
 from support.models import fusable
 
 import arbordraft as ad
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.prepacked import replace
+from arbordraft.target.prepacked.gguf_blocks import FileBlocks
 from arbordraft.target.prepacked.memory import in_file
 from arbordraft.utils.pages import LargePages, drop_pages, lie_in_file
 
+TOKENS = torch.arange(12)
 LARGE = 1 << 21  # bytes of a large page
 
 
@@ -109,8 +113,38 @@ def test_other_memory_stays():
     assert tensor.sum() == len(tensor)
 
 
-def test_originals_of_a_folder_are_read_from_it(kernels, cache, tmp_path):
+@pytest.mark.parametrize("options", [{"weights": "int4"}, {"keep_weights": False}], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_originals_of_another_dtype_stay_in_the_folder(kernels, tmp_path, options, tied):
+    """They are converted as they are read, and give the same texts as originals converted in memory."""
+    if not Path("/proc/self/pagemap").exists():
+        pytest.skip("needs Linux's table of pages")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": tied}
+    fusable(**sizes).bfloat16().save_pretrained(tmp_path)
+    target = ad.load(tmp_path, "none", dtype="float32", device="cpu", **options).target
+    model, plain = target.model, type(target.model).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    down = model.model.layers[0].mlp.down_proj.weight
+    assert isinstance(down, FileBlocks)
+    assert isinstance(model.lm_head.weight, FileBlocks) != tied
+    assert model.dtype == model.config.dtype == torch.float32
+    for name, weight in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name) + 0, weight)
+    expected = ad.RaggedModel(plain, kernels="native", weights=options.get("weights"))
+    assert str(target.prepacking) == str(expected.prepacking)
+    rows = [ad.RaggedModel.forward(each, *one_text(each)) for each in (target, expected)]
+    assert torch.equal(*rows)
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS[None]).logits, plain(TOKENS[None]).logits)
+
+
+def one_text(target):
+    cache = RaggedKVCache()
+    return TOKENS, cache.lay_out([cache.open(len(TOKENS))], [range(len(TOKENS))]), cache
+
+
+def test_originals_of_a_folder_are_read_from_it(kernels, tmp_path, monkeypatch):
     """They take no memory after they are packed, and no second file is written."""
+    monkeypatch.setattr(replace, "move_to_file", lambda tensors: pytest.fail("a second file"))
     fusable(hidden_size=256, intermediate_size=512).save_pretrained(tmp_path)
     decoders = [ad.load(tmp_path, "none", dtype="float32", device="cpu", keep_weights=keep) for keep in (True, False)]
     down = [decoder.target.model.model.layers[0].mlp.down_proj.weight for decoder in decoders]

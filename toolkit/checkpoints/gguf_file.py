@@ -33,7 +33,7 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
     12: np.dtype("<f8"),
 }
 _STRING, _LIST = 8, 9
-FRACTIONS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+FRACTIONS = ("F32", "F16", "BF16")  # types of tensors without blocks
 
 
 def is_gguf(name: str | os.PathLike[str]) -> bool:

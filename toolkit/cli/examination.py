@@ -82,7 +82,7 @@ def described(name: str, dtype: str | None, weights: str | None) -> dict[str, An
         part = kinds.setdefault(kind, {"tensors": 0, "bytes": 0})
         part["tensors"], part["bytes"] = part["tensors"] + 1, part["bytes"] + size
     dense = str(precision).removeprefix("torch.")
-    default = "the file's blocks" if isinstance(source, GgufFile) and not kinds.keys() <= FRACTIONS.keys() else dense
+    default = "the file's blocks" if isinstance(source, GgufFile) and not kinds.keys() <= set(FRACTIONS) else dense
     return {
         "name": name,
         "architecture": architecture,

@@ -67,7 +67,8 @@ def drop_pages(stretches: Iterable[tuple[int, int]]) -> None:
 def lie_in_file(begin: int, size: int) -> bool:
     """Returns whether whole pages of this stretch of memory are those of a mapped file, unchanged.
 
-    A page that was written to is a private copy. Where the system does not tell, the answer is ``False``.
+    A page that was written to is a private copy; one that is not in memory is not. Where the system does not tell, the
+    answer is ``False``.
     """
     first, last = _whole(begin, size)
     if last <= first or not hasattr(mmap, "MADV_DONTNEED"):
@@ -79,7 +80,7 @@ def lie_in_file(begin: int, size: int) -> bool:
     if len(entries) < last - first or (entries & _SWAPPED).any():
         return False
     present = entries[entries & _PRESENT != 0]
-    return len(present) > 0 and bool((present & _OF_FILE != 0).all())
+    return bool((present & _OF_FILE != 0).all())
 
 
 def _whole(begin: int, size: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from arbordraft.checkpoints.gguf_file import GgufFile, GgufTensor
 from arbordraft.checkpoints.gguf_settings import gguf_config, gguf_generation_config
 from arbordraft.checkpoints.reader import check_finite, few
-from arbordraft.target.prepacked.gguf_blocks import FRACTIONS, FileBlocks, check_kind
+from arbordraft.target.prepacked.gguf_blocks import TORCH_DTYPES, FileBlocks, check_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +58,7 @@ def load_gguf(file: GgufFile, dtype: torch.dtype, *, blocks: bool = True) -> "Pr
 def check_kinds(file: GgufFile) -> None:
     """Raises ValueError if kernels do not read the blocks of some matrix."""
     for tensor in file.tensors.values():
-        if len(tensor.shape) > 1 and tensor.kind not in FRACTIONS:
+        if len(tensor.shape) > 1 and tensor.kind not in TORCH_DTYPES:
             try:
                 check_kind(tensor.kind)
             except ValueError as error:
@@ -111,8 +111,8 @@ class _Reading:
         first = parts[0]
         if len(shape) >= 2 and len({part.kind for part in parts}) == 1:
             stays, order = (True, None) if len(first.shape) > 2 else self._order(first)
-            if stays and not (is_table and first.kind in FRACTIONS):
-                if order is None and len(parts) == 1 and FRACTIONS.get(first.kind) is self._dtype:
+            if stays and not (is_table and first.kind in TORCH_DTYPES):
+                if order is None and len(parts) == 1 and TORCH_DTYPES.get(first.kind) is self._dtype:
                     return _mapped(first)
                 held = FileBlocks(_rows(parts), first.kind, tuple(shape), self._dtype, order)
                 return held if self._blocks else held.dense()
@@ -174,12 +174,12 @@ def _rows(parts: list[GgufTensor]) -> Any:
 
 def _mapped(tensor: GgufTensor) -> Tensor:
     """Returns a tensor of fractions that stays in the file."""
-    return torch.from_numpy(tensor.raw).view(FRACTIONS[tensor.kind])
+    return torch.from_numpy(tensor.raw).view(TORCH_DTYPES[tensor.kind])
 
 
 def _numbers(tensor: GgufTensor) -> _Array:
     """Returns the float32 numbers of a tensor."""
-    if tensor.kind in FRACTIONS:
+    if tensor.kind in TORCH_DTYPES:
         return _mapped(tensor).float().numpy()
     rows = tensor.raw.reshape(-1, tensor.raw.shape[-1])
     shape = (len(rows), tensor.shape[-1])

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from arbordraft.kernels.prepacked_linear import BLOCKS, check_finite_blocks, dequantize_blocks, float_blocks
 
-FRACTIONS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # kinds without blocks
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # kinds without blocks
 # Names that GGUF gives to the kinds of blocks that kernels read.
-READABLE = tuple(kind for kind in BLOCKS if kind != "INT4" and kind not in FRACTIONS)
+READABLE = tuple(kind for kind in BLOCKS if kind != "INT4" and kind not in TORCH_DTYPES)
 _Array = np.ndarray[Any, Any]
 _DENSE = 1 << 20  # weights that are dequantised at a time
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -85,8 +85,8 @@ class FileBlocks(Tensor):
         """Returns the ``[n, I]`` numbers of ``[n]`` rows."""
         places = index if self.order is None else self.order[index]
         raw = np.ascontiguousarray(self.raw[places.numpy()])
-        if self.kind in FRACTIONS:
-            numbers = torch.from_numpy(raw).view(FRACTIONS[self.kind])
+        if self.kind in TORCH_DTYPES:
+            numbers = torch.from_numpy(raw).view(TORCH_DTYPES[self.kind])
         elif self.kind in BLOCKS:
             numbers = dequantize_blocks(torch.from_numpy(raw), self.kind)
         else:
@@ -124,7 +124,7 @@ class FileBlocks(Tensor):
 
 def holds_blocks(model: nn.Module) -> bool:
     """Returns whether some of a model's parameters lie in quantised blocks in a file."""
-    return any(isinstance(weight, FileBlocks) and weight.kind not in FRACTIONS for weight in model.parameters())
+    return any(isinstance(weight, FileBlocks) and weight.kind not in TORCH_DTYPES for weight in model.parameters())
 
 
 def check_kind(kind: str) -> None:
@@ -148,7 +148,7 @@ def blocks_of(weight: Tensor) -> tuple[Tensor, str, Tensor]:
     if not isinstance(weight, FileBlocks):
         return *float_blocks(weight.flatten(0, -2)), rows
     order = rows if weight.order is None else weight.order
-    if weight.kind not in FRACTIONS:
+    if weight.kind not in TORCH_DTYPES:
         check_kind(weight.kind)
     elif weight.shape[-1] % BLOCKS[weight.kind].weights:  # such rows are padded
         return *float_blocks(weight.dense().flatten(0, -2)), rows
@@ -164,4 +164,4 @@ def _parameter(*args: Any) -> nn.Parameter:
     return nn.Parameter(FileBlocks(*args), requires_grad=False)
 
 
-__all__ = ["FRACTIONS", "READABLE", "FileBlocks", "blocks_of", "check_kind", "holds_blocks", "in_memory"]
+__all__ = ["READABLE", "TORCH_DTYPES", "FileBlocks", "blocks_of", "check_kind", "holds_blocks", "in_memory"]
