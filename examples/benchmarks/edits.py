@@ -89,7 +89,8 @@ def main(
     """Measure predictions and lookups in a pool of finished texts on edits, against plain decoding."""
     console = terminal()
     target, tokenizer = load_target(model, dtype)
-    asked = requests(functions(folder or Path(arbordraft.__file__).parent, 20), limit or 200)
+    count = limit or 200
+    asked = requests(functions(folder or Path(arbordraft.__file__).parent, max(1, count // (2 * len(TASKS)))), count)
     table = Table(
         *("batch", "decoder", "tokens/s", "against plain", "tokens per forward", "drafted per forward"),
         caption=precision(target.model),

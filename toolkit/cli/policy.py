@@ -30,6 +30,7 @@ from arbordraft.cli.options import (
     output_file,
     workloads,
 )
+from arbordraft.cli.serve import check_libraries
 
 if TYPE_CHECKING:
     from arbordraft.bench.decoding import Decode
@@ -59,7 +60,7 @@ def policy(
             "--matrix",
             help="Measure ten kinds of requests at batches 1 to 16 and with 1 to 64 clients, and two of them with long "
             "prompts, with the drafters auto, self, ngram and 'head', the one trained for the model. Other options "
-            "narrow it. SmolLM2 takes about MINUTES minutes on two cores.",
+            "narrow it. SmolLM2 takes about 30 minutes on two quiet cores.",
         ),
     ] = False,
     model: ModelOption = "smollm2",
@@ -96,6 +97,8 @@ def policy(
         given = {"requests": "", **given}
     chosen = {**context.params, **(MATRIX if matrix else {}), **given}
     lengthened = {**chosen, **(LENGTHENED if matrix else {}), **given}
+    if chosen["clients"] != NONE:
+        check_libraries()
     few = matrix and limit is None
     cases = [
         *_cases(chosen, chosen["batches"]),
