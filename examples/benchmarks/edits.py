@@ -6,7 +6,6 @@ order, every function several times. All decoders answer each batch in turns; po
 
 import ast
 import inspect
-import sys
 import time
 from functools import reduce
 from operator import add
@@ -19,13 +18,14 @@ from rich.table import Table
 
 import arbordraft
 from arbordraft.bench.measure import precision
+from arbordraft.bench.suites import loaded
 from arbordraft.cli.options import AutoDtypeOption, LimitOption, ModelOption, NewTokensOption, numbers
 from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.prompts import chat_batch
 from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, SelfDrafter, TextPool
-from arbordraft.loading import load, load_target
+from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
 from arbordraft.utils.terminal import terminal
 
@@ -68,14 +68,7 @@ def decoders(target: RaggedModel) -> dict[str, SpeculativeDecoder]:
         drafters["prediction, else itself"] = HybridDrafter(NGramDrafter(**lookups), SelfDrafter.fitted(target))
         pooled = NGramDrafter(**lookups, pool=TextPool())
         drafters["lookups with a pool, else itself"] = HybridDrafter(pooled, SelfDrafter.fitted(target))
-    return {"plain": load(target, "none")} | {name: settled(target, drafter) for name, drafter in drafters.items()}
-
-
-def settled(target: RaggedModel, drafter: Drafter) -> SpeculativeDecoder:
-    """Builds the decoder of :func:`~arbordraft.load`, with measured costs of steps."""
-    decoder = load(target, drafter)
-    decoder.decider.expect(sys.maxsize)
-    return decoder
+    return {"plain": loaded(target, "none")} | {name: loaded(target, drafter) for name, drafter in drafters.items()}
 
 
 def main(

@@ -45,7 +45,7 @@ def policy(target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workl
     return decoders
 
 
-def loaded(target: RaggedModel, drafter: str) -> SpeculativeDecoder:
+def loaded(target: RaggedModel, drafter: str | Drafter) -> SpeculativeDecoder:
     """Builds the decoder of :func:`~arbordraft.load` with measured costs of steps, as servers do at their start."""
     decoder = load(target, drafter)
     decoder.decider.expect(sys.maxsize)  # the number of tokens from which measuring pays
