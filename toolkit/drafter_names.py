@@ -179,14 +179,18 @@ def fetched(name: str) -> Path | None:
     return folder
 
 
-def trained_for(target: RaggedModel) -> Path | None:
+def trained_for(target: RaggedModel, *others: Path) -> Path | None:
     """Returns the folder of the best drafter trained for this very target, by its fingerprint, if one is known.
 
     Searches the folders in the target's own folder, those beside it, and those in ``drafters`` in the cache folder.
+
+    Args:
+        target: the model to draft for.
+        *others: folders to search besides these.
     """
     from arbordraft.heads.base import fingerprint
 
-    places = [cache_folder() / "drafters"]
+    places = [cache_folder() / "drafters", *others]
     source = getattr(target.model, "name_or_path", "")
     if source and Path(source).is_dir():
         places += [Path(source), Path(source).resolve().parent]

@@ -1,12 +1,14 @@
-"""Measures a pool of finished texts on edits of the same files: functions are rewritten, tested and asked for again.
+"""Measures predictions and a pool of finished texts on edits: functions are rewritten, tested and asked for again.
 
-Requests come in a fixed order, every function several times. Every decoder answers all of them; those with a pool begin
-with an empty one.
+A prediction is the function before the edit, as clients of OpenAI's ``prediction`` send it. Requests come in a fixed
+order, every function several times. All decoders answer each batch in turns; pools are empty at first.
 """
 
 import ast
 import inspect
 import time
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,11 +18,13 @@ from rich.table import Table
 
 import arbordraft
 from arbordraft.bench.measure import precision
+from arbordraft.bench.suites import loaded
 from arbordraft.cli.options import AutoDtypeOption, LimitOption, ModelOption, NewTokensOption, numbers
 from arbordraft.cli.program import run_script
-from arbordraft.decoding.measuring import cost_aware
-from arbordraft.decoding.prompts import chat_batches
-from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, NoDrafter, SelfDrafter, TextPool
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.prompts import chat_batch
+from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, SelfDrafter, TextPool
 from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
 from arbordraft.utils.terminal import terminal
@@ -46,23 +50,25 @@ def functions(folder: Path, most: int) -> list[str]:
     return found[::step][:most]
 
 
-def requests(sources: list[str], count: int) -> list[str]:
-    """Returns ``count`` requests: each task in turn for all functions, and then again from the start."""
-    once = [f"{task}\n\n```python\n{source}\n```" for task in TASKS for source in sources]
+def requests(sources: list[str], count: int) -> list[tuple[str, str]]:
+    """Returns ``count`` requests and the functions they edit: each task for all functions, then all again."""
+    once = [(f"{task}\n\n```python\n{source}\n```", source) for task in TASKS for source in sources]
     return [once[number % len(once)] for number in range(count)]
 
 
-def drafters(target: RaggedModel) -> dict[str, Drafter]:
-    """Builds the drafters to compare."""
-    own: dict[str, Drafter] = {
-        "plain": NoDrafter(),
-        "lookups in the own text": NGramDrafter(longest=8, shortest=1),
-        "lookups with a pool": NGramDrafter(longest=8, shortest=1, pool=TextPool()),
+def decoders(target: RaggedModel) -> dict[str, SpeculativeDecoder]:
+    """Builds the decoders to compare; those whose names begin with "prediction" get the function before the edit."""
+    lookups = {"longest": 8, "shortest": 1}
+    drafters: dict[str, Drafter] = {
+        "lookups in the own text": NGramDrafter(**lookups),
+        "prediction, lookups": NGramDrafter(**lookups),
+        "lookups with a pool": NGramDrafter(**lookups, pool=TextPool()),
     }
     if target.backend == "native":
-        lookups = NGramDrafter(longest=8, shortest=1, pool=TextPool())
-        own["lookups with a pool, else itself"] = HybridDrafter(lookups, SelfDrafter.fitted(target))
-    return own
+        drafters["prediction, else itself"] = HybridDrafter(NGramDrafter(**lookups), SelfDrafter.fitted(target))
+        pooled = NGramDrafter(**lookups, pool=TextPool())
+        drafters["lookups with a pool, else itself"] = HybridDrafter(pooled, SelfDrafter.fitted(target))
+    return {"plain": loaded(target, "none")} | {name: loaded(target, drafter) for name, drafter in drafters.items()}
 
 
 def main(
@@ -73,35 +79,40 @@ def main(
     batches: Annotated[str, typer.Option(help="Requests at a time, as in 1,8.")] = "1,8",
     folder: Annotated[Path | None, typer.Option(help="Python sources; arbordraft's own by default.")] = None,
 ) -> None:
-    """Measure lookups in a pool of finished texts on edits of the same files, against plain decoding."""
+    """Measure predictions and lookups in a pool of finished texts on edits, against plain decoding."""
     console = terminal()
     target, tokenizer = load_target(model, dtype)
-    place = folder or Path(arbordraft.__file__).parent
-    texts = requests(functions(place, 20), limit or 200)
+    count = limit or 200
+    asked = requests(functions(folder or Path(arbordraft.__file__).parent, max(1, count // (2 * len(TASKS)))), count)
     table = Table(
-        "batch", "decoder", "tokens/s", "against plain", "tokens per forward", caption=precision(target.model)
+        *("batch", "decoder", "tokens/s", "against plain", "tokens per forward", "drafted per forward"),
+        caption=precision(target.model),
     )
     for batch in numbers(batches, int):
-        plain, expected = 0.0, list[Any]()
-        for name, drafter in drafters(target).items():
-            decider = None if isinstance(drafter, NoDrafter) else cost_aware(target, drafter)
-            decoder = arbordraft.SpeculativeDecoder(target, drafter, decider=decider).eval()
-            if decider is not None:
-                decider.settle()
-            seconds, tokens, forwards, answers = 0.0, 0, 0, list[Any]()
-            for inputs in chat_batches(tokenizer, texts, batch):
+        known = decoders(target)
+        seconds, counts = dict.fromkeys(known, 0.0), {name: list[DecodeStats]() for name in known}
+        for first in range(0, len(asked), batch):
+            prompts, sources = zip(*asked[first : first + batch], strict=True)
+            inputs, expected = chat_batch(tokenizer, prompts), None
+            before = [tokenizer(source, add_special_tokens=False)["input_ids"] for source in sources]
+            for name, decoder in known.items():
+                more = {"predictions": before} if name.startswith("prediction") else {}
                 begun = time.perf_counter()
-                output: Any = decoder.generate(**inputs, max_new_tokens=new_tokens, return_dict_in_generate=True)
-                seconds += time.perf_counter() - begun
-                answers.append(output.sequences)
-                tokens += sum(output.stats.emitted)
-                forwards += sum(output.stats.forwards)
-            plain = plain or tokens / seconds
-            expected = expected or answers
-            if not all(map(torch.equal, answers, expected)):
-                raise AssertionError(f"the answers of {name} differ from those of plain decoding")
-            rate = tokens / seconds
-            table.add_row(str(batch), name, f"{rate:.0f}", f"{rate / plain:.2f} x", f"{tokens / forwards:.2f}")
+                output: Any = decoder.generate(
+                    **inputs, **more, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True
+                )
+                seconds[name] += time.perf_counter() - begun
+                counts[name].append(output.stats)
+                expected = output.sequences if expected is None else expected
+                if not torch.equal(output.sequences, expected):
+                    raise AssertionError(f"the answers of {name} differ from those of plain decoding")
+        rates = dict[str, float]()
+        for name, parts in counts.items():
+            total = reduce(add, parts)
+            rates[name] = sum(total.emitted) / seconds[name]
+            figures = (total.tau, total.drafted / sum(total.forwards))
+            ratio = f"{rates[name] / rates['plain']:.2f} x"
+            table.add_row(str(batch), name, f"{rates[name]:.0f}", ratio, *(f"{figure:.2f}" for figure in figures))
     console.print(table)
 
 

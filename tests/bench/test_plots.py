@@ -49,6 +49,18 @@ CASES = {
         [*PLAIN, *(decode("padded", batch, pad_rows=0.5) for batch in (1, 8))],
         ["speed against plain (bfloat16, greedy)", "share of rows that are padding (greedy)"],
     ),
+    "clients, long prompts and kinds of requests apart": (
+        [
+            *PLAIN,
+            *(decode("plain", batch, tau=1.0, request="chat", served=True) for batch in (1, 8)),
+            *(decode("plain", batch, tau=1.0, context=1024) for batch in (1, 8)),
+        ],
+        [
+            "speed against plain (bfloat16, chat, clients of a server)",
+            "speed against plain (bfloat16, greedy)",
+            "speed against plain (bfloat16, temperature 0, 1024 tokens)",
+        ],
+    ),
     "one batch size": (
         [decode("plain", tau=1.0), decode("chain", acceptance=[0.5, 0.4])],
         ["speed against plain (bfloat16, greedy)", "share accepted when tried (greedy)"],

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import re
 import warnings
 from dataclasses import replace
 from importlib.metadata import version
@@ -11,6 +12,7 @@ from pathlib import Path
 import blocks
 import bounds
 import edits
+import mixtures
 import pytest
 import ranking
 import torch
@@ -27,6 +29,7 @@ from arbordraft.cli.main import app
 from arbordraft.cli.options import BOTH
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.kernels import native
+from arbordraft.loading import load_target
 from arbordraft.utils.choices import Dtype
 from arborlab.tuning import grid
 from arborlab.verifiers import NodeRow
@@ -244,10 +247,22 @@ def test_edits_of_the_same_functions(tiny, tmp_path, capsys):
     assert len(edits.functions(tmp_path, 20)) == 1
     asked = edits.requests(["a", "b"], 12)
     assert len(set(asked)) == 10
+    assert [source for _, source in asked[:3]] == ["a", "b", "a"]
     edits.main(model=str(tiny), dtype=Dtype.float32, limit=6, new_tokens=4, batches="1,2", folder=tmp_path)
     shown = capsys.readouterr().out
-    assert shown.count("lookups with a pool") >= 2
+    assert len(re.findall(r"│ [12] +│ prediction", shown)) >= 2
+    assert len(re.findall(r"│ [12] +│ lookups", shown)) >= 4
     assert "1.00 x" in shown
+
+
+@pytest.mark.parametrize(("shape", "experts"), [("tiny", 4), pytest.param("moe-64", 64, marks=pytest.mark.soak)])
+def test_mixtures_are_saved_as_targets(tiny, tmp_path, shape, experts):
+    mixtures.main(shape, tmp_path / "model", tokenizer=str(tiny))
+    target, tokenizer = load_target(str(tmp_path / "model"), Dtype.float32)
+    assert target.model.config.num_experts == experts
+    assert target.vocab_size == len(tokenizer)
+    with pytest.raises(FileExistsError, match="--force"):
+        mixtures.main(shape, tmp_path / "model", tokenizer=str(tiny))
 
 
 def test_every_script_is_tested():

@@ -29,6 +29,7 @@ class DecodeRow:
     """Speed, acceptance and padding of one decoder on some prompts.
 
     Args:
+        batch: prompts at a time, or clients of a server.
         exactness: promise of the decoder about the output law.
         tokens_per_second: emitted tokens per second, time of prompts included; median of the rounds.
         speed_up: speed over that of the first decoder, the reference; median of the rounds' ratios.
@@ -42,6 +43,9 @@ class DecodeRow:
         pad_rows: share of the rows that belong to no token.
         pad_keys: attended cache columns that belong to no token, per emitted token.
         seconds: share of the time by phase.
+        context: tokens of a prompt, if prompts were lengthened.
+        served: whether a server answered; rows and shares of the time are then unknown.
+        steps_speed_up: speed-up of the steps alone, without the time of prompts; ``None`` if that time is unknown.
     """
 
     dtype: str
@@ -61,6 +65,9 @@ class DecodeRow:
     seconds: dict[str, float] = field(default_factory=dict)
     request: str = ""
     spread: float = 0.0
+    context: int = 0
+    served: bool = False
+    steps_speed_up: float | None = None
 
 
 Name = TypeVar("Name", bound=Hashable)
@@ -160,19 +167,24 @@ def in_turns(
     warm_up(decoders, batches[0], workload)
 
     def show_case(name: str, done: int, of: int) -> None:
-        case = workload.kind or f"temperature {workload.temperature:g}"
-        on_progress(f"batch {workload.batch}, {case}, {name}", done, of)
+        on_progress(f"{size_of(workload)}, {case_of(workload)}, {name}", done, of)
 
     found: dict[str, list[tuple[float, DecodeStats]]] = {name: [] for name in decoders}
     for name, seconds, stats in take_turns(decoders, batches, workload, show_case):
         found[name].append((seconds, stats))
-    reference: list[float] = []
+    references: list[list[float]] = []
     for name, timed in found.items():
-        rounds = [timed[first : first + len(batches)] for first in range(0, len(timed), len(batches))]
-        rates = [sum(sum(stats.emitted) for _, stats in each) / sum(seconds for seconds, _ in each) for each in rounds]
-        reference = reference or rates
-        ratios = [mine / base for mine, base in zip(rates, reference, strict=True)]
-        total = reduce(add, (stats for _, stats in rounds[-1]))
+        totals = [_total(timed[first : first + len(batches)]) for first in range(0, len(timed), len(batches))]
+        rates, step_rates = (
+            [sum(stats.emitted) / (seconds - left_out(stats)) for seconds, stats in totals]
+            for left_out in (lambda stats: 0.0, lambda stats: stats.seconds.get("prefill", 0.0))
+        )
+        references = references or [rates, step_rates]
+        ratios, step_ratios = (
+            [mine / base for mine, base in zip(own, reference, strict=True)]
+            for own, reference in zip((rates, step_rates), references, strict=True)
+        )
+        total = totals[-1][1]
         yield DecodeRow(
             dtype=precision(target.model),
             batch=workload.batch,
@@ -183,8 +195,27 @@ def in_turns(
             speed_up=statistics.median(ratios),
             spread=(max(ratios) - min(ratios)) / 2,
             request=workload.kind,
+            context=workload.context,
+            served=workload.served,
+            steps_speed_up=statistics.median(step_ratios) if "prefill" in total.seconds else None,
             **_per_token(total),
         )
+
+
+def size_of(case: Workload | DecodeRow) -> str:
+    """Returns the batch or the number of clients of a case, for people."""
+    return f"{case.batch} client{'s' * (case.batch > 1)}" if case.served else f"batch {case.batch}"
+
+
+def case_of(case: Workload | DecodeRow) -> str:
+    """Returns the kind of request and the context of a case, for people."""
+    kind = (case.kind if isinstance(case, Workload) else case.request) or f"temperature {case.temperature:g}"
+    return f"{kind}, {case.context} tokens" if case.context else kind
+
+
+def _total(timed: Sequence[tuple[float, DecodeStats]]) -> tuple[float, DecodeStats]:
+    """Sums seconds and counts of the batches of a round."""
+    return sum(seconds for seconds, _ in timed), reduce(add, (stats for _, stats in timed))
 
 
 def _per_token(stats: DecodeStats) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from arbordraft.utils.terminal import bars, terminal
 class Report:
     """Collects measurements within a ``with`` block, and prints them as tables at its end.
 
-    Every new row rewrites the file, so that an interrupted run loses little.
+    Every new row rewrites the file, and every case the page, so that an interrupted run loses little.
 
     Args:
         json: file for the rows, their settings and their provenance.
@@ -43,6 +43,7 @@ class Report:
         self._plot = None if png is None else laboratory("plots", "arbordraft bench --png").plot
         self.settings = {name: _serializable(value) for name, value in settings.items()}
         self.rows: list[Any] = []
+        self.left_out: list[str] = []
         self.console = terminal()
         self._workloads: list[dict[str, Any]] = []
         columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
@@ -60,8 +61,7 @@ class Report:
         print_tables(self.console, self.rows)
         if self._plot is not None:
             self._plot(self.rows, self.png)
-        if self.page is not None:
-            write_text(self.page, page(self.rows, self.settings, provenance()))
+        self._write_page()
         for path in (self.json, self.png, self.page):
             if path is not None:
                 self.console.print(f"wrote {path}", soft_wrap=True)
@@ -71,6 +71,11 @@ class Report:
         target, _ = load_target(model, dtype, device=device)
         self.settings |= {"model": _serializable(model), "dtype": precision(target.model)}
         return target
+
+    def leave_out(self, reason: str) -> None:
+        """Notes a case that was asked for and is not measured; page and file list the reasons."""
+        self.left_out.append(reason)
+        self.settings["left_out"] = self.left_out
 
     def take(self, rows: Iterable[Any], workload: Workload | None = None) -> list[Any]:
         """Collects rows as they come, notes their workload, and returns them."""
@@ -83,6 +88,7 @@ class Report:
             self._progress.update(self._task, description=f"{len(self.rows)} measured")
             if self.json is not None:
                 save(self.json, self.rows, workloads=self._workloads, **self.settings)
+        self._write_page()
         return new
 
     def decode(
@@ -90,6 +96,10 @@ class Report:
     ) -> list[Any]:
         """Decodes with every decoder in turns and collects the rows."""
         return self.take(in_turns(target, decoders, workload, self.on_progress), workload)
+
+    def _write_page(self) -> None:
+        if self.page is not None:
+            write_text(self.page, page(self.rows, self.settings, provenance(), self.left_out))
 
     def on_progress(self, what: str, done: int, of: int) -> None:
         """Moves the progress bar to ``done`` of ``of`` rounds of the current case."""

@@ -1,15 +1,24 @@
 """Decoders to compare, by name, for :func:`~arbordraft.bench.decoding.in_turns`; the first is the reference."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
+from pathlib import Path
 
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, theirs
 from arbordraft.bench.workload import Workload
 from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter, LanguageModelDrafter, NGramDrafter
+from arbordraft.loading import load
 from arbordraft.target.model import RaggedModel
+
+
+def drafters_of(names: Sequence[str], target: RaggedModel) -> dict[str, Drafter]:
+    """Builds drafters; the keys are their names in tables."""
+    return {Path(name).name if Path(name).is_dir() else name: drafter_named(name, target) for name in names}
 
 
 def drafter_gain(
@@ -36,11 +45,29 @@ def policy(target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workl
     return decoders
 
 
-def whole_batches(workload: Workload) -> Workload:
-    """Returns a workload of full batches: leaves out an incomplete last batch, or repeats prompts to fill one."""
+def loaded(target: RaggedModel, drafter: str | Drafter) -> SpeculativeDecoder:
+    """Builds the decoder of :func:`~arbordraft.load` with measured costs of steps, as servers do at their start."""
+    decoder = load(target, drafter)
+    decoder.decider.expect(sys.maxsize)  # the number of tokens from which measuring pays
+    return decoder
+
+
+def whole_batches(workload: Workload, most: int | None = None) -> Workload:
+    """Returns a workload of full batches: leaves out an incomplete last batch, or repeats prompts to fill one.
+
+    Args:
+        workload: the prompts and their batch size.
+        most: prompts to use, from all over the list, of which the second is the first; more if one batch has more. By
+            default all.
+    """
     prompts, batch = workload.prompts, workload.batch
-    count = max(batch, len(prompts)) // batch * batch
-    return replace(workload, prompts=tuple(islice(cycle(prompts), count)))
+    count = max(batch, min(len(prompts), most or len(prompts))) // batch * batch
+    if count < len(prompts) and most is not None:
+        step = len(prompts) / count
+        chosen = [prompts[int(1 + number * step) % len(prompts)] for number in range(count)]
+    else:
+        chosen = list(islice(cycle(prompts), count))
+    return replace(workload, prompts=tuple(chosen))
 
 
 def against_transformers(

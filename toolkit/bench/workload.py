@@ -1,11 +1,12 @@
 """Prompts and settings of a measurement, which every suite takes and every result states."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arbordraft.bench.contexts import lengthened
 from arbordraft.decoding.prompts import MIXED, VARIED, chat_batches, read_prompts
 from arbordraft.decoding.text import settings_of
 from arbordraft.utils.checks import check_float, check_int, check_positive, check_temperature
@@ -53,7 +54,7 @@ class Workload:
 
     Args:
         prompts: first user turns; by default the built-in ones.
-        batch: prompts at a time, 1 or more.
+        batch: prompts at a time, or clients of a server, 1 or more.
         new_tokens: most tokens of an answer, 1 or more.
         temperature: 0 for greedy decoding.
         top_p: probability mass of nucleus sampling, 1 for the whole vocabulary.
@@ -61,6 +62,8 @@ class Workload:
         repeats: rounds of every timing, 1 or more; medians are reported.
         seed: seed of sampled tokens and of random inputs.
         kind: a kind of request of :data:`REQUESTS`, whose settings replace the ones above; none by default.
+        context: tokens of a prompt, to which it is lengthened with unrelated text; 0 leaves prompts as they are.
+        served: whether ``batch`` counts clients of a server; they share all prompts.
 
     Raises:
         TypeError: if a value is of the wrong type.
@@ -81,6 +84,8 @@ class Workload:
     repeats: int = 3
     seed: int = 0
     kind: str = ""
+    context: int = 0
+    served: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", tuple(self.prompts))
@@ -89,7 +94,8 @@ class Workload:
         object.__setattr__(self, "temperature", check_temperature("temperature", self.temperature))
         object.__setattr__(self, "top_p", check_float("top_p", self.top_p, 0, 1))
         object.__setattr__(self, "repetition_penalty", check_positive("repetition_penalty", self.repetition_penalty))
-        check_int("seed", self.seed, 0)
+        for name in ("seed", "context"):
+            check_int(name, getattr(self, name), 0)
         if self.kind and self.kind not in REQUESTS:
             raise ValueError(f"there is no kind of request {self.kind!r}: choose among {', '.join(REQUESTS)}")
         if self.kind:
@@ -103,14 +109,19 @@ class Workload:
     def batches(self, target: "RaggedModel") -> list[dict[str, Any]]:
         """Returns left-padded chats on the target's device: ``input_ids`` and ``attention_mask`` of every batch.
 
+        Clients of a server get one batch of all prompts, and share it out.
+
         Raises:
-            ValueError: if the target has no tokenizer.
+            ValueError: if the target has no tokenizer, or all prompts are longer than the context.
         """
         if target.tokenizer is None:
             raise ValueError("prompts are texts: give the target its tokenizer, RaggedModel(model, tokenizer)")
+        prompts: Sequence[str] = self.prompts
+        if self.context:
+            prompts = lengthened(target.tokenizer, prompts, self.context, self.seed)
         return [
             {name: tensor.to(target.device) for name, tensor in batch.items()}
-            for batch in chat_batches(target.tokenizer, self.prompts, self.batch)
+            for batch in chat_batches(target.tokenizer, prompts, len(prompts) if self.served else self.batch)
         ]
 
     def request(self) -> dict[str, Any]:
@@ -118,6 +129,10 @@ class Workload:
         penalty = {} if self.repetition_penalty == 1 else {"repetition_penalty": self.repetition_penalty}
         own = REQUESTS.get(self.kind, {}) if self.kind else penalty
         return settings_of(self.new_tokens, self.temperature, self.top_p, 0, None, 1) | own
+
+    def fits(self, target: "RaggedModel") -> bool:
+        """Whether the target has positions for a prompt of ``context`` tokens and its answer."""
+        return target.max_positions is None or self.context + self.new_tokens <= target.max_positions
 
     def seeds(self, samples: int, first: int = 0) -> list[int]:
         """Returns the seeds of the prompts from number ``first`` on, equal for every decoder."""

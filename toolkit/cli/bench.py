@@ -1,8 +1,7 @@
 """``arbordraft bench``: measures whole decoders, prints tables and writes JSON."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +27,7 @@ from arbordraft.cli.options import (
     finite,
     workloads,
 )
+from arbordraft.cli.policy import policy
 from arbordraft.utils.checkout import NoCheckoutError, laboratory
 
 if TYPE_CHECKING:
@@ -46,28 +46,18 @@ app = typer.Typer(
 Suite = Callable[["RaggedModel", Mapping[str, "Drafter"], "Workload"], Mapping[str, "SpeculativeDecoder | Decode"]]
 
 
-def drafters_of(names: Sequence[str], target: "RaggedModel") -> "dict[str, Drafter]":
-    """Builds drafters; the keys are their names in tables."""
-    from arbordraft.drafter_names import drafter_named
-
-    return {Path(name).name if Path(name).is_dir() else name: drafter_named(name, target) for name in names}
-
-
 def _in_turns(
     suite: Callable[[Any], Suite],
     usual_batches: str,
     usual_temperatures: str,
     usual_repeats: int,
     usual_drafters: Any = ...,
-    *,
-    whole: bool = False,
 ) -> Callable[..., None]:
     """Builds the command that decodes workloads with the decoders of a suite, in turns.
 
     Args:
         suite: picks the suite from the module ``suites``, which is imported when the command runs.
         usual_batches: default of the option. The other ``usual_`` arguments are defaults, too; ``...`` means none.
-        whole: whether all batches are full: drops the last prompts, or repeats prompts to fill one batch.
     """
 
     def command(
@@ -85,9 +75,6 @@ def _in_turns(
         seed: SeedOption = 0,
         json: JsonOption = None,
         png: PngOption = None,
-        page: Annotated[
-            Path | None, typer.Option(help="Write a dated page of Markdown with the speed-ups.", dir_okay=False)
-        ] = None,
     ) -> None:
         from arbordraft.bench import suites
         from arbordraft.bench.report import Report
@@ -95,10 +82,10 @@ def _in_turns(
         decoders = suite(suites)
         rounds: dict[str, Any] = {"new_tokens": new_tokens, "repeats": repeats, "seed": seed}
         sizes = workloads(prompts, limit, batches, temperatures, requests, **rounds)
-        with Report(json, png, page, drafter=drafter) as report:
+        with Report(json, png, drafter=drafter) as report:
             target = report.load(model, dtype, device=device)
-            drafters = drafters_of(drafter, target)
-            for workload in map(suites.whole_batches, sizes) if whole else sizes:
+            drafters = suites.drafters_of(drafter, target)
+            for workload in sizes:
                 report.decode(target, decoders(target, drafters, workload), workload)
 
     return command
@@ -108,10 +95,7 @@ app.command(
     "decode",
     help="Measure the gain of drafters over plain decoding. Compares lookups, chains, trees, and lookups with trees.",
 )(_in_turns(lambda suites: suites.drafter_gain, "8", "0,1", 1))
-app.command(
-    "policy",
-    help="Measure the default policy: draft as far as it pays. It should never be slower than plain decoding.",
-)(_in_turns(lambda suites: suites.policy, "1,2,4,8,16", "0,1", 5, whole=True))
+app.command("policy")(policy)
 app.command(
     "compare",
     help="Measure arbordraft against transformers. Runs generate, prompt lookup and, with a draft model, assistance.",
@@ -139,6 +123,7 @@ def equality(
     """Compare speculative answers in batches with single plain ones. Exits with 1 if a promise is broken."""
     from arbordraft.bench.equality import equal_tokens
     from arbordraft.bench.report import Report
+    from arbordraft.bench.suites import drafters_of
     from arbordraft.loading import load_target
 
     settings: dict[str, Any] = {"top_p": top_p, "repetition_penalty": repetition_penalty}
@@ -173,4 +158,4 @@ def add_program(to: typer.Typer, name: str) -> None:
 add_program(app, "verifiers")
 add_program(app, "gpu")
 
-__all__ = ["add_program", "app", "drafters_of"]
+__all__ = ["add_program", "app"]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from arbordraft.bench.workload import Workload
     from arbordraft.trees.topology import TreeTopology
 
+NONE = "none"  # an axis of a measurement without sizes
 SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
 
 
@@ -45,6 +46,11 @@ def whole_numbers(text: str) -> str:
     """Refuses any text but comma-separated whole numbers from 1."""
     numbers(text, int)
     return text
+
+
+def axis(text: str) -> str:
+    """Refuses any text but ``none`` and comma-separated whole numbers from 1."""
+    return text if text == NONE else whole_numbers(text)
 
 
 def _temperatures(text: str) -> str:
@@ -136,6 +142,18 @@ TemperaturesOption = Annotated[
         "--temperatures", "--temperature", callback=_temperatures, help="Temperatures, as in 0,1; 0 is greedy."
     ),
 ]
+ClientsOption = Annotated[
+    str,
+    typer.Option(callback=axis, help="Clients of a server in this process, as in 1,8,32,64; 'none' for no server."),
+]
+ContextsOption = Annotated[
+    str,
+    typer.Option(
+        callback=axis,
+        help="Also measure prompts that unrelated text lengthens to these numbers of tokens, as in 1024,4096; 'none' "
+        "for only prompts as they are.",
+    ),
+]
 RequestsOption = Annotated[
     str,
     typer.Option(
@@ -161,13 +179,15 @@ def workloads(
     Args:
         prompts: file of prompts.
         limit: number of its first prompts that are used.
-        batches: batch sizes.
+        batches: batch sizes; ``none`` for no workload.
         temperatures: temperatures, unless kinds of requests are named.
         requests: kinds of requests, ``all`` for every one.
         settings: other arguments of the workloads.
     """
     from arbordraft.bench.workload import REQUESTS, Workload, read_texts
 
+    if batches == NONE:
+        return []
     texts = tuple(read_texts(prompts, limit))
     if requests:
         kinds = list(REQUESTS) if requests == "all" else requests.split(",")

@@ -71,8 +71,7 @@ def serve(
 
     Ctrl-C or SIGTERM stops the server after running answers have ended; a second Ctrl-C stops it at once.
     """
-    if missing := [library for library in _LIBRARIES if find_spec(library) is None]:
-        raise ImportError(f"serving needs {', '.join(missing)}; run: pip install 'arbordraft[serve]'")
+    check_libraries()
     with phase("importing torch, transformers and fastapi"):
         from arbordraft.cli.decoders import load_decoder
         from arbordraft.decoding.engine import Engine
@@ -111,6 +110,12 @@ def serve(
             console.print(f"{service.name} is at {url}/v1, its page at {url}")
 
         Server(app, grace=grace, ready=ready).run(sockets=[listener])
+
+
+def check_libraries() -> None:
+    """Raises ImportError if a library of the server is missing."""
+    if missing := [library for library in _LIBRARIES if find_spec(library) is None]:
+        raise ImportError(f"serving needs {', '.join(missing)}; run: pip install 'arbordraft[serve]'")
 
 
 def _name(model: str) -> str:

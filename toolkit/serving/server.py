@@ -1,7 +1,9 @@
 """uvicorn server whose shutdown lets running answers end, or fails them with an error."""
 
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
@@ -57,6 +59,42 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ValueError(f"cannot listen on {host}, port {port}: {error.strerror}; choose others") from error
     return listener
+
+
+@contextmanager
+def running(app: FastAPI, *, grace: float = 5.0) -> Iterator[tuple[Server, str]]:
+    """Runs a server in a thread, at a free port of this machine, until the block ends.
+
+    Args:
+        app: result of :func:`~arbordraft.serving.app.build_app`.
+        grace: seconds that running answers have to end.
+
+    Yields:
+        The server, which answers, and its URL.
+
+    Raises:
+        RuntimeError: if it does not start.
+    """
+    over = threading.Event()
+    server = Server(app, grace=grace, ready=over.set)
+
+    def run() -> None:
+        try:
+            server.run(sockets=[listener])
+        finally:
+            over.set()
+
+    with bound("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=run, name="arbordraft-server")
+        thread.start()
+        try:
+            over.wait()
+            if not server.started:
+                raise RuntimeError("the server did not start; its log says why")
+            yield server, url_of(listener)
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def url_of(listener: socket.socket) -> str:

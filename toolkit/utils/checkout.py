@@ -7,7 +7,9 @@ from typing import Any
 
 from arbordraft.utils.errors import UserError
 
-_PROGRAMS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
+_EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+_PROGRAMS = _EXAMPLES / "benchmarks"
+CHECKPOINTS = _EXAMPLES / "checkpoints"  # folders of trained drafters and deciders; a wheel lacks them
 
 
 class NoCheckoutError(UserError):
@@ -34,4 +36,4 @@ def laboratory(module: str, asked: str) -> Any:
     return import_module(f"arborlab.{module}")
 
 
-__all__ = ["NoCheckoutError", "laboratory"]
+__all__ = ["CHECKPOINTS", "NoCheckoutError", "laboratory"]

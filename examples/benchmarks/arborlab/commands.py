@@ -65,7 +65,7 @@ def verifiers(
 ) -> None:
     """Measure acceptance of draft laws and verifiers. Prints expectations on the model's rows, with standard errors."""
     from arbordraft.bench.report import Report
-    from arbordraft.cli.bench import drafters_of
+    from arbordraft.bench.suites import drafters_of
     from arborlab.verifiers import node_acceptance, tree_tau
 
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed)

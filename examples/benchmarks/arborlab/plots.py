@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from arbordraft.bench.decoding import DecodeRow
+from arbordraft.bench.decoding import DecodeRow, case_of
 from arbordraft.trees.drawing import COLOURS, GREY, new_figure, save_png
 from arbordraft.utils.files import read_text
 from arborlab.verifiers import NodeRow, TreeRow
@@ -107,8 +107,10 @@ def _of(rows: Iterable[Any], kind: type) -> list[Any]:
     return [row for row in rows if isinstance(row, kind)]
 
 
-def _setting(row: DecodeRow) -> tuple[str, float]:
-    return row.dtype, row.temperature
+def _setting(row: DecodeRow) -> tuple[str, str]:
+    """Returns dtype and case: a panel compares decoders over batches, or over clients, of one case."""
+    case = case_of(row) if row.request or row.context else _drawn(row.temperature)
+    return row.dtype, f"{case}, clients of a server" if row.served else case
 
 
 def _by(rows: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
@@ -130,11 +132,11 @@ def _figure(panels: Sequence[Panel], decodes: Sequence[DecodeRow]) -> "Figure":
     return figure
 
 
-def _speed(setting: tuple[str, float], rows: list[DecodeRow]) -> Panel:
+def _speed(setting: tuple[str, str], rows: list[DecodeRow]) -> Panel:
     """Builds the panel of speeds: lines over batch, or a ranking if there are too many lines or one batch size."""
     batches = sorted({row.batch for row in rows})
     reference = next((row.decoder for row in rows if row.decoder == _PLAIN), rows[0].decoder)
-    title = f"speed against {reference} ({setting[0]}, {_drawn(setting[1])})"
+    title = f"speed against {reference} ({', '.join(setting)})"
     others = [row for row in rows if row.decoder != reference] or rows
     lines = [
         Line(name, sorted((row.batch, row.speed_up, row.spread) for row in group))
@@ -145,7 +147,7 @@ def _speed(setting: tuple[str, float], rows: list[DecodeRow]) -> Panel:
         axes.set(ylabel=f"speed, × {reference}", title=title)
         axes.axhline(1, color=GREY, ls="--", lw=1.2)
         axes.set_ylim(0, 1.08 * max(1.1, max(row.speed_up + row.spread for row in others)))
-        _over_batch(axes, batches)
+        _over_batch(axes, batches, served=rows[0].served)
         _draw(axes, lines, colours, reference)
 
     if len(batches) < 2 or len(lines) > MOST_LINES:
@@ -157,11 +159,11 @@ def _drawn(temperature: float) -> str:
     return f"temperature {temperature:g}" if temperature else "greedy"
 
 
-def _over_batch(axes: "Axes", batches: Sequence[int]) -> None:
+def _over_batch(axes: "Axes", batches: Sequence[int], *, served: bool) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.minorticks_off()
-    axes.set_xlabel("batch")
+    axes.set_xlabel("clients" if served else "batch")
 
 
 def _ranking(axes: "Axes", rows: Sequence[DecodeRow], batches: Sequence[int], title: str, reference: str) -> None:
@@ -184,7 +186,7 @@ def _ranking(axes: "Axes", rows: Sequence[DecodeRow], batches: Sequence[int], ti
     axes.set(xlabel=f"speed, × {reference}", title=title)
 
 
-def _cause(setting: tuple[str, float], rows: list[DecodeRow]) -> Panel | None:
+def _cause(setting: tuple[str, str], rows: list[DecodeRow]) -> Panel | None:
     """Builds the panel that explains the speed; ``None`` for no lines or too many.
 
     Over several batch sizes it shows padding if there is any, else tokens per forward. For one size it shows acceptance
@@ -204,13 +206,13 @@ def _cause(setting: tuple[str, float], rows: list[DecodeRow]) -> Panel | None:
 
     def draw(axes: "Axes", colours: dict[str, str]) -> None:
         if len(batches) > 1:
-            _over_batch(axes, batches)
+            _over_batch(axes, batches, served=rows[0].served)
             what = "share of rows that are padding" if padded else "tokens per target forward"
         else:
             deepest = max(len(line.points) for line in lines)
             axes.set(xlabel="depth", xticks=range(1, deepest + 1, 1 + deepest // 10))
             what = "share accepted when tried"
-        axes.set(ylabel=what, title=f"{what} ({_drawn(setting[1])})")
+        axes.set(ylabel=what, title=f"{what} ({setting[1]})")
         shares = padded or len(batches) == 1
         axes.set_ylim(*(-0.02, 1) if shares else (1, 1.1 * max(y for line in lines for _, y, _ in line.points)))
         _draw(axes, lines, colours)
