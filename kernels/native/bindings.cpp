@@ -2,6 +2,7 @@
 #include "../gumbel/cpu.h"
 #include "../verify/cpu.h"
 #include "drafts.h"
+#include "recurrent.h"
 #include "stack.h"
 #include "tensors.h"
 
@@ -268,6 +269,9 @@ TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
   m.impl("move_rows", &move_rows);
   m.impl("gumbel", &gumbel);
   m.impl("gumbel_argmax", &gumbel_argmax);
+  m.impl("recurrent_gate", &recurrent_gate);
+  m.impl("tree_convolution", &tree_convolution);
+  m.impl("tree_scan", &tree_scan);
 }
 
 }  // namespace arbordraft
