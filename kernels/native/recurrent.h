@@ -77,13 +77,16 @@ void check_schedule(const Scan& s, int64_t rows, int64_t states, int64_t scratch
 Tensor tree_scan(
     const Tensor& states, const Tensor& scratch, const Tensor& first, const Tensor& read, const Tensor& write,
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_decay, const OptionalTensor& rates,
-    const OptionalTensor& beta, double scale, double epsilon) {
+    const OptionalTensor& beta, double scale, double epsilon, int64_t count) {
   const int64_t rows = value.size(0), heads = states.size(1), keys = states.size(2), values = states.size(3);
   const int64_t key_heads = key.size(1), decays = rates ? 0 : log_decay.numel() / std::max<int64_t>(1, rows);
   TORCH_CHECK(heads % key_heads == 0 && key.size(2) == keys && keys > 0, "keys do not fit the states");
   TORCH_CHECK(key.size(0) == rows && query.sizes() == key.sizes(), "expected a key and a query for each row");
   TORCH_CHECK(value.size(1) == heads && value.size(2) == values, "values do not fit the states");
-  TORCH_CHECK(scratch.dim() == 4 && scratch.sizes().slice(1) == states.sizes().slice(1), "scratch does not fit the states");
+  TORCH_CHECK(
+      scratch.dim() == 4 && scratch.sizes().slice(1) == states.sizes().slice(1) &&
+          (scratch.size(0) == 0 || scratch.size(0) >= count),
+      "scratch does not fit the states");
   TORCH_CHECK(
       rates ? log_decay.numel() == value.numel() && rates->numel() == heads * keys * values
             : rows == 0 || decays == heads || decays == heads * keys,
@@ -94,25 +97,31 @@ Tensor tree_scan(
   Scan s{data<float>(states), data<float>(scratch), integers(first), integers(read), integers(write), first.numel() - 1,
          heads, key_heads, keys, values, data<float>(value), data<float>(log_decay), floats(rates), floats(beta),
          nullptr, nullptr, nullptr, data<float>(out)};
-  check_schedule(s, rows, states.size(0), scratch.size(0));
+  check_schedule(s, rows, states.size(0), count);
+  if (!scratch.size(0)) s.scratch = nullptr;
+  const int64_t own = ((s.scratch ? 0 : count) + 1) * keys * kLanes;  // numbers that a thread holds itself
   Arena arena;
   arena.reserve(s.query, key.numel());
   arena.reserve(s.key, key.numel());
   arena.reserve(s.decay, rows * decays);
+  float* local;
+  arena.reserve(local, own * at::get_num_threads());
   arena.allocate();
   const float *queries = data<float>(query), *from = data<float>(key);
-  const auto run = [&](auto part) {
+  const auto run = [&](const auto& part) {
     team(rows * heads * keys * values >= kWorthATeam, [&](int thread, int threads) {
       const Range mine = share(rows, 1, thread, threads);
       for (int64_t r = mine.begin; r < mine.end; ++r)
         prepare_row(s, r, queries, from, float(scale), float(epsilon), decays);
       meet(threads);
-      part(thread, threads);
+      part(local + thread * own, thread, threads);
     });
   };
   const auto with = [&]<Decay D>() {
-    beta ? run([&](int thread, int threads) { scan<D, true>(s, thread, threads); })
-         : run([&](int thread, int threads) { scan<D, false>(s, thread, threads); });
+    const auto part = [&]<bool Delta>(std::bool_constant<Delta>) {
+      run([&](float* mine, int thread, int threads) { scan<D, Delta>(s, mine, s.scratch ? 0 : count, thread, threads); });
+    };
+    beta ? part(std::true_type()) : part(std::false_type());
   };
   if (rates)
     with.template operator()<Decay::element>();

@@ -43,7 +43,8 @@ _convolution = Operator(
 )
 _scan = Operator(
     "tree_scan(Tensor(a!) states, Tensor(b!) scratch, Tensor first, Tensor read, Tensor write, Tensor query, "
-    "Tensor key, Tensor value, Tensor log_decay, Tensor? rates, Tensor? beta, float scale, float epsilon) -> Tensor",
+    "Tensor key, Tensor value, Tensor log_decay, Tensor? rates, Tensor? beta, float scale, float epsilon, int count) "
+    "-> Tensor",
     scan_reference,
     lambda states, scratch, first, read, write, query, key, value, *_: torch.empty_like(value),
     triton="arbordraft.kernels.recurrent_tree.triton:launch_scan",
@@ -161,7 +162,7 @@ def tree_scan(
         scale: factor of the queries.
         epsilon: if positive, queries and keys are divided by the root of their squared length plus ``epsilon``.
         scratch: ``[M, H, K, V]`` float32, changed in place: room for the scratch states of the schedule. By default
-            it is allocated, and lost.
+            they are lost.
 
     Returns:
         ``[T, H, V]`` float32.
@@ -187,13 +188,13 @@ def tree_scan(
         _check("beta", beta, (rows, heads))
         beta = beta.float().contiguous()
     if scratch is None:
-        scratch = states.new_empty((schedule.scratch, heads, keys, values))
-    _check("scratch", scratch, (None, heads, keys, values), torch.float32)
-    if len(scratch) < schedule.scratch:
+        scratch = states.new_empty((0, heads, keys, values))
+    elif len(scratch) < schedule.scratch:
         raise ValueError(f"the schedule needs {schedule.scratch} scratch states, got {len(scratch)}")
+    _check("scratch", scratch, (None, heads, keys, values), torch.float32)
     query, key, value, log_decay = (part.float().contiguous() for part in (query, key, value, log_decay))
     places = schedule.first, schedule.read, schedule.write
-    return _scan(states, scratch, *places, query, key, value, log_decay, rates, beta, scale, epsilon)
+    return _scan(states, scratch, *places, query, key, value, log_decay, rates, beta, scale, epsilon, schedule.scratch)
 
 
 def tree_selective_update(

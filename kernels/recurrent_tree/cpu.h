@@ -5,8 +5,6 @@
 // other, so threads never wait, and the state of the row before is still in the innermost cache.
 #pragma once
 
-#include <vector>
-
 #include "../gumbel/cpu.h"
 
 namespace arbordraft {
@@ -102,7 +100,7 @@ template <class Of>
 enum class Decay { head, key, element };
 
 struct Scan {
-  float *states, *scratch;           // [S][H][K][V], [M][H][K][V]
+  float *states, *scratch;           // [S][H][K][V], [M][H][K][V]; without the latter, threads hold scratch states
   const int64_t *first, *read, *write;  // see Schedule in paths.py
   int64_t samples, heads, key_heads, keys, values;
   const float *value;                // [T][H][V]
@@ -111,9 +109,18 @@ struct Scan {
   float *decay;                      // [T][H] or [T][H][K], prepared
   float *out;                        // [T][H][V]
 
-  float* state(int64_t index, int64_t head) const {
-    float* base = index >= 0 ? states + index * heads * keys * values : scratch + (-2 - index) * heads * keys * values;
-    return base + head * keys * values;
+  // Sixteen values of a head in a state: row k is `stride` numbers behind row k - 1.
+  struct Place {
+    float* values;
+    int64_t stride;
+  };
+  // Finds a state by its index, and without one the last of the thread's own `local` states [count + 1][K][16].
+  Place place(int64_t index, int64_t head, int64_t begin, float* local, int64_t count) const {
+    const int64_t one = keys * values;
+    if (index >= 0) return {states + (index * heads + head) * one + begin, values};
+    if (index == -1) return {local + count * keys * kLanes, kLanes};
+    if (scratch) return {scratch + ((-2 - index) * heads + head) * one + begin, values};
+    return {local + (-2 - index) * keys * kLanes, kLanes};
   }
 };
 
@@ -135,60 +142,58 @@ inline void prepare_row(
   }
 }
 
-// Runs a sample's rows for values begin..begin+15 of one head; `local` has room for [K][16].
+// Runs a sample's rows for values begin..begin+15 of one head; see Scan::place.
 template <Decay D, bool Delta, bool Whole>
-void scan_values(const Scan& s, int64_t sample, int64_t head, int64_t begin, float* local) {
+void scan_values(const Scan& s, int64_t sample, int64_t head, int64_t begin, float* local, int64_t count) {
   const int64_t lanes = s.values - begin, keys = s.keys;
   const auto take = [&](const float* p) { return Whole ? load(p) : load(p, lanes); };
   const auto put = [&](float* p, f32x16 x) { Whole ? store(p, x) : store(p, x, lanes); };
   const float* rates = D == Decay::element ? s.rates + head * keys * s.values + begin : nullptr;
-  const float* from = nullptr;
-  int64_t stride = 0;
+  Scan::Place from{};
   for (int64_t row = s.first[sample]; row < s.first[sample + 1]; ++row) {
     const int64_t at = row * s.heads + head, shared = (row * s.key_heads + head / (s.heads / s.key_heads)) * keys;
     const float *key = s.key + shared, *query = s.query + shared;
-    if (s.read[row] != -1) from = s.state(s.read[row], head) + begin, stride = s.values;
-    const bool kept = s.write[row] != -1;
-    float* to = kept ? s.state(s.write[row], head) + begin : local;
-    const int64_t step = kept ? s.values : kLanes;
-    const float* decay = D == Decay::key ? s.decay + at * keys : nullptr;
-    const f32x16 factor = D == Decay::head ? splat(s.decay[at]) : D == Decay::element ? take(s.log_decay + at * s.values + begin) : splat(0.f);
+    if (s.read[row] != -1) from = s.place(s.read[row], head, begin, local, count);
+    const Scan::Place to = s.place(s.write[row], head, begin, local, count);
+    f32x16 factor = splat(0.f);  // of a head; of an element, its step size
+    if constexpr (D == Decay::head) factor = splat(s.decay[at]);
+    if constexpr (D == Decay::element) factor = take(s.log_decay + at * s.values + begin);
     const auto decayed = [&](int64_t k) {
-      const f32x16 x = take(from + k * stride);
-      if constexpr (D == Decay::head) return x * factor;
-      if constexpr (D == Decay::key) return x * splat(decay[k]);
+      const f32x16 x = take(from.values + k * from.stride);
+      if constexpr (D == Decay::key) return x * splat(s.decay[at * keys + k]);
       if constexpr (D == Decay::element) return x * unfused_exp(factor * take(rates + k * s.values));
+      return x * factor;
     };
     f32x16 added = take(s.value + at * s.values + begin);
     if constexpr (Delta) {
       const f32x16 known = pairwise_sum(keys, [&](int64_t k) {
         const f32x16 x = decayed(k);
-        put(to + k * step, x);
+        put(to.values + k * to.stride, x);
         return x * splat(key[k]);
       });
       added = (added - known) * splat(s.beta[at]);
     }
     const f32x16 found = pairwise_sum(keys, [&](int64_t k) {
-      const f32x16 x = (Delta ? take(to + k * step) : decayed(k)) + splat(key[k]) * added;
-      put(to + k * step, x);
+      const f32x16 x = (Delta ? take(to.values + k * to.stride) : decayed(k)) + splat(key[k]) * added;
+      put(to.values + k * to.stride, x);
       return x * splat(query[k]);
     });
     put(s.out + at * s.values + begin, found);
-    from = to, stride = step;
+    from = to;
   }
 }
 
+// Does one thread's part; `local` [count + 1][K][16] is its own, for `count` scratch states.
 template <Decay D, bool Delta>
-void scan(const Scan& s, int thread, int threads) {
+void scan(const Scan& s, float* local, int64_t count, int thread, int threads) {
   constexpr int64_t kTogether = 128;  // values whose rows lie side by side in a state
-  std::vector<float> local(s.keys * kLanes);
   const int64_t groups = (s.values + kTogether - 1) / kTogether;
   for (int64_t item = thread; item < s.heads * groups; item += threads) {
     const int64_t head = item / groups, first = item % groups * kTogether, end = std::min(s.values, first + kTogether);
     for (int64_t sample = 0; sample < s.samples; ++sample)
       for (int64_t begin = first; begin < end; begin += kLanes)
-        begin + kLanes <= s.values ? scan_values<D, Delta, true>(s, sample, head, begin, local.data())
-                                   : scan_values<D, Delta, false>(s, sample, head, begin, local.data());
+        begin + kLanes <= s.values ? scan_values<D, Delta, true>(s, sample, head, begin, local, count)
+                                   : scan_values<D, Delta, false>(s, sample, head, begin, local, count);
   }
 }
 

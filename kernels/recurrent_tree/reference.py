@@ -54,12 +54,13 @@ def scan_reference(
     beta: Tensor | None,
     scale: float,
     epsilon: float,
+    count: int,
 ) -> Tensor:
     """Updates states along paths, as :func:`arbordraft.kernels.recurrent_tree.tree_scan` describes.
 
     Args:
         states: ``[S, H, K, V]``, changed in place.
-        scratch: ``[M, H, K, V]``, changed in place.
+        scratch: ``[M, H, K, V]``, changed in place; empty if the caller does not need its states.
         first: see :class:`~arbordraft.kernels.recurrent_tree.Schedule`, as are the next two.
         read: ``[T]``.
         write: ``[T]``.
@@ -71,7 +72,10 @@ def scan_reference(
         beta: ``[T, H]``.
         scale: factor of the queries.
         epsilon: added to squared lengths of queries and keys, which get the length 1; 0 leaves them as they are.
+        count: number of scratch states of the schedule.
     """
+    if not len(scratch):
+        scratch = scratch.new_empty(count, *scratch.shape[1:])
     if epsilon:
         query, key = _normalized(query, epsilon), _normalized(key, epsilon)
     query, key = (part.repeat_interleave(value.shape[1] // key.shape[1], dim=1) for part in (query * scale, key))
