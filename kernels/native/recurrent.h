@@ -16,9 +16,9 @@ Tensor recurrent_gate(const Tensor& x, const OptionalTensor& bias, const Optiona
   float* to = data<float>(out);
   const auto run = [&](const auto* from) {
     team(rows * size >= kWorthATeam / 16, [&](int thread, int threads) {
-      const Range mine = share(rows, 1, thread, threads);
-      for (int64_t r = mine.begin; r < mine.end; ++r)
-        gate_row(from + r * size, biases, scales, size, Gate(activation), to + r * size);
+      const Range mine = share(size, kLanes, thread, threads);
+      for (int64_t r = 0; r < rows; ++r)
+        gate_row(from + r * size, biases, scales, Gate(activation), mine, size, to + r * size);
     });
   };
   x.scalar_type() == at::kBFloat16 ? run(data<bf16>(x)) : run(data<float>(x));

@@ -35,9 +35,11 @@ inline f32x16 gated(f32x16 x, Gate kind) {
   return max(zero, x) + load(e);
 }
 
+// Computes the gates of channels `range` of one row.
 template <class T>
-inline void gate_row(const T* x, const float* bias, const float* scale, int64_t size, Gate kind, float* out) {
-  for (int64_t i = 0; i < size; i += kLanes) {
+inline void gate_row(
+    const T* x, const float* bias, const float* scale, Gate kind, Range range, int64_t size, float* out) {
+  for (int64_t i = range.begin; i < range.end; i += kLanes) {
     const int64_t lanes = size - i;
     f32x16 y = load(x + i, lanes);
     if (bias) y = y + load(bias + i, lanes);

@@ -162,13 +162,10 @@ class Paths:
 
     def _inputs(self, newest: "np.ndarray[tuple[int], np.dtype[np.int64]]", states: object, width: int) -> Tensor:
         """Follows paths upwards; committed inputs are numbered -1, -2, ... from the newest one."""
-        parent, found = np.asarray(self.parent, dtype=np.int64), []
+        parent, found = np.asarray([*self.parent, NOWHERE], dtype=np.int64), []
         for _ in range(width - 1):
             found.append(newest)
-            if len(parent):
-                newest = np.where(newest >= 0, parent[newest], newest - 1)
-            else:
-                newest = newest - 1
+            newest = np.where(newest >= 0, parent[np.maximum(newest, -1)], newest - 1)
         places = np.stack(found[::-1], axis=1) if found else np.zeros((len(newest), 0), np.int64)
         committed = np.asarray(states, dtype=np.int64)[:, None] * (width - 1) + (width - 1) + places
         return torch.from_numpy(np.where(places >= 0, places, -1 - committed))
