@@ -55,8 +55,7 @@ _scan = Operator(
 def gate(x: Tensor, activation: str, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
     """Computes ``scale * activation(x + bias)``, with bits that depend on the number and its channel alone.
 
-    Torch's own functions round a number by its place in a tensor, so the step sizes and decays of a row would depend on
-    the other rows.
+    Torch's own functions round a number by its place in a tensor. The step sizes of a row would depend on other rows.
 
     Args:
         x: ``[T, C]``.
@@ -145,9 +144,11 @@ def tree_scan(
 ) -> Tensor:
     """Runs a recurrence of matrix states along the paths of the rows, and reads each row's state.
 
-    For each head, with its parent's state P, key k, value v and query q, a row computes::
+    From its parent's state P, and its key k, value v and query q, a row computes for each head:
 
-        S = decay * P ;   u = beta * (v - S^T k)   or   u = v without beta ;   S = S + k u^T ;   out = S^T q
+    - ``S = decay * P``
+    - ``u = beta * (v - S^T k)``, without ``beta`` ``u = v``
+    - ``S = S + k u^T`` and ``out = S^T q``
 
     Args:
         states: ``[S, H, K, V]`` float32 committed states. Rows that the schedule lets commit change them in place.
@@ -307,7 +308,9 @@ def replay_is_smaller(states: Tensor, *inputs: Tensor) -> bool:
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | None = None) -> None:
-    fits = tensor.dim() == len(shape) and all(want in (None, size) for want, size in zip(shape, tensor.shape, strict=True))
+    fits = tensor.dim() == len(shape) and all(
+        want in (None, size) for want, size in zip(shape, tensor.shape, strict=True)
+    )
     if not fits or dtype not in (None, tensor.dtype):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         kind = "" if dtype is None else f" of {dtype}"

@@ -39,7 +39,8 @@ class Schedule:
 
     def to(self, device: torch.device) -> Self:
         """Returns the schedule with its tensors on ``device``, moved in one upload."""
-        return type(self)(*upload(device, self.first, self.read, self.write), self.scratch)
+        first, read, write = upload(device, self.first, self.read, self.write)
+        return type(self)(first, read, write, self.scratch)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Paths:
             ValueError: if ``commit`` is set and the rows of a sample are not a chain.
         """
         first, total = self._first, len(self.parent)
-        read, write = np.full(total, PREVIOUS), np.full(total, NOWHERE)
+        read, write = (np.full(total, index, dtype=np.int64) for index in (PREVIOUS, NOWHERE))
         last_reader = {}  # by row that later rows, other than the next one, continue
         for row, parent in enumerate(self.parent):
             if parent >= 0 and parent != row - 1:
@@ -127,8 +128,8 @@ class Paths:
                 if any(self.parent[row] != row - 1 for row in range(begin + 1, end)):
                     raise ValueError("only a chain of rows ends in one state: gather the rows of the accepted path")
                 write[end - 1] = state
-        tables = (torch.from_numpy(np.asarray(table, dtype=np.int64)) for table in (first, read, write))
-        return Schedule(*tables, scratch)
+        bounds = np.asarray(first, dtype=np.int64)
+        return Schedule(torch.from_numpy(bounds), torch.from_numpy(read), torch.from_numpy(write), scratch)
 
     def history(self, width: int) -> Tensor:
         """Finds the inputs before each row on its path, the oldest first.
@@ -155,10 +156,37 @@ class Paths:
         Raises:
             ValueError: if an end is not a row of its sample.
         """
+        self._check_ends(ends)
+        return self._inputs(np.asarray(ends, dtype=np.int64), np.asarray(self.states), width)
+
+    def accepted(self, ends: Sequence[int]) -> tuple[list[int], Self]:
+        """Finds the rows that a commit runs once more, from each sample's committed state.
+
+        Args:
+            ends: last accepted row of every sample, -1 if none was accepted.
+
+        Returns:
+            The accepted rows, sample after sample, and their paths, which are chains.
+
+        Raises:
+            ValueError: if an end is not a row of its sample.
+        """
+        self._check_ends(ends)
+        rows: list[int] = []
+        counts = []
+        for end in ends:
+            path = []
+            while end >= 0:
+                path.append(end)
+                end = self.parent[end]
+            rows += reversed(path)
+            counts.append(len(path))
+        return rows, self.chains(counts, self.states)
+
+    def _check_ends(self, ends: Sequence[int]) -> None:
         for sample, (end, (begin, after)) in enumerate(zip(ends, pairwise(self._first), strict=True)):
             if end != -1 and not begin <= end < after:
                 raise ValueError(f"sample {sample} has rows {begin} to {after - 1}, and {end} cannot be its last one")
-        return self._inputs(np.asarray(ends, dtype=np.int64), np.asarray(self.states), width)
 
     def _inputs(self, newest: "np.ndarray[tuple[int], np.dtype[np.int64]]", states: object, width: int) -> Tensor:
         """Follows paths upwards; committed inputs are numbered -1, -2, ... from the newest one."""

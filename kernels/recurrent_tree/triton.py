@@ -1,7 +1,7 @@
 """Recurrent layers along draft trees in Triton: one program per sample, head and block of values walks the rows.
 
-Blocks, warps and the alignment of tensors depend on the model alone, so every row runs the same instructions and a node
-has the bits that plain decoding gives it. Sums within a program have an order of Triton's own: the last bits differ from
+Blocks, warps and the alignment of tensors depend on the model alone. So every row runs the same instructions, and a
+node has the bits that plain decoding gives it. Triton orders the sums of a program itself: the last bits differ from
 those of a CPU.
 
 Shapes: see reference.py.

@@ -176,11 +176,19 @@ def test_paths_that_cannot_be_are_refused(arguments, message):
         Paths(*arguments)
 
 
+def test_accepted_rows_are_chains():
+    rows, chains = TREES.accepted([5, -1, 10, -1, 14])
+    assert rows == [0, 2, 5, 8, 9, 10, 13, 14] == [*path_of(5), *path_of(10), *path_of(14)]
+    assert chains == Paths.chains([3, 0, 3, 0, 2], TREES.states)
+
+
 def test_only_chains_commit():
     with pytest.raises(ValueError, match="only a chain of rows ends in one state"):
         TREES.schedule(commit=True)
     with pytest.raises(ValueError, match="sample 1 has rows 2 to 2, and 1 cannot be its last one"):
         Paths([-1, 0, -1], [2, 1], [0, 1]).windows([0, 1], 3)
+    with pytest.raises(ValueError, match="and 2 cannot be its last one"):
+        Paths([-1, 0, -1], [2, 1], [0, 1]).accepted([2, -1])
 
 
 # Arithmetic
@@ -362,8 +370,7 @@ def test_a_copied_state_is_the_replayed_one(name):
 
     copied = case.states.clone()
     commit_states(copied, scratch, committed, torch.tensor(list(ends.values())))
-    accepted = [path_of(end) for end in ends.values()]
-    replay = case.on(sum(accepted, []), Paths.chains([len(path) for path in accepted], committed.tolist()))
+    replay = case.on(*TREES.accepted([ends.get(sample, -1) for sample in range(len(TREES.rows))]))
     replayed = case.states.clone()
     replay.run(replay.paths.schedule(commit=True), states=replayed)
     assert same(copied, replayed)
