@@ -1,6 +1,6 @@
 """The paths of a forward's rows through draft trees, and the states and inputs that lie on them.
 
-Shapes: B samples of this forward, T packed rows, K width of a convolution.
+Shapes: B samples of this forward, T packed rows, W width of a convolution.
 """
 
 from collections.abc import Sequence
@@ -135,10 +135,10 @@ class Paths:
         """Finds the inputs before each row on its path, the oldest first.
 
         Args:
-            width: width K of the convolution.
+            width: width W of the convolution.
 
         Returns:
-            ``[T, K - 1]`` int64. An index from 0 on is a packed row. ``-1 - i`` is row i of all committed windows,
+            ``[T, W - 1]`` int64. An index from 0 on is a packed row. ``-1 - i`` is row i of all committed windows,
             ``windows.flatten(0, 1)[i]``.
         """
         return self._inputs(np.asarray(self.parent, dtype=np.int64), np.repeat(self.states, self.rows), width)
@@ -148,10 +148,10 @@ class Paths:
 
         Args:
             ends: last accepted row of every sample, -1 if none was accepted.
-            width: width K of the convolution.
+            width: width W of the convolution.
 
         Returns:
-            ``[B, K - 1]`` int64, as in :meth:`history`.
+            ``[B, W - 1]`` int64, as in :meth:`history`.
 
         Raises:
             ValueError: if an end is not a row of its sample.
@@ -190,7 +190,7 @@ class Paths:
 
     def _inputs(self, newest: "np.ndarray[tuple[int], np.dtype[np.int64]]", states: object, width: int) -> Tensor:
         """Follows paths upwards; committed inputs are numbered -1, -2, ... from the newest one."""
-        parent, found = np.asarray([*self.parent, NOWHERE], dtype=np.int64), []
+        parent, found = np.asarray([*self.parent, -1], dtype=np.int64), []  # the last one of no row: there may be none
         for _ in range(width - 1):
             found.append(newest)
             newest = np.where(newest >= 0, parent[np.maximum(newest, -1)], newest - 1)

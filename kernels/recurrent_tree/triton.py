@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GATE_BLOCK = 1024
-CHANNELS = 512  # of a row that a program convolves
-NUMBERS = 2048  # of a state that a program holds, in registers
-EXACT = {"num_warps": 4, "enable_fp_fusion": False}
+BLOCK = 1024  # gates, or channels of a convolution, of one program
+OPTIONS = {"num_warps": 2, "enable_fp_fusion": False}
+NUMBERS = 2048  # numbers of a state that a program holds in registers
+SCAN_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 ALIGNMENT = 16
 
 
@@ -35,7 +35,7 @@ def _gated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gate_block(
-    X, BIAS, SCALE, OUT, size, C: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
+    X, BIASES, SCALES, OUT, size, C: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes one block of gates per program; a block may span rows."""
@@ -43,16 +43,16 @@ def gate_block(
     channel = e % C
     x = tl.load(X + e, mask=e < size, other=0.0).to(tl.float32)
     if BIASED:
-        x += tl.load(BIAS + channel, mask=e < size, other=0.0)
+        x += tl.load(BIASES + channel, mask=e < size, other=0.0)
     y = _gated(x, ACTIVATION)
     if SCALED:
-        y *= tl.load(SCALE + channel, mask=e < size, other=0.0)
+        y *= tl.load(SCALES + channel, mask=e < size, other=0.0)
     tl.store(OUT + e, y, mask=e < size)
 
 
 @triton.jit
 def convolve_row(
-    INPUTS, WINDOWS, HISTORY, WEIGHT, BIAS, OUT, C: tl.constexpr, W: tl.constexpr, BIASED: tl.constexpr,
+    INPUTS, WINDOWS, HISTORY, WEIGHT, BIASES, OUT, C: tl.constexpr, W: tl.constexpr, BIASED: tl.constexpr,
     ACTIVATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Convolves some channels of one row per program."""
@@ -61,7 +61,7 @@ def convolve_row(
     there = c < C
     total = tl.zeros([BLOCK], tl.float32)
     if BIASED:
-        total = tl.load(BIAS + c, mask=there, other=0.0)
+        total = tl.load(BIASES + c, mask=there, other=0.0)
     for place in tl.static_range(W - 1):
         at = tl.load(HISTORY + row * (W - 1) + place)
         if at >= 0:
@@ -129,9 +129,9 @@ def launch_gate(x: Tensor, bias: Tensor | None, scale: Tensor | None, activation
     """See :func:`arbordraft.kernels.recurrent_tree.gate`."""
     out = x.new_empty(x.shape, dtype=torch.float32)
     if x.numel():
-        gate_block[(triton.cdiv(x.numel(), GATE_BLOCK),)](
+        gate_block[(triton.cdiv(x.numel(), BLOCK),)](
             x, x if bias is None else bias, x if scale is None else scale, out, x.numel(), C=x.shape[-1],
-            ACTIVATION=activation, BIASED=bias is not None, SCALED=scale is not None, BLOCK=GATE_BLOCK, **EXACT,
+            ACTIVATION=activation, BIASED=bias is not None, SCALED=scale is not None, BLOCK=BLOCK, **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -143,9 +143,9 @@ def launch_convolution(
     rows, channels = inputs.shape
     out = inputs.new_empty(inputs.shape)
     if rows:
-        convolve_row[(rows, triton.cdiv(channels, CHANNELS))](
+        convolve_row[(rows, triton.cdiv(channels, BLOCK))](
             inputs, windows, history, weight, weight if bias is None else bias, out, C=channels, W=len(weight),
-            BIASED=bias is not None, ACTIVATE=activate, BLOCK=CHANNELS, **EXACT,
+            BIASED=bias is not None, ACTIVATE=activate, BLOCK=BLOCK, **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -179,7 +179,7 @@ def launch_scan(
         states, scratch, first, read, write, query, key, value, log_decay,
         value if rates is None else _aligned(rates), value if beta is None else _aligned(beta), out, scale, epsilon,
         H=heads, G=key.shape[1], K=keys, V=values, PER=decay_per(log_decay, rates), DELTA=beta is not None,
-        NORMAL=epsilon > 0, **blocks, **EXACT,
+        NORMAL=epsilon > 0, **blocks, **SCAN_OPTIONS,
     )  # fmt: skip
     return out
 
