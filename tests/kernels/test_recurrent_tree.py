@@ -209,6 +209,13 @@ def test_gates_are_exact_to_a_few_units_in_the_last_place():
         assert (error <= 3 * 2.0**-23 * expected.abs() + 1e-37).all(), activation
 
 
+def test_exponentials_are_exact_to_two_units_in_the_last_place():
+    x = torch.cat([torch.linspace(-87.0, 88.0, 200_000), torch.linspace(-1e-3, 1e-3, 10_000)])
+    expected = x.double().exp()
+    unit = 2.0 ** (torch.frexp(expected).exponent - 24).double()
+    assert ((exp(x).double() - expected).abs() <= 2 * unit).all()
+
+
 def test_exponentials_at_the_ends_of_their_range():
     x = torch.tensor([0.0, -0.0, -103.0, -104.0, -torch.inf, 88.0, 89.0, torch.inf, torch.nan])
     found = exp(x)
@@ -452,6 +459,20 @@ def test_rounding_of_inputs_is_the_callers():
     assert not torch.equal(out.float(), plain)
 
 
+def test_inputs_of_any_layout(implementation):
+    case = scan_case("Mamba")
+    apart = {name: part.transpose(0, -1).contiguous().transpose(0, -1) for name, part in case.rows.items()}
+    rates = case.options["rates"].transpose(1, 2).contiguous().transpose(1, 2)
+    assert not rates.is_contiguous()
+    found = tree_scan(case.states.clone(), TREES.schedule(), **apart, rates=rates, scale=case.options["scale"])
+    assert torch.equal(found, case.run())
+    arguments = convolution_case()
+    strided = [torch.stack([part, part], dim=-1)[..., 0] for part in arguments]
+    assert not any(part.is_contiguous() for part in strided)
+    assert torch.equal(tree_convolution(*strided), tree_convolution(*arguments))
+    assert torch.equal(gate(strided[0], "silu", strided[4]), gate(arguments[0], "silu", arguments[4]))
+
+
 def refusals():
     case = scan_case("gated delta, odd sizes")
     schedule, rows = TREES.schedule(), case.rows
@@ -468,6 +489,7 @@ def refusals():
     return [
         (scan(states=case.states.double()), r"states must be \[any, 3, 7, 5\] of torch.float32"),
         (scan(key=rows["key"][:, :2], query=rows["query"][:, :2]), "2 key heads cannot serve 3 heads"),
+        (scan(states=case.states.transpose(2, 3).contiguous().transpose(2, 3)), "so they must be contiguous"),
         (scan(query=rows["query"][:-1]), r"query must be \[15, 3, 7\]"),
         (scan(value=rows["value"][..., :4]), r"value must be \[15, 3, 5\]"),
         (scan(log_decay=rows["log_decay"][:, :2]), r"log_decay must be \[15, 3\]"),

@@ -37,7 +37,7 @@ def test_scans(guarded, name, keep):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_row_has_the_bits_of_its_path_alone(name):
-    """The same path is a part of a tree, a chain, and chains of one token that are committed."""
+    """Runs one path as a part of a tree, as a chain, and token by token with commits."""
     case = scan_case(name)
     packed, state = compiled(case.run), TREES.states[SAMPLE]
     alone = case.on(PATH, Paths.chains([3], [state]))
