@@ -3,6 +3,7 @@
 #include "../prepacked_linear/packing.h"
 #include "../verify/cpu.h"
 #include "drafts.h"
+#include "recurrent.h"
 #include "stack.h"
 #include "tensors.h"
 
@@ -348,6 +349,9 @@ TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
   m.impl("move_rows", &move_rows);
   m.impl("gumbel", &gumbel);
   m.impl("gumbel_argmax", &gumbel_argmax);
+  m.impl("recurrent_gate", &recurrent_gate);
+  m.impl("tree_convolution", &tree_convolution);
+  m.impl("tree_scan", &tree_scan);
 }
 
 }  // namespace arbordraft

@@ -21,6 +21,7 @@ from arbordraft.kernels.kv_cache import triton as kv_cache
 from arbordraft.kernels.ragged_tree_attention import row, softmax
 from arbordraft.kernels.ragged_tree_attention import triton as attention
 from arbordraft.kernels.ragged_tree_attention.tiling import choose, row_tile
+from arbordraft.kernels.recurrent_tree import triton as recurrent_tree
 from arbordraft.kernels.tree_expand import triton as tree_expand
 from arbordraft.kernels.verify import ends, rejection, truncation
 from arbordraft.kernels.verify import triton as verify
@@ -51,6 +52,8 @@ POINTERS = {
     **dict.fromkeys(("ABOVE", "HELD"), "*fp32"),
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
     **dict.fromkeys(("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW"), "*i64"),
+    **dict.fromkeys(("STATES", "SCRATCH", "LOG_DECAY", "RATES", "BETA", "BIASES", "SCALES"), "*fp32"),
+    **dict.fromkeys(("READ", "WRITE", "HISTORY"), "*i64"),
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST", "SEEDS"), "*i64"),
 }
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -158,6 +161,24 @@ def fused_cases(target):
         yield name, (fused_layers.rotate_append_row, target, dtype, constants), options(how | exact)
 
 
+def recurrent_cases(target):
+    """Yields scans with the states of Qwen3-Next, Kimi Linear, Falcon-H1 and Mamba, convolutions and gates."""
+    for name, heads, key_heads, keys, values, per, delta in (
+        ("gated delta", 32, 16, 128, 128, "head", True),
+        ("gated delta", 32, 32, 128, 128, "key", True),
+        ("selective", 32, 2, 256, 128, "head", False),
+        ("selective", 1, 1, 16, 4096, "element", False),
+    ):
+        constants = {"H": heads, "G": key_heads, "K": keys, "V": values, "PER": per, "DELTA": delta, "NORMAL": delta}
+        constants |= recurrent_tree.scan_blocks(keys, values)
+        what = recurrent_tree.scan_block, target, "fp32", constants
+        yield f"scan_block {name} of {keys} x {values}, decay per {per}", what, options(recurrent_tree.SCAN_OPTIONS)
+    constants = {"C": 8192, "W": 4, "BIASED": True, "ACTIVATE": True, "BLOCK": recurrent_tree.BLOCK}
+    yield "convolve_row", (recurrent_tree.convolve_row, target, "bf16", constants), options(recurrent_tree.OPTIONS)
+    constants = {"C": 4096, "ACTIVATION": 0, "BIASED": True, "SCALED": True, "BLOCK": recurrent_tree.BLOCK}
+    yield "gate_block", (recurrent_tree.gate_block, target, "bf16", constants), options(recurrent_tree.OPTIONS)
+
+
 def row_cases(target):
     """Yields products and attention with batch-invariant rows; only the instructions of NVIDIA GPUs allow them."""
     if target == "gfx942":
@@ -251,6 +272,7 @@ def cases(target):
     yield "gumbel_draw", (gumbel.gumbel_draw, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
     yield from fused_cases(target)
     yield from row_cases(target)
+    yield from recurrent_cases(target)
     yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 2}
 
 

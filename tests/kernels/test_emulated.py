@@ -14,6 +14,8 @@ import torch
 
 from arbordraft.kernels.gumbel import gumbel_reference
 from arbordraft.kernels.native import build
+from arbordraft.kernels.recurrent_tree import ACTIVATIONS
+from arbordraft.kernels.recurrent_tree.reference import gate_reference, scan_reference
 
 MASK = 2**64 - 1
 SEED = torch.tensor([0x9ABCDEF012345678 - 2**64])  # the driver's seed is unsigned
@@ -75,11 +77,33 @@ def report(output: str) -> dict[str, list[str]]:
 
 
 def digest(numbers: torch.Tensor) -> str:
-    """Hashes float64 numbers by FNV-1a, one 64-bit word at a time."""
+    """Hashes float64 or float32 numbers by FNV-1a, one word at a time."""
     found = 14695981039346656037
-    for word in numbers.view(torch.int64).tolist():
+    for word in numbers.view(torch.int64 if numbers.dtype == torch.float64 else torch.uint32).tolist():
         found = (found ^ (word & MASK)) * 1099511628211 & MASK
     return f"{found:016x}"
+
+
+def spread(*shape: int, salt: int) -> torch.Tensor:
+    """Returns exact numbers from -2 to 2; see emulated/recurrent.h."""
+    count = torch.Size(shape).numel()
+    return (((torch.arange(count) * 7919 + salt * 104729) % 2001 - 1000).float() / 512).view(shape)
+
+
+def recurrent_digest() -> str:
+    """Computes the bits of emulated/recurrent.h by the references."""
+    rows, heads, keys, values = 5, 2, 21, 19
+    places = [torch.tensor(part) for part in ([0, 5], [0, -1, -2, -1, -2], [-2, -1, -2, -1, -1])]
+    states, scratch = spread(1, heads, keys, values, salt=1), torch.empty(0, heads, keys, values)
+    query, key = (spread(rows, 1, keys, salt=salt) for salt in (2, 3))
+    value, steps = (spread(rows, heads, values, salt=salt) for salt in (4, 5))
+    rates, beta = spread(heads, keys, values, salt=6), spread(rows, heads, salt=7)
+    decays = steps.flatten()[: rows * heads].view(rows, heads)
+    found = [gate_reference(steps, None, None, kind) for kind in range(len(ACTIVATIONS))]
+    of_rows = states, scratch, *places, query, key, value
+    found.append(scan_reference(*of_rows, decays, None, beta, 0.25, 1e-6, 1))
+    found.append(scan_reference(*of_rows, steps, rates, None, 0.25, 0.0, 1))
+    return digest(torch.cat([part.flatten() for part in found]))
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +119,7 @@ def test_kernels_are_right_on_emulated_processors(name, reports):
     assert found["isa"] == [PROCESSORS[name].isa]
     assert found["failures"] == ["0"]
     assert [*map(float, found["layers"])] == pytest.approx([*map(float, plain["layers"])], rel=1e-2, abs=1e-2)
+    assert found["recurrent"] == [recurrent_digest()]
     assert found["noise"] == [digest(gumbel_reference(SEED, torch.tensor([77]), 1000)[0])]
 
 

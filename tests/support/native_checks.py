@@ -43,6 +43,7 @@ from arbordraft.trees.topology import ancestor_words
 from support.blocks import fitting, ordinary_blocks
 from support.gumbel_checks import DRAWS, check_draws, check_noise
 from support.ragged_case import Case
+from support.recurrent_checks import check_recurrent
 
 # Type of the inputs, and format of the weights: the kinds of blocks, and all of these mixed.
 KINDS = {
@@ -585,6 +586,7 @@ def check_build():
             check_attention(case, **options)
             check_tree_rows(case, samples=[0], **options)
     check_noise(1000)
+    check_recurrent()
     for kind, (dtype, _) in KINDS.items():
         for outputs, inputs in ((33, 19), (80, 64), (160, 96)):
             check_linear(kind, outputs, inputs, rows=11)

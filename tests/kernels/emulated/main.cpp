@@ -7,6 +7,7 @@
 #include "layers.h"
 #include "linears.h"
 #include "noise.h"
+#include "recurrent.h"
 
 int main(int count, char** words) {
   fault = count > 1 && std::string(words[1]) == "--fault";
@@ -35,6 +36,7 @@ int main(int count, char** words) {
   }
   check_layers<bf16, bf16>();
   check_noise();
+  print_recurrent();
   std::printf("checks %d\nfailures %d\n", checks, failures);
   return failures > 0;
 }

@@ -1,0 +1,121 @@
+"""Recurrent layers along draft trees in plain PyTorch: the truth for the other implementations, bit for bit on a CPU.
+
+Shapes: T packed rows, B samples, S committed states, M scratch states, H heads, G key heads, K keys and V values of a
+head, C channels, W width of a convolution.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from arbordraft.kernels.recurrent_tree.arithmetic import exp, pairwise_sum, sigmoid, silu, softplus, sqrt
+from arbordraft.kernels.recurrent_tree.paths import NOWHERE, PREVIOUS
+
+ACTIVATIONS = {"softplus": softplus, "sigmoid": sigmoid, "silu": silu}
+
+
+def gate_reference(x: Tensor, bias: Tensor | None, scale: Tensor | None, activation: int) -> Tensor:
+    """See :func:`arbordraft.kernels.recurrent_tree.gate`; takes the number of the activation in ``ACTIVATIONS``."""
+    x = x.float() if bias is None else x.float() + bias
+    y = list(ACTIVATIONS.values())[activation](x)
+    return y if scale is None else y * scale
+
+
+def convolution_reference(
+    inputs: Tensor, windows: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, activate: bool
+) -> Tensor:
+    """See :func:`arbordraft.kernels.recurrent_tree.tree_convolution`."""
+    rows = gather_inputs(inputs, windows, history)
+    total = torch.zeros_like(inputs, dtype=torch.float32) if bias is None else bias.expand(inputs.shape)
+    for place, taps in enumerate(weight[:-1]):
+        total = total + rows[:, place].float() * taps
+    total = total + inputs.float() * weight[-1]
+    return (silu(total) if activate else total).to(inputs.dtype)
+
+
+def gather_inputs(inputs: Tensor, windows: Tensor, history: Tensor) -> Tensor:
+    """Returns ``[..., C]`` inputs of packed rows and of committed windows, by indices as in :meth:`Paths.history`."""
+    places = torch.where(history >= 0, history, len(inputs) - 1 - history)
+    return torch.cat([inputs, windows.flatten(0, 1)])[places]
+
+
+def scan_reference(
+    states: Tensor,
+    scratch: Tensor,
+    first: Tensor,
+    read: Tensor,
+    write: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    rates: Tensor | None,
+    beta: Tensor | None,
+    scale: float,
+    epsilon: float,
+    count: int,
+) -> Tensor:
+    """Updates states along paths, as :func:`arbordraft.kernels.recurrent_tree.tree_scan` describes.
+
+    Args:
+        states: ``[S, H, K, V]``, changed in place.
+        scratch: ``[M, H, K, V]``, changed in place; empty if the caller does not need its states.
+        first: see :class:`~arbordraft.kernels.recurrent_tree.Schedule`, as are the next two.
+        read: ``[T]``.
+        write: ``[T]``.
+        query: ``[T, G, K]``.
+        key: ``[T, G, K]``.
+        value: ``[T, H, V]``.
+        log_decay: ``[T, H]``, ``[T, H, K]``, or ``[T, H, V]`` with ``rates``.
+        rates: ``[H, K, V]``.
+        beta: ``[T, H]``.
+        scale: factor of the queries.
+        epsilon: added to squared lengths of queries and keys, which get the length 1; 0 leaves them as they are.
+        count: number of scratch states of the schedule.
+    """
+    if not len(scratch):
+        scratch = scratch.new_empty(count, *scratch.shape[1:])
+    if epsilon:
+        query, key = _normalized(query, epsilon), _normalized(key, epsilon)
+    query, key = (part.repeat_interleave(value.shape[1] // key.shape[1], dim=1) for part in (query * scale, key))
+    out = torch.empty_like(value)
+    begin, reads, writes = first.tolist(), read.tolist(), write.tolist()
+    counts = [end - start for start, end in pairwise(begin)]
+    current: dict[int, Tensor] = {}  # by sample
+    for place in range(max(counts, default=0)):
+        samples = [sample for sample, count in enumerate(counts) if place < count]
+        rows = [begin[sample] + place for sample in samples]
+        before = torch.stack(
+            [
+                current[sample] if reads[row] == PREVIOUS else _state(states, scratch, reads[row])
+                for sample, row in zip(samples, rows, strict=True)
+            ]
+        )
+        k, v = key[rows].unsqueeze(-1), value[rows]
+        after = before * _decay(log_decay[rows], rates)
+        if beta is not None:
+            v = (v - pairwise_sum(after * k, -2)) * beta[rows].unsqueeze(-1)
+        after = after + k * v.unsqueeze(-2)
+        out[rows] = pairwise_sum(after * query[rows].unsqueeze(-1), -2)
+        for sample, row, state in zip(samples, rows, after, strict=True):
+            current[sample] = state
+            if writes[row] != NOWHERE:
+                _state(states, scratch, writes[row]).copy_(state)
+    return out
+
+
+def _normalized(x: Tensor, epsilon: float) -> Tensor:
+    return x * (1.0 / sqrt(pairwise_sum(x * x, -1) + epsilon)).unsqueeze(-1)
+
+
+def _decay(log_decay: Tensor, rates: Tensor | None) -> Tensor:
+    """Returns factors that broadcast to ``[..., H, K, V]``."""
+    if rates is not None:
+        return exp(log_decay.unsqueeze(-2) * rates)
+    factors = exp(log_decay).unsqueeze(-1)
+    return factors.unsqueeze(-1) if log_decay.dim() == 2 else factors
+
+
+def _state(states: Tensor, scratch: Tensor, index: int) -> Tensor:
+    return states[index] if index >= 0 else scratch[-2 - index]

@@ -1,0 +1,113 @@
+"""Recurrent layers along draft trees in Triton's interpreter against the references, and the bits of a path."""
+
+import pytest
+import torch
+from support.recurrent_checks import SHAPES, TREES, convolution_case, numbers, same, scan_case
+from torch import library
+from torch.testing import assert_close
+
+from arbordraft.kernels import choice
+from arbordraft.kernels.recurrent_tree import ACTIVATIONS, Paths, gate, tree_convolution
+from arbordraft.kernels.recurrent_tree.triton import _aligned, scan_blocks
+
+LEAF, PATH, SAMPLE = 10, [8, 9, 10], 2
+
+
+def compiled(call):
+    with choice.use("triton"):
+        return call()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_scans(guarded, name, keep):
+    """Scratch that the caller needs is exact where rows wrote it, and untouched elsewhere."""
+    case = scan_case(name)
+    schedule = case.paths.schedule(keep=keep)
+    scratches = [torch.full((schedule.scratch + 1, *case.states.shape[1:]), torch.nan) for _ in range(2)]
+    states = [case.states.clone() for _ in range(2)]
+    found = compiled(lambda: case.run(schedule, scratches[0], states[0]))
+    with choice.use("reference"):
+        expected = case.run(schedule, scratches[1], states[1])
+    assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_close(scratches[0], scratches[1], rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert all(same(part, case.states) for part in states)
+    assert torch.equal(compiled(case.run), compiled(lambda: case.run(schedule)))  # scratch of its own
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_row_has_the_bits_of_its_path_alone(name):
+    """Runs one path as a part of a tree, as a chain, and token by token with commits."""
+    case = scan_case(name)
+    packed, state = compiled(case.run), TREES.states[SAMPLE]
+    alone = case.on(PATH, Paths.chains([3], [state]))
+    assert torch.equal(compiled(alone.run), packed[PATH])
+    after, states = case.states.clone(), case.states.clone()
+    compiled(lambda: alone.run(alone.paths.schedule(commit=True), states=after))
+    for row in PATH:
+        one = case.on([row], Paths.chains([1], [state]))
+        found = compiled(lambda one=one: one.run(one.paths.schedule(commit=True), states=states))
+        assert torch.equal(found[0], packed[row])
+    assert same(after, states)
+    other = case.on([9, 10], Paths.chains([2], [state]))
+    assert not torch.equal(compiled(other.run), packed[PATH[1:]])  # control: a path that lacks its root
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("width", "channels"), [(4, 37), (3, 600), (1, 5)])
+def test_convolutions(guarded, width, channels, dtype):
+    *arguments, bias = convolution_case(dtype, width, channels)
+    for options in ({}, {"bias": bias}, {"bias": bias, "activate": True}):
+        found = compiled(lambda options=options: tree_convolution(*arguments, **options))
+        with choice.use("reference"):
+            assert_close(found, tree_convolution(*arguments, **options))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates(guarded, activation):
+    x = numbers()
+    x = x[x.abs() < 85][None]  # numpy warns where a GPU gives infinity
+    channels = torch.rand(2, x.shape[1])
+    for bias, scale in ((None, None), (channels[0], None), (channels[0], channels[1])):
+        found = compiled(lambda bias=bias, scale=scale: gate(x, activation, bias, scale))
+        with choice.use("reference"):
+            assert_close(found, gate(x, activation, bias, scale), rtol=1e-6, atol=1e-37)
+    rows = compiled(lambda: gate(x.half(), activation))
+    assert torch.equal(compiled(lambda: gate(x[:, 100:].half(), activation)), rows[:, 100:])
+
+
+def test_no_rows():
+    case = scan_case("Mamba-2").on([], Paths([], [0], [1]))
+    inputs, windows, _, weight, _ = convolution_case()
+    assert compiled(lambda: case.run(case.paths.schedule())).shape == (0, 4, 16)
+    assert compiled(lambda: tree_convolution(inputs[:0], windows, case.paths.history(4), weight)).shape == (0, 37)
+    assert compiled(lambda: gate(inputs[:0], "silu")).shape == (0, 37)
+
+
+def test_one_kernel_serves_all_calls():
+    """Blocks follow the model's sizes; copies replace tensors at addresses that would be compiled for anew."""
+    assert scan_blocks(128, 128) == {"BLOCK_K": 128, "BLOCK_V": 16}
+    assert scan_blocks(16, 4096) == {"BLOCK_K": 16, "BLOCK_V": 128}
+    assert scan_blocks(1, 40) == {"BLOCK_K": 2, "BLOCK_V": 64}
+    x = torch.zeros(9)
+    assert _aligned(x) is x
+    assert _aligned(x[1:]).data_ptr() % 16 == 0
+
+
+def test_the_operators_are_registered_properly_and_compile():
+    case = scan_case("gated delta, odd sizes")
+    case.states.nan_to_num_()
+    schedule, rows = TREES.schedule(), case.rows
+    places = schedule.first, schedule.read, schedule.write
+    order = rows["query"], rows["key"], rows["value"], rows["log_decay"]
+    scratch = torch.zeros(schedule.scratch, 3, 7, 5)
+    inputs, windows, history, weight, bias = convolution_case()
+    ops = torch.ops.arbordraft
+    for operator, arguments in (
+        (ops.tree_scan, (case.states, scratch, *places, *order, None, rows["beta"], 0.5, 1e-6, schedule.scratch)),
+        (ops.tree_convolution, (inputs, windows.nan_to_num(), history, weight, bias, True)),
+        (ops.recurrent_gate, (inputs, bias, None, 0)),
+    ):
+        library.opcheck(operator.portable, arguments)
+        found = torch.compile(operator.portable, fullgraph=True, backend="aot_eager")(*arguments)
+        assert_close(found, operator.portable(*arguments))
