@@ -1,6 +1,7 @@
 """Moves weights to large pages, or to a memory-mapped file."""
 
 import contextlib
+import math
 import mmap
 import os
 import secrets
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels.machine import cache_folder
-from arbordraft.target.prepacked.gguf_blocks import FileBlocks, blocks_of
+from arbordraft.target.prepacked.gguf_blocks import FileBlocks
 from arbordraft.target.prepacked.mlps import stacked
 from arbordraft.target.prepacked.probing import is_linear, plain
 from arbordraft.utils.files import new_file
@@ -27,7 +28,7 @@ def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
     # Bytes per weight, with scales and minima of groups; blocks of a file take up to 3 % more than there.
     bytes_each = {"int4": 0.5625, "int8": 1.0625, "int8-weight-only": 1.0}
     if weights == "file":
-        stored = [1.03 * blocks_of(weight)[0].nbytes for weight in originals if isinstance(weight, FileBlocks)]
+        stored = [1.03 * math.prod(weight.raw.shape) for weight in originals if isinstance(weight, FileBlocks)]
         return int(sum(stored) + sum(weight.nbytes for weight in originals if not isinstance(weight, FileBlocks)))
     return int(sum(tensor.numel() * bytes_each.get(weights or "", tensor.element_size()) for tensor in originals))
 
