@@ -41,7 +41,7 @@ inline void rotate(float* x, const float* cosine, const float* sine, int64_t rot
   }
 }
 
-// W: prepacked weights; X: rows that they multiply, which weights in groups take as Eighths; T: keys and values.
+// W: prepacked weights; X: rows that they multiply, which weights in panels take as Eighths; T: keys and values.
 template <class W, class X, class T>
 struct Layer {
   Norm pre_attention, query_norm, key_norm, post_attention, pre_mlp, post_mlp, beside_norm;
@@ -63,7 +63,7 @@ struct Workspace {
   X *normed, *attended, *inner;
   T* queries;
   float *qkv, *sums, *partials;
-  Eighth* eighths;  // for weights in groups
+  Eighth* eighths;  // for weights in panels
   bool own;         // whether every thread has its own `normed` and `eighths`
   int64_t widest;   // groups of a row of `eighths`
   // For mixtures of experts:

@@ -312,14 +312,14 @@ class Drafting {
       Forest& forest, const Growing& growing, const std::vector<Place>& frontier, int64_t depth,
       const std::vector<int64_t>& output) {
     const int64_t rows = int64_t(frontier.size()), outputs = ends_.head.outputs;
-    constexpr bool grouped = std::is_same_v<W, Panels>;
+    constexpr bool in_panels = std::is_same_v<W, Panels>;
     const int64_t groups = groups_of(size_);
     Arena arena;
     X* normed;
     Eighth* eighths;
     float* logits;
     arena.reserve(normed, rows * size_);
-    arena.reserve(eighths, grouped ? rows * groups : 0);
+    arena.reserve(eighths, in_panels ? rows * groups : 0);
     arena.reserve(logits, rows * outputs);
     arena.allocate();
     Growing::Level level(growing, frontier, outputs);
@@ -332,10 +332,10 @@ class Drafting {
           for (int64_t i = 0; i < size_; i += kLanes) store(normed + r * size_ + i, load(from + i));
         else
           norm_row(from, ends_.norm, ends_.epsilon, size_, normed + r * size_);
-        if constexpr (grouped) to_eighths(normed + r * size_, size_, eighths + r * groups);
+        if constexpr (in_panels) to_eighths(normed + r * size_, size_, eighths + r * groups);
       }
       meet(threads);
-      if constexpr (grouped)
+      if constexpr (in_panels)
         times(ends_.head, eighths, rows, logits, false, thread, threads);
       else
         times(ends_.head, normed, rows, logits, false, thread, threads);

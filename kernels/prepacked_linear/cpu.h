@@ -69,7 +69,7 @@ inline void tile(const W* w, const X* x, int64_t inputs, const W* ahead, f32x16*
 }
 
 // One prepacked matrix. `scale` is the factor per output of 8-bit weights; `scale` and `bias` may be missing. Weights in
-// groups: see panels.h.
+// panels: see panels.h.
 template <class W>
 struct Prepacked {
   const W* weight;
