@@ -1,7 +1,7 @@
 """Float32 arithmetic whose bits are defined: IEEE 754 rounds every operation, and their order is fixed.
 
-Exponentials of libraries differ in the last place, and even by the place of a number in its tensor. Sums of libraries
-have an order of their own. Here, nothing depends on shapes, threads, instruction sets or devices.
+Exponentials of libraries differ in the last place. Torch's softplus and sigmoid even round a number by its place in a
+tensor. Here, nothing depends on shapes, threads, instruction sets or devices.
 """
 
 import torch

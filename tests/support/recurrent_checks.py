@@ -1,5 +1,6 @@
 """Cases of recurrent layers along draft trees, and the bits that every implementation finds for them."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,3 +138,16 @@ def check_recurrent():
         check_gates()
         check_convolution()
     torch.set_num_threads(threads)
+
+
+def path_of(row, paths=TREES):
+    """Returns the rows from a root to a row."""
+    path = [row]
+    while (parent := paths.parent[path[0]]) >= 0:
+        path.insert(0, parent)
+    return path
+
+
+def sample_of(row, paths=TREES):
+    ends = list(itertools.accumulate(paths.rows))
+    return next(sample for sample, end in enumerate(ends) if row < end)
