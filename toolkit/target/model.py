@@ -104,8 +104,8 @@ class RaggedModel(nn.Module):
             in its Q4_1. Both quantise activations to 8 bits, separately for every group of every row.
             ``"int8-weight-only"``: one scale per output, activations as they are. ``"dense"``: the model's dtype. It is
             the default, unless matrices lie in the blocks of a GGUF file (see :func:`~arbordraft.load`). Then these
-            blocks are the default, and matrices that kernels do not read so are held in 8 bits. Fewer bits are read
-            faster, but make another model: decoding preserves the output law of that one.
+            blocks are the default, and all other matrices keep their numbers. Fewer bits are read faster, but make
+            another model: decoding preserves the output law of that one.
         keep_weights: keep the original weights of prepacked modules in memory, if they are there. Weights that lie
             unchanged in a mapped file are always left to it: transformers maps safetensors that have the model's dtype.
             Otherwise the originals move to a file of the same size in the cache folder, which is read on access.
