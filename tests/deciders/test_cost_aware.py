@@ -264,6 +264,15 @@ def test_drafts_must_pay_for_the_tokens_that_a_drafter_reads_first():
     assert found[0].gains[0] > found[1].gains[0] > 0 > found[2].gains[0]
 
 
+def test_a_short_answer_pays_for_less_reading():
+    """The more tokens a step brings, the fewer steps are left."""
+    decider = CostAware(costs(0.01, 0.05, widest=2.0))
+    found = [decider.plan(situation(decider, lag=[100], remaining=left)) for left in ((), [1000], [20], [1])]
+    unknown, long, short, last = [limits.gains[0] for limits in found]
+    assert unknown == long > short > last
+    assert long > 0 > last
+
+
 # Asked level by level instead of planning
 
 

@@ -39,6 +39,8 @@ def fields(workload: Workload) -> dict[str, Any]:
     if unknown := wanted.keys() - _FIELDS.keys():
         raise ValueError(f"OpenAI's protocol has no field for {', '.join(sorted(unknown))}")
     asked = {_FIELDS[name]: value for name, value in wanted.items()}
+    if "min_tokens" in asked:  # while decoders warm up, answers are shorter
+        asked["min_tokens"] = min(asked["min_tokens"], asked["max_tokens"])
     return asked if settings["do_sample"] else asked | {"temperature": 0.0}
 
 

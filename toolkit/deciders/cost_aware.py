@@ -31,7 +31,7 @@ _COMMON_DECAY = 0.98  # of the experience over all texts, per drafted step of a 
 _QUIET_DECAY = 0.99  # of a record, per step without drafts, since the reasons against drafts may have passed
 _ROWS_AHEAD = 16  # rows per sample among which the cheapest ones are sought
 _LENGTH_EXPONENT = 8  # of remaining lengths: the last sample ends a batch, so tokens of the others are worth less
-_CATCH_UP_STEPS = 16  # steps in which the tokens that a drafter must read first have to pay, if as many are left
+_CATCH_UP_STEPS = 16  # steps in which the tokens that a drafter must read first have to pay, if as many are expected
 _MARGIN, _SEEN_MARGIN = 1.1, 1.03  # factors by which drafts must bring more than estimated, or observed, costs
 # Added to them for each doubling of a batch that ends with its last sample: other gains are half lost.
 _MARGIN_PER_DOUBLING, _SEEN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 0.03, 4
@@ -346,8 +346,9 @@ class CostAware(Decider):
             if rate == before:
                 break
         lag = situation.lag or [0] * len(gains)
-        spread = [min(_CATCH_UP_STEPS, left) for left in situation.left] or [_CATCH_UP_STEPS] * len(gains)
-        reading = [rate * per_draft * tokens / steps for tokens, steps in zip(lag, spread, strict=True)]
+        each = 1 + gained / (len(gains) * situation.alike)  # tokens of a step
+        steps = [min(_CATCH_UP_STEPS, left / each) for left in situation.remaining] or [_CATCH_UP_STEPS] * len(gains)
+        reading = [rate * per_draft * tokens / max(1, some) for tokens, some in zip(lag, steps, strict=True)]
         gains = [gain - cost for gain, cost in zip(gains, reading, strict=True)]
         longest_trees = situation.max_depth if situation.informative else lengths
         return Limits.of(
