@@ -18,8 +18,8 @@ class LargePages:
     """One stretch of memory for many tensors, on large pages if the system grants them.
 
     Repeated sequential reads are faster there: fewer addresses are translated, and processors do not prefetch beyond
-    the end of a page. Tensors stay where they are if the stretch would be smaller than such
-    a page, or is full. They also stay if Python knows no large pages on this system.
+    the end of a page. Tensors stay where they are if the stretch would be smaller than such a page, or is full. They
+    also stay if Python knows no large pages on this system.
 
     Args:
         size: bytes of all tensors together, or an upper bound. Memory is taken as it is written.

@@ -66,12 +66,12 @@ class FileBlocks(Tensor):
             return args[0].rows(torch.arange(len(args[0]))[slice(*args[2:])])
         for value, declared in zip(args, function._schema.arguments, strict=False):
             if isinstance(value, cls) and declared.alias_info is not None and declared.alias_info.is_write:
-                raise RuntimeError("blocks of a GGUF file cannot be written to: load the model without weights='file'")
+                raise RuntimeError("blocks of a GGUF file cannot be written to: load the model with kernels='torch'")
         return function(*tree_map_only(cls, cls.dense, args), **tree_map_only(cls, cls.dense, kwargs or {}))
 
     def untyped_storage(self) -> NoReturn:
         """Raises RuntimeError: there is no storage, and savers of models ask for one."""
-        raise RuntimeError("blocks of a file are not saved again: copy the file, or load it without weights='file'")
+        raise RuntimeError("blocks of a file are not saved again: copy the file, or load it with kernels='torch'")
 
     storage = untyped_storage
 

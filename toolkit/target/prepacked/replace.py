@@ -27,8 +27,8 @@ from arbordraft.target.prepacked.rotation import RotaryTables, rotary_tables, ro
 from arbordraft.target.prepacked.weight_collector import WeightCollector
 from arbordraft.utils.pages import LargePages
 
-# Kinds that treat every row by itself, besides prepacked modules.
 _PADDING = 1 << 20  # bytes for the alignment of matrices
+# Kinds that treat every row by itself, besides prepacked modules.
 _ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
 
 Place = tuple[nn.Module, str, nn.Module]  # owner, name, prepacked module
