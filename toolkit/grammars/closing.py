@@ -20,7 +20,7 @@ from arbordraft.sampling.stateful import Allowed
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_FEW = 256  # most tokens that are tried one by one
+_FEW = 64  # most tokens that are tried one by one
 _TRIED = 8  # most tokens of one shape that are tried
 _SPARE = 2  # tokens to spare where a few tokens speak for all of their shape
 _NEAR = 16  # tokens before the latest closing from which many tokens are looked at
