@@ -168,7 +168,9 @@ class Closings:
         if found is None:
             found = self.straight(matcher, left)
         if found is None:
-            found = self._wide(matcher, min(left, _CHOICES), lambda place, rest: self.straight(place, rest, patient=False), left)
+            found = self._wide(
+                matcher, min(left, _CHOICES), lambda place, rest: self.straight(place, rest, patient=False), left
+            )
         if found is None:
             return Deadline(left, left // 2)
         steps = (left - len(found) - self._jump) // (self._jump + 1)
