@@ -162,9 +162,9 @@ def mlflow(
     from arbordraft.cli.display import progress
     from arbordraft.deciders import LearnedDecider
     from arbordraft.drafter_names import drafter_named
-    from arbordraft.exports.mlflow import fetch_drafter, log_decoder
+    from arbordraft.exports.mlflow import log_decoder
     from arbordraft.loading import load_target
-    from arbordraft.utils.mlflow_server import explained
+    from arbordraft.utils.mlflow_server import explained, fetch_drafter
 
     topology = parse_topology(tree)
     with (
