@@ -201,7 +201,8 @@ class Closings:
         for tokens in shapes.outside:
             if found := _first(matcher, tokens):
                 return found
-        return Allowed(matcher.deep_copy().compute_bitmask()).tokens()[:1]
+        others = Allowed(matcher.deep_copy().compute_bitmask()).tokens()[:_TRIED]  # such as the marks of tool calls
+        return [token for token in others if _completes(matcher, [token])][:1] or others[:1]
 
     def _string_end(self, matcher: "LLMatcher", most: int, patient: bool) -> list[int]:
         """Returns tokens after which a string may end that may not end yet: it is short, or has an expression."""
