@@ -251,7 +251,7 @@ class Closings:
         return None
 
     def _options(self, matcher: "LLMatcher") -> list[list[int]]:
-        """Returns what may come next: the forced tokens, else single tokens."""
+        """Lists the ways to go on: the forced tokens, else single tokens."""
         matcher = matcher.deep_copy()
         if forced := matcher.compute_ff_tokens():
             return [forced]

@@ -16,8 +16,8 @@ class Grammar:
     """Form that an answer must have; built by its class methods, for any tokenizer.
 
     At any temperature, an answer follows its grammar from its first token on, and ends where the grammar lets it end.
-    Only an answer that reaches ``max_new_tokens`` stops in the middle, and JSON only if none that fits was found: near
-    the limit, tokens after which it could no longer be completed and ended in time are forbidden.
+    Only an answer that reaches ``max_new_tokens`` stops in the middle. A bounded one is completed before: near the
+    limit, tokens are forbidden after which no completion would fit. It stops in the middle if none is found.
 
     Args:
         kind: name of the class method that built it.
