@@ -155,7 +155,7 @@ def test_runs_of_one_seed_have_different_names(uri, client, experiment):
         MLflowTracker(experiment, uri=uri).log_metrics({"loss": 1.0}, 1)
         drawn.append(random.random())
     assert len({run.info.run_name for run in runs(client, experiment)}) == 3
-    assert drawn == [random.Random(0).random()] * 3  # the training draws what it would without a tracker
+    assert drawn == [random.Random(0).random()] * 3  # trackers draw from another generator than the training
 
 
 def test_artifacts_and_provenance(uri, client, experiment, warned):

@@ -24,7 +24,7 @@ _FEW = 64  # most tokens that are tried one by one
 _TRIED = 8  # most tokens of one shape that are tried
 _SPARE = 2  # tokens to spare where a few tokens speak for all of their shape
 _NEAR = 16  # tokens before the latest closing from which many tokens are looked at
-_FARTHEST = 1024
+_LARGEST_JUMP = 1024
 _REPEATED = 8  # tokens in a row that are equal: those of a string that cannot end yet
 _WIDTH = 4  # texts that a search follows at once
 _DEPTH, _CHOICES = 6, 3  # places where they part, in a string and in an answer
@@ -47,7 +47,7 @@ _OUTSIDE = (
     ),
 )
 _QUOTE = rb'"[}\]]*'
-_FILL = rb"[0a]"  # what a string may need to become long enough
+_FILL = rb"[0a]"  # makes a string long enough
 _TEXT = rb"[~#=|^]"  # outside of strings, JSON has none of these
 
 
@@ -111,7 +111,7 @@ class Closings:
     def __init__(self, shapes: TokenShapes, ends: Collection[int], definition: str) -> None:
         self._shapes, self._ends = shapes, frozenset(ends)
         # A token can commit an answer to a value with everything that the value requires, about as long as its schema.
-        self._jump = min(max(len(definition) // 3, 2 * _NEAR), _FARTHEST)
+        self._jump = min(max(len(definition) // 3, 2 * _NEAR), _LARGEST_JUMP)
 
     def begin(self, matcher: "LLMatcher", limit: int) -> Deadline:
         """Returns the deadline of an empty answer that may have ``limit`` tokens."""
