@@ -10,7 +10,7 @@ from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopolo
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.masks import SlicedCausalMask, stack_words
 
-REFUSED = ("falcon", "bloom", "mamba", "qwen3_next")
+REFUSED = ("falcon", "bloom")
 SUPPORTED = [name for name in ARCHITECTURES if name not in REFUSED]
 TREES = [
     TreeTopology([-1, 0, 0, 1, 1, 2, 3]),

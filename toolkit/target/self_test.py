@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.checkpoints.reader import check_finite
-from arbordraft.target.attention import ATTENTION_NAME, UnsupportedModel, unsupported
+from arbordraft.target.attention import ATTENTION_NAME, UnsupportedModel, current, unsupported
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hf_cache import cache_argument, returned_cache
 from arbordraft.target.model_view import ModelView, is_config
@@ -149,7 +149,7 @@ def _note(outputs: list[type], forward: Callable[..., Any], *args: Any, **kwargs
 def _skip(index: int, outputs: list[type], *args: Any, **kwargs: Any) -> Any:
     """Returns the input of a skipped layer, in the form in which the layers before it returned theirs."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    if (ragged := kwargs.get("ragged")) is not None:
+    if (ragged := kwargs.get("ragged") or current()) is not None:
         ragged.layers.setdefault(index, None)
     return (hidden,) if issubclass(outputs[-1], tuple) else hidden
 
