@@ -294,13 +294,21 @@ class StateRows:
             self._rows = _Gathered([row for sample in samples for row in sample.rows], device)
             places = [first + place for first, places in zip(firsts, new, strict=False) for place in places]
             self._new = torch.tensor(places, device=device)
-        ahead = [(number, sample) for number, sample in enumerate(samples) if sample.ahead is not None]
-        # Sample, its last row that counts, and the slot of the state after that row.
-        self._ends = [(number, firsts[number] + sample.sure - 1, sample.ahead) for number, sample in ahead]
-        self._ends += [(n, firsts[n] + one.sure - 2, one.before) for n, one in ahead if one.before is not None]
-        self._slots = torch.tensor([slot for _, _, slot in self._ends], dtype=torch.int64, device=device)
+        # Rows that wait for later ones have no other states to write: they are chains, and the first of their sample.
+        ahead = [
+            (number, sample)
+            for number, (sample, places) in enumerate(zip(samples, new, strict=True))
+            if sample.ahead is not None and len(places) == len(sample.rows)
+        ]
+        # By sample, the last row of windows and states that this forward computes ahead, and their slot.
+        self._ends = [
+            {number: (firsts[number] + one.sure - 1, one.ahead) for number, one in ahead},
+            {n: (firsts[n] + one.sure - 2, one.before) for n, one in ahead if one.before is not None},
+        ]
+        ends = [end for ends in self._ends for end in ends.values()]
+        self._slots = torch.tensor([slot for _, slot in ends], dtype=torch.int64, device=device)
         schedule = self._paths.schedule()
-        for _, row, slot in self._ends:
+        for row, slot in ends:
             schedule.write[row] = slot
         self._schedule = schedule.to(device)
         self._histories: dict[int, tuple[Tensor, Tensor]] = {}
@@ -314,7 +322,7 @@ class StateRows:
         rows = inputs if self._rows is None else self._rows([step.convolved[key] for step in self._rows.steps])
         history, ends = self._history(width)
         out = tree_convolution(rows, windows, history, weight, bias, activate=activate)
-        if self._ends:
+        if len(self._slots):
             commit_windows(windows, rows, ends, self._slots)
         return out if self._new is None else out[self._new]
 
@@ -340,13 +348,11 @@ class StateRows:
     def _history(self, width: int) -> tuple[Tensor, Tensor]:
         """Returns the inputs before each row, and those of the windows that this forward computes ahead."""
         if width not in self._histories:
-            ends = []
-            for number, row, _ in self._ends:
-                last = [-1] * len(self._paths.rows)
-                last[number] = row
-                ends.append(self._paths.windows(last, width)[number])
-            windows = torch.stack(ends) if ends else torch.empty(0, width - 1, dtype=torch.int64)
-            self._histories[width] = self._paths.history(width).to(self._device), windows.to(self._device)
+            windows = []
+            for ends in self._ends:
+                last = [ends.get(number, (-1,))[0] for number in range(len(self._paths.rows))]
+                windows.append(self._paths.windows(last, width)[list(ends)])
+            self._histories[width] = self._paths.history(width).to(self._device), torch.cat(windows).to(self._device)
         return self._histories[width]
 
 
