@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ from arbordraft.target.prepacked.memory import check_movable
 from arbordraft.target.prepacked.prepacked_modules import PrepackedLayers
 from arbordraft.target.prepacked.probing import vocabulary
 from arbordraft.target.prepacked.replace import Prepacking
+from arbordraft.target.prepacked.row_wise import RowWise, odd_functions
 from arbordraft.target.prepacked.shortcut import Shortcut, is_unhooked
 from arbordraft.target.self_test import check_logits
 from arbordraft.target.weight_watch import WeightsChanged, WeightWatch
@@ -73,6 +75,7 @@ class _Prepared:
     shortcut: Shortcut | None = None
     fused: Recognised | None = None  # modules that run in Triton, if any may
     mixers: int = 0  # number of recurrent mixers
+    odd: frozenset[str] = frozenset()  # functions around native mixers that may mix rows, or round them by their place
 
     def current(self) -> bool:
         return self.view.current() and self.weights.current()
@@ -228,7 +231,10 @@ class RaggedModel(nn.Module):
         """Whether every part of a forward gives each row the same bits, regardless of the other rows."""
         if self.backend == "triton":
             return self._invariant
-        return self.prepacking is not None and self.prepacking.row_invariant
+        prepared = self._prepared
+        if prepared.prepacking is None:
+            return False
+        return prepared.prepacking.row_invariant or (prepared.mixers > 0 and not prepared.odd)
 
     @property
     def prepacking(self) -> Prepacking | None:
@@ -332,11 +338,13 @@ class RaggedModel(nn.Module):
             depth=depth,
             after_layers=after_layers,
         )
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as functions:
             if prepared.shortcut is not None and depth is None:
                 logits: Tensor = prepared.shortcut(tokens, positions, run, rows)
             else:
                 kept = slice(None) if rows is None else rows
+                if prepared.mixers and prepared.prepacking is not None:
+                    functions.enter_context(RowWise())
                 logits = prepared.view.model(
                     input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=kept, ragged=run
                 ).logits[0]
@@ -511,7 +519,7 @@ class RaggedModel(nn.Module):
             fuse_linears(view.model, fused, getattr(*place) if place is not None else ())
         if self.backend == "native":
             prepacking = self._prepack(view)
-            if self._invariant and not prepacking.row_invariant:
+            if self._invariant and not (mixers or prepacking.row_invariant):
                 raise UnsupportedModel(
                     f"row_invariant=True needs native kernels for all of {type(self.model).__name__}: {prepacking}"
                 )
@@ -526,10 +534,18 @@ class RaggedModel(nn.Module):
             vars(place[0])["forward"] = partial(run_stack, self.num_layers, place[0].forward)
         if prepacking is not None and prepacking.stack is not None and place is not None and plain:
             shortcut = Shortcut.of(view.model, place[0])
+        odd = frozenset[str]()
+        if prepacking is not None and mixers:
+            odd = frozenset(odd_functions(view.model, self.vocab_size))
+            if self._invariant and odd:
+                raise UnsupportedModel(
+                    f"row_invariant=True needs row-wise functions for all of {type(self.model).__name__}, which calls "
+                    f"{', '.join(sorted(odd))}"
+                )
         weights = read = WeightWatch(self.model.modules())
         if prepacking is not None:
             read = WeightWatch(self.model.modules(), leave=prepacking.copied)
-        return _Prepared(self, view, prepacking, place is not None, weights, read, shortcut, fused, mixers)
+        return _Prepared(self, view, prepacking, place is not None, weights, read, shortcut, fused, mixers, odd)
 
     def _shared_head(self) -> PrepackedLinear | None:
         other: RaggedModel | None = vars(self)["_head_of"]

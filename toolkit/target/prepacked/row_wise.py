@@ -23,7 +23,7 @@ from arbordraft.trees.topology import TreeTopology, ancestor_words
 # end of those that work in place.
 _ROWWISE = frozenset(
     {
-        *("__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_contiguous", "item", "tolist"),
+        *("__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_contiguous"),
         *("view", "reshape", "transpose", "permute", "flatten", "unsqueeze", "squeeze", "expand", "contiguous"),
         *("chunk", "split", "unbind", "cat", "concat", "concatenate", "stack", "__getitem__", "select", "narrow"),
         *("to", "float", "bfloat16", "type", "type_as", "detach", "clone", "copy", "repeat_interleave"),
