@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.models import next_logits
-from support.recurrent_models import RECURRENT, recurrent, recurrent_target
+from support.recurrent_models import OTHERS, RECURRENT, ROW_WISE, recurrent, recurrent_target
 from support.shrunken import shrunken
 from torch.testing import assert_close
 
@@ -11,8 +11,11 @@ from arbordraft import RaggedModel, TreeTopology, UnsupportedModel
 from arbordraft.kernels import choice
 from arbordraft.target import states
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.equality import equality_report
+from arbordraft.target.prepacked import row_wise
 from arbordraft.target.states import RecurrentStates
 from arbordraft.trees.topology import ancestor_words
+from arbordraft.trees.verdict import Exactness
 
 TREE = TreeTopology([-1, 0, 0, 1, 1, 2])
 KEPT = [[0, 2, 5], [0, 1], [0], []]
@@ -82,7 +85,43 @@ def test_native_kernels_run_trees_as_their_paths(architecture):
     assert differing(target) == []
     assert choice.ran["tree_convolution/native"]
     assert choice.ran["tree_scan/native"] or architecture.startswith("lfm2")
-    assert not target.row_invariant  # mixers run torch's own gates and norms
+
+
+# Equal bits
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ROW_WISE)
+def test_rows_have_the_same_bits_in_every_batch(architecture, dtype):
+    """Trees of a ragged batch after chunked prompts, and each of their paths row by row."""
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        model = recurrent(architecture, **ROW_WISE[architecture]).to(dtype)
+        target = RaggedModel(model, kernels="native", row_invariant=True)
+        assert target.row_invariant
+        report = equality_report(target, Exactness.EXACT)
+        assert (report.equality, report.equal) == ("bitwise", report.rows)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("architecture", sorted(OTHERS))
+def test_functions_that_may_mix_rows_are_named(architecture):
+    target = RaggedModel(recurrent(architecture), kernels="native", self_test=False)
+    assert not target.row_invariant
+    with pytest.raises(UnsupportedModel, match=r"needs row-wise functions for all of \w+, which calls .*torch"):
+        RaggedModel(target.model, kernels="native", self_test=False, row_invariant=True)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_functions_that_round_by_the_place_would_be_seen(monkeypatch):
+    """Negative control: torch's own gates and norms."""
+    model = recurrent("olmo_hybrid", **ROW_WISE["olmo_hybrid"])
+    monkeypatch.setattr(row_wise, "_INSTEAD", {})
+    target = RaggedModel(model, kernels="native")
+    assert not target.row_invariant
+    report = equality_report(target, Exactness.EXACT)
+    assert report.equal < report.rows
 
 
 # Negative controls
@@ -136,7 +175,7 @@ def test_a_state_is_copied_at_its_own_length_only(architecture):
     kept = len(prompt) - 1  # one token before the end, so that an equal prompt still has one to read
     assert [cache.reusable(source, tokens) for tokens in (len(prompt), kept, kept - 1)] == [len(prompt), kept, 0]
     assert cache.reusable(source, 1000) == len(prompt)
-    copy = cache.open()
+    copy = cache.open(len(prompt))
     with pytest.raises(ValueError, match=f"no state is there after {kept - 1} tokens, but after 0"):
         cache.share(source, copy, kept - 1)
     cache.share(source, copy, kept)
@@ -152,7 +191,7 @@ def test_a_state_that_is_copied_one_token_late_would_be_seen(monkeypatch, archit
     cache, (source,) = prefilled(target, [prompt])
     restore = RecurrentStates._restore
     monkeypatch.setattr(RecurrentStates, "_restore", lambda self, sample, slot, n, _: restore(self, sample, slot, n, n))
-    copy = cache.open()
+    copy = cache.open(len(prompt))
     cache.share(source, copy, len(prompt) - 1)
     target.prefill({copy: [40]}, cache)
     wrong = wrong_nodes(target, cache, [source, copy], [prompt, [*prompt[:-1], 40]], TREES[0])
@@ -224,12 +263,15 @@ def test_a_path_with_a_gap_is_refused():
 def test_memory_does_not_grow_with_the_text():
     target = recurrent_target("mamba2")
     cache, samples = prefilled(target)
-    before = cache._states.nbytes
-    for _ in range(20):
+    sizes = []
+    for _ in range(8):
         run_tree(target, cache, samples, TREES[0])
         cache.commit(dict(zip(samples, KEPT, strict=True)))
         target.prefill({sample: [7, 8, 9] for sample in samples}, cache)
-    assert cache._states.nbytes <= 2 * before
+        sizes.append(cache._states.nbytes)
+    assert len(set(sizes[2:])) == 1
+    one = sizes[-1] / cache._states._slots
+    assert sizes[-1] <= 5 * 1.5 * len(samples) * one  # five states each, and growth ahead
 
 
 # Refusals
@@ -243,7 +285,7 @@ def test_an_early_exit_is_refused():
 
 
 def test_unknown_states_are_refused_by_name():
-    with pytest.raises(UnsupportedModel, match=r"RwkvForCausalLM.*recurrent layer in 0 of 2 layers"):
+    with pytest.raises(UnsupportedModel, match=r"recurrent layer that it knows \(falcon, bloom and rwkv have neither"):
         RaggedModel(shrunken("rwkv"))
     with pytest.raises(
         UnsupportedModel, match=r"layers of linear_attention \(config\.layer_types\), which keep a state"

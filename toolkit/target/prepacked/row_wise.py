@@ -19,18 +19,31 @@ from arbordraft.target.attention import Forward
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.topology import TreeTopology, ancestor_words
 
-# Functions that move numbers, or compute each from numbers of its row by one operation of IEEE 754; without "_" at the
-# end of those that work in place.
+# Functions that move numbers, or compute each by one operation of IEEE 754 from numbers of its own row; and those that
+# say something about tensors. Without the "_" at the end of functions that work in place.
 _ROWWISE = frozenset(
-    {
-        *("__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_contiguous"),
-        *("view", "reshape", "transpose", "permute", "flatten", "unsqueeze", "squeeze", "expand", "contiguous"),
-        *("chunk", "split", "unbind", "cat", "concat", "concatenate", "stack", "__getitem__", "select", "narrow"),
-        *("to", "float", "bfloat16", "type", "type_as", "detach", "clone", "copy", "repeat_interleave"),
+    name.rstrip("_")
+    for name in (
+        *("__get__", "__len__", "size", "dim", "numel", "stride", "is_floating_point", "is_contiguous", "is_inference"),
+        *(
+            "view",
+            "reshape",
+            "transpose",
+            "permute",
+            "flatten",
+            "unflatten",
+            "unsqueeze",
+            "squeeze",
+            "expand",
+            "repeat",
+        ),
+        *("chunk", "split", "unbind", "cat", "concat", "concatenate", "stack", "__getitem__", "select", "repeat"),
+        *("to", "float", "bfloat16", "type", "type_as", "promote_types", "detach", "clone", "contiguous", "copy"),
         *("add", "sub", "mul", "neg", "div", "clamp", "relu", "square", "where", "masked_fill", "embedding"),
         *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__"),
-        *("__neg__", "__truediv__", "__itruediv__", "arange", "zeros", "ones", "empty", "new_zeros", "new_empty"),
-    }
+        *("__neg__", "__truediv__", "__itruediv__", "index_copy", "repeat_interleave", "tensor", "tolist"),
+        *("arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_empty", "zeros_like", "empty_like"),
+    )
 )
 _OURS = "arbordraft"  # namespace of operators, whose C++ kernels treat every row by itself
 
@@ -102,10 +115,7 @@ class RowWise(TorchFunctionMode):
 
 
 def _is_rowwise(function: Any) -> bool:
-    return getattr(function, "__name__", "").rstrip("_") in _BARE or _OURS in str(function)
-
-
-_BARE = frozenset(name.rstrip("_") for name in _ROWWISE)
+    return getattr(function, "__name__", "").rstrip("_") in _ROWWISE or _OURS in str(function)
 
 
 def odd_functions(model: nn.Module, vocab_size: int) -> set[str]:

@@ -91,7 +91,7 @@ class WeightCollector:
     def norm(self, owner: nn.Module, name: str) -> tuple[Norm, float]:
         """Returns an RMS norm or LayerNorm and its epsilon, identified by its output on noise."""
         module = getattr(owner, name)
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        weight, bias = module._parameters.get("weight"), getattr(module, "bias", None)
         epsilon = next((getattr(module, key) for key in ("variance_epsilon", "eps") if hasattr(module, key)), None)
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         unknown = own != {id(tensor) for tensor in (weight, bias) if tensor is not None}
