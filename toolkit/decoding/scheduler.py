@@ -320,7 +320,7 @@ class Scheduler:
         common = _common(sample, other, other.prompt)
         if not self.state.cache.has_states:
             return common
-        end = other.prompt - 2  # a state is there one token before the end of what was read
+        end = other.prompt - 2  # its state is kept one token before the last one that is read
         return end if common >= end else 0
 
 

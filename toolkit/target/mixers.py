@@ -187,7 +187,7 @@ def run_mixers(model: nn.Module, num_layers: int) -> int:
         if "forward" in vars(mixer):
             raise UnsupportedModel(
                 f"{type(mixer).__name__} has a forward of its own instead of its class's, so its states are unknown: "
-                "remove what replaces it"
+                "delete that attribute of the module"
             )
         if _is_mixer(mixer):
             vars(mixer)["forward"] = partial(_run_mixer, number, layer, mixer, _code(mixer))
@@ -234,7 +234,7 @@ def _is_recurrent_unit(module: nn.Module) -> bool:
 
 def _code(module: nn.Module) -> FunctionType:
     """Returns the function behind the decorators of a module's forward."""
-    return inspect.unwrap(type(module).forward)  # type: ignore[return-value]
+    return inspect.unwrap(type(module).forward)
 
 
 __all__ = ["mixers_of", "run_mixers"]

@@ -64,8 +64,8 @@ class _Sample:
 class RecurrentStates:
     """Windows of convolutions and states of recurrences, for the samples of a cache.
 
-    A sample has one committed state per layer, and at most two older ones: one token before the ends of the first and
-    of the last text that it has read. Other samples can copy these, and the sample can be shortened to them.
+    A sample has one committed state per layer, and at most two older ones that other samples can copy. They are one
+    token before the ends of the first and of the last text that it has read. The sample can be shortened to them.
     """
 
     def __init__(self) -> None:
@@ -294,15 +294,15 @@ class StateRows:
             self._rows = _Gathered([row for sample in samples for row in sample.rows], device)
             places = [first + place for first, places in zip(firsts, new, strict=False) for place in places]
             self._new = torch.tensor(places, device=device)
-        # Rows that wait for later ones have no other states to write: they are chains, and the first of their sample.
+        # The first rows of a sample, which are a chain, write no other states.
         ahead = [
             (number, sample)
             for number, (sample, places) in enumerate(zip(samples, new, strict=True))
-            if sample.ahead is not None and len(places) == len(sample.rows)
+            if len(places) == len(sample.rows)
         ]
         # By sample, the last row of windows and states that this forward computes ahead, and their slot.
-        self._ends = [
-            {number: (firsts[number] + one.sure - 1, one.ahead) for number, one in ahead},
+        self._ends: list[dict[int, tuple[int, int]]] = [
+            {n: (firsts[n] + one.sure - 1, one.ahead) for n, one in ahead if one.ahead is not None},
             {n: (firsts[n] + one.sure - 2, one.before) for n, one in ahead if one.before is not None},
         ]
         ends = [end for ends in self._ends for end in ends.values()]

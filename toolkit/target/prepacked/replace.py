@@ -226,7 +226,7 @@ class Prepacking:
                 same = mlp.gated and same_mlp(module, PrepackedGatedMLP)
                 prepacked_module = PrepackedGatedMLP(mlp.gate_up, mlp.down, mlp.activation) if same else None
             elif hasattr(module, "weight"):
-                prepacked_module = PrepackedNorm(*collector.norm(owner, name), module.weight)
+                prepacked_module = PrepackedNorm(*collector.norm(owner, name), module._parameters["weight"])
         except Exception as reason:  # as above
             if is_linear(module):
                 self.left.append(f"{path} ({reason if isinstance(reason, Unrecognised) else repr(reason)})")
