@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from support.fragile import Fragile
 from support.models import LETTERS, PROMPTS, VOCAB, check_greedy, decode, greedy_reference, ragged, tiny_tokenizer
-from support.recurrent_models import QUICK, own_greedy, recurrent, recurrent_target
+from support.recurrent_models import QUICK, UNEVEN, own_greedy, recurrent, recurrent_target
 from support.request_law import BUSH, FEW, fit
 
 import arbordraft as ad
@@ -44,7 +44,7 @@ def drafter(name):
 def test_greedy_tokens_are_those_of_transformers(architecture, topology):
     """A ragged batch, with a prompt of one token, and its samples alone; a copy of the target drafts."""
     decoder = ad.SpeculativeDecoder(recurrent_target(architecture), drafter(architecture), topology)
-    if architecture in ("nemotron_h", "recurrent_gemma"):
+    if architecture in UNEVEN:
         expected = own_greedy(decoder.target.model, PROMPTS, 16)
     else:
         expected = greedy_reference(decoder.target.model, PROMPTS, max_new_tokens=16, eos_token_id=None)

@@ -8,33 +8,10 @@ from transformers import PreTrainedModel
 
 from arbordraft import RaggedModel
 from support.models import next_logits
-from support.shrunken import OPTIONS, shrunken
+from support.shrunken import RECURRENT, shrunken
 
-CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
-LINEAR = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-RECURRENT: dict[str, dict[str, Any]] = {
-    "lfm2": CONV,
-    "lfm2_moe": CONV,
-    "qwen3_next": LINEAR,
-    "qwen3_5_text": LINEAR,
-    "qwen3_5_moe_text": LINEAR,
-    "olmo_hybrid": LINEAR,
-    "kimi_linear": {**LINEAR, "mlp_layer_types": ["dense", "sparse", "sparse"]},
-    "granitemoehybrid": LINEAR,
-    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
-    "falcon_h1": OPTIONS["falcon_h1"],
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
-        "sliding_window": None,
-    },
-    "mamba2": OPTIONS["mamba2"],
-    "mamba": {},
-    "falcon_mamba": {},
-    "jamba": {"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
-    "recurrent_gemma": {"num_hidden_layers": 3},
-}
-
+# Transformers' own decoding differs from its forwards of whole texts.
+UNEVEN = ("nemotron_h", "recurrent_gemma", "zamba2")
 QUICK = [name for name in RECURRENT if name != "kimi_linear"]  # in which transformers takes seconds for a text
 # Sizes that native kernels run, without experts: rows have the same bits in every batch.
 MAMBA2 = {"hidden_size": 64, "mamba_n_heads": 4, "mamba_d_head": 32}
@@ -60,8 +37,8 @@ def recurrent(architecture: str, **options: Any) -> PreTrainedModel:
 def own_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """Returns the most probable tokens after each prompt, by forwards of the whole text.
 
-    Transformers' own decoding with a cache gives other logits for Nemotron-H. In RecurrentGemma, it goes on from the
-    states of the text before, if a prompt has one token.
+    Transformers' own decoding with a cache gives other logits for Nemotron-H and Zamba2. In RecurrentGemma, it goes on
+    from the states of the text before, if a prompt has one token.
     """
     found = []
     for prompt in prompts:

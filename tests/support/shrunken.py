@@ -80,14 +80,36 @@ def shrunken(architecture: str, **options: Any) -> PreTrainedModel:
 
 BOTH = ["sliding_attention", "full_attention"]
 SHARED = {"num_hidden_layers": 4, "layer_types": 2 * BOTH, "num_kv_shared_layers": 2}
+CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+LINEAR = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": CONV,
+    "lfm2_moe": CONV,
+    "qwen3_next": LINEAR,
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR,
+    "olmo_hybrid": LINEAR,
+    "kimi_linear": {**LINEAR, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "granitemoehybrid": LINEAR,
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        "sliding_window": None,
+    },
+    "mamba": {},
+    "falcon_mamba": {},
+    "jamba": {"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+}
 OPTIONS = {
+    **RECURRENT,
     "gemma3n_text": {**SHARED, "activation_sparsity_pattern": [0.0] * 4},
     "gemma4_text": SHARED,
     "gemma4_unified_text": {"layer_types": BOTH, "num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mamba2": {"num_heads": 8, "head_dim": 8},
-    "falcon_h1": {"mamba_d_ssm": 64},
     "moshi": {"audio_vocab_size": 61},
     "zaya": {"num_experts_per_tok": 1},
 }
