@@ -50,7 +50,7 @@ def small(world, **changes):
     return data(world, folder=str(world / "fresh"), **changes)
 
 
-def test_what_cannot_be_trained_on_is_refused_before_the_target_is_loaded(world, tmp_path, monkeypatch):
+def test_faults_of_the_data_are_found_before_the_target_is_loaded(world, tmp_path, monkeypatch):
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match=r"12 conversations leave nothing to train on.*lower data.validation"):
         data(world, validation=12)
