@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from arbordraft import RaggedModel
@@ -221,7 +221,9 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
             def report(done: int, shards: int, tokens: int) -> None:
                 nonlocal total
                 total += tokens
-                bar.update(task, completed=done, total=shards, description=f"{total:,} tokens")
+                # The first shard says nothing about the time: until it is done, the bar only moves.
+                state = f"{total:,} tokens, {done} of {shards} shards"
+                bar.update(task, completed=done, total=shards if done else None, description=state)
 
             task = bar.add_task("", total=None)
             work.run(report, part=part, of=of, minutes=self.minutes)
@@ -241,7 +243,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
             return
         size = self._cached.bytes_per_token(self.target) * sum(len(shard.tokens) for shard in missing)
         with _progress(f"Caching hidden states, {size / 1e9:.1f} GB; cache: false computes them each time") as bar:
-            for shard in bar.track(missing, description=""):
+            for shard in bar.track(missing, description=f"{len(missing)} shards"):
                 self._cached.write(shard, self._fresh.read(shard, range(len(shard))))
 
     def _loader(self, places: list[Place], seed: int | None, part: int, of: int) -> BatchLoader:
@@ -284,6 +286,4 @@ def _first(marks: Tensor) -> int:
 
 
 def _progress(title: str) -> Progress:
-    return Progress(
-        TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-    )
+    return Progress(TextColumn(title), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))

@@ -73,6 +73,11 @@ def loaded(target: RaggedModel, drafter: str | Drafter) -> SpeculativeDecoder:
     return decoder
 
 
+def filled(workloads: Sequence[Workload]) -> list[Workload]:
+    """Returns workloads whose batches are no larger than the number of their prompts, each once."""
+    return list(dict.fromkeys(replace(one, batch=min(one.batch, len(one.prompts))) for one in workloads))
+
+
 def whole_batches(workload: Workload, most: int | None = None) -> Workload:
     """Returns a workload of full batches: leaves out an incomplete last batch, or repeats prompts to fill one.
 

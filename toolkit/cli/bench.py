@@ -96,7 +96,7 @@ def _in_turns(
         with Report(json, png, drafter=drafter) as report:
             target = report.load(model, dtype, device=device)
             drafters = suites.drafters_of(drafter, target)
-            for workload in sizes:
+            for workload in suites.filled(sizes):
                 report.decode(target, decoders(target, drafters, workload, learned), workload)
 
     return command
