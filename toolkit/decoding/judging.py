@@ -51,7 +51,7 @@ class CouplingJudge:
         """
         if not samples:
             return Verdict.nothing(len(tree))
-        target = target_rows(state, tree, logits, best)
+        target = target_rows(state, tree, logits, best, shared=isinstance(noise, GumbelNoise))
         # Shared noise marks greedy samples by `None`, so the coupling verifies them, too. Uniforms have no such mark.
         if noise is None or isinstance(noise, Noise):
             greedy = [sample for sample in samples if noise is None or state[sample].greedy]

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from arbordraft.decoding.state import DecodeState, Sample
+from arbordraft.kernels.next_tokens import runs_natively
 from arbordraft.kernels.verify import row_max
+from arbordraft.sampling.drawn_rows import DrawnRows
 from arbordraft.sampling.owned_rows import alike, attributed
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.rows import MixedRows, SoftmaxRows
@@ -42,7 +44,9 @@ def finite_rows(state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[li
     return [number for number in tree.living if number not in failed], tokens
 
 
-def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Sequence[int]) -> SoftmaxRows:
+def target_rows(
+    state: DecodeState, tree: DraftTree, logits: Tensor, best: Sequence[int], *, shared: bool = False
+) -> SoftmaxRows:
     """Returns the target's rows; processors are applied when a row is read, along the path of its node.
 
     Args:
@@ -50,17 +54,28 @@ def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Seque
         tree: the drafts.
         logits: ``[T, V]``.
         best: the most probable token of each of the T rows.
+        shared: whether tokens are drawn with noise that target and drafter share, so that no law is needed.
     """
     living = [state[number] for number in tree.living]
     if len(alike(living)) == 1 and (temperature := living[0].pipeline.temperature) is not None:  # nearly always
         return SoftmaxRows(logits, temperature=temperature, best=best if living[0].greedy else None)
     owners = [state[number] for number in tree.owner.tolist()]
-    kinds = alike(owners)
+    native, vocabulary = runs_natively(logits), logits.shape[1]
 
     def drafted(row: int) -> list[int]:
-        return tree.token[tree.path(row)[1:]].tolist()
+        return tree.token[tree.path(row)[1:]].tolist() if tree.depth[row] else []
 
-    made = [_rows_of(owners, drafted, owners[rows[0]], logits, best) for rows in kinds.values()]
+    kinds: dict[tuple[int, bool] | None, list[int]] = {}  # None: rows that kernels draw
+    for key, rows in alike(owners).items():
+        one = owners[rows[0]]
+        known = native and (shared or one.greedy) and one.pipeline.is_known(vocabulary, greedy=one.greedy)
+        kinds.setdefault(None if known else key, []).extend(rows)
+    made = [
+        DrawnRows(logits, best, owners, drafted, lambda row: _rows_of(owners, drafted, owners[row], logits, best))
+        if key is None
+        else _rows_of(owners, drafted, owners[rows[0]], logits, best)
+        for key, rows in kinds.items()
+    ]
     if len(made) == 1:
         return made[0]
     kind_of = [0] * len(owners)
