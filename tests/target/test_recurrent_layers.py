@@ -93,6 +93,7 @@ def test_native_kernels_run_trees_as_their_paths(architecture):
 # Equal bits
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ROW_WISE)
