@@ -138,7 +138,7 @@ class Stepper:
         """Returns why steps of fixed shapes cannot serve a sample, or ``None`` if they can."""
         if sample.logprobs is not None:
             return "steps of fixed shapes download no log-probabilities"
-        return static.obstacle(sample.pipeline, sample.greedy)
+        return static.obstacle(sample.pipeline)
 
     def add(self, state: DecodeState, sample: Sample, rows: int) -> None:
         """Adds a sample whose prompt is still to be read.
