@@ -90,20 +90,18 @@ class RecordedExecutor:
     Args:
         static: runs the steps.
         mask: mask of the topology.
-        shared: whether target and drafter share their noise.
     """
 
-    def __init__(self, static: StaticStepping, mask: SlicedCausalMask, *, shared: bool) -> None:
-        self.static, self.mask, self.shared = static, mask, shared
+    def __init__(self, static: StaticStepping, mask: SlicedCausalMask) -> None:
+        self.static, self.mask = static, mask
         self._drafted = DraftedSteps(static, mask)
 
     def kinds(self, samples: Sequence[Sample]) -> dict[Hashable, list[Sample]]:
-        """Groups samples that can share one recorded step; with shared noise, temperature is a column of the table."""
+        """Groups samples that can share one recorded step: temperature is a column of its table."""
         kinds: dict[Hashable, list[Sample]] = {}
         for sample in samples:
             pipeline = sample.pipeline
-            in_column = self.shared and pipeline.only_divides
-            kind = () if in_column else (pipeline.temperature == 0, pipeline.constants)
+            kind = () if pipeline.only_divides else (pipeline.temperature == 0, pipeline.constants)
             kinds.setdefault(kind, []).append(sample)
         return kinds
 

@@ -97,9 +97,9 @@ def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Seque
         logits: ``[T, V]``.
         best: the most probable token of each of the T rows.
     """
-    living = [state[number] for number in tree.living]
-    first = living[0].pipeline
-    if first.only_divides and all(sample.pipeline is first for sample in living):  # nearly always
+    pipelines = [state[number].pipeline for number in tree.living]
+    first = pipelines[0]
+    if first.only_divides and pipelines.count(first) == len(pipelines):  # nearly always
         return SoftmaxRows(logits, temperature=first.temperature, best=best)
     owners = [state[number] for number in tree.owner.tolist()]
     groups = by_pipeline(owners)

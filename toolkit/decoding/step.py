@@ -70,7 +70,7 @@ class Stepper:
             PackedRunner(parts, mask) if runner is None else runner,
             CouplingJudge(parts.coupling) if judge is None else judge,
         )
-        self.recorded = None if static is None else RecordedExecutor(static, mask, shared=self.shared)
+        self.recorded = None if static is None else RecordedExecutor(static, mask)
         self.on_step: Callable[[DecodeState, DraftTree, Verdict], None] | None = None
 
     def open(self, samples: int, max_tokens: int | None, *, fixed_batch: bool = False) -> DecodeState:

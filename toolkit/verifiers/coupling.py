@@ -146,11 +146,10 @@ class Coupling(nn.Module):
         if isinstance(noise, GumbelNoise) or not isinstance(target_probs, SoftmaxRows):
             verdict: Verdict = self.verifier(tree, target_probs, noise, samples)
             return verdict
-        certain = [sample for sample in samples if target_probs.certain(tree.offsets[sample])]
-        verdicts: list[Verdict] = []
-        if certain:
-            verdicts.append(matching_verdict(tree, lambda rows, _: target_probs.most_probable(rows), certain))
-        if len(certain) < len(samples):
-            drawn = [sample for sample in samples if sample not in certain]
-            verdicts.append(self.verifier(tree, target_probs, noise, drawn))
-        return Verdict.joined(verdicts) if verdicts else Verdict.nothing(len(tree))
+        offsets = tree.offsets
+        certain = [sample for sample in samples if target_probs.certain(offsets[sample])]
+        verdict = matching_verdict(tree, lambda rows, _: target_probs.most_probable(rows), certain)
+        if len(certain) == len(samples):
+            return verdict
+        drawn = [sample for sample in samples if sample not in certain]
+        return Verdict.joined([self.verifier(tree, target_probs, noise, drawn), verdict])

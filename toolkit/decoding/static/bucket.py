@@ -95,7 +95,7 @@ class Bucket(TreeTable):
             batch: the plan of their forward, on the host.
             noise: noise of this step; ``None`` if all temperatures are 0.
             dummy: first pool row of the dummy, which is committed. There must be room for T more rows after it.
-            temperatures: temperatures of the samples that take part, for shared noise; 0 draws nothing.
+            temperatures: temperatures of the samples that take part; 0 draws nothing.
 
         Returns:
             The tree's rows whose children were drawn at random, in the order of the table's draft rows.
@@ -128,12 +128,12 @@ class Bucket(TreeTable):
         noise: Noise | GumbelNoise | None,
         temperatures: Sequence[float],
     ) -> list[int]:
-        """Writes inner nodes and uniforms, or seeds and temperatures of shared noise; see :meth:`fill`."""
+        """Writes temperatures, and inner nodes with uniforms or seeds of shared noise; see :meth:`fill`."""
+        into.temperature[: len(temperatures)] = temperatures
         if isinstance(noise, Noise):
             return self.write_draws(into, tree, noise)
         if noise is not None:
             into.seeds[: len(tree.living)] = [noise.seed_of(sample) for sample in tree.living]
-            into.temperature[: len(temperatures)] = temperatures
         return []
 
     def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int) -> None:

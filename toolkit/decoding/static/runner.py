@@ -230,8 +230,7 @@ class StaticStepping:
             noise: noise of this step; ``None`` if all temperatures are 0.
             cache: the cache that :meth:`open` returned; :meth:`RaggedKVCache.advance` commits the accepted rows.
             pipeline: the request's processors.
-            temperatures: temperatures of the samples that take part, if noise is shared and the processors only divide
-                by them.
+            temperatures: temperatures of the samples that take part, if their processors only divide by them.
             samples: number of samples for which steps are recorded, at least as many as take part.
 
         Raises:
@@ -269,8 +268,8 @@ class StaticStepping:
     def kind(self, longest: int, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline) -> StepKind:
         """Returns the fixed properties of a step besides its shapes."""
         sampled, shared = isinstance(noise, Noise), isinstance(noise, GumbelNoise)
-        in_column = not sampled and pipeline.only_divides  # division keeps the most probable token
-        kind = StepKind(sampled, shared, processors=() if in_column else pipeline.constants, longest=longest)
+        processors = () if pipeline.only_divides else pipeline.constants
+        kind = StepKind(sampled, shared, processors=processors, longest=longest)
         if sampled:
             kind = replace(
                 kind,
