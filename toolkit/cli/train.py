@@ -22,7 +22,7 @@ def drafter(context: typer.Context) -> None:
     from arbordraft.training.fit import run
 
     trained = run(DrafterModule, _silence_lightning(context.args))
-    _show_best(trained, "decode --drafter {best}")
+    _show_best(trained, "arbordraft bench decode --model {model} --drafter {best}")
 
 
 @app.command("decider", context_settings=_PASS_ON)
@@ -32,7 +32,7 @@ def decider(context: typer.Context) -> None:
     from arbordraft.training.fit import run
 
     trained = run(DeciderModule, _silence_lightning(context.args))
-    _show_best(trained, "deciders --drafter {drafter} --learned {best}")
+    _show_best(trained, "arbordraft bench decode --model {model} --drafter {drafter} --decider {best}")
 
 
 @app.command("generate", context_settings=_PASS_ON)
@@ -109,7 +109,7 @@ def _show_best(trained: Any, measure: str) -> None:
 
     Args:
         trained: LightningCLI that ran.
-        measure: arguments of ``arbordraft bench`` that measure the result.
+        measure: the command that measures the result; its fields are filled in.
     """
     from arbordraft.training.recording import Recorder
 
@@ -123,6 +123,6 @@ def _show_best(trained: Any, measure: str) -> None:
     point = max(recorder.curve, key=lambda point: point[monitor])
     typer.echo(f"best of {len(recorder.curve)} validations: {monitor} {point[monitor]:.4g} at step {point['step']}")
     typer.echo(f"wrote {best}")
-    named = {"best": best, "drafter": str(trained.config.fit.model.get("drafter"))}
-    options = measure.format(**{name: shlex.quote(value) for name, value in named.items()})
-    typer.echo(f"measure it: arbordraft bench {options} --model {shlex.quote(trained.datamodule.spec.model)}")
+    fit = trained.config.fit
+    named = {"best": best, "drafter": str(fit.model.get("drafter")), "model": trained.datamodule.spec.model}
+    typer.echo(f"measure it: {measure.format(**{name: shlex.quote(value) for name, value in named.items()})}")

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from arbordraft.decoding.state import DecodeState, Sample
+from arbordraft.kernels.next_tokens import runs_natively
 from arbordraft.kernels.verify import row_max
+from arbordraft.sampling.drawn_rows import DrawnRows
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.owned_rows import SampleError, attributed, by_pipeline
 from arbordraft.sampling.processors import LogitsPipeline
@@ -52,7 +54,7 @@ class CouplingJudge:
         Raises:
             SampleError: if a sample's processors fail, or leave no token to draw.
         """
-        rows = target_rows(state, tree, logits, best)
+        rows = target_rows(state, tree, logits, best, shared=isinstance(noise, GumbelNoise))
         try:
             return self.coupling(tree, rows, noise, samples)
         except ValueError as error:  # some sample has no token to draw: verify one by one, with the same noise
@@ -88,7 +90,9 @@ def finite_rows(state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[li
     return [number for number in tree.living if number not in failed], tokens
 
 
-def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Sequence[int]) -> SoftmaxRows:
+def target_rows(
+    state: DecodeState, tree: DraftTree, logits: Tensor, best: Sequence[int], *, shared: bool = False
+) -> SoftmaxRows:
     """Returns the target's rows; processors are applied when a row is read, along the path of its node.
 
     Args:
@@ -96,25 +100,32 @@ def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Seque
         tree: the drafts.
         logits: ``[T, V]``.
         best: the most probable token of each of the T rows.
+        shared: whether tokens are drawn with noise that target and drafter share, so that no law is needed.
     """
     pipelines = [state[number].pipeline for number in tree.living]
     first = pipelines[0]
     if first.only_divides and pipelines.count(first) == len(pipelines):  # nearly always
         return SoftmaxRows(logits, temperature=first.temperature, best=best)
     owners = [state[number] for number in tree.owner.tolist()]
-    groups = by_pipeline(owners)
+    native, vocabulary = runs_natively(logits), logits.shape[1]
 
     def drafted(row: int) -> list[int]:
-        return tree.token[tree.path(row)[1:]].tolist()
+        return tree.token[tree.path(row)[1:]].tolist() if tree.depth[row] else []
 
-    ways = [_processed_by(owners[rows[0]].pipeline, owners, drafted, logits, best) for rows in groups]
-    if len(ways) == 1:
-        return ways[0]
-    way_of = [0] * len(owners)
-    for way, rows in enumerate(groups):
+    def processed(row: int) -> SoftmaxRows:
+        return _processed_by(owners[row].pipeline, owners, drafted, logits, best)
+
+    ways: list[SoftmaxRows] = []
+    way_of, drawn = [-1] * len(owners), DrawnRows(logits, best, owners, drafted, processed)
+    for rows in by_pipeline(owners):
+        pipeline = owners[rows[0]].pipeline
+        known = native and (shared or not pipeline.temperature) and pipeline.is_known(vocabulary)
+        way = drawn if known else processed(rows[0])
+        if way not in ways:
+            ways.append(way)
         for row in rows:
-            way_of[row] = way
-    return MixedRows(ways, way_of)
+            way_of[row] = ways.index(way)
+    return ways[0] if len(ways) == 1 else MixedRows(ways, way_of)
 
 
 def _processed_by(

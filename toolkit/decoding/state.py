@@ -187,6 +187,10 @@ class Sample:
         """Returns the ``[n, 5]`` changes of draft scores that its processors make after the committed tokens."""
         return self._corrections(self.tokens)
 
+    def changes_after(self, drafted: Sequence[int]) -> Changes:
+        """Returns the ``[n, 3]`` changes of the target's scores after drafted tokens."""
+        return self._corrections.after(self.tokens, drafted)
+
     @cached_property
     def shared(self) -> SharedSource:
         """Source of the noise shared by target and drafter."""

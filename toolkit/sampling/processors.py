@@ -13,7 +13,7 @@ from torch import Tensor
 from arbordraft.kernels import choice
 from arbordraft.kernels.draft_tree import Truncation
 from arbordraft.kernels.verify import lowest_kept
-from arbordraft.sampling.corrections import temperature_of, truncation_of
+from arbordraft.sampling.corrections import are_known, temperature_of, truncation_of
 from arbordraft.sampling.kinds import (
     check_for_trees,
     counting_less,
@@ -73,6 +73,7 @@ class LogitsPipeline:
         places = [place for place, one in enumerate(self.processors) if isinstance(one, StatefulProcessor)]
         self._followers = {place: number for number, place in enumerate(places)}
         self.stateful = [self.processors[place] for place in places]
+        self._known: dict[int, bool] = {}
 
     @staticmethod
     def row_and_padding(processors: "Sequence[LogitsProcessor]", row: int, padding: int) -> tuple[int, int]:
@@ -94,6 +95,19 @@ class LogitsPipeline:
     def truncation(self) -> Truncation:
         """Joint effect of top-k, top-p and min-p on a law."""
         return truncation_of(self.processors)
+
+    def is_known(self, vocabulary: int) -> bool:
+        """Returns whether the processors only change scores of single tokens before they draw in the usual way.
+
+        At temperature 0 the most probable token is taken, after changes of single tokens alone.
+
+        Args:
+            vocabulary: number of tokens.
+        """
+        if vocabulary not in self._known:
+            drawing = temperature_of(self.processors) != 1 or self.truncation != Truncation()
+            self._known[vocabulary] = are_known(self.processors, vocabulary) and not (self._greedy and drawing)
+        return self._known[vocabulary]
 
     @property
     def constants(self) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
