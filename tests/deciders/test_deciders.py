@@ -235,6 +235,12 @@ def test_a_decoder_remembers_how_drafting_went():
     assert (stats.tried, stats.acceptance_by_depth) == ({1: 4}, [0.0])
 
 
+def test_nothing_is_drafted_at_depth_zero():
+    decoder = draft_model_decoder(FixedDepth(0))
+    _, output = generated(decoder, max_new_tokens=5, do_sample=False)
+    assert (output.stats.drafted, output.stats.tau, output.stats.acceptance_by_depth) == (0, 1.0, [])
+
+
 def never(self, view):
     return [False] * len(view.paths)
 
