@@ -53,9 +53,9 @@ def save_prompts(path: Path, count: int = 12) -> Path:
     return path
 
 
-def save_world(folder: Path) -> Path:
+def save_world(folder: Path, **overrides: object) -> Path:
     """Saves a target and prompts; ``data(folder)`` generates the rest there at its first use."""
-    save_target(folder / "target")
+    save_target(folder / "target", **overrides)
     save_prompts(folder / "prompts.jsonl")
     return folder
 

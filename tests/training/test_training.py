@@ -85,6 +85,20 @@ def test_a_tiny_data_set_is_learned_by_heart(trained):
     assert sum(second[-epoch:]) > 0.3 * epoch
 
 
+def test_a_drafter_learns_from_a_target_with_recurrent_layers(tmp_path):
+    world = save_world(tmp_path / "world", architecture="qwen3_next")
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}}
+    trainer = {"max_epochs": 6, "check_val_every_n_epoch": 6, "logger": logger}
+    config = save_config(tmp_path / "config.yaml", world, trainer=trainer, model={"lr": 0.01})
+    cli = run(DrafterModule, ["fit", "--config", str(config)])
+    with next(tmp_path.glob("lightning_logs/*/metrics.csv")).open() as file:
+        loss = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    epoch = len(loss) // 6
+    assert sum(loss[-epoch:]) < 0.8 * sum(loss[:epoch])
+    decoder = drafter_of(tmp_path / "results" / "best", cli.datamodule.target)
+    check_greedy(decoder, cli.datamodule.held_out_prompts(2), 12)
+
+
 def test_validation_reports_its_metrics_under_their_names(trained):
     cli, _ = trained
     metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items() if name.startswith("val/")}

@@ -1,4 +1,4 @@
-"""Rows of temperature 0 are one-hot: matching them with the most probable tokens is what exact verifiers decide."""
+"""Rows of temperature 0 are one-hot: exact verifiers decide as matching with the most probable tokens does."""
 
 import pytest
 import torch

@@ -133,8 +133,8 @@ class Coupling(nn.Module):
     ) -> Verdict:
         """Verifies a batch; see :meth:`TreeVerifier.forward`.
 
-        Where rows are one-hot, since their temperature is 0, every valid decision is the same. Drafts are then matched
-        with the most probable tokens, whatever the verifier and its law.
+        Rows of temperature 0 are one-hot, so every lossless decision gives the same text. Drafts are then matched with
+        the most probable tokens, for every verifier and law.
 
         Args:
             tree: the drafts.

@@ -85,7 +85,7 @@ class StaticStepping:
             GPU, for batches and requests that allow them.
 
     Raises:
-        ValueError: if the target has prepacked linears, or a bucket is not positive.
+        ValueError: if the target has prepacked linears or recurrent layers, or a bucket is not positive.
     """
 
     def __init__(
@@ -101,6 +101,8 @@ class StaticStepping:
     ) -> None:
         if target.backend == "native":
             raise ValueError(f"buckets need a target with kernels='torch' or 'triton', not 'native': {INSTEAD}")
+        if target.recurrent:
+            raise ValueError(f"buckets need a target without recurrent layers, which keep no states there: {INSTEAD}")
         self.target, self.topology, self.coupling = target, topology, coupling
         self.buckets = bucket_sizes(buckets)
         self.recorder = Recorder(compiler)
