@@ -45,11 +45,6 @@ def fit(world, output, *callbacks, every=3, model=None, source=None, **settings)
     trainer.fit(model or module(), source or data(world))
 
 
-def small(world, **changes):
-    """Returns data that are not yet generated."""
-    return data(world, folder=str(world / "fresh"), **changes)
-
-
 def test_faults_of_the_data_are_found_before_the_target_is_loaded(world, tmp_path, monkeypatch):
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match=r"12 conversations leave nothing to train on.*lower data.validation"):
@@ -77,20 +72,11 @@ def test_a_network_that_is_trained_on_brings_its_vocabulary(world, tmp_path):
     assert torch.equal(*vocabularies)
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lambda content: b"", r"tokens-00001.* cannot be read .*delete it and run the same generation again"),
-        (lambda content: content[: len(content) // 2], r"tokens-00001.* cannot be read .*delete it and run"),
-        (lambda content: content[:-1] + bytes([content[-1] ^ 1]), r"tokens-00001.* is damaged.*delete it and run"),
-    ],
-    ids=["empty", "cut off", "a bit"],
-)
-def test_damaged_shards_are_refused(world, tmp_path, harm, message):
+def test_damaged_shards_are_refused(world, tmp_path):
     shard = world / "data" / "tokens-00001.safetensors"
     content = shard.read_bytes()
-    shard.write_bytes(harm(content))
-    with pytest.raises(ShardError, match=message):
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ShardError, match=r"tokens-00001.* is damaged.*delete it and run"):
         fit(world, tmp_path)
     shard.unlink()
     fit(world, tmp_path, max_steps=1)
