@@ -20,11 +20,8 @@ from arbordraft.trees.drawing import tree_picture
 from arbordraft.utils.mlflow_server import (
     CANDIDATE,
     check_names,
-    check_store,
-    import_mlflow,
-    limits,
     register,
-    resolve_uri,
+    server,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +35,6 @@ DRAFTER = "drafter"
 METRICS = ("tau", "tokens_per_second")
 TRAINING = "arbordraft.training_run"  # tag of runs, models and versions: the run that the drafter was trained in
 _PINNED = ("arbordraft", "mlflow", "numpy", "pandas", "safetensors", "torch", "transformers")
-_URI = "MLFLOW_TRACKING_URI"
 
 
 @dataclass(frozen=True)
@@ -132,31 +128,6 @@ def log_decoder(
                 on_progress(f"registering it as {registered_model}")
                 number = register(client, registered_model, alias, info.model_id, run.info.run_id, tags)
         return LoggedDecoder(run.info.run_id, info.model_id, info.model_uri, number, evaluation)
-
-
-def fetch_drafter(version: str, folder: str | os.PathLike[str], uri: str | None = None) -> tuple[Path, str]:
-    """Downloads a drafter or decider that a training registered.
-
-    Args:
-        version: ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``.
-        folder: where its files are written.
-        uri: tracking server; by default as in :func:`log_decoder`.
-
-    Returns:
-        Its folder, and the id of the run that it was trained in.
-
-    Raises:
-        ImportError: if MLflow is not installed.
-        ValueError: if ``version`` names no version.
-        Exception: errors of MLflow, if the server does not answer or knows no such version.
-    """
-    match = re.fullmatch(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))", version)
-    if match is None:
-        raise ValueError(f"{version} names no version; write models:/NAME@ALIAS or models:/NAME/VERSION")
-    model, alias, number = match.groups()
-    with server(uri) as (mlflow, client):
-        entry = client.get_model_version_by_alias(model, alias) if alias else client.get_model_version(model, number)
-        return Path(mlflow.artifacts.download_artifacts(entry.source, dst_path=str(folder))), entry.run_id
 
 
 class Promotion(NamedTuple):
@@ -259,27 +230,6 @@ def load_decoder(client: "MlflowClient", name: str, version: str) -> Any:
     if not hasattr(served, "decoder"):
         raise ValueError(f"version {version} of {name} is no decoder that arbordraft logged")
     return served.decoder, served.tokenizer
-
-
-@contextlib.contextmanager
-def server(uri: str | None) -> Iterator["tuple[Any, MlflowClient]"]:
-    """Yields MLflow, which uses this server inside the block and the user's own afterwards, and a client.
-
-    Raises:
-        ImportError: if MLflow is not installed.
-        ValueError: if the file of a local database is no database.
-        WriteError: if that file cannot be written.
-    """
-    mlflow, place, before = import_mlflow(), resolve_uri(uri), os.environ.get(_URI)
-    check_store(place)
-    mlflow.set_tracking_uri(place)  # also sets the environment variable
-    try:
-        with limits():
-            yield mlflow, mlflow.MlflowClient(place)
-    finally:
-        mlflow.set_tracking_uri(None)  # restoring from its getter would fix the default
-        if before is not None:
-            os.environ[_URI] = before
 
 
 @contextlib.contextmanager

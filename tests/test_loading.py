@@ -256,6 +256,25 @@ def test_a_gguf_file_drafts_for_another(tmp_path, kernels):
         drafter_named(str(tmp_path / "none.gguf"), decoder.target)
 
 
+def test_an_own_drafter_by_name(folder, tmp_path, monkeypatch):
+    text = "import arbordraft as ad\n\n\ndef lookups(target):\n    return ad.NGramDrafter(longest=target.vocab_size)\n"
+    (tmp_path / "mine_by_name.py").write_text(
+        f"{text}\n\nclass Fixed:\n    pass\n\n\ndef other(target):\n    return 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    drafter = ad.load(folder, "mine_by_name:lookups", kernels="torch", costs=None).drafter
+    assert isinstance(drafter, ad.NGramDrafter)
+    assert drafter.longest == VOCAB
+    for name, reason in {
+        "mine_by_name:absent": "has no absent",
+        "mine_by_name:Fixed": "only argument",
+        "mine_by_name:other": "not an arbordraft.Drafter",
+        "no_such_module:drafter": "PYTHONPATH",
+    }.items():
+        with pytest.raises(ValueError, match=reason):
+            ad.load(folder, name, kernels="torch", costs=None)
+
+
 def test_a_drafter_for_another_target_is_refused(tmp_path):
     head = publish(tmp_path / "head", tiny(num_hidden_layers=3))
     with pytest.raises(ValueError, match="trained for another target"):

@@ -1,8 +1,13 @@
 """Drafters by name: a keyword, a folder with a trained drafter of any kind, or a draft model."""
 
+import hashlib
+import importlib
 import json
 import logging
 import os
+import re
+import shutil
+import tempfile
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -32,6 +37,8 @@ from arbordraft.kernels.machine import available_memory, cache_folder
 from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.memory import copy_bytes
+from arbordraft.utils.files import new_folder
+from arbordraft.utils.mlflow_server import explained, fetch_drafter, find_drafter
 
 DRAFTERS = (
     "auto",
@@ -41,6 +48,7 @@ DRAFTERS = (
     "mtp",
     "early-exit:LAYERS",
     "retokenized:NAME",
+    "MODULE:CLASS",
     "a folder",
     "a GGUF file",
     "a hub name",
@@ -90,6 +98,10 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
         return found
     if name and Path(name).is_dir():
         return load_drafter(name, target)
+    if name.startswith("models:/"):
+        return load_drafter(_registered(name), target)
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        return _own(name, target)
     if close := get_close_matches(name, DRAFTERS[:5], 1, 0.75):  # before the hub is asked
         raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}; did you mean {close[0]!r}?")
     try:
@@ -98,6 +110,38 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
         if (folder := fetched(name)) is not None:
             return load_drafter(folder, target)
         raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}, and as a model: {error}") from error
+
+
+def _registered(name: str) -> Path:
+    """Downloads a drafter that MLflow knows, once per version, to the cache folder; its weights are read from there."""
+    with explained(None):
+        digest = hashlib.sha256(find_drafter(name).encode()).hexdigest()[:16]
+        folder = cache_folder() / "registered" / digest
+        if not folder.exists():
+            with new_folder(folder) as staging, tempfile.TemporaryDirectory() as scratch:
+                shutil.copytree(fetch_drafter(name, scratch)[0], staging, dirs_exist_ok=True)
+    return folder
+
+
+def _own(name: str, target: RaggedModel) -> Drafter:
+    """Imports a class or function of the user's and returns the drafter that it makes for a target."""
+    module, _, attribute = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise ValueError(
+            f"drafter {name!r}: the module {module} cannot be imported ({error}); PYTHONPATH must hold its "
+            "folder, as in PYTHONPATH=. arbordraft ..."
+        ) from error
+    except AttributeError:
+        raise ValueError(f"drafter {name!r}: the module {module} has no {attribute}") from None
+    try:
+        drafter = make(target)
+    except TypeError as error:
+        raise ValueError(f"drafter {name!r} must be callable with the target as its only argument: {error}") from error
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter {name!r} returns a {type(drafter).__name__}, not an arbordraft.Drafter")
+    return drafter
 
 
 def choose_drafter(target: RaggedModel, *, weighed: bool = True) -> tuple[Drafter, str]:

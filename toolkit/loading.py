@@ -65,6 +65,8 @@ def load(
               choose the bits.
             - ``mtp``: the layer for multi-token prediction that DeepSeek-V3, GLM-4-MoE and others have.
             - ``early-exit:LAYERS``: the target's own first layers.
+            - ``MODULE:CLASS``: your own drafter, a class or function that is called with the target.
+            - ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``: a drafter that a training registered in MLflow.
             - the folder of a trained drafter.
             - folder or hub name of a published head, or of a draft model, which may have another tokenizer.
             - ``retokenized:NAME``: such a draft model, whose text is tokenised anew.

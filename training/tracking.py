@@ -6,16 +6,18 @@ rest in the local database. Checkpoints and published networks lie on the disk a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import math
 import os
+import random
 import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -247,7 +249,8 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
                     logger.experiment.update_run(run, "RUNNING")
             except MlflowException:  # the run was deleted; if the server is away, the next lines raise
                 run, logger = None, MLFlowLogger(self._experiment, self._run_name, self._uri, dict(self._tags))
-            self._runs[place] = logger.run_id
+            with _unseeded():
+                self._runs[place] = logger.run_id
             self._goes_on, self._logger = run is not None, logger
         return self._logger
 
@@ -274,6 +277,17 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
             self._lost = True
             what = "everything" if self._off else f"something in {method}"
             _log(f"tracking loses {what} ({reason(error)}); the training goes on")
+
+
+@contextlib.contextmanager
+def _unseeded() -> Iterator[None]:
+    """Lets MLflow invent names by chance: by the training's seed, all its runs would have one name."""
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def _of_server(error: Exception) -> bool:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from support import companions
 from support.models import PROMPTS, tiny_tokenizer
 from typer.testing import CliRunner
@@ -30,13 +31,15 @@ from arbordraft.deciders import AdaEDL, Bandit, FixedDepth, LearnedDecider, Node
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding.prompts import chat_batch
 from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
+from arbordraft.drafter_names import drafter_named
 from arbordraft.exports.decoder_config import DecoderConfig, describe, rebuild
 from arbordraft.exports.evaluation import Evaluation, evaluate
-from arbordraft.exports.mlflow import TRAINING, fetch_drafter, judge, load_decoder, log_decoder, promote_decoder
+from arbordraft.exports.mlflow import TRAINING, judge, load_decoder, log_decoder, promote_decoder
 from arbordraft.loading import load_target
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.training.tracking import MLflowTracker
 from arbordraft.utils.choices import Dtype
+from arbordraft.utils.mlflow_server import fetch_drafter
 from arbordraft.verifiers import LongestBranch, OptimalTransport, TypicalAcceptance
 
 GREEDY = ad.Coupling.matching()
@@ -397,6 +400,15 @@ def test_lineage_from_training_to_export(uri, client, folders, parts, options, t
     (latest,) = client.search_runs([export.info.experiment_id], order_by=["attributes.start_time DESC"], max_results=1)
     assert latest.info.run_id != found.run
     assert latest.data.tags[TRAINING] == run
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("ARBORDRAFT_CACHE", str(tmp_path / "cache"))
+    for name in ("models:/trained@candidate", "models:/trained/1"):
+        named = drafter_named(name, parts[0])
+        assert isinstance(named, ad.EagleDrafter)
+        assert torch.equal(named.head.fc.weight, drafter.head.fc.weight)
+    assert len([*(tmp_path / "cache" / "registered").iterdir()]) == 1
+    with pytest.raises(ValueError, match="does not have it"):
+        drafter_named("models:/absent@candidate", parts[0])
     with pytest.raises(ValueError, match="knows no training run"):
         log_decoder(decoder, parts[1], training_run="0" * 32, **options)
     with pytest.raises(ValueError, match="names no version"):

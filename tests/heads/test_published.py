@@ -359,7 +359,7 @@ def test_a_setting_with_two_meanings_is_refused(tmp_path):
 
 
 def test_other_targets_are_refused():
-    with pytest.raises(ValueError, match="hidden states of size 16, the target's have 32"):
+    with pytest.raises(ValueError, match="another target: it needs hidden states of size 16, this target has 32"):
         load_drafter(FOLDER / "eagle3", ad.RaggedModel(tiny(vocab_size=VOCAB, num_hidden_layers=4), kernels="torch"))
 
 
@@ -413,3 +413,10 @@ def test_parts_that_support_only_plain_heads_refuse_others():
         plans.eagle(head, None)
     with pytest.raises(ValueError, match="a block head without mask_token_id knows"):
         BlockHead(BlockConfig(norm_output=True))
+
+
+def test_a_head_for_another_target_names_the_target():
+    with pytest.raises(ValueError, match=r"another target: it needs a vocabulary of \d+ tokens, this target has 77"):
+        published_head(FOLDER / "eagle3", tiny(vocab_size=77))
+    with pytest.raises(ValueError, match=r"another target: it needs hidden states of size \d+, this target has 48"):
+        published_head(FOLDER / "eagle3", tiny(vocab_size=target().vocab_size, hidden_size=48))

@@ -1,6 +1,7 @@
 """Call formats: found in chat templates, enforced by grammars, and read back from answers."""
 
 import json
+import random
 
 import pytest
 from support import callers
@@ -9,6 +10,7 @@ from support.chats import CHATML, chat_tokenizer
 from support.models import EOS
 
 from arbordraft.decoding.streams import Event
+from arbordraft.grammars import Grammar, GrammarCompiler
 from arbordraft.serving.calls import call_format
 from arbordraft.serving.deltas import AnswerDetokenizer
 from arbordraft.serving.tool_parsing import ToolCallParser
@@ -232,3 +234,22 @@ def test_tokens_of_words_are_counted_apart_from_calls(size):
     pieces = [speller(Event(0, tokens[place : place + size])) for place in range(0, len(tokens), size)]
     whole = sum([*pieces[1:], speller(Event(0, finish_reason="stop"))], pieces[0])
     assert (whole.text, whole.finish_reason, whole.words) == ("So: <b>", "tool_calls", (0, len(words)))
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_required_calls_are_complete_within_the_limit(style):
+    """A model that never ends a list by itself."""
+    tokenizer, draws = tokenizer_of(style, False), random.Random(0)
+    items = {"type": "object", "properties": {"items": {"type": "array", "items": {"type": "integer"}}}}
+    items |= {"required": ["items"], "additionalProperties": False}
+    form = call_format(tokenizer, [EOS])
+    text = form.grammar({"look": items}, required=True, parallel=True, answer=None)
+    ends = {token for token in range(len(tokenizer)) if "]" in tokenizer.decode([token])} | {EOS}
+    for bounded in (True, False):
+        state = GrammarCompiler(tokenizer, len(tokenizer))(Grammar.lark(text, bounded=bounded), [EOS], 120).fork()
+        tokens = []
+        while len(tokens) < 120 and EOS not in tokens:
+            allowed = state.allowed().tokens()
+            tokens.append(draws.choice([token for token in allowed if token not in ends] or allowed))
+            state.accept(tokens[-1])
+        assert (tokens[-1] == EOS) == bounded

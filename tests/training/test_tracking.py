@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pickle
+import random
 import re
 import runpy
 import socket
@@ -145,6 +146,16 @@ def test_a_training_is_recorded(uri, client, experiment, checkpoint, warned):
     assert sorted(os.listdir(local)) == ["config.json", "model.safetensors"]
     assert warned() == []
     assert mlflow.active_run() is None
+
+
+def test_runs_of_one_seed_have_different_names(uri, client, experiment):
+    drawn = []
+    for _ in range(3):
+        random.seed(0)
+        MLflowTracker(experiment, uri=uri).log_metrics({"loss": 1.0}, 1)
+        drawn.append(random.random())
+    assert len({run.info.run_name for run in runs(client, experiment)}) == 3
+    assert drawn == [random.Random(0).random()] * 3  # the training draws what it would without a tracker
 
 
 def test_artifacts_and_provenance(uri, client, experiment, warned):

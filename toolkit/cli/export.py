@@ -162,9 +162,9 @@ def mlflow(
     from arbordraft.cli.display import progress
     from arbordraft.deciders import LearnedDecider
     from arbordraft.drafter_names import drafter_named
-    from arbordraft.exports.mlflow import fetch_drafter, log_decoder
+    from arbordraft.exports.mlflow import log_decoder
     from arbordraft.loading import load_target
-    from arbordraft.utils.mlflow_server import explained
+    from arbordraft.utils.mlflow_server import explained, fetch_drafter
 
     topology = parse_topology(tree)
     with (
@@ -201,6 +201,12 @@ def mlflow(
         )
     for measure, value in logged.evaluation.report().items():
         console.print(f"{measure}: {value}")
+    if (found := logged.evaluation).tokens_per_second <= found.plain_tokens_per_second:
+        console.print(
+            "slower than plain decoding here: 'export promote' would refuse it. Try a smaller --tree, or let "
+            "'arbordraft tune' choose and name its file with --tuned",
+            soft_wrap=True,
+        )
     registered = f", version {logged.version} of {name}, {alias}" if logged.version else ""
     console.print(f"logged {logged.uri} in run {logged.run}{registered}", soft_wrap=True)
 

@@ -25,7 +25,7 @@ from arbordraft.utils.checks import check_int, check_sequence
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-Constrain = Callable[[Grammar, Sequence[int]], StatefulProcessor]
+Constrain = Callable[[Grammar, Sequence[int], int], StatefulProcessor]
 _OWN = (FloatingPointError, GrammarError)  # end one sample; the rest of its batch goes on
 
 
@@ -93,7 +93,7 @@ def samples_of(
         criteria: stopping criteria of the batch.
         config: the request's settings.
         target: decodes the samples.
-        constrain: builds a processor from a grammar and the tokens that end an answer.
+        constrain: builds a processor from a grammar, the tokens that end an answer, and its most tokens.
         seeds: one per sample; if ``None``, torch's generator draws them.
         grammar: one for all samples, or one per sample.
         max_drafts: one for all samples, or one per sample.
@@ -117,7 +117,7 @@ def samples_of(
         raise ValueError(f"{len(seeds)} seeds for {batch} samples")
     bounds, expected = _bounds(max_drafts, batch), _predictions(predictions, batch, target.vocab_size)
     kept = without_padding(processors, padding, config)
-    pipelines = _pipelines(kept, padding, grammars_of(grammar, batch), config, constrain)
+    pipelines = _pipelines(kept, padding, grammars_of(grammar, batch), config, constrain, budget)
     return [
         Sample(prompt, budget, seed, pipeline, stops, pad, max_drafts=most, prediction=prediction)
         for prompt, seed, pipeline, stops, pad, most, prediction in zip(
@@ -164,6 +164,7 @@ def _pipelines(
     grammars: Sequence[Grammar | None],
     config: "GenerationConfig",
     constrain: Constrain,
+    budget: int,
 ) -> list[LogitsPipeline]:
     """Builds the logits pipeline of each sample; samples that share one object are processed together."""
     ends = config.eos_token_id
@@ -172,7 +173,7 @@ def _pipelines(
     keys = [(one, *LogitsPipeline.row_and_padding(processors, row, padding[row])) for row, one in enumerate(grammars)]
     for grammar, row, columns in keys:
         if (grammar, row, columns) not in made:
-            chain: list[Any] = [] if grammar is None else [constrain(grammar, ends)]
+            chain: list[Any] = [] if grammar is None else [constrain(grammar, ends, budget)]
             made[grammar, row, columns] = LogitsPipeline(
                 [*chain, *processors], len(grammars), row=row, padding=columns, greedy=not config.do_sample
             )

@@ -431,7 +431,7 @@ class SpeculativeDecoder(nn.Module):
             stopping_criteria,
             generation_config,
             target=self.target,
-            constrain=lambda grammar, ends: self.grammar_compiler(grammar, ends),
+            constrain=lambda grammar, ends, limit: self.grammar_compiler(grammar, ends, limit),
             seeds=seeds,
             grammar=grammar,
             max_drafts=max_drafts,

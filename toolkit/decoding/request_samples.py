@@ -77,7 +77,8 @@ class RequestSamples:
         if max(request.stop_token_ids, default=0) >= target.vocab_size:
             raise ValueError(f"stop_token_ids names ids outside the target's vocabulary of {target.vocab_size} tokens")
         ends = (*ends, *request.stop_token_ids)
-        constraint = None if request.grammar is None else decoder.grammar_compiler(request.grammar, ends)
+        grammar, limit = request.grammar, request.max_new_tokens
+        constraint = None if grammar is None else decoder.grammar_compiler(grammar, ends, limit)
         pipeline = self._pipeline(request, ends, constraint)
         seeds = torch.randint(2**62, (request.n,)).tolist()
         if request.seed is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
+from arbordraft.grammars.closing import Closings, Deadline, TokenShapes
 from arbordraft.grammars.engine import GrammarError, explained, limits
 from arbordraft.grammars.grammar import Grammar
 from arbordraft.sampling.stateful import Allowed
@@ -28,15 +29,29 @@ class GrammarState:
     Args:
         matcher: state of the engine; no other object may change it.
         ends: tokens that end an answer.
+        closings: closings of the grammar, if the answer must be complete within its limit.
+        deadline: how far the text is from that limit.
     """
 
-    def __init__(self, matcher: "LLMatcher", ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        ends: Sequence[int],
+        closings: Closings | None = None,
+        deadline: Deadline | None = None,
+    ) -> None:
         self._matcher, self._ends = matcher, ends
+        self._closings, self._deadline = closings, deadline
         self._allowed: Allowed | None = None  # computed on demand
         self._ended = False
 
     def fork(self) -> Self:
-        return type(self)(self._matcher.deep_copy(), self._ends)
+        return type(self)(self._matcher.deep_copy(), self._ends, self._closings, self._deadline)
+
+    def within(self, limit: int, closings: Closings) -> Self:
+        """Returns this state for answers that must be complete within ``limit`` tokens."""
+        matcher = self._matcher.deep_copy()
+        return type(self)(matcher, self._ends, closings, closings.begin(matcher, limit))
 
     def accept(self, token: int) -> None:
         """Advances by a token.
@@ -49,6 +64,8 @@ class GrammarState:
             self._ended = True
         elif self._ended or not self._matcher.try_consume_tokens([token]) or self._matcher.is_error():
             raise self._failure(f"it forbids the token {token}")
+        elif self._closings is not None and self._deadline is not None:
+            self._deadline = self._closings.after(self._matcher, self._deadline, token)
 
     def allowed(self) -> Allowed:
         """Returns the tokens that may come next.
@@ -64,6 +81,8 @@ class GrammarState:
             allowed = Allowed(bits)
             if not self._matcher.is_accepting() and any(token in allowed for token in self._ends):
                 raise GrammarError("the grammar has an end token in the middle: the answer would end there, unfinished")
+            if self._closings is not None and self._deadline is not None and not self._ended:
+                allowed = self._closings.timely(self._matcher, allowed, self._deadline)
             self._allowed = allowed  # only after the checks: a second call raises again
         return self._allowed
 
@@ -101,28 +120,36 @@ class GrammarCompiler:
             )
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._engines: dict[tuple[int, ...], LLTokenizer] = {}  # by the tokens that end a text
-        self._compiled: OrderedDict[tuple[Grammar, tuple[int, ...]], GrammarState] = OrderedDict()
+        self._shapes: dict[tuple[int, ...], TokenShapes] = {}  # by the same
+        self._compiled: OrderedDict[tuple[Grammar, tuple[int, ...], int | None], GrammarState] = OrderedDict()
         self._mutex = threading.Lock()
 
-    def __call__(self, grammar: Grammar, ends: Sequence[int]) -> GrammarState:
+    def __call__(self, grammar: Grammar, ends: Sequence[int], limit: int | None = None) -> GrammarState:
         """Returns the state in which an answer begins; callers must fork it, not change it.
 
         Args:
             grammar: grammar of the answer.
             ends: tokens that end the answer, at least one.
+            limit: longest answer, in tokens; ``None`` for any length.
 
         Raises:
             ValueError: if there are no ends, or the grammar cannot be met with this tokenizer.
         """
-        key = grammar, tuple(sorted(ends))
         if not ends:
             raise ValueError("an answer in a grammar ends with an end token: give at least one (eos_token_id, ends)")
         with self._mutex:
-            state = self._compiled.pop(key, None) or self._compile(*key)
-            self._compiled[key] = state
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
-        return state
+            return self._kept(grammar, tuple(sorted(ends)), limit if grammar.bounded else None)
+
+    def _kept(self, grammar: Grammar, ends: tuple[int, ...], limit: int | None) -> GrammarState:
+        key = grammar, ends, limit
+        state = self._compiled.pop(key, None)
+        if state is None and limit is not None:
+            closings = Closings(self._token_shapes(ends), ends, grammar.definition)
+            state = self._kept(grammar, ends, None).within(limit, closings)
+        self._compiled[key] = state or self._compile(grammar, ends)
+        if len(self._compiled) > _KEPT:
+            self._compiled.popitem(last=False)
+        return self._compiled[key]
 
     def _compile(self, grammar: Grammar, ends: tuple[int, ...]) -> GrammarState:
         from llguidance import LLMatcher
@@ -159,6 +186,11 @@ class GrammarCompiler:
                 raise ValueError(f"grammars cannot be followed with this tokenizer: {error}") from error
             self._engines[ends] = engine
         return self._engines[ends]
+
+    def _token_shapes(self, ends: tuple[int, ...]) -> TokenShapes:
+        if ends not in self._shapes:
+            self._shapes[ends] = TokenShapes(self._engine(ends), self._vocab_size)
+        return self._shapes[ends]
 
 
 __all__ = ["GrammarCompiler", "GrammarState"]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from arbordraft.grammars.checking import SchemaCheck, checked
@@ -16,19 +16,22 @@ class Grammar:
     """Form that an answer must have; built by its class methods, for any tokenizer.
 
     At any temperature, an answer follows its grammar from its first token on, and ends where the grammar lets it end.
-    Only an answer that reaches ``max_new_tokens`` stops in the middle.
+    Only an answer that reaches ``max_new_tokens`` stops in the middle, and JSON only if none that fits was found: near
+    the limit, tokens after which it could no longer be completed and ended in time are forbidden.
 
     Args:
         kind: name of the class method that built it.
         definition: the grammar as the engine, llguidance, reads it.
         unenforced: keywords of a JSON schema that are not enforced; :meth:`check` tells whether an answer meets them.
         schema: JSON text of the schema, if the grammar is that of a schema.
+        bounded: whether answers are completed within ``max_new_tokens``, as those of JSON are.
     """
 
     kind: str
     definition: str
     unenforced: tuple[str, ...] = ()
     schema: str | None = None
+    bounded: bool = False
 
     @classmethod
     def json_schema(
@@ -86,7 +89,7 @@ class Grammar:
                 f"strict=False checks {'it' if len(found.unenforced) == 1 else 'them'}"
             )
         definition = matcher_class().grammar_from_json_schema(json.dumps(found.schema, ensure_ascii=False))
-        return cls("json_schema", definition, tuple(found.unenforced), text)
+        return cls("json_schema", definition, tuple(found.unenforced), text, bounded=True)
 
     @property
     def runs_expressions(self) -> bool:
@@ -127,14 +130,15 @@ class Grammar:
         return cls._checked("regex", matcher_class().grammar_from_regex(pattern))
 
     @classmethod
-    def lark(cls, text: str) -> "Grammar":
+    def lark(cls, text: str, *, bounded: bool = False) -> "Grammar":
         """Builds a context-free grammar from llguidance's variant of Lark's EBNF.
 
         Args:
             text: rules; derivations begin with the rule ``start``.
+            bounded: complete answers within ``max_new_tokens``, for grammars of JSON.
 
         Raises:
-            TypeError: if ``text`` is not a text.
+            TypeError: if ``text`` is not a text, or ``bounded`` is no truth value.
             ValueError: if ``text`` is not such a grammar, or is too complex.
 
         Examples:
@@ -142,7 +146,8 @@ class Grammar:
             'lark'
         """
         check_instance("text", text, str)
-        return cls._checked("lark", matcher_class().grammar_from_lark(text))
+        check_instance("bounded", bounded, bool)
+        return replace(cls._checked("lark", matcher_class().grammar_from_lark(text)), bounded=bounded)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "Grammar":

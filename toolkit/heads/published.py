@@ -85,6 +85,17 @@ def published_head(folder: str | os.PathLike[str], model: PreTrainedModel) -> Dr
             It is also raised if tensors are missing, left over or of another shape, or the target has other sizes.
     """
     try:
+        return _read(folder, model)
+    except ValueError as error:
+        if (other := _other_target(folder, model)) is not None:
+            raise ValueError(
+                f"{folder} holds a head for another target: {other}. Name the model it was made for"
+            ) from error
+        raise
+
+
+def _read(folder: str | os.PathLike[str], model: PreTrainedModel) -> DraftHead:
+    try:
         given = json.loads((Path(folder) / CONFIG).read_text())
         name = next(name for name in given["architectures"] if name in _KINDS | _UNREAD)
         if (unread := _UNREAD.get(name)) is not None:
@@ -106,6 +117,24 @@ def published_head(folder: str | os.PathLike[str], model: PreTrainedModel) -> Dr
     head.check()
     head.check_target(model)
     return head.eval()
+
+
+def _other_target(folder: str | os.PathLike[str], model: PreTrainedModel) -> str | None:
+    """Returns in which sizes the target differs from the one that a head was made for; ``None`` if in none."""
+    try:
+        given = json.loads((Path(folder) / CONFIG).read_text())
+        layer = given.get("transformer_layer_config") or given
+        made = layer.get("vocab_size"), given.get("target_hidden_size") or layer.get("hidden_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    here = vocabulary(model), model.config.get_text_config().hidden_size
+    names = "a vocabulary of {} tokens", "hidden states of size {}"
+    differing = [
+        f"it needs {name.format(size)}, this target has {own}"
+        for name, size, own in zip(names, made, here, strict=True)
+        if size is not None and size != own
+    ]
+    return " and ".join(differing) or None
 
 
 def _eagle(given: Mapping[str, Any], model: PreTrainedModel, tensors: dict[str, Tensor]) -> EagleHead:

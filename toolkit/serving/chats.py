@@ -139,7 +139,9 @@ class ChatRequest(ApiRequest):
             text = f"start: %json {embedded(schema)}"
         else:
             return answer
-        return Grammar.lark(text if reasoning is None else reasoning.grammar(text))
+        # Free words may be cut anywhere; calls that are required and JSON must be complete.
+        bounded = not self.functions or self.tool_choice.type != "auto" or schema is not None
+        return Grammar.lark(text if reasoning is None else reasoning.grammar(text), bounded=bounded)
 
     def _calling(self, calls: ToolCallFormat) -> str:
         """Builds the grammar of an answer that may call tools, in llguidance's dialect of Lark."""

@@ -101,6 +101,62 @@ def _try(undo: Any, *arguments: str) -> None:
         undo(*arguments)
 
 
+@contextlib.contextmanager
+def server(uri: str | None) -> Iterator[tuple[Any, MlflowClient]]:
+    """Yields MLflow, which uses this server inside the block and the user's own afterwards, and a client.
+
+    Raises:
+        ImportError: if MLflow is not installed.
+        ValueError: if the file of a local database is no database.
+        WriteError: if that file cannot be written.
+    """
+    mlflow, place, before = import_mlflow(), resolve_uri(uri), os.environ.get("MLFLOW_TRACKING_URI")
+    check_store(place)
+    mlflow.set_tracking_uri(place)  # also sets the environment variable
+    try:
+        with limits():
+            yield mlflow, mlflow.MlflowClient(place)
+    finally:
+        mlflow.set_tracking_uri(None)  # restoring from its getter would fix the default
+        if before is not None:
+            os.environ["MLFLOW_TRACKING_URI"] = before
+
+
+def fetch_drafter(version: str, folder: str | os.PathLike[str], uri: str | None = None) -> tuple[Path, str]:
+    """Downloads a drafter or decider that a training registered.
+
+    Args:
+        version: ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``.
+        folder: where its files are written.
+        uri: tracking server; by default ``$MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db``.
+
+    Returns:
+        Its folder, and the id of the run that it was trained in.
+
+    Raises:
+        ImportError: if MLflow is not installed.
+        ValueError: if ``version`` names no version.
+        Exception: errors of MLflow, if the server does not answer or knows no such version.
+    """
+    with server(uri) as (mlflow, client):
+        entry = _version_named(client, version)
+        return Path(mlflow.artifacts.download_artifacts(entry.source, dst_path=str(folder))), entry.run_id
+
+
+def find_drafter(version: str, uri: str | None = None) -> str:
+    """Returns where the files of a version lie, which never change; arguments and errors as :func:`fetch_drafter`."""
+    with server(uri) as (_, client):
+        return str(_version_named(client, version).source)
+
+
+def _version_named(client: MlflowClient, version: str) -> Any:
+    match = re.fullmatch(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))", version)
+    if match is None:
+        raise ValueError(f"{version} names no version; write models:/NAME@ALIAS or models:/NAME/VERSION")
+    model, alias, number = match.groups()
+    return client.get_model_version_by_alias(model, alias) if alias else client.get_model_version(model, number)
+
+
 def reason(error: BaseException) -> str:
     """Returns an error as one short line, without credentials in URIs."""
     text = public(" ".join(f"{type(error).__name__}: {error}".split()))
