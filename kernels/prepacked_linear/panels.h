@@ -1,4 +1,5 @@
-// y = x W^T with W in panels of blocks, and the rows of x quantised to 8 bits in groups of 32 inputs.
+// y = x W^T with W in panels of blocks. Panels of codes multiply rows of x quantised to 8 bits in groups of 32 inputs, panels
+// of floats the rows themselves.
 //
 // Row-invariant like all kernels here: a group's sum is an integer, groups are added in their order, and a row's codes
 // depend on the row alone. A product and its sum are rounded separately, never fused, so these bits are also the same on
@@ -32,14 +33,15 @@ struct Eighth {
   float total;      // scale times the sum of the codes
   int32_t half[2];  // sums of the codes of each half
   int8_t codes[kGroupSize];
+  const float* numbers;  // the group itself, which must outlive this
+  int64_t count;         // of its numbers: fewer at the end of a row
 };
 
 inline int64_t groups_of(int64_t size) { return (size + kGroupSize - 1) / kGroupSize; }
 
 // Symmetric, to nearest, ties to even. If a group has an infinity or NaN, its scale is NaN, so all outputs of its row are NaN.
 // If no number of a group exceeds 1e-30, all count as 0.
-template <class X>
-inline void to_eighths(const X* x, int64_t size, Eighth* y) {
+inline void to_eighths(const float* x, int64_t size, Eighth* y) {
   for (int64_t i = 0; i < size; i += kGroupSize, ++y) {
     const f32x16 a = load(x + i, std::max<int64_t>(0, std::min<int64_t>(size - i, kLanes)));
     const f32x16 b = load(x + i + kLanes, std::max<int64_t>(0, std::min<int64_t>(size - i - kLanes, kLanes)));
@@ -48,6 +50,7 @@ inline void to_eighths(const X* x, int64_t size, Eighth* y) {
     const bool sound = !any_nan(a) && !any_nan(b) && most <= std::numeric_limits<float>::max();
     const f32x16 steps = splat(sound && most > 1e-30f ? 127.f / most : 0.f);
     const f32x16 first = sound ? round(a * steps) : zero, second = sound ? round(b * steps) : zero;
+    y->numbers = x + i, y->count = std::min(kGroupSize, size - i);
     y->scale = sound ? most / 127.f : std::numeric_limits<float>::quiet_NaN();
     y->half[0] = int32_t(sum(first)), y->half[1] = int32_t(sum(second));  // whole numbers: exact in any order
     y->total = y->scale * float(y->half[0] + y->half[1]);
@@ -110,8 +113,10 @@ template <class F, int R, int NB>
     ahead.fetch();
     float rows[R][kGroupSize];
     for (int r = 0; r < R; ++r)
-      for (int half = 0; half < kGroupSize; half += kLanes)
-        store(rows[r] + half, load(x[r * groups].codes + half) * splat(x[r * groups].scale));
+      for (int half = 0; half < kGroupSize; half += kLanes) {
+        const Eighth& own = x[r * groups];
+        store(rows[r] + half, load(own.numbers + half, std::max<int64_t>(0, own.count - half)));
+      }
     for (int64_t i = 0; i < kGroupSize; ++i)
       each<NB>([&](auto b) {
         const f32x16 w = F::load16(panel + b * size + i * kBytes);
