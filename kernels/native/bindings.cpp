@@ -165,21 +165,26 @@ void pack_numbers(
   }
 }
 
-// The float32 weights of rows of blocks.
-Tensor dequantize_blocks(const Tensor& raw, int64_t kind) {
-  TORCH_CHECK(raw.dim() == 2, "expected rows of blocks");
+// Writes the weights of rows of blocks as float32 or bfloat16.
+void dequantize_blocks(const Tensor& raw, int64_t kind, const Tensor& numbers) {
+  TORCH_CHECK(raw.dim() == 2 && numbers.dim() == 2, "expected rows of blocks and of numbers");
   const int64_t rows = raw.size(0), bytes = raw.size(1), inputs = inputs_of(kind, bytes);
+  TORCH_CHECK(numbers.size(0) == rows && numbers.size(1) == inputs, "blocks of ", rows, " x ", inputs, " numbers, got ", numbers.sizes());
   const uint8_t* from = data<uint8_t>(raw);
-  Tensor found = at::empty({rows, inputs}, at::kFloat);
-  float* to = data<float>(found);
+  const bool half = numbers.scalar_type() == at::kBFloat16;
+  float* wide = half ? nullptr : data<float>(numbers);
+  bf16* narrowed = half ? data<bf16>(numbers) : nullptr;
   with_kind(kind, [&](auto type) {
     team(rows * bytes >= kWorthATeam, [&](int thread, int threads) {
       const Range mine = share(rows, 1, thread, threads);
-      for (int64_t r = mine.begin; r < mine.end; ++r)
-        dequantize_row<decltype(type)>(from + r * bytes, inputs, to + r * inputs);
+      std::vector<float> row(half ? inputs : 0);
+      for (int64_t r = mine.begin; r < mine.end; ++r) {
+        float* to = half ? row.data() : wide + r * inputs;
+        dequantize_row<decltype(type)>(from + r * bytes, inputs, to);
+        for (int64_t i = 0; half && i < inputs; ++i) narrowed[r * inputs + i] = narrow(row[i]);
+      }
     });
   });
-  return found;
 }
 
 template <class T>

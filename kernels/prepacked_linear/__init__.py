@@ -57,8 +57,8 @@ _pack_numbers = define(
     run=lambda raws, kinds, places, packed, scale: _pack_numbers_by_reference(raws, kinds, places, packed, scale),
 )
 _dequantize = define(
-    "dequantize_blocks(Tensor raw, int kind) -> Tensor",
-    run=lambda raw, kind: dequantize_blocks_reference(raw, NUMBERED[kind]),
+    "dequantize_blocks(Tensor raw, int kind, Tensor(a!) numbers) -> ()",
+    run=lambda raw, kind, numbers: _dequantize_by_reference(raw, kind, numbers),
 )
 
 
@@ -137,11 +137,18 @@ def pack_numbers(
     return packed, None if scale is None else scale[:outputs]
 
 
-def dequantize_blocks(raw: Tensor, kind: str) -> Tensor:
-    """Returns the ``[n, I]`` float32 weights of ``[n, bytes]`` uint8 rows of blocks, exactly as a file means them."""
+def dequantize_blocks(raw: Tensor, kind: str, numbers: Tensor | None = None) -> Tensor:
+    """Returns the ``[n, I]`` weights of ``[n, bytes]`` uint8 rows of blocks, exactly as a file means them.
+
+    Args:
+        raw: the rows.
+        kind: kind of their blocks, a key of :data:`BLOCKS`.
+        numbers: ``[n, I]`` contiguous float32 or bfloat16 tensor to write to; by default a new one in float32.
+    """
     load()  # see above
-    inputs_of([raw], [kind])
-    numbers: Tensor = _dequantize(raw.contiguous(), BLOCKS[kind].number)
+    inputs = inputs_of([raw], [kind])
+    numbers = torch.empty(len(raw), inputs) if numbers is None else numbers
+    _dequantize(raw.contiguous(), BLOCKS[kind].number, numbers)
     return numbers
 
 
@@ -179,6 +186,10 @@ def pack(weight: Tensor, weights: str | None = None, *, empty: Allocate = torch.
 def _whole_blocks(raw: Tensor, kind: str) -> Tensor:
     """Pads rows of floats to whole groups with zeros; rows of other kinds have them already."""
     return F.pad(raw, (0, -raw.shape[1] % BLOCKS[kind].nbytes)) if BLOCKS[kind].dtype is not None else raw
+
+
+def _dequantize_by_reference(raw: Tensor, kind: int, numbers: Tensor) -> None:
+    numbers.copy_(dequantize_blocks_reference(raw, NUMBERED[kind]))
 
 
 def _pack_by_reference(raws: Sequence[Tensor], kinds: Sequence[int], places: Tensor, kind: int, packed: Tensor) -> None:

@@ -132,6 +132,8 @@ def kinds_of_panels(raws: Sequence[Tensor], kinds: Sequence[str], places: Tensor
     Raises:
         ValueError: if 16 rows of a panel are not of one kind.
     """
+    if len(set(kinds)) == 1:
+        return torch.full((len(places) // LANES,), BLOCKS[kinds[0]].number)
     numbers = torch.tensor([BLOCKS[kind].number for kind in kinds])
     each = numbers.repeat_interleave(torch.tensor([len(raw) for raw in raws]))[places.clamp_min(0)].unflatten(
         0, (-1, LANES)

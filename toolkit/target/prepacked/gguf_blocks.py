@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from arbordraft.kernels.dispatch import NATIVE
 from arbordraft.kernels.prepacked_linear import BLOCKS, check_finite_blocks, dequantize_blocks, float_blocks
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # kinds without blocks
 # Names that GGUF gives to the kinds of blocks that kernels read.
 READABLE = tuple(kind for kind in BLOCKS if kind != "INT4" and kind not in TORCH_DTYPES)
 _Array = np.ndarray[Any, Any]
-_DENSE = 1 << 20  # weights that are dequantised at a time
+_DENSE = 1 << 24  # weights that are dequantised at a time
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -86,7 +87,7 @@ class FileBlocks(Tensor):
     def rows(self, index: Tensor) -> Tensor:
         """Returns the ``[n, I]`` numbers of ``[n]`` rows."""
         places = index if self.order is None else self.order[index]
-        return self._numbers(self.raw[places.numpy()]).to(self.dtype)
+        return self._read(self.raw[places.numpy()], torch.empty(len(index), self.shape[-1], dtype=self.dtype))
 
     def dense(self) -> Tensor:
         """Returns all numbers."""
@@ -94,17 +95,18 @@ class FileBlocks(Tensor):
         step = max(1, _DENSE // found.shape[1])
         for first in range(0, len(found), step):
             part = slice(first, first + step)
-            found[part] = self._numbers(self.raw[part if self.order is None else self.order[part].numpy()])
+            self._read(self.raw[part if self.order is None else self.order[part].numpy()], found[part])
         return found.view(self.shape)
 
-    def _numbers(self, raw: _Array) -> Tensor:
-        """Returns the numbers of ``[n, bytes]`` rows, in the type in which they are stored or dequantised."""
-        if self.kind not in BLOCKS:
-            from gguf import GGMLQuantizationType, dequantize
+    def _read(self, raw: _Array, numbers: Tensor) -> Tensor:
+        """Writes the numbers of ``[n, bytes]`` rows to a tensor and returns it."""
+        if self.kind in TORCH_DTYPES:
+            return numbers.copy_(torch.from_numpy(raw).view(TORCH_DTYPES[self.kind]))
+        if self.kind in BLOCKS and self.dtype in NATIVE:
+            return dequantize_blocks(torch.from_numpy(raw), self.kind, numbers)
+        from gguf import GGMLQuantizationType, dequantize
 
-            return torch.from_numpy(dequantize(raw, GGMLQuantizationType[self.kind]))
-        rows = torch.from_numpy(raw)
-        return rows.view(TORCH_DTYPES[self.kind]) if self.kind in TORCH_DTYPES else dequantize_blocks(rows, self.kind)
+        return numbers.copy_(torch.from_numpy(dequantize(raw, GGMLQuantizationType[self.kind])))
 
     def finite(self) -> bool:
         """Returns whether all numbers are finite, which the scales of blocks tell; unknown kinds are dequantised."""
