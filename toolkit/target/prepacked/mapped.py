@@ -18,7 +18,7 @@ def load_mapped(folder: str | os.PathLike[str], dtype: torch.dtype) -> "PreTrain
     """Loads a causal LM in eval mode; its matrices stay in the folder's files.
 
     Weights of ``dtype`` are mapped anyway. If all are stored in one other dtype, linears and tables of tokens read
-    theirs through :class:`FileBlocks`, which cannot be written to, and all else is converted in memory.
+    theirs through :class:`FileBlocks`, and all else is converted in memory. FileBlocks cannot be written to.
 
     Args:
         folder: the folder, whose files stay in use as long as the model.
