@@ -1,5 +1,6 @@
 // The CPU kernels as PyTorch operators.
 #include "../gumbel/cpu.h"
+#include "../next_tokens/cpu.h"
 #include "../prepacked_linear/packing.h"
 #include "../verify/cpu.h"
 #include "drafts.h"
@@ -370,6 +371,76 @@ Tensor gumbel_argmax(
   return tokens;
 }
 
+// Draws the token after some rows of logits; see kernels/next_tokens. `kUndecided` marks rows that only the reference decides.
+Tensor next_tokens(
+    const Tensor& logits, at::IntArrayRef rows, at::IntArrayRef seeds, at::IntArrayRef positions,
+    at::ArrayRef<double> temperatures, at::ArrayRef<double> kept, const Tensor& changes, at::IntArrayRef bounds) {
+  const int64_t count = int64_t(rows.size()), size = logits.size(1);
+  TORCH_CHECK(logits.dim() == 2 && size > 0, "expected rows of logits");
+  TORCH_CHECK(
+      seeds.size() == rows.size() && positions.size() == rows.size() && temperatures.size() == rows.size() &&
+          kept.size() == 3 * rows.size() && bounds.size() == rows.size() + 1,
+      "expected settings of every row");
+  for (const int64_t row : rows) TORCH_CHECK(0 <= row && row < logits.size(0), "there is no row ", row);
+  for (const double temperature : temperatures) TORCH_CHECK(temperature >= 0, "temperatures must not be negative");
+  TORCH_CHECK(changes.numel() == 3 * bounds.back() && bounds[0] == 0, "changes need three numbers each");
+  for (int64_t r = 0; r < count; ++r) TORCH_CHECK(bounds[r] <= bounds[r + 1], "bounds must ascend");
+  const ScoreChange* change = reinterpret_cast<const ScoreChange*>(doubles(changes));
+  Tensor tokens = at::empty({count}, logits.options().dtype(at::kLong));
+  int64_t* token = tokens.mutable_data_ptr<int64_t>();
+  const int most = at::get_num_threads();
+  std::vector<RowPart> parts(count * most);
+  std::vector<NextToken> row(count);
+  Arena arena;
+  float* scores;
+  arena.reserve(scores, count * size);
+  arena.allocate();
+  const auto sums = [&](int64_t r, int threads) {
+    RowPart all = parts[r * most];  // parts are in the order of tokens, so the first one wins
+    for (int t = 1; t < threads; ++t) {
+      const RowPart& part = parts[r * most + t];
+      if (part.best > all.best) all.best = part.best, all.token = part.token;
+      all.top = std::max(all.top, part.top);
+      all.above += part.above, all.mass += part.mass, all.count += part.count;
+    }
+    return all;
+  };
+  const auto draw = [&](const auto* from) {
+    team(count * size >= kWorthATeam / 4, [&](int thread, int threads) {
+      const Range range = share(size, kGroup, thread, threads);
+      for (int64_t r = 0; r < count; ++r) {
+        const float temperature = float(temperatures[r]);
+        const uint64_t seed = uint64_t(seeds[r]);
+        const NextToken own{
+            scores + r * size, size, temperature == 0, {uint32_t(seed), uint32_t(seed >> 32), uint32_t(positions[r])},
+            {kept[3 * r], kept[3 * r + 1], kept[3 * r + 2]}};
+        change_scores(
+            from + rows[r] * size, range, change + bounds[r], bounds[r + 1] - bounds[r], own.greedy ? 1.f : temperature,
+            scores + r * size);
+        parts[r * most + thread] = draw_part(own, range);
+        if (thread == 0) row[r] = own;
+      }
+      meet(threads);
+      for (int64_t r = thread; r < count; r += threads) {
+        const RowPart all = sums(r, threads);
+        token[r] = row[r].token = all.token;
+        row[r].top = all.top;
+      }
+      meet(threads);
+      for (int64_t r = 0; r < count; ++r)
+        if (row[r].truncated() && row[r].token >= 0) sum_part(row[r], range, parts[r * most + thread]);
+      meet(threads);
+      for (int64_t r = thread; r < count; r += threads) {
+        if (!row[r].truncated() || row[r].token < 0) continue;
+        const RowPart all = sums(r, threads);
+        if (!surely_kept(row[r], all)) token[r] = draw_kept(row[r], all.mass);
+      }
+    });
+  };
+  logits.scalar_type() == at::kBFloat16 ? draw(data<bf16>(logits)) : draw(data<float>(logits));
+  return tokens;
+}
+
 // Makes the moves, a source and a destination each, one after the other in every pool.
 void move_rows(at::TensorList pools, at::IntArrayRef moves) {
   TORCH_CHECK(moves.size() % 2 == 0, "a move has a source and a destination");
@@ -408,6 +479,7 @@ TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
   m.impl("move_rows", &move_rows);
   m.impl("gumbel", &gumbel);
   m.impl("gumbel_argmax", &gumbel_argmax);
+  m.impl("next_tokens", &next_tokens);
   m.impl("recurrent_gate", &recurrent_gate);
   m.impl("tree_convolution", &tree_convolution);
   m.impl("tree_scan", &tree_scan);

@@ -281,7 +281,7 @@ def test_a_narrowed_matrix(tmp_path, model):
     assert "| request | batch 1 | batch 2 | 1 client | 3 clients |" in text
     stated = report["settings"]["workloads"]
     counts = {(entry["batch"], entry["context"] > 0): entry["prompts"]["count"] for entry in stated}
-    assert counts == {(1, False): policy.FEW, (2, False): policy.FEW, (3, False): 3, (1, True): 1, (2, True): 2}
+    assert counts == {(1, False): policy.FEW, (2, False): policy.FEW, (3, False): 9, (1, True): 1, (2, True): 2}
 
 
 def test_options_that_are_left_out_are_those_of_the_whole_matrix(monkeypatch, tmp_path, model):

@@ -6,7 +6,13 @@ import torch
 from transformers.generation import logits_process as hf
 
 from arbordraft.kernels.draft_tree import Truncation
-from arbordraft.sampling.corrections import CountPenalty, TextCorrections, temperature_of, truncation_of
+from arbordraft.sampling.corrections import (
+    CountPenalty,
+    TextCorrections,
+    are_known,
+    temperature_of,
+    truncation_of,
+)
 
 VOCAB = 20
 TEXT = [3, 4, 5, 3, 4, 9, 3, 4]
@@ -114,3 +120,61 @@ def test_changes_of_a_long_text_cost_no_more_than_their_number():
     text.append(7)
     changes(text)
     assert Watched.read < 20
+
+
+def decided(changes, scores):
+    """Applies the changes of one node, in float32."""
+    found = scores.clone()
+    for token, factor, bias in changes.tolist():
+        score = found[int(token)]
+        found[int(token)] = (score * factor if score < 0 else score / factor) + bias
+    return found
+
+
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+@pytest.mark.parametrize("seed", range(3))
+def test_changes_after_drafts_are_the_processors_own_bit_for_bit(chain, seed):
+    generator = np.random.default_rng(seed)
+    changes, scores = TextCorrections(chain), torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    for length in range(1, len(TEXT) + 1):  # the text grows
+        for depth in range(5):
+            drafted = generator.choice([3, 4, 5, 8, 9, 11, 15], depth).tolist()
+            expected = processed(chain, TEXT[:length] + drafted, scores)
+            assert torch.equal(decided(changes.after(TEXT[:length], drafted), scores), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["repetition", "presence and frequency", "repeated pairs", "repeated tokens", "bad words"]
+)
+def test_changes_after_drafts_depend_on_them(name):
+    changes, scores, drafted = TextCorrections(CHAINS[name]), torch.ones(VOCAB), [15, 5, 15, 9]
+    assert not torch.equal(decided(changes.after(TEXT, drafted), scores), decided(changes.after(TEXT, []), scores))
+
+
+def test_biases_of_one_token_are_summed_before_they_are_added():
+    chain = [hf.SequenceBiasLogitsProcessor({(7,): 0.1, (3, 7): 0.2, (4, 3, 7): 1e-7, (5, 7): 9.0})]
+    scores = torch.full((VOCAB,), 1e6)
+    for text in ([3], [4, 3], [5], [1]):
+        expected = processed(chain, text, scores)
+        assert torch.equal(decided(TextCorrections(chain).after(text, []), scores), expected)
+        assert torch.allclose(corrected(TextCorrections(chain)(text), scores), expected)
+
+
+@pytest.mark.parametrize(
+    ("known", "chain"),
+    [
+        (True, []),
+        (True, [hf.RepetitionPenaltyLogitsProcessor(1.1), hf.TemperatureLogitsWarper(0.7), hf.TopPLogitsWarper(0.9)]),
+        (True, [hf.TopKLogitsWarper(3), hf.TopPLogitsWarper(0.9), hf.MinPLogitsWarper(0.1)]),
+        (False, [hf.TopPLogitsWarper(0.9), hf.TopKLogitsWarper(3)]),
+        (False, [hf.TemperatureLogitsWarper(0.7), hf.RepetitionPenaltyLogitsProcessor(1.1)]),
+        (False, [hf.TemperatureLogitsWarper(0.7), hf.TemperatureLogitsWarper(0.7)]),
+        (False, [hf.TopPLogitsWarper(0.9, min_tokens_to_keep=2)]),
+        (False, [hf.TopPLogitsWarper(0.9, filter_value=-5.0)]),
+        (False, [hf.TypicalLogitsWarper(0.9)]),
+        (False, [lambda ids, scores: scores]),
+        (False, [hf.SequenceBiasLogitsProcessor({(VOCAB,): 1.0})]),
+    ],
+)
+def test_chains_are_known_in_their_usual_order_alone(known, chain):
+    assert are_known(chain, VOCAB) is known

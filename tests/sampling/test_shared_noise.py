@@ -18,6 +18,7 @@ import arbordraft as ad
 from arbordraft import builders
 from arbordraft.deciders import CostAware, Decider, NodeBudget
 from arbordraft.kernels.gumbel.reference import gumbel_of
+from arbordraft.sampling.drawn_rows import DrawnRows
 from arbordraft.sampling.laws import AdaptiveTopTail, SharedNoise
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
@@ -180,18 +181,25 @@ def test_sampling_has_the_law_of_the_target(name):
 @contextmanager
 def other_keys(monkeypatch, keys):
     """Replaces the seeds and positions of draws; ``keys`` also gets their depths and the number of the call."""
-    real, kept, calls = GumbelNoise.draw, GumbelNoise.keys, []
+    kept, calls = GumbelNoise.keys, []
 
-    def changed(self, scores, lowest, places, temperature=1.0):
-        calls.append(None)
-        seeds, positions = kept(self, places)
-        changed_keys = keys(seeds, positions, torch.tensor([depth for _, depth in places]), len(calls))
-        with monkeypatch.context() as inner:
-            inner.setattr(GumbelNoise, "keys", lambda *_: changed_keys)
-            return real(self, scores, lowest, places, temperature)
+    def changing(draw):
+        def changed(*arguments):
+            calls.append(None)
+
+            def changed_keys(self, places, *_):
+                seeds, positions = kept(self, places)
+                return keys(seeds, positions, torch.tensor([depth for _, depth in places]), len(calls))
+
+            with monkeypatch.context() as inner:
+                inner.setattr(GumbelNoise, "keys", changed_keys)
+                return draw(*arguments)
+
+        return changed
 
     with monkeypatch.context() as patch:
-        patch.setattr(GumbelNoise, "draw", changed)
+        for owner in (GumbelNoise, DrawnRows):  # draws of the target; drafters read noise elsewhere
+            patch.setattr(owner, "draw", changing(owner.draw))
         yield
 
 
@@ -214,6 +222,7 @@ def test_a_wrong_key_would_be_seen_in_the_law(monkeypatch, name):
 def test_one_number_for_all_tokens_would_be_seen(monkeypatch):
     """Negative control: equal noise for all tokens cannot decide between siblings."""
     monkeypatch.setattr("arbordraft.sampling.noise.gumbel_argmax", lambda scores, *_: scores.argmax(-1))
+    monkeypatch.setattr(DrawnRows, "draw", lambda self, rows, *_: self.logits[list(rows)].argmax(-1).tolist())
     assert fit(LAWFUL["draft model"]()) < 1e-6
 
 

@@ -48,7 +48,8 @@ MATRIX: Mapping[str, Any] = {
     "repeats": 2,
 }
 LENGTHENED: Mapping[str, Any] = {"requests": "greedy,chat", "batches": "1,4"}
-FEW = 4  # prompts of a case of the matrix, or one batch if that holds more; of long prompts one batch
+FEW = 4  # prompts of a case of the matrix, or one batch if that holds more
+ROUNDS = 3  # requests of each client: a server seldom has all clients begin, or a last one end, together
 
 
 def policy(
@@ -107,7 +108,7 @@ def policy(
     ]
     with Report(json, png, page, drafter=chosen["drafter"]) as report:
         target = report.load(model, dtype, device=device)
-        cases = [suites.whole_batches(case, (1 if case.context else FEW) if few else None) for case in cases]
+        cases = [suites.whole_batches(case, _prompts_of(case) if few else None) for case in cases]
         cases = measurable(cases, target, report)
         if matrix:
             known = loaded(target, chosen["drafter"], report)
@@ -143,6 +144,13 @@ def servers(decoders: "Mapping[str, SpeculativeDecoder]") -> Iterator[dict[str, 
             engine = Engine(decoder, max_rows=rows_within(decoder.target))
             _, urls[name] = stack.enter_context(running(build_app(Service(engine, name))))
         yield urls
+
+
+def _prompts_of(case: "Workload") -> int:
+    """Returns how many prompts a case of the matrix takes, where there are as many."""
+    if case.context:
+        return case.batch
+    return max(FEW, ROUNDS * case.batch) if case.served else FEW
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

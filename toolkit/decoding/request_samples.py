@@ -78,7 +78,7 @@ class RequestSamples:
             raise ValueError(f"stop_token_ids names ids outside the target's vocabulary of {target.vocab_size} tokens")
         ends = (*ends, *request.stop_token_ids)
         constraint = None if request.grammar is None else decoder.grammar_compiler(request.grammar, ends)
-        pipeline, greedy = self._pipeline(request, ends, constraint), request.temperature_of(self.own) == 0
+        pipeline = self._pipeline(request, ends, constraint)
         seeds = torch.randint(2**62, (request.n,)).tolist()
         if request.seed is not None:
             seeds = [request.seed + index for index in range(request.n)]
@@ -87,7 +87,6 @@ class RequestSamples:
                 list(request.prompt),
                 request.max_new_tokens,
                 seed,
-                greedy,
                 pipeline,
                 Stopping(self._criteria(request), ends=ends),
                 emit=stream.on_tokens(index),

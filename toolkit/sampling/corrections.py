@@ -21,6 +21,7 @@ from arbordraft.sampling.kinds import transformers_name
 Changes = npt.NDArray[np.float64]
 _NONE: Changes = np.empty((0, 5))
 _ALWAYS = 2.0**53  # deeper than any tree
+_LAW = ["TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"]  # in their usual order
 
 
 class CountPenalty:
@@ -57,6 +58,18 @@ class TextCorrections:
             return _NONE
         return np.concatenate([part(tokens) for part in self._parts])
 
+    def after(self, tokens: Sequence[int], drafted: Sequence[int]) -> Changes:
+        """Returns the ``[n, 3]`` changes of the token after some drafts, in the order and rounding of the processors.
+
+        Args:
+            tokens: the text, which continues that of the last call.
+            drafted: the drafts that follow it.
+        """
+        if not self._parts:
+            return _NONE[:, :3]
+        found = np.concatenate([part.after(tokens, drafted) for part in self._parts])
+        return found[(found[:, 3] <= len(drafted)) & (found[:, 4] > len(drafted)), :3]
+
 
 def temperature_of(processors: Sequence[Any]) -> float:
     """Returns the divisor of scores that all temperatures among the processors make together."""
@@ -78,34 +91,51 @@ def truncation_of(processors: Sequence[Any]) -> Truncation:
     return found
 
 
-def _part_of(processor: Any) -> Callable[[Sequence[int]], Changes] | None:
-    """Returns a function that lists a processor's changes after a text; ``None`` if they are not known."""
+def are_known(processors: Sequence[Any], vocabulary: int) -> bool:
+    """Returns whether all processors are changes of single tokens, then a temperature, top-k, top-p and min-p.
+
+    Args:
+        processors: processors of a text.
+        vocabulary: number of tokens; processors that name others may refuse them.
+    """
+    last = -1
+    for one in processors:
+        name = transformers_name(type(one))
+        if name in _LAW:
+            place = _LAW.index(name)
+            if place <= last or getattr(one, "filter_value", -math.inf) != -math.inf:
+                return False
+            if getattr(one, "min_tokens_to_keep", 1) != 1:
+                return False
+            last = place
+        elif last >= 0 or (part := _part_of(one)) is None or part.largest >= vocabulary:
+            return False
+    return True
+
+
+def _part_of(processor: Any) -> "_Part | None":
+    """Returns a processor's changes; ``None`` if they are not known."""
     if type(processor) is CountPenalty:
-        presence, frequency = processor.presence, processor.frequency
-        return _Counted(processor.prompt, lambda counts: (1.0, -presence - frequency * counts))
+        return _Counted(processor.prompt, _subtracted(processor.presence, processor.frequency))
     match transformers_name(type(processor)):
         case "RepetitionPenaltyLogitsProcessor":
             if isinstance(ignored := processor.prompt_ignore_length, Tensor) and ignored.numel() != 1:
                 return None  # a number for each sample of a batch
-            return _Counted(0 if ignored is None else int(ignored), lambda _: (processor.penalty, 0.0))
+            penalty = processor.penalty
+            return _Counted(0 if ignored is None else int(ignored), lambda tokens, _: _changes(tokens, penalty))
         case "NoRepeatNGramLogitsProcessor":
             return _Repeated(processor.ngram_size)
         case "SequenceBiasLogitsProcessor" | "NoBadWordsLogitsProcessor":
             return _Biased({tuple(sequence): bias for sequence, bias in processor.sequence_bias.items()})
         case "SuppressTokensLogitsProcessor":
-            return _Constant(_banned(processor.suppress_tokens.tolist()))
+            return _Part(lambda tokens: _banned(processor.suppress_tokens.tolist()))
         case "SuppressTokensAtBeginLogitsProcessor":
             banned, begin = processor.begin_suppress_tokens.tolist(), processor.begin_index
-            return lambda tokens: _banned(banned, begin - len(tokens), begin - len(tokens) + 1)
+            return _Part(lambda tokens: _banned(banned, begin - len(tokens), begin - len(tokens) + 1))
         case "MinLengthLogitsProcessor":
-            ends, least = processor.eos_token_id.flatten().tolist(), processor.min_length
-            return lambda tokens: _banned(ends, 0, least - len(tokens))
+            return _ended_late(processor.eos_token_id, processor.min_length)
         case "MinNewTokensLengthLogitsProcessor":
-            ends, least = (
-                processor.eos_token_id.flatten().tolist(),
-                processor.prompt_length_to_skip + processor.min_new_tokens,
-            )
-            return lambda tokens: _banned(ends, 0, least - len(tokens))
+            return _ended_late(processor.eos_token_id, processor.prompt_length_to_skip + processor.min_new_tokens)
     return None
 
 
@@ -120,66 +150,138 @@ def _banned(tokens: Iterable[int], first: float = 0.0, last: float = _ALWAYS) ->
     return _changes(list(tokens), bias=-np.inf, first=first, last=last) if last > max(0.0, first) else _NONE
 
 
-class _Constant:
-    """Changes that are the same after any text."""
+def _ended_late(ends: Tensor, least: int) -> "_Part":
+    tokens = ends.flatten().tolist()
+    return _Part(lambda text: _banned(tokens, 0, least - len(text)))
 
-    def __init__(self, changes: Changes) -> None:
+
+def _subtracted(presence: float, frequency: float) -> "Penalty":
+    """Returns the penalties of tokens that occurred so often, rounded as tensors of float32 round them."""
+
+    def penalties(tokens: Sequence[int], counts: "npt.NDArray[np.int64]") -> Changes:
+        by_count = np.float32(frequency) * counts.astype(np.float32)
+        parts = [_changes(tokens, bias=-by_count)] if frequency else []
+        return np.concatenate([*parts, _changes(tokens, bias=-presence)] if presence or not parts else parts)
+
+    return penalties
+
+
+Penalty = Callable[[Sequence[int], "npt.NDArray[np.int64]"], Changes]
+"""Given tokens and how often each occurred, returns their changes."""
+
+
+class _Part:
+    """Changes of one processor that depend on the length of a text alone.
+
+    Args:
+        changes: returns the changes after a text, for every depth below it.
+    """
+
+    largest = -1  # token that the processor names and may refuse
+
+    def __init__(self, changes: Callable[[Sequence[int]], Changes]) -> None:
         self._changes = changes
 
     def __call__(self, tokens: Sequence[int]) -> Changes:
-        return self._changes
+        """Returns the changes after a text, as far as they do not depend on drafts."""
+        return self._changes(tokens)
+
+    def after(self, tokens: Sequence[int], drafted: Sequence[int]) -> Changes:
+        """Returns changes of which those at the depth of the last draft are all that hold after it."""
+        return self(tokens)
 
 
-class _Counted:
+class _Counted(_Part):
     """Penalties of tokens that occurred, counted as the text grows.
 
     Args:
         ignored: number of first tokens that do not count.
-        penalty: returns factor and bias of tokens that occurred so often.
+        penalty: returns the changes of tokens that occurred so often.
     """
 
-    def __init__(self, ignored: int, penalty: "Callable[[npt.NDArray[np.int64]], tuple[Any, Any]]") -> None:
-        self._read, self._penalty = ignored, penalty
+    def __init__(self, ignored: int, penalty: Penalty) -> None:
+        self._ignored = self._read = ignored
+        self._penalty = penalty
         self._counts = Counter[int]()
+        self._known: Changes | None = _NONE
 
     def __call__(self, tokens: Sequence[int]) -> Changes:
-        self._counts.update(tokens[self._read :])
-        self._read = max(self._read, len(tokens))
-        seen = len(self._counts)
-        factor, bias = self._penalty(np.fromiter(self._counts.values(), np.int64, seen))
-        return _changes(np.fromiter(self._counts, np.int64, seen), factor, bias)
+        if len(tokens) > self._read:
+            self._counts.update(tokens[self._read :])
+            self._read, self._known = len(tokens), None
+        if self._known is None:
+            self._known = self._of(self._counts)
+        return self._known
+
+    def after(self, tokens: Sequence[int], drafted: Sequence[int]) -> Changes:
+        before = self(tokens)
+        counted = Counter(drafted[max(0, self._ignored - len(tokens)) :])
+        if not counted:
+            return before
+        changed = Counter({token: count + self._counts[token] for token, count in counted.items()})
+        return np.concatenate([before[~np.isin(before[:, 0], list(changed))], self._of(changed)])
+
+    def _of(self, counts: Counter[int]) -> Changes:
+        return self._penalty(list(counts), np.fromiter(counts.values(), np.int64, len(counts)))
 
 
-class _Repeated:
-    """Bans of tokens that would repeat an n-gram, at the roots; those of deeper nodes depend on drafts."""
+class _Repeated(_Part):
+    """Bans of tokens that would repeat an n-gram; drafts know those at their roots."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._read = size, 0
+        self._before, self._read = size - 1, 0
         self._next: dict[tuple[int, ...], set[int]] = {}
 
     def __call__(self, tokens: Sequence[int]) -> Changes:
-        before = self._size - 1
-        for place in range(max(before, self._read), len(tokens)):
-            self._next.setdefault(tuple(tokens[place - before : place]), set()).add(tokens[place])
+        for place in range(max(self._before, self._read), len(tokens)):
+            self._next.setdefault(tuple(tokens[place - self._before : place]), set()).add(tokens[place])
         self._read = len(tokens)
-        last = tuple(tokens[len(tokens) - before :])
-        return _banned(self._next.get(last, ()), 0.0, _ALWAYS if not before else 1.0)
+        last = tuple(tokens[len(tokens) - self._before :])
+        return _banned(self._next.get(last, ()), 0.0, _ALWAYS if not self._before else 1.0)
+
+    def after(self, tokens: Sequence[int], drafted: Sequence[int]) -> Changes:
+        if not drafted:
+            return self(tokens)
+        self(tokens)
+        text = [*tokens[max(0, len(tokens) - self._before) :], *drafted]  # every n-gram that ends in a draft lies here
+        last = tuple(text[len(text) - self._before :])
+        found = set(self._next.get(last, ()))
+        for place in range(max(self._before, len(text) - len(drafted)), len(text)):
+            if tuple(text[place - self._before : place]) == last:
+                found.add(text[place])
+        return _banned(found)
 
 
-class _Biased:
-    """Biases of single tokens everywhere, and at roots those of the last tokens of sequences that came before them."""
+class _Biased(_Part):
+    """Biases of tokens, and of last tokens of sequences that came before; drafts know the latter at their roots."""
 
     def __init__(self, biases: dict[tuple[int, ...], float]) -> None:
-        single = {sequence[0]: bias for sequence, bias in biases.items() if len(sequence) == 1}
-        self._single = _changes(list(single), bias=list(single.values()))
-        self._longer = [(list(words[:-1]), words[-1], bias) for words, bias in biases.items() if len(words) > 1]
+        self._single = {sequence[0]: np.float32(bias) for sequence, bias in biases.items() if len(sequence) == 1}
+        self._everywhere = _changes(list(self._single), bias=list(self._single.values()))
+        longer = [(list(words[:-1]), words[-1], np.float32(bias)) for words, bias in biases.items() if len(words) > 1]
+        self._longer = sorted(longer, key=lambda sequence: len(sequence[0]))
+        self._context = max((len(before) for before, _, _ in longer), default=0)
+        self.largest = max((token for sequence in biases for token in sequence), default=-1)
 
     def __call__(self, tokens: Sequence[int]) -> Changes:
-        due = [(last, bias) for before, last, bias in self._longer if list(tokens[-len(before) :]) == before]
+        due = self._due(tokens)
         if not due:
-            return self._single
-        ends, biases = zip(*due, strict=True)
-        return np.concatenate([self._single, _changes(ends, bias=biases, last=1.0)])
+            return self._everywhere
+        single = self._everywhere.copy()
+        single[np.isin(single[:, 0], list(due)), 3] = 1.0  # below the root
+        return np.concatenate([single, _changes(list(due), bias=list(due.values()), last=1.0)])
+
+    def after(self, tokens: Sequence[int], drafted: Sequence[int]) -> Changes:
+        found = self._single | self._due([*tokens[max(0, len(tokens) - self._context) :], *drafted])
+        return _changes(list(found), bias=list(found.values()))
+
+    def _due(self, tokens: Sequence[int]) -> dict[int, np.float32]:
+        """Returns the whole bias of tokens that would complete a sequence."""
+        due: dict[int, np.float32] = {}
+        for before, last, bias in self._longer:
+            if list(tokens[-len(before) :]) == before:
+                due[last] = due.get(last, self._single.get(last, np.float32(0))) + bias
+        return due
 
 
-__all__ = ["Changes", "CountPenalty", "TextCorrections", "temperature_of", "truncation_of"]
+__all__ = ["Changes", "CountPenalty", "TextCorrections", "are_known", "temperature_of", "truncation_of"]

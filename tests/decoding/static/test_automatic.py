@@ -137,17 +137,20 @@ def test_requests_that_would_be_slower_or_lose_logprobs_get_ordinary_steps(as_on
     assert all(bool(one.logprobs) == ("logprobs" in request) for one, request in zip(found, requests, strict=True))
 
 
+@pytest.mark.parametrize("coupling", [None, Coupling(IID(1), Lifted(RecursiveRejection()))], ids=["shared", "drawn"])
 @pytest.mark.parametrize(
     ("settings", "temperatures", "groups"),
     [({}, (0.0, 0.3, 5.0), 1), ({"top_k": 9}, (0.3, 5.0), 2)],
     ids=["temperatures are numbers of a table", "other settings are constants of a step"],
 )
-def test_samples_of_different_temperatures_share_a_step(as_on_a_gpu, monkeypatch, settings, temperatures, groups):
+def test_samples_of_different_temperatures_share_a_step(
+    as_on_a_gpu, monkeypatch, settings, temperatures, groups, coupling
+):
     parts = parts_of_steps(monkeypatch)
     requests = [{"temperature": temperature, "seed": 1, **settings} for temperature in temperatures]
-    decoder = build()
+    decoder = build(coupling)
     found = answers(decoder, requests)
-    assert [one.tokens for one in found] == [one.tokens for one in answers(build(buckets=None), requests)]
+    assert [one.tokens for one in found] == [one.tokens for one in answers(build(coupling, buckets=None), requests)]
     assert len({tuple(one.tokens) for one in found}) == len(temperatures)
     assert max(parts) == groups
 

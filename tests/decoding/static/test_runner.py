@@ -336,7 +336,7 @@ def test_pools_stay_where_they_are_from_batch_to_batch():
 
 
 def test_recordings_of_unused_steps_are_dropped(monkeypatch):
-    """Every temperature has its own steps if noise is not shared."""
+    """Beside other processors, here top-k, every temperature has its own steps."""
     monkeypatch.setattr("arbordraft.decoding.static.recording._MOST", 4)
     decoder = build("wor lifted", buckets=(32,))
     first, _ = decode(decoder, **SAMPLED, temperature=0.5)

@@ -24,6 +24,7 @@ from arbordraft.target.prepacked.prepacked_modules import PrepackedGatedMLP, Pre
 from arbordraft.target.prepacked.probing import Unrecognised, is_linear
 from arbordraft.target.prepacked.recognition import layer_of, same_layer, same_mlp, settings
 from arbordraft.target.prepacked.rotation import RotaryTables, rotary_tables, rotations, side_by_side
+from arbordraft.target.prepacked.row_wise import is_rotary
 from arbordraft.target.prepacked.weight_collector import WeightCollector
 from arbordraft.utils.pages import LargePages
 
@@ -224,7 +225,7 @@ class Prepacking:
                 same = mlp.gated and same_mlp(module, PrepackedGatedMLP)
                 prepacked_module = PrepackedGatedMLP(mlp.gate_up, mlp.down, mlp.activation) if same else None
             elif hasattr(module, "weight"):
-                prepacked_module = PrepackedNorm(*collector.norm(owner, name))
+                prepacked_module = PrepackedNorm(*collector.norm(owner, name), module._parameters["weight"])
         except Exception as reason:  # as above
             if is_linear(module):
                 self.left.append(f"{path} ({reason if isinstance(reason, Unrecognised) else repr(reason)})")
@@ -239,7 +240,7 @@ class Prepacking:
         for module in model.modules():
             calls = not self._called.isdisjoint(module.children())  # a module that calls no child may read its tensors
             inner = module in prepacked or (calls and not has_adapters(module))
-            inner = inner or isinstance(module, _ROWWISE) or _is_rotary(module)
+            inner = inner or isinstance(module, _ROWWISE) or is_rotary(module)
             if module in self._called and not inner:
                 yield module
 
@@ -250,11 +251,6 @@ def _matrices_of(module: nn.Module | None) -> Iterator[Matrix]:
         yield Matrix(*module.prepacked)
     elif isinstance(module, PrepackedGatedMLP):
         yield from (module.gate_up, module.down)
-
-
-def _is_rotary(module: nn.Module) -> bool:
-    """Returns whether a module of transformers makes rotary tables; other libraries may use such names, too."""
-    return type(module).__module__.startswith("transformers.models.") and "RotaryEmbedding" in type(module).__name__
 
 
 __all__ = ["Prepacking"]

@@ -20,6 +20,7 @@ from arbordraft.target.prepacked.probing import (
     Unrecognised,
     distance,
     hooked,
+    is_gated,
     kind_of,
     noise,
     plain,
@@ -86,11 +87,11 @@ class WeightCollector:
     def norm(self, owner: nn.Module, name: str) -> tuple[Norm, float]:
         """Returns an RMS norm or LayerNorm and its epsilon, identified by its output on noise."""
         module = getattr(owner, name)
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        weight, bias = module._parameters.get("weight"), getattr(module, "bias", None)
         epsilon = next((getattr(module, key) for key in ("variance_epsilon", "eps") if hasattr(module, key)), None)
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         unknown = own != {id(tensor) for tensor in (weight, bias) if tensor is not None}
-        if unknown or not plain(weight) or weight.ndim != 1 or epsilon is None or hooked(module):
+        if unknown or not plain(weight) or weight.ndim != 1 or epsilon is None or hooked(module) or is_gated(module):
             raise Unrecognised(f"{name} is {type(module).__name__}")
         # Small enough to reveal epsilon, and large enough to reveal a bound.
         sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
