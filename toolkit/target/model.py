@@ -545,6 +545,7 @@ class RaggedModel(nn.Module):
         weights = read = WeightWatch(self.model.modules())
         if prepacking is not None:
             read = WeightWatch(self.model.modules(), leave=prepacking.copied)
+            prepacking.drop_originals()  # whose few elements that are watched have mapped large parts of their files
         return _Prepared(self, view, prepacking, place is not None, weights, read, shortcut, fused, mixers, odd)
 
     def _shared_head(self) -> PrepackedLinear | None:

@@ -109,11 +109,10 @@ def thinned(model: Any) -> tuple[Any, ModelView]:
     """Returns two views of a model that skip most layers, the second one with our attention.
 
     Layers of one kind differ in weights alone, so one shows how all of them see rows. Of each kind the first and the
-    last layer stay, and the model's middle layer. Weights in blocks of a file are dequantised once, for both views, and
-    of such a head only some rows. Models with other lists of layers stay whole.
+    last layer stay, and the model's middle layer. Of a head in blocks of a file, only some rows stay. Models with other
+    lists of layers stay whole.
     """
     own, packed = ModelView(model), ModelView(model, ATTENTION_NAME)
-    dense: dict[int, Tensor] = {}
     for view in (own, packed):
         layers = _layers(view.model)
         kinds: dict[Any, list[int]] = {}
@@ -125,11 +124,7 @@ def thinned(model: Any) -> tuple[Any, ModelView]:
             vars(layer)["forward"] = (
                 partial(_skip, index, outputs) if index not in kept else partial(_note, outputs, layer.forward)
             )
-        skipped = {id(part) for index, layer in enumerate(layers) if index not in kept for part in layer.modules()}
         _shrink_head(view.model)
-        for part in view.model.modules():
-            if id(part) not in skipped and not isinstance(part, nn.Embedding):
-                vars(part)["_parameters"] = {name: _dense(weight, dense) for name, weight in part._parameters.items()}
     return own.model, packed
 
 
@@ -152,14 +147,6 @@ def _skip(index: int, outputs: list[type], *args: Any, **kwargs: Any) -> Any:
     if (ragged := kwargs.get("ragged") or current()) is not None:
         ragged.layers.setdefault(index, None)
     return (hidden,) if issubclass(outputs[-1], tuple) else hidden
-
-
-def _dense(weight: Tensor | None, known: dict[int, Tensor]) -> Tensor | None:
-    if not isinstance(weight, FileBlocks):
-        return weight
-    if id(weight) not in known:
-        known[id(weight)] = nn.Parameter(weight.dense(), requires_grad=False)
-    return known[id(weight)]
 
 
 def _shrink_head(model: Any) -> None:
