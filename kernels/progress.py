@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 
-MIN_DURATION = 2.0  # seconds of work before it is reported
+LIVE_AFTER = 0.3  # seconds of work before a terminal shows it
+MIN_DURATION = 2.0  # seconds of work before it is reported in lines that stay
 
 
 class _Phase:
@@ -41,22 +42,30 @@ class _Reporter:
         with self._condition:
             if own in self._running:  # else the process was forked meanwhile
                 self._running.remove(own)
-            if own.shown:
+            if own.shown and (own.seconds >= MIN_DURATION or not _live(own)):
                 _print(f"arbordraft: {own.work}: {own.seconds:.1f} s", keep=True)
+            elif own.shown:
+                _print("", keep=False)
             self._condition.notify()
 
     def _report(self) -> None:
         with self._condition:
             while self._running:
                 last = self._running[-1]
-                if (waits := MIN_DURATION - last.seconds) <= 0:
-                    if sys.stderr is not None and sys.stderr.isatty() and last.live:
+                live = _live(last)
+                if (waits := (LIVE_AFTER if live else MIN_DURATION) - last.seconds) <= 0:
+                    if live:
                         _print(f"arbordraft: {last.work}: {last.seconds:.0f} s", keep=False)
                     elif not last.shown:
                         _print(f"arbordraft: {last.work} ...", keep=True)
                     last.shown = True
                 self._condition.wait(waits if waits > 0 else 1.0)
             self._thread = None
+
+
+def _live(shown: _Phase) -> bool:
+    """Returns whether a terminal shows the passing seconds of some work."""
+    return shown.live and sys.stderr is not None and sys.stderr.isatty()
 
 
 _reporter = _Reporter()
@@ -75,6 +84,8 @@ if hasattr(os, "register_at_fork"):
 @contextlib.contextmanager
 def phase(work: str, *, live: bool = True) -> Iterator[None]:
     """Reports some work on stderr once it has lasted two seconds, and its duration at the end.
+
+    A terminal shows it from the first second, in a line that disappears if the work was short.
 
     Of nested phases, the innermost one is reported. Logs ``work`` and the duration at level INFO. If INFO is shown, or
     the level of the logger ``arbordraft`` was set, nothing else is reported: programs silence it that way.
@@ -108,4 +119,4 @@ def _print(line: str, *, keep: bool) -> None:
         print(f"{begin}{line}", end="\n" if keep else "", file=stream, flush=True)
 
 
-__all__ = ["MIN_DURATION", "phase"]
+__all__ = ["LIVE_AFTER", "MIN_DURATION", "phase"]

@@ -1,5 +1,6 @@
 """README, docs/ and docstrings are true: code runs, command lines parse, links have targets."""
 
+import ast
 import doctest
 import importlib
 import os
@@ -108,6 +109,54 @@ def test_command_lines_parse(line, whole, tmp_path, monkeypatch):
 def test_a_wrong_command_line_is_caught(line, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert expected in (problem(line, whole=True) or "")
+
+
+FILLED_IN = "FILLED-IN"
+PRINTED = re.compile(r"(['`]?)(arbordraft [^'\"`;:)\n,]+)")
+
+
+def printed_lines(source: str) -> set[str]:
+    """Command lines in the strings of a program; they end at a value that it fills in, unless that is an option's.
+
+    A line in quotes is one in any case; otherwise it has to begin with a command, or else it is a sentence about us.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else FILLED_IN for part in node.values)
+        else:
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        for quote, line in PRINTED.findall(re.sub(r"\{\w+\}", FILLED_IN, text)):
+            words = line.split()
+            if quote or words[1] in typer.main.get_command(app).commands:
+                ends = [at for at in range(1, len(words)) if FILLED_IN in words[at] and words[at - 1][:2] != "--"]
+                found.add(" ".join(words[: ends[0]] if ends else words))
+    return found
+
+
+def test_commands_that_are_printed_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sources = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")]
+    lines = {line for path in sources for line in printed_lines(path.read_text())}
+    assert len(lines) > 20
+    problems = {line: problem(line, whole=False) for line in lines}
+    unknown = re.compile(rf"^(?!.*{FILLED_IN}|.*requires an argument)")  # values of options are left out
+    assert {line: error for line, error in problems.items() if error and unknown.match(error)} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("print('measure it: arbordraft bench deciders --drafter x')", "there is no command deciders"),
+        ("print(f'write some with: arbordraft export onxx {folder}')", "there is no command onxx"),
+        ("raise ValueError(\"run 'arbordraft mesure'\")", "there is no command mesure"),
+        ("print(f'arbordraft bench decode --model {model} --learned {best}')", "--learned"),
+        ("raise ValueError('arbordraft refuses this')", None),
+    ],
+)
+def test_a_wrong_printed_command_is_caught(source, expected):
+    problems = [problem(line, whole=False) or "" for line in printed_lines(source)]
+    assert any(expected in each for each in problems) if expected else not problems
 
 
 def problem(line: str, whole: bool) -> str | None:

@@ -8,7 +8,6 @@ import torch
 from support.models import PROMPTS, generated, greedy_reference, left_padded, tiny, tiny_tokenizer
 
 import arbordraft as ad
-from arbordraft.decoding.detokenizing import IncrementalDetokenizer
 from arbordraft.sampling.laws import SharedNoise
 from arbordraft.verifiers import SharedMatching
 
@@ -303,40 +302,3 @@ def test_two_streams_at_once():
     pairs = list(zip(one, other, strict=False))
     assert len(pairs) > 1
     assert "".join(piece for piece, _ in pairs) == made.complete("hello", max_new_tokens=20)
-
-
-class Bytes:
-    """Tokenizer of UTF-8 bytes."""
-
-    def decode(self, tokens, **_):
-        return bytes(tokens).decode(errors="replace")
-
-
-@pytest.mark.parametrize("text", ["naïve", "日本語です", "😀 and 👩‍👩‍👧", "plain", ""])
-@pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_pieces_hold_whole_characters(text, size):
-    pieces, data = IncrementalDetokenizer(Bytes()), text.encode()
-    found = [pieces.add(list(data[at : at + size])) for at in range(0, len(data), size)]
-    assert not any("\ufffd" in piece for piece in found)
-    assert "".join(found) + pieces.end() == text
-
-
-@pytest.mark.parametrize(
-    ("stop", "expected"),
-    [
-        (["END"], "one EN two "),
-        (["two", "EN"], "one "),
-        (["nothing"], "one EN two END three"),
-        (["threefold"], "one EN two END three"),
-        ([], "one EN two END three"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_pieces_never_show_a_stop(stop, expected, size):
-    pieces, data = IncrementalDetokenizer(Bytes(), stop), b"one EN two END three"
-    shown = ""
-    for at in range(0, len(data), size):
-        shown += pieces.add(list(data[at : at + size]))
-        assert expected.startswith(shown)
-    assert shown + pieces.end() == expected

@@ -21,7 +21,6 @@ from arbordraft.kernels.precision import fast_dtype, warn_if_slow
 from arbordraft.kernels.progress import phase
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf import check_kinds
-from arbordraft.target.prepacked.mapped import load_mapped
 from arbordraft.target.prepacked.room import check_room, needed_memory
 from arbordraft.target.sources import Source, read_model, read_tokenizer, source_of
 from arbordraft.trees.topology import TreeTopology
@@ -75,7 +74,8 @@ def load(
             that every step reads. Decoding preserves the law of the model in this precision.
         kernels: see :class:`~arbordraft.RaggedModel`.
         device: device of models by name; by default the GPU if torch sees one, else the CPU.
-        keep_weights: see :class:`~arbordraft.RaggedModel`.
+        keep_weights: see :class:`~arbordraft.RaggedModel`. Where native kernels run, matrices of a folder stay in its
+            files in any case. If these have another dtype, the matrices cannot be written to.
         weights: see :class:`~arbordraft.RaggedModel`. Where native kernels run, a GGUF file keeps its own blocks by
             default. Its matrices then stay in the mapped file, which is read as long as the model is used. ``file``
             requires this. ``dense`` dequantises matrices to ``dtype``, and elsewhere this is the default.
@@ -200,24 +200,23 @@ def _target_named(
         native.load_in_background()
     if weights == "file" and not is_gguf(name):
         raise ValueError(f"weights='file' means the blocks of a GGUF file, and {name} is none: choose int8 or int4")
-    # Originals of few bits are hardly read again, so they are not converted.
-    frees = weights not in (None, "dense") or not options.get("keep_weights", True)
-    as_stored = (is_gguf(name) or (frees and os.path.isdir(name))) and packs and native.problem() is None
+    # Originals of packed weights are hardly read again, so they are not converted.
+    as_stored = (is_gguf(name) or os.path.isdir(name)) and packs and native.problem() is None
     if weights == "file" and not as_stored:
         why = (
             native.problem() if packs else "they run on a CPU, in float32 or bfloat16, with kernels='auto' or 'native'"
         )
         raise ValueError(f"weights='file' needs the native kernels: {why}; weights='dense' does without")
-    source = source_of(name)
-    if as_stored and weights in (None, "file") and isinstance(source, GgufFile):
-        check_kinds(source)
-    if packs and kernels == "auto" and (isinstance(source, GgufFile) or os.path.isdir(name)):
-        needed = needed_memory(source, precision, weights, cache_tokens)
-        check_room(name, needed | ({"converted weights": 0} if as_stored else {}))
-    model, own_tokenizer = _read(source, precision, revision, as_stored=as_stored)
-    model.to(place)  # type: ignore[arg-type]
-    weights = None if weights == "file" else weights  # the model itself holds the file's blocks
-    return RaggedModel(model, tokenizer or own_tokenizer, kernels=kernels, weights=weights, **options)
+    with phase(f"loading {name}"):  # shown between the parts of it that have lines of their own
+        source = source_of(name)
+        if as_stored and weights in (None, "file") and isinstance(source, GgufFile):
+            check_kinds(source)
+        if packs and kernels == "auto" and (isinstance(source, GgufFile) or os.path.isdir(name)):
+            check_room(name, needed_memory(source, precision, weights, cache_tokens))
+        model, own_tokenizer = _read(source, precision, revision, as_stored=as_stored)
+        model.to(place)  # type: ignore[arg-type]
+        weights = None if weights == "file" else weights  # the model itself holds the file's blocks
+        return RaggedModel(model, tokenizer or own_tokenizer, kernels=kernels, weights=weights, **options)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -280,8 +279,6 @@ def _read(
             return load_smollm2(dtype)
     place = {} if revision is None else {"revision": revision}
     with phase(f"reading {name}", live=_without_bars() and os.path.exists(name)):
-        if as_stored and not isinstance(source, GgufFile):
-            return load_mapped(source, dtype), read_tokenizer(source)
         return read_model(source, dtype, as_stored=as_stored, **place), read_tokenizer(source, **place)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from arbordraft import RaggedModel
@@ -24,6 +24,7 @@ from arbordraft.training.shards import ANSWER, PROMPT, Shard, ShardError, ShardF
 from arbordraft.training.targets import Target
 from arbordraft.utils.checks import check_positive
 
+_MOST_HELD_OUT = 48  # conversations, unless a number is given
 _CHECKED = 2  # cached sequences that are compared with a fresh forward
 
 
@@ -47,9 +48,13 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         cache: whether to keep hidden states on disk; otherwise they are computed for every batch.
         batch_tokens: bound on the tokens of a batch, padding included, on every device.
         learn_prompts: whether to learn from user turns that the target wrote, too.
-        validation: number of conversations that are held out, with all their answers.
+        validation: number of conversations that are held out, with all their answers; by default a quarter, at most 48.
         max_conversations: upper bound on the conversations to train on, for learning curves.
         seed: seed of the order and of the choice of held-out conversations.
+
+    Raises:
+        FileNotFoundError: if there is no such file of prompts.
+        ValueError: if a prompt has another form than expected, or holding out would leave nothing to train on.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         cache: bool = True,
         batch_tokens: int = 2048,
         learn_prompts: bool = True,
-        validation: int = 48,
+        validation: int | None = None,
         max_conversations: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -77,6 +82,9 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         self.cache, self.batch_tokens = cache, batch_tokens
         self.learned = (ANSWER, PROMPT) if learn_prompts else (ANSWER,)
         self.validation, self.max_conversations, self.seed = validation, max_conversations, seed
+        self._messages = read_conversations(prompts) if prompts else None  # read now, before the target is loaded
+        self._conversations = min(recipe.conversations, len(self._messages or range(recipe.conversations)))
+        self._held_out_of(self._conversations)
         self.shards: list[Shard] = []
         self._train: list[Place] = []
         self._held_out: list[Place] = []
@@ -106,6 +114,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
 
         Raises:
             ShardError: if a shard is missing, damaged or made by another target.
+            ValueError: if too few of the conversations were generated.
         """
         made_for = self.folder.manifest().get("target")
         if made_for != fingerprint(self.target.model):
@@ -192,12 +201,10 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         def store(shard: Shard, states: list[Tensor]) -> None:
             self._cached.write(shard, self._fresh.split(states))
 
-        messages = read_conversations(self.prompts) if self.prompts else None
-        count = self.recipe.conversations if messages is None else min(self.recipe.conversations, len(messages))
         work = SelfDistillation(
             ChatFormat(tokenizer),
             complete,
-            replace(self.recipe, conversations=count),
+            replace(self.recipe, conversations=self._conversations),
             self.folder,
             provenance={
                 "target": fingerprint(self.target.model),
@@ -205,7 +212,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
                 "revision": self.spec.revision,
                 "prompts": self.prompts,
             },
-            messages=messages,
+            messages=self._messages,
             store=store if keep else None,
         )
         with _progress("Generating") as bar:
@@ -214,7 +221,9 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
             def report(done: int, shards: int, tokens: int) -> None:
                 nonlocal total
                 total += tokens
-                bar.update(task, completed=done, total=shards, description=f"{total:,} tokens")
+                # The first shard says nothing about the time: until it is done, the bar only moves.
+                state = f"{total:,} tokens, {done} of {shards} shards"
+                bar.update(task, completed=done, total=shards if done else None, description=state)
 
             task = bar.add_task("", total=None)
             work.run(report, part=part, of=of, minutes=self.minutes)
@@ -234,12 +243,22 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
             return
         size = self._cached.bytes_per_token(self.target) * sum(len(shard.tokens) for shard in missing)
         with _progress(f"Caching hidden states, {size / 1e9:.1f} GB; cache: false computes them each time") as bar:
-            for shard in bar.track(missing, description=""):
+            for shard in bar.track(missing, description=f"{len(missing)} shards"):
                 self._cached.write(shard, self._fresh.read(shard, range(len(shard))))
 
     def _loader(self, places: list[Place], seed: int | None, part: int, of: int) -> BatchLoader:
         read = self._cached.read if self.cache else self._fresh.read
         return BatchLoader(self.shards, places, read, self.batch_tokens, seed, part, of)
+
+    def _held_out_of(self, conversations: int) -> int:
+        """Returns how many conversations are held out; raises ValueError if no other is left."""
+        held = max(1, min(_MOST_HELD_OUT, conversations // 4)) if self.validation is None else self.validation
+        if conversations <= held:
+            raise ValueError(
+                f"{conversations} conversations leave nothing to train on after holding out {held}: take more "
+                "(data.recipe.conversations, data.prompts), or lower data.validation"
+            )
+        return held
 
     def _split(self) -> tuple[list[Place], list[Place]]:
         """Splits the sequences into training and held-out ones; all answers to one prompt stay together.
@@ -255,13 +274,9 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
                 group = groups.setdefault(hashlib.sha256(prompt).digest(), [])
                 if not group or group[0].shard == index:
                     group.append(place)
-        if len(groups) <= self.validation:
-            raise ShardError(
-                f"{len(groups)} conversations leave nothing to train on after holding out {self.validation}; generate "
-                "more, or lower data.validation"
-            )
+        held = self._held_out_of(len(groups))
         order = sorted(groups, key=lambda key: hashlib.sha256(key + str(self.seed).encode()).digest())
-        held_out, rest = order[: self.validation], order[self.validation :][: self.max_conversations]
+        held_out, rest = order[:held], order[held:][: self.max_conversations]
         return [p for key in rest for p in groups[key]], [p for key in held_out for p in groups[key]]
 
 
@@ -271,6 +286,4 @@ def _first(marks: Tensor) -> int:
 
 
 def _progress(title: str) -> Progress:
-    return Progress(
-        TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-    )
+    return Progress(TextColumn(title), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from arbordraft import TreeTopology
+from arbordraft.checkpoints.reader import read_config
 from arbordraft.training.batches import Batch
 from arbordraft.training.chunked_loss import DraftRows, distillation_loss
 from arbordraft.training.drafts import follow
@@ -103,6 +104,8 @@ class DrafterModule(DistillationModule):
             position_decay(phase.steps, decay)
         self.student = student or EagleStudent()
         self.begin_with = [begin_with] if isinstance(begin_with, str) else begin_with
+        for settings in map(read_config, self.begin_with or ()):  # checked now, before targets are loaded
+            self.student.adopt(settings)
         self.phases, self.decay = list(phases), decay
         self.lr, self.warmup, self.cooldown = lr, warmup, check_float("cooldown", cooldown, 0, 1)
         self.lookup_weight = check_float("lookup_weight", lookup_weight, 0, 1)

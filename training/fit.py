@@ -1,5 +1,6 @@
 """Runs trainings through LightningCLI, with our defaults and the configurations that come with the package."""
 
+from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arbordraft.kernels.precision import fast_dtype, warn_if_slow
+from arbordraft.kernels.progress import phase
 
 if TYPE_CHECKING:
     from arbordraft.training.data import SelfDistillationDataModule
@@ -66,10 +68,11 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
     ``32-true``.
     """
     from jsonargparse import ArgumentError
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
     from lightning.pytorch.cli import LightningCLI
 
     from arbordraft.training.data import SelfDistillationDataModule
+    from arbordraft.training.progress import TrainingProgress
     from arbordraft.training.recording import Recorder
     from arbordraft.training.resuming import check_resumable
     from arbordraft.utils.allocator import keep_freed_memory
@@ -100,24 +103,31 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
             for callback in self.trainer.callbacks:
                 if isinstance(callback, Recorder):
                     callback.config = resolved  # in the form that fit --config reads
+            self.trainer.callbacks[:] = [
+                TrainingProgress() if type(each) is RichProgressBar else each for each in self.trainer.callbacks
+            ]
 
         def _run_subcommand(self, subcommand: str) -> None:
+            starting.close()
             if go:
                 super()._run_subcommand(subcommand)
 
     keep_freed_memory()
+    starting = ExitStack()
     command = f"arbordraft train {'decider' if module.__name__.startswith('Decider') else 'drafter'}"
-    return CLI(
-        module,
-        SelfDistillationDataModule,
-        args=resolve_configs(arguments),
-        # Lightning's callback writes the configuration into a log folder, which a tracker with a database lacks.
-        save_config_callback=None,
-        auto_configure_optimizers=False,  # the modules bring their own
-        parser_kwargs={"allow_abbrev": False, "prog": command},
-        seed_everything_default=0,
-        trainer_defaults={"logger": False, "enable_checkpointing": True},
-    )
+    with starting:
+        starting.enter_context(phase("preparing the training"))
+        return CLI(
+            module,
+            SelfDistillationDataModule,
+            args=resolve_configs(arguments),
+            # Lightning's callback writes the configuration into a log folder, which a tracker with a database lacks.
+            save_config_callback=None,
+            auto_configure_optimizers=False,  # the modules bring their own
+            parser_kwargs={"allow_abbrev": False, "prog": command},
+            seed_everything_default=0,
+            trainer_defaults={"logger": False, "enable_checkpointing": True, "enable_model_summary": False},
+        )
 
 
 def _choose_types(settings: Any) -> None:

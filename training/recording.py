@@ -16,10 +16,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
+from arbordraft.training.signals import DeferredSignals
 from arbordraft.training.tracking import MLflowTracker
 from arbordraft.utils.files import check_writable, new_file, new_folder, write_text
 from arbordraft.utils.mlflow_server import CANDIDATE, check_names
 
+INTERRUPTED = "interrupted.ckpt"
 RESULT = "best"
 RECIPE = "training.yaml"
 _KEPT = "what was saved before is kept, and --ckpt_path goes on from the last checkpoint"
@@ -65,6 +67,8 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
         self.curve: list[dict[str, float]] = []
         self._runs: dict[str, str] = {}  # ids of the trackers' runs
         self._resumed = False
+        self._signals = DeferredSignals()
+        self._saved: Path | None = None  # where an interrupt left the training
         check_writable(self.output, folder=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,6 +87,8 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins or resumes the record; drops validations after the checkpoint, which are done again."""
+        if trainer.world_size == 1:  # several processes would save at different steps
+            self._signals.defer()
         if self._resumed and self._curve_path.exists():
             known = json.loads(self._curve_path.read_text())
             self.curve = [point for point in known if point["step"] <= trainer.global_step]
@@ -94,8 +100,26 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
             tracker.log_provenance(int(os.environ.get("PL_GLOBAL_SEED", data.seed)), data.description())
             tracker.log_dataset(folder.name, profile["digest"], profile["conversations"], str(folder), profile)
 
-    @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._end_if_interrupted(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._signals.restore()
+
+    def _end_if_interrupted(self, trainer: Trainer) -> None:
+        """Saves the training after a step or a validation in which a signal came, then lets the signal end it."""
+        if self._signals.pending:
+            path = self.output / "checkpoints" / INTERRUPTED
+            trainer.save_checkpoint(path)
+            self._saved = path
+            self._signals.restore()
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._record(trainer, pl_module)
+        self._end_if_interrupted(trainer)
+
+    @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
+    def _record(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publishes the network if it is the best so far."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         reached = metrics.get(self.monitor, math.nan)
@@ -123,9 +147,10 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Logs how to resume an interrupted training."""
-        last = self.output / "checkpoints" / "last.ckpt"
+        self._signals.restore()
         if isinstance(exception, KeyboardInterrupt) and trainer.state.fn == TrainerFn.FITTING:
-            how = f" and --ckpt_path {last}" if last.exists() else ": text that was written is kept"
+            checkpoint = self._saved or getattr(trainer.checkpoint_callback, "last_model_path", None)
+            how = f" and --ckpt_path {checkpoint}" if checkpoint else ": text that was written is kept"
             logging.getLogger("arbordraft").warning("the training goes on with the same command%s", how)
 
     def _publish(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:

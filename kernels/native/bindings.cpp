@@ -53,81 +53,139 @@ Tensor prepacked_linear(
   });
 }
 
-// Calls the function with a kind of blocks and the number of groups in rows of these bytes.
-template <class What>
-void with_blocks(int64_t kind, int64_t bytes, const What& what) {
+// The inputs of rows of these bytes.
+int64_t inputs_of(int64_t kind, int64_t bytes) {
+  int64_t inputs = -1;
   const bool known = with_kind(kind, [&](auto type) {
     using F = decltype(type);
-    TORCH_CHECK((bytes - F::kRow) % F::kRaw == 0, "rows of ", bytes, " bytes are no whole blocks of ", int(F::kRaw), " bytes");
-    what(type, (bytes - F::kRow) / F::kRaw * F::kGroups);
+    const int64_t unit = kFloats<F> ? F::kBits / 8 : F::kRaw;
+    TORCH_CHECK((bytes - F::kRow) % unit == 0, "rows of ", bytes, " bytes are no whole blocks of ", int(F::kRaw), " bytes");
+    inputs = (bytes - F::kRow) / unit * (kFloats<F> ? 1 : kGroupSize * F::kGroups);
   });
   TORCH_CHECK(known, "there is no kind of blocks with number ", kind);
+  return inputs;
 }
 
-// See pack_blocks in prepacked_linear/blocks.py; places of rows in the matrices one after the other, -1 for padding.
-Tensor pack_blocks(at::TensorList raws, at::IntArrayRef kinds, const Tensor& places) {
-  std::vector<const uint8_t*> rows;
-  std::vector<int64_t> kind_of, bytes_of;
-  for (size_t n = 0; n < raws.size(); ++n) {
-    const uint8_t* from = data<uint8_t>(raws[n]);
-    for (int64_t r = 0; r < raws[n].size(0); ++r) {
-      rows.push_back(from + r * raws[n].size(1));
-      kind_of.push_back(kinds[n]), bytes_of.push_back(raws[n].size(1));
+// The rows that a packed matrix takes from several, by their places in these one after the other; -1 for padding. All have
+// the same number of inputs.
+struct Taken {
+  std::vector<Row> rows;
+  int64_t inputs = -1;
+
+  Taken(at::TensorList raws, at::IntArrayRef kinds, const Tensor& places) {
+    TORCH_CHECK(raws.size() == kinds.size() && places.numel() % kLanes == 0, "expected a kind of each matrix, and whole panels");
+    std::vector<Row> all;
+    for (size_t n = 0; n < raws.size(); ++n) {
+      TORCH_CHECK(raws[n].dim() == 2, "expected rows of blocks");
+      const int64_t bytes = raws[n].size(1), found = inputs_of(kinds[n], bytes);
+      TORCH_CHECK(inputs < 0 || inputs == found, "the rows of a packed matrix must have the same number of inputs");
+      inputs = found;
+      const uint8_t* from = data<uint8_t>(raws[n]);
+      for (int64_t r = 0; r < raws[n].size(0); ++r) all.push_back({from + r * bytes, kinds[n]});
     }
+    const int64_t* place = integers(places);
+    for (int64_t i = 0; i < places.numel(); ++i) rows.push_back(place[i] < 0 ? Row{nullptr, -1} : all.at(place[i]));
   }
-  const int64_t panels = places.numel() / kLanes, header = (8 * (kHeader + panels + 1) + 63) / 64 * 64;
-  const int64_t* place = integers(places);
-  std::vector<int64_t> table;
-  int64_t end = header, groups = -1;
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    const int64_t* held = place + panel * kLanes;
-    const int64_t kind = kind_of.at(held[0]);
-    for (int64_t lane = 0; lane < kLanes; ++lane)
-      TORCH_CHECK(held[lane] < 0 || kind_of.at(held[lane]) == kind, "the 16 rows of a panel must be blocks of one kind");
-    table.push_back(end + kind);
-    with_blocks(kind, bytes_of[held[0]], [&](auto type, int64_t count) {
-      TORCH_CHECK(groups < 0 || groups == count, "the rows of a packed matrix must have the same number of inputs");
-      groups = count;
-      end += panel_bytes<decltype(type)>(count);
+  int64_t panels() const { return int64_t(rows.size()) / kLanes; }
+
+  // Runs work(panel, its rows) for all panels.
+  template <class What>
+  void each_panel(const What& work) const {
+    team(inputs * int64_t(rows.size()) >= kWorthATeam, [&](int thread, int threads) {
+      const Range mine = share(panels(), 1, thread, threads);
+      for (int64_t panel = mine.begin; panel < mine.end; ++panel) work(panel, rows.data() + panel * kLanes);
     });
   }
+};
+
+// See pack_blocks in prepacked_linear/__init__.py; kind: that to which rows are rounded, or -1 to keep theirs.
+void pack_blocks(at::TensorList raws, at::IntArrayRef kinds, const Tensor& places, int64_t kind, const Tensor& packed) {
+  const Taken taken(raws, kinds, places);
+  const int64_t panels = taken.panels(), header = (8 * (kHeader + panels + 1) + 63) / 64 * 64;
+  const int64_t groups = groups_of(taken.inputs);
+  TORCH_CHECK(kind < 0 ? taken.inputs % kGroupSize == 0 : kind == Int4::kNumber || kind == Q8_0::kNumber, "blocks of kind ", kind, " are not made here");
+  std::vector<int64_t> table;
+  int64_t end = header;
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const Row* row = taken.rows.data() + panel * kLanes;
+    const int64_t own = kind < 0 ? row[0].kind : kind;
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      TORCH_CHECK(kind >= 0 || !row[lane].at || row[lane].kind == own, "the 16 rows of a panel must be blocks of one kind");
+    table.push_back(end + own);
+    TORCH_CHECK(
+        with_kind(own, [&](auto type) { end += panel_bytes<decltype(type)>(groups); }), "there is no kind of blocks with number ", own);
+  }
   table.push_back(end);
-  Tensor packed = at::empty({end}, at::kByte);
   uint8_t* to = data<uint8_t>(packed);
+  TORCH_CHECK(packed.numel() == end, "the packed matrix takes ", end, " bytes, got ", packed.numel());
   std::memset(to, 0, header);
   const int64_t about[kHeader] = {kLayout, panels, groups, end};
   std::memcpy(to, about, sizeof about);
   std::memcpy(to + sizeof about, table.data(), table.size() * sizeof(int64_t));
-  team(end >= kWorthATeam, [&](int thread, int threads) {
-    const Range mine = share(panels, 1, thread, threads);
-    for (int64_t panel = mine.begin; panel < mine.end; ++panel) {
+  std::atomic<bool> sound = true;
+  taken.each_panel([&](int64_t panel, const Row* row) {
+    uint8_t* own = to + table[panel] / 64 * 64;
+    with_kind(table[panel] % 64, [&](auto type) {
+      using F = decltype(type);
+      if constexpr (kRounded<F>)
+        if (kind >= 0) {
+          if (!round_panel<F>(row, taken.inputs, own)) sound = false;
+          return;
+        }
       const uint8_t* from[kLanes];
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const int64_t at = place[panel * kLanes + lane];
-        from[lane] = at < 0 ? nullptr : rows[at];
-      }
-      with_kind(table[panel] % 64, [&](auto type) { lay_panel<decltype(type)>(from, groups, to + table[panel] / 64 * 64); });
-    }
-  });
-  return packed;
-}
-
-// The float32 weights of rows of blocks.
-Tensor dequantize_blocks(const Tensor& raw, int64_t kind) {
-  TORCH_CHECK(raw.dim() == 2, "expected rows of blocks");
-  const int64_t rows = raw.size(0), bytes = raw.size(1);
-  const uint8_t* from = data<uint8_t>(raw);
-  Tensor found;
-  with_blocks(kind, bytes, [&](auto type, int64_t groups) {
-    found = at::empty({rows, groups * kGroupSize}, at::kFloat);
-    float* to = data<float>(found);
-    team(rows * bytes >= kWorthATeam, [&](int thread, int threads) {
-      const Range mine = share(rows, 1, thread, threads);
-      for (int64_t r = mine.begin; r < mine.end; ++r)
-        dequantize_row<decltype(type)>(from + r * bytes, groups, to + r * groups * kGroupSize);
+      for (int64_t lane = 0; lane < kLanes; ++lane) from[lane] = row[lane].at;
+      lay_panel<F>(from, groups, own);
     });
   });
-  return found;
+  TORCH_CHECK_VALUE(sound, "weights that are infinite, NaN or too large cannot be kept in groups of ", kind == Int4::kNumber ? 4 : 8, " bits");
+}
+
+template <class W>
+void lay_all(const Taken& taken, const Tensor& packed, const OptionalTensor& scale) {
+  constexpr int64_t kPair = std::is_same_v<W, float> ? 1 : 2;
+  constexpr bool kScaled = std::is_same_v<W, int8_t>;
+  W* to = data<W>(packed);
+  float* scales = scale ? data<float>(*scale) : nullptr;
+  const int64_t size = (taken.inputs + kPair - 1) / kPair * kPair * kLanes;
+  TORCH_CHECK(packed.numel() == taken.panels() * size, "the prepacked matrix has ", packed.numel(), " numbers instead of ", taken.panels() * size);
+  TORCH_CHECK(bool(scale) == kScaled, "numbers of 8 bits have scales, others have none");
+  TORCH_CHECK(!scale || scale->numel() == int64_t(taken.rows.size()), "expected a scale of each row, padding included");
+  taken.each_panel([&](int64_t panel, const Row* row) {
+    lay_numbers(row, taken.inputs, scales ? scales + panel * kLanes : nullptr, to + panel * size);
+  });
+}
+
+// See pack_numbers in prepacked_linear/__init__.py.
+void pack_numbers(
+    at::TensorList raws, at::IntArrayRef kinds, const Tensor& places, const Tensor& packed, const OptionalTensor& scale) {
+  const Taken taken(raws, kinds, places);
+  switch (packed.scalar_type()) {
+    case at::kChar: return lay_all<int8_t>(taken, packed, scale);
+    case at::kBFloat16: return lay_all<bf16>(taken, packed, scale);
+    default: return lay_all<float>(taken, packed, scale);
+  }
+}
+
+// Writes the weights of rows of blocks as float32 or bfloat16.
+void dequantize_blocks(const Tensor& raw, int64_t kind, const Tensor& numbers) {
+  TORCH_CHECK(raw.dim() == 2 && numbers.dim() == 2, "expected rows of blocks and of numbers");
+  const int64_t rows = raw.size(0), bytes = raw.size(1), inputs = inputs_of(kind, bytes);
+  TORCH_CHECK(numbers.size(0) == rows && numbers.size(1) == inputs, "blocks of ", rows, " x ", inputs, " numbers, got ", numbers.sizes());
+  const uint8_t* from = data<uint8_t>(raw);
+  const bool half = numbers.scalar_type() == at::kBFloat16;
+  float* wide = half ? nullptr : data<float>(numbers);
+  bf16* narrowed = half ? data<bf16>(numbers) : nullptr;
+  with_kind(kind, [&](auto type) {
+    team(rows * bytes >= kWorthATeam, [&](int thread, int threads) {
+      const Range mine = share(rows, 1, thread, threads);
+      std::vector<float> row(half ? inputs : 0);
+      for (int64_t r = mine.begin; r < mine.end; ++r) {
+        float* to = half ? row.data() : wide + r * inputs;
+        dequantize_row<decltype(type)>(from + r * bytes, inputs, to);
+        for (int64_t i = 0; half && i < inputs; ++i) narrowed[r * inputs + i] = narrow(row[i]);
+      }
+    });
+  });
 }
 
 template <class T>
@@ -410,6 +468,7 @@ TORCH_LIBRARY_FRAGMENT(arbordraft, m) {
 TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
   m.impl("prepacked_linear", &prepacked_linear);
   m.impl("pack_blocks", &pack_blocks);
+  m.impl("pack_numbers", &pack_numbers);
   m.impl("dequantize_blocks", &dequantize_blocks);
   m.impl("norm", &norm);
   m.impl("ragged_tree_attention", &ragged_tree_attention);

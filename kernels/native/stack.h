@@ -155,12 +155,6 @@ class Stack {
   std::vector<Layer<W, X, T>> layers_;
 };
 
-// Converts rows of type T to float.
-template <class T>
-void widen_rows(const T* from, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, count - i), count - i);
-}
-
 // Calls the function with W() and T(): the types of prepacked weights and of the rows that they multiply.
 template <class What>
 auto with_types(const Tensor& weight, const Tensor& rows, const What& what) {

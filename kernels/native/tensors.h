@@ -128,17 +128,34 @@ const X* as_numbers(const In* x, int64_t rows, int64_t size, int64_t inputs, Are
   return y;
 }
 
+// Converts rows of type T to float.
+template <class T>
+void widen_rows(const T* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, count - i), count - i);
+}
+
 // Rows in the form that the kernels multiply: of type X, padded with zeros to `inputs`.
 template <class X, class In>
 const X* as_inputs(const In* x, int64_t rows, int64_t size, int64_t inputs, Arena& arena) {
   if constexpr (std::is_same_v<X, Eighth>) {
     Eighth* y;
+    float* wide;
     const int64_t groups = inputs / kGroupSize;
     arena.reserve(y, rows * groups);
+    arena.reserve(wide, std::is_same_v<In, float> ? 0 : rows * size);
     arena.allocate();
     team(rows * size >= kWorthATeam, [&](int thread, int threads) {
       const Range mine = share(rows, 1, thread, threads);
-      for (int64_t r = mine.begin; r < mine.end; ++r) to_eighths(x + r * size, size, y + r * groups);
+      for (int64_t r = mine.begin; r < mine.end; ++r) {
+        const float* row;
+        if constexpr (std::is_same_v<In, float>) {
+          row = x + r * size;
+        } else {
+          widen_rows(x + r * size, size, wide + r * size);
+          row = wide + r * size;
+        }
+        to_eighths(row, size, y + r * groups);
+      }
     });
     return y;
   } else {

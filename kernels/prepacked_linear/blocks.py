@@ -66,6 +66,25 @@ class BlockKind:
         """Bytes of the codes of 16 rows and 32 inputs."""
         return LANES * GROUP * self.bits // 8
 
+    def panel_bytes(self, groups: int) -> int:
+        """Bytes of 16 rows of so many groups in a packed matrix."""
+        fields = LANES * (sum(self.row_widths) + groups * GROUP // self.weights * sum(self.widths))
+        return fields + -fields % _ALIGNED + groups * self.group_bytes
+
+    def inputs_of(self, bytes_of_row: int) -> int:
+        """Returns the inputs of a row of these bytes; rows of floats need not be whole blocks.
+
+        Raises:
+            ValueError: if such rows cannot be of this kind.
+        """
+        size, weights = (self.nbytes, self.weights) if self.dtype is None else (self.dtype.itemsize, 1)
+        count, rest = divmod(bytes_of_row - sum(self.row_widths), size)
+        if count <= 0 or rest:
+            raise ValueError(
+                f"rows of {NUMBERED[self.number]} have blocks of {size} bytes each, got {bytes_of_row} bytes"
+            )
+        return count * weights
+
     def split(self, raw: Tensor) -> tuple[Tensor, Tensor]:
         """Splits ``[n, bytes]`` rows into ``[n, R]`` fields of the row and ``[n, B, nbytes]`` blocks."""
         row, rest = raw.split([sum(self.row_widths), raw.shape[1] - sum(self.row_widths)], dim=1)
@@ -82,19 +101,53 @@ class BlockKind:
         return (parts if minimum is None else parts + minimum[..., None]).flatten(1)
 
 
-def check_rows(raw: Tensor, kind: str) -> None:
-    """Raises ValueError unless ``raw`` has ``[n, bytes]`` rows of whole blocks of a known kind."""
-    if kind not in BLOCKS:
-        raise ValueError(f"kernels read blocks of {', '.join(BLOCKS)}, not of {kind!r}")
-    known = BLOCKS[kind]
-    bytes_of_row = sum(known.row_widths)
-    if raw.ndim != 2 or raw.shape[1] <= bytes_of_row or (raw.shape[1] - bytes_of_row) % known.nbytes:
-        raise ValueError(f"rows of {kind} have blocks of {known.nbytes} bytes each, got {list(raw.shape)}")
+def inputs_of(raws: Sequence[Tensor], kinds: Sequence[str]) -> int:
+    """Returns the number of inputs that ``[n, bytes]`` matrices of blocks have in common.
+
+    Raises:
+        ValueError: if the numbers differ, or a matrix has no whole rows of a known kind.
+    """
+    found = set()
+    for raw, kind in zip(raws, kinds, strict=True):
+        if kind not in BLOCKS:
+            raise ValueError(f"kernels read blocks of {', '.join(BLOCKS)}, not of {kind!r}")
+        if raw.ndim != 2:
+            raise ValueError(f"expected rows of blocks, got {list(raw.shape)}")
+        found.add(BLOCKS[kind].inputs_of(raw.shape[1]))
+    if len(found) != 1:
+        raise ValueError("the rows of a packed matrix must have the same number of inputs")
+    return found.pop()
+
+
+def packed_bytes(numbers: Tensor, inputs: int) -> int:
+    """Returns the bytes of a packed matrix whose panels are of the kinds with these numbers."""
+    groups, counts = -(-inputs // GROUP), numbers.bincount().tolist()
+    panels = sum(count * BLOCKS[NUMBERED[number]].panel_bytes(groups) for number, count in enumerate(counts) if count)
+    return _header(len(numbers)) + panels
+
+
+def kinds_of_panels(raws: Sequence[Tensor], kinds: Sequence[str], places: Tensor) -> Tensor:
+    """Returns the ``[P]`` numbers of the kinds of panels, whose rows lie at these places; see :func:`places_of`.
+
+    Raises:
+        ValueError: if 16 rows of a panel are not of one kind.
+    """
+    if len(set(kinds)) == 1:
+        return torch.full((len(places) // LANES,), BLOCKS[kinds[0]].number)
+    numbers = torch.tensor([BLOCKS[kind].number for kind in kinds])
+    each = numbers.repeat_interleave(torch.tensor([len(raw) for raw in raws]))[places.clamp_min(0)].unflatten(
+        0, (-1, LANES)
+    )
+    if ((each != each[:, :1]) & (places.unflatten(0, (-1, LANES)) >= 0)).any():
+        raise ValueError("the 16 rows of a panel must be blocks of one kind")
+    return each[:, 0]
 
 
 def dequantize_blocks_reference(raw: Tensor, kind: str) -> Tensor:
     """See :func:`arbordraft.kernels.prepacked_linear.dequantize_blocks`."""
     known = BLOCKS[kind]
+    if known.dtype is not None:
+        return raw.view(known.dtype).float()
     row, blocks = known.split(raw)
     return known.numbers(*known.parse(blocks), row)
 
@@ -107,10 +160,13 @@ def check_finite_blocks(raw: Tensor, kind: str) -> None:
     """
     known = BLOCKS[kind]
     for rows in raw.split(max(1, _CHUNK // max(1, raw.shape[1]))):
+        if known.dtype is not None:  # NaN is both minimum and maximum; takes no memory
+            sound = all(bool(end.isfinite()) for end in rows.view(known.dtype).aminmax())
+            if not sound:
+                raise ValueError(f"{kind} numbers are infinite or NaN: the file is damaged")
+            continue
         row, blocks = known.split(rows)
-        if known.dtype is not None:
-            sound = bool(_as(blocks, known.dtype).isfinite().all())
-        elif kind == "MXFP4":
+        if kind == "MXFP4":
             sound = not bool((blocks[..., 0] > 252).any())
         elif known.row_widths:
             sound = bool(_as(row, torch.float32).isfinite().all())
@@ -122,27 +178,19 @@ def check_finite_blocks(raw: Tensor, kind: str) -> None:
 
 
 def pack_blocks_reference(raws: Sequence[Tensor], kinds: Sequence[str], rows: Tensor | None = None) -> Tensor:
-    """See :func:`arbordraft.kernels.prepacked_linear.pack_blocks`."""
+    """See :func:`arbordraft.kernels.prepacked_linear.pack_blocks`; rounds nothing."""
     places = places_of(raws, rows)
-    part = torch.arange(len(raws)).repeat_interleave(torch.tensor([len(raw) for raw in raws]))[places.clamp_min(0)]
-    first = torch.tensor([0, *(len(raw) for raw in raws)]).cumsum(0)
-    kind = torch.tensor([BLOCKS[name].number for name in kinds])[part].unflatten(0, (-1, LANES))
-    part = part.unflatten(0, (-1, LANES))
-    places = places.unflatten(0, (-1, LANES))
-    if ((kind != kind[:, :1]) & (places >= 0)).any():
-        raise ValueError("the 16 rows of a panel must be blocks of one kind")
+    groups = -(-inputs_of(raws, kinds) // GROUP)
+    everything = [row for raw in raws for row in raw]
     panels = []
-    for number, parts, held in zip(kind[:, 0].tolist(), part, places, strict=True):
-        known = BLOCKS[NUMBERED[number]]
-        raw = torch.zeros(LANES, raws[int(parts[0])].shape[1], dtype=torch.uint8)
-        for lane, (one, place) in enumerate(zip(parts.tolist(), held.tolist(), strict=True)):
+    numbers = kinds_of_panels(raws, kinds, places).tolist()
+    for number, held in zip(numbers, places.unflatten(0, (-1, LANES)), strict=True):
+        known, raw = BLOCKS[NUMBERED[number]], torch.zeros(LANES, len(everything[int(held[0])]), dtype=torch.uint8)
+        for lane, place in enumerate(held.tolist()):
             if place >= 0:
-                raw[lane] = raws[one][place - first[one]]
-        panels.append((known, _panel(known, raw), known.split(raw)[1].shape[1] * known.weights // GROUP))
-    groups = {count for _, _, count in panels}
-    if len(groups) != 1:
-        raise ValueError("the rows of a packed matrix must have the same number of inputs")
-    return _joined([(known, panel) for known, panel, _ in panels], *groups)
+                raw[lane] = everything[place]
+        panels.append((known, _panel(known, raw)))
+    return _joined(panels, groups)
 
 
 def places_of(raws: Sequence[Tensor], rows: Tensor | None) -> Tensor:
@@ -157,6 +205,11 @@ def places_of(raws: Sequence[Tensor], rows: Tensor | None) -> Tensor:
 def outputs_of(packed: Tensor) -> int:
     """Returns the outputs of a packed matrix, padded to whole panels."""
     return LANES * int(packed[8:16].view(torch.int64))
+
+
+def is_float(packed: Tensor) -> Tensor:
+    """Returns ``[O]`` bool, whether each output of a packed matrix has floats as weights, with its padding."""
+    return torch.tensor([known.dtype is not None for known, _ in _panels(packed)[0]]).repeat_interleave(LANES)
 
 
 def restore_blocks(packed: Tensor, outputs: int | None = None, inputs: int | None = None) -> Tensor:
@@ -233,13 +286,18 @@ def _joined(panels: Sequence[tuple[BlockKind, Tensor]], groups: int) -> Tensor:
 
     A place is a multiple of 64, to which the number of the panel's kind is added. The last one is the end.
     """
-    header = 8 * (_HEADER + len(panels) + 1)
-    header += -header % _ALIGNED
+    header = _header(len(panels))
     places = torch.tensor([header, *(len(panel) for _, panel in panels)]).cumsum(0)
     numbers = torch.tensor([*(known.number for known, _ in panels), 0])
     about = torch.tensor([LAYOUT, len(panels), groups, int(places[-1])])
     table = torch.cat([about, places + numbers]).view(torch.uint8)
     return torch.cat([F.pad(table, (0, header - len(table))), *(panel for _, panel in panels)])
+
+
+def _header(panels: int) -> int:
+    """Returns the bytes before the first panel."""
+    size = 8 * (_HEADER + panels + 1)
+    return size + -size % _ALIGNED
 
 
 def _panels(packed: Tensor) -> tuple[list[tuple[BlockKind, Tensor]], int]:

@@ -101,6 +101,10 @@ inline i32x16 splat_integer(int32_t x) { return {_mm256_set1_epi32(x), _mm256_se
 inline u8x64 load_bytes(const uint8_t* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
 }
+inline void store_bytes(uint8_t* p, u8x64 x) {
+  _mm256_storeu_si256((__m256i*)p, x.a);
+  _mm256_storeu_si256((__m256i*)(p + 32), x.b);
+}
 template <bool High>
 inline u8x64 load_nibbles(const uint8_t* p) {
   const u8x64 both = load_bytes(p);

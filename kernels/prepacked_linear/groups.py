@@ -32,7 +32,7 @@ def quantize_groups(weight: Tensor, bits: int) -> Tensor:
         codes = _nearest(groups, scale, 127).to(torch.int8)
         return torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], dim=-1).flatten(1)
     least, most = groups.aminmax(dim=-1)
-    minimum, lowest = _in_bytes(least.clamp_max(0))
+    minimum, lowest = _in_bytes(least.clamp_max(0) + 0.0)  # no negative zeros
     least = minimum * lowest
     scale, largest = _in_bytes(((most - least) / 15).clamp_min(0))
     codes = _nearest(groups - least[..., None], (scale * largest)[..., None], 15).clamp_min(0).byte()
@@ -42,9 +42,8 @@ def quantize_groups(weight: Tensor, bits: int) -> Tensor:
 
 
 def float_blocks(weight: Tensor) -> tuple[Tensor, str]:
-    """Returns ``[O, I]`` float32 or bfloat16 as ``[O, bytes]`` rows of blocks, padded with zeros, and their kind."""
-    padded = F.pad(weight.detach(), (0, -weight.shape[1] % GROUP)).contiguous()
-    return padded.view(torch.uint8), "F32" if weight.dtype == torch.float32 else "BF16"
+    """Returns the ``[O, bytes]`` uint8 rows of an ``[O, I]`` float32 or bfloat16 matrix, and their kind."""
+    return weight.detach().contiguous().view(torch.uint8), "F32" if weight.dtype == torch.float32 else "BF16"
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,10 @@ class PrepackedLinear(nn.Module):
 
     Args:
         linear: the replaced module, or an object with its ``weight`` and ``bias``; on the CPU, in float32 or bfloat16.
-        weights: kind of reduced weights, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output.
-        packed: these weights in panels, if they exist already; used until the weights are written to.
+        weights: kind of reduced weights, see :func:`~arbordraft.kernels.prepacked_linear.pack_rows`; they change the
+            output.
+        packed: these weights as :func:`~arbordraft.kernels.prepacked_linear.pack` returns them, if they exist already;
+            used until the weights are written to.
         transposed: whether the linear keeps ``[I, O]`` instead of ``[O, I]``.
 
     Raises:
@@ -31,7 +33,7 @@ class PrepackedLinear(nn.Module):
         linear: nn.Linear,
         *,
         weights: str | None = None,
-        packed: Tensor | None = None,
+        packed: tuple[Tensor, Tensor | None] | None = None,
         transposed: bool = False,
     ) -> None:
         super().__init__()
@@ -69,9 +71,9 @@ class PrepackedLinear(nn.Module):
         weight = self.weight.detach()
         return weight.T if self.transposed else weight
 
-    def _prepack(self, packed: Tensor | None = None) -> None:
+    def _prepack(self, packed: tuple[Tensor, Tensor | None] | None = None) -> None:
         self._state = self._current()
-        self._prepacked, self._scale = pack(self._rows(), self.weights) if packed is None else (packed, None)
+        self._prepacked, self._scale = packed or pack(self._rows(), self.weights)
         self._wide_bias = None if self.bias is None else self.bias.detach().float()
 
     def extra_repr(self) -> str:

@@ -1,4 +1,5 @@
-// y = x W^T with W in panels of blocks, and the rows of x quantised to 8 bits in groups of 32 inputs.
+// y = x W^T with W in panels of blocks. Panels of codes multiply rows of x quantised to 8 bits in groups of 32 inputs, panels
+// of floats the rows themselves.
 //
 // Row-invariant like all kernels here: a group's sum is an integer, groups are added in their order, and a row's codes
 // depend on the row alone. A product and its sum are rounded separately, never fused, so these bits are also the same on
@@ -32,14 +33,15 @@ struct Eighth {
   float total;      // scale times the sum of the codes
   int32_t half[2];  // sums of the codes of each half
   int8_t codes[kGroupSize];
+  const float* numbers;  // the group itself, which must outlive this
+  int64_t count;         // of its numbers: fewer at the end of a row
 };
 
 inline int64_t groups_of(int64_t size) { return (size + kGroupSize - 1) / kGroupSize; }
 
 // Symmetric, to nearest, ties to even. If a group has an infinity or NaN, its scale is NaN, so all outputs of its row are NaN.
 // If no number of a group exceeds 1e-30, all count as 0.
-template <class X>
-inline void to_eighths(const X* x, int64_t size, Eighth* y) {
+inline void to_eighths(const float* x, int64_t size, Eighth* y) {
   for (int64_t i = 0; i < size; i += kGroupSize, ++y) {
     const f32x16 a = load(x + i, std::max<int64_t>(0, std::min<int64_t>(size - i, kLanes)));
     const f32x16 b = load(x + i + kLanes, std::max<int64_t>(0, std::min<int64_t>(size - i - kLanes, kLanes)));
@@ -48,6 +50,7 @@ inline void to_eighths(const X* x, int64_t size, Eighth* y) {
     const bool sound = !any_nan(a) && !any_nan(b) && most <= std::numeric_limits<float>::max();
     const f32x16 steps = splat(sound && most > 1e-30f ? 127.f / most : 0.f);
     const f32x16 first = sound ? round(a * steps) : zero, second = sound ? round(b * steps) : zero;
+    y->numbers = x + i, y->count = std::min(kGroupSize, size - i);
     y->scale = sound ? most / 127.f : std::numeric_limits<float>::quiet_NaN();
     y->half[0] = int32_t(sum(first)), y->half[1] = int32_t(sum(second));  // whole numbers: exact in any order
     y->total = y->scale * float(y->half[0] + y->half[1]);
@@ -58,10 +61,13 @@ inline void to_eighths(const X* x, int64_t size, Eighth* y) {
 
 // Rows that pass over panels together, and panels that they pass over at a time.
 #if defined(__AVX512F__)
-constexpr int kPanelRows = 8;
+constexpr int kPanelRows = 8, kPasses = 1;
 constexpr int kPanelBlocks(int rows) { return rows == 1 ? 4 : rows <= 4 ? 2 : 1; }
+#elif defined(__AVX2__)  // 8 rows pass over a group in two halves, for want of registers: its codes are opened once
+constexpr int kPanelRows = 8, kPasses = 2;
+constexpr int kPanelBlocks(int rows) { return rows == 1 ? 2 : 1; }
 #else
-constexpr int kPanelRows = 4;
+constexpr int kPanelRows = 4, kPasses = 1;
 constexpr int kPanelBlocks(int rows) { return rows == 1 ? 2 : 1; }
 #endif
 
@@ -110,8 +116,10 @@ template <class F, int R, int NB>
     ahead.fetch();
     float rows[R][kGroupSize];
     for (int r = 0; r < R; ++r)
-      for (int half = 0; half < kGroupSize; half += kLanes)
-        store(rows[r] + half, load(x[r * groups].codes + half) * splat(x[r * groups].scale));
+      for (int half = 0; half < kGroupSize; half += kLanes) {
+        const Eighth& own = x[r * groups];
+        store(rows[r] + half, load(own.numbers + half, std::max<int64_t>(0, own.count - half)));
+      }
     for (int64_t i = 0; i < kGroupSize; ++i)
       each<NB>([&](auto b) {
         const f32x16 w = F::load16(panel + b * size + i * kBytes);
@@ -121,66 +129,82 @@ template <class F, int R, int NB>
   acc.store(found);
 }
 
-// The same for panels of codes. Flattened: a call that is not inlined would keep all sums in memory.
-template <class F, int R, int NB>
+// The same for panels of codes and P times R rows, R at a time. Flattened: a call that is not inlined would keep all sums in
+// memory.
+template <class F, int R, int P, int NB>
 [[gnu::flatten]] inline void tile_codes(
     const uint8_t* panel, int64_t groups, const Eighth* x, Ahead<F, NB> ahead, f32x16* found) {
+  static_assert(P == 1 || NB == 1);
   const int64_t size = panel_bytes<F>(groups);
   const uint8_t *fields = panel + kLanes * F::kRow, *codes = panel + field_bytes<F>(groups);
-  Sums<R * NB> acc(found);
-  each<R * NB>([&](auto n) { acc.set(n, splat(0.f)); });
-  const auto begin_of = [&](int64_t r, int part) {
-    const int32_t* half = x[r * groups].half;
-    return begin<F, kBiased>(F::kParts == 2 ? half[part] : half[0] + half[1]);
-  };
+  Sums<P * R * NB> acc(found);
+  each<P * R * NB>([&](auto n) { acc.set(n, splat(0.f)); });
+  alignas(64) uint8_t opened[P == 1 ? 1 : 8 * 64];  // the group's codes, as units multiply them
   for (int64_t g = 0; g < groups; g += F::kGroups, fields += kLanes * F::kFields) {
     for (int64_t j = 0; j < F::kGroups; ++j, ++x, codes += kGroupBytes<F>) {
       ahead.fetch();
-      Registers<R * NB, i32x16> sums;
-      Registers<R * NB> parts;  // whole numbers, exact in float: below 2^24
-      each<4>([&](auto line) {
-        constexpr int kLine = decltype(line)::value, kPart = kLine * F::kParts / 4;
-        if constexpr (kLine * F::kParts % 4 == 0)
-          each<R * NB>([&](auto n) { sums.set(n, start<F>(begin_of(n / NB, kPart))); });
-        const auto four = [&](int64_t r, int quad) { return read<int32_t>((const uint8_t*)x[r * groups].codes + 4 * quad); };
-        each<NB>([&](auto b) {
-          const uint8_t* p = codes + b * size;
-          if constexpr (kTwice<F>) {
-            const u8x64 first = F::template load<2 * kLine>(p), second = F::template load<2 * kLine + 1>(p);
-            each<R>([&](auto r) {
-              const int n = r * NB + b;
-              sums.set(n, dot_twice<F>(sums[n], first, second, four(r, 2 * kLine), four(r, 2 * kLine + 1)));
-            });
-          } else {
-            each<2>([&](auto half) {  // one after the other takes fewer registers
-              constexpr int kQuad = 2 * kLine + decltype(half)::value;
-              const u8x64 some = F::template load<kQuad>(p);
-              each<R>([&](auto r) { sums.set(r * NB + b, dot<F>(sums[r * NB + b], some, four(r, kQuad))); });
-            });
-          }
-        });
-        if constexpr (F::kParts == 2 && kLine % 2 == 1)
+      if constexpr (P > 1)
+        each<8>([&](auto quad) { store_bytes(opened + 64 * quad, F::template load<decltype(quad)::value>(codes)); });
+      const auto load_codes = [&]<int Quad>(std::integral_constant<int, Quad>, const uint8_t* p) {
+        if constexpr (P > 1)
+          return load_bytes(opened + 64 * Quad);
+        else
+          return F::template load<Quad>(p);
+      };
+      for (int pass = 0; pass < P; ++pass) {
+        const Eighth* const own = x + pass * R * groups;
+        const int from = pass * R * NB;
+        const auto begin_of = [&](int64_t r, int part) {
+          const int32_t* half = own[r * groups].half;
+          return begin<F, kBiased>(F::kParts == 2 ? half[part] : half[0] + half[1]);
+        };
+        Registers<R * NB, i32x16> sums;
+        Registers<R * NB> parts;  // whole numbers, exact in float: below 2^24
+        each<4>([&](auto line) {
+          constexpr int kLine = decltype(line)::value, kPart = kLine * F::kParts / 4;
+          if constexpr (kLine * F::kParts % 4 == 0)
+            each<R * NB>([&](auto n) { sums.set(n, start<F>(begin_of(n / NB, kPart))); });
+          const auto four = [&](int64_t r, int quad) { return read<int32_t>((const uint8_t*)own[r * groups].codes + 4 * quad); };
           each<NB>([&](auto b) {
-            const f32x16 scale = F::part(fields + b * size, j, kPart);
-            each<R>([&](auto r) {
-              const int n = r * NB + b;
-              const f32x16 part = to_float(total<F>(sums[n], begin_of(r, kPart))) * scale;
-              parts.set(n, kPart ? parts[n] + part : part);
-            });
+            const uint8_t* p = codes + b * size;
+            if constexpr (kTwice<F>) {
+              const u8x64 first = load_codes(std::integral_constant<int, 2 * kLine>(), p);
+              const u8x64 second = load_codes(std::integral_constant<int, 2 * kLine + 1>(), p);
+              each<R>([&](auto r) {
+                const int n = r * NB + b;
+                sums.set(n, dot_twice<F>(sums[n], first, second, four(r, 2 * kLine), four(r, 2 * kLine + 1)));
+              });
+            } else {
+              each<2>([&](auto half) {  // one after the other takes fewer registers
+                constexpr int kQuad = 2 * kLine + decltype(half)::value;
+                const u8x64 some = load_codes(std::integral_constant<int, kQuad>(), p);
+                each<R>([&](auto r) { sums.set(r * NB + b, dot<F>(sums[r * NB + b], some, four(r, kQuad))); });
+              });
+            }
           });
-      });
-      each<NB>([&](auto b) {
-        const f32x16 scale = F::scale(panel + b * size, fields + b * size, j);
-        f32x16 minimum;
-        if constexpr (F::kMinimum) minimum = F::minimum(panel + b * size, fields + b * size, j);
-        each<R>([&](auto r) {
-          const int n = r * NB + b;
-          const f32x16 sum = F::kParts == 2 ? parts[n] : to_float(total<F>(sums[n], begin_of(r, 0)));
-          f32x16 more = acc[n] + sum * (scale * splat(x[r * groups].scale));
-          if constexpr (F::kMinimum) more += minimum * splat(x[r * groups].total);
-          acc.set(n, more);
+          if constexpr (F::kParts == 2 && kLine % 2 == 1)
+            each<NB>([&](auto b) {
+              const f32x16 scale = F::part(fields + b * size, j, kPart);
+              each<R>([&](auto r) {
+                const int n = r * NB + b;
+                const f32x16 part = to_float(total<F>(sums[n], begin_of(r, kPart))) * scale;
+                parts.set(n, kPart ? parts[n] + part : part);
+              });
+            });
         });
-      });
+        each<NB>([&](auto b) {
+          const f32x16 scale = F::scale(panel + b * size, fields + b * size, j);
+          f32x16 minimum;
+          if constexpr (F::kMinimum) minimum = F::minimum(panel + b * size, fields + b * size, j);
+          each<R>([&](auto r) {
+            const int n = r * NB + b;
+            const f32x16 sum = F::kParts == 2 ? parts[n] : to_float(total<F>(sums[n], begin_of(r, 0)));
+            f32x16 more = acc[from + n] + sum * (scale * splat(own[r * groups].scale));
+            if constexpr (F::kMinimum) more += minimum * splat(own[r * groups].total);
+            acc.set(from + n, more);
+          });
+        });
+      }
     }
   }
   acc.store(found);
@@ -191,10 +215,12 @@ template <class F>
 [[gnu::noinline]] void some_tile(
     int rows, int blocks, const uint8_t* panel, int64_t groups, const Eighth* x, const uint8_t* ahead, f32x16* found) {
   const auto tile = [&]<int R, int NB>(std::integer_sequence<int, R, NB>) {
-    if constexpr (kFloats<F>)
-      tile_floats<F, R, NB>(panel, groups, x, {ahead}, found);
+    constexpr int P = R == kPanelRows ? kPasses : 1;
+    if constexpr (!kFloats<F>)
+      tile_codes<F, R / P, P, NB>(panel, groups, x, {ahead}, found);
     else
-      tile_codes<F, R, NB>(panel, groups, x, {ahead}, found);
+      for (int pass = 0; pass < P; ++pass)
+        tile_floats<F, R / P, NB>(panel, groups, x + pass * R / P * groups, {pass ? nullptr : ahead}, found + pass * R / P * NB);
   };
   const auto of = [&](auto known) {
     constexpr int R = decltype(known)::value;
@@ -210,14 +236,15 @@ template <class F>
     case 4: return of(std::integral_constant<int, 4>());
   }
 #if defined(__AVX512F__)
-  return rows == 6 ? of(std::integral_constant<int, 6>()) : of(std::integral_constant<int, 8>());
+  if (rows == 6) return of(std::integral_constant<int, 6>());
 #endif
+  of(std::integral_constant<int, kPanelRows>());
 }
 
 // The most rows up to `left` that have a tile.
 inline int tile_rows(int64_t left) {
   const int rows = int(std::min<int64_t>(left, kPanelRows));
-  return rows == 5 || rows == 7 ? rows - 1 : rows;
+  return rows <= 4 || rows == kPanelRows ? rows : kPasses == 1 && rows >= 6 ? 6 : 4;
 }
 
 // See multiply() for other weights in cpu.h.

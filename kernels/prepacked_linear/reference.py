@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arbordraft.kernels.prepacked_linear.blocks import LANES, restore_blocks
+from arbordraft.kernels.prepacked_linear.blocks import LANES, is_float, restore_blocks
 from arbordraft.kernels.prepacked_linear.groups import quantize_rows
 
 WEIGHTS = ("int4", "int8", "int8-weight-only")
@@ -58,10 +58,12 @@ def check_weights(weights: str | None) -> None:
 
 
 def multiply_panels(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
-    """Multiplies ``[..., I]`` with panels to ``[..., O]`` float64; rows are in 8 bits, all else is exact."""
+    """Multiplies ``[..., I]`` with panels to ``[..., O]`` float64; all but rows in 8 bits, for codes, is exact."""
     weight = restore_blocks(packed, outputs).double()
-    codes, steps = quantize_rows(F.pad(x, (0, weight.shape[1] - x.shape[-1])))
-    return (codes * steps.double()[..., None]).flatten(-2) @ weight.T
+    x = F.pad(x, (0, weight.shape[1] - x.shape[-1]))
+    codes, steps = quantize_rows(x)
+    rounded = (codes * steps.double()[..., None]).flatten(-2)
+    return torch.where(is_float(packed)[:outputs], x.double() @ weight.T, rounded @ weight.T)
 
 
 def prepacked_linear_reference(

@@ -36,8 +36,10 @@ def convolution_reference(
 
 def gather_inputs(inputs: Tensor, windows: Tensor, history: Tensor) -> Tensor:
     """Returns ``[..., C]`` inputs of packed rows and of committed windows, by indices as in :meth:`Paths.history`."""
-    places = torch.where(history >= 0, history, len(inputs) - 1 - history)
-    return torch.cat([inputs, windows.flatten(0, 1)])[places]
+    committed = windows.flatten(0, 1)[(-1 - history).clamp(min=0)]  # picked first: pools may hold many windows
+    if not len(inputs):
+        return committed
+    return torch.where((history >= 0).unsqueeze(-1), inputs[history.clamp(min=0)], committed)
 
 
 def scan_reference(

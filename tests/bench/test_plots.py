@@ -127,7 +127,7 @@ def test_saved_rows_are_read_back(tmp_path):
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "rows.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"rows\.json holds no measurements of 'arbordraft bench --json'"):
+    with pytest.raises(ValueError, match=r"rows\.json holds no measurements: let a benchmark write some"):
         read_rows(path)
 
 

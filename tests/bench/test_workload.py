@@ -6,6 +6,7 @@ import pytest
 from support.models import ragged
 
 from arbordraft.bench.measure import save
+from arbordraft.bench.suites import filled
 from arbordraft.bench.workload import Workload
 
 WRONG = {
@@ -48,3 +49,8 @@ def test_results_state_their_workload(tmp_path):
         "batch": 8, "new_tokens": 128, "temperature": 1.0, "repeats": 3, "seed": 0
     }  # fmt: skip
     assert one["prompts"] != other["prompts"]  # the record tells prompts apart
+
+
+def test_batches_hold_no_more_prompts_than_there_are():
+    found = filled([Workload(("a", "b"), batch=batch, temperature=t) for t in (0.0, 1.0) for batch in (1, 4, 8)])
+    assert [(one.temperature, one.batch) for one in found] == [(0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2)]

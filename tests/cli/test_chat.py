@@ -1,7 +1,12 @@
 """``arbordraft chat``: answers, commands and output, line by line from a pipe."""
 
 import io
+import os
+import pty
+import select
+import termios
 import time
+from contextlib import nullcontext
 
 import pytest
 from rich.console import Console
@@ -12,7 +17,7 @@ from arbordraft import Fixed, NGramDrafter, RaggedModel, SpeculativeDecoder, Tre
 from arbordraft.cli.display import step_tree
 from arbordraft.cli.failures import Terminated
 from arbordraft.cli.main import app
-from arbordraft.cli.session import Session, converse, typed_lines
+from arbordraft.cli.session import Session, converse, typed_ahead, typed_lines
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.verdict import SampleVerdict
@@ -65,8 +70,9 @@ def test_the_system_prompt_stands_before_every_answer(session):
         (["/clear"], "forgotten"),
         (["/nonsense"], "unknown command /nonsense: /help lists them"),
         (["/quit", "abc"], ""),
+        (["/exit", "abc"], ""),
     ],
-    ids=["help", "tree too early", "tree", "clear", "unknown", "quit"],
+    ids=["help", "tree too early", "tree", "clear", "unknown", "quit", "exit"],
 )
 def test_commands_are_obeyed(session, lines, expected):
     converse(session, iter(lines))
@@ -92,6 +98,38 @@ def test_a_message_that_is_too_long_leaves_the_session_usable(session, capsys):
     assert session.failed
     assert "64 positions" in capsys.readouterr().err
     assert session.messages[0]["content"] == "abc"
+
+
+def test_an_answer_that_is_cut_says_so_on_a_terminal(session):
+    session.console = Console(file=io.StringIO(), force_terminal=True, color_system=None)
+    session.answer("abc")
+    assert session._answer.finish_reason == "length"
+    assert shown(session).endswith(" [cut at its longest length]\n")
+    assert "cut" not in session.messages[-1]["content"]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_keys_typed_during_an_answer_wait_for_the_next_prompt(monkeypatch, held):
+    """Without the block, the terminal shows them at once, and Ctrl-C discards them."""
+    ours, theirs = pty.openpty()
+    monkeypatch.setattr("sys.stdin", os.fdopen(theirs, "r"))
+    settings = termios.tcgetattr(theirs)
+    settings[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+
+    def read(terminal):
+        return os.read(terminal, 100) if select.select([terminal], [], [], 0.2)[0] else b""
+
+    with typed_ahead() if held else nullcontext():
+        os.write(ours, b"next")
+        assert read(ours) == (b"" if held else b"next")
+        os.write(ours, b"\x03")  # Ctrl-C, whose signal no process here gets
+        read(ours)
+    settings[3] &= ~termios.ICANON
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    assert read(theirs) == (b"next" if held else b"")
+    assert termios.tcgetattr(theirs)[3] & termios.ECHO
+    os.close(ours)
 
 
 def interrupted(session, stop):

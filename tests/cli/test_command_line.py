@@ -87,7 +87,7 @@ USAGE = {
     "a chat with a missing model": ("chat --model nowhere/at/all", r"nowhere/at/all"),
     "a chat with an exit after the last layer": ("chat --model model --drafter early-exit:99", r"99"),
     "a picture of a missing file": ("plot nowhere out.png", r"nowhere.*does not exist"),
-    "a picture of other figures": ("plot list.json out.png", r"list.json holds no measurements of 'arbordraft bench"),
+    "a picture of other figures": ("plot list.json out.png", r"list.json holds no measurements"),
     "a picture of bytes": ("plot bytes out.png", r"bytes holds no measurements"),
     "a picture onto a folder": ("plot list.json folder", r"folder is a folder, not a file"),
     "a doctor of no model": ("doctor x", r"x holds no trained drafter and no model"),

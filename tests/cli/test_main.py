@@ -154,12 +154,6 @@ def test_prompts_are_read_from_chats_and_turns(tmp_path):
     assert read_prompts(path) == ["a", "b"]
 
 
-def test_help_names_every_command():
-    result = runner.invoke(cli.app, ["--help"])
-    assert result.exit_code == 0
-    assert all(command in result.output for command in ("generate", "bench", "tree"))
-
-
 @pytest.mark.parametrize("prompt", ["", "\n", "[/bold]", "[red]"], ids=repr)
 def test_any_prompt_can_be_a_title(prompt):
     """Covers empty prompts and prompts that look like markup."""

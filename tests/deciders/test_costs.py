@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import EOS, check_greedy, context, decode, grown, joined, ragged
+from support.models import check_greedy, context, decode, grown, joined, ragged
 
 import arbordraft as ad
 from arbordraft import builders
@@ -15,9 +15,6 @@ from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Limits, Verification
 from arbordraft.drafters.ngram import Guess
 from arbordraft.trees.verdict import Verdict
-
-FLAT = ad.CostTable((1, 64), (1.0, 1.0))
-STEEP = ad.CostTable((1, 64), (1.0, 64.0))
 
 
 def test_costs_are_interpolated_and_extrapolated():
@@ -103,27 +100,6 @@ def test_lookups_learn_how_often_they_are_accepted(right):
     new = joined(ad.NGramDrafter(), [[1]]).texts[0].odds
     for other in (guess._replace(size=1), guess._replace(votes=2), guess._replace(rank=1)):
         assert odds(other) == new(other)  # others learn nothing
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("costs", [None, FLAT, STEEP], ids=["all", "free rows", "expensive rows"])
-@pytest.mark.parametrize("kind", ["lookup", "early exit", "hybrid", "hybrid with a model"])
-def test_greedy_output_is_the_same_at_any_price(kind, costs):
-    target = ragged(sharpness=3)
-    lookup, early = ad.NGramDrafter(longest=4, shortest=2), ad.EarlyExitDrafter(target, 1)
-    drafter = {
-        "lookup": lookup,
-        "early exit": early,
-        "hybrid": ad.HybridDrafter(lookup, early),
-        "hybrid with a model": ad.HybridDrafter(lookup, ad.LanguageModelDrafter(ragged(seed=1))),
-    }[kind]
-    coupling = ad.Coupling.matching(2)
-    decider = None if costs is None else CostAware(costs)
-    decoder = ad.SpeculativeDecoder(target, drafter, ad.TreeTopology.from_k_config((2, 2, 1)), coupling, decider)
-    expected, _ = decode(builders.plain(target), max_new_tokens=40, eos_token_id=EOS)
-    found, stats = decode(decoder, max_new_tokens=40, eos_token_id=EOS)
-    assert found == expected
-    assert (stats.drafted > 0) == (costs is not STEEP)
 
 
 class Stingy(Decider):

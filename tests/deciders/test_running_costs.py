@@ -9,9 +9,9 @@ from support.models import PROMPTS, left_padded, ragged
 import arbordraft as ad
 from arbordraft import CostTable
 from arbordraft.deciders import CostAware
-from arbordraft.deciders.cost_aware import _Looks
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Situation
+from arbordraft.deciders.experience import Looks
 from arbordraft.deciders.running_costs import RunningCosts, StepTimes
 from arbordraft.decoding import metrics, step
 from arbordraft.decoding.runner import PackedRunner
@@ -241,7 +241,7 @@ def test_a_look_costs_the_verification_of_its_drafts():
 
 
 def test_a_look_that_pays_is_followed_by_another_soon():
-    found = _Looks(rate=1.0)
+    found = Looks(rate=1.0)
     for _ in range(12):
         found.note(0.1)
     assert found.wait == 64

@@ -123,13 +123,25 @@ PROCESSED = {
 }
 
 
+PARTS = {
+    "lookups": lambda: (ad.NGramDrafter(), GREEDY),
+    "model": lambda: (ad.LanguageModelDrafter(ragged(seed=3)), GREEDY),
+    "exit": lambda: (ad.EarlyExitDrafter(ragged(), 1), GREEDY),
+    "sampled": lambda: (ad.LanguageModelDrafter(ragged(seed=3)), SAMPLED),
+}
+
+
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("case", PROCESSED)
-def test_padding_does_not_change_processed_tokens(case, sampled):
-    """A prompt beside longer ones gets the same tokens as alone; greedy tokens equal those of transformers."""
+def test_padding_does_not_change_processed_tokens(case, parts):
+    """Processors see each node with its own path, as transformers' see the text of a prompt alone.
+
+    A prompt beside longer ones gets the same tokens as alone; greedy tokens equal those of transformers.
+    """
+    drafter, coupling = PARTS[parts]()
+    sampled = coupling is SAMPLED
     options = NEW | PROCESSED[case] | {"do_sample": sampled}
-    coupling, drafter = (SAMPLED, ad.LanguageModelDrafter(ragged(seed=3))) if sampled else (GREEDY, ad.NGramDrafter())
     target = ad.SpeculativeDecoder(ragged(), drafter, TREE, coupling)
     seeds = {"seeds": [5, 6, 7]} if sampled else {}
     together = target.generate(**left_padded(PROMPTS), **options, **seeds, return_dict_in_generate=True)

@@ -169,31 +169,6 @@ def test_several_end_tokens():
     assert decode(build(), eos_token_id=ends, max_new_tokens=12)[0] == reference(eos_token_id=ends, max_new_tokens=12)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.8},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 6, "eos_token_id": [18, 39]},
-        {"bad_words_ids": [[39], [18, 9]]},
-        {"forced_eos_token_id": 9},
-        {"suppress_tokens": [39, 18]},
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4, "eos_token_id": [18, 39]},
-    ],
-    ids=lambda options: "+".join(options),
-)
-def test_processors_see_each_node_with_its_own_path(options, drafter):
-    """Tokens equal those of transformers with each prompt alone; neither batch nor padding changes them."""
-    decoder = build("fixed matching", drafter)
-    kwargs = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, **options}
-    expected = reference(**kwargs)
-    assert decode(decoder, **kwargs)[0] == expected
-    ends = {"eos_token_id": kwargs["eos_token_id"], "pad_token_id": 0}
-    assert expected != reference(max_new_tokens=12, **ends)  # the option does something
-
-
 class Forbid(LogitsProcessor):
     """Forbids the token that is three places back."""
 
@@ -444,46 +419,9 @@ def test_calls_do_not_depend_on_each_other():
 # Sampling
 
 
-@pytest.mark.parametrize("coupling", ["wor recursive lifted", "iid k-seq", "spechub paper"])
-def test_a_seeded_request_does_not_depend_on_its_batch(coupling):
-    decoder, seeds = build(coupling), [11, 22, 33]
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 12, **NEVER}
-    together, _ = decode(decoder, seeds=seeds, **options)
-    backwards, _ = decode(decoder, PROMPTS[::-1], seeds=seeds[::-1], **options)
-    alone = [
-        decode(decoder, [prompt], seeds=[seed], **options)[0][0] for prompt, seed in zip(PROMPTS, seeds, strict=True)
-    ]
-    assert together == backwards[::-1] == alone
-    assert decode(decoder, seeds=[12, 23, 34], **options)[0] != together
-
-
 def test_manual_seed_makes_a_run_repeatable():
     decoder, runs = build(), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         runs.append(decode(decoder, do_sample=True, max_new_tokens=12, **NEVER)[0])
     assert runs[0] == runs[1] != runs[2]
-
-
-def test_every_step_has_fresh_noise():
-    decoder, drawn = build(), []
-    scores = decoder.drafter.scores
-
-    def record(state, frontier):
-        if frontier.depth == 0:
-            drawn.append(frontier.context.noise)
-        return scores(state, frontier)
-
-    decoder.drafter.scores = record
-    decode(decoder, do_sample=True, max_new_tokens=12, **NEVER)
-    uniforms = torch.cat([torch.cat([noise.draft, noise.accept, noise.final]).flatten() for noise in drawn])
-    uniforms = uniforms[uniforms > 0]  # finished samples draw none
-    assert len(drawn) > 2
-    assert len(uniforms.unique()) == len(uniforms)
-
-
-def test_sampling_rows_of_one_token_is_greedy():
-    """With a tiny top_p every row keeps one token, so sampling is greedy."""
-    for coupling in COUPLINGS:
-        sampled, _ = decode(build(coupling), do_sample=True, top_p=1e-6, max_new_tokens=8, **NEVER)
-        assert sampled == reference(max_new_tokens=8, **NEVER)

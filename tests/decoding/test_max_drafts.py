@@ -111,14 +111,6 @@ def test_random_trees_end_at_the_last_level_that_fits(name):
     assert drafts_of(DRAWN[name](), True, max_drafts=64)[0] == free
 
 
-def test_a_bound_for_all_samples():
-    free, *_ = drafts_of(built(), True)
-    tokens, drafts, output = drafts_of(built(), True, max_drafts=0)
-    assert tokens == free
-    assert sum(map(sum, drafts.values())) == 0
-    assert output.stats.rows == sum(output.stats.forwards)
-
-
 def test_requests_of_an_engine_have_bounds():
     made = built(ad.HybridDrafter(ad.NGramDrafter(4, 1), model_drafter()))
     asked = [

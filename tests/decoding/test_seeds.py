@@ -193,16 +193,6 @@ def test_row_invariant_kernels_leak_nothing_in_float32(drafter, kernels, monkeyp
     assert list(leaks(build(drafter, "cost-aware"))) == []
 
 
-def test_noise_follows_from_the_seed_and_the_step_alone():
-    def drawn(seeds, steps=3):
-        sources = [Noise.source(seed) for seed in seeds]
-        return [Noise.draw(sources, 5) for _ in range(steps)]
-
-    for together, alone in zip(drawn([7, 8, 9]), drawn([8]), strict=True):
-        for purpose in ("draft", "accept", "final"):
-            assert torch.equal(getattr(together, purpose)[1], getattr(alone, purpose)[0])
-
-
 @pytest.mark.parametrize(("expected_batch", "drafts"), [(1, True), (64, False)])
 def test_sampled_requests_plan_for_the_expected_batch(expected_batch, drafts):
     """Up to 8 rows are free, each further row costs a forward: drafts pay alone, not in a batch of 64."""

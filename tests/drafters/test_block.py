@@ -192,9 +192,3 @@ def test_rows_that_ignore_their_parents_would_be_seen():
     for name in ("chain, block", "without replacement, lifted"):
         topology, law, verifier = COUPLINGS[name]
         assert distance_to_target(verifier, topology, law, table, draft=deaf_trees) > 1e-3
-
-
-def test_without_the_markov_term_siblings_have_equal_rows():
-    proposer = made(markov_rank=0, block_size=3)
-    tree = Rounds(proposer, target(), PROMPTS[2:]).propose(SIBLINGS, ad.IID(2))
-    assert torch.equal(tree.drawn_from(1), tree.drawn_from(2))

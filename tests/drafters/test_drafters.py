@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 import torch
-from support.companions import UNEVEN, Rounds, walk
+from support.companions import Rounds, walk
 from support.models import (
     PROMPTS,
     VOCAB,
@@ -27,24 +27,6 @@ from arbordraft.sampling.owned_rows import SampleError
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.verdict import Verdict
 from arbordraft.verifiers import KSeq
-
-
-def test_deciders_see_the_rows_that_the_frontier_was_drawn_from():
-    drafter, views = ad.LanguageModelDrafter(ragged(seed=3)), []
-
-    def decide(view):
-        views.append(view)
-        return [True] * len(view.paths)
-
-    tree = Rounds(drafter, ragged(), PROMPTS).propose(UNEVEN, ad.WithoutReplacement(2), decide=decide)
-    assert [view.depth for view in views] == [depth for depth in range(UNEVEN.max_depth) for _ in PROMPTS]
-    assert [(view.confidence, view.rows) for view in views[:3]] == [([[1.0]], [[None]])] * 3
-    for number, view in enumerate(views[3:]):  # sampled: every sample is shown alone
-        sample, (rows,), (confidence,) = tree[number % 3], view.rows, view.confidence
-        for node, row, chance in zip(UNEVEN.levels[view.depth], rows, confidence, strict=True):
-            # All nodes of the topology exist, so nodes are indices of the sample's rows.
-            assert torch.equal(row, sample.drawn_from(sample.rows[UNEVEN.parent_list[node]]))
-            assert chance == pytest.approx(row[sample.tokens[node]].item())
 
 
 class Forgetful(ad.LanguageModelDrafter):
@@ -257,25 +239,6 @@ def test_rows_with_a_small_support_give_smaller_trees():
     for law, lengths in ((ad.WithoutReplacement(2), 3), (ad.TopTail(1, 1), 3), (ad.IID(2), 7)):
         tree = Rounds(drafter, ragged(), PROMPTS).propose(topology, law, processors=[TopKLogitsWarper(1)])
         assert tree.lengths == [lengths] * 3
-
-
-@pytest.mark.parametrize(
-    ("law", "rule"),
-    [
-        (ad.WithoutReplacement(2), ad.RecursiveRejection()),
-        (ad.TopTail(1, 1), ad.RecursiveRejection()),
-        (ad.IID(2), KSeq()),
-    ],
-    ids=str,
-)
-def test_decoding_with_small_supports_is_right(law, rule):
-    """Two independent draws are the same token, and both stay in the tree."""
-    drafter = ad.LanguageModelDrafter(ragged(seed=3))
-    decoder = ad.SpeculativeDecoder(ragged(), drafter, UNEVEN, ad.Coupling(law, ad.TopDown(rule)))
-    prompt = torch.tensor([PROMPTS[2]])
-    sampled = decoder.generate(prompt, max_new_tokens=12, do_sample=True, top_k=1)
-    greedy = ragged().model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
-    assert torch.equal(sampled, greedy)
 
 
 def test_a_drafter_may_do_nothing_but_propose():

@@ -74,25 +74,21 @@ def pair(kind, texts=TEXTS):
     return Rounds(fast[1], fast[0], texts), Rounds(slow[1], slow[0], texts)
 
 
-@pytest.mark.one_in(10)
-@pytest.mark.parametrize("plan", PLANS)
+# With noise, chances are estimates, which may decide otherwise about drafts at a price.
+CASES = [("0", plan) for plan in PLANS]
+CASES += [(heat, plan) for heat in ("0.5", "1") for plan in ("everything", "levels", "large budget")]
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize(("heat", "plan"), CASES)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_call_grows_the_same_trees(calls, kind, topology, plan):
-    count = check(*pair(kind), TOPOLOGIES[topology], PLANS[plan], **GREEDY)
+def test_one_call_grows_the_same_trees(calls, kind, topology, heat, plan):
+    near = {} if heat == "0" else {"near": NEAR}
+    count = check(*pair(kind), TOPOLOGIES[topology], PLANS[plan], **near, **TEMPERATURES[heat])
     nothing = topology == "root" or plan == "nothing"
     assert calls == [True, nothing] * 3, "the first drafter must grow trees in one call"
     assert (count > 0) != nothing
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("plan", ["everything", "levels", "large budget"])
-@pytest.mark.parametrize("heat", ["0.5", "1"])
-@pytest.mark.parametrize("topology", ["chain", "binary", "sequoia"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_call_grows_the_same_trees_with_shared_noise(calls, kind, topology, heat, plan):
-    assert check(*pair(kind), TOPOLOGIES[topology], PLANS[plan], near=NEAR, **TEMPERATURES[heat]) > 0
-    assert calls == [True, False] * 3
 
 
 @pytest.mark.one_in(3)

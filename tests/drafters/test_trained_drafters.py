@@ -104,15 +104,6 @@ def test_greedy_equals_transformers(name, topology):
 
 
 @every_drafter
-def test_samples_may_end_at_any_time(name):
-    (*_, ends), _ = decode(build(name))
-    options = {"max_new_tokens": 18, "eos_token_id": ends[4], "pad_token_id": 0}
-    expected = greedy_reference(target().model, PROMPTS, **options)
-    assert decode(build(name), **options)[0] == expected
-    assert len({len(tokens) for tokens in expected}) > 1
-
-
-@every_drafter
 def test_sampling_has_the_law_of_the_target(name):
     coupling = ad.Coupling(ad.WithoutReplacement(2), ad.TopDown(ad.RecursiveRejection()))
     assert fit(ad.SpeculativeDecoder(few(0), few_drafter(name), ad.TreeTopology([-1, 0, 0, 1]), coupling)) > 1e-3

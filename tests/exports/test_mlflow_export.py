@@ -226,7 +226,7 @@ def test_evaluation(parts, questions):
 
 def test_wrong_answers_fail_parity(parts, questions, monkeypatch):
     """Negative control: a verdict in which the target's best token is 7 at every even row."""
-    from arbordraft.decoding import judging as module
+    from arbordraft.verifiers import coupling as module
 
     real = module.matching_verdict
 

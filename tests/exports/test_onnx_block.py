@@ -15,8 +15,6 @@ from arbordraft.exports.onnx.writing import write
 from arbordraft.heads.block import BlockHead
 from arbordraft.onnx.graph import Graph
 
-PROMPTS = [[5, 9, 7, 5, 9], [8, 3, 8, 3, 8]]
-
 
 def inputs(path):
     return [value.name for value in onnx.load(path).graph.input]

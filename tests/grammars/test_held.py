@@ -128,15 +128,6 @@ def allows(compiler, schema, text):
     return EOS in state.allowed()
 
 
-@pytest.mark.parametrize("schema", [TEXT, {**TEXT, "maxLength": 1}, {}], ids=["text", "short", "anything"])
-@pytest.mark.parametrize("text", ['"é"', r'"\u00e9"', r'"\u00E9"', r'"\ud83d\ude00"', r'"\n"', r'"\u0001"'])
-def test_characters_may_be_escaped_or_not(compiler, schema, text):
-    assert allows(compiler, schema, text)
-    inside = {"type": "object", "properties": {"a": schema}}
-    assert allows(compiler, inside, f'{{"a": {text}}}')
-    assert not allows(compiler, schema, r'"\ud83d"')  # half a surrogate pair
-
-
 def test_escaped_names_do_not_evade_their_schema(compiler):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "": {"const": 1}}}
     for text, right in {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.companions import Dictated, Rounds
-from support.models import PROMPTS, decode, tiny
+from support.models import PROMPTS, tiny
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -106,19 +106,6 @@ def test_a_first_norm_would_be_seen(tmp_path):
     expected = rows(reference, of.model, PROMPTS[2], [])[0]
     reference.layer.input_layernorm = torch.nn.RMSNorm(HIDDEN)
     assert (rows(reference, of.model, PROMPTS[2], [])[0] - expected).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_texts_are_those_of_the_target(tmp_path, kernels):
-    of = ad.RaggedModel(tiny(), kernels=kernels)
-    checkpoint(tmp_path / "head", False, of.model)
-    for request in ({}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": [1, 2, 3]}):
-        expected, _ = decode(ad.builders.plain(of), **request)
-        for topology in (ad.TreeTopology.chain(3), ad.TreeTopology.from_k_config((2, 2))):
-            drafter = load_drafter(tmp_path / "head", of)
-            found, stats = decode(ad.SpeculativeDecoder(of, drafter, topology, ad.Coupling.shared(2)), **request)
-            assert found == expected
-            assert sum(stats.tried.values()) > 0
 
 
 def test_it_is_saved_in_our_format_and_unsupported_parts_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Blocks have the values that a file means, in rows and in packed matrices, and packing loses nothing."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,13 +11,20 @@ from support.blocks import FILE_KINDS, extreme_blocks, ordinary_blocks
 
 from arbordraft.kernels.prepacked_linear import (
     BLOCKS,
+    QUANTIZED,
     check_finite_blocks,
     dequantize_blocks,
     dequantize_blocks_reference,
     interleave,
     pack_blocks,
     pack_blocks_reference,
+    pack_numbers,
+    pack_rows,
+    prepack,
     prepacked_linear,
+    prepacked_linear_reference,
+    quantize,
+    quantize_groups,
     restore_blocks,
     select_panels,
 )
@@ -75,6 +83,95 @@ def test_packing_any_matrix_loses_nothing(kind, outputs, count, seed):
 def test_packed_blocks_take_little_more_than_the_file(kind):
     raw = ordinary_blocks(kind, 256, 1536, torch.Generator().manual_seed(0))
     assert 1 <= pack_blocks([raw], [kind]).nbytes / raw.nbytes < 1.03
+
+
+def rows_of_kinds(inputs, source):
+    """Returns matrices of blocks and of floats, and their kinds."""
+    kinds = ("Q4_K", "F32", "BF16", "Q6_K", "F16") if inputs % 256 == 0 else ("F32", "BF16", "F16")
+    return [floats_of(kind, 21, inputs, source) for kind in kinds], kinds
+
+
+def floats_of(kind, outputs, inputs, source):
+    """Returns ordinary blocks; rows of floats may have any number of inputs."""
+    if BLOCKS[kind].dtype is None:
+        return ordinary_blocks(kind, outputs, inputs, source)
+    return torch.randn(outputs, inputs, generator=source).to(BLOCKS[kind].dtype).view(torch.uint8)
+
+
+def dense(raws, kinds):
+    return torch.cat([dequantize_blocks_reference(raw, kind) for raw, kind in zip(raws, kinds, strict=True)])
+
+
+@pytest.mark.parametrize("inputs", [512, 77, 64], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_any_kind_are_rounded_as_the_reference_rounds(bits, inputs):
+    """Rows are rounded from the numbers that a file means, with zeros at the ends of their last groups."""
+    source = torch.Generator().manual_seed(inputs)
+    raws, kinds = rows_of_kinds(inputs, source)
+    wide = raws[kinds.index("F32")].view(torch.float32)
+    wide[3] = 0
+    wide[4:6] = torch.tensor([[1e-42], [-1e30 if bits == 4 else 2.0]])
+    rows = torch.randperm(21 * len(kinds), generator=source)
+    packed = pack_blocks(raws, kinds, rows, to=QUANTIZED[bits])
+    expected = pack_blocks_reference([quantize_groups(dense(raws, kinds)[rows], bits)], [QUANTIZED[bits]])
+    assert torch.equal(packed, expected)
+    assert not torch.equal(pack_blocks(raws, kinds, rows.flip(0), to=QUANTIZED[bits]), expected)  # control
+
+
+@pytest.mark.parametrize("inputs", [256, 77], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_numbers_are_those_of_the_reference(dtype, inputs):
+    source = torch.Generator().manual_seed(inputs)
+    raws, kinds = rows_of_kinds(inputs, source)
+    for rows in (None, torch.randperm(21 * len(kinds), generator=source)):
+        numbers, scale = pack_numbers(raws, kinds, dtype, rows)
+        kept = dense(raws, kinds) if rows is None else dense(raws, kinds)[rows]
+        eight, steps = quantize(kept) if dtype == torch.int8 else (kept.to(dtype), None)
+        assert torch.equal(numbers, prepack(eight))
+        assert (scale is None) == (steps is None)
+        assert scale is None or torch.equal(scale, steps)
+    assert not torch.equal(numbers, pack_numbers(raws, kinds, dtype)[0])  # control
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_that_few_bits_cannot_keep_are_refused(bits):
+    for most in (float("inf"), float("-inf"), float("nan"), *([1e9] if bits == 8 else [])):
+        weight = torch.ones(40, 64)
+        pack_blocks([weight.view(torch.uint8)], ["F32"], to=QUANTIZED[bits])
+        weight[33, 60] = most
+        with pytest.raises(ValueError, match=f"cannot be kept in groups of {bits} bits"):
+            pack_blocks([weight.view(torch.uint8)], ["F32"], to=QUANTIZED[bits])
+
+
+def test_packed_weights_lie_where_they_are_asked_to():
+    source = torch.Generator().manual_seed(0)
+    raw = ordinary_blocks("Q4_K", 40, 512, source)
+    for weights in (None, "int8-weight-only", "int8", "int4", "file"):
+        place = torch.full((1 << 20,), 7, dtype=torch.uint8)
+        found, _ = pack_rows([raw], ["Q4_K"], weights, torch.float32, empty=partial(in_place, place))
+        assert found.data_ptr() == place.data_ptr()
+        assert torch.equal(found, pack_rows([raw], ["Q4_K"], weights, torch.float32)[0])
+        assert (place[found.nbytes :] == 7).all()
+
+
+def in_place(place, *shape, dtype):
+    return place[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_floats_multiply_rows_that_are_not_rounded(kind):
+    source = torch.Generator().manual_seed(0)
+    raw, x = ordinary_blocks(kind, 40, 320, source), torch.randn(5, 320, generator=source)
+    exact, packed = x.double() @ dequantize_blocks(raw, kind).double().T, pack_blocks([raw], [kind])
+    found = prepacked_linear(x, packed, outputs=40)
+    assert relative(found, exact) < 1e-6
+    assert relative(prepacked_linear_reference(x, packed, None, None, 40), exact) < 1e-6
+    rounded = prepacked_linear(x, pack_blocks([raw], [kind], to="Q8_0"), outputs=40)
+    assert relative(rounded, exact) > 1e-3  # control: weights and rows in 8 bits
+
+
+def relative(found, exact):
+    return ((found - exact).norm() / exact.norm()).item()
 
 
 def test_kinds_mix_by_16_rows():
@@ -156,7 +253,7 @@ def test_matrices_that_cannot_be_packed_are_refused():
             pack([four], ["Q4_K"], torch.tensor([24]))
     for kind, raw, message in (
         ("Q4_K", four[:, :-1], "rows of Q4_K have blocks of 144 bytes each"),
-        ("Q4_K", four[0], "rows of Q4_K have blocks of 144 bytes each"),
+        ("Q4_K", four[0], "expected rows of blocks"),
         ("IQ2_XS", four, "kernels read blocks of .*, not of 'IQ2_XS'"),
     ):
         with pytest.raises(ValueError, match=message):

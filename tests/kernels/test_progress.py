@@ -17,6 +17,7 @@ LONG = 0.15
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
+    monkeypatch.setattr(progress, "LIVE_AFTER", 0.05)
     monkeypatch.setattr(progress, "MIN_DURATION", 0.05)
 
 
@@ -106,6 +107,17 @@ def test_a_terminal_shows_passing_seconds_in_one_line(capsys, monkeypatch, live)
     begin = "\r\x1b[K"
     first = "arbordraft: reading: N s" if live else "arbordraft: reading ...\n"
     assert said(capsys) == f"{begin}{first}{begin}arbordraft: reading: N s\n"
+
+
+def test_a_terminal_shows_short_work_as_long_as_it_lasts(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "MIN_DURATION", 5.0)
+    with phase("reading"):  # control: lines that stay wait longer
+        time.sleep(LONG)
+    assert said(capsys) == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with phase("reading"):
+        time.sleep(LONG)
+    assert said(capsys) == "\r\x1b[Karbordraft: reading: N s\r\x1b[K"
 
 
 def test_a_live_line_fits_into_the_terminal(capsys, monkeypatch):

@@ -12,33 +12,21 @@ from arbordraft.kernels.native import threads
 OWN = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 64),
-        ({"cpu.max": "max 100000\n"}, 64),
-        ({"cpu.max": "300000 100000\n"}, 3),
-        ({"cpu.max": "250000 100000\n"}, 3),
-        ({"cpu.max": "20000 100000\n"}, 1),
-        ({"cpu.max": "9900000 100000\n"}, 64),
-        ({"cpu.max": "what\n"}, 64),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
-        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
-        ({"cpu/cpu.cfs_quota_us": "400000\n"}, 64),
-    ],
-    ids=[
-        "none",
-        "no limit",
-        "whole",
-        "a half more",
-        "below one",
-        "above",
-        "odd",
-        "no limit, v1",
-        "whole, v1",
-        "half of v1",
-    ],
-)
+LIMITS = {
+    "none": ({}, 64),
+    "no limit": ({"cpu.max": "max 100000\n"}, 64),
+    "whole": ({"cpu.max": "300000 100000\n"}, 3),
+    "a half more": ({"cpu.max": "250000 100000\n"}, 3),
+    "below one": ({"cpu.max": "20000 100000\n"}, 1),
+    "above": ({"cpu.max": "9900000 100000\n"}, 64),
+    "odd": ({"cpu.max": "what\n"}, 64),
+    "no limit, v1": ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+    "whole, v1": ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+    "half of v1": ({"cpu/cpu.cfs_quota_us": "400000\n"}, 64),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), LIMITS.values(), ids=LIMITS)
 def test_processors_of_a_container(monkeypatch, tmp_path, files, expected):
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     for name, text in files.items():

@@ -55,7 +55,7 @@ def calls(monkeypatch):
 
 def by_processors(monkeypatch, run):
     with monkeypatch.context() as patch:
-        patch.setattr("arbordraft.decoding.processing.runs_natively", lambda logits: False)
+        patch.setattr("arbordraft.decoding.judging.runs_natively", lambda logits: False)
         return run()
 
 

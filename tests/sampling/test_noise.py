@@ -231,8 +231,8 @@ def namesakes():
 @pytest.mark.parametrize("processor", namesakes(), ids=lambda processor: type(processor).__name__)
 def test_a_class_is_not_taken_for_its_namesake(processor):
     warp = LogitsPipeline([processor])
-    assert not warp.greedy
-    assert warp.temperature is None
+    assert warp.temperature == 1
+    assert not warp.only_divides
     assert not is_static(processor)
     for scores in (warp(LOGITS, PATHS.__getitem__), warp.trimmed(LOGITS, PATHS.__getitem__)[0]):
         assert scores.isinf().nonzero().tolist() == [[row, path[-1]] for row, path in enumerate(PATHS)]
@@ -249,9 +249,10 @@ def test_a_criterion_is_not_taken_for_its_namesake():
 
 
 def test_extreme_temperatures():
-    assert LogitsPipeline([TemperatureLogitsWarper(1e-11), TopKLogitsWarper(3)]).greedy
+    assert LogitsPipeline([TemperatureLogitsWarper(1e-11), TopKLogitsWarper(3)]).temperature == 0
     frozen = LogitsPipeline([TemperatureLogitsWarper(1e-300)])
     assert torch.equal(frozen(LOGITS, PATHS.__getitem__), LOGITS)
-    assert not LogitsPipeline([TemperatureLogitsWarper(1e-9)]).greedy
+    assert LogitsPipeline([TemperatureLogitsWarper(1e-9)]).temperature == 1e-9
+    assert LogitsPipeline([TemperatureLogitsWarper(0.5)], greedy=True).temperature == 0
     with pytest.raises(ValueError, match="temperature must be at most 1e6, got 1e"):
         LogitsPipeline([TemperatureLogitsWarper(1e308)])

@@ -258,12 +258,6 @@ UNFIT = {
     "no end": ({"ignore_eos": True}, "ignore_eos", "able to end"),
     "a minimum length": ({"min_tokens": 2}, "min_tokens", "JSON"),
     "a stop token": ({"stop_token_ids": [5]}, "stop_token_ids", "JSON"),
-    "a strict keyword": (
-        {"response_format": json_format({"uniqueItems": True, "type": "array"}, strict=True)},
-        "response_format.json_schema.schema",
-        "uniqueItems cannot be held",
-    ),
-    "an unknown format": ({"response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
 }
 
 

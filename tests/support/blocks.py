@@ -1,8 +1,10 @@
 """Random blocks of every kind, of ordinary and of extreme values."""
 
 import torch
+import torch.nn.functional as F
 
-from arbordraft.kernels.prepacked_linear import BLOCKS, QUANTIZED, float_blocks, quantize_groups
+from arbordraft.kernels.prepacked_linear import BLOCKS, QUANTIZED, quantize_groups
+from arbordraft.kernels.prepacked_linear.blocks import GROUP
 
 SMALL = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}  # for rows that are no multiples of 256
 FILE_KINDS = tuple(kind for kind in BLOCKS if kind != "INT4")
@@ -66,5 +68,5 @@ def extreme_blocks(kind, generator):
 
 def padded_floats(weight, kind):
     """Returns float32 weights as rows of F32, F16 or BF16 blocks."""
-    padded = float_blocks(weight)[0].view(torch.float32)
+    padded = F.pad(weight, (0, -weight.shape[1] % GROUP))
     return padded.to(BLOCKS[kind].dtype).view(torch.uint8)

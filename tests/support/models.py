@@ -226,7 +226,6 @@ class Text:
 
     number: int
     tokens: list[int]
-    greedy: bool
     pipeline: LogitsPipeline
     memory: object = None
     path_state: PathState | None = None
@@ -280,18 +279,18 @@ def context(
     **options: object,
 ) -> DraftContext:
     """Returns the context of a step, as a decoder gives it to its grower."""
-    pipeline = LogitsPipeline(processors, len(tokens))
+    pipeline = LogitsPipeline(processors, len(tokens), greedy=greedy)
     generators = [Noise.source(seed + sample) for sample in range(len(tokens))]
     noise: Noise | GumbelNoise | None = None if greedy else Noise.draw(generators, topology.num_nodes)
     if law.shared and not greedy:
         sources = [SharedSource(seed + sample) for sample in range(len(tokens))]
         noise = GumbelNoise(sources, [len(text) for text in tokens])
     return DraftContext(
-        samples=[Text(number, list(text), greedy, pipeline) for number, text in enumerate(tokens)],
+        samples=[Text(number, list(text), pipeline) for number, text in enumerate(tokens)],
         max_depth=[topology.max_depth] * len(tokens) if max_depth is None else max_depth,
         topology=topology,
         law=law,
-        greedy_law=Fixed(law.k),
+        certain_law=Fixed(law.k),
         shared=law.shared,
         noise=noise,
         **options,

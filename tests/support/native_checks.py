@@ -6,6 +6,7 @@ import random
 import sys
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -73,6 +74,7 @@ KINDS = {
     "mixed-bfloat16": (torch.bfloat16, "mixed"),
 }
 GROUPED = [kind for kind, (_, weights) in KINDS.items() if weights not in (None, "int8-weight-only")]
+UNROUNDED = [kind for kind, (_, weights) in KINDS.items() if weights in BLOCKS and BLOCKS[weights].dtype is not None]
 HALF_STEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # relative error of rounding once
 
 TREES = {
@@ -141,7 +143,8 @@ def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=
     """Returns arguments and options of a prepacked linear, its value in float64 and a bound on the kernel's error.
 
     Every product and every sum is exact or rounded once; the result is rounded to its type. With weights in groups,
-    products of bytes are exact, and only some products and sums per group of inputs are rounded.
+    products of bytes are exact, and only some products and sums per group of inputs are rounded. Floats among these
+    multiply rows that are not rounded to 8 bits.
     """
     generator = torch.Generator().manual_seed(seed)
     dtype, weights = KINDS[kind]
@@ -153,11 +156,13 @@ def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=
     prepacked, scale = packed(weight, weights)
     if kind in GROUPED:
         codes, steps = quantize_rows(x)
-        rows_kept = (codes * steps.double()[..., None]).flatten(1)
-        multiples, minima = (
-            torch.cat(part) for part in zip(*(parts_of(*one) for one in blocks_in(weight, weights)), strict=True)
-        )
-        exact, size = rows_kept @ (multiples + minima).T, rows_kept.abs() @ (multiples.abs() + 3 * minima.abs()).T
+        rounded = (codes * steps.double()[..., None]).flatten(1)
+        products = []
+        for raw, name in blocks_in(weight, weights):
+            multiples, minima = parts_of(raw, name)
+            kept = F.pad(x, (0, multiples.shape[1] - inputs)).double() if BLOCKS[name].dtype is not None else rounded
+            products.append((kept @ (multiples + minima).T, kept.abs() @ (multiples.abs() + 3 * minima.abs()).T))
+        exact, size = (torch.cat(part, dim=1) for part in zip(*products, strict=True))
     else:
         eight = quantize(weight) if weights else None
         dense = weight.double() if eight is None else eight[0].double() * eight[1].double()[:, None]

@@ -26,15 +26,16 @@ def small_decoder(law, verifier, topology, drafter=None):
 
 
 @cache
-def exact_law(allowed=None):
+def exact_law(model, allowed=None):
     """Returns the probability of every text of three tokens after the prompt, by the model alone.
 
     Args:
+        model: a model of six tokens.
         allowed: function that returns the tokens that may follow a text; by default all may.
     """
 
     def row(text):
-        scores = next_logits(few_tokens(0).model, [*TEXT, *text])[None].double()
+        scores = next_logits(model, [*TEXT, *text])[None].double()
         if allowed is not None:
             scores[0, [token for token in range(FEW) if token not in allowed(text)]] = -torch.inf
         return TopPLogitsWarper(TOP_P)(None, scores).softmax(-1)[0].tolist()
@@ -50,7 +51,7 @@ def fit(decoder, samples=1500, allowed=None, **options):
     """Returns the p-value of texts that many samples of one prompt emit; texts too rare to count share one cell.
 
     Args:
-        decoder: decoder of ``few_tokens(0)``.
+        decoder: decoder of a target of six tokens.
         samples: number of samples.
         allowed: see :func:`exact_law`.
         options: options of generate().
@@ -68,7 +69,7 @@ def fit(decoder, samples=1500, allowed=None, **options):
     assert output.stats.accepted.total() > samples / 4  # enough drafts were accepted
     assert min(output.stats.forwards) < LENGTH
     assert max(output.stats.forwards) > 1
-    law = exact_law(allowed)
+    law = exact_law(decoder.target.model, allowed)
     counted = Counter(map(tuple, output.sequences[:, len(TEXT) :].tolist()))
     if not counted.keys() <= law.keys():
         return 0.0

@@ -53,9 +53,9 @@ def save_prompts(path: Path, count: int = 12) -> Path:
     return path
 
 
-def save_world(folder: Path) -> Path:
+def save_world(folder: Path, **overrides: object) -> Path:
     """Saves a target and prompts; ``data(folder)`` generates the rest there at its first use."""
-    save_target(folder / "target")
+    save_target(folder / "target", **overrides)
     save_prompts(folder / "prompts.jsonl")
     return folder
 
@@ -73,7 +73,7 @@ def data(world: Path, **changes: Any) -> SelfDistillationDataModule:
     return SelfDistillationDataModule(**{**settings, **changes})
 
 
-def module(noise: float = 0.0, **changes: Any) -> DrafterModule:
+def module(noise: float = 0.0, vocabulary: int = 40, **changes: Any) -> DrafterModule:
     """Returns a module whose drafter learns in two phases."""
     settings = {
         "phases": (Phase(0.5, 1, "kl"), Phase(1.0, 2, "lk_hybrid")),
@@ -83,7 +83,7 @@ def module(noise: float = 0.0, **changes: Any) -> DrafterModule:
         "decoded": 2,
         "decoded_tokens": 8,
     }
-    return DrafterModule(EagleStudent(vocabulary=40, layers=[0, 1, 2], noise=noise), **{**settings, **changes})
+    return DrafterModule(EagleStudent(vocabulary=vocabulary, layers=[0, 1, 2], noise=noise), **{**settings, **changes})
 
 
 def save_config(path: Path, world: Path, **sections: Mapping[str, Any]) -> Path:

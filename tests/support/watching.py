@@ -23,18 +23,3 @@ class Watch(TorchDispatchMode):
             self.found.append(name)
         self.count += 1
         return out
-
-
-def watch(monkeypatch, step):
-    """Watches all calls of a class of steps; returns the list of operators found."""
-    found, forward = [], step.forward
-
-    def watched(self, *inputs):
-        with Watch() as seen:
-            out = forward(self, *inputs)
-        assert seen.count > 100
-        found.extend(seen.found)
-        return out
-
-    monkeypatch.setattr(step, "forward", watched)
-    return found

@@ -115,14 +115,49 @@ def test_logits_are_close_to_those_of_the_dequantised_model(written, kinds, size
     model, _ = load_model(str(file), torch.float32)
     decoder = decoder_of(file)
     tokens = torch.arange(20) % len(LETTERS)
-    cache = RaggedKVCache()
-    batch = cache.lay_out([cache.open(20)], [range(20)])
     with torch.no_grad():
         expected = model(tokens[None]).logits[0]
     spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
-    error = (decoder.target(tokens, batch, cache) - expected).square().mean().sqrt() / spread
+    error = (rows_of(decoder, tokens) - expected).square().mean().sqrt() / spread
     assert error < 0.05
     assert decoder.complete("hello", max_new_tokens=8) == decoder.complete("hello", max_new_tokens=8)
+
+
+@pytest.mark.parametrize(("kinds", "sizes"), [(MIXED, {}), (K_QUANTS, WIDE)], ids=["mixed", "K-quants"])
+def test_greedy_text_is_that_of_the_dequantised_model(written, kinds, sizes, tmp_path):
+    """Where the text of transformers' own reading differs, its margin is below the noise of activations in 8 bits."""
+    pytest.importorskip("accelerate", reason="transformers reads such files with it")
+    file = written(kinds, **sizes)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    prompt, new = torch.arange(5)[None], 60
+    text = model.generate(prompt, do_sample=False, min_new_tokens=new, max_new_tokens=new, eos_token_id=None)
+    others = torch.randint(len(LETTERS), (new,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        along, expected = model(text).logits[0, 4:-1], model(others[None]).logits[0]
+    noise = 0.05 * (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
+    free = decoder_of(file).generate(prompt, do_sample=False, min_new_tokens=new, max_new_tokens=new, eos_token_id=None)
+    places = (free != text)[0, 5:].nonzero()
+    if len(places):
+        row, token = along[int(places[0])], free[0, 5 + int(places[0])]
+        assert row.max() - row[token] < noise
+
+    def margins(decoder):
+        chosen = rows_of(decoder, others).argmax(dim=-1)
+        return expected.max(dim=-1).values - expected.gather(1, chosen[:, None])[:, 0]
+
+    found = margins(decoder_of(file))
+    assert (found == 0).float().mean() > 0.9
+    assert (found < noise).all()
+    write_gguf(tmp_path / "other.gguf", fusable(vocab_size=len(LETTERS), seed=1, **sizes), kinds)
+    other = margins(decoder_of(tmp_path / "other.gguf"))  # control: another model
+    assert (other == 0).float().mean() < 0.5
+    assert (other > noise).any()
+
+
+def rows_of(decoder, tokens):
+    """Returns the logits of all rows of a text."""
+    cache = RaggedKVCache()
+    return decoder.target(tokens, cache.lay_out([cache.open(len(tokens))], [range(len(tokens))]), cache)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

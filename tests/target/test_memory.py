@@ -1,5 +1,6 @@
 """Packed weights lie together in memory, and their originals leave it if a file holds them."""
 
+import contextlib
 import itertools
 import mmap
 from pathlib import Path
@@ -20,10 +21,17 @@ TOKENS = torch.arange(12)
 LARGE = 1 << 21  # bytes of a large page
 
 
-def matrices(rows):
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(rows, 33, 16, generator=generator)
-    return [wide, wide.bfloat16()[:, :, None], wide.mul(40).to(torch.int8), torch.randn(3, 5, generator=generator)]
+SHAPES = ((1000, 33, 16), (1000, 33, 1, 16), (1000, 33, 16), (3, 5))
+TYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float32)
+BYTES = 1000 * 33 * 16 * 7 + 60
+
+
+def made(empty):
+    """Returns tensors of several types with numbers in them."""
+    tensors = [empty(*shape, dtype=dtype) for shape, dtype in zip(SHAPES, TYPES, strict=True)]
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number + 1)
+    return tensors
 
 
 def gaps(tensors):
@@ -31,36 +39,45 @@ def gaps(tensors):
     return [b.data_ptr() - a.data_ptr() - a.nbytes for a, b in itertools.pairwise(tensors)]
 
 
-@pytest.mark.parametrize(("rows", "moved"), [(1000, True), (10, False)], ids=["several pages", "less than a page"])
-def test_tensors_move_together_unchanged(rows, moved):
-    tensors = matrices(rows)
-    before, places = [tensor.clone() for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
-    assert (sum(tensor.nbytes for tensor in tensors) >= LARGE) == moved
-    pages = LargePages(sum(tensor.nbytes for tensor in tensors) + 1000)
-    pages.place(tensors[:2])
-    pages.place(tensors[2:])
-    for tensor, old in zip(tensors, before, strict=True):
-        assert tensor.dtype == old.dtype
+def lie_together(tensors):
+    return all(0 <= gap < 64 for gap in gaps(tensors))
+
+
+def test_tensors_lie_together():
+    tensors = made(LargePages(BYTES + 1000).empty)
+    for number, (tensor, shape, dtype) in enumerate(zip(tensors, SHAPES, TYPES, strict=True)):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
         assert tensor.is_contiguous()
-        assert torch.equal(tensor, old)
-    if moved:
-        assert all(0 <= gap < 64 for gap in gaps(tensors))
-        assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
-    else:
-        assert [tensor.data_ptr() for tensor in tensors] == places
+        assert (tensor == number + 1).all()  # none overlaps another
+    assert lie_together(tensors)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+    assert not lie_together(made(torch.empty))  # control: the allocator leaves gaps
 
 
-def test_the_allocator_leaves_gaps_between_tensors():
-    """Negative control: gaps distinguish moved tensors from others."""
-    assert not all(0 <= gap < 64 for gap in gaps(matrices(1000)))
+@pytest.mark.parametrize("size", [LARGE - 1, 0])
+def test_less_than_a_page_is_left_to_the_allocator(size):
+    tensors = made(LargePages(size).empty)
+    assert not lie_together(tensors)
+    assert all((tensor == number + 1).all() for number, tensor in enumerate(tensors))
 
 
-def test_tensors_beyond_the_end_stay():
-    tensors = matrices(1000)
-    places = [tensor.data_ptr() for tensor in tensors]
-    LargePages(sum(tensor.nbytes for tensor in tensors[:3])).place(tensors)
-    moved = [tensor.data_ptr() != place for tensor, place in zip(tensors, places, strict=True)]
-    assert moved == [True, True, True, False]
+def test_tensors_beyond_the_end_lie_elsewhere():
+    tensors = made(LargePages(BYTES - 60).empty)
+    assert lie_together(tensors[:3])
+    assert not 0 <= gaps(tensors)[2] < 64
+    assert (tensors[3] == 4).all()
+
+
+def test_the_place_of_tensors_that_are_not_used_is_given_back():
+    pages = LargePages(BYTES)
+    first = pages.empty(100, dtype=torch.uint8)
+    with contextlib.suppress(KeyError), pages.given_back():
+        unused = pages.empty(1000, dtype=torch.uint8)
+        raise KeyError
+    assert pages.empty(1000, dtype=torch.uint8).data_ptr() == unused.data_ptr() == first.data_ptr() + 128
+    with pages.given_back():  # control
+        kept = pages.empty(1000, dtype=torch.uint8)
+    assert pages.empty(1000, dtype=torch.uint8).data_ptr() > kept.data_ptr()
 
 
 def resident(tensor):
@@ -113,7 +130,7 @@ def test_other_memory_stays():
     assert tensor.sum() == len(tensor)
 
 
-@pytest.mark.parametrize("options", [{"weights": "int4"}, {"keep_weights": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"weights": "int4"}, {"weights": "int8"}, {"keep_weights": False}], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_originals_of_another_dtype_stay_in_the_folder(kernels, tmp_path, options, tied):
     """They are converted as they are read, and give the same texts as originals converted in memory."""
@@ -125,7 +142,9 @@ def test_originals_of_another_dtype_stay_in_the_folder(kernels, tmp_path, option
     model, plain = target.model, type(target.model).from_pretrained(tmp_path, dtype=torch.float32).eval()
     down = model.model.layers[0].mlp.down_proj.weight
     assert isinstance(down, FileBlocks)
-    assert isinstance(model.lm_head.weight, FileBlocks) != tied
+    assert isinstance(model.lm_head.weight, FileBlocks)
+    assert isinstance(model.model.embed_tokens.weight, FileBlocks)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert model.dtype == model.config.dtype == torch.float32
     for name, weight in plain.named_parameters():
         assert torch.equal(model.get_parameter(name) + 0, weight)

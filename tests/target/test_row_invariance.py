@@ -142,41 +142,25 @@ def test_all_thread_counts_give_the_same_bits():
         assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def check_rows_of_model(architecture, dtypes, kinds):
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("architecture", FUSED)
+def test_rows_of_models(architecture, threads):
+    torch.set_num_threads(threads)
     model = fusable(architecture)
-    for dtype, weights in itertools.product(dtypes, kinds):
+    for dtype, weights in itertools.product(DTYPES, (None, *WEIGHTS)):
         target = RaggedModel(model.to(dtype), kernels="native", weights=weights)
         found = equality_report(target, Exactness.EXACT)
         assert found.equal == found.rows > 0
 
 
-@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("architecture", FUSED)
-def test_rows_of_models(architecture, threads):
-    torch.set_num_threads(threads)
-    check_rows_of_model(architecture, DTYPES, (None, *WEIGHTS))
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("architecture", FUSED)
-def test_rows_of_models_on_two_threads(architecture):
-    torch.set_num_threads(2)
-    check_rows_of_model(architecture, [torch.bfloat16], [None])
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe"])
-@pytest.mark.parametrize("weights", [None, *WEIGHTS], ids=str)
-def test_speculative_bfloat16_equals_plain_decoding(weights, architecture):
-    target = RaggedModel(fusable(architecture).to(torch.bfloat16), kernels="native", weights=weights)
-    assert target.row_invariant
-    assert list(disagreements(target)) == []
+DECODED = [*itertools.product(["llama", "gemma2", "qwen2_moe"], [None, *WEIGHTS])]
+DECODED += [(name, None) for name in ("gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi")]
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("architecture", ["gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi"])
-def test_speculative_bfloat16_equals_plain_decoding_with_layers_of_other_kinds(architecture):
-    target = RaggedModel(varied(architecture).to(torch.bfloat16), kernels="native")
+@pytest.mark.parametrize(("architecture", "weights"), DECODED, ids=str)
+def test_speculative_bfloat16_equals_plain_decoding(weights, architecture):
+    target = RaggedModel(varied(architecture).to(torch.bfloat16), kernels="native", weights=weights)
     assert target.row_invariant
     assert list(disagreements(target)) == []
 

@@ -72,7 +72,7 @@ def test_a_kind_that_is_skipped_would_pass(model, monkeypatch):
 
 
 def test_most_layers_of_one_kind_are_skipped(model):
-    """Only the first, the middle and the last one run, and hold dense weights; the model itself stays as it is."""
+    """Only the first, the middle and the last one run; the model itself stays as it is."""
     own, packed = thinned(model)
     held = [isinstance(layer.mlp.down_proj.weight, FileBlocks) for layer in model.model.layers]
     ran = []
@@ -82,7 +82,6 @@ def test_most_layers_of_one_kind_are_skipped(model):
     with torch.no_grad():
         own(torch.arange(5)[None])
     assert [view_layer.mlp in ran for view_layer in own.model.layers] == [n in (0, 3, 6) for n in range(LAYERS)]
-    assert not any(isinstance(own.model.layers[n].mlp.down_proj.weight, FileBlocks) for n in (0, 3, 6))
     assert [isinstance(layer.mlp.down_proj.weight, FileBlocks) for layer in model.model.layers] == held
     assert ModelView(model).current()
 

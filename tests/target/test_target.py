@@ -10,7 +10,7 @@ from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopolo
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.masks import SlicedCausalMask, stack_words
 
-REFUSED = ("falcon", "bloom", "mamba", "qwen3_next")
+REFUSED = ("falcon", "bloom")
 SUPPORTED = [name for name in ARCHITECTURES if name not in REFUSED]
 TREES = [
     TreeTopology([-1, 0, 0, 1, 1, 2, 3]),
@@ -75,7 +75,7 @@ def test_packed_trees_equal_single_paths(architecture, chunk):
     assert_close(plain, single_paths(model, prefixes, [[7], [8], [9]], [TreeTopology([-1])] * 3), **ROUNDING)
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED)
+@pytest.mark.parametrize("architecture", [name for name in SUPPORTED if name != "mamba"])  # it has no positions
 def test_a_wrong_position_or_ancestor_would_be_seen(architecture):
     model = tiny(architecture)
     target = RaggedModel(model, kernels="torch")
@@ -135,11 +135,6 @@ def test_the_self_test_notices_another_model():
     RaggedModel(model, self_test=False, kernels="torch")
 
 
-def test_training_mode_is_refused():
-    with pytest.raises(ValueError, match=r"training mode.*model\.eval\(\)"):
-        RaggedModel(tiny().train(), kernels="torch")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "gemma2"])
 def test_half_precision_passes_the_self_test(architecture, dtype):
@@ -168,16 +163,6 @@ def test_the_model_stays_as_it_was(implementation):
     with pytest.raises(IndexError):
         target(torch.tensor([VOCAB]), cache.lay_out([sample], [[0]]), cache, layers=1)
     unchanged()
-
-
-def test_several_models_and_caches_do_not_disturb_each_other():
-    first, second = RaggedModel(tiny(seed=1), kernels="torch"), RaggedModel(tiny("gpt2", seed=2), kernels="torch")
-    tokens = random_tokens(0)
-    apart = [run_trees(target, *prefilled(target), tokens) for target in (first, second)]
-    caches = [prefilled(target) for target in (first, second)]
-    together = [run_trees(target, *cache, tokens) for target, cache in zip((first, second), caches, strict=True)]
-    for one, other in zip(apart, together, strict=True):
-        assert torch.equal(one, other)
 
 
 _LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}

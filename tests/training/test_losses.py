@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -173,22 +172,6 @@ def test_the_target_itself_is_the_best_drafter(loss):
         assert (LOSSES[loss](teacher, logits + 0.1 * torch.randn_like(logits))[0] > losses).all()
 
 
-@pytest.mark.parametrize("mass", [1.0, 0.7])
-def test_the_weight_of_the_hybrid_is_a_constant_to_its_gradient(mass):
-    """Finite differences do not apply, so this compares with blends of a fixed and of a differentiated weight."""
-    log_p, logits = random_pairs("random", mass)
-    logits.requires_grad_()
-    kl, tv = (by_definition(name, log_p, logits) for name in ("kl", "tv"))
-    weight = (-3 * (1 - tv)).exp()
-    wanted, wrong = (
-        torch.autograd.grad((w * kl + (1 - w) * tv).sum(), logits, retain_graph=True)[0]
-        for w in (weight.detach(), weight)
-    )
-    _, found = lk_hybrid(TeacherRows.of(log_p), logits.detach())
-    torch.testing.assert_close(found, wanted)
-    assert not torch.allclose(found, wrong)
-
-
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_rows_have_finite_gradients(loss, dtype):
@@ -238,17 +221,6 @@ def test_chunks_add_up_to_the_plain_loss(loss, chunk):
         assert torch.equal(found.agreement[step], (rows.argmax(dim=-1) == log_p.argmax(dim=-1)) & counts)
     assert not found.acceptance.requires_grad
     assert not found.agreement.requires_grad
-
-
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "lk_hybrid"])  # its weight is detached
-def test_gradients_of_chunks(loss):
-    problem = Problem(positions=5, tokens=6, width=3, steps=2)
-
-    def function(one, other, head, second, bias):
-        problem.hidden, problem.heads, problem.bias = [one, other], [head, second], bias
-        return problem.chunked(loss, chunk=2).loss
-
-    assert gradcheck(function, problem.trained)
 
 
 def test_teacher_rows_are_computed_once_for_all_steps():

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 from support.models import check_greedy
 from support.tiny_training import TRAINER, Losses, data, fit, module, same, save_config, save_world, stored
@@ -28,6 +28,7 @@ from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.fit import known_configs, resolve_configs, run
 from arbordraft.training.recording import Recorder
 from arbordraft.training.shards import ANSWER
+from arbordraft.training.signals import DeferredSignals
 from arbordraft.training.targets import Target
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")  # resumed trainings find their own
@@ -82,6 +83,20 @@ def test_a_tiny_data_set_is_learned_by_heart(trained):
     assert sum(agreement[-epoch:]) > 0.6 * epoch > 0.2 * epoch > sum(agreement[:epoch])
     assert len(second) == len(loss) // 2, "the second phase begins halfway"
     assert sum(second[-epoch:]) > 0.3 * epoch
+
+
+def test_a_drafter_learns_from_a_target_with_recurrent_layers(tmp_path):
+    world = save_world(tmp_path / "world", architecture="qwen3_next")
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}}
+    trainer = {"max_epochs": 6, "check_val_every_n_epoch": 6, "logger": logger}
+    config = save_config(tmp_path / "config.yaml", world, trainer=trainer, model={"lr": 0.01})
+    cli = run(DrafterModule, ["fit", "--config", str(config)])
+    with next(tmp_path.glob("lightning_logs/*/metrics.csv")).open() as file:
+        loss = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    epoch = len(loss) // 6
+    assert sum(loss[-epoch:]) < 0.8 * sum(loss[:epoch])
+    decoder = drafter_of(tmp_path / "results" / "best", cli.datamodule.target)
+    check_greedy(decoder, cli.datamodule.held_out_prompts(2), 12)
 
 
 def test_validation_reports_its_metrics_under_their_names(trained):
@@ -358,3 +373,53 @@ def test_validating_alone_publishes_nothing(world, whole, tmp_path):
     (metrics,) = trainer.validate(module(), data(world), verbose=False)
     assert metrics.keys() == NAMES
     assert not recorder.result.exists()
+
+
+class Interrupt(Callback):
+    """Sends a signal in the middle of a training step, or of a validation."""
+
+    def __init__(self, number, step, *, validating=False):
+        self.number, self.step, self.validating = number, step, validating
+
+    def on_before_optimizer_step(self, trainer, *_):
+        if trainer.global_step == self.step and not self.validating:
+            os.kill(os.getpid(), self.number)
+
+    def on_validation_batch_start(self, trainer, module, batch, index, *_):
+        if trainer.global_step == self.step and self.validating and index == 0:
+            os.kill(os.getpid(), self.number)
+
+
+def test_a_second_signal_takes_effect_at_once():
+    signals, before = DeferredSignals(), signal.getsignal(signal.SIGINT)
+    signals.defer()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.pending[0] == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("number", "step", "validating"),
+    [(signal.SIGINT, 0, False), (signal.SIGTERM, 5, False), (signal.SIGINT, 12, False), (signal.SIGINT, 8, True)],
+)
+def test_an_interrupt_loses_no_step(world, whole, tmp_path, monkeypatch, caplog, number, step, validating):
+    """A training goes on where the signal came, although no checkpoint was due."""
+    monkeypatch.setattr("support.tiny_training.Kill", lambda _: Interrupt(number, step, validating=validating))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):  # Lightning turns the interrupt into an exit
+            fit(world, tmp_path, 1000, kill=True)
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    saved = tmp_path / "results" / "checkpoints" / "interrupted.ckpt"
+    assert torch.load(saved, weights_only=True)["global_step"] == step + (not validating)
+    assert f"goes on with the same command and --ckpt_path {saved}" in caplog.text
+    (tmp_path / "checkpoints").mkdir(exist_ok=True)
+    saved.rename(tmp_path / "checkpoints" / "last.ckpt")
+    monkeypatch.undo()
+    found, rest = fit(world, tmp_path, 1000)
+    check_training(found, rest, *whole["plain"][1:])
+    assert same(*(one["callbacks"]["Recorder"]["curve"] for one in (found, whole["plain"][1])))

@@ -18,6 +18,7 @@ from arbordraft.training.drafter_module import DrafterModule, TrainingDiverged, 
 from arbordraft.training.fit import run
 from arbordraft.training.recording import Recorder
 from arbordraft.training.shards import ShardError
+from arbordraft.training.targets import Target
 
 
 @pytest.fixture(scope="module")
@@ -44,30 +45,38 @@ def fit(world, output, *callbacks, every=3, model=None, source=None, **settings)
     trainer.fit(model or module(), source or data(world))
 
 
-def small(world, **changes):
-    """Returns data that are not yet generated."""
-    return data(world, folder=str(world / "fresh"), **changes)
+def test_faults_of_the_data_are_found_before_the_target_is_loaded(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(ValueError, match=r"12 conversations leave nothing to train on.*lower data.validation"):
+        data(world, validation=12)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"message": [{"role": "user", "content": "Hello"}]}\n')
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: a row must have a list called messages"):
+        data(world, prompts=str(prompts))
+    prompts.write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n')
+    with pytest.raises(ValueError, match=r"1 conversations leave nothing to train on"):
+        data(world, prompts=str(prompts), validation=None)
+    with pytest.raises(ValueError, match="no trained drafter"):
+        module(begin_with=str(tmp_path / "nothing"))
 
 
-def test_holding_out_all_data_is_refused(world, tmp_path):
-    with pytest.raises(ShardError, match=r"12 conversations leave nothing to train on.*lower data.validation"):
-        fit(world, tmp_path, source=data(world, validation=12))
+@pytest.mark.parametrize(("conversations", "held"), [(2, 1), (7, 1), (12, 3), (192, 48), (10_000, 48)])
+def test_the_share_that_is_held_out_follows_the_data(world, conversations, held):
+    assert data(world, validation=None)._held_out_of(conversations) == held
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lambda content: b"", r"tokens-00001.* cannot be read .*delete it and run the same generation again"),
-        (lambda content: content[: len(content) // 2], r"tokens-00001.* cannot be read .*delete it and run"),
-        (lambda content: content[:-1] + bytes([content[-1] ^ 1]), r"tokens-00001.* is damaged.*delete it and run"),
-    ],
-    ids=["empty", "cut off", "a bit"],
-)
-def test_damaged_shards_are_refused(world, tmp_path, harm, message):
+def test_a_network_that_is_trained_on_brings_its_vocabulary(world, tmp_path):
+    best = world / "results" / "best"
+    fit(world, tmp_path, model=module(begin_with=str(best), vocabulary=17), max_steps=1, val_check_interval=1)
+    vocabularies = [load_file(folder / "model.safetensors")["d2t"] for folder in (tmp_path / "best", best)]
+    assert torch.equal(*vocabularies)
+
+
+def test_damaged_shards_are_refused(world, tmp_path):
     shard = world / "data" / "tokens-00001.safetensors"
     content = shard.read_bytes()
-    shard.write_bytes(harm(content))
-    with pytest.raises(ShardError, match=message):
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ShardError, match=r"tokens-00001.* is damaged.*delete it and run"):
         fit(world, tmp_path)
     shard.unlink()
     fit(world, tmp_path, max_steps=1)
@@ -108,14 +117,12 @@ def test_data_of_a_replaced_target_are_refused(world, tmp_path):
 
 
 def test_training_begins_where_another_ended(world, tmp_path):
-    """At learning rate 0, training publishes the network that it began with; a missing network is an error."""
+    """At learning rate 0, training publishes the network that it began with."""
     best = world / "results" / "best"
     fit(world, tmp_path, model=module(begin_with=str(best), lr=0.0), max_steps=1, val_check_interval=1)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "best", best))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    with pytest.raises(ValueError, match="no trained drafter"):
-        fit(world, tmp_path / "none", model=module(begin_with=str(tmp_path / "nothing")), max_steps=1)
 
 
 class Spoil(Callback):

@@ -150,32 +150,6 @@ def test_roots():
     assert DraftTree.roots(topology, [None, None], proposal).rows == 0
 
 
-def test_no_sample_takes_part():
-    tree = DraftTree.roots(ad.TreeTopology.chain(2), [None, None], Proposal(ad.Fixed(1)))
-    assert (tree.living, tree.lengths, tree.children, tree.are_chains) == ([], [0, 0], [], True)
-    assert tree.take([0]) is tree
-    assert vars(Verdict.of(tree, {})) == vars(Verdict.nothing(2))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [([0], True), ([0, 1], True), ([0, 2], True), ([0, 1, 3], True), ([0, 1, 2], False), ([0, 1, 2, 3], False)],
-    ids=str,
-)
-def test_chains(nodes, expected):
-    topology = ad.TreeTopology([-1, 0, 0, 1])
-    tokens = dict.fromkeys(nodes, 5)
-    for others in ([], [None], [{0: 1}], [{0: 1, 1: 2, 3: 4}]):
-        assert DraftTree.of(topology, ad.Fixed(2), [tokens, *others]).are_chains == expected
-        assert DraftTree.of(topology, ad.Fixed(2), [*others, tokens]).are_chains == expected
-
-
-def test_guesses_are_drafts_that_may_be_wrong():
-    tree = DraftTree.of(ad.TreeTopology.chain(3), ad.Fixed(1), [{0: 1, 1: 2}, {0: 1, 1: 2, 2: 3, 3: 4}])
-    tree = replace(tree, certain=np.array([False, False, False, True, False, True]))
-    assert [tree[sample].guesses for sample in range(2)] == [1, 1]
-
-
 def test_a_law_is_narrowed_once_per_number_of_children():
     tree = DraftTree.of(ad.TreeTopology([-1, 0, 0, 1]), ad.IID(2), [dict.fromkeys(range(4), 1)] * 2)
     laws = [tree.law_of(row) for row in (0, 1, 4, 5)]

@@ -12,24 +12,6 @@ from arbordraft import TreeTopology
 from arbordraft.trees.topology import ancestor_words
 
 
-def test_binary_tree_in_full():
-    topology = TreeTopology.k_ary(2, 2)
-    assert topology.parent_list == (-1, 0, 0, 1, 1, 2, 2)
-    assert topology.depths.tolist() == [0, 1, 1, 2, 2, 2, 2]
-    assert topology.child_list == ((1, 2), (3, 4), (5, 6), (), (), (), ())
-    assert topology.levels == (range(1), range(1, 3), range(3, 7))
-    assert topology.visible.int().tolist() == [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0],
-        [1, 0, 1, 0, 0, 1, 0],
-        [1, 0, 1, 0, 0, 0, 1],
-    ]
-    assert list(topology.path(6)) == [0, 2, 6]
-
-
 @pytest.mark.parametrize(
     ("topology", "parents"),
     [

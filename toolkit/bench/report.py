@@ -40,7 +40,7 @@ class Report:
         self, json: Path | None = None, png: Path | None = None, page: Path | None = None, **settings: Any
     ) -> None:
         self.json, self.png, self.page = json, png, page
-        self._plot = None if png is None else laboratory("plots", "arbordraft bench --png").plot
+        self._plot = None if png is None else laboratory("plots", "bench --png").plot
         self.settings = {name: _serializable(value) for name, value in settings.items()}
         self.rows: list[Any] = []
         self.left_out: list[str] = []

@@ -9,11 +9,16 @@ from pathlib import Path
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, theirs
 from arbordraft.bench.workload import Workload
+from arbordraft.deciders import Decider
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafter_names import drafter_named
 from arbordraft.drafters import Drafter, LanguageModelDrafter, NGramDrafter
 from arbordraft.loading import load
 from arbordraft.target.model import RaggedModel
+from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers.coupling import Coupling
+
+_LONGEST_CHAIN = 6  # of those that a trained decider ends
 
 
 def drafters_of(names: Sequence[str], target: RaggedModel) -> dict[str, Drafter]:
@@ -22,9 +27,12 @@ def drafters_of(names: Sequence[str], target: RaggedModel) -> dict[str, Drafter]
 
 
 def drafter_gain(
-    target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload
+    target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload, decider: Decider | None = None
 ) -> dict[str, SpeculativeDecoder]:
-    """Builds plain decoding, lookup alone, and chains, trees and lookup-else-tree of every drafter."""
+    """Builds plain decoding, lookup alone, and chains, trees and lookup-else-tree of every drafter.
+
+    A trained decider, if given, adds chains of every drafter that it ends early.
+    """
     decoders: dict[str, SpeculativeDecoder] = {
         "plain": builders.plain(target),
         "lookup alone": builders.ems_sd(target, NGramDrafter(), 8),
@@ -33,7 +41,20 @@ def drafter_gain(
         decoders[f"{name}, chain of 4"] = builders.ems_sd(target, drafter, 4)
         decoders[f"{name}, tree of 16"] = builders.cost_aware(target, drafter)
         decoders[f"lookup, else {name}, tree of 16"] = builders.cost_aware(target, drafter, lookup=True)
-    return decoders
+    return decoders | _ended_early(target, drafters, decider)
+
+
+def _ended_early(
+    target: RaggedModel, drafters: Mapping[str, Drafter], decider: Decider | None
+) -> dict[str, SpeculativeDecoder]:
+    if decider is None:
+        return {}
+    return {
+        f"{name}, chain of up to {_LONGEST_CHAIN}": SpeculativeDecoder(
+            target, drafter, TreeTopology.chain(_LONGEST_CHAIN), Coupling.shared(), decider
+        )
+        for name, drafter in drafters.items()
+    }
 
 
 def policy(target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload) -> dict[str, SpeculativeDecoder]:
@@ -50,6 +71,11 @@ def loaded(target: RaggedModel, drafter: str | Drafter) -> SpeculativeDecoder:
     decoder = load(target, drafter)
     decoder.decider.expect(sys.maxsize)  # the number of tokens from which measuring pays
     return decoder
+
+
+def filled(workloads: Sequence[Workload]) -> list[Workload]:
+    """Returns workloads whose batches are no larger than the number of their prompts, each once."""
+    return list(dict.fromkeys(replace(one, batch=min(one.batch, len(one.prompts))) for one in workloads))
 
 
 def whole_batches(workload: Workload, most: int | None = None) -> Workload:
@@ -71,7 +97,7 @@ def whole_batches(workload: Workload, most: int | None = None) -> Workload:
 
 
 def against_transformers(
-    target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload
+    target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload, decider: Decider | None = None
 ) -> dict[str, SpeculativeDecoder | Decode]:
     """Builds transformers' ``generate``, its prompt lookup and assisted generation, and our decoders.
 
@@ -86,5 +112,5 @@ def against_transformers(
     for name, drafter in drafters.items():
         if isinstance(drafter, LanguageModelDrafter) and isinstance(drafter.model, RaggedModel):
             decoders[f"transformers assisted by {name}"] = theirs(model, assistant_model=drafter.model.model)
-    ours = policy(target, drafters, workload)
+    ours = policy(target, drafters, workload) | _ended_early(target, drafters, decider)
     return decoders | {f"arbordraft, {name}": decoder for name, decoder in ours.items()}

@@ -3,7 +3,7 @@
 Transformers' own tables give most names. They leave out settings that change outputs; these are added here or refused.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from arbordraft.checkpoints.gguf_file import GgufFile
 
@@ -129,10 +129,11 @@ def gguf_tokenizer(file: GgufFile) -> "PreTrainedTokenizerBase | None":
         options["chat_template"] = (
             named | {"default": options["chat_template"]} if "chat_template" in options else named
         )
-    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
-        tokenizer_object=backend, padding_side="left", name_or_path=str(file.path), **options, **more
-    )
-    return tokenizer
+    # As transformers' own subclasses hand their backends over: a `tokenizer_object` would be copied, word by word.
+    tokenizer: Any = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
+    tokenizer._tokenizer = backend
+    tokenizer.__init__(padding_side="left", name_or_path=str(file.path), **options, **more)
+    return cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def _has(config: Any, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,6 +34,7 @@ from arbordraft.utils.checkout import NoCheckoutError, laboratory
 if TYPE_CHECKING:
     from arbordraft.bench.decoding import Decode
     from arbordraft.bench.workload import Workload
+    from arbordraft.deciders import Decider
     from arbordraft.decoding.decoder import SpeculativeDecoder
     from arbordraft.drafters import Drafter
     from arbordraft.target.model import RaggedModel
@@ -43,7 +45,10 @@ app = typer.Typer(
 )
 
 
-Suite = Callable[["RaggedModel", Mapping[str, "Drafter"], "Workload"], Mapping[str, "SpeculativeDecoder | Decode"]]
+Suite = Callable[
+    ["RaggedModel", Mapping[str, "Drafter"], "Workload", "Decider | None"],
+    Mapping[str, "SpeculativeDecoder | Decode"],
+]
 
 
 def _in_turns(
@@ -72,21 +77,27 @@ def _in_turns(
         temperatures: TemperaturesOption = usual_temperatures,
         requests: RequestsOption = "",
         repeats: RepeatsOption = usual_repeats,
+        decider: Annotated[
+            Path | None,
+            typer.Option(exists=True, file_okay=False, help="Folder of a trained decider, which ends chains early."),
+        ] = None,
         seed: SeedOption = 0,
         json: JsonOption = None,
         png: PngOption = None,
     ) -> None:
         from arbordraft.bench import suites
         from arbordraft.bench.report import Report
+        from arbordraft.deciders import LearnedDecider
 
         decoders = suite(suites)
+        learned = None if decider is None else LearnedDecider.from_pretrained(decider)
         rounds: dict[str, Any] = {"new_tokens": new_tokens, "repeats": repeats, "seed": seed}
         sizes = workloads(prompts, limit, batches, temperatures, requests, **rounds)
         with Report(json, png, drafter=drafter) as report:
             target = report.load(model, dtype, device=device)
             drafters = suites.drafters_of(drafter, target)
-            for workload in sizes:
-                report.decode(target, decoders(target, drafters, workload), workload)
+            for workload in suites.filled(sizes):
+                report.decode(target, decoders(target, drafters, workload, learned), workload)
 
     return command
 

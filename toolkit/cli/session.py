@@ -1,8 +1,9 @@
 """Conversation in the terminal: streams answers, obeys commands, draws the last draft tree."""
 
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -28,7 +29,7 @@ HELP = """\
 /tree    the draft tree of the last step, accepted nodes marked
 /clear   forget the conversation
 /help    this list
-/quit    leave, as Ctrl-D does; Ctrl-C stops an answer"""
+/quit    leave, as /exit and Ctrl-D do; Ctrl-C stops an answer"""
 
 
 @dataclass
@@ -62,12 +63,15 @@ class Session:
         parts: list[str] = []
         start = time.perf_counter()
         try:
-            with closing(self._texts(asked)) as texts:
+            with typed_ahead(), closing(self._texts(asked)) as texts:
                 with phase("reading the conversation"):
                     first = next(texts, "")
                 for part in chain([first], texts):
                     parts.append(part)
                     self.console.print(Text(part), end="")
+            cut = self._answer is not None and self._answer.finish_reason == "length"
+            if cut and self.console.is_terminal:
+                self.console.print(Text(" [cut at its longest length]", style="dim"), end="")
         except Terminated:
             raise
         except KeyboardInterrupt:
@@ -119,7 +123,7 @@ class Session:
 
 
 def converse(session: Session, lines: Iterator[str]) -> None:
-    """Answers lines and obeys commands until the lines end or /quit comes."""
+    """Answers lines and obeys commands until the lines end or /quit or /exit comes."""
     commands: dict[str, Callable[[], None]] = {
         "/tree": session.show_tree,
         "/clear": session.clear,
@@ -127,7 +131,7 @@ def converse(session: Session, lines: Iterator[str]) -> None:
     }
     for line in lines:
         text = line.strip()
-        if text == "/quit":
+        if text in ("/quit", "/exit"):
             return
         if text in commands:
             commands[text]()
@@ -156,6 +160,26 @@ def typed_lines(session: Session) -> Iterator[str]:
             return
 
 
+@contextmanager
+def typed_ahead() -> Iterator[None]:
+    """Keeps keys that are typed inside the block for the next prompt: they are not shown, and Ctrl-C keeps them."""
+    try:
+        import termios
+
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (ImportError, OSError, ValueError, termios.error):  # no terminal, or Windows
+        yield
+        return
+    changed = [*before]
+    changed[3] = before[3] & ~termios.ECHO | termios.NOFLSH
+    termios.tcsetattr(terminal, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
 def _history_file() -> Path:
     """Returns the file of earlier messages, which only its owner may read."""
     file = cache_folder() / "chat-history"
@@ -164,4 +188,4 @@ def _history_file() -> Path:
     return file
 
 
-__all__ = ["HELP", "Session", "converse", "typed_lines"]
+__all__ = ["HELP", "Session", "converse", "typed_ahead", "typed_lines"]

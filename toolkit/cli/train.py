@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from arbordraft.cli.options import AutoDtypeOption, ModelOption, finite
+from arbordraft.kernels.progress import phase
 from arbordraft.utils.choices import SMALL
 from arbordraft.utils.terminal import terminal
 
@@ -15,24 +16,79 @@ app = typer.Typer(no_args_is_help=True, help="Train drafters and deciders for a 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
+ALL = "--help-all"
+# Those that most trainings set, of several hundred options.
+USUAL = {
+    "--config NAME_OR_FILE": "configuration; its options may be given here, too",
+    "--data.target.model NAME": "model to draft for: a folder or a name of the hub",
+    "--data.prompts FILE.jsonl": "conversations whose answers the target writes; by default it writes all itself",
+    "--data.recipe.conversations N": "number of conversations to generate",
+    "--data.minutes M": "longest time for generating them",
+    "--data.folder FOLDER": "their folder, which a later training may use again",
+    "--data.validation N": "conversations that are held out",
+    "--trainer.max_time DD:HH:MM:SS": "time for training",
+    "--trainer.max_steps N": "or its number of steps",
+    "--model.lr RATE": "learning rate",
+    "--trainer.accumulate_grad_batches N": "batches for each step, if memory is short",
+    "--data.batch_tokens N": "tokens in a batch",
+    "--results.output FOLDER": "results: best/, curve.json, checkpoints/",
+    "--ckpt_path FILE": "checkpoint with which a training goes on",
+    "--trainer.logger false": "record nothing with MLflow",
+}
+OF_DRAFTERS = {
+    "--model.student CLASS": "kind of drafter: EagleStudent, BlockStudent, MedusaStudent, ...",
+    "--model.begin_with FOLDER": "trained drafter to train on",
+}
+OF_DECIDERS = {"--model.drafter FOLDER": "trained drafter whose drafts the decider ends"}
+
+
 @app.command("drafter", context_settings=_PASS_ON)
 def drafter(context: typer.Context) -> None:
     """Train a drafter. Arguments: fit | validate [--config NAME_OR_FILE] [--print_config] [--key.key VALUE ...]."""
-    from arbordraft.training.drafter_module import DrafterModule
-    from arbordraft.training.fit import run
+    if asks_for_help(context, OF_DRAFTERS):
+        return
+    with phase("loading Lightning"):
+        from arbordraft.training.drafter_module import DrafterModule
+        from arbordraft.training.fit import run
 
-    trained = run(DrafterModule, _silence_lightning(context.args))
-    _show_best(trained, "decode --drafter {best}")
+        arguments = _silence_lightning(context.args)
+    _show_best(run(DrafterModule, arguments), "arbordraft bench decode --model {model} --drafter {best}")
 
 
 @app.command("decider", context_settings=_PASS_ON)
 def decider(context: typer.Context) -> None:
     """Train a decider for a trained drafter. Arguments are those of 'drafter'."""
-    from arbordraft.training.decider_module import DeciderModule
-    from arbordraft.training.fit import run
+    if asks_for_help(context, OF_DECIDERS):
+        return
+    with phase("loading Lightning"):
+        from arbordraft.training.decider_module import DeciderModule
+        from arbordraft.training.fit import run
 
-    trained = run(DeciderModule, _silence_lightning(context.args))
-    _show_best(trained, "deciders --drafter {drafter} --learned {best}")
+        arguments = _silence_lightning(context.args)
+    _show_best(
+        run(DeciderModule, arguments), "arbordraft bench decode --model {model} --drafter {drafter} --decider {best}"
+    )
+
+
+def asks_for_help(context: typer.Context, own: dict[str, str]) -> bool:
+    """Prints the usual options if help is asked for; leaves a request for all options to Lightning.
+
+    Args:
+        context: the command with its arguments.
+        own: options of this command alone.
+    """
+    if ALL in context.args:
+        context.args[:] = ["--help" if argument == ALL else argument for argument in context.args]
+    elif not context.args or {"--help", "-h"} & {*context.args}:
+        command = context.command_path
+        typer.echo(f"Usage: {command} fit|validate [--config NAME_OR_FILE] [--KEY VALUE ...]\n")
+        width = max(map(len, {**USUAL, **own}))
+        for option, text in {**USUAL, **own}.items():
+            typer.echo(f"  {option:{width}}  {text}")
+        typer.echo(f"\nAll options and their values: {command} fit --print_config; their help: fit {ALL}")
+        typer.echo("Configurations of the package: arbordraft train configs")
+        return True
+    return False
 
 
 @app.command("generate", context_settings=_PASS_ON)
@@ -109,7 +165,7 @@ def _show_best(trained: Any, measure: str) -> None:
 
     Args:
         trained: LightningCLI that ran.
-        measure: arguments of ``arbordraft bench`` that measure the result.
+        measure: the command that measures the result; its fields are filled in.
     """
     from arbordraft.training.recording import Recorder
 
@@ -123,6 +179,6 @@ def _show_best(trained: Any, measure: str) -> None:
     point = max(recorder.curve, key=lambda point: point[monitor])
     typer.echo(f"best of {len(recorder.curve)} validations: {monitor} {point[monitor]:.4g} at step {point['step']}")
     typer.echo(f"wrote {best}")
-    named = {"best": best, "drafter": str(trained.config.fit.model.get("drafter"))}
-    options = measure.format(**{name: shlex.quote(value) for name, value in named.items()})
-    typer.echo(f"measure it: arbordraft bench {options} --model {shlex.quote(trained.datamodule.spec.model)}")
+    fit = trained.config.fit
+    named = {"best": best, "drafter": str(fit.model.get("drafter")), "model": trained.datamodule.spec.model}
+    typer.echo(f"measure it: {measure.format(**{name: shlex.quote(value) for name, value in named.items()})}")

@@ -7,7 +7,7 @@ its chance of acceptance. The cost of drafts is measured once; their gain is lea
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate, islice, takewhile
 from operator import mul
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from arbordraft.deciders.base import Decider, growth_of
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.deciders.decisions import Limits, Situation, StepView, Verification
+from arbordraft.deciders.experience import DEPTHS, Looks, Record
 from arbordraft.deciders.running_costs import RunningCosts, StepTimes
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.trees.verdict import Causality, Outcome
@@ -24,94 +25,16 @@ from arbordraft.utils.checks import check_float, check_instance, check_int
 
 Reals = npt.NDArray[np.float64]
 
-_DEPTHS = 4  # depths with records of their own; the last one stands for all greater depths
 _FALL = 0.85  # prior acceptance below the first level, relative to that of the first level
-_PRIOR_STEPS, _LEAST_PRIOR_STEPS = 4.0, 0.1  # drafted steps that the prior counts for: at first, and at least
 _COMMON_DECAY = 0.98  # of the experience over all texts, per drafted step of a text
-_QUIET_DECAY = 0.99  # of a record, per step without drafts, since the reasons against drafts may have passed
 _ROWS_AHEAD = 16  # rows per sample among which the cheapest ones are sought
 _LENGTH_EXPONENT = 8  # of remaining lengths: the last sample ends a batch, so tokens of the others are worth less
 _CATCH_UP_STEPS = 16  # steps in which the tokens that a drafter must read first have to pay, if as many are expected
 _MARGIN, _SEEN_MARGIN = 1.1, 1.03  # factors by which drafts must bring more than estimated, or observed, costs
 # Added to them for each doubling of a batch that ends with its last sample: other gains are half lost.
 _MARGIN_PER_DOUBLING, _SEEN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 0.03, 4
-_PATIENCE, _PAUSE = 2, 16  # steps without drafts before fewer steps look for drafts; at least one in this many does
-_LATELY, _FIRST_LOOKS, _LONGEST_PAUSE = 0.8, 4.0, 64  # of looks: share of older ones, gain of the first ones, steps
-_LOOK_MARGIN = 1.5  # factor by which looks must bring more than they cost
 _TOKENS_DECODED, _TOKENS_REQUESTED = 512, 8192  # at rough costs, and at once: either number justifies a measurement
 _ROUNDS = 3  # iterations in which the rate and the drafts that are worth it settle together
-
-
-@dataclass
-class _Record:
-    """Experience with one drafter for one sample, by depth; recent steps count more."""
-
-    tried: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # nodes whose children were verified
-    accepted: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # tried nodes with an accepted child
-    stated: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # tried nodes expected to have one
-    presumed: list[float] = field(default_factory=lambda: [_PRIOR_STEPS] * _DEPTHS)  # steps that the prior counts for
-    steps: int = 0
-    idle: int = 0  # steps since drafts of this drafter were verified
-    quiet: int = 0  # steps without drafts of any drafter, for which the record is still to fade
-    weight: float = 1.0  # worth of the sample's tokens in this step
-
-    @property
-    def rests(self) -> bool:
-        """Whether this step looks for no drafts, since weighing them takes time, too.
-
-        The longer no drafts paid, the fewer steps look for any. Samples that began together look in the same steps.
-        """
-        return self.idle >= _PATIENCE and self.steps % min(_PAUSE, 1 << (self.idle.bit_length() - 1)) > 0
-
-    def note(self, outcome: Outcome, decay: float) -> None:
-        """Takes the verdict about some drafts."""
-        self.fade(decay)
-        for depth, stated in enumerate(outcome.stated):
-            if depth in outcome.certain:
-                continue
-            at = min(depth, _DEPTHS - 1)
-            self.tried[at] += 1
-            self.accepted[at] += depth < outcome.accepted
-            self.stated[at] += min(1.0, stated)
-
-    def rates(self, prior: Sequence[float]) -> list[float]:
-        """Returns how often some child of a node is accepted, by depth, given the rates before any experience."""
-        sums = zip(self.accepted, self.tried, self.presumed, prior, strict=True)
-        return [(right + weight * before) / (tried + weight) for right, tried, weight, before in sums]
-
-    def fade(self, share: float) -> None:
-        for sums in (self.tried, self.accepted, self.stated):
-            sums[:] = [share * value for value in sums]
-
-    def wake(self) -> None:
-        """Fades the record for all steps without drafts at once, since most of them are followed by another."""
-        if self.quiet:
-            share, self.quiet = _QUIET_DECAY**self.quiet, 0
-            self.fade(share)
-            self.presumed = [_PRIOR_STEPS - share * (_PRIOR_STEPS - steps) for steps in self.presumed]
-
-
-@dataclass
-class _Looks:
-    """Recent yield of looking for drafts, over all samples whose texts do not depend on drafts."""
-
-    average: float = _FIRST_LOOKS  # gain of a look, in multiples of its cost
-    rate: float = 0.0  # tokens that a second is worth
-    gained: float = 0.0  # worth of the drafts accepted since the last look, in tokens
-    pause: int = 1  # steps without a look after the next one that does not pay
-    wait: int = 0  # steps without a look that are left
-
-    def note(self, seconds: float) -> None:
-        """Takes the outcome of a look that took so many seconds, those of verifying its drafts included."""
-        gain = self.gained / max(self.rate * seconds, 1e-9)
-        self.gained = 0.0
-        self.average = _LATELY * self.average + (1 - _LATELY) * gain
-        if self.average >= _LOOK_MARGIN:
-            self.wait, self.pause = 0, 1
-        elif gain >= _LOOK_MARGIN:
-            self.wait, self.pause = 1, 2
-        else:
-            self.wait, self.pause = self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
 
 
 class CostAware(Decider):
@@ -181,8 +104,8 @@ class CostAware(Decider):
         self.running = running
         self._clock = RunningCosts(self.costs) if running else None
         self._free: set[str] = set()  # kinds of drafters whose levels take almost no time
-        self._looks: dict[str, _Looks] = {}
-        self._common: dict[str, _Record] = {}  # experience with each kind of drafter over all texts
+        self._looks: dict[str, Looks] = {}
+        self._common: dict[str, Record] = {}  # experience with each kind of drafter over all texts
         self._prices: dict[str | None, _Prices] = {}
 
     @property
@@ -190,7 +113,7 @@ class CostAware(Decider):
         """Whether draft probabilities are the chances of paths; ``survival`` estimates them level by level."""
         return self.survival is None
 
-    def start(self) -> dict[str, _Record]:
+    def start(self) -> dict[str, Record]:
         return {}
 
     def expect(self, tokens: int, hurry: Callable[[], bool] | None = None) -> None:
@@ -246,7 +169,7 @@ class CostAware(Decider):
             self._prices[kind] = prices = _Prices(costs)
         return prices
 
-    def learn(self, memory: dict[str, _Record], outcome: Outcome) -> None:
+    def learn(self, memory: dict[str, Record], outcome: Outcome) -> None:
         self._decoded += outcome.accepted + 1
         for source, record in memory.items():
             record.steps += 1
@@ -258,16 +181,14 @@ class CostAware(Decider):
         if (looks := self._looks.get(outcome.source)) is not None:
             accepted = outcome.accepted - sum(depth < outcome.accepted for depth in outcome.certain)
             looks.gained += accepted * (memory[outcome.source].weight if outcome.source in memory else 1.0)
-        record = memory.setdefault(outcome.source, _Record())
+        record = memory.setdefault(outcome.source, Record())
         record.wake()
         record.note(outcome, self.decay)
         if self._clock is not None:
-            self._common.setdefault(outcome.source, _Record()).note(outcome, _COMMON_DECAY)
-        # A prior that is too high must fade, or its drafter would be used for ever.
-        for at in range(min(len(outcome.stated), _DEPTHS)):
-            record.presumed[at] = max(_LEAST_PRIOR_STEPS, self.decay * record.presumed[at])
+            self._common.setdefault(outcome.source, Record()).note(outcome, _COMMON_DECAY)
+        record.doubt(len(outcome.stated), self.decay)
 
-    def rests(self, memory: dict[str, _Record]) -> bool:
+    def rests(self, memory: dict[str, Record]) -> bool:
         return bool(memory) and all(record.rests for record in memory.values())
 
     def forward(self, view: StepView) -> Sequence[bool]:
@@ -284,7 +205,7 @@ class CostAware(Decider):
         return [goes_on and together >= limits.level_cost for goes_on in going]
 
     def plan(self, situation: Situation) -> Limits:
-        records = [memory.setdefault(situation.source, _Record()) for memory in situation.memory]
+        records = [memory.setdefault(situation.source, Record()) for memory in situation.memory]
         if all(record.rests for record in records) or (situation.pathwise and self._waits(situation.source)):
             return Limits.everything([0] * len(records))
         for record in records:
@@ -310,15 +231,15 @@ class CostAware(Decider):
         if self.nodes is not None:
             situation = replace(situation, max_depth=[min(max_depth, budget) for max_depth in situation.max_depth])
         common = self._common.get(situation.source) if situation.pathwise else None  # experience with other texts
-        usual = [1.0] * _DEPTHS if common is None else _trust(common, [1.0] * _DEPTHS)
-        trust = [_trust(record, usual) for record in records]
+        usual = [1.0] * DEPTHS if common is None else common.trust([1.0] * DEPTHS)
+        trust = [record.trust(usual) for record in records]
         if situation.free:  # lookups come first: the drafts that they find decide how far trees go on
             levels = [
                 0 if record.rests else max_depth for record, max_depth in zip(records, situation.max_depth, strict=True)
             ]
             added = prices.added(samples, situation)
             if clock is not None:  # looks are weighed by themselves
-                looks = self._looks.setdefault(situation.source, _Looks())
+                looks = self._looks.setdefault(situation.source, Looks())
                 looks.rate = worth / base
                 for record, weight in zip(records, weights, strict=True):
                     record.weight = weight
@@ -330,7 +251,7 @@ class CostAware(Decider):
                 levels, trust, ones, weights, row_cost=rate * row, budget=budget, verification=verification
             )
         fall = _FALL if situation.informative else 1.0
-        prior = [situation.acceptance[0], *[fall * situation.acceptance[0]] * (_DEPTHS - 1)]
+        prior = [situation.acceptance[0], *[fall * situation.acceptance[0]] * (DEPTHS - 1)]
         if common is not None:
             prior = common.rates(prior)  # other texts say more than the drafter's usual rates
         following = [record.rates(prior) for record in records]
@@ -468,9 +389,3 @@ class _Prices:
         if samples not in self._slopes:
             self._slopes[samples] = self.costs.target.least_slope(samples, _ROWS_AHEAD * samples)
         return self._slopes[samples]
-
-
-def _trust(record: _Record, usual: Sequence[float]) -> list[float]:
-    """Returns, by depth, the acceptance of drafts relative to their draft probabilities, given the usual one."""
-    sums = zip(record.accepted, record.stated, record.presumed, usual, strict=True)
-    return [(right + weight * before) / (stated + weight) for right, stated, weight, before in sums]

@@ -119,7 +119,7 @@ def samples_of(
     kept = without_padding(processors, padding, config)
     pipelines = _pipelines(kept, padding, grammars_of(grammar, batch), config, constrain, budget)
     return [
-        Sample(prompt, budget, seed, not config.do_sample, pipeline, stops, pad, max_drafts=most, prediction=prediction)
+        Sample(prompt, budget, seed, pipeline, stops, pad, max_drafts=most, prediction=prediction)
         for prompt, seed, pipeline, stops, pad, most, prediction in zip(
             prompts, seeds, pipelines, stopping, padding, bounds, expected, strict=True
         )
@@ -174,7 +174,9 @@ def _pipelines(
     for grammar, row, columns in keys:
         if (grammar, row, columns) not in made:
             chain: list[Any] = [] if grammar is None else [constrain(grammar, ends, budget)]
-            made[grammar, row, columns] = LogitsPipeline([*chain, *processors], len(grammars), row=row, padding=columns)
+            made[grammar, row, columns] = LogitsPipeline(
+                [*chain, *processors], len(grammars), row=row, padding=columns, greedy=not config.do_sample
+            )
     return [made[key] for key in keys]
 
 

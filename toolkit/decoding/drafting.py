@@ -43,8 +43,8 @@ class Drafting:
     ) -> None:
         self.parts, self.expected_batch = parts, expected_batch
         self.candidates = candidates
-        self._shared, self._greedy_law = parts.coupling.verifier.shared, Fixed(parts.coupling.law.k)
-        self._nothing = Proposal(self._greedy_law)
+        self._shared, self._certain_law = parts.coupling.verifier.shared, Fixed(parts.coupling.law.k)
+        self._nothing = Proposal(self._certain_law)
         self._plain = parts.drafter.max_levels == 0 and not parts.drafter.certain
 
     def __call__(
@@ -59,7 +59,7 @@ class Drafting:
         Args:
             state: the batch.
             active: the samples that take part.
-            noise: noise of the step; ``None`` if all active samples are greedy.
+            noise: noise of the step; ``None`` if all active samples have temperature 0.
             device: grows whole trees on a device, for batches whose caches have fixed shapes.
         """
         decider = self.parts.decider
@@ -75,7 +75,7 @@ class Drafting:
 
     def waits(self, state: DecodeState, sample: Sample) -> bool:
         """Returns whether a sample drafts nothing, so that waiting prompts are read sooner; its text stays the same."""
-        return state.prefilling and self.candidates is None and (sample.greedy or self._shared)
+        return state.prefilling and self.candidates is None and (self._shared or not sample.pipeline.temperature)
 
     def _roots(self, state: DecodeState, active: Sequence[Sample]) -> DraftTree:
         """Builds trees of roots alone, without drafts."""
@@ -102,7 +102,7 @@ class Drafting:
             max_depth=max_depth,
             topology=topology,
             law=coupling.law,
-            greedy_law=self._greedy_law,
+            certain_law=self._certain_law,
             shared=self._shared,
             noise=noise,
             expected_batch=self.expected_batch,
@@ -114,7 +114,7 @@ class Drafting:
 
 
 def noise_of(state: DecodeState, active: Sequence[Sample], nodes: int, *, shared: bool) -> Noise | GumbelNoise | None:
-    """Draws the noise of a step from the samples' seeds; returns ``None`` if all of them are greedy.
+    """Draws the noise of a step from the samples' seeds; returns ``None`` if all temperatures are 0.
 
     Args:
         state: the batch.
@@ -122,7 +122,7 @@ def noise_of(state: DecodeState, active: Sequence[Sample], nodes: int, *, shared
         nodes: number of nodes of the topology.
         shared: whether target and drafter share their noise.
     """
-    drawing = [sample for sample in active if not sample.greedy]
+    drawing = [sample for sample in active if sample.pipeline.temperature]
     if not drawing:
         return None
     count = len(state.samples)

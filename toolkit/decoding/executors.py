@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from arbordraft.decoding.judging import Judge
-from arbordraft.decoding.processing import finite_rows
+from arbordraft.decoding.judging import Judge, finite_rows
 from arbordraft.decoding.runner import TargetRunner, count, lay_out
 from arbordraft.decoding.state import DecodeState, Sample
 from arbordraft.decoding.static.cache import StaticCache
@@ -54,7 +53,7 @@ class Executor(Protocol):
         Args:
             state: the batch; samples with NaN or infinite logits fail.
             plan: plans the trees.
-            noise: noise of the step; ``None`` if all samples are greedy.
+            noise: noise of the step; ``None`` if all samples have temperature 0.
         """
 
 
@@ -91,19 +90,18 @@ class RecordedExecutor:
     Args:
         static: runs the steps.
         mask: mask of the topology.
-        shared: whether target and drafter share their noise.
     """
 
-    def __init__(self, static: StaticStepping, mask: SlicedCausalMask, *, shared: bool) -> None:
-        self.static, self.mask, self.shared = static, mask, shared
+    def __init__(self, static: StaticStepping, mask: SlicedCausalMask) -> None:
+        self.static, self.mask = static, mask
         self._drafted = DraftedSteps(static, mask)
 
     def kinds(self, samples: Sequence[Sample]) -> dict[Hashable, list[Sample]]:
-        """Groups samples that can share one recorded step; with shared noise, temperature is a column of the table."""
+        """Groups samples that can share one recorded step: temperature is a column of its table."""
         kinds: dict[Hashable, list[Sample]] = {}
         for sample in samples:
-            only_temperature = self.shared and sample.pipeline.temperature is not None
-            kind = () if only_temperature else (sample.greedy, sample.pipeline.constants)
+            pipeline = sample.pipeline
+            kind = () if pipeline.only_divides else (pipeline.temperature == 0, pipeline.constants)
             kinds.setdefault(kind, []).append(sample)
         return kinds
 
@@ -116,7 +114,8 @@ class RecordedExecutor:
         if on_host or len(self.kinds(active)) != 1:
             return None
         assert not isinstance(noise, Noise)
-        if (found := self._drafted(state, growth, noise, _temperatures(active))) is None:
+        temperatures = [sample.pipeline.temperature for sample in active]
+        if (found := self._drafted(state, growth, noise, temperatures)) is None:
             return None
         tree, result = found
         state.stats.count_padding(result.padding)
@@ -147,8 +146,8 @@ class RecordedExecutor:
                 part = tree.take([sample.number for sample in samples])
                 batch = lay_out(state, part, self.mask, causal=False)
                 count(state, part, batch)
-                drawn = None if noise is None or all(sample.greedy for sample in samples) else noise
-                temperatures, pipeline = _temperatures(samples), samples[0].pipeline
+                temperatures = [sample.pipeline.temperature for sample in samples]
+                drawn, pipeline = noise if any(temperatures) else None, samples[0].pipeline
                 result = self.static(part, batch, drawn, state.cache, pipeline, temperatures, state.most)
                 state.stats.count_padding(result.padding)
                 state.give_up(result.failed)
@@ -156,11 +155,6 @@ class RecordedExecutor:
                 hidden |= zip(part.living, result.hidden, strict=False)
         # By sample, `hidden` has only the rows of the accepted path, root included.
         return Judged(Verdict.joined(verdicts), lambda sample, rows: hidden[sample][: len(rows)], state.cache.advance)
-
-
-def _temperatures(samples: Sequence[Sample]) -> list[float]:
-    """Returns the temperature of each sample, 0 for a greedy one."""
-    return [0.0 if sample.greedy else sample.pipeline.temperature or 1.0 for sample in samples]
 
 
 def _shifted(verdict: Verdict, part: DraftTree, whole: DraftTree) -> Verdict:

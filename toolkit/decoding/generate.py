@@ -14,7 +14,7 @@ from arbordraft.decoding.detokenizing import IncrementalDetokenizer, TokenDecode
 from arbordraft.decoding.metrics import AnswerStats, DecodeStats
 from arbordraft.decoding.settings import EXTRA_OUTPUTS, check_settings, effective, says_something
 from arbordraft.sampling.kinds import transformers_name
-from arbordraft.target.hf_cache import CACHE_NAMES
+from arbordraft.target.hf_cache import CACHE_NAMES, holds_tokens
 from arbordraft.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def refuse_unsupported(
     """Raises ValueError for options of ``generate()`` and model inputs that are not supported here."""
     check_settings(vars(config), own)
     pasts = [past for name in CACHE_NAMES if (past := model_kwargs.get(name)) is not None]
-    if any(past.get_seq_length() > 0 for past in pasts):
+    if any(map(holds_tokens, pasts)):
         raise ValueError("a cache cannot be continued: pass the whole text as input_ids")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds are not supported: drafting needs token ids")

@@ -79,7 +79,7 @@ class RequestSamples:
         ends = (*ends, *request.stop_token_ids)
         grammar, limit = request.grammar, request.max_new_tokens
         constraint = None if grammar is None else decoder.grammar_compiler(grammar, ends, limit)
-        pipeline, greedy = self._pipeline(request, ends, constraint), request.temperature_of(self.own) == 0
+        pipeline = self._pipeline(request, ends, constraint)
         seeds = torch.randint(2**62, (request.n,)).tolist()
         if request.seed is not None:
             seeds = [request.seed + index for index in range(request.n)]
@@ -88,7 +88,6 @@ class RequestSamples:
                 list(request.prompt),
                 request.max_new_tokens,
                 seed,
-                greedy,
                 pipeline,
                 Stopping(self._criteria(request), ends=ends),
                 emit=stream.on_tokens(index),

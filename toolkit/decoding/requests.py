@@ -180,7 +180,8 @@ class Request:
         if self.presence_penalty or self.frequency_penalty:
             processors.insert(0, CountPenalty(len(self.prompt), self.presence_penalty, self.frequency_penalty))
         chain: list[Any] = [] if constraint is None else [constraint]
-        return LogitsPipeline([*chain, *processors_of(model, own, changes, self.prompt, processors)])
+        chain += processors_of(model, own, changes, self.prompt, processors)
+        return LogitsPipeline(chain, greedy=temperature == 0)
 
 
 _OPEN: dict[str, Callable[[str, Any], Any]] = {

@@ -176,7 +176,7 @@ class Scheduler:
             # Copied tokens have no target rows, and so no log-probabilities.
             if self.reuse and not sample.num_prefilled and sample.prompt_logprobs is None:
                 source, common = self._longest(sample)
-                ahead = max((_common(sample, other, other.prompt) for other in prefilling), default=0)
+                ahead = max((self._expected(sample, other) for other in prefilling), default=0)
                 if ahead >= common + _LEAST:
                     continue  # wait: another sample is about to read tokens that this one can then copy
                 if source is not None:
@@ -199,7 +199,8 @@ class Scheduler:
             if self.reuse and not self.state.fixed_batch and sample.failure is None and not sample.num_unprefilled:
                 self._kept[sample.number] = sample
                 sample.drop_prediction()
-                if len(self._kept) > _KEPT * self.max_samples:
+                kept = 1 if self.state.cache.has_states else _KEPT  # states take the memory of many rows
+                if len(self._kept) > kept * self.max_samples:
                     self.stepper.remove(self.state, self._kept.popitem(last=False)[1])
             else:
                 self.stepper.remove(self.state, sample)
@@ -309,9 +310,18 @@ class Scheduler:
         for other in self.state.samples:
             if other is not None and other is not sample:
                 known = other.num_prefilled if other.num_unprefilled else len(other.tokens) - 1
-                if (common := _common(sample, other, known)) > most:
+                common = self.state.cache.reusable(other.handle, _common(sample, other, known))
+                if common > most:
                     best, most = other, common
         return best, most if best is not None else 0
+
+    def _expected(self, sample: Sample, other: Sample) -> int:
+        """Returns how many tokens can be copied from another sample once it has read its prompt."""
+        common = _common(sample, other, other.prompt)
+        if not self.state.cache.has_states:
+            return common
+        end = other.prompt - 2  # its state is kept one token before the last one that is read
+        return end if common >= end else 0
 
 
 def _common(sample: Sample, other: Sample, known: int) -> int:

@@ -83,8 +83,7 @@ class Sample:
         tokens: committed tokens, prompt included, without padding.
         budget: tokens it may still emit; 0 when it is finished.
         seed: seed of its noise, 0 to 2**64 - 1.
-        greedy: whether the target decodes at temperature 0; also set if the temperature of ``pipeline`` is near 0.
-        pipeline: its logits processors; samples that share one are processed together.
+        pipeline: its logits processors and temperature; samples that share one are processed together.
         stopping: called with a token and a function that returns all tokens so far; returns whether the sample ends.
         padding: left padding of the prompt in the caller's batch.
         emit: called in each step with the tokens that the sample gains.
@@ -111,7 +110,6 @@ class Sample:
     tokens: list[int]
     budget: int
     seed: int
-    greedy: bool
     pipeline: LogitsPipeline
     stopping: Callable[[int, Callable[[], list[int]]], bool]
     padding: int = 0
@@ -135,7 +133,6 @@ class Sample:
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
         self.num_unprefilled = self.prompt - 1  # the last token is the root of the first tree
-        self.greedy = self.greedy or self.pipeline.greedy
         if self.pipeline.stateful:
             self.path_state = PathState([template.fork() for template in self.pipeline.stateful])
         self._uniforms: npt.NDArray[np.float64] | None = None

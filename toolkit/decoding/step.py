@@ -70,7 +70,7 @@ class Stepper:
             PackedRunner(parts, mask) if runner is None else runner,
             CouplingJudge(parts.coupling) if judge is None else judge,
         )
-        self.recorded = None if static is None else RecordedExecutor(static, mask, shared=self.shared)
+        self.recorded = None if static is None else RecordedExecutor(static, mask)
         self.on_step: Callable[[DecodeState, DraftTree, Verdict], None] | None = None
 
     def open(self, samples: int, max_tokens: int | None, *, fixed_batch: bool = False) -> DecodeState:
@@ -138,7 +138,7 @@ class Stepper:
         """Returns why steps of fixed shapes cannot serve a sample, or ``None`` if they can."""
         if sample.logprobs is not None:
             return "steps of fixed shapes download no log-probabilities"
-        return static.obstacle(sample.pipeline, sample.greedy)
+        return static.obstacle(sample.pipeline)
 
     def add(self, state: DecodeState, sample: Sample, rows: int) -> None:
         """Adds a sample whose prompt is still to be read.

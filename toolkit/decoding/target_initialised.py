@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from arbordraft.deciders import Decider
 from arbordraft.decoding.decoder import SpeculativeDecoder
-from arbordraft.decoding.processing import target_rows
+from arbordraft.decoding.judging import target_rows
 from arbordraft.decoding.state import DecodeState, Sample
 from arbordraft.decoding.step import Stepper
 from arbordraft.drafters import Drafter
@@ -108,7 +107,7 @@ class TargetCandidates:
         for sample in active:
             row, number = sample.following, sample.number
             assert row is not None
-            if isinstance(noise, Noise) and not sample.greedy:
+            if isinstance(noise, Noise) and sample.pipeline.temperature:
                 candidates[number] = self.law.draw(row, noise.draft[number, self.children].tolist()), row
             else:
                 best = row.topk(min(len(self.children), len(row)))
@@ -146,22 +145,16 @@ class LongestBranchJudge:
         noise: Noise | GumbelNoise | None,
         samples: Sequence[int],
     ) -> Verdict:
-        rows = target_rows(state, tree, logits, best).scores.softmax(dim=-1)
-        greedy = [sample for sample in samples if state[sample].greedy]
-        drawing = [sample for sample in samples if not state[sample].greedy]
-        verdicts = []
-        if greedy:  # one-hot rows make every acceptance test certain
-            certain = functional.one_hot(rows.argmax(dim=-1), rows.shape[-1]).to(rows.dtype)
-            nothing = torch.zeros(len(tree), self.nodes, dtype=torch.float64)
-            verdicts.append(self.coupling(tree, certain, Noise(nothing, nothing, nothing), greedy))
-        if drawing:
-            assert noise is not None
-            verdicts.append(self.coupling(tree, rows, noise, drawing))
-        verdict = Verdict.joined(verdicts) if verdicts else Verdict.nothing(len(tree))
-        verifier: LongestBranch = self.coupling.verifier  # type: ignore[assignment]
+        target = target_rows(state, tree, logits, best)
+        rows, verifier = target.scores.softmax(dim=-1), self.coupling.verifier
+        assert isinstance(verifier, LongestBranch)
+        if noise is None:  # at temperature 0 every acceptance test is certain
+            noise = Noise.of([None] * len(tree), self.nodes)
+        verdict: Verdict = verifier(tree, target.probabilities, noise, samples)
         for sample in samples:
             end, token = verdict.paths[sample][-1], verdict.tokens[sample]
             last = next((row for row in tree.children[end] if tree.token[row] == token), end)
             own = state[sample]
-            own.following = rows[last] if own.greedy else verifier.following(tree[sample], rows, last)
+            certain = target.certain(last)
+            own.following = rows[last] if certain else verifier.following(tree[sample], rows, last)
         return verdict

@@ -37,7 +37,7 @@ def _step(stepper: Stepper, state: DecodeState, depth: int, greedy: bool) -> Non
     if room < 1:
         return
     tokens = [(1 + place % _REPEATED_TOKENS) % stepper.target.vocab_size for place in range(min(room, _PROMPT))]
-    sample = Sample(tokens, depth + 1, 0, greedy, LogitsPipeline([]), lambda *_: False)
+    sample = Sample(tokens, depth + 1, 0, LogitsPipeline([], greedy=greedy), lambda *_: False)
     stepper.add(state, sample, len(tokens))
     try:
         if sample.num_unprefilled:

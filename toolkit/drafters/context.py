@@ -45,9 +45,9 @@ class DraftContext:
         max_depth: greatest useful depth of each sample's tree; ``None`` for a sample that takes no part.
         topology: the planned shape of the trees.
         law: the coupling's draft law.
-        greedy_law: the draft law of greedy samples: the most probable tokens, as many as ``law`` gives.
+        certain_law: the law of drafts that are chosen without noise, as many as ``law`` gives.
         shared: whether target and drafter share their noise.
-        noise: uniforms of this step, or shared noise that is added to draft scores; ``None`` if all samples are greedy.
+        noise: uniforms of this step, or shared noise that is added to draft scores; ``None`` if all temperatures are 0.
         expected_batch: batch size that a sampled request assumes; all samples of that batch count as equal.
         candidates: children that each root has already, with the ``[V]`` row that they were drawn from; ``None`` if the
             drafter proposes the roots' children.
@@ -61,7 +61,7 @@ class DraftContext:
     max_depth: Sequence[int | None]
     topology: TreeTopology
     law: DraftLaw
-    greedy_law: DraftLaw
+    certain_law: DraftLaw
     shared: bool = False
     noise: Noise | GumbelNoise | None = None
     expected_batch: int = 1
@@ -88,24 +88,30 @@ class DraftContext:
         assert found is not None
         return found
 
+    @cached_property
+    def roots(self) -> list[int | None]:
+        """Last committed token of each of B samples; ``None`` for a sample that takes no part."""
+        taking = zip(self.samples, self.max_depth, strict=True)
+        return [sample.tokens[-1] if sample and depth is not None else None for sample, depth in taking]
+
     def tokens(self, sample: int) -> list[int]:
         """Returns the committed tokens of a sample that takes part, prompt included."""
         return self[sample].tokens
 
     def law_of(self, sample: int, certain: bool) -> DraftLaw:
         """Returns the law of a sample's children; ``certain`` if the drafter chooses them without noise."""
-        return self.greedy_law if certain or self[sample].greedy else self.law
+        return self.certain_law if certain or not self.temperature(sample) else self.law
 
     def pathwise(self, sample: int) -> bool:
         """Tells whether drafts cannot change a sample's text, so that they may depend on anything.
 
         This holds at temperature 0, and if target and drafter share their noise.
         """
-        return self.shared or self[sample].greedy
+        return self.shared or not self.temperature(sample)
 
     def temperature(self, sample: int) -> float:
         """Returns the divisor of a sample's draft scores; 0 if its drafts are the most probable tokens."""
-        return 0.0 if self[sample].greedy else self[sample].pipeline.draft_temperature
+        return self[sample].pipeline.temperature
 
 
 class Frontier:

@@ -97,9 +97,7 @@ class Growth:
             gains[taken] = better[taken]
         if forest.drafts.any():
             return replace(forest.rows(), drafted=drafted, read=read)
-        living = set(context.alive)
-        roots = [context.tokens(sample)[-1] if sample in living else None for sample in range(len(context.max_depth))]
-        tree = DraftTree.roots(context.topology, roots, Proposal(context.greedy_law))
+        tree = DraftTree.roots(context.topology, context.roots, Proposal(context.certain_law))
         return replace(tree, drafted=drafted, read=read)
 
     def _waiting(self, drafter: Drafter, state: Any, gains: Reals) -> set[int]:

@@ -35,7 +35,17 @@ _PLACES = ("cache_dir", "gguf_file", "local_files_only", "revision", "subfolder"
 
 @dataclass
 class _State(ModelState):
+    """State of a batch.
+
+    Args:
+        target: the target's cache.
+        prompts: by sample, its tokens.
+        behind: by sample, number of tokens that were copied for the target and not for this model.
+    """
+
     target: RaggedKVCache = field(kw_only=True)
+    prompts: dict[int, Sequence[int]] = field(default_factory=dict)
+    behind: dict[int, int] = field(default_factory=dict)
 
 
 class LanguageModelDrafter(OwnCacheDrafter):
@@ -108,23 +118,30 @@ class LanguageModelDrafter(OwnCacheDrafter):
     def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
         if self.max_positions is None or len(tokens) < self.max_positions:
             state.handles[sample] = state.cache.open(state.target.capacity(handle))
+            state.prompts[sample] = tokens
 
     def share(self, state: _State, source: int, sample: int, tokens: int) -> None:
-        if not {source, sample} <= state.handles.keys():
+        if sample not in state.handles:
             return
-        filled = min(tokens, state.cache.length(state.handles[source]))
-        state.cache.share(state.handles[source], state.handles[sample], filled)
+        filled = 0
+        if source in state.handles:
+            filled = state.cache.reusable(state.handles[source], tokens)
+            state.cache.share(state.handles[source], state.handles[sample], filled)
+        state.behind[sample] = tokens - filled
 
     def prefill(self, state: _State, tokens: Mapping[int, Sequence[int]]) -> None:
-        size = self.model.vocab_size
-        known = {
-            state.handles[sample]: fit_tokens(torch.as_tensor(part, dtype=torch.int64), size).tolist()
-            for sample, part in tokens.items()
-            if sample in state.handles
-        }
+        known: dict[int, list[int]] = {}
+        for sample, read in tokens.items():
+            if (handle := state.handles.get(sample)) is None:
+                continue
+            begin, count = state.cache.length(handle), state.behind.pop(sample, 0) + len(read)
+            part = torch.as_tensor(state.prompts[sample][begin : begin + count], dtype=torch.int64)
+            known[handle] = fit_tokens(part, self.model.vocab_size).tolist()
         self.model.prefill(known, state.cache)
 
     def remove(self, state: _State, sample: int) -> None:
+        state.prompts.pop(sample, None)
+        state.behind.pop(sample, None)
         if (handle := state.handles.pop(sample, None)) is not None:
             state.cache.close(handle)
 

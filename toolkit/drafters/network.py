@@ -180,7 +180,7 @@ class ModelNetwork(DraftNetwork):
         return native_model(self.model)
 
     def recorded(self) -> DraftNetwork | None:
-        if self.model.backend == "native" or self.layers is not None:
+        if self.model.backend == "native" or self.layers is not None or self.model.recurrent:
             return None
         if (modules := self.model.network()) is not self._recorded.modules:
             self._recorded = ModelNetwork(self.model, modules=modules)

@@ -83,11 +83,10 @@ def draws_of(context: DraftContext, samples: Sequence[int]) -> Draws | None:
     noise = context.noise
     if not isinstance(noise, GumbelNoise):
         return None
-    seeds = [source.seed if (source := noise.sources[sample]) else 0 for sample in samples]
-    keys = np.array([seeds, [noise.lengths[sample] for sample in samples]], dtype=np.int64)
+    seeds, positions = noise.keys([(sample, 0) for sample in samples])
     temperatures = [context.temperature(sample) for sample in samples]
     truncations = [context[sample].pipeline.truncation for sample in samples]
-    return Draws(torch.from_numpy(keys[0]), torch.from_numpy(keys[1]), temperatures, truncations)
+    return Draws(seeds, positions, temperatures, truncations)
 
 
 def corrections_of(context: DraftContext, samples: Sequence[int], forest: Forest) -> Corrections | None:

@@ -145,6 +145,7 @@ class _OtherTokenizerDrafter(OwnCacheDrafter):
         pairs = enumerate(zip(held, tokens[:-1], strict=False))
         known = next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(held), len(tokens) - 1))
         state.cache.shorten(handle, known)
+        known = state.cache.length(handle)  # less if recurrent layers have no state there
         text.read = tokens
         return tokens[known:], None
 

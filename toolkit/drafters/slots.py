@@ -63,7 +63,7 @@ class SlotDrafter(HeadDrafter):
         state.pending[sample], state.slots[sample] = [], 0
 
     def share(self, state: Any, source: int, sample: int, tokens: int) -> None:
-        filled = min(tokens, state.cache.length(state.handles[source]))
+        filled = state.cache.reusable(state.handles[source], tokens)
         state.cache.share(state.handles[source], state.handles[sample], filled)
         state.slots[sample] = min(tokens, state.slots[source])
         if filled < state.slots[sample]:

@@ -59,19 +59,17 @@ class Stage:
         device: DeviceDrafts | None = None,
     ) -> None:
         self.context, self.decider, self.drafter, self.state, self.device = context, decider, drafter, state, device
-        self.law = context.greedy_law if drafter.certain else context.law
+        self.law = context.certain_law if drafter.certain else context.law
         self.limits, self.groups = plan(context, decider, drafter, state)
-        tokens: list[int | None] = [None] * len(context.max_depth)
-        proposals: list[Proposal | None] = [None] * len(tokens)
+        proposals: list[Proposal | None] = [None] * len(context.max_depth)
         source = type(drafter).__name__
         for sample in context.alive:
-            tokens[sample] = context.tokens(sample)[-1]
             law = self.law_of(sample)
             proposals[sample] = Proposal(law, source)
             if not law.deterministic:  # such a tree is ended, not pruned
                 self.limits.whole[sample] = True
                 self.limits.budget[self.limits.group[sample]] = -1
-        self.forest = Forest.of_roots(context.topology, tokens, proposals)
+        self.forest = Forest.of_roots(context.topology, context.roots, proposals)
         self.forest.reach[:, 0] = self.limits.weight
         self.ranked = None if drafter.informative else np.array(drafter.acceptance)
         self.random = not self.law.deterministic

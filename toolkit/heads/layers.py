@@ -183,7 +183,7 @@ def take_over(
             continue
         if weight.shape == parameter.shape:
             parameter.copy_(weight)
-        elif parameter.dim() == 2 and weight.shape[1] * 2 == parameter.shape[1]:
+        elif parameter.dim() == 2 and (len(weight), 2 * weight.shape[1]) == tuple(parameter.shape):
             parameter.copy_(torch.cat([weight / 2, weight], dim=1))  # embeddings, hidden states
 
 

@@ -54,15 +54,15 @@ class DrawnRows(SoftmaxRows):
     def alike(self) -> bool:
         return False
 
+    def certain(self, row: int) -> bool:
+        return self._owners[row].pipeline.temperature == 0
+
     def scores_of(self, rows: Sequence[int]) -> Tensor:
         return torch.cat([self._processed(row).scores_of([row]) for row in rows])
 
     def draw(self, rows: Sequence[int], noise: GumbelNoise, places: Sequence[tuple[int, int]]) -> list[int]:
-        drawing = [at for at, row in enumerate(rows) if not self._owners[row].greedy]
-        keys = np.zeros((2, len(rows)), np.int64)
-        if drawing:
-            keys[:, drawing] = torch.stack(noise.keys([places[at] for at in drawing]))
-        return self._next(rows, drawing, keys)
+        drawing = [at for at, row in enumerate(rows) if not self.certain(row)]
+        return self._next(rows, drawing, torch.stack(noise.keys(places)).numpy())
 
     def most_probable(self, rows: Sequence[int]) -> list[int]:
         return self._next(rows, [], np.zeros((2, len(rows)), np.int64))
@@ -81,7 +81,7 @@ class DrawnRows(SoftmaxRows):
         asked = sorted({*drawing, *(at for at, own in enumerate(changes) if len(own))})
         if not asked:
             return tokens
-        temperatures = dict.fromkeys(asked, 0.0) | {at: owners[at].pipeline.draft_temperature for at in drawing}
+        temperatures = dict.fromkeys(asked, 0.0) | {at: owners[at].pipeline.temperature for at in drawing}
         seeds, positions = keys[:, asked].tolist()
         settings = RowSettings(
             seeds,

@@ -91,12 +91,17 @@ class GumbelNoise:
     not depend on the step, the node or the other samples.
 
     Args:
-        sources: by sample, the source; ``None`` if decoding is greedy, so nothing is drawn.
+        sources: by sample, the source; ``None`` at temperature 0, where nothing is drawn.
         lengths: committed tokens of every sample, prompt included; equals the position of the token after the root.
     """
 
     sources: Sequence[SharedSource | None]
     lengths: Sequence[int]
+
+    def seed_of(self, sample: int) -> int:
+        """Returns the seed of a sample as int64; 0 if it draws nothing."""
+        source = self.sources[sample]
+        return 0 if source is None else source.seed
 
     def perturb(self, scores: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
         """Adds to draft scores the noise with which the target will draw.
@@ -141,8 +146,8 @@ class GumbelNoise:
         return tokens
 
     def keys(self, places: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Returns ``[R]`` seeds and ``[R]`` positions for kernels; a place is a sample that draws and a depth."""
-        seeds = [self.sources[sample].seed for sample, _ in places]  # type: ignore[union-attr]
+        """Returns ``[R]`` seeds and ``[R]`` positions for kernels; a place is a sample and a depth."""
+        seeds = [self.seed_of(sample) for sample, _ in places]
         positions = [self.lengths[sample] + depth for sample, depth in places]
         keys = torch.from_numpy(np.array([seeds, positions], dtype=np.int64)).to(device)
         return keys[0], keys[1]

@@ -31,14 +31,12 @@ class RowOwner(Protocol):
     Attributes:
         number: its place in the batch.
         tokens: committed tokens, prompt included.
-        greedy: whether the target decodes at temperature 0.
-        pipeline: its logits processors; samples that share one are processed together.
+        pipeline: its logits processors and temperature; samples that share one are processed together.
         path_state: its stateful processors after the committed tokens; ``None`` if it has none.
     """
 
     number: int
     tokens: list[int]
-    greedy: bool
     pipeline: LogitsPipeline
     path_state: PathState | None
 
@@ -68,28 +66,28 @@ def draft_scores(
     """
 
     def process(logits: Tensor, rows: Sequence[int], pipeline: LogitsPipeline) -> Tensor:
-        processing = pipeline.untruncated if untruncated and not owners[rows[0]].greedy else pipeline
+        processing = pipeline.untruncated if untruncated and pipeline.temperature else pipeline
         return processing(
             logits,
             lambda row: owners[rows[row]].path(drafted(rows[row])),
             lambda row: owners[rows[row]].state(drafted(rows[row])),
         )
 
-    kinds = alike(owners)
-    if len(kinds) == 1:
+    groups = by_pipeline(owners)
+    if len(groups) == 1:
         return attributed(process, logits, range(len(owners)), owners)
     scores = widened(logits).clone()
-    for rows in kinds.values():
+    for rows in groups:
         scores[rows] = attributed(process, logits[rows], rows, owners)
     return scores
 
 
-def alike(owners: Sequence[RowOwner]) -> dict[tuple[int, bool], list[int]]:
-    """Groups rows whose samples need the same processing."""
-    kinds: dict[tuple[int, bool], list[int]] = {}
+def by_pipeline(owners: Sequence[RowOwner]) -> list[list[int]]:
+    """Groups rows whose samples share their processors."""
+    groups: dict[int, list[int]] = {}
     for row, owner in enumerate(owners):
-        kinds.setdefault((id(owner.pipeline), owner.greedy), []).append(row)
-    return kinds
+        groups.setdefault(id(owner.pipeline), []).append(row)
+    return list(groups.values())
 
 
 def attributed(
@@ -98,7 +96,7 @@ def attributed(
     rows: Sequence[int],
     owners: Sequence[RowOwner],
 ) -> Any:
-    """Processes rows of samples that are alike; if that fails, raises SampleError for the sample at fault."""
+    """Processes rows of one pipeline; if that fails, raises SampleError for the sample at fault."""
     rows, pipeline = list(rows), owners[rows[0]].pipeline
     try:
         return process(logits, rows, pipeline)
@@ -112,4 +110,4 @@ def attributed(
         raise SampleError(owners[rows[0]].number, error) from error
 
 
-__all__ = ["RowOwner", "SampleError", "alike", "attributed", "draft_scores"]
+__all__ = ["RowOwner", "SampleError", "attributed", "by_pipeline", "draft_scores"]

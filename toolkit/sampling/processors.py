@@ -42,14 +42,12 @@ class LogitsPipeline:
         processors: processors that ``generate()`` prepared: penalties, temperature, top-k, top-p, user-defined ones.
             Each must be a function of the tokens before a row, the row's scores and its number in the batch, or a
             :class:`~arbordraft.sampling.stateful.StatefulProcessor`. Known processors of another kind are
-            refused. Temperatures below 1e-10 are left out, see ``greedy``.
+            refused. Temperatures below 1e-10 are left out and count as 0.
         batch_size: samples of the batch that the processors were prepared for. Processors that may depend on the row's
             number are called with that many equal rows.
         row: the sample's number in that batch. Samples whose :meth:`row_and_padding` is equal may share an object.
         padding: columns before the sample's prompt in that batch, which its paths lack.
-
-    Attributes:
-        greedy: whether the temperature is so low that the most probable token always wins.
+        greedy: whether the sample is decoded at temperature 0, so that the most probable token always wins.
 
     Raises:
         TypeError: if a processor cannot be called, or ``batch_size`` is not a whole number.
@@ -63,18 +61,19 @@ class LogitsPipeline:
         *,
         row: int = 0,
         padding: int = 0,
+        greedy: bool = False,
     ) -> None:
         self._batch_size, self._row = check_int("batch_size", batch_size, 0), row
         for processor in processors:
             check_for_trees(processor, padding)
         kept = [one for one in processors if not is_freezing(one)]
-        self.greedy = len(kept) < len(processors)
+        self._greedy = greedy or len(kept) < len(processors)
         self.processors = [counting_less(one, padding) for one in kept]
         self._indexing = [may_index(one) for one in self.processors]
         places = [place for place, one in enumerate(self.processors) if isinstance(one, StatefulProcessor)]
         self._followers = {place: number for number, place in enumerate(places)}
         self.stateful = [self.processors[place] for place in places]
-        self._known: dict[tuple[int, bool], bool] = {}
+        self._known: dict[int, bool] = {}
 
     @staticmethod
     def row_and_padding(processors: "Sequence[LogitsProcessor]", row: int, padding: int) -> tuple[int, int]:
@@ -82,32 +81,33 @@ class LogitsPipeline:
         return row if any(map(may_index, processors)) else 0, padding if any(map(counts_padding, processors)) else 0
 
     @cached_property
-    def temperature(self) -> float | None:
-        """Divisor of the scores if the processors do nothing else; ``None`` if they do."""
-        return _dividing(self.processors)
+    def temperature(self) -> float:
+        """Divisor of the scores, all other processors left out; 0 if the most probable token always wins."""
+        return 0.0 if self._greedy else temperature_of(self.processors)
 
     @cached_property
-    def draft_temperature(self) -> float:
-        """Divisor of draft scores, all other processors left out; 0 if the most probable token always wins."""
-        return 0.0 if self.greedy else temperature_of(self.processors)
+    def only_divides(self) -> bool:
+        """Whether the processors do nothing but divide scores by the temperature, which may be 0."""
+        names = [transformers_name(type(one)) for one in self.processors]
+        return names in ([], ["TemperatureLogitsWarper"])
 
     @cached_property
     def truncation(self) -> Truncation:
         """Joint effect of top-k, top-p and min-p on a law."""
         return truncation_of(self.processors)
 
-    def is_known(self, vocabulary: int, *, greedy: bool) -> bool:
+    def is_known(self, vocabulary: int) -> bool:
         """Returns whether the processors only change scores of single tokens before they draw in the usual way.
+
+        At temperature 0 the most probable token is taken, after changes of single tokens alone.
 
         Args:
             vocabulary: number of tokens.
-            greedy: whether the most probable token is taken, after changes of single tokens alone.
         """
-        key = vocabulary, greedy
-        if key not in self._known:
+        if vocabulary not in self._known:
             drawing = temperature_of(self.processors) != 1 or self.truncation != Truncation()
-            self._known[key] = are_known(self.processors, vocabulary) and not (greedy and drawing)
-        return self._known[key]
+            self._known[vocabulary] = are_known(self.processors, vocabulary) and not (self._greedy and drawing)
+        return self._known[vocabulary]
 
     @property
     def constants(self) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
@@ -201,13 +201,6 @@ def _followed(
         if processed is not own:
             own.copy_(processed)
     return scores
-
-
-def _dividing(processors: Sequence[Any]) -> float | None:
-    if not processors:
-        return 1.0
-    only = len(processors) == 1 and transformers_name(type(processors[0])) == "TemperatureLogitsWarper"
-    return float(processors[0].temperature) if only else None
 
 
 def _like(processor: Any, processed: Any, given: Tensor) -> Tensor:

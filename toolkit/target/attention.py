@@ -4,7 +4,9 @@ Shapes: T packed rows, H hidden size, Hq/Hkv heads, D head size.
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,16 +14,20 @@ from torch import Tensor, nn
 from arbordraft.kernels.fused_linear import project_rotate_append
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.states import Key, StateRows, Update
 
 ATTENTION_NAME = "arbordraft_ragged"
 REQUIREMENT = (
-    "arbordraft needs every layer to be softmax attention that goes through transformers' AttentionInterface "
-    "(falcon, bloom, linear-attention and state-space models do not)"
+    "arbordraft needs every layer to be softmax attention that goes through transformers' AttentionInterface, or a "
+    "recurrent layer that it knows (falcon, bloom and rwkv have neither)"
 )
+_NO_STATES = "recurrent layers keep no states in steps of fixed shapes: build the decoder with buckets=None"
 _ARGUMENTS_LOST = f"the model does not hand its arguments on to its layers: {REQUIREMENT}"
 # Arguments that models pass on to their attention although only the caller needs them.
 _IGNORED = frozenset({"cache_position", "dropout", "is_causal", "logits_to_keep", "position_ids", "use_cache"})
 
+
+_running: ContextVar["Attending | None"] = ContextVar("running", default=None)  # forward of a recurrent model
 
 Tables = tuple[Tensor, Tensor]  # cosines and sines of packed rows, [T, D] each
 Ahead = tuple[nn.Module, Tensor, Tensor]  # a norm, its input and its output
@@ -80,6 +86,7 @@ class Attending:
         depth: number of first layers to run, all by default.
         after_layers: module to run after these layers; maps ``[1, T, H]`` to ``[1, T, H]``.
         last: output of the last of these layers.
+        index: index of the layer that runs.
         ahead: the next layer's first norm with its input and output, if a layer has computed it in advance.
     """
 
@@ -88,6 +95,7 @@ class Attending:
     depth: int | None = None
     after_layers: nn.Module | None = None
     last: Any = None
+    index: int = -1
     ahead: Ahead | None = None
 
     def attend(
@@ -102,6 +110,14 @@ class Attending:
     def project_and_attend(self, layer: int, projection: Projection, call: AttentionCall, tables: Tables) -> Tensor:
         """Projects hidden states to queries, keys and values, then attends as :meth:`attend` does with tables."""
         raise NotImplementedError
+
+    def convolve(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None, *, activate: bool) -> Tensor:
+        """Convolves ``[T, C]`` inputs along the paths of their rows; see :meth:`StateRows.convolve`."""
+        raise UnsupportedModel(_NO_STATES)
+
+    def scan(self, key: Key, update: Update, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+        """Runs a recurrence along the paths of the rows; see :meth:`StateRows.scan`."""
+        raise UnsupportedModel(_NO_STATES)
 
 
 @dataclass
@@ -135,6 +151,18 @@ class Forward(Attending):
         keys, values = self.cache.pools(layer, (call.kv_heads, call.dim), projection.hidden)
         query = project_rotate_append(*projection, *tables, keys, values, self.batch.slots)
         return self._attended(query, keys, values, call)
+
+    @cached_property
+    def _state_rows(self) -> StateRows:
+        return self.cache.state_rows(self.batch, self.batch.positions.device)
+
+    def convolve(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None, *, activate: bool) -> Tensor:
+        """See :meth:`Attending.convolve`."""
+        return self._state_rows.convolve(key, inputs, weight, bias, activate=activate)
+
+    def scan(self, key: Key, update: Update, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+        """See :meth:`Attending.scan`."""
+        return self._state_rows.scan(key, update, shape, *inputs)
 
     def _attended(self, query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
         return ragged_tree_attention(
@@ -180,6 +208,7 @@ def _attention(
             f"{unknown or 'a mask of its own'}"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = ragged.index if layer < 0 else layer  # several layers may share one attention
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads, dim, value_dim = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
     call = AttentionCall(heads, kv_heads, dim, value_dim, scale, sliding_window, softcap, s_aux)
@@ -192,14 +221,14 @@ def run_layer(
     index: int, forward: Callable[..., Any], *args: Any, ragged: Attending | None = None, **kwargs: Any
 ) -> Any:
     """Calls a decoder layer, or skips it beyond ``depth``; records its input and runs ``after_layers`` if asked for."""
-    if ragged is None:
-        raise UnsupportedModel(_ARGUMENTS_LOST)
+    ragged, forward = _handed_on(ragged, forward)
+    ragged.index = index
     if index in ragged.hidden:
         ragged.hidden[index] = (args[0] if args else kwargs["hidden_states"])[0]
     if ragged.depth is None:
-        return forward(*args, ragged=ragged, **kwargs)
+        return forward(*args, **kwargs)
     if index < ragged.depth:
-        output = forward(*args, ragged=ragged, **kwargs)
+        output = forward(*args, **kwargs)
         if index == ragged.depth - 1 and (after_layers := ragged.after_layers) is not None:
             output = after_layers(output) if isinstance(output, Tensor) else (after_layers(output[0]), *output[1:])
         ragged.last = output
@@ -210,9 +239,38 @@ def run_stack(
     count: int, forward: Callable[..., Any], *args: Any, ragged: Attending | None = None, **kwargs: Any
 ) -> Any:
     """Calls the module that holds all ``count`` decoder layers; its output is that of the final norm."""
-    if ragged is None:
-        raise UnsupportedModel(_ARGUMENTS_LOST)
-    output = forward(*args, ragged=ragged, **kwargs)
+    ragged, forward = _handed_on(ragged, forward)
+    output = forward(*args, **kwargs)
     if count in ragged.hidden:
         ragged.hidden[count] = output[0][0]
     return output
+
+
+def run_model(forward: Callable[..., Any], *args: Any, ragged: Attending | None = None, **kwargs: Any) -> Any:
+    """Calls a model with recurrent layers, some of which do not hand keyword arguments on to them."""
+    token = _running.set(ragged)
+    try:
+        return forward(*args, ragged=ragged, **kwargs)
+    finally:
+        _running.reset(token)
+
+
+def running(ragged: Attending | None) -> Attending:
+    """Returns the forward that reached a module, or else the one that this thread's model runs.
+
+    Raises:
+        UnsupportedModel: if there is none.
+    """
+    if (ragged := ragged or current()) is None:
+        raise UnsupportedModel(_ARGUMENTS_LOST)
+    return ragged
+
+
+def current() -> Attending | None:
+    """Returns the forward of the model with recurrent layers that this thread runs, if it runs one."""
+    return _running.get()
+
+
+def _handed_on(ragged: Attending | None, forward: Callable[..., Any]) -> tuple[Attending, Callable[..., Any]]:
+    """Returns the forward, and a module's call that gets it if the module was given it."""
+    return running(ragged), forward if ragged is None else partial(forward, ragged=ragged)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from arbordraft.kernels.fused_layers import rotate_append
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.states import RecurrentStates, StateRows
 from arbordraft.utils.allocator import untouched_zeros
 from arbordraft.utils.errors import UserError
 
@@ -43,6 +44,10 @@ class RaggedKVCache(nn.Module):
     stream then waits for a copy of them, and graphs of steps are recorded once. On a CPU, such pools take memory as
     they are filled. On a GPU, they are allocated whole if they take at most half of its free memory, else they grow.
 
+    If the model has recurrent layers, the cache also holds their windows and states (:mod:`arbordraft.target.states`).
+    A state is there after some numbers of tokens only, so less can be shared and :meth:`shorten` may drop more. States
+    take memory besides ``max_tokens``.
+
     Args:
         max_tokens: greatest number of pool rows, draft trees included; unlimited by default.
 
@@ -55,6 +60,8 @@ class RaggedKVCache(nn.Module):
         self.weights: object = None  # the prepared model that computed the keys and values
         self._whole: dict[str, Tensor] = {}  # pools as large as the limit allows, of which the first rows are used
         self._settled = False
+        self._states: RecurrentStates | None = None  # if the model has recurrent layers
+        self._reading: set[int] = set()  # samples whose uncommitted rows are a text that they read
         self._slabs: dict[int, _Slab] = {}
         self._free: list[tuple[int, int]] = []  # (start, rows), ascending, never adjacent
         self._rows = 0  # rows of every pool
@@ -78,7 +85,41 @@ class RaggedKVCache(nn.Module):
         handle, self._next = self._next, self._next + 1
         capacity = max(tokens, 1)
         self._slabs[handle] = _Slab(self._allocate(capacity), capacity)
+        if self._states is not None:
+            self._states.open(handle)
         return handle
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers; known from its first forward on."""
+        return self._states is not None
+
+    def reusable(self, handle: int, tokens: int) -> int:
+        """Returns how many of a sample's first ``tokens`` tokens :meth:`share` can copy.
+
+        With recurrent layers, these are as many as the longest text within ``tokens`` after which a state is there.
+        """
+        length = self._slabs[handle].length
+        if self._states is None:
+            return min(tokens, length)
+        return self._states.reusable(handle, length, tokens)
+
+    def state_rows(self, batch: RaggedBatch, device: torch.device) -> StateRows:
+        """Plans a forward's rows in recurrent layers.
+
+        Args:
+            batch: the last layout of these samples.
+            device: device of the model.
+        """
+        if self._states is None:
+            if any(slab.length for slab in self._slabs.values()):
+                raise RuntimeError("rows were committed without the states of recurrent layers")
+            self._states = RecurrentStates()
+            for handle in self._slabs:
+                self._states.open(handle)
+        starts = {slab.start: handle for handle, slab in self._slabs.items()}
+        handles = [starts[start] for start in batch.starts]
+        return self._states.lay_out(handles, batch, [handle in self._reading for handle in handles], device)
 
     def share(self, source: int, handle: int, tokens: int) -> None:
         """Copies the first committed rows of one sample into another, which is empty and has room for them.
@@ -86,10 +127,10 @@ class RaggedKVCache(nn.Module):
         Args:
             source: handle of the sample to copy from.
             handle: handle of the sample to copy to.
-            tokens: number of rows.
+            tokens: number of rows; with recurrent layers, a result of :meth:`reusable`.
 
         Raises:
-            ValueError: if the source has fewer rows, or the destination is not empty or too small.
+            ValueError: if the source has fewer rows or no such state, or the destination is not empty or too small.
         """
         ours, theirs = self._slabs[handle], self._slabs[source]
         if not 0 <= tokens <= min(theirs.length, ours.capacity) or ours.length or ours.tree_positions:
@@ -97,14 +138,19 @@ class RaggedKVCache(nn.Module):
                 f"cannot copy {tokens} of {theirs.length} rows to a sample with {ours.length} and room for "
                 f"{ours.capacity}"
             )
+        if self.reusable(source, tokens) != tokens:
+            raise ValueError(f"no state is there after {tokens} tokens, but after {self.reusable(source, tokens)}")
         for pool in self._pools():
             pool[ours.start : ours.start + tokens] = pool[theirs.start : theirs.start + tokens]
+        if self._states is not None:
+            self._states.share(source, handle, theirs.length, tokens)
         ours.length = tokens
 
     def shorten(self, handle: int, tokens: int) -> None:
-        """Drops all committed tokens of a sample after the first ``tokens``."""
+        """Drops all committed tokens of a sample after the first ``tokens``, or those before these without a state."""
         slab = self._slabs[handle]
-        slab.length = min(slab.length, tokens)
+        if tokens < slab.length:
+            slab.length = tokens if self._states is None else self._states.shorten(handle, slab.length, tokens)
 
     def __contains__(self, handle: object) -> bool:
         return handle in self._slabs
@@ -113,6 +159,9 @@ class RaggedKVCache(nn.Module):
         """Removes a sample and frees its slab."""
         slab = self._slabs.pop(handle)
         self._release(slab.start, slab.capacity)
+        self._reading.discard(handle)
+        if self._states is not None:
+            self._states.close(handle)
 
     def length(self, handle: int) -> int:
         """Returns the number of committed tokens of a sample."""
@@ -138,6 +187,7 @@ class RaggedKVCache(nn.Module):
             CacheOverflow: if a slab cannot grow; nothing has changed then.
         """
         slabs = [self._slabs[handle] for handle in handles]
+        self._reading.difference_update(handles)
         for slab, offsets in zip(slabs, depths, strict=True):
             self._reserve(slab, slab.length + len(slab.tree_positions) + len(offsets))
         positions: list[int] = []
@@ -242,7 +292,7 @@ class RaggedKVCache(nn.Module):
             kept: for every sample, ascending indices into its uncommitted rows: the accepted path.
 
         Raises:
-            ValueError: if an index is out of range or out of order.
+            ValueError: if an index is out of range or out of order, or the rows of recurrent layers are no path.
         """
         self.settle()
         moves: list[list[tuple[int, int]]] = []
@@ -252,8 +302,10 @@ class RaggedKVCache(nn.Module):
                 raise ValueError(f"rows {list(rows)} must ascend within 0..{len(slab.tree_positions) - 1}")
             first = slab.start + slab.length
             moves.append([(first + row, first + place) for place, row in enumerate(rows) if row != place])
-        if any(moves):
-            compact(list(self._pools()), moves)
+        if self._states is not None:
+            self._states.commit(kept, {handle: self._slabs[handle].length for handle in kept})
+        if any(moves) and (pools := list(self._pools())):
+            compact(pools, moves)
         self.advance(kept)
 
     def advance(self, kept: Mapping[int, Sequence[int]]) -> None:
@@ -262,6 +314,7 @@ class RaggedKVCache(nn.Module):
             slab = self._slabs[handle]
             slab.length += len(rows)
             slab.tree_positions.clear()
+        self._reading.difference_update(kept)
 
     def portions(
         self, tokens: Mapping[int, Sequence[int]], chunk: int
@@ -287,6 +340,7 @@ class RaggedKVCache(nn.Module):
                 if not left[handle]:
                     del left[handle]
             batch = self.lay_out(list(part), [range(len(row)) for row in part.values()])
+            self._reading.update(part)
             yield part, torch.tensor([token for row in part.values() for token in row]), batch
             self.commit({handle: range(len(row)) for handle, row in part.items()})
 

@@ -27,7 +27,7 @@ from arbordraft.kernels.fused_layers import (
 )
 from arbordraft.target.attention import Attending, AttentionCall, Tables
 from arbordraft.target.model_view import ModelView, active_hooks
-from arbordraft.target.prepacked.probing import hooked, noise, plain
+from arbordraft.target.prepacked.probing import hooked, is_gated, noise, plain
 
 _ROWS = 3  # rows of noise
 _INNER = 16  # channels of the linears that an MLP is tried with
@@ -144,7 +144,7 @@ def _norm_form(norm: Any) -> NormForm | None:
     weight = norm._parameters.get("weight")
     epsilon = next((getattr(norm, key) for key in ("variance_epsilon", "eps") if hasattr(norm, key)), None)
     tensors = [*norm.parameters(), *norm.buffers()]
-    if len(tensors) != 1 or not plain(weight) or weight.ndim != 1 or not isinstance(epsilon, float):
+    if len(tensors) != 1 or not plain(weight) or weight.ndim != 1 or not isinstance(epsilon, float) or is_gated(norm):
         return None
     size, copy = len(weight), ModelView(norm).model
     forms = [NormForm(epsilon, *form) for form in _FORMS]

@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from arbordraft.target.attention import (
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.fused_linears import fuse_linears
 from arbordraft.target.fused_modules import Recognised, fuse
+from arbordraft.target.mixers import mixers_of, run_mixers
 from arbordraft.target.model_view import ModelView
 from arbordraft.target.observation import decoder_list, final_module, observe
 from arbordraft.target.prepacked.adapters import check_adapters, unwrapped
@@ -42,6 +44,7 @@ from arbordraft.target.prepacked.memory import check_movable
 from arbordraft.target.prepacked.prepacked_modules import PrepackedLayers
 from arbordraft.target.prepacked.probing import vocabulary
 from arbordraft.target.prepacked.replace import Prepacking
+from arbordraft.target.prepacked.row_wise import RowWise, odd_functions
 from arbordraft.target.prepacked.shortcut import Shortcut, is_unhooked
 from arbordraft.target.self_test import check_logits
 from arbordraft.target.weight_watch import WeightsChanged, WeightWatch
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 # Layer types with one key and one value per token, whose visibility depends on positions alone.
 _LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
+_RECURRENT = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"})  # layer types with states
+_ROWWISE = frozenset({"mlp", "moe"})  # layer types that treat every row by itself
 _TRAINING = "the model is in training mode, where dropout would change its output: call model.eval()"
 
 
@@ -69,6 +74,8 @@ class _Prepared:
     read: WeightWatch  # the weights that forwards read from the model itself, not from copies
     shortcut: Shortcut | None = None
     fused: Recognised | None = None  # modules that run in Triton, if any may
+    mixers: int = 0  # number of recurrent mixers
+    odd: frozenset[str] = frozenset()  # functions around native mixers that may mix rows, or round them by their place
 
     def current(self) -> bool:
         return self.view.current() and self.weights.current()
@@ -84,8 +91,9 @@ class RaggedModel(nn.Module):
     If weights change that it reads from the model itself, it ends with :class:`WeightsChanged`.
 
     Args:
-        model: a causal LM of transformers in eval mode whose attention follows the ``AttentionInterface``. A PEFT model
-            is accepted if its adapters act within layers.
+        model: a causal LM of transformers in eval mode whose attention follows the ``AttentionInterface``. It may have
+            recurrent layers: short convolutions, Mamba, Mamba-2 and gated delta rules. A PEFT model is accepted if its
+            adapters act within layers.
         tokenizer: its tokenizer; lets a decoder check that target and drafter agree.
         kernels: runner of the model's layers.
             ``"torch"``: the model's own modules.
@@ -167,6 +175,7 @@ class RaggedModel(nn.Module):
         self.model = model
         self.tokenizer = tokenizer
         self.num_layers, self.vocab_size, self.max_positions = _sizes(model)
+        self._rowwise = sum(kind in _ROWWISE for kind in _kinds(model))
         self._process = os.getpid()
         self._lock = threading.Lock()
         tested = given if self_test else None
@@ -222,12 +231,20 @@ class RaggedModel(nn.Module):
         """Whether every part of a forward gives each row the same bits, regardless of the other rows."""
         if self.backend == "triton":
             return self._invariant
-        return self.prepacking is not None and self.prepacking.row_invariant
+        prepared = self._prepared
+        if prepared.prepacking is None:
+            return False
+        return prepared.prepacking.row_invariant or (prepared.mixers > 0 and not prepared.odd)
 
     @property
     def prepacking(self) -> Prepacking | None:
         """Prepacked modules that replace the model's own layers and linears, as of the last forward."""
         return self._prepared.prepacking
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers keep a state, which a text can be cut back to at some places only."""
+        return self._prepared.mixers > 0
 
     @property
     def device(self) -> torch.device:
@@ -242,6 +259,7 @@ class RaggedModel(nn.Module):
             UnsupportedModel: if there are several.
         """
         view = ModelView(self.model, ATTENTION_NAME)  # a private view, as `final_module` adds hooks
+        run_mixers(view.model, self.num_layers)
         if norm := final_module(view.model, self.num_layers):
             return view.original(norm)
         raise UnsupportedModel(f"{type(self.model).__name__} has more than a norm between its decoder layers and head")
@@ -305,6 +323,11 @@ class RaggedModel(nn.Module):
                 f"{type(self.model).__name__} does not keep its {self.num_layers} layers in one list: neither early "
                 "exit nor hidden states"
             )
+        if prepared.mixers and (layers is not None or after_layers is not None):
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} has recurrent layers, whose states an early exit would leave undefined: "
+                "choose a drafter that runs all layers, or none"
+            )
         depth = self.num_layers if layers is None and after_layers is not None else layers
         run = Forward(
             batch,
@@ -315,19 +338,21 @@ class RaggedModel(nn.Module):
             depth=depth,
             after_layers=after_layers,
         )
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as functions:
             if prepared.shortcut is not None and depth is None:
                 logits: Tensor = prepared.shortcut(tokens, positions, run, rows)
             else:
                 kept = slice(None) if rows is None else rows
+                if prepared.mixers and prepared.prepacking is not None:
+                    functions.enter_context(RowWise())
                 logits = prepared.view.model(
                     input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=kept, ragged=run
                 ).logits[0]
-        expected = layers or self.num_layers
+        expected = layers or self.num_layers - self._rowwise
         if len(run.layers) != expected:
             raise UnsupportedModel(
-                f"{type(self.model).__name__} called the attention interface in {len(run.layers)} of {expected} "
-                f"layers: {REQUIREMENT}"
+                f"{type(self.model).__name__} called the attention interface or a known recurrent layer in "
+                f"{len(run.layers)} of {expected} layers: {REQUIREMENT}"
             )
         features = [run.hidden[index] for index in hidden]
         if any(states is None for states in features):
@@ -434,6 +459,7 @@ class RaggedModel(nn.Module):
 
     def prepared(self, view: ModelView) -> Any:
         """Returns the value for a cache's ``weights`` that makes its rows run in another view of the model."""
+        run_mixers(view.model, self.num_layers)
         return replace(self._prepared, view=view, prepacking=None, layered=False, shortcut=None, fused=None)
 
     def _prepared_for(self, cache: RaggedKVCache) -> _Prepared:
@@ -484,6 +510,7 @@ class RaggedModel(nn.Module):
     def _build(self) -> _Prepared:
         check_adapters(self.model)
         view = ModelView(self.model, ATTENTION_NAME)
+        mixers = run_mixers(view.model, self.num_layers)
         place = decoder_list(view.model, self.num_layers)
         prepacking, shortcut = None, None
         plain = place is not None and is_unhooked(view.model, getattr(*place))
@@ -492,7 +519,7 @@ class RaggedModel(nn.Module):
             fuse_linears(view.model, fused, getattr(*place) if place is not None else ())
         if self.backend == "native":
             prepacking = self._prepack(view)
-            if self._invariant and not prepacking.row_invariant:
+            if self._invariant and not (mixers or prepacking.row_invariant):
                 raise UnsupportedModel(
                     f"row_invariant=True needs native kernels for all of {type(self.model).__name__}: {prepacking}"
                 )
@@ -507,10 +534,19 @@ class RaggedModel(nn.Module):
             vars(place[0])["forward"] = partial(run_stack, self.num_layers, place[0].forward)
         if prepacking is not None and prepacking.stack is not None and place is not None and plain:
             shortcut = Shortcut.of(view.model, place[0])
+        odd = frozenset[str]()
+        if prepacking is not None and mixers:
+            odd = frozenset(odd_functions(view.model, self.vocab_size))
+            if self._invariant and odd:
+                raise UnsupportedModel(
+                    f"row_invariant=True needs row-wise functions for all of {type(self.model).__name__}, which calls "
+                    f"{', '.join(sorted(odd))}"
+                )
         weights = read = WeightWatch(self.model.modules())
         if prepacking is not None:
             read = WeightWatch(self.model.modules(), leave=prepacking.copied)
-        return _Prepared(self, view, prepacking, place is not None, weights, read, shortcut, fused)
+            prepacking.drop_originals()  # whose few elements that are watched have mapped large parts of their files
+        return _Prepared(self, view, prepacking, place is not None, weights, read, shortcut, fused, mixers, odd)
 
     def _shared_head(self) -> PrepackedLinear | None:
         other: RaggedModel | None = vars(self)["_head_of"]
@@ -553,13 +589,17 @@ def check_model(model: Any) -> None:
         )
     if model.training:
         raise ValueError(_TRAINING)
-    config: Any = model.config
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if others := sorted(kinds - _LAYERS):
+    known = _LAYERS | _ROWWISE | (_RECURRENT if mixers_of(model) else frozenset())
+    if others := sorted(set(_kinds(model)) - known):
         raise UnsupportedModel(
-            f"{type(model).__name__} has layers of {', '.join(others)} (config.layer_types), which keep a state, or "
-            f"choose or compress the keys that a row sees: {REQUIREMENT}"
+            f"{type(model).__name__} has layers of {', '.join(others)} (config.layer_types), which keep a state of an "
+            f"unknown kind, or choose or compress the keys that a row sees: {REQUIREMENT}"
         )
+
+
+def _kinds(model: Any) -> Sequence[str]:
+    """Returns the kind of every layer, if the model's configuration has them."""
+    return getattr(model.config.get_text_config(), "layer_types", None) or ()
 
 
 def _sizes(model: Any) -> tuple[int, int, int | None]:

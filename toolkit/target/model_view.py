@@ -24,6 +24,8 @@ _PASSING = frozenset(
         "_compiled_call_impl",
         "_output_capturing_hooks_installed",
         "_previous_max_cache_length",
+        "conv1d_state",
+        "recurrent_states",
     }
 )
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.checkpoints.reader import check_finite
-from arbordraft.target.attention import ATTENTION_NAME, UnsupportedModel, unsupported
+from arbordraft.target.attention import ATTENTION_NAME, UnsupportedModel, current, unsupported
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.hf_cache import cache_argument, returned_cache
+from arbordraft.target.hf_cache import cache_argument, empty_cache, returned_cache
 from arbordraft.target.model_view import ModelView, is_config
 from arbordraft.target.observation import decoder_list, forget
 from arbordraft.target.prepacked.gguf_blocks import FileBlocks
@@ -109,11 +109,10 @@ def thinned(model: Any) -> tuple[Any, ModelView]:
     """Returns two views of a model that skip most layers, the second one with our attention.
 
     Layers of one kind differ in weights alone, so one shows how all of them see rows. Of each kind the first and the
-    last layer stay, and the model's middle layer. Weights in blocks of a file are dequantised once, for both views, and
-    of such a head only some rows. Models with other lists of layers stay whole.
+    last layer stay, and the model's middle layer. Of a head in blocks of a file, only some rows stay. Models with other
+    lists of layers stay whole.
     """
     own, packed = ModelView(model), ModelView(model, ATTENTION_NAME)
-    dense: dict[int, Tensor] = {}
     for view in (own, packed):
         layers = _layers(view.model)
         kinds: dict[Any, list[int]] = {}
@@ -125,11 +124,7 @@ def thinned(model: Any) -> tuple[Any, ModelView]:
             vars(layer)["forward"] = (
                 partial(_skip, index, outputs) if index not in kept else partial(_note, outputs, layer.forward)
             )
-        skipped = {id(part) for index, layer in enumerate(layers) if index not in kept for part in layer.modules()}
         _shrink_head(view.model)
-        for part in view.model.modules():
-            if id(part) not in skipped and not isinstance(part, nn.Embedding):
-                vars(part)["_parameters"] = {name: _dense(weight, dense) for name, weight in part._parameters.items()}
     return own.model, packed
 
 
@@ -149,17 +144,9 @@ def _note(outputs: list[type], forward: Callable[..., Any], *args: Any, **kwargs
 def _skip(index: int, outputs: list[type], *args: Any, **kwargs: Any) -> Any:
     """Returns the input of a skipped layer, in the form in which the layers before it returned theirs."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    if (ragged := kwargs.get("ragged")) is not None:
+    if (ragged := kwargs.get("ragged") or current()) is not None:
         ragged.layers.setdefault(index, None)
     return (hidden,) if issubclass(outputs[-1], tuple) else hidden
-
-
-def _dense(weight: Tensor | None, known: dict[int, Tensor]) -> Tensor | None:
-    if not isinstance(weight, FileBlocks):
-        return weight
-    if id(weight) not in known:
-        known[id(weight)] = nn.Parameter(weight.dense(), requires_grad=False)
-    return known[id(weight)]
 
 
 def _shrink_head(model: Any) -> None:
@@ -397,9 +384,13 @@ def _own_logits(model: Any, texts: list[list[int]]) -> Tensor:
 
 
 def _cached_logits(model: Any, prompt: list[int], path: list[int]) -> Tensor:
-    """Returns the model's own ``[V]`` logits after a path, continued from its own cache of the prompt."""
-    before, after = (torch.tensor([tokens], device=model.device) for tokens in (prompt, path))
+    """Returns the model's own ``[V]`` logits after a path, token by token from its own cache of the prompt."""
+    name, past = cache_argument(model), None
     with torch.no_grad():
-        past = returned_cache(model(before, use_cache=True))
-        logits: Tensor = model(after, use_cache=True, **{cache_argument(model): past}).logits[0, -1]
+        for tokens in (prompt, *([token] for token in path)):
+            output = model(torch.tensor([tokens], device=model.device), use_cache=True, **{name: past})
+            if past is None and (past := returned_cache(output)) is None:  # it fills a cache, but returns none
+                past = empty_cache(model)
+                output = model(torch.tensor([tokens], device=model.device), use_cache=True, **{name: past})
+    logits: Tensor = output.logits[0, -1]
     return logits

@@ -9,6 +9,7 @@ from arbordraft.checkpoints.gguf_file import GgufFile, is_gguf
 from arbordraft.checkpoints.gguf_settings import gguf_tokenizer
 from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.target.prepacked.gguf import load_gguf
+from arbordraft.target.prepacked.mapped import load_mapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,7 +46,8 @@ def read_model(source: Source, dtype: torch.dtype, *, as_stored: bool = False, *
     Args:
         source: see :func:`source_of`.
         dtype: dtype of the weights.
-        as_stored: leave matrices of a GGUF file in the file, in its own blocks.
+        as_stored: leave matrices of a GGUF file or a folder in the file, in its own blocks or dtype. Otherwise all that
+            differ from ``dtype`` are converted in memory.
         **options: options of ``AutoModelForCausalLM.from_pretrained``, for folders and hubs.
 
     Raises:
@@ -53,6 +55,8 @@ def read_model(source: Source, dtype: torch.dtype, *, as_stored: bool = False, *
     """
     if isinstance(source, GgufFile):
         return load_gguf(source, dtype, blocks=as_stored)
+    if as_stored and not options and os.path.isdir(source):
+        return load_mapped(source, dtype)
     return load_causal_lm(source, dtype, **options)
 
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import ctypes
+import math
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ class LargePages:
     """One stretch of memory for many tensors, on large pages if the system grants them.
 
     Repeated sequential reads are faster there: fewer addresses are translated, and processors do not prefetch beyond
-    the end of a page. Tensors stay where they are if the stretch would be smaller than such a page, or is full. They
-    also stay if Python knows no large pages on this system.
+    the end of a page. Tensors get memory of their own if the stretch would be smaller than such a page, or is full.
+    They also do if Python knows no large pages on this system.
 
     Args:
         size: bytes of all tensors together, or an upper bound. Memory is taken as it is written.
@@ -34,19 +35,24 @@ class LargePages:
             self._region = torch.frombuffer(pages, dtype=torch.uint8)
             pages.madvise(mmap.MADV_HUGEPAGE)
 
-    def place(self, tensors: Iterable[Tensor]) -> None:
-        """Moves tensors here, in this order behind those before; each exists twice only while it moves.
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Returns a contiguous tensor behind those before it; its numbers are arbitrary."""
+        start = self._end + -self._end % _ALIGNED
+        end = start + math.prod(shape) * dtype.itemsize
+        if end > len(self._region):
+            return torch.empty(*shape, dtype=dtype)
+        self._end = end
+        return self._region[start:end].view(dtype).view(shape)
 
-        Args:
-            tensors: contiguous tensors on the CPU without duplicates.
-        """
-        for tensor in tensors:
-            start = self._end + -self._end % _ALIGNED
-            if start + tensor.nbytes > len(self._region):
-                continue
-            self._end = start + tensor.nbytes
-            place = self._region[start : self._end].view(tensor.dtype).view(tensor.shape)
-            tensor.data = place.copy_(tensor.detach())
+    @contextlib.contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Gives the place of the tensors made within back if an error ends the block; nothing may use these then."""
+        begun = self._end
+        try:
+            yield
+        except BaseException:
+            self._end = begun
+            raise
 
 
 def drop_pages(stretches: Iterable[tuple[int, int]]) -> None:

@@ -7,12 +7,20 @@ from torch import Tensor, nn
 
 from arbordraft.sampling.laws import DraftLaw, Fixed, SharedNoise
 from arbordraft.sampling.noise import GumbelNoise, Noise
-from arbordraft.sampling.rows import Rows
+from arbordraft.sampling.rows import Rows, SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.trees.verdict import Exactness, Verdict
 from arbordraft.utils.checks import check_instance
-from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SharedMatching, TopDown, TreeVerifier
+from arbordraft.verifiers import (
+    Lifted,
+    Matching,
+    RecursiveRejection,
+    SharedMatching,
+    TopDown,
+    TreeVerifier,
+    matching_verdict,
+)
 
 
 class Coupling(nn.Module):
@@ -120,9 +128,28 @@ class Coupling(nn.Module):
         self,
         tree: DraftTree,
         target_probs: Rows[Tensor],
-        noise: Noise | GumbelNoise,
+        noise: Noise | GumbelNoise | None,
         samples: Sequence[int] | None = None,
     ) -> Verdict:
-        """Verifies a batch; see :meth:`TreeVerifier.forward`."""
-        verdict: Verdict = self.verifier(tree, target_probs, noise, samples)
-        return verdict
+        """Verifies a batch; see :meth:`TreeVerifier.forward`.
+
+        Rows of temperature 0 are one-hot, so every lossless decision gives the same text. Drafts are then matched with
+        the most probable tokens, for every verifier and law.
+
+        Args:
+            tree: the drafts.
+            target_probs: ``[T, V]`` target probabilities.
+            noise: noise of the step; ``None`` if all rows have temperature 0.
+            samples: samples to decide about; by default all that take part.
+        """
+        samples = tree.living if samples is None else samples
+        if isinstance(noise, GumbelNoise) or not isinstance(target_probs, SoftmaxRows):
+            verdict: Verdict = self.verifier(tree, target_probs, noise, samples)
+            return verdict
+        offsets = tree.offsets
+        certain = [sample for sample in samples if target_probs.certain(offsets[sample])]
+        verdict = matching_verdict(tree, lambda rows, _: target_probs.most_probable(rows), certain)
+        if len(certain) == len(samples):
+            return verdict
+        drawn = [sample for sample in samples if sample not in certain]
+        return Verdict.joined([self.verifier(tree, target_probs, noise, drawn), verdict])

@@ -32,8 +32,8 @@ Decision = Generator[tuple[int, float], bool, tuple[int, Tensor]]
 class TreeVerifier(nn.Module):
     """Decides which path of a draft tree is committed and which token follows.
 
-    Greedy requests never reach a verifier that takes noise of its own. For them, a draft is accepted if it is the most
-    probable token of the target.
+    Rows of temperature 0 never reach a verifier that takes noise of its own: see
+    :meth:`~arbordraft.verifiers.coupling.Coupling.forward`.
     """
 
     exactness = Exactness.EXACT
@@ -395,8 +395,7 @@ def _on_host(tree: DraftTree, target_probs: Rows[Tensor]) -> tuple[DraftTree, Ro
     """Moves trees and rows from a device to the host in two downloads, for decisions node by node."""
     if not isinstance(target_probs, SoftmaxRows) or target_probs.logits.is_cpu or not target_probs.alike:
         return tree, target_probs
-    rows: Tensor = target_probs.scores.softmax(dim=-1)
-    return replace(tree, draft_rows=tree.draft_rows.cpu()), rows.cpu()
+    return replace(tree, draft_rows=tree.draft_rows.cpu()), target_probs.probabilities.cpu()
 
 
 def _check_rows(tree: DraftTree, target_probs: Rows[Tensor]) -> None:

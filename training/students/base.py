@@ -5,7 +5,7 @@ Shapes: B sequences, S slots, H hidden size, D draft vocabulary, V vocabulary.
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -82,8 +82,15 @@ class Student(nn.Module):
             ValueError: if it cannot draft for this target.
         """
 
+    def adopt(self, settings: Mapping[str, Any]) -> None:
+        """Takes the size of the draft vocabulary from a trained network that is to be trained on, before building."""
+        if hasattr(self, "vocabulary") and "draft_vocab_size" in settings:
+            self.vocabulary = settings["draft_vocab_size"]
+
     def begin_with(self, folders: Sequence[str | os.PathLike[str]], target: RaggedModel) -> None:
         """Replaces the new network and its draft vocabulary by a trained network, or by the mean of several.
+
+        :meth:`adopt` prepares the new one, so that their vocabularies have one size.
 
         Networks whose trainings went on from one another lie in the same valley of the loss. Their mean has less of
         the noise that the last steps of each training left.

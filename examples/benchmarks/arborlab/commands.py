@@ -186,7 +186,7 @@ def plot(
     results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON file of 'arbordraft bench'.")],
     png: Annotated[Path, typer.Argument(callback=output_file, help="Picture to write (needs matplotlib).")],
 ) -> None:
-    """Draw a picture of measurements. 'arbordraft bench --json' and 'arbordraft bench gpu' write them."""
+    """Draw a picture of a file that 'arbordraft bench gpu' or a benchmark's option --json wrote."""
     from arborlab import plots
 
     plots.plot(plots.read_rows(results), png)

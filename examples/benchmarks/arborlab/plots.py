@@ -48,7 +48,7 @@ def plot(rows: Sequence[Any], path: Path) -> None:
 
 
 def read_rows(path: Path) -> list[Any]:
-    """Reads the measurements that have a plot from a file of ``arbordraft bench --json`` or ``bench gpu``.
+    """Reads the measurements that have a plot from a file of ``bench gpu`` or of a benchmark's ``--json``.
 
     Raises:
         ValueError: if the file is not one of these.
@@ -62,7 +62,7 @@ def read_rows(path: Path) -> list[Any]:
         )
         return [known for part in parts for row in part if (known := _row(dict(row))) is not None]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} holds no measurements of 'arbordraft bench --json'") from error
+        raise ValueError(f"{path} holds no measurements: let a benchmark write some with its option --json") from error
 
 
 def _row(written: dict[str, Any]) -> Any | None:

@@ -63,11 +63,12 @@ def test_kernels_of_the_reference_cannot_be_recorded(monkeypatch):
         assert not decoder.stepper.fixed
 
 
+@pytest.mark.parametrize("drafter", [None, NGramDrafter(longest=2, shortest=1)], ids=["model", "lookups"])
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_steps_of_fixed_shapes_are_used_where_possible(as_on_a_gpu, settings):
-    expected, stats = decode(build(buckets=None), **settings)
+def test_steps_of_fixed_shapes_are_used_where_possible(as_on_a_gpu, settings, drafter):
+    expected, stats = decode(build(drafter=drafter, buckets=None), **settings)
     assert stats.pad_rows == 0
-    decoder = build()
+    decoder = build(drafter=drafter)
     found, stats = decode(decoder, **settings)
     assert found == expected
     assert stats.pad_rows > 0
@@ -137,17 +138,20 @@ def test_requests_that_would_be_slower_or_lose_logprobs_get_ordinary_steps(as_on
     assert all(bool(one.logprobs) == ("logprobs" in request) for one, request in zip(found, requests, strict=True))
 
 
+@pytest.mark.parametrize("coupling", [None, Coupling(IID(1), Lifted(RecursiveRejection()))], ids=["shared", "drawn"])
 @pytest.mark.parametrize(
     ("settings", "temperatures", "groups"),
     [({}, (0.0, 0.3, 5.0), 1), ({"top_k": 9}, (0.3, 5.0), 2)],
     ids=["temperatures are numbers of a table", "other settings are constants of a step"],
 )
-def test_samples_of_different_temperatures_share_a_step(as_on_a_gpu, monkeypatch, settings, temperatures, groups):
+def test_samples_of_different_temperatures_share_a_step(
+    as_on_a_gpu, monkeypatch, settings, temperatures, groups, coupling
+):
     parts = parts_of_steps(monkeypatch)
     requests = [{"temperature": temperature, "seed": 1, **settings} for temperature in temperatures]
-    decoder = build()
+    decoder = build(coupling)
     found = answers(decoder, requests)
-    assert [one.tokens for one in found] == [one.tokens for one in answers(build(buckets=None), requests)]
+    assert [one.tokens for one in found] == [one.tokens for one in answers(build(coupling, buckets=None), requests)]
     assert len({tuple(one.tokens) for one in found}) == len(temperatures)
     assert max(parts) == groups
 
@@ -264,9 +268,3 @@ def test_costs_are_measured_on_the_steps_that_will_run(as_on_a_gpu, monkeypatch)
 
     monkeypatch.setattr("arbordraft.decoding.timing._recorded_seconds", unsupported)
     assert measure_rows(ragged(), (1, 8), repeats=1).rows == (1, 8)
-
-
-def test_lookups_use_steps_of_fixed_shapes(as_on_a_gpu):
-    decoder = build(drafter=NGramDrafter(longest=2, shortest=1))
-    assert decode(decoder)[0] == decode(build(drafter=NGramDrafter(longest=2, shortest=1), buckets=None))[0]
-    assert decoder.static.shapes

@@ -6,7 +6,6 @@ import torch
 from support.companions import drafter as trained_drafter
 from support.companions import target as trained_target
 from support.models import PAYS, PROMPTS, left_padded, new_tokens
-from support.watching import watch
 
 from arbordraft import CostAware, CostTable, Coupling, Engine, Request, SpeculativeDecoder, TreeTopology
 from arbordraft.deciders import EntropyBound, NodeBudget
@@ -15,7 +14,7 @@ from arbordraft.deciders.decisions import Limits, Verification
 from arbordraft.decoding.executors import RecordedExecutor
 from arbordraft.decoding.static import drafted, drafted_step
 from arbordraft.decoding.static.drafted import DraftedSteps, _prices
-from arbordraft.decoding.static.drafted_step import DraftedStep, kept
+from arbordraft.decoding.static.drafted_step import kept
 from arbordraft.kernels.draft_tree import TreesToGrow
 from arbordraft.kernels.draft_tree.reference import number_kept
 from arbordraft.trees.forest import Forest
@@ -117,12 +116,6 @@ def test_two_runs_are_needed_if_whole_trees_are_too_large(done):
     *_, stats = decode(NodeBudget(3), buckets=(8,), **GREEDY)
     assert len(done) < max(stats.forwards) - 1  # only the last trees, of few levels, fit
     assert max(done, default=0) <= 8
-
-
-def test_no_operator_of_a_run_waits_for_the_host(monkeypatch):
-    found = watch(monkeypatch, DraftedStep)
-    decode(CostAware(DEAR), **SAMPLED)
-    assert found == []
 
 
 def everything(reach, prices):

@@ -110,13 +110,13 @@ void check_linear(int64_t outputs, int64_t inputs, int64_t rows = 19) {
   check_rows(weights.matrix, x.data(), rows, inputs, what);
 }
 
-// The product of a row of blocks with a quantised row, by scalar code.
+// The product of a row of blocks with a quantised row, or of a row of floats with the row itself, by scalar code.
 template <class F>
 float product(const uint8_t* row, const Rows<Eighth>& x, float y) {
   const uint8_t* raw = row + F::kRow;
   for (size_t g = 0; g < x.size(); g += F::kGroups, raw += F::kRaw) {
     if constexpr (kFloats<F>) {
-      for (int i = 0; i < 32; ++i) y = y + F::value_at(raw + i * F::kBits / 8) * (float(x[g].codes[i]) * x[g].scale);
+      for (int i = 0; i < 32; ++i) y = y + F::value_at(raw + i * F::kBits / 8) * x[g].numbers[i];
     } else {
       uint8_t codes[32 * F::kGroups], fields[F::kFields];
       F::parse(raw, codes, fields);
@@ -150,6 +150,7 @@ void check_blocks(int64_t kind, int64_t outputs, int64_t inputs, int64_t rows = 
     Rows<Eighth> row(groups);
     for (int64_t g = 0; g < groups; ++g) {
       const float* from = x.data() + r * inputs + g * 32;
+      row[g].numbers = from;
       float most = 0;
       for (int i = 0; i < 32; ++i) most = std::max(most, std::abs(from[i]));
       int32_t total = 0;

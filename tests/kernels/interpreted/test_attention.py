@@ -37,11 +37,15 @@ def check(case, dtype=torch.float32, **options):
     assert_close(found.double(), case.naive(**options), rtol=0, atol=TOLERANCE[dtype])
 
 
+each_kernel = pytest.mark.parametrize("row_invariant", [False, True], ids=["in tiles", "row by row"])
+
+
 @pytest.mark.one_in(2)
+@each_kernel
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(guarded, options, dtype):
-    check(Case(RAGGED, dtype=dtype, size=16), dtype, **options)
+def test_options(guarded, options, dtype, row_invariant):
+    check(Case(RAGGED, dtype=dtype, size=16), dtype, **options, row_invariant=row_invariant)
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
@@ -54,15 +58,19 @@ def test_head_sizes(guarded, size, value_size):
     check(Case([(70, TREE), (3, CHAIN(1))], dtype=torch.float32, size=size, value_size=value_size, key_heads=1))
 
 
+@each_kernel
 @pytest.mark.parametrize("last", [99, 1])
-def test_trees_of_several_words(guarded, last):
+def test_trees_of_several_words(guarded, last, row_invariant):
     """Also tests the last level alone, whose ancestors are in the pool already."""
-    check(Case([(70, TreeTopology.k_ary(3, 4)), (5, CHAIN(100)), (0, CHAIN(0))], dtype=torch.float32, last=last))
+    trees = [(70, TreeTopology.k_ary(3, 4)), (5, CHAIN(100)), (0, CHAIN(0))]
+    check(Case(trees, dtype=torch.float32, last=last), row_invariant=row_invariant)
 
 
+@each_kernel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_prompts(guarded, options):
-    check(Case([(0, CHAIN(70)), (30, CHAIN(9)), (64, CHAIN(0))], dtype=torch.float32, causal=True), **options)
+def test_prompts(guarded, options, row_invariant):
+    case = Case([(0, CHAIN(70)), (30, CHAIN(9)), (64, CHAIN(0))], dtype=torch.float32, causal=True, value_size=24)
+    check(case, **options, row_invariant=row_invariant)
 
 
 @pytest.mark.parametrize(
@@ -72,28 +80,6 @@ def test_split_prefixes(guarded, options, causal):
     case = Case([(700, TREE)], dtype=torch.float32, key_heads=1, causal=causal)
     assert choose(case.batch.rows[0], 2, 1, 700, 8, key_bytes=128).splits > 1
     check(case, **options)
-
-
-# Row by row
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options_row_by_row(guarded, options, dtype):
-    check(Case(RAGGED, dtype=dtype, size=16), dtype, **options, row_invariant=True)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_prompts_row_by_row(guarded, options):
-    case = Case([(0, CHAIN(70)), (30, CHAIN(9)), (64, CHAIN(0))], dtype=torch.float32, causal=True, value_size=24)
-    check(case, **options, row_invariant=True)
-
-
-@pytest.mark.parametrize("last", [99, 1])
-def test_trees_of_several_words_row_by_row(guarded, last):
-    trees = [(70, TreeTopology.k_ary(3, 4)), (5, CHAIN(100)), (0, CHAIN(0))]
-    check(Case(trees, dtype=torch.float32, last=last), row_invariant=True)
 
 
 @pytest.mark.one_in(3)

@@ -93,10 +93,9 @@ class Bucket(TreeTable):
             table: ``[size]`` int64.
             tree: the drafts.
             batch: the plan of their forward, on the host.
-            noise: noise of this step; ``None`` at temperature 0.
+            noise: noise of this step; ``None`` if all temperatures are 0.
             dummy: first pool row of the dummy, which is committed. There must be room for T more rows after it.
-            temperatures: temperatures of the samples that take part, for shared noise. Samples without a source draw
-                nothing.
+            temperatures: temperatures of the samples that take part; 0 draws nothing.
 
         Returns:
             The tree's rows whose children were drawn at random, in the order of the table's draft rows.
@@ -129,14 +128,12 @@ class Bucket(TreeTable):
         noise: Noise | GumbelNoise | None,
         temperatures: Sequence[float],
     ) -> list[int]:
-        """Writes inner nodes and uniforms, or seeds and temperatures of shared noise; see :meth:`fill`."""
+        """Writes temperatures, and inner nodes with uniforms or seeds of shared noise; see :meth:`fill`."""
+        into.temperature[: len(temperatures)] = temperatures
         if isinstance(noise, Noise):
             return self.write_draws(into, tree, noise)
         if noise is not None:
-            sources = [noise.sources[sample] for sample in tree.living]
-            into.seeds[: len(sources)] = [source.seed if source else 0 for source in sources]
-            scaled = zip(sources, temperatures, strict=False)
-            into.temperature[: len(temperatures)] = [divisor if source else 0.0 for source, divisor in scaled]
+            into.seeds[: len(tree.living)] = [noise.seed_of(sample) for sample in tree.living]
         return []
 
     def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int) -> None:

@@ -47,7 +47,7 @@ class DraftedSteps:
         Args:
             state: the batch. All its active samples need one kind of step, and drafts cannot change their texts.
             growth: the trees, of which only roots exist.
-            noise: shared noise of the step; ``None`` if all samples are greedy.
+            noise: shared noise of the step; ``None`` if all temperatures are 0.
             temperatures: see :meth:`StaticStepping.__call__`.
         """
         static, cache, trees, stage, forest = self.static, state.cache, growth.whole, growth.first, growth.first.forest

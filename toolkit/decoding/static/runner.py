@@ -85,7 +85,7 @@ class StaticStepping:
             GPU, for batches and requests that allow them.
 
     Raises:
-        ValueError: if the target has prepacked linears, or a bucket is not positive.
+        ValueError: if the target has prepacked linears or recurrent layers, or a bucket is not positive.
     """
 
     def __init__(
@@ -101,6 +101,8 @@ class StaticStepping:
     ) -> None:
         if target.backend == "native":
             raise ValueError(f"buckets need a target with kernels='torch' or 'triton', not 'native': {INSTEAD}")
+        if target.recurrent:
+            raise ValueError(f"buckets need a target without recurrent layers, which keep no states there: {INSTEAD}")
         self.target, self.topology, self.coupling = target, topology, coupling
         self.buckets = bucket_sizes(buckets)
         self.recorder = Recorder(compiler)
@@ -147,12 +149,12 @@ class StaticStepping:
         logging.getLogger("arbordraft").warning("steps run without CUDA graphs, which is slower: %s", failure)
         self._failed = True
 
-    def obstacle(self, pipeline: LogitsPipeline, greedy: bool) -> str | None:
+    def obstacle(self, pipeline: LogitsPipeline) -> str | None:
         """Returns the reason why a request needs the host during a step; ``None`` if it does not."""
         if asking := [type(one).__name__ for one in pipeline.processors if not is_static(one)]:
             return f"{asking[0]} looks at more than the scores of a row, or asks the host"
         verifier = self.coupling.verifier
-        if greedy or verifier.shared:
+        if pipeline.temperature == 0 or verifier.shared:
             return None
         judge = verifier.rule if isinstance(verifier, RuleVerifier) else verifier
         if not (isinstance(judge, Rule) and judge.rejects_in_turn):
@@ -227,11 +229,10 @@ class StaticStepping:
         Args:
             tree: the drafts.
             batch: the layout that ``cache.lay_out`` returned for them.
-            noise: noise of this step; ``None`` at temperature 0.
+            noise: noise of this step; ``None`` if all temperatures are 0.
             cache: the cache that :meth:`open` returned; :meth:`RaggedKVCache.advance` commits the accepted rows.
             pipeline: the request's processors.
-            temperatures: temperatures of the samples that take part, if noise is shared and the processors only divide
-                by them.
+            temperatures: temperatures of the samples that take part, if their processors only divide by them.
             samples: number of samples for which steps are recorded, at least as many as take part.
 
         Raises:
@@ -269,8 +270,8 @@ class StaticStepping:
     def kind(self, longest: int, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline) -> StepKind:
         """Returns the fixed properties of a step besides its shapes."""
         sampled, shared = isinstance(noise, Noise), isinstance(noise, GumbelNoise)
-        divides = not sampled and pipeline.temperature is not None  # division keeps the most probable token
-        kind = StepKind(sampled, shared, processors=() if divides else pipeline.constants, longest=longest)
+        processors = () if pipeline.only_divides else pipeline.constants
+        kind = StepKind(sampled, shared, processors=processors, longest=longest)
         if sampled:
             kind = replace(
                 kind,

@@ -97,14 +97,15 @@ class StepKind:
     """Fixed properties of a step besides its shapes; steps of one kind can share a graph.
 
     Args:
-        sampled: verify by recursive rejection; otherwise keep the target's own tokens.
+        sampled: verify by recursive rejection, which keeps the most probable tokens of samples of temperature 0;
+            otherwise keep the target's own tokens.
         shared: draw these tokens with the noise that the drafter shares, for samples of a temperature above 0;
             otherwise take the most probable ones.
         lifted: see :class:`~arbordraft.Lifted`.
         replacement: whether draws may repeat a token.
         most_tops: greatest number of certain tokens of a node that was drawn at random.
         processors: identifies the request's processors. Empty if they only divide the scores by temperatures, which
-            the table holds for shared noise.
+            the table holds.
         longest: approximate longest prefix. It determines the number of attention splits, a dimension of the kernels
             that a graph launches. It is rounded to powers of eight, so few texts see more than two values. If every
             graph had splits for the longest possible text, short texts would wait for a second kernel in each layer.
@@ -203,7 +204,7 @@ class StaticStep(nn.Module):
         if self.kind.sampled:
             tops = take_tops(draft, part["most_tops"], part["threshold"], self.kind.most_tops)
             tree = self.bucket.unpack(part, tops, self.kind.replacement)
-            scores = self.pipeline(logits, _no_path)
+            scores = self.pipeline(logits, _no_path) if self.kind.processors else self._divided(part, logits, best)
             end, token = verify_tree(scores, draft, tree, part["accept"], part["final"], lifted=self.kind.lifted)
         else:
             if self.kind.shared:
@@ -219,6 +220,14 @@ class StaticStep(nn.Module):
         states = [states for states in run.hidden.values() if states is not None]
         hidden = torch.cat(states, dim=-1) if states else logits.new_empty(self.bucket.rows, 0)
         return torch.stack([end, token, broken], dim=1), hidden[path.clamp(min=0)]
+
+    def _divided(self, part: Mapping[str, Tensor], logits: Tensor, best: Tensor) -> Tensor:
+        """Returns ``[T, V]`` scores divided by their temperatures; at 0 all but the most probable token are banned."""
+        wide = widened(logits)
+        heat = part["temperature"][part["sample"]].to(wide.dtype)[:, None]
+        tokens = torch.arange(wide.shape[1], device=wide.device)
+        kept = (heat > 0) | (tokens == best[:, None])
+        return torch.where(kept, wide / torch.where(heat > 0, heat, 1), -torch.inf)
 
     def _drawn(self, part: Mapping[str, Tensor], logits: Tensor, best: Tensor) -> Tensor:
         """Returns the target's token after every row, ``[T]``; arbitrary where logits are not numbers."""

@@ -79,7 +79,6 @@ class _Reading:
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters of a model by name; raises ValueError unless these are the file's tensors."""
         left, missing = self._file.tensors.keys() - {_FREQUENCIES}, []
-        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         for name, parameter in model.named_parameters():
             names = self._file_names(name)
             if any(part not in self._file.tensors for part in names):
@@ -87,7 +86,7 @@ class _Reading:
                 continue
             parts = [self._file.tensors[part] for part in names]
             left -= set(names)
-            value = self._value(parts, parameter.shape, is_table=id(parameter) in tables)
+            value = self._value(parts, parameter.shape)
             if value.shape != parameter.shape:
                 raise ValueError(
                     f"{self._file.path}: tensor {names[0]!r} is {list(value.shape)} instead of "
@@ -106,12 +105,12 @@ class _Reading:
             return [f"blk.{experts[1]}.ffn_{part}_exps.weight" for part in _PARTS[experts[2]]]
         return [self._named(name)]
 
-    def _value(self, parts: list[GgufTensor], shape: torch.Size, *, is_table: bool) -> Tensor:
+    def _value(self, parts: list[GgufTensor], shape: torch.Size) -> Tensor:
         """Returns the value of a parameter, whose parts lie side by side along the outputs."""
         first = parts[0]
         if len(shape) >= 2 and len({part.kind for part in parts}) == 1:
             stays, order = (True, None) if len(first.shape) > 2 else self._order(first)
-            if stays and not (is_table and first.kind in TORCH_DTYPES):
+            if stays:
                 if order is None and len(parts) == 1 and TORCH_DTYPES.get(first.kind) is self._dtype:
                     return _mapped(first)
                 held = FileBlocks(_rows(parts), first.kind, tuple(shape), self._dtype, order)

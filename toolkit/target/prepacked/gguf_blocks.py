@@ -1,4 +1,4 @@
-"""Matrices that stay in the quantised blocks of a GGUF file; kernels read them without rounding a weight twice.
+"""Matrices that stay in a file, in quantised blocks or another dtype; kernels read them without converting them.
 
 Shapes: O outputs, I inputs.
 """
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from arbordraft.kernels.dispatch import NATIVE
 from arbordraft.kernels.prepacked_linear import BLOCKS, check_finite_blocks, dequantize_blocks, float_blocks
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # kinds without blocks
 # Names that GGUF gives to the kinds of blocks that kernels read.
 READABLE = tuple(kind for kind in BLOCKS if kind != "INT4" and kind not in TORCH_DTYPES)
 _Array = np.ndarray[Any, Any]
-_DENSE = 1 << 20  # weights that are dequantised at a time
+_DENSE = 1 << 24  # weights that are dequantised at a time
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -66,7 +67,9 @@ class FileBlocks(Tensor):
             return args[0].rows(torch.arange(len(args[0]))[slice(*args[2:])])
         for value, declared in zip(args, function._schema.arguments, strict=False):
             if isinstance(value, cls) and declared.alias_info is not None and declared.alias_info.is_write:
-                raise RuntimeError("blocks of a GGUF file cannot be written to: load the model with kernels='torch'")
+                raise RuntimeError(
+                    "weights that stay in their file cannot be written to: load the model with kernels='torch'"
+                )
         return function(*tree_map_only(cls, cls.dense, args), **tree_map_only(cls, cls.dense, kwargs or {}))
 
     def untyped_storage(self) -> NoReturn:
@@ -84,23 +87,26 @@ class FileBlocks(Tensor):
     def rows(self, index: Tensor) -> Tensor:
         """Returns the ``[n, I]`` numbers of ``[n]`` rows."""
         places = index if self.order is None else self.order[index]
-        raw = np.ascontiguousarray(self.raw[places.numpy()])
-        if self.kind in TORCH_DTYPES:
-            numbers = torch.from_numpy(raw).view(TORCH_DTYPES[self.kind])
-        elif self.kind in BLOCKS:
-            numbers = dequantize_blocks(torch.from_numpy(raw), self.kind)
-        else:
-            from gguf import GGMLQuantizationType, dequantize
-
-            numbers = torch.from_numpy(dequantize(raw, GGMLQuantizationType[self.kind]))
-        return numbers.to(self.dtype)
+        return self._read(self.raw[places.numpy()], torch.empty(len(index), self.shape[-1], dtype=self.dtype))
 
     def dense(self) -> Tensor:
         """Returns all numbers."""
         found = torch.empty(len(self.raw), self.shape[-1], dtype=self.dtype)
-        for index in torch.arange(len(found)).split(max(1, _DENSE // found.shape[1])):
-            found[index[0] : index[-1] + 1] = self.rows(index)
+        step = max(1, _DENSE // found.shape[1])
+        for first in range(0, len(found), step):
+            part = slice(first, first + step)
+            self._read(self.raw[part if self.order is None else self.order[part].numpy()], found[part])
         return found.view(self.shape)
+
+    def _read(self, raw: _Array, numbers: Tensor) -> Tensor:
+        """Writes the numbers of ``[n, bytes]`` rows to a tensor and returns it."""
+        if self.kind in TORCH_DTYPES:
+            return numbers.copy_(torch.from_numpy(raw).view(TORCH_DTYPES[self.kind]))
+        if self.kind in BLOCKS and self.dtype in NATIVE:
+            return dequantize_blocks(torch.from_numpy(raw), self.kind, numbers)
+        from gguf import GGMLQuantizationType, dequantize
+
+        return numbers.copy_(torch.from_numpy(dequantize(raw, GGMLQuantizationType[self.kind])))
 
     def finite(self) -> bool:
         """Returns whether all numbers are finite, which the scales of blocks tell; unknown kinds are dequantised."""
@@ -136,23 +142,22 @@ def check_kind(kind: str) -> None:
         )
 
 
+def check_readable(weight: Tensor) -> None:
+    """Raises ValueError if a parameter lies in blocks that kernels do not read."""
+    if isinstance(weight, FileBlocks) and weight.kind not in TORCH_DTYPES:
+        check_kind(weight.kind)
+
+
 def blocks_of(weight: Tensor) -> tuple[Tensor, str, Tensor]:
     """Returns the rows of blocks of an ``[..., I]`` parameter, their kind, and the place of each row among them.
 
-    A parameter that lies in a file has the file's blocks. Any other one has its own float32 or bfloat16 numbers.
-
-    Raises:
-        ValueError: if kernels do not read blocks of this kind.
+    A parameter that lies in a file has the file's blocks. Any other one has its own float32 or bfloat16 numbers. Blocks
+    that kernels do not read are dequantised.
     """
     rows = torch.arange(weight.numel() // weight.shape[-1])
-    if not isinstance(weight, FileBlocks):
-        return *float_blocks(weight.flatten(0, -2)), rows
-    order = rows if weight.order is None else weight.order
-    if weight.kind not in TORCH_DTYPES:
-        check_kind(weight.kind)
-    elif weight.shape[-1] % BLOCKS[weight.kind].weights:  # such rows are padded
-        return *float_blocks(weight.dense().flatten(0, -2)), rows
-    return weight.blocks(), weight.kind, order
+    if isinstance(weight, FileBlocks) and weight.kind in BLOCKS:
+        return weight.blocks(), weight.kind, rows if weight.order is None else weight.order
+    return *float_blocks(in_memory(weight).flatten(0, -2)), rows
 
 
 def in_memory(weight: Tensor) -> Tensor:
@@ -164,4 +169,13 @@ def _parameter(*args: Any) -> nn.Parameter:
     return nn.Parameter(FileBlocks(*args), requires_grad=False)
 
 
-__all__ = ["READABLE", "TORCH_DTYPES", "FileBlocks", "blocks_of", "check_kind", "holds_blocks", "in_memory"]
+__all__ = [
+    "READABLE",
+    "TORCH_DTYPES",
+    "FileBlocks",
+    "blocks_of",
+    "check_kind",
+    "check_readable",
+    "holds_blocks",
+    "in_memory",
+]

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def load_mapped(folder: str | os.PathLike[str], dtype: torch.dtype) -> "PreTrainedModel":
-    """Loads a causal LM in eval mode; the weights of its linears stay in the folder's files.
+    """Loads a causal LM in eval mode; its matrices stay in the folder's files.
 
-    Weights of ``dtype`` are mapped anyway. If all are stored in one other dtype, linears read theirs through
-    :class:`FileBlocks`, which cannot be written to, and all else is converted in memory.
+    Weights of ``dtype`` are mapped anyway. If all are stored in one other dtype, linears and tables of tokens read
+    theirs through :class:`FileBlocks`, and all else is converted in memory. FileBlocks cannot be written to.
 
     Args:
         folder: the folder, whose files stay in use as long as the model.
@@ -33,14 +33,13 @@ def load_mapped(folder: str | os.PathLike[str], dtype: torch.dtype) -> "PreTrain
     model = load_causal_lm(folder, own)
     if own == dtype:
         return model
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is None:
                 continue
             if id(weight) not in found:
-                stays = type(module) is nn.Linear and name == "weight" and id(weight) not in tables and _mapped(weight)
+                stays = isinstance(module, (nn.Linear, nn.Embedding)) and name == "weight" and _mapped(weight)
                 value = _held(weight.detach(), kind, dtype) if stays else weight.detach().to(dtype)
                 found[id(weight)] = nn.Parameter(value, requires_grad=weight.requires_grad and not stays)
             module._parameters[name] = found[id(weight)]

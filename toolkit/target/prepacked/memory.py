@@ -4,6 +4,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,13 @@ def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
     if weights == "file":  # blocks take up to 3 % more than there
         stored = [1.03 * prod(weight.raw.shape) for weight in originals if isinstance(weight, FileBlocks)]
         return int(sum(stored) + sum(weight.nbytes for weight in originals if not isinstance(weight, FileBlocks)))
-    return int(sum(tensor.numel() * BYTES_EACH.get(weights or "", tensor.element_size()) for tensor in originals))
+    find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = getattr(find_head(), "weight", None)
+    size = 0.0
+    for tensor in originals:  # in 4 bits, heads alone have 8
+        bits = "int8" if weights == "int4" and tensor is head else weights or ""
+        size += tensor.numel() * BYTES_EACH.get(bits, tensor.element_size())
+    return int(size)
 
 
 def check_movable(model: nn.Module) -> None:

@@ -71,11 +71,13 @@ class PrepackedNorm(nn.Module):
     Args:
         norm: weights and offsets.
         epsilon: added to the mean square.
+        weight: the model's own weight, as blocks of Mamba ask their norm for its dtype.
     """
 
-    def __init__(self, norm: Norm, epsilon: float) -> None:
+    def __init__(self, norm: Norm, epsilon: float, weight: Tensor | None = None) -> None:
         super().__init__()
         self.norm, self.epsilon = norm, epsilon
+        vars(self)["weight"] = weight  # no parameter of this module
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., H]`` to ``[..., H]``."""

@@ -1,5 +1,6 @@
 """Inspects parts of a user's model and runs them on noise to identify their computation."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -42,6 +43,11 @@ def hooked(module: nn.Module) -> bool:
         active_hooks(part._forward_hooks) or active_hooks(part._forward_pre_hooks) or "forward" in vars(part)
         for part in module.modules()
     )
+
+
+def is_gated(norm: nn.Module) -> bool:
+    """Returns whether a norm may multiply its output by a gate, as those of recurrent layers do."""
+    return "gate" in inspect.signature(type(norm).forward).parameters
 
 
 def parts_named(module: nn.Module, kinds: Any) -> Any:

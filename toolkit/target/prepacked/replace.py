@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerWeights, Matrix
@@ -24,6 +24,7 @@ from arbordraft.target.prepacked.prepacked_modules import PrepackedGatedMLP, Pre
 from arbordraft.target.prepacked.probing import Unrecognised, is_linear
 from arbordraft.target.prepacked.recognition import layer_of, same_layer, same_mlp, settings
 from arbordraft.target.prepacked.rotation import RotaryTables, rotary_tables, rotations, side_by_side
+from arbordraft.target.prepacked.row_wise import is_rotary
 from arbordraft.target.prepacked.weight_collector import WeightCollector
 from arbordraft.utils.pages import LargePages
 
@@ -175,18 +176,18 @@ class Prepacking:
                 if (kind, rotation) not in self._proven:
                     self._proven[kind, rotation] = same_layer(index, call, attention, batch, rotation)
                 if self._proven[kind, rotation]:
-                    collector = WeightCollector(self.weights)
-                    weights = layer_of(collector, call.layer, attention, rotation)
-                    self._done(collector, [matrix.weight for matrix in weights.matrices])
+                    collector = WeightCollector(self.weights, self._pages.empty)
+                    with self._pages.given_back():
+                        weights = layer_of(collector, call.layer, attention, rotation)
+                    self._done(collector)
                     return weights
         except Exception:  # modules of users may fail in any way when inspected: this one runs as it is
             pass
         return None
 
-    def _done(self, collector: WeightCollector, packed: list[Tensor]) -> None:
-        """Records the weights of a packed module, places its copies and takes mapped originals out of memory."""
+    def _done(self, collector: WeightCollector) -> None:
+        """Records the weights of a packed module and takes mapped originals out of memory."""
         self._collector.take(collector)
-        self._pages.place(packed)
         drop_originals(collector.sources)
 
     def _replace_below(self, module: nn.Module, path: str) -> Iterator[Place]:
@@ -208,30 +209,29 @@ class Prepacking:
             return None
         if module is self._head and self._shared is not None:
             return self._shared
-        collector = WeightCollector(self.weights)
+        # In 4 bits, the head alone would lose ten times as much as all other weights together.
+        weights = "int8" if self.weights == "int4" and module is self._head else self.weights
+        collector = WeightCollector(weights, self._pages.empty)
         prepacked_module: nn.Module | None = None
         try:
             if is_linear(module):
-                # In 4 bits, the head alone would lose ten times as much as all other weights together.
-                weights = "int8" if collector.weights == "int4" and module is self._head else collector.weights
                 linear = collector.linear(owner, name)
-                options: Any = {
-                    "packed": collector.stored([linear.weight]) if collector.as_stored else None,
-                    "transposed": linear.weight is not linear.module.weight,
-                }
-                prepacked_module = PrepackedLinear(linear.module, weights=weights, **options)
+                packed, transposed = collector.rows([linear.weight]), linear.weight is not linear.module.weight
+                prepacked_module = PrepackedLinear(
+                    linear.module, weights=weights, packed=(packed.weight, packed.scale), transposed=transposed
+                )
             elif hasattr(module, "down_proj"):
                 mlp = single(collector, module)
                 same = mlp.gated and same_mlp(module, PrepackedGatedMLP)
                 prepacked_module = PrepackedGatedMLP(mlp.gate_up, mlp.down, mlp.activation) if same else None
             elif hasattr(module, "weight"):
-                prepacked_module = PrepackedNorm(*collector.norm(owner, name))
+                prepacked_module = PrepackedNorm(*collector.norm(owner, name), module._parameters["weight"])
         except Exception as reason:  # as above
             if is_linear(module):
                 self.left.append(f"{path} ({reason if isinstance(reason, Unrecognised) else repr(reason)})")
             return None
         if prepacked_module:
-            self._done(collector, [matrix.weight for matrix in _matrices_of(prepacked_module)])
+            self._done(collector)
         return prepacked_module
 
     def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -240,7 +240,7 @@ class Prepacking:
         for module in model.modules():
             calls = not self._called.isdisjoint(module.children())  # a module that calls no child may read its tensors
             inner = module in prepacked or (calls and not has_adapters(module))
-            inner = inner or isinstance(module, _ROWWISE) or _is_rotary(module)
+            inner = inner or isinstance(module, _ROWWISE) or is_rotary(module)
             if module in self._called and not inner:
                 yield module
 
@@ -251,11 +251,6 @@ def _matrices_of(module: nn.Module | None) -> Iterator[Matrix]:
         yield Matrix(*module.prepacked)
     elif isinstance(module, PrepackedGatedMLP):
         yield from (module.gate_up, module.down)
-
-
-def _is_rotary(module: nn.Module) -> bool:
-    """Returns whether a module of transformers makes rotary tables; other libraries may use such names, too."""
-    return type(module).__module__.startswith("transformers.models.") and "RotaryEmbedding" in type(module).__name__
 
 
 __all__ = ["Prepacking"]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from arbordraft.checkpoints.gguf_file import FRACTIONS, GgufFile
-from arbordraft.checkpoints.gguf_settings import gguf_config
 from arbordraft.checkpoints.reader import read_config, stored_tensors
 from arbordraft.kernels.machine import available_memory
 from arbordraft.utils.errors import UserError
@@ -20,6 +19,13 @@ CACHE_TOKENS = 2048  # rows of the KV cache that are counted if the cache has no
 _WORKING = 256 << 20  # bytes of hidden states, logits and the libraries
 _MATRICES = 4  # bytes per weight of the largest matrix while it is packed
 _CLOSE = 0.9  # share of the available memory from which on a warning is logged
+_SETTINGS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+}
 _TABLES = ("embed_tokens.weight", "wte.weight", "token_embd.weight")
 _HEADS = ("lm_head.weight", "output.weight")
 
@@ -51,7 +57,7 @@ def needed_memory(
         ValueError: if the checkpoint is damaged.
     """
     if isinstance(source, GgufFile):
-        config = gguf_config(source).to_dict()
+        config = _settings(source)
         matrices = [(t.name, t.shape, t.kind, t.raw.nbytes) for t in source.tensors.values() if len(t.shape) > 1]
         converted = 0
     else:
@@ -59,8 +65,7 @@ def needed_memory(
         config = config.get("text_config") or config
         stored = stored_tensors(source)
         matrices = [(name, shape, "F32", 0) for name, (_, shape) in stored.items() if len(shape) > 1]
-        other = [prod(shape) for kind, shape in stored.values() if kind in FRACTIONS and kind != _STORED[dtype]]
-        converted = sum(other) * dtype.itemsize
+        converted = dtype.itemsize * sum(_converted(stored, _STORED[dtype]))
     packed = sum(_packed(matrices, bool(config.get("tie_word_embeddings")), dtype, weights))
     largest = max((prod(shape) for _, shape, _, _ in matrices), default=0)
     return {
@@ -69,6 +74,24 @@ def needed_memory(
         "cache": cache_bytes(config, dtype, tokens or CACHE_TOKENS),
         "working memory": _WORKING + _MATRICES * largest,
     }
+
+
+def _converted(stored: Mapping[str, tuple[str, tuple[int, ...]]], own: str) -> Iterator[int]:
+    """Yields the numbers of each tensor that is converted in memory; see :mod:`.mapped` for those that stay."""
+    one_kind = len({kind for kind, _ in stored.values()}) == 1
+    for name, (kind, shape) in stored.items():
+        stays = one_kind and len(shape) == 2 and ".experts." not in name
+        if kind in FRACTIONS and kind != own and not stays:
+            yield prod(shape)
+
+
+def _settings(file: GgufFile) -> dict[str, Any]:
+    """Returns the sizes of a file's model under transformers' names; of sizes that differ by layer, the largest."""
+    found = {"tie_word_embeddings": "output.weight" not in file.tensors}
+    for ours, name in _SETTINGS.items():
+        value = file.setting(name)
+        found[ours] = max(value) if isinstance(value, list) else value
+    return found
 
 
 _STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import Matrix, Norm
 from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
-from arbordraft.kernels.prepacked_linear import pack, pack_blocks
+from arbordraft.kernels.prepacked_linear import Allocate, pack_rows
 from arbordraft.target.prepacked.adapters import has_adapters, merged
-from arbordraft.target.prepacked.gguf_blocks import blocks_of
+from arbordraft.target.prepacked.gguf_blocks import blocks_of, check_readable
 from arbordraft.target.prepacked.probing import (
     TOLERANCE,
     Unrecognised,
     distance,
     hooked,
+    is_gated,
     kind_of,
     noise,
     plain,
@@ -41,19 +42,15 @@ class WeightCollector:
     """Copies weights from modules and records every tensor it used.
 
     Args:
-        weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack`. ``"file"``
-            keeps blocks of a file as they are and the weights of all other matrices in their own type.
+        weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack_rows`.
+            ``"file"`` keeps blocks of a file as they are and the weights of all other matrices in their own type.
+        empty: allocates packed weights.
     """
 
-    def __init__(self, weights: str | None = None) -> None:
+    def __init__(self, weights: str | None = None, empty: Allocate = torch.empty) -> None:
         self.sources: list[Tensor] = []
         self.adapted = 0  # linears into whose copies adapters were merged
-        self.weights = weights
-
-    @property
-    def as_stored(self) -> bool:
-        """Whether blocks of a file stay as they are."""
-        return self.weights == "file"
+        self.weights, self._empty = weights, empty
 
     def take(self, others: "WeightCollector") -> None:
         """Adds the records of another collector to its own."""
@@ -90,11 +87,11 @@ class WeightCollector:
     def norm(self, owner: nn.Module, name: str) -> tuple[Norm, float]:
         """Returns an RMS norm or LayerNorm and its epsilon, identified by its output on noise."""
         module = getattr(owner, name)
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        weight, bias = module._parameters.get("weight"), getattr(module, "bias", None)
         epsilon = next((getattr(module, key) for key in ("variance_epsilon", "eps") if hasattr(module, key)), None)
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         unknown = own != {id(tensor) for tensor in (weight, bias) if tensor is not None}
-        if unknown or not plain(weight) or weight.ndim != 1 or epsilon is None or hooked(module):
+        if unknown or not plain(weight) or weight.ndim != 1 or epsilon is None or hooked(module) or is_gated(module):
             raise Unrecognised(f"{name} is {type(module).__name__}")
         # Small enough to reveal epsilon, and large enough to reveal a bound.
         sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
@@ -115,17 +112,20 @@ class WeightCollector:
         return replace(self.rows([linear.weight for linear in linears], order), bias=bias)
 
     def rows(self, weights: Sequence[Tensor], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
-        """Concatenates the rows of several ``[..., I]`` weights, reorders them with ``order`` and packs them."""
-        if self.as_stored:
-            return Matrix(self.stored(weights, order))
-        return Matrix(*pack(order(torch.cat([weight.detach().flatten(0, -2) for weight in weights])), self.weights))
+        """Concatenates the rows of several ``[..., I]`` weights, reorders them with ``order`` and packs them.
 
-    def stored(self, weights: Sequence[Tensor], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
-        """Packs the rows of several ``[..., I]`` weights, reordered with ``order``, without rounding a weight."""
+        Rows are read where they lie, in memory or in a file, and written to their place among packed weights.
+
+        Raises:
+            ValueError: if blocks of a file are to stay as they are, and kernels do not read these.
+        """
+        if self.weights == "file":
+            for weight in weights:
+                check_readable(weight)
         raws, kinds, rows = zip(*map(blocks_of, weights), strict=True)
         first = torch.tensor([0, *(len(raw) for raw in raws)]).cumsum(0)
         places = torch.cat([each + start for each, start in zip(rows, first, strict=False)])
-        return pack_blocks(raws, kinds, order(places))
+        return Matrix(*pack_rows(raws, kinds, self.weights, weights[0].dtype, order(places), empty=self._empty))
 
     def remember(self, module: nn.Module) -> None:
         """Records a module's own parameters."""

@@ -1,0 +1,394 @@
+"""Windows and states of recurrent layers, beside the keys and values of a ragged cache.
+
+The rows of a step read committed states and change none, so a rejected row leaves nothing behind. The inputs of the
+rows wait for the commit, which runs the accepted ones again from the committed state. A row's inputs take fewer bytes
+than its state would, in nearly all models (see ``kernels/recurrent_tree``).
+
+Shapes: T rows of a forward, U uncommitted rows, S states of a pool, C channels, W width of a convolution.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.kernels.ragged_tree_attention.batch import WORD_BITS
+from arbordraft.kernels.recurrent_tree import Paths, commit_windows, tree_convolution
+
+Update = Callable[..., Tensor]
+"""Runs a recurrence: takes a pool of states, a schedule and inputs of rows; returns the rows' outputs."""
+
+Key = tuple[int, int]
+"""A convolution or scan of a model: the number of its mixer, and of the call in there."""
+
+_WORD = (1 << WORD_BITS) - 1
+_LEAST = 4  # slots that are added at a time, at least
+
+
+@dataclass(eq=False)
+class _Step:
+    """Inputs of one forward's rows, by convolution and by scan."""
+
+    convolved: dict[Key, Tensor] = field(default_factory=dict)
+    scanned: dict[Key, tuple[Update, tuple[Tensor, ...]]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Sample:
+    """States of a sample.
+
+    Args:
+        slot: index of its committed windows and states in the pools.
+        kept: indices of older ones by number of tokens.
+        rows: its uncommitted rows, as rows of forwards.
+        parents: their parents among them; -1 for none.
+        sure: number of first uncommitted rows that will be accepted, if any; their states are computed ahead.
+        ahead: index of the windows and states after these rows.
+        before: index of those one row earlier, if these are to be kept.
+        reading: whether these rows are a text that is read, whose end is worth a state.
+    """
+
+    slot: int
+    kept: dict[int, int] = field(default_factory=dict)
+    rows: list[tuple[_Step, int]] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    sure: int = 0
+    ahead: int | None = None
+    before: int | None = None
+    reading: bool = False
+
+
+class RecurrentStates:
+    """Windows of convolutions and states of recurrences, for the samples of a cache.
+
+    A sample has one committed state per layer, and at most two older ones that other samples can copy. They are one
+    token before the ends of the first and of the last text that it has read. The sample can be shortened to them.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[int, _Sample] = {}
+        self._windows: dict[Key, Tensor] = {}
+        self._states: dict[Key, Tensor] = {}
+        self._free: list[int] = []
+        self._slots = 0  # of every pool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all windows and states."""
+        return sum(pool.nbytes for pool in self._pools())
+
+    def open(self, handle: int) -> None:
+        """Adds a sample without tokens."""
+        self._samples[handle] = _Sample(self._take())
+        self._clear(self._samples[handle].slot)
+
+    def close(self, handle: int) -> None:
+        """Removes a sample and frees its states."""
+        sample = self._samples.pop(handle)
+        self._release(sample.slot, sample.ahead, sample.before, *sample.kept.values())
+
+    def reusable(self, handle: int, length: int, tokens: int) -> int:
+        """Returns the greatest number of tokens, at most ``tokens``, after which a sample has a state.
+
+        Args:
+            handle: the sample.
+            length: number of its committed tokens.
+            tokens: bound on the result.
+        """
+        return max(known for known in (0, length, *self._samples[handle].kept) if known <= tokens)
+
+    def share(self, source: int, handle: int, length: int, tokens: int) -> None:
+        """Copies the state after ``tokens`` tokens of a sample, which has committed ``length``, to another one."""
+        self._restore(self._samples[source], self._samples[handle].slot, length, tokens)
+
+    def shorten(self, handle: int, length: int, tokens: int) -> int:
+        """Takes a sample of ``length`` tokens back to its last state within ``tokens``; returns the new length."""
+        sample, known = self._samples[handle], self.reusable(handle, length, tokens)
+        self._restore(sample, sample.slot, length, known)
+        for later in [number for number in sample.kept if number > known]:
+            self._release(sample.kept.pop(later))
+        return known
+
+    def lay_out(
+        self, handles: Sequence[int], batch: RaggedBatch, reading: Sequence[bool], device: torch.device
+    ) -> "StateRows":
+        """Plans the rows of a forward.
+
+        Args:
+            handles: its samples.
+            batch: their rows.
+            reading: for each sample, whether its rows are a text that it reads: all of them will be committed.
+            device: device of the model.
+        """
+        step, first = _Step(), 0
+        samples = [self._samples[handle] for handle in handles]
+        words = None if batch.words is None else batch.words.tolist()
+        new: list[list[int]] = []  # places of the new rows among each sample's rows
+        for sample, rows, region, reads in zip(samples, batch.rows, batch.tree_positions, reading, strict=True):
+            earlier = len(region) - rows
+            del sample.rows[earlier:], sample.parents[earlier:]  # of a forward that is repeated
+            if len(sample.rows) < earlier:
+                raise RuntimeError(f"{earlier} rows were laid out before these, but only {len(sample.rows)} have run")
+            for row in range(rows):
+                place = earlier + row
+                sample.parents.append(place - 1 if words is None else _parent(words[first + row], place))
+                sample.rows.append((step, first + row))
+            if not earlier:
+                # The root of a tree is accepted, unless the step fails: a lone one need not be run twice.
+                self._look_ahead(sample, rows if reads or rows == 1 else 0, reading=reads)
+            new.append(list(range(earlier, earlier + rows)))
+            first += rows
+        return StateRows(self, step, samples, new, device, repeatable=not all(reading))
+
+    def commit(self, kept: Mapping[int, Sequence[int]], lengths: Mapping[int, int]) -> None:
+        """Commits the states after the accepted rows of each sample, and forgets its other rows.
+
+        Args:
+            kept: for every sample, the accepted path as indices of its uncommitted rows.
+            lengths: number of committed tokens of each sample before them.
+
+        Raises:
+            ValueError: if such rows are no path.
+        """
+        known = {handle: self._samples[handle] for handle in kept if handle in self._samples}
+        for handle, sample in known.items():
+            if [sample.parents[place] for place in kept[handle]] != [-1, *kept[handle]][: len(kept[handle])]:
+                raise ValueError(f"rows {list(kept[handle])} are no path, so no state follows from them")
+        replayed = []
+        for handle, sample in known.items():
+            if sample.sure and list(kept[handle]) == list(range(sample.sure)):
+                self._step_ahead(sample, lengths[handle])
+            elif kept[handle]:
+                replayed.append((sample.slot, [sample.rows[place] for place in kept[handle]]))
+        if replayed:
+            self._replay([slot for slot, _ in replayed], [rows for _, rows in replayed])
+        for sample in known.values():
+            self._look_ahead(sample, 0)
+            sample.rows, sample.parents = [], []
+
+    def windows(self, key: Key, inputs: Tensor, width: int) -> Tensor:
+        """Returns the ``[S, W - 1, C]`` windows of a convolution."""
+        return self._pool(self._windows, key, inputs.new_empty(0, width - 1, inputs.shape[1]))
+
+    def states(self, key: Key, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Returns the ``[S, *shape]`` float32 states of a scan, on the device of ``like``."""
+        return self._pool(self._states, key, like.new_empty(0, *shape, dtype=torch.float32))
+
+    def _look_ahead(self, sample: _Sample, rows: int, *, reading: bool = False) -> None:
+        """Makes room for the states after a sample's first rows, and gives up such room from before."""
+        self._release(sample.ahead, sample.before)
+        sample.sure, sample.reading = rows, reading
+        sample.ahead = self._take() if rows else None
+        sample.before = self._take() if reading and rows > 1 else None
+
+    def _step_ahead(self, sample: _Sample, length: int) -> None:
+        """Commits the states after a sample's first rows, which are there already."""
+        assert sample.ahead is not None
+        older, sample.slot, sample.ahead = sample.slot, sample.ahead, None
+        tokens = length + sample.sure - 1
+        if sample.before is not None:
+            self._release(older)
+            older, sample.before = sample.before, None
+        if not sample.reading or not tokens or tokens in sample.kept:
+            self._release(older)
+            return
+        if len(sample.kept) > 1:
+            self._release(sample.kept.pop(max(sample.kept)))
+        sample.kept[tokens] = older
+
+    def _replay(self, slots: Sequence[int], accepted: Sequence[Sequence[tuple[_Step, int]]]) -> None:
+        """Runs accepted rows of samples from their committed states, which then are those after the rows."""
+        rows = _Gathered([row for rows in accepted for row in rows])
+        paths = Paths.chains([len(rows) for rows in accepted], slots)
+        ends = [end - 1 for end in accumulate(len(rows) for rows in accepted)]
+        (any_step, _), *_ = accepted[0]
+        for key in any_step.convolved:
+            inputs, pool = rows([step.convolved[key] for step in rows.steps]), self._windows[key]
+            history = paths.windows(ends, pool.shape[1] + 1).to(pool.device)
+            commit_windows(pool, inputs, history, torch.tensor(slots, device=pool.device))
+        schedule = paths.schedule(commit=True)
+        for key, (update, parts) in any_step.scanned.items():
+            schedule = schedule.to(parts[0].device)
+            given = zip(*(step.scanned[key][1] for step in rows.steps), strict=True)
+            update(self._states[key], schedule, *map(rows, given))
+
+    def _restore(self, sample: _Sample, slot: int, length: int, tokens: int) -> None:
+        """Copies the state of a sample after ``tokens`` tokens to a slot."""
+        source = None if not tokens else sample.slot if tokens == length else sample.kept[tokens]
+        if source is None:
+            self._clear(slot)
+        elif source != slot:
+            for pool in self._pools():
+                pool[slot] = pool[source]
+
+    def _clear(self, slot: int) -> None:
+        for pool in self._pools():
+            pool[slot] = 0
+
+    def _pools(self) -> Iterator[Tensor]:
+        yield from self._windows.values()
+        yield from self._states.values()
+
+    def _pool(self, pools: dict[Key, Tensor], key: Key, like: Tensor) -> Tensor:
+        if key not in pools:
+            pools[key] = self._grown(like)
+        return pools[key]
+
+    def _grown(self, pool: Tensor) -> Tensor:
+        return torch.cat([pool, pool.new_zeros(self._slots - len(pool), *pool.shape[1:])])
+
+    def _take(self) -> int:
+        """Returns a free slot; its contents are undefined."""
+        if not self._free:
+            more = max(_LEAST, self._slots // 2)
+            self._free = list(range(self._slots, self._slots + more))[::-1]
+            self._slots += more
+            for pools in (self._windows, self._states):
+                for key in pools:
+                    pools[key] = self._grown(pools[key])
+        return self._free.pop()
+
+    def _release(self, *slots: int | None) -> None:
+        self._free += [slot for slot in slots if slot is not None]
+
+
+class StateRows:
+    """The rows of one forward in recurrent layers, behind the uncommitted rows of earlier forwards.
+
+    Earlier rows are run again from the committed state: a drafter that goes level by level keeps no states of nodes.
+
+    Args:
+        memory: windows and states.
+        step: gets the inputs of these rows.
+        samples: samples of the forward.
+        new: for each sample, places of its new rows among its uncommitted ones.
+        device: device of the model.
+        repeatable: keep the inputs, for later rows and for a commit of some rows.
+    """
+
+    def __init__(
+        self,
+        memory: RecurrentStates,
+        step: _Step,
+        samples: Sequence[_Sample],
+        new: Sequence[Sequence[int]],
+        device: torch.device,
+        *,
+        repeatable: bool,
+    ) -> None:
+        self._memory, self._step, self._device, self._repeatable = memory, step, device, repeatable
+        counts = [len(sample.rows) for sample in samples]
+        firsts = list(accumulate(counts, initial=0))
+        parents = [
+            parent + first if parent >= 0 else -1
+            for sample, first in zip(samples, firsts, strict=False)
+            for parent in sample.parents
+        ]
+        self._paths = Paths(parents, counts, [sample.slot for sample in samples])
+        self._rows: _Gathered | None = None
+        self._new: Tensor | None = None
+        if any(len(places) < len(sample.rows) for places, sample in zip(new, samples, strict=True)):
+            self._rows = _Gathered([row for sample in samples for row in sample.rows], device)
+            places = [first + place for first, places in zip(firsts, new, strict=False) for place in places]
+            self._new = torch.tensor(places, device=device)
+        # The first rows of a sample, which are a chain, write no other states.
+        ahead = [
+            (number, sample)
+            for number, (sample, places) in enumerate(zip(samples, new, strict=True))
+            if len(places) == len(sample.rows)
+        ]
+        # By sample, the last row of windows and states that this forward computes ahead, and their slot.
+        self._ends: list[dict[int, tuple[int, int]]] = [
+            {n: (firsts[n] + one.sure - 1, one.ahead) for n, one in ahead if one.ahead is not None},
+            {n: (firsts[n] + one.sure - 2, one.before) for n, one in ahead if one.before is not None},
+        ]
+        ends = [end for ends in self._ends for end in ends.values()]
+        self._slots = torch.tensor([slot for _, slot in ends], dtype=torch.int64, device=device)
+        schedule = self._paths.schedule()
+        for row, slot in ends:
+            schedule.write[row] = slot
+        self._schedule = schedule.to(device)
+        self._histories: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def convolve(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None, *, activate: bool) -> Tensor:
+        """Convolves ``[T, C]`` inputs along the paths of their rows; see :func:`tree_convolution`."""
+        width = len(weight)
+        windows = self._memory.windows(key, inputs, width)
+        if self._repeatable:
+            self._step.convolved[key] = inputs
+        rows = inputs if self._rows is None else self._rows([step.convolved[key] for step in self._rows.steps])
+        history, ends = self._history(width)
+        out = tree_convolution(rows, windows, history, weight, bias, activate=activate)
+        if len(self._slots):
+            commit_windows(windows, rows, ends, self._slots)
+        return out if self._new is None else out[self._new]
+
+    def scan(self, key: Key, update: Update, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+        """Runs a recurrence of states of this shape along the paths of the rows.
+
+        Args:
+            key: the scan.
+            update: see :data:`Update`; the bits of a row must depend on the row's path alone.
+            shape: shape of a state.
+            inputs: ``[T, ...]`` each.
+        """
+        states = self._memory.states(key, shape, inputs[0])
+        rows: Sequence[Tensor] = inputs
+        if self._repeatable:
+            self._step.scanned[key] = update, inputs
+        if self._rows is not None:
+            steps = [step.scanned[key][1] for step in self._rows.steps]
+            rows = [self._rows(parts) for parts in zip(*steps, strict=True)]
+        out = update(states, self._schedule, *rows)
+        return out if self._new is None else out[self._new]
+
+    def _history(self, width: int) -> tuple[Tensor, Tensor]:
+        """Returns the inputs before each row, and those of the windows that this forward computes ahead."""
+        if width not in self._histories:
+            windows = []
+            for ends in self._ends:
+                last = [ends.get(number, (-1,))[0] for number in range(len(self._paths.rows))]
+                windows.append(self._paths.windows(last, width)[list(ends)])
+            self._histories[width] = self._paths.history(width).to(self._device), torch.cat(windows).to(self._device)
+        return self._histories[width]
+
+
+class _Gathered:
+    """Rows of several forwards, side by side.
+
+    Args:
+        rows: the forwards with the numbers of their rows.
+        device: device of the rows.
+
+    Attributes:
+        steps: the forwards.
+    """
+
+    def __init__(self, rows: Sequence[tuple[_Step, int]], device: torch.device | None = None) -> None:
+        by_step: dict[_Step, list[int]] = {}
+        for place, (step, _) in enumerate(rows):
+            by_step.setdefault(step, []).append(place)
+        self.steps = list(by_step)
+        self._picked = [torch.tensor([rows[place][1] for place in by_step[step]], device=device) for step in self.steps]
+        order = torch.tensor([place for places in by_step.values() for place in places])
+        self._order = None if len(self.steps) == 1 else order.argsort().to(device or "cpu")
+
+    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the rows of one input, given by forward."""
+        found = [part[picked.to(part.device)] for part, picked in zip(parts, self._picked, strict=True)]
+        return found[0] if self._order is None else torch.cat(found)[self._order.to(found[0].device)]
+
+
+def _parent(words: Sequence[int], place: int) -> int:
+    """Returns the last ancestor of a row among the rows that its words make visible; -1 if it has none.
+
+    Nodes follow their ancestors, so the deepest ancestor has the highest place.
+    """
+    seen = sum((word & _WORD) << WORD_BITS * index for index, word in enumerate(words))
+    return (seen & ((1 << place) - 1)).bit_length() - 1
+
+
+__all__ = ["Key", "RecurrentStates", "StateRows", "Update"]
