@@ -542,14 +542,21 @@ def test_two_threads_at_once():
 
 FORKS = """
 import os, select
+from functools import cache
 import torch
 from support.native_checks import Stack, layers_of
 from arbordraft.kernels import native
 
-stack = Stack(layers_of("float32"))
+@cache
+def stack():  # here, because packing loads the kernels
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # in a child, torch itself would wait for the threads of its parent
+    made = Stack(layers_of("float32"))
+    torch.set_num_threads(threads)
+    return made
 
 def run():
-    return stack.text([[index % 50 for index in range(40)]])[0].numpy().tobytes()
+    return stack().text([[index % 50 for index in range(40)]])[0].numpy().tobytes()
 
 def run_in_a_child():
     reader, writer = os.pipe()
