@@ -100,11 +100,15 @@ class Operator(Generic[P, R]):
             if self._triton_takes(tensor):
                 choice.ran[self._in_triton] += 1
                 return self.default if tensor.is_cuda else self.portable
-        elif native and self._native_takes(tensor) and tensor.is_cpu and choice.native_allowed() and load():
+        elif native and self.runs_natively(tensor):
             choice.ran[self._natively] += 1
             return self.default
         choice.ran[self._by_reference] += 1
         return self.reference
+
+    def runs_natively(self, tensor: Tensor) -> bool:
+        """Returns whether the C++ kernel runs for the first tensor argument, unless Triton was chosen."""
+        return self._native_takes(tensor) and tensor.is_cpu and choice.native_allowed() and load()
 
     def _triton_takes(self, tensor: Tensor) -> bool:
         return self.triton is not None and (self.triton_takes is None or tensor.dtype in self.triton_takes)

@@ -79,7 +79,7 @@ def next_tokens(logits: Tensor, rows: Sequence[int], settings: RowSettings) -> l
 
 def runs_natively(logits: Tensor) -> bool:
     """Returns whether the C++ kernel takes these logits; processors are as fast as the reference."""
-    return _next_tokens.pick(logits) is _next_tokens.default
+    return _next_tokens.runs_natively(logits)
 
 
 __all__ = ["RowSettings", "next_tokens", "next_tokens_reference", "runs_natively"]
