@@ -104,8 +104,6 @@ class DrafterModule(DistillationModule):
             position_decay(phase.steps, decay)
         self.student = student or EagleStudent()
         self.begin_with = [begin_with] if isinstance(begin_with, str) else begin_with
-        for settings in map(read_config, self.begin_with or ()):  # checked now, before targets are loaded
-            self.student.adopt(settings)
         self.phases, self.decay = list(phases), decay
         self.lr, self.warmup, self.cooldown = lr, warmup, check_float("cooldown", cooldown, 0, 1)
         self.lookup_weight = check_float("lookup_weight", lookup_weight, 0, 1)
@@ -114,6 +112,15 @@ class DrafterModule(DistillationModule):
         self.draft_steps, self.decoded, self.decoded_tokens = draft_steps, decoded, decoded_tokens
         self.tree = TreeTopology.from_k_config(tree)
         self.samples: dict[str, list[Any]] = {}
+
+    def check_beginning(self) -> None:
+        """Reads the settings of the networks to begin with; a training does so before its target is loaded.
+
+        Raises:
+            ValueError: if there is no such network.
+        """
+        for settings in map(read_config, self.begin_with or ()):
+            self.student.adopt(settings)
 
     def save(self, folder: Path) -> None:
         """Writes the network as of the last validation, in the format of transformers."""
@@ -138,6 +145,7 @@ class DrafterModule(DistillationModule):
         if here.type != there.type:
             raise ValueError(f"the target is on {there}, the training on {here}; leave data.target.device at auto")
         if not hasattr(self.student, "network"):
+            self.check_beginning()
             self.student.build(self.data.target, self.data.frequent, self.data.spec.model)
             if self.begin_with:
                 self.student.begin_with(self.begin_with, self.data.target)

@@ -72,6 +72,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
     from lightning.pytorch.cli import LightningCLI
 
     from arbordraft.training.data import SelfDistillationDataModule
+    from arbordraft.training.drafter_module import DrafterModule
     from arbordraft.training.progress import TrainingProgress
     from arbordraft.training.recording import Recorder
     from arbordraft.training.resuming import check_resumable
@@ -110,6 +111,8 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
         def _run_subcommand(self, subcommand: str) -> None:
             starting.close()
             if go:
+                if subcommand == "fit" and isinstance(self.model, DrafterModule):
+                    self.model.check_beginning()
                 super()._run_subcommand(subcommand)
 
     keep_freed_memory()

@@ -114,15 +114,17 @@ def test_work_before_the_first_tokens_is_reported(folder, caplog):
     caplog.set_level("INFO", "arbordraft")
     generate(folder, "abc", "--raw", "--kernels", "torch")
     lines = [record.getMessage() for record in caplog.records]
-    assert [line.removesuffix(" ...") for line in lines if line.endswith(" ...")] == [
+    begun = [line.removesuffix(" ...") for line in lines if line.endswith(" ...")]
+    assert [*dict.fromkeys(begun)] == [  # the package's first name may be imported here, too
         "importing torch and transformers",
+        f"loading {folder}",
         f"reading {folder}",
         "preparing the model",
         "comparing packed logits with the model's own",
         "preparing the drafter none",
         "reading the prompts",
     ]
-    assert len([line for line in lines if re.search(r": \d+\.\d s$", line)]) == 6
+    assert len([line for line in lines if re.search(r": \d+\.\d s$", line)]) == len(begun)
 
 
 def test_the_first_piece_ends_the_reading_of_prompts():

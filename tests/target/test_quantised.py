@@ -122,10 +122,10 @@ def test_modules_that_fail_in_recognition_run_unchanged():
 
 
 class GatedNorm(nn.RMSNorm):
-    """RMS norm, unless it is given a gate."""
+    """RMS norm, unless it is given another argument, whose name says nothing about a gate."""
 
-    def forward(self, x, gate=None):
-        return super().forward(x if gate is None else x * gate.sigmoid())
+    def forward(self, x, other=None):
+        return super().forward(x if other is None else x * other.sigmoid())
 
 
 class GatedMLP(nn.Module):

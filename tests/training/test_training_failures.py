@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors import safe_open
@@ -45,6 +46,14 @@ def fit(world, output, *callbacks, every=3, model=None, source=None, **settings)
     trainer.fit(model or module(), source or data(world))
 
 
+def save_begun(folder, world):
+    """Saves the configuration of a training that begins with a network that is not there."""
+    config = yaml.safe_load(save_config(folder / "begun.yaml", world).read_text())
+    config["model"]["begin_with"] = str(folder / "nothing")
+    (folder / "begun.yaml").write_text(yaml.safe_dump(config))
+    return str(folder / "begun.yaml")
+
+
 def test_faults_of_the_data_are_found_before_the_target_is_loaded(world, tmp_path, monkeypatch):
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match=r"12 conversations leave nothing to train on.*lower data.validation"):
@@ -57,7 +66,7 @@ def test_faults_of_the_data_are_found_before_the_target_is_loaded(world, tmp_pat
     with pytest.raises(ValueError, match=r"1 conversations leave nothing to train on"):
         data(world, prompts=str(prompts), validation=None)
     with pytest.raises(ValueError, match="no trained drafter"):
-        module(begin_with=str(tmp_path / "nothing"))
+        run(DrafterModule, ["fit", "--config", save_begun(tmp_path, world)])
 
 
 @pytest.mark.parametrize(("conversations", "held"), [(2, 1), (7, 1), (12, 3), (192, 48), (10_000, 48)])
