@@ -44,6 +44,18 @@ class RowSettings(NamedTuple):
     changes: Tensor
     bounds: Sequence[int]
 
+    def of(self, place: int) -> "RowSettings":
+        """Returns the settings of one row alone."""
+        first, last = self.bounds[place : place + 2]
+        return RowSettings(
+            self.seeds[place : place + 1],
+            self.positions[place : place + 1],
+            self.temperatures[place : place + 1],
+            self.kept[3 * place : 3 * place + 3],
+            self.changes[first:last],
+            (0, last - first),
+        )
+
 
 def next_tokens(logits: Tensor, rows: Sequence[int], settings: RowSettings) -> list[int]:
     """Draws the token after each of some rows.
@@ -64,16 +76,7 @@ def next_tokens(logits: Tensor, rows: Sequence[int], settings: RowSettings) -> l
     tokens: list[int] = run(logits.contiguous(), rows, *settings).tolist()
     for place, token in enumerate(tokens):
         if token == UNDECIDED:
-            first, last = settings.bounds[place : place + 2]
-            own = RowSettings(
-                settings.seeds[place : place + 1],
-                settings.positions[place : place + 1],
-                settings.temperatures[place : place + 1],
-                settings.kept[3 * place : 3 * place + 3],
-                settings.changes[first:last],
-                (0, last - first),
-            )
-            tokens[place] = int(next_tokens_reference(logits, rows[place : place + 1], *own))
+            tokens[place] = int(next_tokens_reference(logits, rows[place : place + 1], *settings.of(place)))
     return tokens
 
 

@@ -106,16 +106,7 @@ def test_rows_do_not_depend_on_each_other():
     logits, settings = logits_of(generator, 6), settings_of(generator, 6, 700)
     together = next_tokens(logits, range(6), settings)
     for row in range(6):
-        first, last = settings.bounds[row : row + 2]
-        alone = RowSettings(
-            settings.seeds[row : row + 1],
-            settings.positions[row : row + 1],
-            settings.temperatures[row : row + 1],
-            settings.kept[3 * row : 3 * row + 3],
-            settings.changes[first:last],
-            (0, last - first),
-        )
-        assert next_tokens(logits[row : row + 1], [0], alone) == together[row : row + 1]
+        assert next_tokens(logits[row : row + 1], [0], settings.of(row)) == together[row : row + 1]
 
 
 def test_rows_without_a_token_are_told():
