@@ -32,19 +32,17 @@ _LONGEST = 8  # bytes of the tokens that searches try
 _CONTENT = re.compile(rb'[^"\\{}\[\]:,]+')
 _MARK = re.compile(rb'["\\]')  # other characters mean nothing within a string
 _OUTSIDE = (
-    *(
-        rb"[}\]][}\]]*",
-        rb",",
-        rb'""',
-        rb'"',
-        rb"[1-9]",
-        rb"0",
-        rb"null|true|false",
-        rb"[ntf]",
-        rb"\[\]",
-        rb"\{\}",
-        rb"[\[{]",
-    ),
+    rb"[}\]][}\]]*",
+    rb",",
+    rb'""',
+    rb'"',
+    rb"[1-9]",
+    rb"0",
+    rb"null|true|false",
+    rb"[ntf]",
+    rb"\[\]",
+    rb"\{\}",
+    rb"[\[{]",
 )
 _QUOTE = rb'"[}\]]*'
 _FILL = rb"[0a]"  # makes a string long enough
