@@ -5,14 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from arbordraft.kernels.decoder_layers.reference import (
-    Experts,
-    LayerWeights,
-    Matrix,
-    Norm,
-    apply_norm_reference,
-    decoder_layers_reference,
-)
+from arbordraft.kernels.decoder_layers.norms import Norm, apply_norm_reference
+from arbordraft.kernels.decoder_layers.recurrences import Kept, Recurrence, RecurrentRows
+from arbordraft.kernels.decoder_layers.reference import Experts, LayerWeights, Matrix, decoder_layers_reference
 from arbordraft.kernels.dispatch import define
 from arbordraft.kernels.native import load
 from arbordraft.kernels.prepacked_linear import LANES
@@ -27,7 +22,7 @@ def _fake(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 _layers = define(
     "decoder_layers(Tensor hidden, Tensor?[] parameters, int[] ints, float[] scalars, Tensor(a!)[] keys, "
     "Tensor(b!)[] values, Tensor cosine, Tensor sine, Tensor layout, Tensor? region, Tensor positions, Tensor? words, "
-    "Tensor slots, int[] taps, Tensor? beside) -> (Tensor, Tensor)",
+    "Tensor slots, int[] taps, Tensor? beside, Tensor[] paths, Tensor(c!)[] kept, int scratch) -> (Tensor, Tensor)",
     _fake,
 )
 _norm = define(
@@ -59,24 +54,27 @@ class LayerRun:
         batch: RaggedBatch,
         taps: Sequence[int] = (),
         beside: Tensor | None = None,
+        lineage: RecurrentRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the layers; in the C++ kernels a row's bits do not depend on the other rows.
 
         Args:
             hidden: ``[1, T, H]`` float32 or bfloat16.
-            pools: ``[P, Hkv, D]`` keys and values of every layer; those of the rows are written to ``batch.slots``.
+            pools: ``[P, Hkv, D]`` keys and values of every layer; those of the rows are written to ``batch.slots``. Of
+                recurrent layers, windows and states; see :meth:`Recurrence.mix`.
             rotary: ``[1, T, R]`` cosines and sines, of the dtype of ``hidden`` or float32. The entries of a pair of
                 channels lie R / 2 apart. ``None`` if no layer rotates.
             batch: rows, slabs and ancestor words.
             taps: layers of this run whose inputs are also returned; taps change no bit of the output.
             beside: ``[T, E]`` of the dtype of ``hidden``, an additional input for layers with a ``beside_norm``.
+            lineage: the rows among all uncommitted rows, if layers are recurrent. All convolutions have one width.
 
         Returns:
             ``[1, T, H]`` output, kept in float32 between the layers, and the ``[len(taps), T, H]`` tapped inputs.
         """
         rotary = rotary or (hidden.new_empty(*hidden.shape[:-1], 0),) * 2
         if not load():
-            return decoder_layers_reference(hidden, self.layers, pools, rotary, batch, taps, beside)
+            return decoder_layers_reference(hidden, self.layers, pools, rotary, batch, taps, beside, lineage)
         out: tuple[Tensor, Tensor] = _layers(
             hidden.contiguous(),
             self._tensors,
@@ -93,6 +91,9 @@ class LayerRun:
             batch.slots,
             list(taps),
             None if beside is None else beside.contiguous(),
+            [] if lineage is None else lineage.paths,
+            [] if lineage is None else [tensor for kept in lineage.kept for tensor in kept],
+            0 if lineage is None else lineage.schedule.scratch,
         )
         return out
 
@@ -106,4 +107,15 @@ def apply_norm(x: Tensor, norm: Norm, epsilon: float) -> Tensor:
     return normed
 
 
-__all__ = ["Experts", "LayerRun", "LayerWeights", "Matrix", "Norm", "apply_norm", "decoder_layers_reference"]
+__all__ = [
+    "Experts",
+    "Kept",
+    "LayerRun",
+    "LayerWeights",
+    "Matrix",
+    "Norm",
+    "Recurrence",
+    "RecurrentRows",
+    "apply_norm",
+    "decoder_layers_reference",
+]

@@ -50,7 +50,9 @@ Tensor convolved(
   team(rows * channels * width >= kWorthATeam, [&](int thread, int threads) {
     const Range mine = share(channels, kLanes, thread, threads);
     for (int64_t r = 0; r < rows; ++r)
-      convolve_row(places.data() + r * width, width, weights, biases, activate, mine, channels, to + r * channels);
+      convolve_row(places.data() + r * width, width, weights, biases, mine, channels, [&](int64_t i, f32x16 total) {
+        store(to + r * channels + i, activate ? gated(total, Gate::silu) : total, channels - i);
+      });
   });
   return out;
 }
@@ -96,7 +98,7 @@ Tensor tree_scan(
   Tensor out = at::empty(value.sizes(), value.options());
   Scan s{data<float>(states), data<float>(scratch), integers(first), integers(read), integers(write), first.numel() - 1,
          heads, key_heads, keys, values, data<float>(value), data<float>(log_decay), floats(rates), floats(beta),
-         nullptr, nullptr, nullptr, data<float>(out)};
+         heads, nullptr, nullptr, nullptr, data<float>(out)};
   check_schedule(s, rows, states.size(0), count);
   if (!scratch.size(0)) s.scratch = nullptr;
   const int64_t own = ((s.scratch ? 0 : count) + 1) * keys * kLanes;  // numbers that a thread holds itself

@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from arbordraft.kernels.decoder_layers import Kept, Recurrence, RecurrentRows
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.ragged_tree_attention.batch import WORD_BITS
 from arbordraft.kernels.recurrent_tree import Paths, commit_windows, tree_convolution
@@ -22,7 +23,9 @@ Update = Callable[..., Tensor]
 """Runs a recurrence: takes a pool of states, a schedule and inputs of rows; returns the rows' outputs."""
 
 Key = tuple[int, int]
-"""A convolution or scan of a model: the number of its mixer, and of the call in there."""
+"""A convolution or scan of a model: the number of its mixer, and of the call in there; or a layer and ``WHOLE``."""
+
+WHOLE = -1  # in place of a call, where a kernel runs a layer as a whole
 
 _WORD = (1 << WORD_BITS) - 1
 _LEAST = 4  # slots that are added at a time, at least
@@ -312,6 +315,8 @@ class StateRows:
             schedule.write[row] = slot
         self._schedule = schedule.to(device)
         self._histories: dict[int, tuple[Tensor, Tensor]] = {}
+        self._places = torch.arange(sum(counts), device=device) if self._new is None else self._new
+        self._gaps: list[tuple[Kept, Kept]] = []  # by layer, inputs of these rows, and of all uncommitted ones
 
     def convolve(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None, *, activate: bool) -> Tensor:
         """Convolves ``[T, C]`` inputs along the paths of their rows; see :func:`tree_convolution`."""
@@ -345,6 +350,45 @@ class StateRows:
         out = update(states, self._schedule, *rows)
         return out if self._new is None else out[self._new]
 
+    def layers(
+        self, recurrences: Mapping[Key, Recurrence], like: Tensor
+    ) -> tuple[dict[Key, tuple[Tensor, Tensor]], RecurrentRows]:
+        """Lays out the memory of recurrent layers that a kernel runs; :meth:`keep` follows the run.
+
+        Args:
+            recurrences: the layers, in order; their convolutions have one width.
+            like: has the dtype of the rows.
+
+        Returns:
+            Windows and states of every layer, and the rows.
+        """
+        pools, kept = {}, []
+        for key, layer in recurrences.items():
+            windows = self._memory.windows(key, like.new_empty(0, layer.channels), len(layer.taps))
+            pools[key] = windows, self._memory.states(key, layer.state, like) if layer.scans else windows
+            own = layer.memory(len(self._places), like)
+            if self._repeatable:
+                self._step.convolved[key] = own.inputs
+                if layer.scans:
+                    self._step.scanned[key] = layer.scan, (own.convolved, own.gates)
+            if self._rows is not None:  # those of earlier forwards, with gaps for these
+                steps = self._rows.steps
+                parts = [[step.convolved[key] for step in steps], *zip(*(_scanned(step, key) for step in steps), strict=True)]
+                gathered = Kept(*map(self._rows, parts), *own[len(parts) :])
+                self._gaps.append((own, gathered))
+                own = gathered
+            kept.append(own)
+        history, ends = self._history(len(layer.taps))
+        return pools, RecurrentRows(self._places, self._schedule, history, ends, self._slots, kept)
+
+    def keep(self) -> None:
+        """Keeps the inputs that a kernel has left in the memory of :meth:`layers`."""
+        for own, gathered in self._gaps:
+            for part, rows in zip(own, gathered, strict=True):
+                if part.numel():
+                    part[:] = rows[self._places]
+        self._gaps.clear()
+
     def _history(self, width: int) -> tuple[Tensor, Tensor]:
         """Returns the inputs before each row, and those of the windows that this forward computes ahead."""
         if width not in self._histories:
@@ -354,6 +398,11 @@ class StateRows:
                 windows.append(self._paths.windows(last, width)[list(ends)])
             self._histories[width] = self._paths.history(width).to(self._device), torch.cat(windows).to(self._device)
         return self._histories[width]
+
+
+def _scanned(step: _Step, key: Key) -> tuple[Tensor, ...]:
+    """Returns the inputs of a scan; none of a convolution alone."""
+    return step.scanned[key][1] if key in step.scanned else ()
 
 
 class _Gathered:
@@ -391,4 +440,4 @@ def _parent(words: Sequence[int], place: int) -> int:
     return (seen & ((1 << place) - 1)).bit_length() - 1
 
 
-__all__ = ["Key", "RecurrentStates", "StateRows", "Update"]
+__all__ = ["WHOLE", "Key", "RecurrentStates", "StateRows", "Update"]

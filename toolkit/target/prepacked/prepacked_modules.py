@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm, apply_norm
+from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm, RecurrentRows, apply_norm
 from arbordraft.kernels.prepacked_linear import prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.target.attention import Forward
 from arbordraft.target.prepacked.rotation import apart
+from arbordraft.target.states import WHOLE
 
 
 class PrepackedLayers(nn.Module):
@@ -49,20 +50,37 @@ class PrepackedLayers(nn.Module):
         run = self._runs.get(len(indices))
         if run is None:
             run = self._runs[len(indices)] = LayerRun(self.layers[: len(indices)])
-        pools = [
-            ragged.cache.pools(index, (layer.kv_heads, layer.dim), hidden_states)
-            for index, layer in zip(indices, run.layers, strict=True)
-        ]
+        pools, lineage = memory_of(ragged, run.layers, indices, hidden_states)
         ragged.layers.update(dict.fromkeys(indices))
         wanted = [index for index in indices if index in ragged.hidden]
         taps = [indices.index(index) for index in wanted]
         tables = position_embeddings
         tables = apart(tables) if self.side_by_side and tables is not None else tables
-        out, inputs = run(hidden_states, pools, tables, ragged.batch, taps)
+        out, inputs = run(hidden_states, pools, tables, ragged.batch, taps, lineage=lineage)
+        if lineage is not None:
+            ragged.state_rows.keep()
         ragged.hidden.update(zip(wanted, inputs, strict=True))
         if indices.stop == ragged.depth:
             out = ragged.last = out if ragged.after_layers is None else ragged.after_layers(out)
         return out
+
+
+def memory_of(
+    ragged: Forward, layers: Sequence[LayerWeights], indices: Sequence[int], hidden: Tensor
+) -> tuple[list[tuple[Tensor, Tensor]], RecurrentRows | None]:
+    """Returns keys and values of layers, or windows and states of recurrent ones, and the rows that these see."""
+    recurrences = {
+        (index, WHOLE): layer.recurrence
+        for index, layer in zip(indices, layers, strict=True)
+        if layer.recurrence is not None
+    }
+    states, lineage = ragged.state_rows.layers(recurrences, hidden) if recurrences else ({}, None)
+    return [
+        states[index, WHOLE]
+        if layer.recurrence is not None
+        else ragged.cache.pools(index, (layer.kv_heads, layer.dim), hidden)
+        for index, layer in zip(indices, layers, strict=True)
+    ], lineage
 
 
 class PrepackedNorm(nn.Module):
@@ -122,4 +140,4 @@ def prepack_linears(module: nn.Module, leave: str = "") -> None:
             prepack_linears(child)
 
 
-__all__ = ["PrepackedGatedMLP", "PrepackedLayers", "PrepackedNorm", "prepack_linears"]
+__all__ = ["PrepackedGatedMLP", "PrepackedLayers", "PrepackedNorm", "memory_of", "prepack_linears"]

@@ -96,7 +96,9 @@ class Prepacking:
         return layers if self._together else None
 
     def layers(self) -> tuple[list[LayerWeights], list[RotaryTables]] | None:
-        """Returns all of the model's layers and their rotary tables, or ``None`` unless all layers are fused."""
+        """Returns all of the model's layers and their rotary tables, or ``None`` unless all layers are fused attention."""
+        if any(layer is not None and layer.recurrence is not None for layer in self._layers):
+            return None
         places: dict[int, int] = {}
         for table in self._tables:
             places.setdefault(id(table), len(places))
@@ -168,11 +170,10 @@ class Prepacking:
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
     ) -> LayerWeights | None:
-        if attention is None:
-            return None
-        kind = (settings(call.layer), attention[:-1])
+        kind = (settings(call.layer), attention and attention[:-1])
+        tables = None if attention is None else call.kwargs.get("position_embeddings")
         try:
-            for rotation in rotations(call.kwargs.get("position_embeddings")):
+            for rotation in rotations(tables):
                 if (kind, rotation) not in self._proven:
                     self._proven[kind, rotation] = same_layer(index, call, attention, batch, rotation)
                 if self._proven[kind, rotation]:
