@@ -154,7 +154,7 @@ inline void mix_rows(
   for (int64_t row = all.begin; row < all.end; ++row) prepare_scan(m, space, row);
   meet(threads);
   const Scan scanning{
-      m.states, nullptr, paths.first, paths.read, paths.write, paths.samples, m.heads, m.key_heads, m.keys, m.values,
+      m.states, paths.first, paths.read, paths.write, paths.samples, m.heads, m.key_heads, m.keys, m.values,
       space.value, nullptr, nullptr, m.gates, 2 * m.heads, space.query, space.key, space.decay, space.out};
   float* local = space.local + thread * space.own;
   m.kind == Mixing::delta ? scan<Decay::head, true>(scanning, local, paths.scratch, thread, threads)

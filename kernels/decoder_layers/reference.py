@@ -33,7 +33,10 @@ class Matrix:
 
     @property
     def outputs(self) -> int:
-        """Outputs, padded to 16."""
+        """Outputs, padded to 16 unless each has a scale or a bias."""
+        for part in (self.scale, self.bias):
+            if part is not None:
+                return len(part)
         return outputs_of(self.weight) if self.weight.dtype == torch.uint8 else len(self.weight) * LANES
 
 

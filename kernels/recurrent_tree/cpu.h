@@ -103,7 +103,7 @@ template <class Of>
 enum class Decay { head, key, element };
 
 struct Scan {
-  float *states, *scratch;           // [S][H][K][V], [M][H][K][V]; without the latter, threads hold scratch states
+  float* states;                     // [S][H][K][V]; threads hold scratch states
   const int64_t *first, *read, *write;  // see Schedule in paths.py
   int64_t samples, heads, key_heads, keys, values;
   const float *value;                // [T][H][V]
@@ -120,10 +120,8 @@ struct Scan {
   };
   // Finds a state by its index, and without one the last of the thread's own `local` states [count + 1][K][16].
   Place place(int64_t index, int64_t head, int64_t begin, float* local, int64_t count) const {
-    const int64_t one = keys * values;
-    if (index >= 0) return {states + (index * heads + head) * one + begin, values};
+    if (index >= 0) return {states + (index * heads + head) * keys * values + begin, values};
     if (index == -1) return {local + count * keys * kLanes, kLanes};
-    if (scratch) return {scratch + ((-2 - index) * heads + head) * one + begin, values};
     return {local + (-2 - index) * keys * kLanes, kLanes};
   }
 };

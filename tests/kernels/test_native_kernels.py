@@ -19,6 +19,7 @@ from support.native_checks import (
     GROUPED,
     KINDS,
     OPTIONS,
+    MIXERS,
     PARTS,
     TREES,
     UNROUNDED,
@@ -26,6 +27,7 @@ from support.native_checks import (
     bits_of_groups,
     check_attention,
     check_layers,
+    check_recurrent_layers,
     check_linear,
     check_mixtures,
     check_norm,
@@ -34,6 +36,7 @@ from support.native_checks import (
     linear_case,
     mixtures_of,
     random_layer,
+    recurrent_layers,
     relative,
     turn_kernels_off,
 )
@@ -375,6 +378,60 @@ def test_another_choice_of_experts_would_be_seen(fault):
         check_layers([layer], truth=[replace(layer, experts=replace(layer.experts, **fault))])
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8-float32", "int4-bfloat16", "int8-weight-only-float32"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_recurrent_layers(mixer, kind):
+    """Prompts, trees and lone rows, between layers with attention."""
+    check_recurrent_layers(recurrent_layers(mixer, kind), KINDS[kind][0])
+
+
+@pytest.mark.parametrize(
+    ("mixer", "fault"),
+    [
+        ("convolution", lambda m: {"taps": m.taps.flip(0)}),
+        ("selective", lambda m: {"taps": m.taps.roll(1, 0)}),
+        ("selective", lambda m: {"rates": m.rates * 1.01}),
+        ("selective", lambda m: {"skip": m.skip * 1.01}),
+        ("selective", lambda m: {"group": 96}),
+        ("selective", lambda m: {"steps": (0.1, 2.0)}),
+        ("selective", lambda m: {"step_bias": m.step_bias.flip(0)}),
+        ("delta", lambda m: {"norm": m.norm.flip(0)}),
+        ("delta", lambda m: {"rates": m.rates.flip(0)}),
+        ("delta", lambda m: {"epsilon": 1e-2}),
+    ],
+)
+def test_another_recurrence_would_be_seen(mixer, fault):
+    layer = random_layer(mixer=mixer)
+    check_recurrent_layers([layer])
+    other = replace(layer.recurrence, **fault(layer.recurrence))
+    with pytest.raises(AssertionError):
+        check_recurrent_layers([layer], truth=[replace(layer, recurrence=other)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": 20}, "channels do not fit the heads"),
+        ({"key_heads": 4}, "heads must be a multiple of key heads"),
+        ({"group": 40}, "a norm has the wrong size"),
+        ({"rates": torch.ones(5)}, "rates and biases are numbers of heads"),
+        ({"skip": None}, "expected a factor of every head's input"),
+        ({"taps": torch.ones(4, 150)}, "channels must be a multiple of 16"),
+    ],
+)
+def test_recurrences_that_do_not_fit_their_layer_are_refused(change, message):
+    layer = random_layer(mixer="selective")
+    with pytest.raises(RuntimeError, match=message):
+        check_recurrent_layers([replace(layer, recurrence=replace(layer.recurrence, **change))])
+
+
+def test_recurrent_layers_need_the_paths_of_their_rows():
+    stack, batch = Stack([random_layer(mixer="delta")]), Case(TREES["trees"], dtype=torch.float32, size=16).batch
+    pools = [(torch.zeros(1, 3, 192), torch.zeros(1, 4, 16, 32))]
+    with pytest.raises(RuntimeError, match="recurrent layers need the paths of their rows"):
+        stack.native(torch.randn(1, 18, 64), pools, None, batch)
+
+
 def test_layers_that_rotate_some_channels():
     check_layers([random_layer(dim=32, heads=2)], rotary=8)
 
@@ -385,7 +442,10 @@ def test_layers_whose_rotation_is_more_exact():
 
 @pytest.mark.parametrize(
     "fault",
-    [{"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}, {"parallel": True}],
+    [
+        *({"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}, {"parallel": True}),
+        {"residual": 0.99},
+    ],
     ids=str,
 )
 def test_another_layer_would_be_seen(fault):

@@ -208,10 +208,14 @@ class RecurrentStates:
         paths = Paths.chains([len(rows) for rows in accepted], slots)
         ends = [end - 1 for end in accumulate(len(rows) for rows in accepted)]
         (any_step, _), *_ = accepted[0]
+        device = next(self._pools()).device
+        places, histories = torch.tensor(slots, device=device), dict[int, Tensor]()
         for key in any_step.convolved:
             inputs, pool = rows([step.convolved[key] for step in rows.steps]), self._windows[key]
-            history = paths.windows(ends, pool.shape[1] + 1).to(pool.device)
-            commit_windows(pool, inputs, history, torch.tensor(slots, device=pool.device))
+            width = pool.shape[1] + 1
+            if width not in histories:
+                histories[width] = paths.windows(ends, width).to(device)
+            commit_windows(pool, inputs, histories[width], places)
         schedule = paths.schedule(commit=True)
         for key, (update, parts) in any_step.scanned.items():
             schedule = schedule.to(parts[0].device)

@@ -23,11 +23,18 @@ class PrepackedLayers(nn.Module):
         layers: weights of the layers in order; empty if an earlier call has computed this layer.
         first: index of the first layer.
         side_by_side: whether the model puts the two cosines or sines of a pair of channels next to each other.
+        rest: values that the model's layers return after their output, in a tuple; ``None`` for the output alone.
     """
 
-    def __init__(self, layers: Sequence[LayerWeights], first: int = 0, side_by_side: bool = False) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        first: int = 0,
+        side_by_side: bool = False,
+        rest: tuple[Any, ...] | None = None,
+    ) -> None:
         super().__init__()
-        self.layers, self.side_by_side = list(layers), side_by_side
+        self.layers, self.side_by_side, self._rest = list(layers), side_by_side, rest
         self.indices = range(first, first + len(layers))
         self._runs = {len(layers): LayerRun(layers)}
 
@@ -39,10 +46,17 @@ class PrepackedLayers(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         **__: Any,
-    ) -> Tensor:
-        """Maps ``[1, T, H]`` to ``[1, T, H]``; takes the arguments of the model's own layers."""
+    ) -> Any:
+        """Takes the arguments of the model's own layers, and returns their output as these do; see :meth:`run`."""
         if any(isinstance(given, Tensor) for given in (attention_mask, *others)):
             raise ValueError("prepacked layers take their mask from the batch, but the model made one of its own")
+        out = self.run(hidden_states, ragged, position_embeddings)
+        return out if self._rest is None else (out, *self._rest)
+
+    def run(
+        self, hidden_states: Tensor, ragged: Forward, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Maps ``[1, T, H]`` to ``[1, T, H]``."""
         depth = self.indices.stop if ragged.depth is None else ragged.depth
         indices = self.indices[: max(0, depth - self.indices.start)]
         if not indices:

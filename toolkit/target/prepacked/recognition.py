@@ -252,12 +252,18 @@ def same_layer(
     tables = apart(tables) if side_by_side(tables) else tables
     for x in (given, noise(*given.shape)):
         kwargs["ragged"] = Forward(batch, fresh_cache(batch))
-        expected = tried(wide, x, *call.args[1:], **kwargs)
+        expected = tried(partial(_output, wide), x, *call.args[1:], **kwargs)
         pools, lineage = memory_of(Forward(batch, fresh_cache(batch)), [weights], [index], x)
         output, _ = run(x, pools, tables, batch, lineage=lineage)
         if expected is None or not distance(output - x, expected - x) < TOLERANCE:
             return False
     return True
+
+
+def _output(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Returns the output of a layer that may return it in a tuple, followed by nothing."""
+    found = layer(*args, **kwargs)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def settings(module: nn.Module) -> Any:
