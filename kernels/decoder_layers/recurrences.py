@@ -71,10 +71,10 @@ class RecurrentRows:
 class Recurrence:
     """A recurrent mixer of a decoder layer, between the projections that lead to it and back.
 
-    - A convolution is LFM2's: it convolves the products of B and x, and multiplies the sums by C. Projected rows are B, C
-      and x.
-    - A selective mixer is Mamba-2. Projected rows are gates z, channels of the convolution, and a step size per head. The
-      convolved channels are x, B and C.
+    - A convolution is LFM2's: it convolves the products of B and x, and multiplies the sums by C. Projected rows are
+      B, C and x.
+    - A selective mixer is Mamba-2. Projected rows are gates z, channels of the convolution, and a step size per head.
+      The convolved channels are x, B and C.
     - A delta mixer is the gated delta rule of Qwen3-Next. Projected rows are gates z, channels of the convolution,
       strengths and decays. The convolved channels are queries, keys and values.
 
@@ -89,8 +89,8 @@ class Recurrence:
         rates: ``[H]`` negative float32 factors of step sizes, which give the logarithms of decays.
         step_bias: ``[H]`` float32, added to step sizes before their softplus.
         skip: ``[H]`` float32 factors of a selective mixer's input, which is added to its output.
-        norm: ``[H V]`` float32 factors of the norm after a selective mixer's gates. Of a delta mixer, ``[V]`` of the norm
-            before its gates.
+        norm: ``[H V]`` float32 factors of the norm after a selective mixer's gates. Of a delta mixer, ``[V]`` of the
+            norm before its gates.
         group: channels that are normed together.
         epsilon: constant of the norm.
         steps: least and greatest step size of a selective mixer.
@@ -192,9 +192,13 @@ class Recurrence:
             before, after, x = projected[:, : 3 * channels].split(channels, dim=-1)
             inputs, gates = before * x, after
         else:
-            z, inputs, gates = projected[:, : size + channels + 2 * self.heads].tensor_split([size, size + channels], -1)
+            z, inputs, gates = projected[:, : size + channels + 2 * self.heads].tensor_split(
+                [size, size + channels], -1
+            )
         kept.inputs[places] = inputs.to(kept.inputs.dtype)
-        convolved = tree_convolution(kept.inputs, windows, rows.history, self.taps, self.bias, activate=self.scans)[places]
+        convolved = tree_convolution(kept.inputs, windows, rows.history, self.taps, self.bias, activate=self.scans)[
+            places
+        ]
         if len(rows.slots):
             commit_windows(windows, kept.inputs, rows.ends, rows.slots)
         if not self.scans:

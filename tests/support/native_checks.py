@@ -274,7 +274,9 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         mlps = experts.routed + experts.shared
     return LayerWeights(
         pre_attention=norm(hidden, pre),
-        qkv=matrix(mixer[1] if mixer else (heads * (1 + chosen["closing"]) + 2 * kv_heads) * dim, chosen["beside"] + hidden),
+        qkv=matrix(
+            mixer[1] if mixer else (heads * (1 + chosen["closing"]) + 2 * kv_heads) * dim, chosen["beside"] + hidden
+        ),
         query_norm=head_norm(heads),
         key_norm=head_norm(kv_heads),
         sinks=noise(heads) if chosen["sinks"] else None,
@@ -524,12 +526,12 @@ def check_recurrent_layers(layers, dtype=torch.float32, truth=None):
     samples = [cache.open(20) for _ in range(3)]
     trees = [TreeTopology.k_ary(2, 2), TreeTopology.chain(3), TreeTopology.fork(3, 1)]
     words = stack_words([ancestor_words(tree.visible) for tree in trees])
-    for depths, words, kept in (
+    for depths, visible, kept in (
         ([range(6), range(1), range(4)], None, [range(6), [0], range(4)]),
         ([tree.depth_list for tree in trees], words, [[0, 2, 5], [], [0, 1]]),
         ([[0]] * 3, None, [[0], [0], [0]]),
     ):
-        batch = cache.lay_out(samples, depths, words)
+        batch = cache.lay_out(samples, depths, visible)
         forward = Forward(batch, cache)
         pools, lineage = memory_of(forward, layers, range(len(layers)), stack.embeddings)
         wide = [tuple(pool.clone().double() for pool in pair) for pair in pools]

@@ -377,7 +377,10 @@ class StateRows:
                     self._step.scanned[key] = layer.scan, (own.convolved, own.gates)
             if self._rows is not None:  # those of earlier forwards, with gaps for these
                 steps = self._rows.steps
-                parts = [[step.convolved[key] for step in steps], *zip(*(_scanned(step, key) for step in steps), strict=True)]
+                parts = [
+                    [step.convolved[key] for step in steps],
+                    *zip(*(_scanned(step, key) for step in steps), strict=True),
+                ]
                 gathered = Kept(*map(self._rows, parts), *own[len(parts) :])
                 self._gaps.append((own, gathered))
                 own = gathered

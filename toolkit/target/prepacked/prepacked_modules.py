@@ -53,9 +53,7 @@ class PrepackedLayers(nn.Module):
         out = self.run(hidden_states, ragged, position_embeddings)
         return out if self._rest is None else (out, *self._rest)
 
-    def run(
-        self, hidden_states: Tensor, ragged: Forward, position_embeddings: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def run(self, hidden_states: Tensor, ragged: Forward, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
         """Maps ``[1, T, H]`` to ``[1, T, H]``."""
         depth = self.indices.stop if ragged.depth is None else ragged.depth
         indices = self.indices[: max(0, depth - self.indices.start)]

@@ -17,8 +17,8 @@ from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Norm
 from arbordraft.kernels.prepacked_linear import LANES
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import AttentionCall, Forward
-from arbordraft.target.observation import LayerCall, fresh_cache
 from arbordraft.target.mixers import is_ours
+from arbordraft.target.observation import LayerCall, fresh_cache
 from arbordraft.target.prepacked.mlps import is_mlp, mlp_of, single
 from arbordraft.target.prepacked.prepacked_modules import memory_of
 from arbordraft.target.prepacked.probing import (

@@ -77,9 +77,7 @@ def _convolution(collector: WeightCollector, mixer: Any, name: str) -> dict[str,
     return {"taps": _wide(weight[:, 0].T), "bias": None if bias is None else _wide(bias)}
 
 
-def _short_convolution(
-    collector: WeightCollector, mixer: Any
-) -> tuple[Recurrence, Callable[[Tensor], Tensor]]:
+def _short_convolution(collector: WeightCollector, mixer: Any) -> tuple[Recurrence, Callable[[Tensor], Tensor]]:
     return Recurrence("convolution", **_convolution(collector, mixer, "conv")), _unchanged
 
 
@@ -95,7 +93,7 @@ def _selective(collector: WeightCollector, mixer: Any) -> tuple[Recurrence, Call
         values=mixer.head_dim,
         skip=_wide(mixer.D),
         group=group,
-        steps=tuple(map(float, mixer.time_step_limit)),
+        steps=(float(mixer.time_step_limit[0]), float(mixer.time_step_limit[1])),
     )
     if mixer.activation not in ("silu", "swish") or not 0 < group <= size or group % LANES:
         raise Unrecognised(f"{type(mixer).__name__} has another activation, or norms of another size")
@@ -135,7 +133,7 @@ def _heads(collector: WeightCollector, mixer: Any, heads: int) -> dict[str, Any]
 
 
 def _by_key_head(mixer: Any, rows: Tensor) -> Tensor:
-    """Reorders rows of Qwen3-Next's linears, which lie by key head, into gates, queries, keys, values and two per head."""
+    """Reorders rows of Qwen3-Next's linears, which lie by key head, as :class:`Recurrence` wants them."""
     each = mixer.num_v_heads // mixer.num_k_heads
     width = 2 * mixer.head_k_dim + 2 * each * mixer.head_v_dim
     large, small = rows.tensor_split([mixer.num_k_heads * width])

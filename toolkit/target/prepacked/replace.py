@@ -96,7 +96,7 @@ class Prepacking:
         return layers if self._together else None
 
     def layers(self) -> tuple[list[LayerWeights], list[RotaryTables]] | None:
-        """Returns all of the model's layers and their rotary tables, or ``None`` unless all layers are fused attention."""
+        """Returns all layers and their rotary tables; ``None`` unless all are fused, and none is recurrent."""
         if any(layer is not None and layer.recurrence is not None for layer in self._layers):
             return None
         places: dict[int, int] = {}
