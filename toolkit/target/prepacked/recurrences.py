@@ -118,7 +118,7 @@ def _delta(
 
 
 def _heads(collector: WeightCollector, mixer: Any, heads: int) -> dict[str, Any]:
-    """Returns what selective mixers and gated delta nets have in common: decays, and the norm of outputs."""
+    """Returns the decays and the norm of outputs, which selective mixers and gated delta nets have alike."""
     weight = mixer.norm._parameters.get("weight")
     if list(mixer.norm.parameters()) != [weight] or list(mixer.norm.buffers()) or not plain(weight):
         raise Unrecognised(f"norm is {type(mixer.norm).__name__}")
