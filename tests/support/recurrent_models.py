@@ -28,7 +28,8 @@ ROW_WISE: dict[str, dict[str, Any]] = {
 # All layers of these run in one native call.
 FUSED: dict[str, dict[str, Any]] = {
     **{name: ROW_WISE[name] for name in ("lfm2", "qwen3_5_text", "granitemoehybrid", "bamba")},
-    "qwen3_next": {**ROW_WISE["qwen3_5_text"], "mlp_only_layers": [0, 1, 2]},
+    "qwen3_next": ROW_WISE["qwen3_5_text"],
+    "qwen3_5_moe_text": ROW_WISE["qwen3_5_text"],
 }
 # The rows of these depend on others in transformers' functions: experts, products of weights that are no linears, GELU.
 OTHERS = [name for name in QUICK if name not in ROW_WISE]
