@@ -172,7 +172,7 @@ def bound(target: RaggedModel, rows: int) -> tuple[str, Callable[[], object]]:
     assert target.prepacking is not None
     threads = torch.get_num_threads()
     memory = torch.zeros(threads, target.prepacking.nbytes // 4 // threads)
-    left, right = torch.rand(2, SIDE, SIDE)
+    left, right = torch.rand(2, SIDE, SIDE).to(target.model.dtype)
     model: nn.Module = target.model
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     times = weights * rows / SIDE**3

@@ -6,12 +6,13 @@ from typing import Any
 from torch import Tensor
 
 from arbordraft.kernels.decoder_layers.norms import Norm, apply_norm_reference
-from arbordraft.kernels.decoder_layers.recurrences import Kept, Recurrence, RecurrentRows
+from arbordraft.kernels.decoder_layers.recurrences import Kept, Recurrence, RecurrentRows, replay_reference
 from arbordraft.kernels.decoder_layers.reference import Experts, LayerWeights, Matrix, decoder_layers_reference
 from arbordraft.kernels.dispatch import define
 from arbordraft.kernels.native import load
 from arbordraft.kernels.prepacked_linear import LANES
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.kernels.recurrent_tree import Schedule
 
 
 def _fake(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -29,6 +30,13 @@ _norm = define(
     "norm(Tensor x, Tensor weight, Tensor? offset, float epsilon) -> Tensor",
     lambda x, *_: x.new_empty(x.shape),
     lambda x, weight, offset, epsilon: apply_norm_reference(x, Norm(weight, offset), epsilon),
+)
+
+
+_replay = define(
+    "replay_layers(int[] ints, Tensor(a!)[] windows, Tensor(b!)[] states, Tensor[] kept, Tensor rows, Tensor first, "
+    "Tensor read, Tensor write, Tensor slots, Tensor ends) -> ()",
+    lambda *_: None,
 )
 
 
@@ -98,6 +106,39 @@ class LayerRun:
         return out
 
 
+def replay_layers(
+    layers: Sequence[Recurrence],
+    pools: Sequence[tuple[Tensor, Tensor]],
+    kept: Sequence[Kept],
+    rows: Tensor,
+    schedule: Schedule,
+    slots: Tensor,
+    ends: Tensor,
+) -> None:
+    """Runs accepted rows of recurrent layers once more, from committed states, and commits states and windows.
+
+    Args:
+        layers: the layers; their convolutions have one width.
+        pools: windows and states of every layer, changed in place.
+        kept: inputs of every layer, for more rows than these.
+        rows: ``[R]`` int64 accepted rows among the kept ones, sample after sample.
+        schedule: states that these rows read and write.
+        slots: ``[B]`` int64 windows of the samples.
+        ends: ``[B, W - 1]`` int64 inputs of the windows, from :meth:`Paths.windows` of the accepted rows.
+    """
+    if not load():
+        replay_reference(layers, pools, kept, rows, schedule, slots, ends)
+        return
+    windows, states = zip(*pools, strict=True)
+    _replay(
+        [number for layer in layers for number in layer.integers()],
+        list(windows),
+        list(states),
+        [tensor for each in kept for tensor in each],
+        *(rows, schedule.first, schedule.read, schedule.write, slots, ends.contiguous()),
+    )
+
+
 def apply_norm(x: Tensor, norm: Norm, epsilon: float) -> Tensor:
     """Norms ``[..., H]`` row by row; in the C++ kernels a row's bits do not depend on the other rows."""
     if x.shape[-1] % LANES:
@@ -118,4 +159,5 @@ __all__ = [
     "RecurrentRows",
     "apply_norm",
     "decoder_layers_reference",
+    "replay_layers",
 ]

@@ -47,8 +47,29 @@ struct Recurrence {
 
 // Buffers that all threads share, for all uncommitted rows; `local` has `own` numbers for each thread.
 struct ScanSpace {
-  float *query, *key, *value, *decay, *out, *local;
+  float *query, *key, *value, *decay, *strength, *out, *local;
   int64_t own;
+};
+
+// Sizes of the buffers that some mixers need together, for each row and for each thread.
+struct ScanSizes {
+  int64_t shared = 0, scanned = 0, heads = 0, own = 0;
+
+  template <class T>
+  void fit(const Recurrence<T>& m, int64_t scratch) {
+    if (!m.scans()) return;
+    shared = std::max(shared, m.key_heads * m.keys);
+    scanned = std::max(scanned, m.size());
+    heads = std::max(heads, m.heads);
+    own = std::max(own, (scratch + 1) * m.keys * kLanes);
+  }
+  void reserve(auto& arena, ScanSpace& space, int64_t rows, int threads) {
+    for (float** part : {&space.query, &space.key}) arena.reserve(*part, rows * shared);
+    for (float** part : {&space.value, &space.out}) arena.reserve(*part, rows * scanned);
+    for (float** part : {&space.decay, &space.strength}) arena.reserve(*part, rows * heads);
+    arena.reserve(space.local, own * threads);
+    space.own = own;
+  }
 };
 
 // Convolves channels `range` of all rows along their paths, and hands the sums of sixteen channels to `put`.
@@ -87,15 +108,15 @@ inline void gate_heads(const Recurrence<T>& m, const float* from, float* to) {
   }
 }
 
-// Prepares an uncommitted row for the scan.
+// Prepares a row for the scan from the inputs at some place among the kept ones.
 template <class T>
-inline void prepare_scan(const Recurrence<T>& m, const ScanSpace& space, int64_t row) {
+inline void prepare_scan(const Recurrence<T>& m, const ScanSpace& space, int64_t row, int64_t place) {
   const bool delta = m.kind == Mixing::delta;
   const int64_t shared = m.key_heads * m.keys, size = m.size();
-  const T* from = m.convolved + row * m.channels;
+  const T* from = m.convolved + place * m.channels;
   const T *values = from + (delta ? 2 * shared : 0), *keys = from + (delta ? shared : size);
   const T* queries = delta ? from : from + size + shared;
-  const float *gates = m.gates + row * 2 * m.heads, *decays = gates + m.heads;
+  const float *gates = m.gates + place * 2 * m.heads, *decays = gates + m.heads;
   for (int64_t i = 0; i < shared; i += kLanes) {
     store(space.query + row * shared + i, load(queries + i, shared - i), shared - i);
     store(space.key + row * shared + i, load(keys + i, shared - i), shared - i);
@@ -105,11 +126,43 @@ inline void prepare_scan(const Recurrence<T>& m, const ScanSpace& space, int64_t
     scale_head(query, m.keys, 1.f / std::sqrt(float(m.keys)), kLengthEpsilon, query);
     scale_head(key, m.keys, 1.f, kLengthEpsilon, key);
   }
+  std::copy_n(gates, m.heads, space.strength + row * m.heads);
   for (int64_t h = 0; h < m.heads; h += kLanes)
     store(space.decay + row * m.heads + h, unfused_exp(load(decays + h, m.heads - h)), m.heads - h);
   for (int64_t h = 0; h < m.heads; ++h)
     for (int64_t i = h * m.values; i < (h + 1) * m.values; i += kLanes)
       store(space.value + row * size + i, delta ? load(values + i) : load(values + i) * splat(gates[h]));
+}
+
+// Does a thread's part of the scan of prepared rows.
+template <class T>
+inline void scan_rows(const Recurrence<T>& m, const Lineage& paths, const ScanSpace& space, int thread, int threads) {
+  const Scan s{
+      m.states, paths.first, paths.read, paths.write, paths.samples, m.heads, m.key_heads, m.keys, m.values,
+      space.value, nullptr, nullptr, space.strength, space.query, space.key, space.decay, space.out};
+  float* local = space.local + thread * space.own;
+  m.kind == Mixing::delta ? scan<Decay::head, true>(s, local, paths.scratch, thread, threads)
+                          : scan<Decay::head, false>(s, local, paths.scratch, thread, threads);
+}
+
+// Runs accepted rows of a mixer once more, from the committed state of each sample, and commits its windows. The places of
+// rows are among the kept inputs; windows are indexed by rows. Ends with all threads.
+template <class T>
+inline void replay_rows(const Recurrence<T>& m, const Lineage& paths, const ScanSpace& space, int thread, int threads) {
+  const Range range = share(m.channels, kLanes, thread, threads), mine = share(paths.rows, 1, thread, threads);
+  const int64_t behind = m.width - 1;
+  for (int64_t e = 0; e < paths.ahead; ++e)
+    for (int64_t w = 0; w < behind; ++w) {  // the oldest first: inputs move towards the front
+      const int64_t index = paths.ends[e * behind + w];
+      const T* from = index >= 0 ? m.inputs + paths.places[index] * m.channels : m.windows + (-1 - index) * m.channels;
+      T* to = m.windows + (paths.slots[e] * behind + w) * m.channels;
+      std::copy(from + range.begin, from + range.end, to + range.begin);
+    }
+  if (!m.scans()) return;
+  for (int64_t row = mine.begin; row < mine.end; ++row) prepare_scan(m, space, row, paths.places[row]);
+  meet(threads);
+  scan_rows(m, paths, space, thread, threads);
+  meet(threads);
 }
 
 // Gates and norms the channels of one norm in a row's output of the scan.
@@ -151,14 +204,9 @@ inline void mix_rows(
     gate_heads(m, projected + r * stride + size + m.channels, m.gates + paths.places[r] * 2 * m.heads);
   meet(threads);
   const Range all = share(paths.rows, 1, thread, threads);
-  for (int64_t row = all.begin; row < all.end; ++row) prepare_scan(m, space, row);
+  for (int64_t row = all.begin; row < all.end; ++row) prepare_scan(m, space, row, row);
   meet(threads);
-  const Scan scanning{
-      m.states, paths.first, paths.read, paths.write, paths.samples, m.heads, m.key_heads, m.keys, m.values,
-      space.value, nullptr, nullptr, m.gates, 2 * m.heads, space.query, space.key, space.decay, space.out};
-  float* local = space.local + thread * space.own;
-  m.kind == Mixing::delta ? scan<Decay::head, true>(scanning, local, paths.scratch, thread, threads)
-                          : scan<Decay::head, false>(scanning, local, paths.scratch, thread, threads);
+  scan_rows(m, paths, space, thread, threads);
   meet(threads);
   const int64_t groups = size / m.group;
   const Range norms = share(rows * groups, 1, thread, threads);

@@ -226,4 +226,20 @@ class Recurrence:
         return torch.cat([first, steps * self.rates], dim=-1)
 
 
-__all__ = ["Kept", "Recurrence", "RecurrentRows"]
+def replay_reference(
+    layers: Sequence[Recurrence],
+    pools: Sequence[tuple[Tensor, Tensor]],
+    kept: Sequence[Kept],
+    rows: Tensor,
+    schedule: Schedule,
+    slots: Tensor,
+    ends: Tensor,
+) -> None:
+    """See :func:`arbordraft.kernels.decoder_layers.replay_layers`."""
+    for layer, (windows, states), each in zip(layers, pools, kept, strict=True):
+        commit_windows(windows, each.inputs[rows], ends, slots)
+        if layer.scans:
+            layer.scan(states, schedule, each.convolved[rows], each.gates[rows])
+
+
+__all__ = ["Kept", "Recurrence", "RecurrentRows", "replay_reference"]

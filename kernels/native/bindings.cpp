@@ -486,6 +486,7 @@ TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
   m.impl("recurrent_gate", &recurrent_gate);
   m.impl("tree_convolution", &tree_convolution);
   m.impl("tree_scan", &tree_scan);
+  m.impl("replay_layers", &replay_layers);
 }
 
 }  // namespace arbordraft

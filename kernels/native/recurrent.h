@@ -94,7 +94,7 @@ Tensor tree_scan(
   Tensor out = at::empty(value.sizes(), value.options());
   Scan s{data<float>(states), integers(first), integers(read), integers(write), first.numel() - 1,
          heads, key_heads, keys, values, data<float>(value), data<float>(log_decay), floats(rates), floats(beta),
-         heads, nullptr, nullptr, nullptr, data<float>(out)};
+         nullptr, nullptr, nullptr, data<float>(out)};
   check_schedule(s, rows, states.size(0), count);
   const int64_t own = (count + 1) * keys * kLanes;  // numbers that a thread holds itself
   Arena arena;

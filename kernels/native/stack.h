@@ -26,6 +26,37 @@ struct LineageTensors {
   int64_t scratch;
 };
 
+// Reads the sizes of a mixer: see Recurrence.integers.
+template <class T>
+Recurrence<T> sized(const int64_t* integer) {
+  return {Mixing(integer[0]), integer[1], integer[2], integer[3], integer[4], integer[5], integer[6], integer[7]};
+}
+
+// Points a mixer to its windows and states.
+template <class T>
+void remember(Recurrence<T>& m, const Tensor& windows, const Tensor& states) {
+  TORCH_CHECK(m.channels % kLanes == 0 && 0 < m.width && m.width <= kWidest, "channels must be a multiple of 16");
+  m.slots = windows.size(0);
+  TORCH_CHECK(windows.numel() == m.slots * (m.width - 1) * m.channels, "windows have the wrong shape");
+  m.windows = data<T>(windows);
+  if (!m.scans()) return;
+  TORCH_CHECK(m.key_heads > 0 && m.heads % m.key_heads == 0, "heads must be a multiple of key heads");
+  TORCH_CHECK(m.channels == m.size() + 2 * m.key_heads * m.keys && m.values % kLanes == 0, "channels do not fit the heads");
+  TORCH_CHECK(states.numel() == m.slots * m.heads * m.keys * m.values, "states have the wrong shape");
+  m.states = data<float>(states);
+}
+
+// Points a mixer to the inputs that are kept for `rows` rows.
+template <class T>
+void keep(Recurrence<T>& m, const Tensor& inputs, const Tensor& convolved, const Tensor& gates, int64_t rows) {
+  const int64_t scanned = m.scans() ? rows : 0;
+  TORCH_CHECK(
+      inputs.numel() == rows * m.channels && convolved.numel() == scanned * m.channels &&
+          gates.numel() == scanned * 2 * m.heads,
+      "the memory for inputs of a recurrent layer has another size");
+  m.inputs = data<T>(inputs), m.convolved = data<T>(convolved), m.gates = data<float>(gates);
+}
+
 template <class W, class T>
 class Stack {
  public:
@@ -77,16 +108,12 @@ class Stack {
       Recurrence<T>& m = layer.recurrence;
       if (!m) continue;
       TORCH_CHECK(next + 3 <= given.kept.size(), "expected memory for the inputs of every recurrent layer");
-      const Tensor &inputs = given.kept[next++], &convolved = given.kept[next++], &gates = given.kept[next++];
-      const int64_t behind = m.width - 1, scanned = m.scans() ? paths_.rows : 0;
-      TORCH_CHECK(
-          inputs.numel() == paths_.rows * m.channels && convolved.numel() == scanned * m.channels &&
-              gates.numel() == scanned * 2 * m.heads,
-          "the memory for inputs of a recurrent layer has another size");
+      keep(m, given.kept[next], given.kept[next + 1], given.kept[next + 2], paths_.rows);
+      next += 3;
+      const int64_t behind = m.width - 1;
       TORCH_CHECK(
           history.numel() == paths_.rows * behind && given.paths[6].numel() == paths_.ahead * behind,
           "the paths do not fit a convolution of width ", m.width);
-      m.inputs = data<T>(inputs), m.convolved = data<T>(convolved), m.gates = data<float>(gates);
       for (int64_t i = 0; i < history.numel(); ++i) check_input(m, paths_.history[i]);
       for (int64_t i = 0; i < given.paths[6].numel(); ++i) check_input(m, paths_.ends[i]);
       for (int64_t e = 0; e < paths_.ahead; ++e)
@@ -106,7 +133,7 @@ class Stack {
       float* x, const float* beside, int64_t rows, const float* cosines, const float* sines, const int64_t* slots,
       const std::vector<std::pair<int64_t, T*>>& taps = {}) const {
     int64_t widest = 0, heads = 0, inner = 0, partials = 0, groups = 0, taken = 0, scores = 0;
-    int64_t scanned = 0, shared = 0, decays = 0, own = 0;  // numbers of a row, and of a thread, in scans
+    ScanSizes scans;
     for (const auto& layer : layers_) {
       widest = std::max(widest, layer.projected());
       heads = std::max(heads, layer.mixed());
@@ -118,11 +145,7 @@ class Stack {
       scores = std::max(scores, layer.router.matrix.outputs);
       if (const auto& m = layer.recurrence) {
         TORCH_CHECK(m.inputs, "recurrent layers need the paths of their rows");
-        if (!m.scans()) continue;
-        scanned = std::max(scanned, m.size());
-        shared = std::max(shared, m.key_heads * m.keys);
-        decays = std::max(decays, m.heads);
-        own = std::max(own, (paths_.scratch + 1) * m.keys * kLanes);
+        scans.fit(m, paths_.scratch);
         continue;
       }
       const int64_t size = layer.query_heads / layer.kv_heads * (layer.dim + 2);
@@ -145,11 +168,7 @@ class Stack {
     arena.reserve(space.scores, rows * scores);
     arena.reserve(space.factors, rows * taken);
     arena.reserve(space.experts, rows * taken);
-    for (float** part : {&space.scan.query, &space.scan.key}) arena.reserve(*part, paths_.rows * shared);
-    for (float** part : {&space.scan.value, &space.scan.out}) arena.reserve(*part, paths_.rows * scanned);
-    arena.reserve(space.scan.decay, paths_.rows * decays);
-    arena.reserve(space.scan.local, own * at::get_num_threads());
-    space.scan.own = own;
+    scans.reserve(arena, space.scan, paths_.rows, at::get_num_threads());
     arena.allocate();
     team(true, [&](int thread, int threads) {
       run_layers(
@@ -221,29 +240,21 @@ class Stack {
     const auto tensor = [&](int64_t i) -> OptionalTensor { return given.parameters.get(n * kParameters + i); };
     const int64_t* integer = given.integers.data() + n * kIntegers + 14;
     const double* scalar = given.scalars.data() + n * kScalars + 4;
-    Recurrence<T> m{Mixing(integer[0]), integer[1], integer[2], integer[3], integer[4], integer[5], integer[6]};
+    Recurrence<T> m = sized<T>(integer);
     if (!m) return m;
     m.taps = floats(tensor(30)), m.bias = floats(tensor(31));
     m.rates = floats(tensor(32)), m.step_bias = floats(tensor(33)), m.skip = floats(tensor(34)), m.norm = floats(tensor(35));
     m.epsilon = float(scalar[0]), m.shortest = float(scalar[1]), m.longest = float(scalar[2]);
     const auto fits = [&](int64_t i, int64_t length) { return tensor(i) && tensor(i)->numel() == length; };
-    TORCH_CHECK(m.channels % kLanes == 0 && 0 < m.width && m.width <= kWidest, "channels must be a multiple of 16");
+    remember(m, given.keys[n], given.values[n]);
     TORCH_CHECK(fits(30, m.width * m.channels) && (!m.bias || fits(31, m.channels)), "the convolution has the wrong size");
-    const Tensor &windows = given.keys[n], &states = given.values[n];
-    m.slots = windows.size(0);
-    TORCH_CHECK(windows.numel() == m.slots * (m.width - 1) * m.channels, "windows have the wrong shape");
-    m.windows = data<T>(windows);
     if (!m.scans()) return m;
     const bool delta = m.kind == Mixing::delta;
-    m.group = delta ? m.values : integer[7];
-    TORCH_CHECK(m.key_heads > 0 && m.heads % m.key_heads == 0, "heads must be a multiple of key heads");
-    TORCH_CHECK(m.channels == m.size() + 2 * m.key_heads * m.keys && m.values % kLanes == 0, "channels do not fit the heads");
+    if (delta) m.group = m.values;
     TORCH_CHECK(m.group > 0 && m.group % kLanes == 0 && m.size() % m.group == 0, "a norm has the wrong size");
     TORCH_CHECK(fits(32, m.heads) && (!m.step_bias || fits(33, m.heads)), "rates and biases are numbers of heads");
     TORCH_CHECK(delta || fits(34, m.heads), "expected a factor of every head's input");
     TORCH_CHECK(fits(35, delta ? m.values : m.size()), "a norm has the wrong size");
-    TORCH_CHECK(states.numel() == m.slots * m.heads * m.keys * m.values, "states have the wrong shape");
-    m.states = data<float>(states);
     return m;
   }
 
@@ -272,6 +283,57 @@ template <class What>
 auto with_all_types(const Tensor& weight, const Tensor& rows, const What& what) {
   if (weight.scalar_type() != at::kByte) return with_types(weight, rows, what);
   return rows.scalar_type() == at::kBFloat16 ? what(Panels(), bf16()) : what(Panels(), float());
+}
+
+template <class T>
+void replay_of(
+    at::IntArrayRef ints, at::TensorList windows, at::TensorList states, at::TensorList kept, const Lineage& paths) {
+  std::vector<Recurrence<T>> layers;
+  ScanSizes scans;
+  for (size_t n = 0; n < windows.size(); ++n) {
+    Recurrence<T> m = sized<T>(ints.data() + 8 * n);
+    remember(m, windows[n], states[n]);
+    const int64_t rows = kept[3 * n].size(0), all = m.slots * (m.width - 1);
+    keep(m, kept[3 * n], kept[3 * n + 1], kept[3 * n + 2], rows);
+    for (int64_t r = 0; r < paths.rows; ++r)
+      TORCH_CHECK(0 <= paths.places[r] && paths.places[r] < rows, "row ", r, " is none of ", rows, " kept rows");
+    for (int64_t i = 0; i < paths.ahead * (m.width - 1); ++i)
+      TORCH_CHECK(paths.ends[i] < paths.rows && paths.ends[i] >= -all, "there is no input ", paths.ends[i], " before a row");
+    for (int64_t e = 0; e < paths.ahead; ++e)
+      TORCH_CHECK(0 <= paths.slots[e] && paths.slots[e] < m.slots, "there is no window ", paths.slots[e]);
+    check_schedule({.first = paths.first, .read = paths.read, .write = paths.write, .samples = paths.samples}, paths.rows, m.slots, 0);
+    scans.fit(m, 0);
+    layers.push_back(m);
+  }
+  Arena arena;
+  ScanSpace space;
+  scans.reserve(arena, space, paths.rows, at::get_num_threads());
+  arena.allocate();
+  team(true, [&](int thread, int threads) {
+    for (const auto& m : layers) replay_rows(m, paths, space, thread, threads);
+  });
+}
+
+// See replay_layers in decoder_layers/recurrences.py.
+void replay_layers(
+    at::IntArrayRef ints, at::TensorList windows, at::TensorList states, at::TensorList kept, const Tensor& rows,
+    const Tensor& first, const Tensor& read, const Tensor& write, const Tensor& slots, const Tensor& ends) {
+  TORCH_CHECK(
+      !windows.empty() && states.size() == windows.size() && kept.size() == 3 * windows.size() &&
+          ints.size() == 8 * windows.size(),
+      "expected windows, states and inputs of every layer");
+  TORCH_CHECK(
+      read.numel() == rows.numel() && write.numel() == rows.numel() && first.numel() > 0 && slots.dim() == 1 &&
+          ends.dim() == 2 && ends.size(0) == slots.size(0),
+      "the paths do not fit the rows");
+  for (size_t n = 0; n < windows.size(); ++n)
+    TORCH_CHECK(ends.size(1) == ints[8 * n + 5] - 1, "the paths do not fit a convolution of width ", ints[8 * n + 5]);
+  const Lineage paths{
+      .rows = rows.numel(), .samples = first.numel() - 1, .ahead = slots.numel(), .places = integers(rows),
+      .ends = integers(ends), .slots = integers(slots), .first = integers(first), .read = integers(read),
+      .write = integers(write)};
+  windows[0].scalar_type() == at::kBFloat16 ? replay_of<bf16>(ints, windows, states, kept, paths)
+                                            : replay_of<float>(ints, windows, states, kept, paths);
 }
 
 }  // namespace

@@ -285,6 +285,7 @@ def _check(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torc
 
 __all__ = [
     "ACTIVATIONS",
+    "LENGTH_EPSILON",
     "Paths",
     "Schedule",
     "commit_windows",

@@ -108,7 +108,6 @@ struct Scan {
   int64_t samples, heads, key_heads, keys, values;
   const float *value;                // [T][H][V]
   const float *log_decay, *rates, *beta;
-  int64_t betas;                     // numbers from one row's beta to the next row's
   float *query, *key;                // [T][G][K], prepared
   float *decay;                      // [T][H] or [T][H][K], prepared
   float *out;                        // [T][H][V]
@@ -175,7 +174,7 @@ void scan_values(const Scan& s, int64_t sample, int64_t head, int64_t begin, flo
         put(to.values + k * to.stride, x);
         return x * splat(key[k]);
       });
-      added = (added - known) * splat(s.beta[row * s.betas + head]);
+      added = (added - known) * splat(s.beta[at]);
     }
     const f32x16 found = pairwise_sum(keys, [&](int64_t k) {
       const f32x16 x = (Delta ? take(to.values + k * to.stride) : decayed(k)) + splat(key[k]) * added;

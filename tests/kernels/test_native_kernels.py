@@ -46,7 +46,8 @@ from torch.testing import assert_close
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import machine
-from arbordraft.kernels.decoder_layers import LayerRun, Matrix, Norm
+from arbordraft.kernels.decoder_layers import Kept, LayerRun, Matrix, Norm, replay_layers
+from arbordraft.kernels.decoder_layers.recurrences import replay_reference
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
     BLOCKS,
@@ -63,6 +64,7 @@ from arbordraft.kernels.prepacked_linear import (
 )
 from arbordraft.kernels.prepacked_linear.groups import quantize_rows
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.kernels.recurrent_tree import Paths
 from arbordraft.kernels.verify import row_max, row_max_reference
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -383,6 +385,44 @@ def test_another_choice_of_experts_would_be_seen(fault):
 def test_recurrent_layers(mixer, kind):
     """Prompts, trees and lone rows, between layers with attention."""
     check_recurrent_layers(recurrent_layers(mixer, kind), KINDS[kind][0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_accepted_rows_are_replayed_to_the_bit(dtype, threads):
+    """Several layers and samples at once; states of other samples stay, and other rows would be seen."""
+    torch.set_num_threads(threads)
+    layers = [random_layer(dtype, seed=seed, mixer=mixer).recurrence for seed, mixer in enumerate(MIXERS)]
+    generator, like = torch.Generator().manual_seed(0), torch.empty(0, dtype=dtype)
+    kept = [
+        Kept(*(torch.randn(part.shape, generator=generator).to(part) for part in layer.memory(9, like)))
+        for layer in layers
+    ]
+    kept = [each._replace(gates=-each.gates.abs()) for each in kept]  # decays are at most 1
+    pools = [
+        (
+            torch.randn(5, 3, layer.channels, generator=generator).to(dtype),
+            torch.randn(5, *layer.state, generator=generator),
+        )
+        for layer in layers
+    ]
+    paths, slots = Paths.chains([3, 1], [4, 0]), torch.tensor([4, 0])
+
+    def replayed(run, rows):
+        found = [tuple(part.clone() for part in pool) for pool in pools]
+        places = paths.windows([2, 3], 4)
+        run(layers, found, kept, torch.tensor(rows), paths.schedule(commit=True), slots, places)
+        return [part for pool in found for part in pool]
+
+    rows = [0, 2, 5, 7]
+    assert all(map(torch.equal, replayed(replay_layers, rows), replayed(replay_reference, rows)))
+    for other in ([0, 2, 4, 7], [0, 1, 5, 7]):  # a leaf changes windows and states, another parent, too
+        parts = zip(replayed(replay_layers, other), replayed(replay_layers, rows), strict=True)
+        assert [torch.equal(*pair) for pair in parts if pair[0].numel()] == [False] * 5
+    for before, after in zip(itertools.chain(*pools), replayed(replay_layers, rows), strict=True):
+        assert torch.equal(before[[1, 2, 3]], after[[1, 2, 3]])
+    with pytest.raises(RuntimeError, match="row 3 is none of 9 kept rows"):
+        replayed(replay_layers, [0, 2, 5, 9])
 
 
 @pytest.mark.parametrize(

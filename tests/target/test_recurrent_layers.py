@@ -222,6 +222,12 @@ def reads_another_parent(patch):
 
 def keeps_no_windows(patch):
     patch.setattr(states, "commit_windows", lambda *_: None)
+    replay = states.replay_layers
+
+    def without(layers, pools, *rest):
+        replay(layers, [(windows.clone(), after) for windows, after in pools], *rest)
+
+    patch.setattr(states, "replay_layers", without)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from arbordraft.kernels.decoder_layers import Kept, Recurrence, RecurrentRows
+from arbordraft.kernels.decoder_layers import Kept, Recurrence, RecurrentRows, replay_layers
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.ragged_tree_attention.batch import WORD_BITS
 from arbordraft.kernels.recurrent_tree import Paths, commit_windows, tree_convolution
@@ -33,10 +33,11 @@ _LEAST = 4  # slots that are added at a time, at least
 
 @dataclass(eq=False)
 class _Step:
-    """Inputs of one forward's rows, by convolution and by scan."""
+    """Inputs of one forward's rows: by convolution and by scan, and by layer that a kernel runs as a whole."""
 
     convolved: dict[Key, Tensor] = field(default_factory=dict)
     scanned: dict[Key, tuple[Update, tuple[Tensor, ...]]] = field(default_factory=dict)
+    layers: dict[Key, tuple[Recurrence, Kept]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -210,17 +211,24 @@ class RecurrentStates:
         (any_step, _), *_ = accepted[0]
         device = next(self._pools()).device
         places, histories = torch.tensor(slots, device=device), dict[int, Tensor]()
-        for key in any_step.convolved:
-            inputs, pool = rows([step.convolved[key] for step in rows.steps]), self._windows[key]
-            width = pool.shape[1] + 1
+
+        def history(width: int) -> Tensor:
             if width not in histories:
                 histories[width] = paths.windows(ends, width).to(device)
-            commit_windows(pool, inputs, histories[width], places)
-        schedule = paths.schedule(commit=True)
-        for key, (update, parts) in any_step.scanned.items():
-            schedule = schedule.to(parts[0].device)
+            return histories[width]
+
+        for key in any_step.convolved:
+            inputs, pool = rows([step.convolved[key] for step in rows.steps]), self._windows[key]
+            commit_windows(pool, inputs, history(pool.shape[1] + 1), places)
+        schedule = paths.schedule(commit=True).to(device)
+        for key, (update, _) in any_step.scanned.items():
             given = zip(*(step.scanned[key][1] for step in rows.steps), strict=True)
             update(self._states[key], schedule, *map(rows, given))
+        if any_step.layers:
+            layers = [layer for layer, _ in any_step.layers.values()]
+            pools = [(self._windows[key], self._states.get(key, self._windows[key])) for key in any_step.layers]
+            picked, kept = rows.kept([[step.layers[key][1] for key in any_step.layers] for step in rows.steps])
+            replay_layers(layers, pools, kept, picked, schedule, places, history(len(layers[0].taps)))
 
     def _restore(self, sample: _Sample, slot: int, length: int, tokens: int) -> None:
         """Copies the state of a sample after ``tokens`` tokens to a slot."""
@@ -372,16 +380,9 @@ class StateRows:
             pools[key] = windows, self._memory.states(key, layer.state, like) if layer.scans else windows
             own = layer.memory(len(self._places), like)
             if self._repeatable:
-                self._step.convolved[key] = own.inputs
-                if layer.scans:
-                    self._step.scanned[key] = layer.scan, (own.convolved, own.gates)
+                self._step.layers[key] = layer, own
             if self._rows is not None:  # those of earlier forwards, with gaps for these
-                steps = self._rows.steps
-                parts = [
-                    [step.convolved[key] for step in steps],
-                    *zip(*(_scanned(step, key) for step in steps), strict=True),
-                ]
-                gathered = Kept(*map(self._rows, parts), *own[len(parts) :])
+                gathered = Kept(*map(self._rows, zip(*(step.layers[key][1] for step in self._rows.steps), strict=True)))
                 self._gaps.append((own, gathered))
                 own = gathered
             kept.append(own)
@@ -392,8 +393,7 @@ class StateRows:
         """Keeps the inputs that a kernel has left in the memory of :meth:`layers`."""
         for own, gathered in self._gaps:
             for part, rows in zip(own, gathered, strict=True):
-                if part.numel():
-                    part[:] = rows[self._places]
+                part[:] = rows[self._places]
         self._gaps.clear()
 
     def _history(self, width: int) -> tuple[Tensor, Tensor]:
@@ -405,11 +405,6 @@ class StateRows:
                 windows.append(self._paths.windows(last, width)[list(ends)])
             self._histories[width] = self._paths.history(width).to(self._device), torch.cat(windows).to(self._device)
         return self._histories[width]
-
-
-def _scanned(step: _Step, key: Key) -> tuple[Tensor, ...]:
-    """Returns the inputs of a scan; none of a convolution alone."""
-    return step.scanned[key][1] if key in step.scanned else ()
 
 
 class _Gathered:
@@ -431,6 +426,13 @@ class _Gathered:
         self._picked = [torch.tensor([rows[place][1] for place in by_step[step]], device=device) for step in self.steps]
         order = torch.tensor([place for places in by_step.values() for place in places])
         self._order = None if len(self.steps) == 1 else order.argsort().to(device or "cpu")
+
+    def kept(self, parts: Sequence[Sequence[Kept]]) -> tuple[Tensor, Sequence[Kept]]:
+        """Returns the places of the rows among inputs of layers, and these inputs, given by forward and by layer."""
+        if self._order is None:
+            return self._picked[0], parts[0]
+        gathered = [Kept(*map(self, zip(*each, strict=True))) for each in zip(*parts, strict=True)]
+        return torch.arange(len(gathered[0].inputs)), gathered
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the rows of one input, given by forward."""
