@@ -94,8 +94,9 @@ def layer_of(
         n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
     )
     own = call is None and mixer_name  # its forward is ours
-    hooks = own_hooks(layer) or any(hooked(child) for name, child in children.items() if name != own)
-    if "" in blocks or others not in _NORM_PLACES or hooks or layer._parameters or list(layer._buffers):
+    replaced = own_hooks(layer) or "forward" in vars(layer)
+    replaced = replaced or any(hooked(child) for name, child in children.items() if name != own)
+    if "" in blocks or others not in _NORM_PLACES or replaced or layer._parameters or list(layer.buffers()):
         raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
     places = {place: (layer, name) for place, name in _NORM_PLACES[others].items()}
     mixer = children[mixer_name]
