@@ -5,18 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from arbordraft.kernels.decoder_layers.reference import (
-    Experts,
-    LayerWeights,
-    Matrix,
-    Norm,
-    apply_norm_reference,
-    decoder_layers_reference,
-)
+from arbordraft.kernels.decoder_layers.norms import Norm, apply_norm_reference
+from arbordraft.kernels.decoder_layers.recurrences import Kept, Recurrence, RecurrentRows, replay_reference
+from arbordraft.kernels.decoder_layers.reference import Experts, LayerWeights, Matrix, decoder_layers_reference
 from arbordraft.kernels.dispatch import define
 from arbordraft.kernels.native import load
 from arbordraft.kernels.prepacked_linear import LANES
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.kernels.recurrent_tree import Schedule
 
 
 def _fake(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -27,13 +23,20 @@ def _fake(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 _layers = define(
     "decoder_layers(Tensor hidden, Tensor?[] parameters, int[] ints, float[] scalars, Tensor(a!)[] keys, "
     "Tensor(b!)[] values, Tensor cosine, Tensor sine, Tensor layout, Tensor? region, Tensor positions, Tensor? words, "
-    "Tensor slots, int[] taps, Tensor? beside) -> (Tensor, Tensor)",
+    "Tensor slots, int[] taps, Tensor? beside, Tensor[] paths, Tensor(c!)[] kept, int scratch) -> (Tensor, Tensor)",
     _fake,
 )
 _norm = define(
     "norm(Tensor x, Tensor weight, Tensor? offset, float epsilon) -> Tensor",
     lambda x, *_: x.new_empty(x.shape),
     lambda x, weight, offset, epsilon: apply_norm_reference(x, Norm(weight, offset), epsilon),
+)
+
+
+_replay = define(
+    "replay_layers(int[] ints, Tensor(a!)[] windows, Tensor(b!)[] states, Tensor[] kept, Tensor rows, Tensor first, "
+    "Tensor read, Tensor write, Tensor slots, Tensor ends) -> ()",
+    lambda *_: None,
 )
 
 
@@ -59,24 +62,27 @@ class LayerRun:
         batch: RaggedBatch,
         taps: Sequence[int] = (),
         beside: Tensor | None = None,
+        lineage: RecurrentRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the layers; in the C++ kernels a row's bits do not depend on the other rows.
 
         Args:
             hidden: ``[1, T, H]`` float32 or bfloat16.
-            pools: ``[P, Hkv, D]`` keys and values of every layer; those of the rows are written to ``batch.slots``.
+            pools: ``[P, Hkv, D]`` keys and values of every layer; those of the rows are written to ``batch.slots``. Of
+                recurrent layers, windows and states; see :meth:`Recurrence.mix`.
             rotary: ``[1, T, R]`` cosines and sines, of the dtype of ``hidden`` or float32. The entries of a pair of
                 channels lie R / 2 apart. ``None`` if no layer rotates.
             batch: rows, slabs and ancestor words.
             taps: layers of this run whose inputs are also returned; taps change no bit of the output.
             beside: ``[T, E]`` of the dtype of ``hidden``, an additional input for layers with a ``beside_norm``.
+            lineage: the rows among all uncommitted rows, if layers are recurrent. All convolutions have one width.
 
         Returns:
             ``[1, T, H]`` output, kept in float32 between the layers, and the ``[len(taps), T, H]`` tapped inputs.
         """
         rotary = rotary or (hidden.new_empty(*hidden.shape[:-1], 0),) * 2
         if not load():
-            return decoder_layers_reference(hidden, self.layers, pools, rotary, batch, taps, beside)
+            return decoder_layers_reference(hidden, self.layers, pools, rotary, batch, taps, beside, lineage)
         out: tuple[Tensor, Tensor] = _layers(
             hidden.contiguous(),
             self._tensors,
@@ -93,8 +99,44 @@ class LayerRun:
             batch.slots,
             list(taps),
             None if beside is None else beside.contiguous(),
+            [] if lineage is None else lineage.paths,
+            [] if lineage is None else [tensor for kept in lineage.kept for tensor in kept],
+            0 if lineage is None else lineage.schedule.scratch,
         )
         return out
+
+
+def replay_layers(
+    layers: Sequence[Recurrence],
+    pools: Sequence[tuple[Tensor, Tensor]],
+    kept: Sequence[Kept],
+    rows: Tensor,
+    schedule: Schedule,
+    slots: Tensor,
+    ends: Tensor,
+) -> None:
+    """Runs accepted rows of recurrent layers once more, from committed states, and commits states and windows.
+
+    Args:
+        layers: the layers; their convolutions have one width.
+        pools: windows and states of every layer, changed in place.
+        kept: inputs of every layer, for more rows than these.
+        rows: ``[R]`` int64 accepted rows among the kept ones, sample after sample.
+        schedule: states that these rows read and write.
+        slots: ``[B]`` int64 windows of the samples.
+        ends: ``[B, W - 1]`` int64 inputs of the windows, from :meth:`Paths.windows` of the accepted rows.
+    """
+    if not load():
+        replay_reference(layers, pools, kept, rows, schedule, slots, ends)
+        return
+    windows, states = zip(*pools, strict=True)
+    _replay(
+        [number for layer in layers for number in layer.integers()],
+        list(windows),
+        list(states),
+        [tensor for each in kept for tensor in each],
+        *(rows, schedule.first, schedule.read, schedule.write, slots, ends.contiguous()),
+    )
 
 
 def apply_norm(x: Tensor, norm: Norm, epsilon: float) -> Tensor:
@@ -106,4 +148,16 @@ def apply_norm(x: Tensor, norm: Norm, epsilon: float) -> Tensor:
     return normed
 
 
-__all__ = ["Experts", "LayerRun", "LayerWeights", "Matrix", "Norm", "apply_norm", "decoder_layers_reference"]
+__all__ = [
+    "Experts",
+    "Kept",
+    "LayerRun",
+    "LayerWeights",
+    "Matrix",
+    "Norm",
+    "Recurrence",
+    "RecurrentRows",
+    "apply_norm",
+    "decoder_layers_reference",
+    "replay_layers",
+]

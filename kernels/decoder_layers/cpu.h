@@ -1,35 +1,13 @@
-// Runs consecutive pre- and post-normed decoder layers with grouped-query attention and one MLP or several, in one call: the
-// residual stays in float, and the team of threads is woken once for all layers.
+// Runs consecutive pre- and post-normed decoder layers in one call. Each has grouped-query attention or a recurrent mixer, and
+// one MLP or several. The residual stays in float, and the team of threads is woken once for all layers.
 #pragma once
 
 #include "../ragged_tree_attention/cpu.h"
 #include "experts.h"
+#include "norms.h"
+#include "recurrences.h"
 
 namespace arbordraft {
-
-// An RMS norm, or with an offset a LayerNorm, which subtracts the mean first. Without factors there is no norm.
-struct Norm {
-  const float *weight = nullptr, *offset = nullptr;
-  explicit operator bool() const { return weight; }
-};
-
-template <class X>
-inline void norm_row(const float* x, const Norm& norm, float epsilon, int64_t size, X* y) {
-  f32x16 mean = splat(0.f), squares = splat(0.f);
-  if (norm.offset) {
-    for (int64_t i = 0; i < size; i += kLanes) mean += load(x + i);
-    mean = splat(sum(mean) / float(size));
-  }
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const f32x16 v = load(x + i) - mean;
-    squares = fma(v, v, squares);
-  }
-  const f32x16 factor = splat(1.f / std::sqrt(sum(squares) / float(size) + epsilon));
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const f32x16 v = (load(x + i) - mean) * factor * load(norm.weight + i);
-    store(y + i, norm.offset ? v + load(norm.offset + i) : v);
-  }
-}
 
 // Rotates the first `rotary` channels of one head; channels i and i + rotary / 2 are a pair.
 inline void rotate(float* x, const float* cosine, const float* sine, int64_t rotary) {
@@ -51,10 +29,15 @@ struct Layer {
   Activation activation;
   int64_t table;  // index of the rotary table, or -1
   bool parallel, gated, joint;  // joint: the norms of queries and keys are over all heads together
-  float epsilon, scale, softcap;
+  bool closing;  // whether queries, keys and values are followed by gates of the attention's output
+  float epsilon, scale, softcap, residual = 1.f;  // residual: factor of what blocks add
   T *keys, *values;
   const Visible* visible;
   Router<T> router;
+  Recurrence<T> recurrence;
+
+  int64_t projected() const { return (qkv.outputs + kLanes - 1) / kLanes * kLanes; }  // numbers of a row, padded
+  int64_t mixed() const { return recurrence ? recurrence.size() : query_heads * dim; }
 };
 
 // Buffers that all threads share, for T rows.
@@ -70,6 +53,7 @@ struct Workspace {
   Multiplied<W, X>* gathered;
   float *scores, *factors;
   int64_t* experts;
+  ScanSpace scan;  // for recurrent mixers
 };
 
 // beside: rows of `beside_size` floats that precede the hidden states if a layer has a norm for them, or null.
@@ -78,7 +62,7 @@ template <class W, class X, class T>
 inline void run_layers(
     float* x, const float* beside, int64_t beside_size, int64_t rows, int64_t hidden,
     const std::vector<Layer<W, X, T>>& layers, const Workspace<W, X, T>& space, const float* cosine, const float* sine, int64_t rotary, int64_t tables, const int64_t* slots, int64_t most_chunks,
-    const std::vector<std::pair<int64_t, T*>>& taps, int thread, int threads) {
+    const Lineage& paths, const std::vector<std::pair<int64_t, T*>>& taps, int thread, int threads) {
   const Range mine = share(rows, 1, thread, threads);
   // Every thread computes a single row by itself, which takes less time than meeting the thread that has computed it.
   const Range made = space.own ? Range{0, rows} : mine;
@@ -111,46 +95,36 @@ inline void run_layers(
     if constexpr (!std::is_same_v<W, Panels>) meet_makers();
     return operand(normed_rows, width);
   };
-  // x += norm(sums).
-  const auto add_normed = [&](const Norm& norm, float epsilon) {
+  // x += residual * norm(sums).
+  const auto add_normed = [&](const Norm& norm, float epsilon, f32x16 residual) {
     for (int64_t r = mine.begin; r < mine.end; ++r) {
       float* from = space.sums + r * hidden;
       norm_row(from, norm, epsilon, hidden, from);
-      for (int64_t i = 0; i < hidden; i += kLanes) store(x + r * hidden + i, load(x + r * hidden + i) + load(from + i));
+      for (int64_t i = 0; i < hidden; i += kLanes) store(x + r * hidden + i, load(x + r * hidden + i) + residual * load(from + i));
     }
     if (space.own) meet(threads);
   };
-  // x += y W^T, or its norm if the block ends with one.
-  const auto add_rows = [&](const Prepacked<W>& m, const X* from, int64_t width, const Norm& norm, float epsilon) {
+  // x += residual * y W^T, or its norm if the block ends with one.
+  const auto add_rows = [&](const Prepacked<W>& m, const X* from, int64_t width, const Norm& norm, float epsilon, f32x16 residual) {
     const auto* y = operand(from, width);
     const Range blocks = share((m.outputs + kLanes - 1) / kLanes, 2, thread, threads);
     float* sums = norm ? space.sums : x;
     multiply(m, y, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
       float* to = sums + r * hidden + block * kLanes;
-      for (int b = 0; b < n; ++b, to += kLanes) store(to, norm ? acc[b] : load(to) + acc[b]);
+      for (int b = 0; b < n; ++b, to += kLanes) store(to, norm ? acc[b] : load(to) + residual * acc[b]);
     });
     meet(threads);
-    if (norm) add_normed(norm, epsilon);
+    if (norm) add_normed(norm, epsilon, residual);
   };
 
-  for (size_t n = 0; n < layers.size(); ++n) {
-    const Layer<W, X, T>& layer = layers[n];
-    for (const auto& [tapped, to] : taps)  // rounds a copy: the residual itself is never rounded
-      if (tapped == int64_t(n))
-        for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) store(to + i, load(x + i));
-    const int64_t dim = layer.dim, heads = layer.query_heads + 2 * layer.kv_heads, width = heads * dim;
-    const auto* normed = norm_rows(layer.pre_attention, layer.epsilon, layer.beside_norm);
-    multiply(
-        layer.qkv, normed, rows, share(width / kLanes, 2, thread, threads),
-        [&](int64_t r, int64_t block, const f32x16* acc, int n) {
-          for (int b = 0; b < n; ++b) store(space.qkv + r * width + (block + b) * kLanes, acc[b]);
-        });
-    meet(threads);
+  // Attends with queries, keys and values of `width` numbers; ends with all threads.
+  const auto attend_rows = [&](const Layer<W, X, T>& layer, int64_t width) {
+    const int64_t dim = layer.dim, heads = layer.query_heads + 2 * layer.kv_heads;
     // Heads that are normed together belong to one thread.
     const Range items = layer.joint ? Range{mine.begin * heads, mine.end * heads} : share(rows * heads, 1, thread, threads);
     for (int64_t item = items.begin; item < items.end; ++item) {
       const int64_t r = item / heads, head = item % heads;
-      float* from = space.qkv + item * dim;
+      float* from = space.qkv + r * width + head * dim;
       const int64_t kv = head - layer.query_heads;
       const Norm norm = kv < 0 ? layer.query_norm : kv < layer.kv_heads ? layer.key_norm : Norm{};
       const int64_t together = !layer.joint ? 1 : kv < 0 ? layer.query_heads : layer.kv_heads;
@@ -168,12 +142,40 @@ inline void run_layers(
         layer.softcap, layer.sinks};
     attend(attention, *layer.visible, space.queries, space.attended, space.partials, most_chunks, thread, threads);
     meet(threads);
-    add_rows(layer.out, space.attended, layer.query_heads * dim, layer.post_attention, layer.epsilon);
+    if (!layer.closing) return;
+    const int64_t size = layer.query_heads * dim;
+    for (int64_t r = mine.begin; r < mine.end; ++r) {
+      const float* gates = space.qkv + r * width + heads * dim;
+      X* y = space.attended + r * size;
+      for (int64_t i = 0; i < size; i += kLanes) store(y + i, load(y + i) * gated(load(gates + i), Gate::sigmoid));
+    }
+    meet(threads);
+  };
+
+  for (size_t n = 0; n < layers.size(); ++n) {
+    const Layer<W, X, T>& layer = layers[n];
+    for (const auto& [tapped, to] : taps)  // rounds a copy: the residual itself is never rounded
+      if (tapped == int64_t(n))
+        for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) store(to + i, load(x + i));
+    const int64_t width = layer.projected();
+    const f32x16 residual = splat(layer.residual);
+    const auto* normed = norm_rows(layer.pre_attention, layer.epsilon, layer.beside_norm);
+    multiply(
+        layer.qkv, normed, rows, share(width / kLanes, 2, thread, threads),
+        [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+          for (int b = 0; b < n; ++b) store(space.qkv + r * width + (block + b) * kLanes, acc[b]);
+        });
+    meet(threads);
+    if (layer.recurrence)
+      mix_rows(layer.recurrence, paths, space.qkv, width, rows, space.scan, space.attended, thread, threads);
+    else
+      attend_rows(layer, width);
+    add_rows(layer.out, space.attended, layer.mixed(), layer.post_attention, layer.epsilon, residual);
     normed = layer.parallel ? operand(normed_rows, hidden) : norm_rows(layer.pre_mlp, layer.epsilon);
     if (layer.router.routed) {
       if (layer.post_mlp) std::fill(space.sums + mine.begin * hidden, space.sums + mine.end * hidden, 0.f);
       add_experts<W, X>(layer, space, normed_rows, normed, rows, hidden, layer.post_mlp ? space.sums : x, thread, threads);
-      if (layer.post_mlp) add_normed(layer.post_mlp, layer.epsilon);
+      if (layer.post_mlp) add_normed(layer.post_mlp, layer.epsilon, residual);
       continue;
     }
     multiply(
@@ -187,7 +189,7 @@ inline void run_layers(
           }
         });
     meet(threads);
-    add_rows(layer.down, space.inner, layer.inner, layer.post_mlp, layer.epsilon);
+    add_rows(layer.down, space.inner, layer.inner, layer.post_mlp, layer.epsilon, residual);
   }
 }
 

@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from arbordraft.kernels.decoder_layers.norms import Norm, apply_norm_reference
+from arbordraft.kernels.decoder_layers.recurrences import Recurrence, RecurrentRows
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATION_CODES,
     ACTIVATIONS,
@@ -31,7 +33,10 @@ class Matrix:
 
     @property
     def outputs(self) -> int:
-        """Outputs, padded to 16."""
+        """Outputs, padded to 16 unless each has a scale or a bias."""
+        for part in (self.scale, self.bias):
+            if part is not None:
+                return len(part)
         return outputs_of(self.weight) if self.weight.dtype == torch.uint8 else len(self.weight) * LANES
 
 
@@ -57,31 +62,19 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """An RMS norm, or with an offset a LayerNorm, which subtracts the mean of a row first.
-
-    Args:
-        weight: ``[H]`` float32 factors.
-        offset: ``[H]`` float32, added at the end; zeros for a LayerNorm without a bias.
-    """
-
-    weight: Tensor
-    offset: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class LayerWeights:
-    """A decoder layer with grouped-query attention and an MLP.
+    """A decoder layer with grouped-query attention, or a recurrent mixer in its place, and an MLP.
 
     Every norm may be missing. ``post_*`` norms follow their block, before the residual is added.
 
     Args:
         pre_attention: ``[H]``.
-        qkv: ``[(Hq + 2 Hkv) D, H]``, or ``[(Hq + 2 Hkv) D, E + H]`` with an input beside the hidden states.
+        qkv: ``[(Hq + 2 Hkv) D, H]``, or ``[(Hq + 2 Hkv) D, E + H]`` with an input beside the hidden states. With
+            ``closing``, ``Hq D`` more rows. Of a recurrent mixer, see :class:`Recurrence`.
         query_norm: ``[D]`` for every head by itself, or ``[Hq D]`` for all heads together.
         key_norm: ``[D]`` for every head by itself, or ``[Hkv D]`` for all heads together.
         sinks: ``[Hq]`` float32 logits of attention sinks.
-        out: ``[H, Hq D]``.
+        out: ``[H, Hq D]``, or as many inputs as a recurrent mixer has outputs.
         post_attention: ``[H]``.
         pre_mlp: ``[H]``.
         gate_up: ``[2 N, H]``, gates and inputs interleaved, or ``[N, H]``, inputs alone, for an MLP without gates.
@@ -103,6 +96,9 @@ class LayerWeights:
         parallel: whether the MLP reads the normed input of the attention; it has no norm of its own then.
         experts: choice of experts, if there is more than one MLP.
         table: index of the layer's rotary table, if a call has several.
+        closing: whether the attention's output is multiplied by the sigmoid of gates, the last rows of ``qkv``.
+        residual: factor of the outputs of attention and MLP before they are added to the residual.
+        recurrence: a recurrent mixer; all about heads and attention is ignored then.
     """
 
     NORMS: ClassVar = ("pre_attention", "query_norm", "key_norm", "post_attention", "pre_mlp", "post_mlp")
@@ -132,6 +128,9 @@ class LayerWeights:
     parallel: bool = False
     experts: Experts | None = None
     table: int = 0
+    closing: bool = False
+    residual: float = 1.0
+    recurrence: Recurrence | None = None
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -154,28 +153,23 @@ class LayerWeights:
             else:
                 tensors.append(value)
         router = None if self.experts is None else self.experts.router
-        return tensors + ([None] * 3 if router is None else [router.weight, router.scale, router.bias])
+        tensors += [None] * 3 if router is None else [router.weight, router.scale, router.bias]
+        return tensors + ([None] * 6 if self.recurrence is None else self.recurrence.tensors())
 
     def integers(self) -> list[int]:
         """Returns the integers in the order in which the kernel takes them."""
         flags, e = [1 + self.table if self.rotary else 0, int(self.parallel)], self.experts
         experts = [0] * 5 if e is None else [e.routed, e.chosen, e.shared, int(e.normalised), int(e.gated)]
         sizes = [self.heads, self.kv_heads, self.dim, self.inner]
-        return [*sizes, ACTIVATION_CODES[self.activation], self.window or 0, *flags, *experts]
+        mixer = [0] * 8 if self.recurrence is None else self.recurrence.integers()
+        return [
+            *sizes, ACTIVATION_CODES[self.activation], self.window or 0, *flags, *experts, int(self.closing), *mixer
+        ]  # fmt: skip
 
     def scalars(self) -> list[float]:
         """Returns the floats in the order in which the kernel takes them."""
-        return [self.epsilon, self.scale, self.softcap or 0.0]
-
-
-def apply_norm_reference(x: Tensor, norm: Norm | None, epsilon: float) -> Tensor:
-    """Norms ``[..., H]`` in float32; without a norm, returns it unchanged."""
-    if norm is None:
-        return x
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide if norm.offset is None else wide - wide.mean(dim=-1, keepdim=True)
-    unit = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    return (unit * norm.weight + (0 if norm.offset is None else norm.offset)).to(x.dtype)
+        mixer = [0.0] * 3 if self.recurrence is None else self.recurrence.scalars()
+        return [self.epsilon, self.scale, self.softcap or 0.0, self.residual, *mixer]
 
 
 def decoder_layers_reference(
@@ -186,37 +180,60 @@ def decoder_layers_reference(
     batch: RaggedBatch,
     taps: Sequence[int] = (),
     beside: Tensor | None = None,
+    lineage: RecurrentRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :class:`arbordraft.kernels.decoder_layers.LayerRun`."""
     x = hidden.flatten(0, -2)
     inputs = []
+    kept = iter(() if lineage is None else lineage.kept)
     for layer, (keys, values) in zip(layers, pools, strict=True):
         inputs.append(x)
         read = y = apply_norm_reference(x, layer.pre_attention, layer.epsilon)
         if layer.beside_norm is not None:
             assert beside is not None
             y = torch.cat([apply_norm_reference(beside, layer.beside_norm, layer.epsilon), y], dim=-1)
-        qkv = _times(y, layer.qkv).unflatten(-1, (-1, layer.dim))
-        query, key, value = qkv.split([layer.heads, layer.kv_heads, layer.kv_heads], dim=1)
-        query, key = _normed(query, layer.query_norm, layer.epsilon), _normed(key, layer.key_norm, layer.epsilon)
-        if layer.rotary:
-            query, key = _rotated(query, rotary), _rotated(key, rotary)
-        keys[batch.slots], values[batch.slots] = key, value
-        y = ragged_tree_attention_reference(
-            query,
-            keys,
-            values,
-            batch,
-            scale=layer.scale,
-            window=layer.window,
-            softcap=layer.softcap,
-            sinks=layer.sinks,
-        )
-        x = x + apply_norm_reference(_times(y.flatten(1), layer.out), layer.post_attention, layer.epsilon)
+        projected = _times(y, layer.qkv)
+        if layer.recurrence is None:
+            y = _attended(projected, layer, keys, values, rotary, batch)
+        else:
+            assert lineage is not None
+            y = layer.recurrence.mix(projected, keys, values, lineage, next(kept)).to(x.dtype)
+        y = apply_norm_reference(_times(y, layer.out), layer.post_attention, layer.epsilon)
+        x = x + layer.residual * y
         y = _mlp(read if layer.parallel else apply_norm_reference(x, layer.pre_mlp, layer.epsilon), layer)
-        x = x + apply_norm_reference(y, layer.post_mlp, layer.epsilon)
+        x = x + layer.residual * apply_norm_reference(y, layer.post_mlp, layer.epsilon)
     tapped = torch.stack([inputs[index] for index in taps]) if taps else x.new_empty(0, *x.shape)
     return x.view(hidden.shape), tapped
+
+
+def _attended(
+    projected: Tensor,
+    layer: LayerWeights,
+    keys: Tensor,
+    values: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    batch: RaggedBatch,
+) -> Tensor:
+    """Returns the ``[T, Hq D]`` output of an attention from ``[T, O]`` projected rows."""
+    heads = projected.unflatten(-1, (-1, layer.dim))
+    query, key, value, gates = heads.split(
+        [layer.heads, layer.kv_heads, layer.kv_heads, layer.heads * layer.closing], dim=1
+    )
+    query, key = _normed(query, layer.query_norm, layer.epsilon), _normed(key, layer.key_norm, layer.epsilon)
+    if layer.rotary:
+        query, key = _rotated(query, rotary), _rotated(key, rotary)
+    keys[batch.slots], values[batch.slots] = key, value
+    y = ragged_tree_attention_reference(
+        query,
+        keys,
+        values,
+        batch,
+        scale=layer.scale,
+        window=layer.window,
+        softcap=layer.softcap,
+        sinks=layer.sinks,
+    )
+    return (y * gates.sigmoid() if layer.closing else y).flatten(1)
 
 
 def _mixture(x: Tensor, layer: LayerWeights, experts: Experts) -> Tensor:

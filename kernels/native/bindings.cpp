@@ -252,14 +252,17 @@ Tensor ragged_tree_attention(
 template <class W, class T>
 std::tuple<Tensor, Tensor> layers_of(
     const Tensor& hidden, const StackTensors& given, const Tensor& cosine, const Tensor& sine, const Batch& batch,
-    const Tensor& slots, at::IntArrayRef taps, const OptionalTensor& beside) {
+    const Tensor& slots, at::IntArrayRef taps, const OptionalTensor& beside, const LineageTensors& lineage) {
   const int64_t size = hidden.size(-1), rows = batch.rows, count = int64_t(given.keys.size()), rotary = cosine.size(-1);
   const int64_t extra = beside ? beside->size(-1) : 0;
   TORCH_CHECK(slots.numel() == rows && cosine.numel() == rows * rotary && sine.numel() == rows * rotary, "rows differ");
   TORCH_CHECK(!beside || beside->numel() == rows * extra, "expected something beside each of ", rows, " rows");
   Stack<W, T> stack(given, size, extra, rotary, 1);
-  batch.check_pool(stack.pool());
-  stack.check_slots(integers(slots), rows);
+  if (stack.pool() >= 0) {
+    batch.check_pool(stack.pool());
+    stack.check_slots(integers(slots), rows);
+  }
+  stack.follow(lineage, rows);
   std::vector<std::pair<int64_t, Visible>> views;  // one per window
   views.reserve(count);
   stack.look([&](int64_t window) -> const Visible& {
@@ -297,12 +300,12 @@ std::tuple<Tensor, Tensor> decoder_layers(
     const Tensor& hidden, c10::List<OptionalTensor> parameters, at::IntArrayRef ints, at::ArrayRef<double> scalars,
     at::TensorList keys, at::TensorList values, const Tensor& cosine, const Tensor& sine, const Tensor& layout,
     const OptionalTensor& region, const Tensor& positions, const OptionalTensor& words, const Tensor& slots, at::IntArrayRef taps,
-    const OptionalTensor& beside) {
+    const OptionalTensor& beside, at::TensorList paths, at::TensorList kept, int64_t scratch) {
   const Batch batch(layout, region, positions, words, hidden.numel() / hidden.size(-1));
   TORCH_CHECK(!keys.empty() && parameters.size() > kQkv, "no layers");
   const StackTensors given{parameters, ints, scalars, keys, values};
   return with_all_types(*OptionalTensor(parameters.get(kQkv)), hidden, [&](auto weight, auto row) {
-    return layers_of<decltype(weight), decltype(row)>(hidden, given, cosine, sine, batch, slots, taps, beside);
+    return layers_of<decltype(weight), decltype(row)>(hidden, given, cosine, sine, batch, slots, taps, beside, {paths, kept, scratch});
   });
 }
 
@@ -483,6 +486,7 @@ TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
   m.impl("recurrent_gate", &recurrent_gate);
   m.impl("tree_convolution", &tree_convolution);
   m.impl("tree_scan", &tree_scan);
+  m.impl("replay_layers", &replay_layers);
 }
 
 }  // namespace arbordraft

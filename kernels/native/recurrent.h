@@ -50,7 +50,9 @@ Tensor convolved(
   team(rows * channels * width >= kWorthATeam, [&](int thread, int threads) {
     const Range mine = share(channels, kLanes, thread, threads);
     for (int64_t r = 0; r < rows; ++r)
-      convolve_row(places.data() + r * width, width, weights, biases, activate, mine, channels, to + r * channels);
+      convolve_row(places.data() + r * width, width, weights, biases, mine, channels, [&](int64_t i, f32x16 total) {
+        store(to + r * channels + i, activate ? gated(total, Gate::silu) : total, channels - i);
+      });
   });
   return out;
 }
@@ -75,7 +77,7 @@ void check_schedule(const Scan& s, int64_t rows, int64_t states, int64_t scratch
 }
 
 Tensor tree_scan(
-    const Tensor& states, const Tensor& scratch, const Tensor& first, const Tensor& read, const Tensor& write,
+    const Tensor& states, const Tensor& first, const Tensor& read, const Tensor& write,
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_decay, const OptionalTensor& rates,
     const OptionalTensor& beta, double scale, double epsilon, int64_t count) {
   const int64_t rows = value.size(0), heads = states.size(1), keys = states.size(2), values = states.size(3);
@@ -84,22 +86,17 @@ Tensor tree_scan(
   TORCH_CHECK(key.size(0) == rows && query.sizes() == key.sizes(), "expected a key and a query for each row");
   TORCH_CHECK(value.size(1) == heads && value.size(2) == values, "values do not fit the states");
   TORCH_CHECK(
-      scratch.dim() == 4 && scratch.sizes().slice(1) == states.sizes().slice(1) &&
-          (scratch.size(0) == 0 || scratch.size(0) >= count),
-      "scratch does not fit the states");
-  TORCH_CHECK(
       rates ? log_decay.numel() == value.numel() && rates->numel() == heads * keys * values
             : rows == 0 || decays == heads || decays == heads * keys,
       "decays do not fit the states");
   TORCH_CHECK(!beta || beta->numel() == rows * heads, "expected a beta for each row and head");
   TORCH_CHECK(first.numel() > 0 && read.numel() == rows && write.numel() == rows, "the schedule does not fit the rows");
   Tensor out = at::empty(value.sizes(), value.options());
-  Scan s{data<float>(states), data<float>(scratch), integers(first), integers(read), integers(write), first.numel() - 1,
+  Scan s{data<float>(states), integers(first), integers(read), integers(write), first.numel() - 1,
          heads, key_heads, keys, values, data<float>(value), data<float>(log_decay), floats(rates), floats(beta),
          nullptr, nullptr, nullptr, data<float>(out)};
   check_schedule(s, rows, states.size(0), count);
-  if (!scratch.size(0)) s.scratch = nullptr;
-  const int64_t own = ((s.scratch ? 0 : count) + 1) * keys * kLanes;  // numbers that a thread holds itself
+  const int64_t own = (count + 1) * keys * kLanes;  // numbers that a thread holds itself
   Arena arena;
   arena.reserve(s.query, key.numel());
   arena.reserve(s.key, key.numel());
@@ -119,7 +116,7 @@ Tensor tree_scan(
   };
   const auto with = [&]<Decay D>() {
     const auto part = [&]<bool Delta>(std::bool_constant<Delta>) {
-      run([&](float* mine, int thread, int threads) { scan<D, Delta>(s, mine, s.scratch ? 0 : count, thread, threads); });
+      run([&](float* mine, int thread, int threads) { scan<D, Delta>(s, mine, count, thread, threads); });
     };
     beta ? part(std::true_type()) : part(std::false_type());
   };

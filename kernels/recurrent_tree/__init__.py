@@ -1,9 +1,9 @@
 """Recurrent layers along draft trees: short convolutions, selective state spaces and gated delta rules.
 
 A node's state follows from its parent's, so one forward computes the rows of all trees of a ragged batch. A commit
-runs the accepted rows once more, from the committed state, or copies the state of one node. Both give the same bits.
+runs the accepted rows once more, from the committed state.
 
-Shapes: T packed rows, B samples, S committed states, M scratch states, H heads, G key heads, K keys and V values of a
+Shapes: T packed rows, B samples, S committed states, H heads, G key heads, K keys and V values of a
 head, C channels, N states of a channel, W width of a convolution.
 """
 
@@ -42,11 +42,11 @@ _convolution = Operator(
     native_takes=NATIVE,
 )
 _scan = Operator(
-    "tree_scan(Tensor(a!) states, Tensor(b!) scratch, Tensor first, Tensor read, Tensor write, Tensor query, "
+    "tree_scan(Tensor(a!) states, Tensor first, Tensor read, Tensor write, Tensor query, "
     "Tensor key, Tensor value, Tensor log_decay, Tensor? rates, Tensor? beta, float scale, float epsilon, int count) "
     "-> Tensor",
     scan_reference,
-    lambda states, scratch, first, read, write, query, key, value, *_: torch.empty_like(value),
+    lambda states, first, read, write, query, key, value, *_: torch.empty_like(value),
     triton="arbordraft.kernels.recurrent_tree.triton:launch_scan",
     native=True,
 )
@@ -143,7 +143,6 @@ def tree_scan(
     beta: Tensor | None = None,
     scale: float = 1.0,
     epsilon: float = 0.0,
-    scratch: Tensor | None = None,
 ) -> Tensor:
     """Runs a recurrence of matrix states along the paths of the rows, and reads each row's state.
 
@@ -165,14 +164,12 @@ def tree_scan(
         beta: ``[T, H]`` strength of the delta rule's correction.
         scale: factor of the queries.
         epsilon: if positive, queries and keys are divided by the root of their squared length plus ``epsilon``.
-        scratch: ``[M, H, K, V]`` float32, changed in place: room for the scratch states of the schedule. By default
-            they are lost.
 
     Returns:
         ``[T, H, V]`` float32.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit, states are not contiguous, or there is too little scratch.
+        ValueError: if shapes or dtypes do not fit, or states are not contiguous.
     """
     _, heads, keys, values = states.shape
     rows, key_heads = key.shape[:2]
@@ -192,16 +189,11 @@ def tree_scan(
     if beta is not None:
         _check("beta", beta, (rows, heads))
         beta = beta.float().contiguous()
-    if scratch is None:
-        scratch = states.new_empty((0, heads, keys, values))
-    elif len(scratch) < schedule.scratch:
-        raise ValueError(f"the schedule needs {schedule.scratch} scratch states, got {len(scratch)}")
-    _check("scratch", scratch, (None, heads, keys, values), torch.float32)
-    if not (states.is_contiguous() and scratch.is_contiguous()):
+    if not states.is_contiguous():
         raise ValueError("states are changed in place, so they must be contiguous: allocate them as they are used")
     query, key, value, log_decay = (part.float().contiguous() for part in (query, key, value, log_decay))
     places = schedule.first, schedule.read, schedule.write
-    return _scan(states, scratch, *places, query, key, value, log_decay, rates, beta, scale, epsilon, schedule.scratch)
+    return _scan(states, *places, query, key, value, log_decay, rates, beta, scale, epsilon, schedule.scratch)
 
 
 def tree_selective_update(
@@ -213,8 +205,6 @@ def tree_selective_update(
     B: Tensor,
     C: Tensor,
     D: Tensor | None = None,
-    *,
-    scratch: Tensor | None = None,
 ) -> Tensor:
     """Runs the selective state space of Mamba or of Mamba-2 along the paths of the rows.
 
@@ -230,7 +220,6 @@ def tree_selective_update(
         B: Mamba ``[T, N]``, Mamba-2 ``[T, G, N]``.
         C: as B.
         D: factor of the input that skips the state, ``[C]`` or ``[H]``.
-        scratch: see :func:`tree_scan`.
 
     Returns:
         ``[T, C]`` or ``[T, H, V]`` float32, before any gate.
@@ -242,11 +231,11 @@ def tree_selective_update(
     if inputs.dim() == 2:
         _check("steps", steps, tuple(inputs.shape))
         query, key, value = C[:, None], B[:, None], (wide * steps)[:, None]
-        out = tree_scan(states, schedule, query, key, value, steps[:, None], rates=rates[None], scratch=scratch)[:, 0]
+        out = tree_scan(states, schedule, query, key, value, steps[:, None], rates=rates[None])[:, 0]
         return out if D is None else out + wide * D.float()
     _check("steps", steps, tuple(inputs.shape[:2]))
     _check("rates", rates, (inputs.shape[1],), torch.float32)
-    out = tree_scan(states, schedule, C, B, wide * steps[..., None], steps * rates, scratch=scratch)
+    out = tree_scan(states, schedule, C, B, wide * steps[..., None], steps * rates)
     return out if D is None else out + wide * D.float()[:, None]
 
 
@@ -260,7 +249,6 @@ def tree_gated_delta(
     beta: Tensor,
     *,
     normalize: bool = True,
-    scratch: Tensor | None = None,
 ) -> Tensor:
     """Runs the gated delta rule of Qwen3-Next, or of Kimi Linear, along the paths of the rows.
 
@@ -273,7 +261,6 @@ def tree_gated_delta(
         log_decay: ``[T, H]``, or ``[T, H, K]`` as in Kimi Linear; at most 0.
         beta: ``[T, H]``.
         normalize: give queries and keys the length 1 first.
-        scratch: see :func:`tree_scan`.
 
     Returns:
         ``[T, H, V]`` of the value's dtype.
@@ -282,35 +269,8 @@ def tree_gated_delta(
         ValueError: see :func:`tree_scan`.
     """
     scale, epsilon = key.shape[-1] ** -0.5, LENGTH_EPSILON if normalize else 0.0
-    places = {"beta": beta, "scale": scale, "epsilon": epsilon, "scratch": scratch}
+    places = {"beta": beta, "scale": scale, "epsilon": epsilon}
     return tree_scan(states, schedule, query, key, value, log_decay, **places).to(value.dtype)
-
-
-def commit_states(states: Tensor, scratch: Tensor, committed: Tensor, nodes: Tensor) -> None:
-    """Copies the states of accepted nodes into the committed ones, after a schedule with ``keep``.
-
-    Args:
-        states: ``[S, ...]``, changed in place.
-        scratch: ``[T, ...]`` states of the rows, of the same dtype.
-        committed: ``[B]`` int64 committed state of each sample.
-        nodes: ``[B]`` int64 last accepted row of each sample.
-
-    Raises:
-        ValueError: if shapes or dtypes do not fit.
-    """
-    _check("scratch", scratch, (None, *states.shape[1:]), states.dtype)
-    _check("nodes", nodes, tuple(committed.shape), torch.int64)
-    states.index_copy_(0, committed, scratch.index_select(0, nodes))
-
-
-def replay_is_smaller(states: Tensor, *inputs: Tensor) -> bool:
-    """Returns whether a row's inputs take fewer bytes than its state, so that commits should run rows once more.
-
-    Args:
-        states: ``[S, ...]`` states of the layer.
-        inputs: ``[T, ...]`` tensors that :func:`tree_scan` or its callers read.
-    """
-    return sum(part[0].nbytes for part in inputs) < states[0].nbytes
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | None = None) -> None:
@@ -325,12 +285,11 @@ def _check(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torc
 
 __all__ = [
     "ACTIVATIONS",
+    "LENGTH_EPSILON",
     "Paths",
     "Schedule",
-    "commit_states",
     "commit_windows",
     "gate",
-    "replay_is_smaller",
     "tree_convolution",
     "tree_gated_delta",
     "tree_scan",

@@ -49,16 +49,17 @@ inline void gate_row(
   }
 }
 
-// Convolves channels `range` of one row; `inputs` are those of its path, the oldest first, its own last.
+// Convolves channels `range` of one row and hands the sums of sixteen channels to `put`. `inputs` are those of its path, the
+// oldest first, its own last.
 template <class T>
 inline void convolve_row(
-    const T* const* inputs, int64_t width, const float* weight, const float* bias, bool activate, Range range,
-    int64_t channels, T* out) {
+    const T* const* inputs, int64_t width, const float* weight, const float* bias, Range range, int64_t channels,
+    const auto& put) {
   for (int64_t i = range.begin; i < range.end; i += kLanes) {
     const int64_t lanes = channels - i;
     f32x16 total = bias ? load(bias + i, lanes) : splat(0.f);
     for (int64_t w = 0; w < width; ++w) total = total + load(inputs[w] + i, lanes) * load(weight + w * channels + i, lanes);
-    store(out + i, activate ? gated(total, Gate::silu) : total, lanes);
+    put(i, total);
   }
 }
 
@@ -102,7 +103,7 @@ template <class Of>
 enum class Decay { head, key, element };
 
 struct Scan {
-  float *states, *scratch;           // [S][H][K][V], [M][H][K][V]; without the latter, threads hold scratch states
+  float* states;                     // [S][H][K][V]; threads hold scratch states
   const int64_t *first, *read, *write;  // see Schedule in paths.py
   int64_t samples, heads, key_heads, keys, values;
   const float *value;                // [T][H][V]
@@ -118,25 +119,25 @@ struct Scan {
   };
   // Finds a state by its index, and without one the last of the thread's own `local` states [count + 1][K][16].
   Place place(int64_t index, int64_t head, int64_t begin, float* local, int64_t count) const {
-    const int64_t one = keys * values;
-    if (index >= 0) return {states + (index * heads + head) * one + begin, values};
+    if (index >= 0) return {states + (index * heads + head) * keys * values + begin, values};
     if (index == -1) return {local + count * keys * kLanes, kLanes};
-    if (scratch) return {scratch + ((-2 - index) * heads + head) * one + begin, values};
     return {local + (-2 - index) * keys * kLanes, kLanes};
   }
 };
+
+// Multiplies the keys or queries of a head by a factor, after giving them the length 1 if epsilon is positive.
+inline void scale_head(const float* from, int64_t keys, float factor, float epsilon, float* to) {
+  float inverse = 1.f;
+  if (epsilon > 0) inverse = 1.f / std::sqrt(pairwise_sum(keys, [&](int64_t k) { return from[k] * from[k]; }) + epsilon);
+  for (int64_t k = 0; k < keys; ++k) to[k] = from[k] * inverse * factor;
+}
 
 // Prepares a row's queries, keys and decays, which all values of a head share.
 inline void prepare_row(
     const Scan& s, int64_t row, const float* query, const float* key, float scale, float epsilon, int64_t decays) {
   for (int64_t i = row * s.key_heads; i < (row + 1) * s.key_heads; ++i) {
-    const auto prepare = [&](const float* from, float factor, float* to) {
-      float inverse = 1.f;
-      if (epsilon > 0) inverse = 1.f / std::sqrt(pairwise_sum(s.keys, [&](int64_t k) { return from[k] * from[k]; }) + epsilon);
-      for (int64_t k = 0; k < s.keys; ++k) to[k] = from[k] * inverse * factor;
-    };
-    prepare(query + i * s.keys, scale, s.query + i * s.keys);
-    prepare(key + i * s.keys, 1.f, s.key + i * s.keys);
+    scale_head(query + i * s.keys, s.keys, scale, epsilon, s.query + i * s.keys);
+    scale_head(key + i * s.keys, s.keys, 1.f, epsilon, s.key + i * s.keys);
   }
   for (int64_t i = 0; i < decays; i += kLanes) {
     const int64_t at = row * decays + i, lanes = decays - i;

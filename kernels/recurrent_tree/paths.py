@@ -87,11 +87,10 @@ class Paths:
     def _first(self) -> list[int]:
         return list(accumulate(self.rows, initial=0))
 
-    def schedule(self, *, keep: bool = False, commit: bool = False) -> Schedule:
+    def schedule(self, *, commit: bool = False) -> Schedule:
         """Plans the states of the rows, with as few scratch states as the order of the rows allows.
 
         Args:
-            keep: keep the state of every row t in scratch state t, for a commit that copies one of them.
             commit: let the last row of each sample write its committed state; the rows must be chains.
 
         Raises:
@@ -103,7 +102,7 @@ class Paths:
         for row, parent in enumerate(self.parent):
             if parent >= 0 and parent != row - 1:
                 last_reader[parent] = row
-        scratch = total if keep else 0
+        scratch = 0
         for (begin, end), state in zip(pairwise(first), self.states, strict=True):
             free: list[int] = []  # samples share no scratch states, since they run in any order
             held: dict[int, int] = {}  # scratch state by row
@@ -111,11 +110,8 @@ class Paths:
                 parent = self.parent[row]
                 if parent == -1:
                     read[row] = state
-                elif keep or parent != row - 1:
-                    read[row] = -_SCRATCH - (parent if keep else held[parent])
-                if keep:
-                    write[row] = -_SCRATCH - row
-                    continue
+                elif parent != row - 1:
+                    read[row] = -_SCRATCH - held[parent]
                 if last_reader.get(parent) == row:
                     free.append(held.pop(parent))
                 if row in last_reader:

@@ -1,6 +1,6 @@
 """Recurrent layers along draft trees in plain PyTorch: the truth for the other implementations, bit for bit on a CPU.
 
-Shapes: T packed rows, B samples, S committed states, M scratch states, H heads, G key heads, K keys and V values of a
+Shapes: T packed rows, B samples, S committed states, H heads, G key heads, K keys and V values of a
 head, C channels, W width of a convolution.
 """
 
@@ -44,7 +44,6 @@ def gather_inputs(inputs: Tensor, windows: Tensor, history: Tensor) -> Tensor:
 
 def scan_reference(
     states: Tensor,
-    scratch: Tensor,
     first: Tensor,
     read: Tensor,
     write: Tensor,
@@ -62,7 +61,6 @@ def scan_reference(
 
     Args:
         states: ``[S, H, K, V]``, changed in place.
-        scratch: ``[M, H, K, V]``, changed in place; empty if the caller does not need its states.
         first: see :class:`~arbordraft.kernels.recurrent_tree.Schedule`, as are the next two.
         read: ``[T]``.
         write: ``[T]``.
@@ -76,8 +74,7 @@ def scan_reference(
         epsilon: added to squared lengths of queries and keys, which get the length 1; 0 leaves them as they are.
         count: number of scratch states of the schedule.
     """
-    if not len(scratch):
-        scratch = scratch.new_empty(count, *scratch.shape[1:])
+    scratch = states.new_empty(count, *states.shape[1:])
     if epsilon:
         query, key = _normalized(query, epsilon), _normalized(key, epsilon)
     query, key = (part.repeat_interleave(value.shape[1] // key.shape[1], dim=1) for part in (query * scale, key))

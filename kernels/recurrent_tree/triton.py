@@ -152,7 +152,6 @@ def launch_convolution(
 
 def launch_scan(
     states: Tensor,
-    scratch: Tensor,
     first: Tensor,
     read: Tensor,
     write: Tensor,
@@ -171,8 +170,7 @@ def launch_scan(
     out = value.new_empty(value.shape)
     if not len(value):
         return out
-    if not len(scratch):
-        scratch = states.new_empty((max(1, count), *states.shape[1:]))
+    scratch = states.new_empty((max(1, count), *states.shape[1:]))
     query, key, value, log_decay = map(_aligned, (query, key, value, log_decay))
     blocks = scan_blocks(keys, values)
     scan_block[(len(first) - 1, heads, triton.cdiv(values, blocks["BLOCK_V"]))](

@@ -15,6 +15,7 @@ import edits
 import mixtures
 import pytest
 import ranking
+import recurrent
 import torch
 import typer
 import verdicts
@@ -22,7 +23,7 @@ import weights
 from support.models import ragged, tiny_checkpoint
 from typer.testing import CliRunner
 
-from arbordraft import CostTable, NoDrafter
+from arbordraft import CostTable, NoDrafter, RaggedModel
 from arbordraft.bench.report import Report
 from arbordraft.bench.tuned import Choice, Setting, Tuned
 from arbordraft.cli.main import app
@@ -263,6 +264,22 @@ def test_mixtures_are_saved_as_targets(tiny, tmp_path, shape, experts):
     assert target.vocab_size == len(tokenizer)
     with pytest.raises(FileExistsError, match="--force"):
         mixtures.main(shape, tmp_path / "model", tokenizer=str(tiny))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_recurrent_models_are_measured_against_bounds_and_others(tmp_path):
+    report = tmp_path / "recurrent.json"
+    recurrent.main(shapes="tiny", dtype=FLOAT, new_tokens=8, repeats=1, json=report)
+    rows = json.loads(report.read_text())["measurements"]
+    assert [row["group"] for row in rows] == ["forward"] * 3 + ["step", "plain", "drafts"]
+    assert all(row["ours"] > 0 and row["reference"] > 0 for row in rows)
+    with pytest.raises(ValueError, match="there is no shape 'other'; choose of lfm2-350m"):
+        recurrent.main(shapes="other", dtype=FLOAT)
+    target = RaggedModel(recurrent.random_model(*recurrent.SHAPES["tiny"], torch.float32), kernels="native")
+    assert target.prepacking.fused == target.num_layers == 3
+    other = recurrent.attention_model(target, torch.float32)
+    assert not other.recurrent
+    assert other.prepacking.nbytes == pytest.approx(target.prepacking.nbytes, rel=0.2)
 
 
 def test_every_script_is_tested():

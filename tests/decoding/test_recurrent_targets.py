@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from support.fragile import Fragile
 from support.models import LETTERS, PROMPTS, VOCAB, check_greedy, decode, greedy_reference, ragged, tiny_tokenizer
-from support.recurrent_models import QUICK, UNEVEN, own_greedy, recurrent, recurrent_target
+from support.recurrent_models import FUSED, QUICK, UNEVEN, own_greedy, recurrent, recurrent_target
 from support.request_law import BUSH, FEW, fit
 
 import arbordraft as ad
@@ -103,6 +103,22 @@ def test_a_target_drafts_with_fewer_bits_from_its_own_states():
     decoder = ad.SpeculativeDecoder(target, ad.SelfDrafter(target, "int8"), CHAIN)
     stats = check_greedy(decoder, count=20)
     assert sum(stats.accepted.values()) > 0.5 * sum(stats.tried.values()) > 0
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("architecture", FUSED)
+def test_tokens_of_fused_layers(architecture):
+    """Greedily those of transformers, with drafts of the target's own states, too; sampled those of any drafter."""
+    target = ad.RaggedModel(recurrent(architecture, **FUSED[architecture]), kernels="native")
+    assert target.prepacking.fused == target.num_layers
+    for made in (ad.SelfDrafter(target, "int8"), ad.LanguageModelDrafter(target), ad.NGramDrafter()):
+        for topology in (CHAIN, TREE):
+            decoder = ad.SpeculativeDecoder(target, made, topology, ad.Coupling.shared(topology.width))
+            stats = check_greedy(decoder, count=20)
+            likely = isinstance(made, ad.NGramDrafter) or sum(stats.accepted.values()) > 0.3 * sum(stats.tried.values())
+            assert likely
+            expected, _ = decode(ad.builders.plain(target), max_new_tokens=16, **SAMPLED)
+            assert decode(decoder, max_new_tokens=16, **SAMPLED)[0] == expected
 
 
 def test_a_head_reads_hidden_states():

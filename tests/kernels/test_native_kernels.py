@@ -18,6 +18,7 @@ from support.native_checks import (
     CHOICES,
     GROUPED,
     KINDS,
+    MIXERS,
     OPTIONS,
     PARTS,
     TREES,
@@ -29,11 +30,13 @@ from support.native_checks import (
     check_linear,
     check_mixtures,
     check_norm,
+    check_recurrent_layers,
     check_row_max,
     layers_of,
     linear_case,
     mixtures_of,
     random_layer,
+    recurrent_layers,
     relative,
     turn_kernels_off,
 )
@@ -43,7 +46,8 @@ from torch.testing import assert_close
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import machine
-from arbordraft.kernels.decoder_layers import LayerRun, Matrix, Norm
+from arbordraft.kernels.decoder_layers import Kept, LayerRun, Matrix, Norm, replay_layers
+from arbordraft.kernels.decoder_layers.recurrences import replay_reference
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
     BLOCKS,
@@ -60,6 +64,7 @@ from arbordraft.kernels.prepacked_linear import (
 )
 from arbordraft.kernels.prepacked_linear.groups import quantize_rows
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.kernels.recurrent_tree import Paths
 from arbordraft.kernels.verify import row_max, row_max_reference
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -375,6 +380,98 @@ def test_another_choice_of_experts_would_be_seen(fault):
         check_layers([layer], truth=[replace(layer, experts=replace(layer.experts, **fault))])
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8-float32", "int4-bfloat16", "int8-weight-only-float32"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_recurrent_layers(mixer, kind):
+    """Prompts, trees and lone rows, between layers with attention."""
+    check_recurrent_layers(recurrent_layers(mixer, kind), KINDS[kind][0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_accepted_rows_are_replayed_to_the_bit(dtype, threads):
+    """Several layers and samples at once; states of other samples stay, and other rows would be seen."""
+    torch.set_num_threads(threads)
+    layers = [random_layer(dtype, seed=seed, mixer=mixer).recurrence for seed, mixer in enumerate(MIXERS)]
+    generator, like = torch.Generator().manual_seed(0), torch.empty(0, dtype=dtype)
+    kept = [
+        Kept(*(torch.randn(part.shape, generator=generator).to(part) for part in layer.memory(9, like)))
+        for layer in layers
+    ]
+    kept = [each._replace(gates=-each.gates.abs()) for each in kept]  # decays are at most 1
+    pools = [
+        (
+            torch.randn(5, 3, layer.channels, generator=generator).to(dtype),
+            torch.randn(5, *layer.state, generator=generator),
+        )
+        for layer in layers
+    ]
+    paths, slots = Paths.chains([3, 1], [4, 0]), torch.tensor([4, 0])
+
+    def replayed(run, rows):
+        found = [tuple(part.clone() for part in pool) for pool in pools]
+        places = paths.windows([2, 3], 4)
+        run(layers, found, kept, torch.tensor(rows), paths.schedule(commit=True), slots, places)
+        return [part for pool in found for part in pool]
+
+    rows = [0, 2, 5, 7]
+    assert all(map(torch.equal, replayed(replay_layers, rows), replayed(replay_reference, rows)))
+    for other in ([0, 2, 4, 7], [0, 1, 5, 7]):  # a leaf changes windows and states, another parent, too
+        parts = zip(replayed(replay_layers, other), replayed(replay_layers, rows), strict=True)
+        assert [torch.equal(*pair) for pair in parts if pair[0].numel()] == [False] * 5
+    for before, after in zip(itertools.chain(*pools), replayed(replay_layers, rows), strict=True):
+        assert torch.equal(before[[1, 2, 3]], after[[1, 2, 3]])
+    with pytest.raises(RuntimeError, match="row 3 is none of 9 kept rows"):
+        replayed(replay_layers, [0, 2, 5, 9])
+
+
+@pytest.mark.parametrize(
+    ("mixer", "fault"),
+    [
+        ("convolution", lambda m: {"taps": m.taps.flip(0)}),
+        ("selective", lambda m: {"taps": m.taps.roll(1, 0)}),
+        ("selective", lambda m: {"rates": m.rates * 1.01}),
+        ("selective", lambda m: {"skip": m.skip * 1.01}),
+        ("selective", lambda m: {"group": 96}),
+        ("selective", lambda m: {"steps": (0.1, 2.0)}),
+        ("selective", lambda m: {"step_bias": m.step_bias.flip(0)}),
+        ("delta", lambda m: {"norm": m.norm.flip(0)}),
+        ("delta", lambda m: {"rates": m.rates.flip(0)}),
+        ("delta", lambda m: {"epsilon": 1e-2}),
+    ],
+)
+def test_another_recurrence_would_be_seen(mixer, fault):
+    layer = random_layer(mixer=mixer)
+    check_recurrent_layers([layer])
+    other = replace(layer.recurrence, **fault(layer.recurrence))
+    with pytest.raises(AssertionError):
+        check_recurrent_layers([layer], truth=[replace(layer, recurrence=other)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": 20}, "channels do not fit the heads"),
+        ({"key_heads": 4}, "heads must be a multiple of key heads"),
+        ({"group": 40}, "a norm has the wrong size"),
+        ({"rates": torch.ones(5)}, "rates and biases are numbers of heads"),
+        ({"skip": None}, "expected a factor of every head's input"),
+        ({"taps": torch.ones(4, 150)}, "channels must be a multiple of 16"),
+    ],
+)
+def test_recurrences_that_do_not_fit_their_layer_are_refused(change, message):
+    layer = random_layer(mixer="selective")
+    with pytest.raises(RuntimeError, match=message):
+        check_recurrent_layers([replace(layer, recurrence=replace(layer.recurrence, **change))])
+
+
+def test_recurrent_layers_need_the_paths_of_their_rows():
+    stack, batch = Stack([random_layer(mixer="delta")]), Case(TREES["trees"], dtype=torch.float32, size=16).batch
+    pools = [(torch.zeros(1, 3, 192), torch.zeros(1, 4, 16, 32))]
+    with pytest.raises(RuntimeError, match="recurrent layers need the paths of their rows"):
+        stack.native(torch.randn(1, 18, 64), pools, None, batch)
+
+
 def test_layers_that_rotate_some_channels():
     check_layers([random_layer(dim=32, heads=2)], rotary=8)
 
@@ -385,7 +482,10 @@ def test_layers_whose_rotation_is_more_exact():
 
 @pytest.mark.parametrize(
     "fault",
-    [{"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}, {"parallel": True}],
+    [
+        *({"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}, {"parallel": True}),
+        {"residual": 0.99},
+    ],
     ids=str,
 )
 def test_another_layer_would_be_seen(fault):

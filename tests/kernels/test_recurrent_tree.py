@@ -22,10 +22,8 @@ from arbordraft.kernels import choice
 from arbordraft.kernels.recurrent_tree import (
     ACTIVATIONS,
     Paths,
-    commit_states,
     commit_windows,
     gate,
-    replay_is_smaller,
     tree_convolution,
 )
 from arbordraft.kernels.recurrent_tree.arithmetic import exp, pairwise_sum, sqrt
@@ -231,26 +229,29 @@ def test_a_gate_does_not_depend_on_its_place(activation):
 
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_copied_state_is_the_replayed_one(name):
+def test_a_replayed_state_is_that_of_the_path(name):
     """Other states stay as they are; another node's state would be seen."""
     case = scan_case(name)
-    schedule = TREES.schedule(keep=True)
-    scratch = case.states.new_empty(schedule.scratch, *case.states.shape[1:])
-    case.run(schedule, scratch)
     ends = {0: 5, 2: 10, 4: 14}  # last accepted row by sample; samples 1 and 3 accept none
     committed = torch.tensor([TREES.states[sample] for sample in ends])
 
-    copied = case.states.clone()
-    commit_states(copied, scratch, committed, torch.tensor(list(ends.values())))
-    replay = case.on(*TREES.accepted([ends.get(sample, -1) for sample in range(len(TREES.rows))]))
-    replayed = case.states.clone()
-    replay.run(replay.paths.schedule(commit=True), states=replayed)
-    assert same(copied, replayed)
-    others = [state for state in range(len(case.states)) if state not in committed]
-    assert same(copied[others], case.states[others])
+    def replayed(ends):
+        replay = case.on(*TREES.accepted([ends.get(sample, -1) for sample in range(len(TREES.rows))]))
+        states = case.states.clone()
+        replay.run(replay.paths.schedule(commit=True), states=states)
+        return states
 
-    for wrong in (scratch[[5, 9, 14]], scratch[[2, 10, 14]]):  # a sibling, a parent
-        assert not torch.equal(wrong, copied[committed])
+    expected = case.states.clone()
+    for sample, end in ends.items():  # token by token
+        for row in path_of(end):
+            one = case.on([row], Paths.chains([1], [TREES.states[sample]]))
+            one.run(one.paths.schedule(commit=True), states=expected)
+    found = replayed(ends)
+    assert same(found, expected)
+    others = [state for state in range(len(case.states)) if state not in committed]
+    assert same(found[others], case.states[others])
+    for wrong in ({0: 5, 2: 9, 4: 14}, {0: 2, 2: 10, 4: 14}):  # a sibling, a parent
+        assert not torch.equal(replayed(wrong)[committed], found[committed])
 
 
 @pytest.mark.usefixtures("implementation")
@@ -300,10 +301,3 @@ def test_a_convolution_is_pytorchs():
     torch.testing.assert_close(packed[path], expected)
     with pytest.raises(AssertionError):  # one token late
         torch.testing.assert_close(packed[path][1:], expected[:-1])
-
-
-def test_bytes_decide_between_copies_and_replays():
-    states = torch.empty(3, 32, 128, 128)
-    step = [torch.empty(5, 16, 128, dtype=torch.bfloat16)] * 2 + [torch.empty(5, 32, 128), torch.empty(5, 32)]
-    assert replay_is_smaller(states, *step)
-    assert not replay_is_smaller(torch.empty(3, 1, 1, 64), torch.empty(5, 64), torch.empty(5, 64))

@@ -9,7 +9,6 @@ from arbordraft.kernels import choice
 from arbordraft.kernels.recurrent_tree import (
     Paths,
     Schedule,
-    commit_states,
     commit_windows,
     gate,
     tree_convolution,
@@ -69,7 +68,6 @@ def refusals():
         (scan(log_decay=rows["log_decay"][:, :2]), r"log_decay must be \[15, 3\]"),
         (scan(beta=rows["beta"][:, :2]), r"beta must be \[15, 3\]"),
         (scan(schedule=Paths.chains([3], [0]).schedule()), r"read must be \[15\] of torch.int64"),
-        (scan(scratch=torch.empty(1, 3, 7, 5)), "the schedule needs 3 scratch states, got 1"),
         (scan(rates=torch.empty(3, 7, 4)), r"rates must be \[3, 7, 5\]"),
         (convolve(windows=windows.bfloat16()), r"windows must be \[any, 3, 37\] of torch.float32"),
         (convolve(history=history[:-1]), r"history must be \[15, 3\]"),
@@ -78,7 +76,6 @@ def refusals():
         (lambda: gate(inputs, "gelu"), "there is no activation 'gelu'; choose one of softplus, sigmoid, silu"),
         (lambda: gate(inputs, "silu", bias[:3]), r"bias must be \[37\]"),
         (lambda: commit_windows(windows, inputs.bfloat16(), history[:5], torch.arange(5)), "inputs must be"),
-        (lambda: commit_states(case.states, torch.empty(2, 3, 7, 4), *torch.zeros(2, 1).long()), "scratch must be"),
         (
             lambda: tree_selective_update(
                 torch.zeros(1, 2, 4, 3), schedule, torch.zeros(15, 2, 3), torch.zeros(15, 3), *[torch.zeros(2)] * 3
@@ -130,14 +127,13 @@ def test_the_operators_are_registered_properly_and_compile():
     case = scan_case("gated delta, odd sizes")
     case.states.nan_to_num_()
     schedule = TREES.schedule()
-    scratch = torch.zeros(schedule.scratch, 3, 7, 5)
     places = schedule.first, schedule.read, schedule.write
     rows = case.rows
     order = rows["query"], rows["key"], rows["value"], rows["log_decay"]
     inputs, windows, history, weight, bias = convolution_case()
     ops = torch.ops.arbordraft
     for operator, arguments in (
-        (ops.tree_scan, (case.states, scratch, *places, *order, None, rows["beta"], 0.5, 1e-6, schedule.scratch)),
+        (ops.tree_scan, (case.states, *places, *order, None, rows["beta"], 0.5, 1e-6, schedule.scratch)),
         (ops.tree_convolution, (inputs, windows.nan_to_num(), history, weight, bias, True)),
         (ops.recurrent_gate, (inputs, bias, None, 0)),
     ):

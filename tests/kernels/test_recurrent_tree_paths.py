@@ -16,13 +16,6 @@ def test_a_schedule_reads_the_row_before_where_it_can():
     assert found.scratch == 2
 
 
-def test_a_schedule_that_keeps_all_states():
-    found = Paths([-1, 0, 0, -1], rows=[3, 1], states=[0, 1]).schedule(keep=True)
-    assert found.read.tolist() == [0, -2, -2, 1]
-    assert found.write.tolist() == [-2, -3, -4, -5]
-    assert found.scratch == 4
-
-
 def test_a_schedule_of_chains_needs_no_scratch_and_commits_its_ends():
     paths = Paths.chains([3, 0, 1], states=[4, 2, 0])
     assert paths.parent == [-1, 0, 1, -1]
@@ -58,9 +51,9 @@ def states_read(paths, schedule, order):
     return read
 
 
-@given(trees(), st.booleans())
-def test_a_schedule_hands_every_row_the_state_of_its_parent(paths, keep):
-    schedule = paths.schedule(keep=keep)
+@given(trees())
+def test_a_schedule_hands_every_row_the_state_of_its_parent(paths):
+    schedule = paths.schedule()
     samples = range(len(paths.rows))
     expected = {
         row: ("row", parent) if parent >= 0 else ("committed", paths.states[sample_of(row, paths)])

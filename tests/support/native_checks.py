@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import random
 import sys
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from arbordraft.kernels.decoder_layers import (
     LayerWeights,
     Matrix,
     Norm,
+    Recurrence,
     apply_norm,
     decoder_layers_reference,
 )
@@ -38,7 +40,9 @@ from arbordraft.kernels.prepacked_linear.groups import quantize_rows
 from arbordraft.kernels.prepacked_linear.reference import prepacked_linear_reference
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention, ragged_tree_attention_reference
 from arbordraft.kernels.verify import row_max, row_max_reference
+from arbordraft.target.attention import Forward
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.prepacked.prepacked_modules import memory_of
 from arbordraft.trees.masks import stack_words
 from arbordraft.trees.topology import ancestor_words
 from support.blocks import fitting, ordinary_blocks
@@ -236,7 +240,7 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
     generator = torch.Generator().manual_seed(seed)
     shape = {"hidden": 64, "heads": 4, "kv_heads": 2, "dim": 16, "inner": 96}
     parts = {"norms": "pre", "head_norms": "", "bias": False, "sinks": False, "activation": "silu"}
-    parts |= {"centred": False, "gated": True, "experts": {}}
+    parts |= {"centred": False, "gated": True, "experts": {}, "mixer": None, "closing": False, "residual": 1.0}
     rest = {"window": None, "rotary": True, "softcap": None, "epsilon": 1e-5, "scale": 0.3, "parallel": False}
     if weights in BLOCKS or weights == "mixed":
         shape |= {"hidden": 256, "dim": 64, "inner": 256}
@@ -246,6 +250,8 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
 
     def noise(*sizes):
         return torch.randn(*sizes, generator=generator)
+
+    mixer = random_recurrence(chosen["mixer"], noise) if chosen["mixer"] else None
 
     def norm(size, wanted):
         offset = 0.3 * noise(size) if chosen["centred"] else None
@@ -268,11 +274,13 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         mlps = experts.routed + experts.shared
     return LayerWeights(
         pre_attention=norm(hidden, pre),
-        qkv=matrix((heads + 2 * kv_heads) * dim, chosen["beside"] + hidden),
+        qkv=matrix(
+            mixer[1] if mixer else (heads * (1 + chosen["closing"]) + 2 * kv_heads) * dim, chosen["beside"] + hidden
+        ),
         query_norm=head_norm(heads),
         key_norm=head_norm(kv_heads),
         sinks=noise(heads) if chosen["sinks"] else None,
-        out=matrix(hidden, heads * dim),
+        out=matrix(hidden, mixer[0].outputs if mixer else heads * dim),
         post_attention=norm(hidden, post),
         pre_mlp=norm(hidden, pre and not chosen["parallel"]),
         gate_up=matrix(mlps * 2 * inner, hidden, gated=True) if chosen["gated"] else matrix(inner, hidden),
@@ -280,12 +288,41 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         post_mlp=norm(hidden, post),
         beside_norm=norm(chosen["beside"], chosen["beside"] > 0),
         experts=experts,
+        closing=chosen["closing"],
+        residual=chosen["residual"],
+        recurrence=mixer[0] if mixer else None,
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
         inner=inner,
         **{name: chosen[name] for name in ("activation", *rest)},
     )
+
+
+def random_recurrence(kind, noise):
+    """Returns a mixer for 64 hidden channels, and the outputs of the projection before it."""
+    sizes = {
+        "convolution": {},
+        "selective": {"heads": 6, "key_heads": 2, "keys": 24, "values": 16, "group": 48},
+        "delta": {"heads": 4, "key_heads": 2, "keys": 16, "values": 32, "group": 32},
+    }[kind]
+    if not sizes:
+        return Recurrence(kind, 0.4 * noise(4, 64)), 3 * 64
+    heads, channels = sizes["heads"], sizes["heads"] * sizes["values"] + 2 * sizes["key_heads"] * sizes["keys"]
+    delta = kind == "delta"
+    mixer = Recurrence(
+        kind,
+        0.4 * noise(4, channels),
+        None if delta else 0.3 * noise(channels),
+        **sizes,
+        rates=-noise(heads).exp(),
+        step_bias=noise(heads),
+        skip=None if delta else noise(heads),
+        norm=1 + 0.3 * noise(sizes["values"] if delta else heads * sizes["values"]),
+        epsilon=1e-5,
+        steps=(0.0, float("inf")) if delta else (0.1, 1.5),
+    )
+    return mixer, mixer.outputs + channels + heads * (1 + delta)
 
 
 BESIDE = 48  # channels beside the hidden states, if a layer has any
@@ -306,6 +343,8 @@ PARTS = {
     "no rotation": {"rotary": False},
     "one key head": {"kv_heads": 1},
     "wide heads": {"heads": 3, "kv_heads": 3, "dim": 48},
+    "gates after": {"closing": True},
+    "weaker residual": {"residual": 0.3},
     "gelu": {"activation": "gelu"},
     "gelu_tanh": {"activation": "gelu_tanh"},
     "relu": {"activation": "relu"},
@@ -365,8 +404,12 @@ class Stack:
         self.tables = [table.repeat(1, 2).to(rotary_dtype or dtype) for table in (angles.cos(), angles.sin())]
 
     def run(self, tokens, batch, cache):
-        hidden = self.embeddings[tokens][None]
-        return self.native(hidden, self.pools(cache), self.rotation(batch), batch, (), self.beside(tokens))[0][0]
+        hidden, forward = self.embeddings[tokens][None], Forward(batch, cache)
+        pools, lineage = memory_of(forward, self.layers, range(len(self.layers)), hidden)
+        found = self.native(hidden, pools, self.rotation(batch), batch, (), self.beside(tokens), lineage)[0][0]
+        if lineage is not None:
+            forward.state_rows.keep()
+        return found
 
     def reference(self, tokens, batch, pools):
         """Runs the reference in float64, on float64 pools."""
@@ -459,6 +502,59 @@ def check_layers(layers, dtype=torch.float32, truth=None, **rotation):
             for pool, exact in zip(pools, truth, strict=True):
                 assert torch.equal(pool.isnan(), exact.isnan())
                 assert relative(pool[batch.slots].double(), exact[batch.slots]) < bound
+
+
+MIXERS = ("convolution", "selective", "delta")
+
+
+def recurrent_layers(mixer, kind):
+    """Returns a layer with attention between two with a recurrent mixer."""
+    return [random_layer(*KINDS[kind], seed, mixer=each) for seed, each in enumerate([mixer, None, mixer])]
+
+
+def check_recurrent_layers(layers, dtype=torch.float32, truth=None):
+    """Checks results, inputs that are kept, windows and states of a prompt, of trees after it, and of lone rows.
+
+    Args:
+        layers: layers that the kernel runs, some of which are recurrent.
+        dtype: type of the hidden states.
+        truth: layers that the reference runs, by default ``layers``.
+    """
+    stack, cache = Stack(layers, dtype), RaggedKVCache()
+    grouped = layers[0].qkv.weight.dtype == torch.uint8
+    bound = 3e-2 if dtype == torch.bfloat16 else 1e-2 if grouped else 5e-6
+    samples = [cache.open(20) for _ in range(3)]
+    trees = [TreeTopology.k_ary(2, 2), TreeTopology.chain(3), TreeTopology.fork(3, 1)]
+    words = stack_words([ancestor_words(tree.visible) for tree in trees])
+    for depths, visible, kept in (
+        ([range(6), range(1), range(4)], None, [range(6), [0], range(4)]),
+        ([tree.depth_list for tree in trees], words, [[0, 2, 5], [], [0, 1]]),
+        ([[0]] * 3, None, [[0], [0], [0]]),
+    ):
+        batch = cache.lay_out(samples, depths, visible)
+        forward = Forward(batch, cache)
+        pools, lineage = memory_of(forward, layers, range(len(layers)), stack.embeddings)
+        wide = [tuple(pool.clone().double() for pool in pair) for pair in pools]
+        wide = [
+            (first, second if layer.recurrence is None else second.float())
+            for layer, (first, second) in zip(layers, wide, strict=True)
+        ]
+        exact = [part.memory(len(lineage.history), wide[0][0]) for part in (y.recurrence for y in layers) if part]
+        tokens = torch.arange(3, 3 + sum(batch.rows))
+        hidden = stack.embeddings[tokens][None]
+        found, _ = stack.native(hidden, pools, stack.rotation(batch), batch, lineage=lineage)
+        expected, _ = decoder_layers_reference(
+            hidden.double(), truth or layers, wide, stack.rotation(batch), batch, lineage=replace(lineage, kept=exact)
+        )
+        assert relative(found.double() - hidden, expected - hidden.double()) < bound
+        for ours, theirs in zip(lineage.kept, exact, strict=True):
+            assert all(relative(a.double(), b.double()) < bound for a, b in zip(ours, theirs, strict=True) if a.numel())
+        for layer, ours, theirs in zip(layers, pools, wide, strict=True):
+            parts = 2 if layer.recurrence is not None and layer.recurrence.scans else 1
+            for a, b in list(zip(ours, theirs, strict=True))[: parts if layer.recurrence else 0]:
+                assert relative(a.double(), b.double()) < bound or not b.any()
+        forward.state_rows.keep()
+        cache.commit(dict(zip(samples, kept, strict=True)))
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -605,6 +701,9 @@ def check_build():
         check_stack_rows(Stack(layers_of(kind), dtype))
         check_mixtures(kind)
         check_stack_rows(Stack(mixtures_of(kind), dtype))
+    for mixer, kind in itertools.product(MIXERS, ("float32", "bfloat16", "int8-float32")):
+        check_recurrent_layers(recurrent_layers(mixer, kind), KINDS[kind][0])
+        check_stack_rows(Stack(recurrent_layers(mixer, kind), KINDS[kind][0]))
 
 
 if __name__ == "__main__":

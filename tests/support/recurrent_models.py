@@ -25,6 +25,12 @@ ROW_WISE: dict[str, dict[str, Any]] = {
     "falcon_h1": {"hidden_size": 64},
     "nemotron_h": {"head_dim": 16},
 }
+# All layers of these run in one native call.
+FUSED: dict[str, dict[str, Any]] = {
+    **{name: ROW_WISE[name] for name in ("lfm2", "qwen3_5_text", "granitemoehybrid", "bamba")},
+    "qwen3_next": ROW_WISE["qwen3_5_text"],
+    "qwen3_5_moe_text": ROW_WISE["qwen3_5_text"],
+}
 # The rows of these depend on others in transformers' functions: experts, products of weights that are no linears, GELU.
 OTHERS = [name for name in QUICK if name not in ROW_WISE]
 

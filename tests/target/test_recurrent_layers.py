@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.models import next_logits
-from support.recurrent_models import OTHERS, QUICK, ROW_WISE, recurrent, recurrent_target
+from support.recurrent_models import FUSED, OTHERS, QUICK, ROW_WISE, recurrent, recurrent_target
 from support.shrunken import shrunken
 from torch.testing import assert_close
 
@@ -22,6 +22,7 @@ KEPT = [[0, 2, 5], [0, 1], [0], []]
 PROMPTS = [[5, 9, 7, 5, 9], [11], [8, 3, 8, 3, 20, 21, 22, 8, 3, 30], [4, 6]]
 TREES = [[12, 13, 14, 15, 16, 17], [21, 22, 23, 24, 25, 26]]  # of two steps
 WINDOWS, STATES = ("lfm2",), ("qwen3_next", "mamba2", "mamba")
+FUSED_OF = {"lfm2": "lfm2", "qwen3_next": "qwen3_next", "mamba2": "granitemoehybrid", "mamba": "bamba"}
 every_architecture = pytest.mark.parametrize(
     "architecture", [*QUICK, pytest.param("kimi_linear", marks=pytest.mark.soak)]
 )
@@ -90,6 +91,80 @@ def test_native_kernels_run_trees_as_their_paths(architecture):
     assert choice.ran["tree_scan/native"] or architecture.startswith("lfm2")
 
 
+# Layers in one native call
+
+
+def fused(architecture, dtype=torch.float32):
+    """Returns a target whose layers all run in one call, and whose own modules no longer run."""
+    model, exact = recurrent(architecture, **FUSED[architecture]).to(dtype), dtype == torch.float32
+    target = RaggedModel(model, kernels="native", self_test=exact)  # in 16 bits, rounding chooses other experts
+    assert target.prepacking.fused == target.num_layers
+    assert target.prepacking.stack is not None
+    return target
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("chunk", [2048, 3], ids=["whole", "chunked"])
+@pytest.mark.parametrize("architecture", FUSED)
+def test_fused_layers_run_trees_as_their_paths(architecture, chunk):
+    target = fused(architecture)
+    choice.ran.clear()
+    assert differing(target, chunk) == []
+    assert not choice.ran["tree_convolution/native"]  # the whole layer ran instead
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", FUSED)
+def test_fused_layers_have_the_same_bits_in_every_batch(architecture, dtype):
+    target = fused(architecture, dtype)
+    assert target.row_invariant
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        report = equality_report(target, Exactness.EXACT)
+        assert (report.equality, report.equal) == ("bitwise", report.rows)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("architecture", FUSED)
+def test_fused_layers_have_the_same_bits_with_fewer_bits(architecture, weights):
+    model = recurrent(architecture, **FUSED[architecture])
+    target = RaggedModel(model, kernels="native", weights=weights, row_invariant=True)
+    assert target.prepacking.fused == target.num_layers
+    report = equality_report(target, Exactness.EXACT)
+    assert (report.equality, report.equal) == ("bitwise", report.rows)
+
+
+def hooked(mixer, part):
+    """Adds a hook that changes the output of a part of a mixer."""
+    module = mixer if part == "mixer" else getattr(mixer, part)
+    module.register_forward_hook(lambda _, __, output: 1.1 * output)
+
+
+def other_norm(mixer, _):
+    base = type(mixer.norm)
+
+    def forward(self, x, gate):
+        return 1.1 * base.forward(self, x, gate)
+
+    mixer.norm.__class__ = type(base.__name__, (base,), {"forward": forward})
+
+
+@pytest.mark.filterwarnings("ignore:not prepacked")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("spoil", "part"), [(hooked, "mixer"), (hooked, "out_proj"), (other_norm, "norm")])
+@pytest.mark.parametrize("architecture", ["granitemoehybrid", "qwen3_5_text"])
+def test_mixers_that_only_look_right_are_not_fused(architecture, spoil, part):
+    model = recurrent(architecture, **FUSED[architecture])
+    layer = model.model.layers[0]
+    spoil(layer.mamba if architecture == "granitemoehybrid" else layer.linear_attn, part)
+    target = RaggedModel(model, kernels="native")
+    assert target.prepacking.fused == target.num_layers - 1
+    assert target.prepacking.stack is None
+    assert differing(target) == []
+
+
 # Equal bits
 
 
@@ -147,8 +222,15 @@ def reads_another_parent(patch):
 
 def keeps_no_windows(patch):
     patch.setattr(states, "commit_windows", lambda *_: None)
+    replay = states.replay_layers
+
+    def without(layers, pools, *rest):
+        replay(layers, [(windows.clone(), after) for windows, after in pools], *rest)
+
+    patch.setattr(states, "replay_layers", without)
 
 
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize("architecture", [*WINDOWS, *STATES])
 @pytest.mark.parametrize(
     ("spoil", "first"),
@@ -159,8 +241,11 @@ def keeps_no_windows(patch):
     ],
     ids=["another node", "another parent", "no windows"],
 )
-def test_a_wrong_state_would_be_seen(monkeypatch, architecture, spoil, first):
-    target = recurrent_target(architecture)
+def test_a_wrong_state_would_be_seen(request, monkeypatch, architecture, kernels, spoil, first):
+    if kernels == "fused":
+        request.getfixturevalue("kernels")
+        architecture, first = FUSED_OF[architecture], (1, 0) if spoil is keeps_no_windows else first
+    target = fused(architecture) if kernels == "fused" else recurrent_target(architecture)
     spoil(monkeypatch)
     wrong = differing(target)
     assert wrong
@@ -226,10 +311,13 @@ def test_steps_that_fail_are_repeated(architecture):
         run_tree(target, cache, samples[:2], [1000] * TREE.num_nodes)
 
 
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize("architecture", [*WINDOWS, *STATES])
-def test_trees_may_be_run_level_by_level(architecture):
+def test_trees_may_be_run_level_by_level(request, architecture, kernels):
     """As draft models run them: the rows of a level follow those of levels before it, which nothing has committed."""
-    target, tokens = recurrent_target(architecture), TREES[0]
+    if kernels == "fused":
+        request.getfixturevalue("kernels")
+    target, tokens = fused(FUSED_OF[architecture]) if kernels == "fused" else recurrent_target(architecture), TREES[0]
     cache, samples = prefilled(target)
     whole = run_tree(target, cache, samples, tokens)
     cache.drop(samples)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.models import fusable, varied
 from support.native_checks import (
     KINDS,
+    MIXERS,
     OPTIONS,
     TREES,
     Stack,
@@ -19,6 +20,7 @@ from support.native_checks import (
     layers_of,
     linear_rows,
     mixtures_of,
+    recurrent_layers,
 )
 from support.prepacked_models import FUSED, disagreements, plain
 from support.ragged_case import Case
@@ -27,6 +29,7 @@ from arbordraft import RaggedModel
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, WEIGHTS
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.target.equality import equality_report
+from arbordraft.target.states import RecurrentStates
 from arbordraft.trees.verdict import Exactness
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -114,6 +117,21 @@ def test_rows_of_layers(kind, threads):
     torch.set_num_threads(threads)
     for layers in (layers_of(kind), layers_of(kind)[1:], mixtures_of(kind)):
         check_stack_rows(Stack(layers, KINDS[kind][0]))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int4-bfloat16"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_rows_of_recurrent_layers(mixer, kind, threads):
+    torch.set_num_threads(threads)
+    check_stack_rows(Stack(recurrent_layers(mixer, kind), KINDS[kind][0]))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_recurrent_layers_whose_states_are_not_committed_would_be_seen(monkeypatch, mixer):
+    monkeypatch.setattr(RecurrentStates, "_replay", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check_stack_rows(Stack(recurrent_layers(mixer, "float32"), torch.float32))
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 99), st.sampled_from(list(KINDS)))

@@ -153,16 +153,17 @@ class Forward(Attending):
         return self._attended(query, keys, values, call)
 
     @cached_property
-    def _state_rows(self) -> StateRows:
+    def state_rows(self) -> StateRows:
+        """The rows in recurrent layers."""
         return self.cache.state_rows(self.batch, self.batch.positions.device)
 
     def convolve(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None, *, activate: bool) -> Tensor:
         """See :meth:`Attending.convolve`."""
-        return self._state_rows.convolve(key, inputs, weight, bias, activate=activate)
+        return self.state_rows.convolve(key, inputs, weight, bias, activate=activate)
 
     def scan(self, key: Key, update: Update, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
         """See :meth:`Attending.scan`."""
-        return self._state_rows.scan(key, update, shape, *inputs)
+        return self.state_rows.scan(key, update, shape, *inputs)
 
     def _attended(self, query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
         return ragged_tree_attention(

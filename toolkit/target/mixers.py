@@ -223,6 +223,11 @@ def _run_mixer(
     return copy(mixer, *args, **kwargs)
 
 
+def is_ours(forward: Any) -> bool:
+    """Returns whether this is a forward that :func:`run_mixers` has given to a mixer."""
+    return isinstance(forward, partial) and forward.func is _run_mixer
+
+
 def _is_mixer(module: nn.Module) -> bool:
     code = getattr(_code(module), "__code__", None)
     return code is not None and not _FUNCTIONS.keys().isdisjoint(code.co_names)
@@ -237,4 +242,4 @@ def _code(module: nn.Module) -> FunctionType:
     return inspect.unwrap(type(module).forward)
 
 
-__all__ = ["mixers_of", "run_mixers"]
+__all__ = ["is_ours", "mixers_of", "run_mixers"]

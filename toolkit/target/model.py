@@ -343,7 +343,7 @@ class RaggedModel(nn.Module):
                 logits: Tensor = prepared.shortcut(tokens, positions, run, rows)
             else:
                 kept = slice(None) if rows is None else rows
-                if prepared.mixers and prepared.prepacking is not None:
+                if prepared.mixers and prepared.prepacking is not None and not prepared.prepacking.row_invariant:
                     functions.enter_context(RowWise())
                 logits = prepared.view.model(
                     input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=kept, ragged=run
@@ -510,10 +510,10 @@ class RaggedModel(nn.Module):
     def _build(self) -> _Prepared:
         check_adapters(self.model)
         view = ModelView(self.model, ATTENTION_NAME)
-        mixers = run_mixers(view.model, self.num_layers)
         place = decoder_list(view.model, self.num_layers)
-        prepacking, shortcut = None, None
         plain = place is not None and is_unhooked(view.model, getattr(*place))
+        mixers = run_mixers(view.model, self.num_layers)
+        prepacking, shortcut = None, None
         fused = fuse(view.model) if self.backend == "triton" else None
         if fused is not None and self._invariant:
             fuse_linears(view.model, fused, getattr(*place) if place is not None else ())
@@ -535,7 +535,7 @@ class RaggedModel(nn.Module):
         if prepacking is not None and prepacking.stack is not None and place is not None and plain:
             shortcut = Shortcut.of(view.model, place[0])
         odd = frozenset[str]()
-        if prepacking is not None and mixers:
+        if prepacking is not None and mixers and not prepacking.row_invariant:
             odd = frozenset(odd_functions(view.model, self.vocab_size))
             if self._invariant and odd:
                 raise UnsupportedModel(

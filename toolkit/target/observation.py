@@ -17,11 +17,19 @@ from arbordraft.trees.topology import TreeTopology, ancestor_words
 
 
 class LayerCall(NamedTuple):
-    """A decoder layer and its arguments in an observed forward on a fresh cache."""
+    """A decoder layer and its arguments in an observed forward on a fresh cache.
+
+    Args:
+        layer: the layer.
+        args: its arguments.
+        kwargs: its arguments by name.
+        rest: values that it returned after its output, in a tuple; ``None`` if it returned the output alone.
+    """
 
     layer: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    rest: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,10 @@ def observe(model: nn.Module, num_layers: int, vocab_size: int) -> Observation:
         if module in layers:
             given[module] = LayerCall(module, args, kwargs)
 
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, tuple):
+            given[module] = given[module]._replace(rest=output[1:])
+
     topology = TreeTopology.from_parents([-1, 0, 0, 1])
     tokens = torch.randint(vocab_size, (1, 2 * topology.num_nodes), generator=torch.Generator().manual_seed(0))
     cache = RaggedKVCache()
@@ -94,7 +106,7 @@ def observe(model: nn.Module, num_layers: int, vocab_size: int) -> Observation:
     words = ancestor_words(topology.visible.cpu()).repeat(2, 1)
     run = Forward(cache.lay_out(samples, [topology.depth_list] * 2, words), cache)
     hooks = [module.register_forward_pre_hook(watch, with_kwargs=True) for module in model.modules()]
-    hooks += [layer.register_forward_hook(forget) for layer in layers]
+    hooks += [layer.register_forward_hook(hook) for layer in layers for hook in (forget, note)]
     try:
         with torch.no_grad(), _WithoutBlocks():
             model(tokens, position_ids=run.batch.positions[None], use_cache=False, ragged=run)

@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from arbordraft.kernels.decoder_layers import Kept, Recurrence, RecurrentRows, replay_layers
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.ragged_tree_attention.batch import WORD_BITS
 from arbordraft.kernels.recurrent_tree import Paths, commit_windows, tree_convolution
@@ -22,7 +23,9 @@ Update = Callable[..., Tensor]
 """Runs a recurrence: takes a pool of states, a schedule and inputs of rows; returns the rows' outputs."""
 
 Key = tuple[int, int]
-"""A convolution or scan of a model: the number of its mixer, and of the call in there."""
+"""A convolution or scan of a model: the number of its mixer, and of the call in there; or a layer and ``WHOLE``."""
+
+WHOLE = -1  # in place of a call, where a kernel runs a layer as a whole
 
 _WORD = (1 << WORD_BITS) - 1
 _LEAST = 4  # slots that are added at a time, at least
@@ -30,10 +33,11 @@ _LEAST = 4  # slots that are added at a time, at least
 
 @dataclass(eq=False)
 class _Step:
-    """Inputs of one forward's rows, by convolution and by scan."""
+    """Inputs of one forward's rows: by convolution and by scan, and by layer that a kernel runs as a whole."""
 
     convolved: dict[Key, Tensor] = field(default_factory=dict)
     scanned: dict[Key, tuple[Update, tuple[Tensor, ...]]] = field(default_factory=dict)
+    layers: dict[Key, tuple[Recurrence, Kept]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -205,15 +209,26 @@ class RecurrentStates:
         paths = Paths.chains([len(rows) for rows in accepted], slots)
         ends = [end - 1 for end in accumulate(len(rows) for rows in accepted)]
         (any_step, _), *_ = accepted[0]
+        device = next(self._pools()).device
+        places, histories = torch.tensor(slots, device=device), dict[int, Tensor]()
+
+        def history(width: int) -> Tensor:
+            if width not in histories:
+                histories[width] = paths.windows(ends, width).to(device)
+            return histories[width]
+
         for key in any_step.convolved:
             inputs, pool = rows([step.convolved[key] for step in rows.steps]), self._windows[key]
-            history = paths.windows(ends, pool.shape[1] + 1).to(pool.device)
-            commit_windows(pool, inputs, history, torch.tensor(slots, device=pool.device))
-        schedule = paths.schedule(commit=True)
-        for key, (update, parts) in any_step.scanned.items():
-            schedule = schedule.to(parts[0].device)
+            commit_windows(pool, inputs, history(pool.shape[1] + 1), places)
+        schedule = paths.schedule(commit=True).to(device)
+        for key, (update, _) in any_step.scanned.items():
             given = zip(*(step.scanned[key][1] for step in rows.steps), strict=True)
             update(self._states[key], schedule, *map(rows, given))
+        if any_step.layers:
+            layers = [layer for layer, _ in any_step.layers.values()]
+            pools = [(self._windows[key], self._states.get(key, self._windows[key])) for key in any_step.layers]
+            picked, kept = rows.kept([[step.layers[key][1] for key in any_step.layers] for step in rows.steps])
+            replay_layers(layers, pools, kept, picked, schedule, places, history(len(layers[0].taps)))
 
     def _restore(self, sample: _Sample, slot: int, length: int, tokens: int) -> None:
         """Copies the state of a sample after ``tokens`` tokens to a slot."""
@@ -312,6 +327,8 @@ class StateRows:
             schedule.write[row] = slot
         self._schedule = schedule.to(device)
         self._histories: dict[int, tuple[Tensor, Tensor]] = {}
+        self._places = torch.arange(sum(counts), device=device) if self._new is None else self._new
+        self._gaps: list[tuple[Kept, Kept]] = []  # by layer, inputs of these rows, and of all uncommitted ones
 
     def convolve(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None, *, activate: bool) -> Tensor:
         """Convolves ``[T, C]`` inputs along the paths of their rows; see :func:`tree_convolution`."""
@@ -345,6 +362,40 @@ class StateRows:
         out = update(states, self._schedule, *rows)
         return out if self._new is None else out[self._new]
 
+    def layers(
+        self, recurrences: Mapping[Key, Recurrence], like: Tensor
+    ) -> tuple[dict[Key, tuple[Tensor, Tensor]], RecurrentRows]:
+        """Lays out the memory of recurrent layers that a kernel runs; :meth:`keep` follows the run.
+
+        Args:
+            recurrences: the layers, in order; their convolutions have one width.
+            like: has the dtype of the rows.
+
+        Returns:
+            Windows and states of every layer, and the rows.
+        """
+        pools, kept = {}, []
+        for key, layer in recurrences.items():
+            windows = self._memory.windows(key, like.new_empty(0, layer.channels), len(layer.taps))
+            pools[key] = windows, self._memory.states(key, layer.state, like) if layer.scans else windows
+            own = layer.memory(len(self._places), like)
+            if self._repeatable:
+                self._step.layers[key] = layer, own
+            if self._rows is not None:  # those of earlier forwards, with gaps for these
+                gathered = Kept(*map(self._rows, zip(*(step.layers[key][1] for step in self._rows.steps), strict=True)))
+                self._gaps.append((own, gathered))
+                own = gathered
+            kept.append(own)
+        history, ends = self._history(len(layer.taps))
+        return pools, RecurrentRows(self._places, self._schedule, history, ends, self._slots, kept)
+
+    def keep(self) -> None:
+        """Keeps the inputs that a kernel has left in the memory of :meth:`layers`."""
+        for own, gathered in self._gaps:
+            for part, rows in zip(own, gathered, strict=True):
+                part[:] = rows[self._places]
+        self._gaps.clear()
+
     def _history(self, width: int) -> tuple[Tensor, Tensor]:
         """Returns the inputs before each row, and those of the windows that this forward computes ahead."""
         if width not in self._histories:
@@ -376,6 +427,13 @@ class _Gathered:
         order = torch.tensor([place for places in by_step.values() for place in places])
         self._order = None if len(self.steps) == 1 else order.argsort().to(device or "cpu")
 
+    def kept(self, parts: Sequence[Sequence[Kept]]) -> tuple[Tensor, Sequence[Kept]]:
+        """Returns the places of the rows among inputs of layers, and these inputs, given by forward and by layer."""
+        if self._order is None:
+            return self._picked[0], parts[0]
+        gathered = [Kept(*map(self, zip(*each, strict=True))) for each in zip(*parts, strict=True)]
+        return torch.arange(len(gathered[0].inputs)), gathered
+
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the rows of one input, given by forward."""
         found = [part[picked.to(part.device)] for part, picked in zip(parts, self._picked, strict=True)]
@@ -391,4 +449,4 @@ def _parent(words: Sequence[int], place: int) -> int:
     return (seen & ((1 << place) - 1)).bit_length() - 1
 
 
-__all__ = ["Key", "RecurrentStates", "StateRows", "Update"]
+__all__ = ["WHOLE", "Key", "RecurrentStates", "StateRows", "Update"]

@@ -68,7 +68,7 @@ class Layers {
         .widest = groups_of(kInner)};
     team(true, [&](int thread, int threads) {
       run_layers<W, X, T>(
-          x, nullptr, 0, rows, kHidden, layers, space, cosines.data(), sines.data(), kDim, 1, slots.data(), chunks, {}, thread,
+          x, nullptr, 0, rows, kHidden, layers, space, cosines.data(), sines.data(), kDim, 1, slots.data(), chunks, {}, {}, thread,
           threads);
     });
   }

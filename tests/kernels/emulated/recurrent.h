@@ -27,7 +27,7 @@ inline void print_recurrent() {
     gate_row(steps.data(), nullptr, nullptr, kind, {0, int64_t(steps.size())}, int64_t(steps.size()), gates.data());
     add(gates);
   }
-  Scan s{states.data(), nullptr, first, read, write, 1, heads, 1, keys, values, value.data(), steps.data(),
+  Scan s{states.data(), first, read, write, 1, heads, 1, keys, values, value.data(), steps.data(),
          rates.data(), beta.data(), queries.data(), prepared.data(), decays.data(), out.data()};
   for (int64_t row = 0; row < rows; ++row) prepare_row(s, row, query.data(), key.data(), 0.25f, 1e-6f, heads);
   scan<Decay::head, true>(s, local.data(), 1, 0, 1);

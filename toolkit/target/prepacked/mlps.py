@@ -30,7 +30,10 @@ _KINDS = (
     (("gate_up_proj",), "down_proj"),
     (("c_fc",), "c_proj"),
     (("fc1",), "fc2"),
+    (("w1", "w3"), "w2"),
+    (("input_linear",), "output_linear"),
 )
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
 
 
 class Mlp(NamedTuple):
@@ -82,7 +85,8 @@ def _linears(collector: WeightCollector, mlp: nn.Module) -> tuple[list[Linear], 
 
 
 def _activation(mlp: nn.Module) -> str:
-    function = next((getattr(mlp, key) for key in ("act_fn", "activation_fn", "act") if hasattr(mlp, key)), None)
+    # LFM2's are called by name only: who asks compares outputs, too.
+    function = next((getattr(mlp, key) for key in _ACTIVATION_NAMES if hasattr(mlp, key)), F.silu)
     # Large values, too: some activations differ only in a bound.
     points = torch.cat([torch.linspace(-8, 8, 129), torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])])
     curve = None if function is None else tried(function, points)

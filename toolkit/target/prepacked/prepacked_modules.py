@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm, apply_norm
+from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm, RecurrentRows, apply_norm
 from arbordraft.kernels.prepacked_linear import prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.target.attention import Forward
 from arbordraft.target.prepacked.rotation import apart
+from arbordraft.target.states import WHOLE
 
 
 class PrepackedLayers(nn.Module):
@@ -22,11 +23,18 @@ class PrepackedLayers(nn.Module):
         layers: weights of the layers in order; empty if an earlier call has computed this layer.
         first: index of the first layer.
         side_by_side: whether the model puts the two cosines or sines of a pair of channels next to each other.
+        rest: values that the model's layers return after their output, in a tuple; ``None`` for the output alone.
     """
 
-    def __init__(self, layers: Sequence[LayerWeights], first: int = 0, side_by_side: bool = False) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        first: int = 0,
+        side_by_side: bool = False,
+        rest: tuple[Any, ...] | None = None,
+    ) -> None:
         super().__init__()
-        self.layers, self.side_by_side = list(layers), side_by_side
+        self.layers, self.side_by_side, self._rest = list(layers), side_by_side, rest
         self.indices = range(first, first + len(layers))
         self._runs = {len(layers): LayerRun(layers)}
 
@@ -38,10 +46,15 @@ class PrepackedLayers(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         **__: Any,
-    ) -> Tensor:
-        """Maps ``[1, T, H]`` to ``[1, T, H]``; takes the arguments of the model's own layers."""
+    ) -> Any:
+        """Takes the arguments of the model's own layers, and returns their output as these do; see :meth:`run`."""
         if any(isinstance(given, Tensor) for given in (attention_mask, *others)):
             raise ValueError("prepacked layers take their mask from the batch, but the model made one of its own")
+        out = self.run(hidden_states, ragged, position_embeddings)
+        return out if self._rest is None else (out, *self._rest)
+
+    def run(self, hidden_states: Tensor, ragged: Forward, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Maps ``[1, T, H]`` to ``[1, T, H]``."""
         depth = self.indices.stop if ragged.depth is None else ragged.depth
         indices = self.indices[: max(0, depth - self.indices.start)]
         if not indices:
@@ -49,20 +62,37 @@ class PrepackedLayers(nn.Module):
         run = self._runs.get(len(indices))
         if run is None:
             run = self._runs[len(indices)] = LayerRun(self.layers[: len(indices)])
-        pools = [
-            ragged.cache.pools(index, (layer.kv_heads, layer.dim), hidden_states)
-            for index, layer in zip(indices, run.layers, strict=True)
-        ]
+        pools, lineage = memory_of(ragged, run.layers, indices, hidden_states)
         ragged.layers.update(dict.fromkeys(indices))
         wanted = [index for index in indices if index in ragged.hidden]
         taps = [indices.index(index) for index in wanted]
         tables = position_embeddings
         tables = apart(tables) if self.side_by_side and tables is not None else tables
-        out, inputs = run(hidden_states, pools, tables, ragged.batch, taps)
+        out, inputs = run(hidden_states, pools, tables, ragged.batch, taps, lineage=lineage)
+        if lineage is not None:
+            ragged.state_rows.keep()
         ragged.hidden.update(zip(wanted, inputs, strict=True))
         if indices.stop == ragged.depth:
             out = ragged.last = out if ragged.after_layers is None else ragged.after_layers(out)
         return out
+
+
+def memory_of(
+    ragged: Forward, layers: Sequence[LayerWeights], indices: Sequence[int], hidden: Tensor
+) -> tuple[list[tuple[Tensor, Tensor]], RecurrentRows | None]:
+    """Returns keys and values of layers, or windows and states of recurrent ones, and the rows that these see."""
+    recurrences = {
+        (index, WHOLE): layer.recurrence
+        for index, layer in zip(indices, layers, strict=True)
+        if layer.recurrence is not None
+    }
+    states, lineage = ragged.state_rows.layers(recurrences, hidden) if recurrences else ({}, None)
+    return [
+        states[index, WHOLE]
+        if layer.recurrence is not None
+        else ragged.cache.pools(index, (layer.kv_heads, layer.dim), hidden)
+        for index, layer in zip(indices, layers, strict=True)
+    ], lineage
 
 
 class PrepackedNorm(nn.Module):
@@ -122,4 +152,4 @@ def prepack_linears(module: nn.Module, leave: str = "") -> None:
             prepack_linears(child)
 
 
-__all__ = ["PrepackedGatedMLP", "PrepackedLayers", "PrepackedNorm", "prepack_linears"]
+__all__ = ["PrepackedGatedMLP", "PrepackedLayers", "PrepackedNorm", "memory_of", "prepack_linears"]

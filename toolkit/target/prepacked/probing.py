@@ -39,10 +39,12 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 def hooked(module: nn.Module) -> bool:
     """Returns whether the module or a part has hooks or a replaced forward, which a kernel would not call."""
-    return any(
-        active_hooks(part._forward_hooks) or active_hooks(part._forward_pre_hooks) or "forward" in vars(part)
-        for part in module.modules()
-    )
+    return any(own_hooks(part) or "forward" in vars(part) for part in module.modules())
+
+
+def own_hooks(module: nn.Module) -> bool:
+    """Returns whether the module itself has hooks."""
+    return bool(active_hooks(module._forward_hooks) or active_hooks(module._forward_pre_hooks))
 
 
 def is_gated(norm: nn.Module) -> bool:

@@ -17,18 +17,22 @@ from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Norm
 from arbordraft.kernels.prepacked_linear import LANES
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import AttentionCall, Forward
+from arbordraft.target.mixers import is_ours
 from arbordraft.target.observation import LayerCall, fresh_cache
 from arbordraft.target.prepacked.mlps import is_mlp, mlp_of, single
+from arbordraft.target.prepacked.prepacked_modules import memory_of
 from arbordraft.target.prepacked.probing import (
     TOLERANCE,
     Unrecognised,
     distance,
     hooked,
     noise,
+    own_hooks,
     parts_named,
     tried,
     widened,
 )
+from arbordraft.target.prepacked.recurrences import is_recurrent, mixer_of
 from arbordraft.target.prepacked.rotation import Rotation, apart, side_by_side
 from arbordraft.target.prepacked.weight_collector import WeightCollector
 
@@ -36,6 +40,7 @@ from arbordraft.target.prepacked.weight_collector import WeightCollector
 # that leads back, and the places of norms.
 _ATTENTIONS = (
     (("q_proj", "k_proj", "v_proj"), "o_proj"),
+    (("q_proj", "k_proj", "v_proj"), "out_proj"),
     (("q_proj", "k_proj", "v_proj"), "dense"),
     (("qkv_proj",), "o_proj"),
     (("c_attn",), "c_proj"),
@@ -45,6 +50,8 @@ _NORM_PLACES = {
     for places in (
         {"pre_attention": "input_layernorm"},  # the MLP reads the same norm
         {"pre_attention": "input_layernorm", "pre_mlp": "post_attention_layernorm"},
+        {"pre_attention": "input_layernorm", "pre_mlp": "pre_ff_layernorm"},
+        {"pre_attention": "operator_norm", "pre_mlp": "ffn_norm"},
         {"pre_attention": "ln_1", "pre_mlp": "ln_2"},
         {
             "pre_attention": "input_layernorm",
@@ -65,73 +72,148 @@ _INTERNALS = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def layer_of(
-    collector: WeightCollector, layer: nn.Module, call: AttentionCall, rotation: Rotation | None
+    collector: WeightCollector, layer: nn.Module, call: AttentionCall | None, rotation: Rotation | None
 ) -> LayerWeights:
-    """Extracts and packs the weights of a decoder layer."""
+    """Extracts and packs the weights of a decoder layer.
+
+    Args:
+        collector: packs them.
+        layer: the layer.
+        call: its call of the attention interface; ``None`` if it has a recurrent mixer.
+        rotation: rotation of its queries and keys.
+
+    Raises:
+        Unrecognised: if the layer has parts that the kernel does not know.
+    """
     children = dict(layer.named_children())
-    attention_name = next((name for name, child in children.items() if parts_named(child, _ATTENTIONS)), "")
+    mixes = is_recurrent if call is None else _is_attention
+    mixer_name = next((name for name, child in children.items() if mixes(child)), "")
     mlp_name = next((name for name, child in children.items() if is_mlp(child)), "")
-    blocks = {attention_name, mlp_name}
+    blocks = {mixer_name, mlp_name}
     others = frozenset(
         n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
     )
-    if "" in blocks or others not in _NORM_PLACES or hooked(layer) or layer._parameters or list(layer.buffers()):
+    own = call is None and mixer_name  # its forward is ours
+    replaced = own_hooks(layer) or "forward" in vars(layer)
+    replaced = replaced or any(hooked(child) for name, child in children.items() if name != own)
+    if "" in blocks or others not in _NORM_PLACES or replaced or layer._parameters or list(layer.buffers()):
         raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
-    attention = children[attention_name]
+    places = {place: (layer, name) for place, name in _NORM_PLACES[others].items()}
+    mixer = children[mixer_name]
+    if call is None:
+        parts = _recurrent(collector, mixer, places)
+    else:
+        parts = _attention(collector, mixer, call, rotation, places)
+    mlp = mlp_of(collector, children[mlp_name])
+    residual = float(getattr(layer, "residual_multiplier", 1.0))
+    if residual != 1.0 and mlp.experts is not None:
+        raise Unrecognised(f"{type(layer).__name__} scales the outputs of experts")
+    return LayerWeights(
+        **parts,
+        gate_up=mlp.gate_up,
+        down=mlp.down,
+        table=0,
+        inner=mlp.inner,
+        activation=mlp.activation,
+        parallel=places.keys().isdisjoint({"pre_mlp", "post_mlp"}),
+        experts=mlp.experts,
+        residual=residual,
+    )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return parts_named(module, _ATTENTIONS) is not None
+
+
+def _recurrent(
+    collector: WeightCollector, module: nn.Module, places: dict[str, tuple[nn.Module, str]]
+) -> dict[str, Any]:
+    """Returns the parts of a layer with a recurrent mixer, besides its MLP."""
+    mixer = mixer_of(collector, module)
+    norms, epsilon = _norms(collector, places, mixer.out.outputs, None, lambda rows: rows)
+    return {
+        **norms,
+        "qkv": mixer.into,
+        "out": mixer.out,
+        "recurrence": mixer.recurrence,
+        "sinks": None,
+        "heads": 0,
+        "kv_heads": 0,
+        "dim": 0,
+        "window": None,
+        "rotary": False,
+        "epsilon": epsilon,
+        "scale": 1.0,
+        "softcap": None,
+    }
+
+
+def _attention(
+    collector: WeightCollector,
+    attention: nn.Module,
+    call: AttentionCall,
+    rotation: Rotation | None,
+    places: dict[str, tuple[nn.Module, str]],
+) -> dict[str, Any]:
+    """Returns the parts of a layer with attention, besides its MLP; adds the norms of heads to ``places``."""
     names = parts_named(attention, _ATTENTIONS)
     qkv, out = collector.linears(attention, *names[0]), collector.linear(attention, names[1])
-    mlp = mlp_of(collector, children[mlp_name])
-    hidden, rotary_rows = len(out.weight), (call.heads + call.kv_heads) * call.dim
-    fits = sum(len(linear.weight) for linear in qkv) == rotary_rows + call.kv_heads * call.dim
-    fits = fits and out.weight.shape[1] == call.heads * call.dim and call.value_dim == call.dim
+    hidden, queries, keys = len(out.weight), call.heads * call.dim, call.kv_heads * call.dim
+    closing = sum(len(linear.weight) for linear in qkv) == 2 * (queries + keys)
+    fits = closing or sum(len(linear.weight) for linear in qkv) == queries + 2 * keys
+    fits = fits and out.weight.shape[1] == queries and call.value_dim == call.dim
     if call.dim % LANES or hidden % LANES or not fits:
-        raise Unrecognised(f"{type(layer).__name__} has sizes that the kernel does not know")
+        raise Unrecognised(f"{type(attention).__name__} has sizes that the kernel does not know")
 
     def in_order(rows: Tensor) -> Tensor:
         return rows if rotation is None else rotation.in_halves(rows, call.dim)
 
-    places = {place: (layer, name) for place, name in _NORM_PLACES[others].items()}
+    def all_in_order(rows: Tensor) -> Tensor:
+        gates = rows[:0]
+        if closing:  # every head's queries are followed by its gates
+            both = rows[: 2 * queries].unflatten(0, (call.heads, 2, call.dim))
+            gates = both[:, 1].flatten(0, 1)
+            rows = torch.cat([both[:, 0].flatten(0, 1), rows[2 * queries :]])
+        return torch.cat([in_order(rows[: queries + keys]), rows[queries + keys :], gates])
+
     for part in ("query", "key"):
-        if not isinstance(getattr(attention, f"{part[0]}_norm", None), (type(None), nn.Identity)):
-            places[f"{part}_norm"] = (attention, f"{part[0]}_norm")
+        for name in (f"{part[0]}_norm", f"{part[0]}_layernorm"):
+            if not isinstance(getattr(attention, name, None), (type(None), nn.Identity)):
+                places[f"{part}_norm"] = (attention, name)
     norms, epsilon = _norms(collector, places, hidden, call, in_order)
     collector.remember(attention)  # for parameters of its own
-    return LayerWeights(
-        qkv=collector.matrix(qkv, lambda rows: torch.cat([in_order(rows[:rotary_rows]), rows[rotary_rows:]])),
-        out=collector.matrix([out]),
-        gate_up=mlp.gate_up,
-        down=mlp.down,
-        table=0,
+    return {
         **norms,
-        sinks=None if call.sinks is None else call.sinks.detach().to(torch.float32, copy=True),
-        heads=call.heads,
-        kv_heads=call.kv_heads,
-        dim=call.dim,
-        inner=mlp.inner,
-        activation=mlp.activation,
-        window=call.window,
-        rotary=rotation is not None,
-        epsilon=epsilon,
-        scale=call.scale,
-        softcap=call.softcap,
-        parallel=places.keys().isdisjoint({"pre_mlp", "post_mlp"}),
-        experts=mlp.experts,
-    )
+        "qkv": collector.matrix(qkv, all_in_order),
+        "out": collector.matrix([out]),
+        "sinks": None if call.sinks is None else call.sinks.detach().to(torch.float32, copy=True),
+        "heads": call.heads,
+        "kv_heads": call.kv_heads,
+        "dim": call.dim,
+        "window": call.window,
+        "rotary": rotation is not None,
+        "epsilon": epsilon,
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "closing": closing,
+    }
 
 
 def _norms(
     collector: WeightCollector,
     places: dict[str, tuple[nn.Module, str]],
     hidden: int,
-    call: AttentionCall,
+    call: AttentionCall | None,
     in_order: Callable[[Tensor], Tensor],
 ) -> tuple[dict[str, Norm | None], float]:
     """Returns the norms of a layer, with channels of head norms in order, and their common epsilon."""
     found = {place: collector.norm(owner, name) for place, (owner, name) in places.items()}
     norms = {place: found[place][0] if place in found else None for place in LayerWeights.NORMS}
     sizes = {place: len(norm.weight) for place, norm in norms.items() if norm}
-    of_heads = sizes.pop("query_norm", call.dim), sizes.pop("key_norm", call.dim)
-    known = of_heads in ((call.dim, call.dim), (call.heads * call.dim, call.kv_heads * call.dim))
+    known = True
+    if call is not None:
+        of_heads = sizes.pop("query_norm", call.dim), sizes.pop("key_norm", call.dim)
+        known = of_heads in ((call.dim, call.dim), (call.heads * call.dim, call.kv_heads * call.dim))
     epsilons = {epsilon for _, epsilon in found.values()}
     if not known or {hidden, *sizes.values()} != {hidden} or len(epsilons) > 1:
         raise Unrecognised("its norms have other sizes, or several epsilons")
@@ -151,35 +233,47 @@ def same_mlp(mlp: nn.Module, run: Any) -> bool:
 
 
 def same_layer(
-    index: int, call: LayerCall, attention: AttentionCall, batch: RaggedBatch, rotation: Rotation | None
+    index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch, rotation: Rotation | None
 ) -> bool:
     """Returns whether the kernel agrees with a float32 copy of the layer, on its observed input and on noise.
 
-    The layer must call our attention.
+    The layer must call our attention, or be recurrent and run our operators.
 
     Raises:
         Unrecognised: if the layer has parts that the kernel does not know.
     """
     wide = widened(call.layer)
-    wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())
-    run = LayerRun([layer_of(WeightCollector(), wide, wide_attention, rotation)])
+    if attention is not None and attention.sinks is not None:
+        attention = attention._replace(sinks=attention.sinks.float())
+    weights = layer_of(WeightCollector(), wide, attention, rotation)
+    run = LayerRun([weights])
     kwargs = _widened(call.kwargs)
     given = _widened(call.args[0] if call.args else kwargs.pop("hidden_states"))
     tables = kwargs.get("position_embeddings")
     tables = apart(tables) if side_by_side(tables) else tables
     for x in (given, noise(*given.shape)):
         kwargs["ragged"] = Forward(batch, fresh_cache(batch))
-        expected = tried(wide, x, *call.args[1:], **kwargs)
-        pools = [fresh_cache(batch).pools(index, (attention.kv_heads, attention.dim), x)]
-        output, _ = run(x, pools, tables, batch)
+        expected = tried(partial(_output, wide), x, *call.args[1:], **kwargs)
+        pools, lineage = memory_of(Forward(batch, fresh_cache(batch)), [weights], [index], x)
+        output, _ = run(x, pools, tables, batch, lineage=lineage)
         if expected is None or not distance(output - x, expected - x) < TOLERANCE:
             return False
     return True
 
 
+def _output(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Returns the output of a layer that may return it in a tuple, followed by nothing."""
+    found = layer(*args, **kwargs)
+    return found[0] if isinstance(found, tuple) else found
+
+
 def settings(module: nn.Module) -> Any:
     """Returns a key of a module's settings: equal for modules that differ in weights and layer index only."""
-    own = {k: _settings_key(value) for k, value in vars(module).items() if k not in _INTERNALS and k != "layer_idx"}
+    own = {
+        k: _settings_key(value)
+        for k, value in vars(module).items()
+        if k not in _INTERNALS and k != "layer_idx" and not is_ours(value)
+    }
     shapes = [(name, tensor.shape) for name, tensor in module._parameters.items() if tensor is not None]
     inner = [(name, settings(child)) for name, child in module.named_children()]
     return type(module), tuple(sorted(own.items())), tuple(shapes), tuple(inner)

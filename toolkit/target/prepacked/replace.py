@@ -66,7 +66,7 @@ class Prepacking:
             for index, call in enumerate(seen.layers)
         ]
         self.fused = sum(layer is not None for layer in self._layers)
-        self._originals = [call.layer for call in seen.layers]
+        self._originals, self._rest = [call.layer for call in seen.layers], [call.rest for call in seen.layers]
         self._place = seen.place
         # One call for neighbouring layers to which the model hands the same tables.
         self._tables = [call.kwargs.get("position_embeddings") for call in seen.layers]
@@ -96,7 +96,9 @@ class Prepacking:
         return layers if self._together else None
 
     def layers(self) -> tuple[list[LayerWeights], list[RotaryTables]] | None:
-        """Returns all of the model's layers and their rotary tables, or ``None`` unless all layers are fused."""
+        """Returns all layers and their rotary tables; ``None`` unless all are fused, and none is recurrent."""
+        if any(layer is not None and layer.recurrence is not None for layer in self._layers):
+            return None
         places: dict[int, int] = {}
         for table in self._tables:
             places.setdefault(id(table), len(places))
@@ -159,20 +161,21 @@ class Prepacking:
         for run in self._runs:
             layers = [layer for layer in self._layers[run[0] : run[-1] + 1] if layer]
             if layers:
-                yield PrepackedLayers(layers, run[0], side_by_side(self._tables[run[0]]))
+                yield PrepackedLayers(layers, run[0], side_by_side(self._tables[run[0]]), self._rest[run[0]])
             else:
                 yield self._originals[run[0]]
             if not self._together:
-                yield from (PrepackedLayers((), index) for index in run[1:])
+                yield from (PrepackedLayers((), index, rest=self._rest[index]) for index in run[1:])
 
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
     ) -> LayerWeights | None:
-        if attention is None:
+        if any(value is not None for value in call.rest or ()):
             return None
-        kind = (settings(call.layer), attention[:-1])
+        kind = (settings(call.layer), attention and attention[:-1])
+        tables = None if attention is None else call.kwargs.get("position_embeddings")
         try:
-            for rotation in rotations(call.kwargs.get("position_embeddings")):
+            for rotation in rotations(tables):
                 if (kind, rotation) not in self._proven:
                     self._proven[kind, rotation] = same_layer(index, call, attention, batch, rotation)
                 if self._proven[kind, rotation]:

@@ -1,7 +1,7 @@
 """Runs a model's own torch functions so that no row's bits depend on the other rows, where that is possible.
 
 Torch rounds some functions of a number by its place in a tensor, and sums in an order that depends on the shape. Around
-recurrent layers, which no kernel runs as a whole, models call a few of them. Here they get one definition, in terms of
+recurrent layers that no kernel runs as a whole, models call a few of them. Here they get one definition, in terms of
 operations that IEEE 754 defines (:mod:`arbordraft.kernels.recurrent_tree`).
 """
 

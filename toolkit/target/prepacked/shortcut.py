@@ -62,7 +62,7 @@ class Shortcut:
     def __call__(self, tokens: Tensor, positions: Tensor, run: Forward, rows: Tensor | None) -> Tensor:
         """Returns ``[R, V]`` logits of the wanted rows of ``[1, T]`` tokens."""
         x = self.embedding(tokens)
-        x = self.norm(self.layers(x, ragged=run, position_embeddings=self.rotary(x, positions)))
+        x = self.norm(self.layers.run(x, run, self.rotary(x, positions)))
         if (last := self.layers.indices.stop) in run.hidden:
             run.hidden[last] = x[0]
         logits: Tensor = self.head(x if rows is None else x[:, rows])[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import Matrix, Norm
-from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
+from arbordraft.kernels.decoder_layers.norms import apply_norm_reference
 from arbordraft.kernels.prepacked_linear import Allocate, pack_rows
 from arbordraft.target.prepacked.adapters import has_adapters, merged
 from arbordraft.target.prepacked.gguf_blocks import blocks_of, check_readable

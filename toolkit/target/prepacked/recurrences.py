@@ -1,0 +1,167 @@
+"""Extracts and packs recurrent mixers of layers: short convolutions, Mamba-2 and gated delta nets.
+
+Shapes: H heads, G key heads, K keys and V values of a head, C channels of a convolution, O outputs of a linear.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels.decoder_layers import Matrix, Recurrence
+from arbordraft.kernels.prepacked_linear import LANES
+from arbordraft.target.prepacked.probing import Unrecognised, hooked, own_hooks, plain
+from arbordraft.target.prepacked.weight_collector import WeightCollector
+
+
+class Mixer(NamedTuple):
+    """A recurrent mixer and the matrices before and after it."""
+
+    into: Matrix
+    out: Matrix
+    recurrence: Recurrence
+
+
+# By the linears that read hidden states.
+_Extract = Callable[[WeightCollector, Any], tuple[Recurrence, Callable[[Tensor], Tensor]]]
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Returns whether a module has the parts of a recurrent mixer."""
+    return _kind_of(module) is not None
+
+
+def mixer_of(collector: WeightCollector, mixer: Any) -> Mixer:
+    """Packs a mixer that :func:`is_recurrent` found.
+
+    Raises:
+        Unrecognised: if the module has other parts.
+    """
+    kind = _kind_of(mixer)
+    assert kind is not None
+    names, extract = kind
+    parts = {"in_proj", "out_proj", "norm", "conv", "conv1d", "act", *names}
+    others = [name for name, _ in mixer.named_children() if name not in parts]
+    if others or own_hooks(mixer) or any(map(hooked, mixer.children())) or list(mixer.buffers()):
+        raise Unrecognised(f"{type(mixer).__name__} has parts of another kind")
+    recurrence, order = extract(collector, mixer)
+    into, out = collector.linears(mixer, *names), collector.linear(mixer, "out_proj")
+    if recurrence.channels % LANES or recurrence.values % LANES or out.weight.shape[1] != recurrence.outputs:
+        raise Unrecognised(f"{type(mixer).__name__} has sizes that the kernel does not know")
+    collector.remember(mixer)
+    return Mixer(collector.matrix(into, order), collector.matrix([out]), recurrence)
+
+
+def _kind_of(module: nn.Module) -> tuple[tuple[str, ...], _Extract] | None:
+    """Returns the linears of a mixer that read hidden states, and the function that extracts the mixer."""
+    for names, own, extract in _KINDS:
+        if all(hasattr(module, name) for name in (*names, *own, "out_proj")):
+            return names, extract
+    return None
+
+
+def _unchanged(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _convolution(collector: WeightCollector, mixer: Any, name: str) -> dict[str, Any]:
+    """Returns the weights and biases of a depthwise convolution."""
+    module = getattr(mixer, name)
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    known = type(module) is nn.Conv1d and plain(weight) and weight.shape[1] == 1 and module.groups == len(weight)
+    if not known or module.stride != (1,) or module.dilation != (1,):
+        raise Unrecognised(f"{name} is {type(module).__name__}")
+    collector.remember(module)
+    return {"taps": _wide(weight[:, 0].T), "bias": None if bias is None else _wide(bias)}
+
+
+def _short_convolution(collector: WeightCollector, mixer: Any) -> tuple[Recurrence, Callable[[Tensor], Tensor]]:
+    return Recurrence("convolution", **_convolution(collector, mixer, "conv")), _unchanged
+
+
+def _selective(collector: WeightCollector, mixer: Any) -> tuple[Recurrence, Callable[[Tensor], Tensor]]:
+    size = mixer.num_heads * mixer.head_dim
+    group = getattr(mixer.norm, "group_size", size)
+    recurrence = Recurrence(
+        "selective",
+        **_convolution(collector, mixer, "conv1d"),
+        **_heads(collector, mixer, mixer.num_heads),
+        key_heads=mixer.n_groups,
+        keys=mixer.ssm_state_size,
+        values=mixer.head_dim,
+        skip=_wide(mixer.D),
+        group=group,
+        steps=(float(mixer.time_step_limit[0]), float(mixer.time_step_limit[1])),
+    )
+    if mixer.activation not in ("silu", "swish") or not 0 < group <= size or group % LANES:
+        raise Unrecognised(f"{type(mixer).__name__} has another activation, or norms of another size")
+    return recurrence, _unchanged
+
+
+def _delta(
+    collector: WeightCollector, mixer: Any, order: Callable[[Any, Tensor], Tensor]
+) -> tuple[Recurrence, Callable[[Tensor], Tensor]]:
+    recurrence = Recurrence(
+        "delta",
+        **_convolution(collector, mixer, "conv1d"),
+        **_heads(collector, mixer, mixer.num_v_heads),
+        key_heads=mixer.num_k_heads,
+        keys=mixer.head_k_dim,
+        values=mixer.head_v_dim,
+        group=mixer.head_v_dim,
+    )
+    if mixer.activation not in ("silu", "swish"):
+        raise Unrecognised(f"{type(mixer).__name__} has another activation")
+    return recurrence, partial(order, mixer)
+
+
+def _heads(collector: WeightCollector, mixer: Any, heads: int) -> dict[str, Any]:
+    """Returns the decays and the norm of outputs, which selective mixers and gated delta nets have alike."""
+    weight = mixer.norm._parameters.get("weight")
+    if list(mixer.norm.parameters()) != [weight] or list(mixer.norm.buffers()) or not plain(weight):
+        raise Unrecognised(f"norm is {type(mixer.norm).__name__}")
+    collector.remember(mixer.norm)
+    return {
+        "heads": heads,
+        "rates": -_wide(mixer.A_log).exp(),
+        "step_bias": _wide(mixer.dt_bias),
+        "norm": _wide(weight),
+        "epsilon": float(mixer.norm.variance_epsilon),
+    }
+
+
+def _by_key_head(mixer: Any, rows: Tensor) -> Tensor:
+    """Reorders rows of Qwen3-Next's linears, which lie by key head, as :class:`Recurrence` wants them."""
+    each = mixer.num_v_heads // mixer.num_k_heads
+    width = 2 * mixer.head_k_dim + 2 * each * mixer.head_v_dim
+    large, small = rows.tensor_split([mixer.num_k_heads * width])
+    query, key, value, z = large.unflatten(0, (mixer.num_k_heads, width)).split(
+        [mixer.head_k_dim, mixer.head_k_dim, each * mixer.head_v_dim, each * mixer.head_v_dim], dim=1
+    )
+    parts = z, query, key, value, *small.unflatten(0, (mixer.num_k_heads, 2 * each)).split(each, dim=1)
+    return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def _gates_first(mixer: Any, rows: Tensor) -> Tensor:
+    """Moves the gates of Qwen3.5's linears before queries, keys and values."""
+    mixed, z, rest = rows.tensor_split([mixer.conv_dim, mixer.conv_dim + mixer.value_dim])
+    return torch.cat([z, mixed, rest])
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Returns a contiguous copy in float32, which does not follow later changes."""
+    return tensor.detach().to(torch.float32, copy=True).contiguous()
+
+
+_STATES = ("conv1d", "norm", "A_log", "dt_bias")
+_KINDS: tuple[tuple[tuple[str, ...], tuple[str, ...], _Extract], ...] = (
+    (("in_proj_qkvz", "in_proj_ba"), _STATES, partial(_delta, order=_by_key_head)),
+    (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _STATES, partial(_delta, order=_gates_first)),
+    (("in_proj",), (*_STATES, "D", "time_step_limit"), _selective),
+    (("in_proj",), ("conv",), _short_convolution),
+)
+
+
+__all__ = ["Mixer", "is_recurrent", "mixer_of"]
