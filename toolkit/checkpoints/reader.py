@@ -39,7 +39,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if path.suffix in PICKLES and path.is_file():
         raise ValueError(f"{path} is pickled, and loading it could run anything; name a folder with {WEIGHTS}")
     try:
-        config = json.loads((path / CONFIG).read_text())
+        config = json.loads((path / CONFIG).read_text(), object_hook=_number)
         kind = config["model_type"] if "model_type" in config else config["class"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
@@ -50,6 +50,11 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(kind, str):
         raise ValueError(f"{path} holds no trained drafter and no model: its {CONFIG} gives {kind!r} as its kind")
     return dict(config)
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """Returns a number that JSON lacks, which transformers writes as an object, or any other object as it is."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
