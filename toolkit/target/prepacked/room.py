@@ -92,6 +92,11 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     for ours, name in _SETTINGS.items():
         value = file.setting(name)
         found[ours] = max(value) if isinstance(value, list) else value
+    heads = file.setting("attention.head_count_kv")
+    if isinstance(heads, list):  # recurrent layers have none
+        found["num_hidden_layers"] = sum(map(bool, heads))
+    elif interval := file.setting("full_attention_interval"):
+        found["num_hidden_layers"] = found["num_hidden_layers"] // interval
     return found
 
 
