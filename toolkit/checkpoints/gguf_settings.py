@@ -180,7 +180,8 @@ def _unnamed(file: GgufFile, kind: str, settings: dict[str, Any]) -> dict[str, A
     if kind == "lfm2":  # the length is that of the weights, which the configuration would shrink again
         heads = _needed(file, "attention.head_count_kv")
         kinds = [
-            "full_attention" if count else "conv" for count in (heads if isinstance(heads, list) else [1] * layers)
+            "full_attention" if count else "conv"
+            for count in (heads if isinstance(heads, list) else [1] * _needed(file, "block_count"))
         ]
         return {
             "layer_types": kinds,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from arbordraft.utils.pages import drop_pages
@@ -84,16 +83,16 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     raise ValueError(f"{path} has no {WEIGHTS}: it is not complete; copy or publish it again")
 
 
-def read_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Returns all weights of a folder, by name.
+def read_tensors(folder: str | os.PathLike[str], prefix: str = "") -> dict[str, Tensor]:
+    """Returns the weights of a folder whose names begin with ``prefix``, by name.
 
     Raises:
         ValueError: if a file is missing, truncated or damaged, or holds NaN or infinities.
     """
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        with _explained(file):
-            tensors |= load_file(file)
+        with _explained(file), safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys() if name.startswith(prefix)}  # noqa: SIM118
     check_finite(tensors, folder)
     return tensors
 

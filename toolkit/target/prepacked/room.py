@@ -88,7 +88,7 @@ def _converted(stored: Mapping[str, tuple[str, tuple[int, ...]]], own: str) -> I
 
 def _settings(file: GgufFile) -> dict[str, Any]:
     """Returns the sizes of a file's model under transformers' names; of sizes that differ by layer, the largest."""
-    found = {"tie_word_embeddings": "output.weight" not in file.tensors}
+    found: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in file.tensors}
     for ours, name in _SETTINGS.items():
         value = file.setting(name)
         found[ours] = max(value) if isinstance(value, list) else value
@@ -133,7 +133,7 @@ def _attention_layers(config: Mapping[str, Any]) -> int | None:
     """Returns how many layers have keys and values; ``None`` if the configuration does not tell."""
     from transformers import CONFIG_MAPPING
 
-    if (kind := config.get("model_type")) in CONFIG_MAPPING:
+    if (kind := str(config.get("model_type"))) in CONFIG_MAPPING:
         kinds = getattr(CONFIG_MAPPING[kind].from_dict(dict(config)), "layer_types", None)
         if kinds is not None:
             return sum(one not in _WITHOUT_ROWS for one in kinds)
