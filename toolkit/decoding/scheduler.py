@@ -207,7 +207,8 @@ class Scheduler:
             if self.reuse and not self.state.fixed_batch and sample.failure is None and not sample.num_unprefilled:
                 self._kept[sample.number] = sample
                 sample.drop_prediction()
-                if len(self._kept) > _KEPT * self.max_samples:
+                kept = 1 if self.stepper.target.recurrent else _KEPT  # states take the memory of many rows
+                if len(self._kept) > kept * self.max_samples:
                     self.stepper.remove(self.state, self._kept.popitem(last=False)[1])
             else:
                 self.stepper.remove(self.state, sample)
