@@ -62,7 +62,7 @@ def load(
             - ``ngram``: lookups; ``none``: no drafts.
             - ``self``: the target's own layers with weights of fewer bits, on a CPU. ``self:int4`` and ``self:int8``
               choose the bits.
-            - ``mtp``: the layer for multi-token prediction that DeepSeek-V3, GLM-4-MoE and others have.
+            - ``mtp``: the layer for multi-token prediction that DeepSeek-V3, GLM-4-MoE, Qwen3.5 and others have.
             - ``early-exit:LAYERS``: the target's own first layers.
             - ``MODULE:CLASS``: your own drafter, a class or function that is called with the target.
             - ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``: a drafter that a training registered in MLflow.

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.constrained import decoded
 from support.models import PROMPTS, decode, fusable, tiny, varied
+from support.recurrent_models import ROW_WISE, recurrent
 from support.spellers import SPEAKER_VOCAB, speller_tokenizer
 from transformers import LogitsProcessorList
 
@@ -21,6 +22,7 @@ from arbordraft.heads.eagle import EagleHead
 from arbordraft.kernels.decoder_layers import Matrix
 from arbordraft.kernels.draft_tree import DraftRun
 from arbordraft.kernels.prepacked_linear import pack
+from arbordraft.target.states import RecurrentStates
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -320,3 +322,54 @@ def test_names_select_the_weights():
 def test_invalid_arguments_are_refused(make, error, match):
     with pytest.raises(error, match=match):
         make()
+
+
+# Recurrent targets
+
+
+def states_by_length(made, **request):
+    """Returns the tokens of a decode, and the bytes of every sample's states by sample and length."""
+    found = {}
+
+    def watch(state, tree, verdict):
+        memory = state.cache._states
+        for sample in filter(None, state.samples):
+            slot = memory._samples[sample.handle].slot
+            bits = b"".join(pool[slot].contiguous().view(torch.uint8).numpy().tobytes() for pool in memory._pools())
+            found[sample.number, state.cache.length(sample.handle)] = bits
+
+    made.on_step = watch
+    return decode(made, max_new_tokens=20, **request)[0], found
+
+
+@pytest.fixture(scope="module", params=["lfm2", "mamba2", "granitemoehybrid", "qwen3_5_text"])
+def recurrent_target(request):
+    model = recurrent(request.param, **ROW_WISE[request.param]).to(torch.bfloat16)
+    return ad.RaggedModel(model, kernels="native", row_invariant=True)
+
+
+@pytest.mark.parametrize("topology", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("request_", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_states_of_the_target_keep_their_bits(recurrent_target, request_, topology):
+    expected, plain = states_by_length(ad.builders.plain(recurrent_target), **request_)
+    found, states = states_by_length(decoder(recurrent_target, "int4", topology, ad.Coupling.shared(2)), **request_)
+    assert found == expected
+    assert len(states) > 9
+    assert len(set(plain.values())) > 50
+    assert all(plain[place] == bits for place, bits in states.items())
+
+
+def test_states_that_the_drafter_computed_would_be_seen(recurrent_target, monkeypatch):
+    """Negative control: dropped drafts leave the state after the root, which the drafter computed ahead."""
+    _, plain = states_by_length(ad.builders.plain(recurrent_target))
+    commit = RecurrentStates.commit
+
+    def wrong(self, kept, lengths):
+        for sample in (self._samples[handle] for handle, rows in kept.items() if not rows):
+            if sample.ahead is not None:
+                sample.slot, sample.ahead = sample.ahead, sample.slot
+        commit(self, kept, lengths)
+
+    monkeypatch.setattr(RecurrentStates, "commit", wrong)
+    _, states = states_by_length(decoder(recurrent_target, "int4"))
+    assert any(plain.get(place) != bits for place, bits in states.items())

@@ -94,6 +94,7 @@ from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.verifiers import KSeq, LongestBranch, OptimalTransport, TopTailRule, TypicalAcceptance
 from support.models import generated, tiny
 from support.native_drafters import new_head
+from support.shrunken import RECURRENT, shrunken
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "behaviour.txt"
 CHUNKS = 16
@@ -160,8 +161,11 @@ def sharpened(model: Any, factor: float) -> Any:
 
 
 def network(architecture: str, seed: int = 0, **settings: Any) -> Any:
-    sizes = {"vocab_size": VOCAB, "head_dim": 16, "max_position_embeddings": 160, **settings}
-    return sharpened(filled(tiny(architecture, **sizes), seed), 1.5)
+    if architecture in RECURRENT:
+        model = shrunken(architecture, vocab_size=VOCAB, **{**RECURRENT[architecture], **settings})
+    else:
+        model = tiny(architecture, **{"vocab_size": VOCAB, "head_dim": 16, "max_position_embeddings": 160, **settings})
+    return sharpened(filled(model, seed), 1.5)
 
 
 @cache
@@ -210,6 +214,8 @@ def drafter(kind: str, variant: str, architecture: str, kernels: str) -> Drafter
         case "model" if other:
             small = network("llama", seed=3, num_hidden_layers=1, vocab_size=VOCAB + 8)
             return LanguageModelDrafter(wrapped(small, kernels), same_tokenizer=True)
+        case "model" if variant == "recurrent":
+            return LanguageModelDrafter(wrapped(network("mamba2", seed=3), kernels), same_tokenizer=True)
         case "model":
             return LanguageModelDrafter(wrapped(similar(architecture), kernels), same_tokenizer=True)
         case "exit":
@@ -438,6 +444,38 @@ def configurations() -> dict[str, Configuration]:
     return {one.name: one for one in found if one.name not in FRAGILE}
 
 
+# Models with recurrent layers
+
+STATEFUL = {
+    "target": ("lfm2", "qwen3_next", "mamba2", "granitemoehybrid", "jamba", "llama"),
+    "drafter": ("ngram", "model", "ngram>model", "eagle", "grammar>ngram"),
+    "coupling": ("shared2", "fixed3+match", "wor2+lifted-rrs", "iid2+k-seq"),
+}
+_OTHERS: dict[str, Sequence[str]] = {  # taken in turn
+    "kernels": 4 * ("torch",) + 4 * ("native",),
+    "variant": 8 * ("main",) + 8 * ("other",),
+    "mode": ("engine-reuse", "batch3", "engine8"),
+    "settings": ("greedy", "t1", "t.7,top-k", "greedy,penalty", "t1,top-p"),
+    "decider": ("whole", "confidence", "dear", "depth2", "survival", "free", "average"),
+}
+
+
+@cache
+def stateful() -> dict[str, Configuration]:
+    """Returns configurations of targets with recurrent layers by name, and of llama with such a draft model."""
+    found = []
+    for number, (of, kind, coupling) in enumerate(product(*STATEFUL.values())):
+        if not valid(kind, coupling, "whole") or (of == "llama" and "model" not in kind):
+            continue
+        turn = {axis: values[number % len(values)] for axis, values in _OTHERS.items()}
+        turn |= {"tree": "uneven" if coupling in NARROW else "k311", "step": "ragged"}
+        turn["grammar"] = "regex" if kind.startswith("grammar") else "free"
+        if of == "llama":
+            turn["variant"] = "recurrent"
+        found.append(Configuration(target=of, drafter=kind, coupling=coupling, **turn))
+    return {one.name: one for one in found if one.name not in FRAGILE}
+
+
 # Decoders of the builders
 
 
@@ -489,7 +527,7 @@ def built() -> dict[str, Built]:
 
 def everything() -> dict[str, Configuration | Built]:
     """Returns all recorded configurations by name, in the order of the file."""
-    return {**configurations(), **built()}
+    return {**configurations(), **built(), **stateful()}
 
 
 def chunk(number: int) -> list[str]:

@@ -8,8 +8,16 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from support.blocks import ordinary_blocks
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "ab"]
-ARCHITECTURES = {"gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-_ONE_MORE = ("gemma2", "gemma3")  # their norms are stored with 1 added
+ARCHITECTURES = {
+    "falcon_mamba": "mamba",
+    "gemma3_text": "gemma3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_moe": "qwen3moe",
+}
+_ONE_MORE = ("gemma2", "gemma3", "qwen35", "qwen35moe")  # their norms are stored with 1 added
+_FLOATS = ("conv.weight", "conv1d.weight", "ssm_a")  # llama.cpp quantises no such matrices
 _TRANSPOSED = ("c_attn", "c_proj", "c_fc")  # of GPT-2
 
 
@@ -21,6 +29,7 @@ def architecture_of(model):
 def file_name(name, architecture="llama"):
     """Returns the name of a parameter in the file."""
     kind = next(key for key, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
+    name = name.replace(".dt_bias", ".dt_proj.bias")
     return gguf.get_tensor_name_map(kind, 64).get_name(name, try_suffixes=(".weight", ".bias"))
 
 
@@ -42,8 +51,14 @@ def stored(model):
             for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
                 if part in name:  # rotated pairs become neighbours
                     tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        if architecture in _ONE_MORE and name.endswith("norm.weight"):
+        if architecture in _ONE_MORE and name.endswith("norm.weight") and "linear_attn" not in name:
             tensor = tensor + 1
+        if name.endswith("A_log"):
+            tensor = -tensor.exp()
+        if name.endswith((".conv1d.weight", ".conv.conv.weight")):
+            tensor = tensor.squeeze(1)
+        if ".linear_attn." in name and not name.endswith("linear_attn.norm.weight"):
+            tensor = tiled(tensor, name, config)
         if architecture == "gpt2" and name.endswith(".weight") and any(part in name for part in _TRANSPOSED):
             tensor = tensor.T
         if name.endswith("shared_expert_gate.weight"):
@@ -52,13 +67,61 @@ def stored(model):
     return found
 
 
+def tiled(tensor, name, config):
+    """Returns a tensor whose value heads lie as in files: the first ones of all key heads, then the second ones."""
+    heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
+    order = torch.tensor(
+        [group * (heads // groups) + head for head in range(heads // groups) for group in range(groups)]
+    )
+    if "out_proj" in name:
+        return tensor.unflatten(1, (heads, -1))[:, order].flatten(1)
+    keys = 2 * groups * config.linear_key_head_dim if "qkv" in name or "conv1d" in name else 0
+    return torch.cat([tensor[:keys], tensor[keys:].unflatten(0, (heads, -1))[order].flatten(0, 1)])
+
+
+def recurrent_settings(config):
+    """Returns the settings of a model with recurrent layers that other models lack or have otherwise."""
+    kind = config.model_type
+    if kind == "lfm2":
+        heads = [config.num_key_value_heads * (layer == "full_attention") for layer in config.layer_types]
+        return {
+            "attention.head_count_kv": heads,
+            "shortconv.l_cache": config.conv_L_cache,
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+        }
+    if kind in ("mamba", "falcon_mamba"):
+        return {
+            "context_length": 2**20,
+            "feed_forward_length": 0,
+            "attention.head_count": 0,
+            "attention.head_count_kv": None,
+            "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+            "ssm.conv_kernel": config.conv_kernel,
+            "ssm.inner_size": config.intermediate_size,
+            "ssm.state_size": config.state_size,
+            "ssm.time_step_rank": config.time_step_rank,
+            "ssm.dt_b_c_rms": kind == "falcon_mamba",
+        }
+    if kind.startswith("qwen3_5"):
+        return {
+            "full_attention_interval": config.layer_types.index("full_attention") + 1,
+            "rope.dimension_sections": [11, 11, 10, 0],
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.group_count": config.linear_num_key_heads,
+            "ssm.time_step_rank": config.linear_num_value_heads,
+            "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        }
+    return {}
+
+
 def settings_of(config):
     """Returns the settings of an architecture, as llama.cpp's converter writes them."""
-    heads, hidden = config.num_attention_heads, config.hidden_size
+    heads, hidden = getattr(config, "num_attention_heads", 0), config.hidden_size
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     found = {
-        "context_length": config.max_position_embeddings,
+        "context_length": getattr(config, "max_position_embeddings", None),
         "embedding_length": hidden,
         "block_count": config.num_hidden_layers,
         "feed_forward_length": getattr(config, "intermediate_size", None) or 4 * hidden,
@@ -87,6 +150,7 @@ def settings_of(config):
     if rope:
         dim = getattr(config, "head_dim", None) or hidden // heads
         found["rope.dimension_count"] = int(dim * (rope.get("partial_rotary_factor") or 1))
+    found |= recurrent_settings(config)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -115,7 +179,7 @@ def write_gguf(file, model, kinds=(), tokens=LETTERS, fields=(), tensors=()):
             add_field(writer, name, value)
     for name, tensor in (stored(model) | dict(tensors)).items():
         kind = next((kind for part, kind in kinds if part in name), None)
-        if kind is None or tensor.ndim < 2:
+        if kind is None or tensor.ndim < 2 or name.endswith(_FLOATS):
             writer.add_tensor(name, tensor.contiguous().float().numpy())
         else:
             kind = gguf.GGMLQuantizationType[kind]

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from support.models import decode, greedy_reference
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import arbordraft as ad
 from arbordraft.checkpoints.gguf_settings import ARCHITECTURES
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.prepacked.gguf_blocks import FileBlocks
+from arbordraft.target.prepacked.room import needed_memory
 
 pytest.importorskip("gguf")
 from support.gguf_files import LETTERS, architecture_of, write_gguf
@@ -14,6 +18,17 @@ from arbordraft.checkpoints.gguf_file import GgufFile
 from arbordraft.target.prepacked.gguf import load_gguf
 
 TOKENS = torch.arange(12)[None]
+QWEN3_5 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 3,
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.25},
+}
 # By GGUF's name: transformers' name and settings that a reader could miss.
 MODELS = {
     "gemma2": (
@@ -37,7 +52,19 @@ MODELS = {
         },
     ),
     "gpt2": ("gpt2", {"n_positions": 128, "n_inner": 96}),
+    "lfm2": (
+        "lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 4,
+            "norm_eps": 0.01,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
     "llama": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+    "mamba": ("mamba", {"state_size": 8, "expand": 3, "conv_kernel": 3, "time_step_rank": 32}),
     "phi3": (
         "phi3",
         {
@@ -48,6 +75,17 @@ MODELS = {
     "qwen2": ("qwen2", {}),
     "qwen2moe": ("qwen2_moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen35": ("qwen3_5_text", QWEN3_5),
+    "qwen35moe": (
+        "qwen3_5_moe_text",
+        {
+            **QWEN3_5,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
     "qwen3moe": ("qwen3_moe", {"moe_intermediate_size": 32, "norm_topk_prob": True}),
     "starcoder2": (
         "starcoder2",
@@ -56,6 +94,14 @@ MODELS = {
 }
 
 
+DENSE = (
+    "mlp.gate.weight",
+    "shared_expert_gate.weight",
+    "conv.weight",
+    "conv1d.weight",
+    "A_log",
+    "linear_attn.out_proj.weight",
+)
 SIZES = {
     "vocab_size": len(LETTERS),
     "hidden_size": 64,
@@ -73,7 +119,7 @@ SIZES = {
 
 def made(architecture, **changes):
     """Returns a random model whose norms and biases differ from those at the beginning."""
-    name, settings = MODELS[architecture]
+    name, settings = MODELS.get(architecture, (architecture, {}))
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**SIZES, **settings, **changes})
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -111,7 +157,7 @@ def test_models_equal_those_that_were_written(tmp_path, architecture, blocks):
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_matrices_stay_in_the_file(tmp_path, architecture):
-    """Blocks hold the file's numbers in the model's order; matrices that llama.cpp transposes are dense."""
+    """Blocks hold the file's numbers in the model's order; matrices whose columns llama.cpp moves are dense."""
     model = made(architecture)
     kinds = [("token_embd", "Q8_0"), ("down", "Q8_0"), ("ffn_gate_inp", "F32"), ("", "Q4_0")]
     write_gguf(tmp_path / "x.gguf", model, kinds)
@@ -122,12 +168,96 @@ def test_matrices_stay_in_the_file(tmp_path, architecture):
     held = {name for name, weight in found.named_parameters() if isinstance(weight, FileBlocks)}
     for name in held:
         assert torch.equal(found.get_parameter(name).dense(), truth[name])
-    gates = ("mlp.gate.weight", "shared_expert_gate.weight")
-    expected = {name for name, weight in truth.items() if weight.ndim > 1 and not name.endswith(gates)}
+    expected = {name for name, weight in truth.items() if weight.ndim > 1 and not name.endswith(DENSE)}
     if architecture == "gpt2":
         expected = {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"}
     assert held - {"model.layers.0.mlp.shared_expert_gate.weight"} == expected
     assert not any(isinstance(weight, FileBlocks) for weight in dense.parameters())
+
+
+# Recurrent layers
+
+
+def test_falcon_mambas_are_told_by_their_norms(tmp_path):
+    model = made("falcon_mamba", **MODELS["mamba"][1])
+    write_gguf(tmp_path / "x.gguf", model)
+    found = read(tmp_path / "x.gguf")
+    assert found.config.model_type == "falcon_mamba"
+    torch.testing.assert_close(logits(found), logits(model))
+    write_gguf(tmp_path / "x.gguf", model, fields={"mamba.ssm.dt_b_c_rms": False})
+    assert not torch.allclose(logits(read(tmp_path / "x.gguf")), logits(model))  # control
+
+
+def test_as_many_keys_as_values_leave_no_matrix_in_memory(tmp_path):
+    model = made("qwen35", linear_num_value_heads=2)
+    write_gguf(tmp_path / "x.gguf", model, [("", "Q4_0")])
+    found = read(tmp_path / "x.gguf")
+    assert isinstance(found.model.layers[0].linear_attn.out_proj.weight, FileBlocks)
+    assert found.model.layers[0].linear_attn.in_proj_qkv.weight.order is None
+    assert torch.equal(logits(found), logits(read(tmp_path / "x.gguf", blocks=False)))
+
+
+def test_layers_that_predict_several_tokens_are_left_in_the_file(tmp_path):
+    model, file = made("qwen35"), tmp_path / "x.gguf"
+    further = {"blk.3.nextn.eh_proj.weight": torch.ones(64, 128), "blk.3.attn_norm.weight": torch.ones(64)}
+    write_gguf(file, model, fields={"qwen35.nextn_predict_layers": 1, "qwen35.block_count": 4}, tensors=further)
+    assert torch.equal(logits(read(file)), logits(model))
+    write_gguf(file, model, tensors=further)
+    with pytest.raises(ValueError, match=r"has no place for blk\.3\.attn_norm\.weight, blk\.3\.nextn\.eh_proj\.weight"):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field"),
+    [
+        ("lfm2", "attention.head_count_kv"),
+        ("mamba", "ssm.inner_size"),
+        ("qwen35", "ssm.time_step_rank"),
+        ("qwen35", "block_count"),
+    ],
+)
+def test_files_without_a_setting_of_recurrent_layers_are_refused(tmp_path, architecture, field):
+    write_gguf(tmp_path / "x.gguf", made(architecture), fields={f"{architecture}.{field}": None})
+    with pytest.raises(ValueError, match=rf"x\.gguf lacks its field {architecture}\.{field}: copy or convert it again"):
+        read(tmp_path / "x.gguf")
+
+
+def test_layers_with_other_heads_are_refused(tmp_path):
+    write_gguf(tmp_path / "x.gguf", made("lfm2"), fields={"lfm2.attention.head_count_kv": [2, 4, 0]})
+    with pytest.raises(ValueError, match=r"another attention\.head_count_kv in each layer, which no model of lfm2"):
+        read(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2moe", "mamba2", "nemotron_h", "qwen3next"]
+)
+def test_other_recurrent_architectures_are_refused_by_name(tmp_path, name):
+    """Transformers has no tables of their settings and tensors."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    write_gguf(tmp_path / "x.gguf", made("llama"), fields={"general.architecture": name})
+    with pytest.raises(ValueError, match=rf"holds the architecture '{name}', and GGUF files are read of .*lfm2, .*"):
+        read(tmp_path / "x.gguf")
+    assert name not in GGUF_CONFIG_MAPPING
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("architecture", ["lfm2", "mamba", "qwen35", "qwen35moe"])
+def test_recurrent_models_run_from_their_files(tmp_path, architecture):
+    """Texts are those of the dense model. Native kernels, which round activations, read blocks as they lie."""
+    write_gguf(tmp_path / "x.gguf", made(architecture), [("token_embd", "Q8_0"), ("down", "Q8_0"), ("", "Q4_0")])
+    dense, prompts = read(tmp_path / "x.gguf", blocks=False), [[5, 9, 7, 5, 9, 7, 5], [11]]
+    expected = {"torch": greedy_reference(dense, prompts, max_new_tokens=12, eos_token_id=None)}
+    for kernels in ("native", "torch"):
+        decoder = ad.load(tmp_path / "x.gguf", "ngram", kernels=kernels, dtype="float32", costs=None)
+        plain = expected.get(kernels) or decode(ad.builders.plain(decoder.target), prompts)[0]
+        assert decode(decoder, prompts)[0] == plain
+        assert decoder.target.recurrent
+        assert decoder.target.chosen.endswith(", file") == (kernels == "native")
+    cache = RaggedKVCache()
+    decoder.target.prefill({cache.open(3): [1, 2, 3]}, cache)
+    needed = needed_memory(GgufFile(tmp_path / "x.gguf"), torch.float32, tokens=100)
+    assert needed["cache"] == 100 * cache.row_bytes
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])

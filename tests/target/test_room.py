@@ -4,9 +4,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models import fusable
+from support.recurrent_models import recurrent_target
 
 import arbordraft as ad
 from arbordraft import loading
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.prepacked import room
 from arbordraft.target.prepacked.room import NotEnoughMemory, check_room, needed_memory
 
@@ -38,6 +40,16 @@ def test_packed_weights_of_a_folder_are_estimated(tmp_path, dtype, weights, tied
     assert 0.9 < needed["packed weights"] / packed(target) < 1.1
     assert needed["converted weights"] == 0
     assert needed["cache"] == 2 * 2 * target.model.config.num_key_value_heads * 16 * 2048 * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    "architecture", ["lfm2", "qwen3_next", "qwen3_5_text", "granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"]
+)
+def test_layers_without_keys_take_no_cache(tmp_path, architecture):
+    target, cache = recurrent_target(architecture), RaggedKVCache()
+    target.prefill({cache.open(3): [1, 2, 3]}, cache)
+    target.model.save_pretrained(tmp_path)
+    assert needed_memory(tmp_path, torch.float32)["cache"] == 2048 * cache.row_bytes
 
 
 def test_converted_weights_are_counted(tmp_path):

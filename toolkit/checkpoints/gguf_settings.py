@@ -15,11 +15,15 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gpt2": "gpt2",
+    "lfm2": "lfm2",
     "llama": "llama",
+    "mamba": "mamba",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen2moe": "qwen2_moe",
     "qwen3": "qwen3",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
     "qwen3moe": "qwen3_moe",
     "starcoder2": "starcoder2",
 }
@@ -35,6 +39,23 @@ _FURTHER = {
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base": "rope_theta",
 }
+_QWEN3_5 = {  # transformers reads these files by another way than its tables
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "feed_forward_length": "intermediate_size",
+    "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "vocab_size": "vocab_size",
+}
+_TABLES = {"qwen35": _QWEN3_5, "qwen35moe": _QWEN3_5}
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _CONTROL = 3  # type of tokens that no text spells
 # Tokens that end an assistant's turn, where older files name only the end of a text.
@@ -58,9 +79,11 @@ def gguf_config(file: GgufFile) -> Any:
             f"{', '.join(ARCHITECTURES)}: load the model's safetensors folder, with weights='int4' for its size"
         )
     kind = _TEXT_ONLY.get(known, known)
+    if kind == "mamba" and file.setting("ssm.dt_b_c_rms"):
+        kind = "falcon_mamba"
     config_class = CONFIG_MAPPING[kind]
     tables: Any = GGUF_CONFIG_MAPPING
-    table = tables[known]
+    table = _TABLES.get(file.architecture) or tables[known]
     settings: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(known, {}))
     defaults = config_class()
     further = {name: ours for name, ours in _FURTHER.items() if name not in table and _has(defaults, ours)}
@@ -68,9 +91,11 @@ def gguf_config(file: GgufFile) -> Any:
         if ours is None or (value := file.setting(name)) is None:
             continue
         if isinstance(value, list):
-            raise ValueError(
-                f"{file.path} has another {name} in each layer, which no model of {kind} in transformers has"
-            )
+            if kind != "lfm2" or len(given := {*value} - {0}) != 1:  # no heads in layers with a convolution
+                raise ValueError(
+                    f"{file.path} has another {name} in each layer, which no model of {kind} in transformers has"
+                )
+            (value,) = given
         settings[ours] = value
     if not _has(defaults, "head_dim"):
         settings.pop("head_dim", None)
@@ -152,7 +177,36 @@ def _unnamed(file: GgufFile, kind: str, settings: dict[str, Any]) -> dict[str, A
         return {"query_pre_attn_scalar": hidden // settings["num_attention_heads"]}
     if kind == "gpt2":
         return {"n_positions": settings["n_ctx"], "n_inner": settings.pop("feed_forward_length", None)}
+    if kind == "lfm2":  # the length is that of the weights, which the configuration would shrink again
+        heads = _needed(file, "attention.head_count_kv")
+        kinds = [
+            "full_attention" if count else "conv"
+            for count in (heads if isinstance(heads, list) else [1] * _needed(file, "block_count"))
+        ]
+        return {
+            "layer_types": kinds,
+            "norm_eps": _needed(file, "attention.layer_norm_rms_epsilon"),
+            "block_auto_adjust_ff_dim": False,
+        }
+    if kind in ("mamba", "falcon_mamba"):
+        settings.pop("max_position_embeddings", None)  # texts have no longest length
+        return {
+            "expand": _needed(file, "ssm.inner_size") // _needed(file, "embedding_length"),
+            "use_conv_bias": "blk.0.ssm_conv1d.bias" in file.tensors,
+            "use_bias": "blk.0.ssm_in.bias" in file.tensors,
+        }
+    if kind.startswith("qwen3_5"):  # layers that predict several tokens are counted, too
+        return {
+            "num_hidden_layers": _needed(file, "block_count") - file.setting("nextn_predict_layers", 0),
+            "linear_value_head_dim": _needed(file, "ssm.inner_size") // _needed(file, "ssm.time_step_rank"),
+        }
     return {}
+
+
+def _needed(file: GgufFile, name: str) -> Any:
+    if (value := file.setting(name)) is None:
+        raise ValueError(f"{file.path} lacks its field {file.architecture}.{name}: copy or convert it again")
+    return value
 
 
 def _rotation(file: GgufFile, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +214,7 @@ def _rotation(file: GgufFile, kind: str, settings: dict[str, Any]) -> dict[str, 
     base = settings.pop("rope_theta", None)
     rope: dict[str, Any] = {"rope_type": "default"} | ({} if base is None else {"rope_theta": base})
     rotated, heads = file.setting("rope.dimension_count"), settings.get("num_attention_heads")
-    if kind == "phi3" and rotated and heads:
+    if (kind == "phi3" or kind.startswith("qwen3_5")) and rotated and heads:
         rope["partial_rotary_factor"] = rotated / settings.get("head_dim", settings["hidden_size"] // heads)
     scaling = file.setting("rope.scaling.type", "none")
     factor = file.setting("rope.scaling.factor", file.setting("rope.scale_linear"))
@@ -175,6 +229,8 @@ def _rotation(file: GgufFile, kind: str, settings: dict[str, Any]) -> dict[str, 
         raise ValueError(
             f"{file.path} stretches positions by {scaling!r}, which is not read: load its safetensors folder"
         )
+    if kind.startswith("qwen3_5") and (sections := file.setting("rope.dimension_sections")):
+        rope |= {"mrope_section": [section for section in sections if section], "mrope_interleaved": True}
     if kind == "gpt2" or (base is None and len(rope) == 1):
         return {}
     if kind == "gemma3_text":  # layers with a window keep positions as they are, on a base of their own

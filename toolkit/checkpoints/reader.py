@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from arbordraft.utils.pages import drop_pages
@@ -39,7 +38,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if path.suffix in PICKLES and path.is_file():
         raise ValueError(f"{path} is pickled, and loading it could run anything; name a folder with {WEIGHTS}")
     try:
-        config = json.loads((path / CONFIG).read_text())
+        config = json.loads((path / CONFIG).read_text(), object_hook=_number)
         kind = config["model_type"] if "model_type" in config else config["class"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
@@ -50,6 +49,11 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(kind, str):
         raise ValueError(f"{path} holds no trained drafter and no model: its {CONFIG} gives {kind!r} as its kind")
     return dict(config)
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """Returns a number that JSON lacks, which transformers writes as an object, or any other object as it is."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
@@ -79,16 +83,16 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     raise ValueError(f"{path} has no {WEIGHTS}: it is not complete; copy or publish it again")
 
 
-def read_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Returns all weights of a folder, by name.
+def read_tensors(folder: str | os.PathLike[str], prefix: str = "") -> dict[str, Tensor]:
+    """Returns the weights of a folder whose names begin with ``prefix``, by name.
 
     Raises:
         ValueError: if a file is missing, truncated or damaged, or holds NaN or infinities.
     """
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        with _explained(file):
-            tensors |= load_file(file)
+        with _explained(file), safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys() if name.startswith(prefix)}  # noqa: SIM118
     check_finite(tensors, folder)
     return tensors
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.request_samples import RequestSamples
 from arbordraft.decoding.requests import Request
+from arbordraft.decoding.runner import state_tokens
 from arbordraft.decoding.scheduler import Entry, Job, Scheduler
 from arbordraft.decoding.state import Sample
 from arbordraft.decoding.streams import Stream
@@ -56,7 +57,8 @@ class Engine:
     Args:
         decoder: runs the steps; any number of engines and other calls may use it at a time.
         max_cache_tokens: rows of each KV cache, which bounds its memory. Rows of finished texts are kept until others
-            need them. Steps of fixed shapes reserve some rows for padding: more rows if ``max_samples`` is higher.
+            need them. Steps of fixed shapes reserve some rows for padding: more rows if ``max_samples`` is higher. If
+            the target or a draft model has recurrent layers, each answer also takes ``state_tokens`` of the model.
         max_samples: most answers decoded at a time.
         max_rows: most prompt tokens read between two steps, which bounds how long a stream can stall.
             :func:`~arbordraft.decoding.measuring.rows_within` tells how many a machine reads in a given time.
@@ -95,10 +97,12 @@ class Engine:
         self.max_cache_tokens = check_int("max_cache_tokens", max_cache_tokens, 1)
         self.max_samples = check_int("max_samples", max_samples, 1)
         if self.max_cache_tokens < (least := decoder.stepper.least_tokens(self.max_samples)):
-            padding = ", the padding of fixed shapes included" if decoder.stepper.fixed else ""
+            extra = ["the padding of fixed shapes"] * decoder.stepper.fixed
+            extra += ["the states of recurrent layers"] * (state_tokens(decoder.target, decoder.drafter) > 0)
+            included = f", {' and '.join(extra)} included" if extra else ""
             raise ValueError(
                 f"max_cache_tokens must be at least {least} for max_samples={self.max_samples} and trees of "
-                f"{decoder.topology.num_nodes} nodes{padding}, got {max_cache_tokens}: raise it, or lower max_samples"
+                f"{decoder.topology.num_nodes} nodes{included}, got {max_cache_tokens}: raise it, or lower max_samples"
             )
         self.max_rows = check_int("max_rows", max_rows, 1)
         self.max_waiting = None if max_waiting is None else check_int("max_waiting", max_waiting, 0)
@@ -182,7 +186,7 @@ class Engine:
     def room(self, prompt: int) -> int:
         """Returns how many new tokens fit after a prompt of ``prompt`` tokens; below 1 if the prompt is too long."""
         decoder, cache = self.decoder, self._scheduler.state.cache
-        room = self.max_cache_tokens - cache.reserved - decoder.topology.num_nodes
+        room = self.max_cache_tokens - cache.reserved - cache.state_tokens - decoder.topology.num_nodes
         if decoder.target.max_positions is not None:
             room = min(room, decoder.target.max_positions + 1)  # the last token needs none
         return room - prompt

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from arbordraft.decoding.assemble import AssembledParts
 from arbordraft.decoding.state import DecodeState
+from arbordraft.drafters.base import Drafter
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.masks import SlicedCausalMask, stack_words
 
@@ -32,12 +34,21 @@ class PackedRunner:
         self.target, self.drafter, self.mask = parts.target, parts.drafter, mask
 
     def open(self, max_tokens: int | None) -> RaggedKVCache:
-        return RaggedKVCache(max_tokens)
+        return RaggedKVCache(max_tokens, state_tokens(self.target, self.drafter))
 
     def __call__(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
         batch = lay_out(state, tree, self.mask)
         count(state, tree, batch)
         return self.target.run(tree.tokens(), batch, state.cache, hidden=self.drafter.hidden_layers)
+
+
+def state_tokens(target: RaggedModel, drafter: Drafter) -> int:
+    """Returns the tokens as which a sample's states count in the caches of a target and its drafter, the greater one.
+
+    Caches of both count the same, so a sample that fits into the target's also fits into the drafter's.
+    """
+    models = (module for part in (target, drafter) for module in part.modules() if isinstance(module, RaggedModel))
+    return max(model.state_tokens for model in models)
 
 
 def lay_out(state: DecodeState, tree: DraftTree, mask: SlicedCausalMask, *, causal: bool = True) -> RaggedBatch:
@@ -65,4 +76,4 @@ def count(state: DecodeState, tree: DraftTree, batch: RaggedBatch) -> None:
     state.stats.count_forward(batch, rows=tree.rows, keys=committed + tree.rows)
 
 
-__all__ = ["PackedRunner", "TargetRunner", "count", "lay_out"]
+__all__ = ["PackedRunner", "TargetRunner", "count", "lay_out", "state_tokens"]

@@ -59,12 +59,14 @@ class Entry:
         job: job that the sample belongs to.
         finished: called with the sample when it has ended.
         due: prompt tokens that the scheduler will have read by the end of this prompt, if this prompt is read next.
+        branch: number of first tokens that another text shares; a target with recurrent layers keeps its state there.
     """
 
     sample: Sample
     job: Job = field(default_factory=Job)
     finished: Callable[[Sample], None] = lambda sample: None
     due: int = 0
+    branch: int = 0
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -120,10 +122,12 @@ class Scheduler:
     def check(self, sample: Sample) -> None:
         """Raises CacheOverflow if the cache can never have enough room for a sample."""
         limit, rows = self.state.cache.max_tokens, self._rows(sample)
-        if limit is not None and rows + self.state.cache.reserved > limit:
+        states = self.state.cache.state_tokens
+        if limit is not None and rows + states + self.state.cache.reserved > limit:
+            besides = f" and its states of recurrent layers {states} more" if states else ""
             raise CacheOverflow(
-                f"a prompt of {sample.prompt} tokens, {sample.budget} new ones and the largest tree take {rows} rows, "
-                f"the cache may hold {limit}: raise that limit, shorten the prompt or lower max_new_tokens"
+                f"a prompt of {sample.prompt} tokens, {sample.budget} new ones and the largest tree take {rows} rows"
+                f"{besides}, the cache may hold {limit}: raise that limit, shorten the prompt or lower max_new_tokens"
             )
 
     def add(self, *entries: Entry) -> None:
@@ -167,7 +171,8 @@ class Scheduler:
             with self._mutex:
                 self.admit()
         portions: dict[int, int] = {}
-        prefilling: list[Sample] = []
+        prefilling: list[Entry] = []
+        stateful = self.reuse and self.stepper.target.recurrent
         most, count = sys.maxsize if self.max_rows is None else self.max_rows, 0
         for entry in sorted(
             (entry for entry in self.running if entry.sample.num_unprefilled), key=lambda entry: entry.turn
@@ -183,9 +188,12 @@ class Scheduler:
                     self.stepper.share(self.state, source, sample, common)
                     if source.number in self._kept:
                         self._kept.move_to_end(source.number)
-            portions[sample.number] = min(sample.num_unprefilled, most - count)
-            count += portions[sample.number]
-            prefilling.append(sample)
+            portion = min(sample.num_unprefilled, most - count)
+            if stateful and sample.num_prefilled < (branch := self._branch(entry)):
+                portion = min(portion, branch + 1 - sample.num_prefilled)
+            portions[sample.number] = portion
+            count += portion
+            prefilling.append(entry)
             if _PREFILL_DIVISOR * count >= most:
                 break  # the first tokens of these prompts should not wait for further prompts
         self._done += count
@@ -199,7 +207,7 @@ class Scheduler:
             if self.reuse and not self.state.fixed_batch and sample.failure is None and not sample.num_unprefilled:
                 self._kept[sample.number] = sample
                 sample.drop_prediction()
-                kept = 1 if self.state.cache.has_states else _KEPT  # states take the memory of many rows
+                kept = 1 if self.stepper.target.recurrent else _KEPT  # states take the memory of many rows
                 if len(self._kept) > kept * self.max_samples:
                     self.stepper.remove(self.state, self._kept.popitem(last=False)[1])
             else:
@@ -315,13 +323,22 @@ class Scheduler:
                     best, most = other, common
         return best, most if best is not None else 0
 
-    def _expected(self, sample: Sample, other: Sample) -> int:
-        """Returns how many tokens can be copied from another sample once it has read its prompt."""
-        common = _common(sample, other, other.prompt)
-        if not self.state.cache.has_states:
+    def _branch(self, entry: Entry) -> int:
+        """Returns where a prompt is cut, so that texts with the same beginning find a state there; 0 for nowhere."""
+        sample = entry.sample
+        others = (other for other in self.state.samples if other is not None and other is not sample)
+        entry.branch = max((_common(sample, other, len(other.tokens)) for other in others), default=0)
+        if entry.branch:
+            self.state.cache.keep(sample.handle, entry.branch)
+        return entry.branch
+
+    def _expected(self, sample: Sample, entry: Entry) -> int:
+        """Returns how many tokens can be copied from the sample of an entry once that has read its prompt."""
+        common = _common(sample, entry.sample, entry.sample.prompt)
+        if not self.stepper.target.recurrent:
             return common
-        end = other.prompt - 2  # its state is kept one token before the last one that is read
-        return end if common >= end else 0
+        ends = entry.branch, entry.sample.prompt - 2  # a state is kept one token before the last one that is read
+        return max((end for end in ends if end <= common), default=0)
 
 
 def _common(sample: Sample, other: Sample, known: int) -> int:

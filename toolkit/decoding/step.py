@@ -15,7 +15,7 @@ from arbordraft.decoding.drafting import Candidates, Drafting, noise_of
 from arbordraft.decoding.executors import EagerExecutor, Executor, Judged, RecordedExecutor
 from arbordraft.decoding.judging import CouplingJudge, Judge
 from arbordraft.decoding.metrics import DecodeStats
-from arbordraft.decoding.runner import PackedRunner, TargetRunner
+from arbordraft.decoding.runner import PackedRunner, TargetRunner, state_tokens
 from arbordraft.decoding.state import DecodeState, Emission, Sample, logprobs_of
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.recording import INSTEAD
@@ -117,13 +117,13 @@ class Stepper:
         return self.target.row_invariant
 
     def least_tokens(self, samples: int) -> int:
-        """Returns the fewest cache rows that fit a one-token prompt and one new token, padding included.
+        """Returns the fewest cache rows that fit a one-token prompt and one new token, padding and states included.
 
         Args:
             samples: most samples of a batch at a time, for which padding is reserved.
         """
         reserved = 0 if self.static is None or self.static.automatic else self.static.reserved(samples)
-        return reserved + self.topology.num_nodes + 2
+        return reserved + self.topology.num_nodes + 2 + state_tokens(self.target, self.drafter)
 
     def check(self, sample: Sample) -> None:
         """Raises ValueError if the decoder's steps do not support a sample's settings."""

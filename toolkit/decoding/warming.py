@@ -32,7 +32,11 @@ def warm_up(stepper: Stepper, samples: int, max_tokens: int | None) -> None:
 
 
 def _step(stepper: Stepper, state: DecodeState, depth: int, greedy: bool) -> None:
-    limits = stepper.target.max_positions, state.cache.max_tokens and state.cache.max_tokens - state.cache.reserved
+    cache = state.cache
+    limits = (
+        stepper.target.max_positions,
+        cache.max_tokens and cache.max_tokens - cache.reserved - cache.state_tokens,
+    )
     room = min((limit - stepper.topology.num_nodes - 1 for limit in limits if limit is not None), default=_PROMPT)
     if room < 1:
         return

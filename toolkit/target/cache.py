@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from arbordraft.kernels.fused_layers import rotate_append
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.target.states import RecurrentStates, StateRows
+from arbordraft.target.states import MOST_STATES, RecurrentStates, StateRows
 from arbordraft.utils.allocator import untouched_zeros
 from arbordraft.utils.errors import UserError
 
@@ -31,6 +31,7 @@ class _Slab:
     start: int
     capacity: int
     length: int = 0
+    branch: int | None = None  # tokens whose state is to be kept
     tree_positions: list[int] = field(default_factory=list)
 
 
@@ -45,18 +46,19 @@ class RaggedKVCache(nn.Module):
     they are filled. On a GPU, they are allocated whole if they take at most half of its free memory, else they grow.
 
     If the model has recurrent layers, the cache also holds their windows and states (:mod:`arbordraft.target.states`).
-    A state is there after some numbers of tokens only, so less can be shared and :meth:`shorten` may drop more. States
-    take memory besides ``max_tokens``.
+    A state is there after some numbers of tokens only, so less can be shared and :meth:`shorten` may drop more. A
+    sample's states count as the tokens whose keys and values take as many bytes.
 
     Args:
-        max_tokens: greatest number of pool rows, draft trees included; unlimited by default.
+        max_tokens: greatest number of pool rows, draft trees and states of samples included; unlimited by default.
+        state_tokens: tokens as which the states of a sample count; see :attr:`RaggedModel.state_tokens`.
 
     Source: EMS-SD (Ni et al., NAACL 2025), extended from chains to trees.
     """
 
-    def __init__(self, max_tokens: int | None = None) -> None:
+    def __init__(self, max_tokens: int | None = None, state_tokens: int = 0) -> None:
         super().__init__()
-        self.max_tokens = max_tokens
+        self.max_tokens, self.state_tokens = max_tokens, state_tokens
         self.weights: object = None  # the prepared model that computed the keys and values
         self._whole: dict[str, Tensor] = {}  # pools as large as the limit allows, of which the first rows are used
         self._settled = False
@@ -74,7 +76,7 @@ class RaggedKVCache(nn.Module):
 
     def beside(self, owner: object) -> "RaggedKVCache":
         """Returns a cache with the same bound for a drafter, the ``owner``, that caches rows of the same samples."""
-        return RaggedKVCache(self.max_tokens)
+        return RaggedKVCache(self.max_tokens, self.state_tokens)
 
     def open(self, tokens: int = 0) -> int:
         """Adds a sample with room for ``tokens`` rows and returns its handle.
@@ -84,15 +86,20 @@ class RaggedKVCache(nn.Module):
         """
         handle, self._next = self._next, self._next + 1
         capacity = max(tokens, 1)
-        self._slabs[handle] = _Slab(self._allocate(capacity), capacity)
+        self._slabs[handle] = _Slab(self._allocate(capacity, len(self._slabs) + 1), capacity)
         if self._states is not None:
             self._states.open(handle)
         return handle
 
     @property
-    def has_states(self) -> bool:
-        """Whether the model has recurrent layers; known from its first forward on."""
-        return self._states is not None
+    def row_bytes(self) -> int:
+        """Bytes of a token's keys and values; known from the first forward on."""
+        return sum(pool[:1].nbytes for pool in self._pools())
+
+    @property
+    def state_bytes(self) -> int:
+        """Most bytes of a sample's windows and states; known from the first forward on."""
+        return 0 if self._states is None else MOST_STATES * self._states.bytes_each
 
     def reusable(self, handle: int, tokens: int) -> int:
         """Returns how many of a sample's first ``tokens`` tokens :meth:`share` can copy.
@@ -103,6 +110,15 @@ class RaggedKVCache(nn.Module):
         if self._states is None:
             return min(tokens, length)
         return self._states.reusable(handle, length, tokens)
+
+    def keep(self, handle: int, tokens: int) -> None:
+        """Keeps a sample's state after ``tokens`` tokens, which others can copy, until the sample is closed.
+
+        The sample must read a text that ends one token later, in a forward of its own.
+        """
+        self._slabs[handle].branch = tokens
+        if self._states is not None:
+            self._states.keep(handle, tokens)
 
     def state_rows(self, batch: RaggedBatch, device: torch.device) -> StateRows:
         """Plans a forward's rows in recurrent layers.
@@ -115,8 +131,10 @@ class RaggedKVCache(nn.Module):
             if any(slab.length for slab in self._slabs.values()):
                 raise RuntimeError("rows were committed without the states of recurrent layers")
             self._states = RecurrentStates()
-            for handle in self._slabs:
+            for handle, slab in self._slabs.items():
                 self._states.open(handle)
+                if slab.branch is not None:
+                    self._states.keep(handle, slab.branch)
         starts = {slab.start: handle for handle, slab in self._slabs.items()}
         handles = [starts[start] for start in batch.starts]
         return self._states.lay_out(handles, batch, [handle in self._reading for handle in handles], device)
@@ -255,8 +273,7 @@ class RaggedKVCache(nn.Module):
         self._settled = True
         if self.max_tokens is None or not pools[0].is_cuda:
             return
-        needed = self.max_tokens * sum(pool[:1].nbytes for pool in pools)
-        if needed > _MEMORY_SHARE * torch.cuda.mem_get_info(pools[0].device)[0]:
+        if self.max_tokens * self.row_bytes > _MEMORY_SHARE * torch.cuda.mem_get_info(pools[0].device)[0]:
             return
         with suppress(torch.OutOfMemoryError):  # free memory may be fragmented: the other pools grow on demand
             for name, pool in list(self._buffers.items()):
@@ -373,18 +390,26 @@ class RaggedKVCache(nn.Module):
             return
         try:
             capacity = 2 * tokens
-            start = self._allocate(capacity)
+            start = self._allocate(capacity, len(self._slabs))
         except CacheOverflow:
             capacity = tokens  # near the limit, doubling may fail although the exact need fits
-            start = self._allocate(capacity)
+            start = self._allocate(capacity, len(self._slabs))
         used = slab.length + len(slab.tree_positions)
         for pool in self._pools():
             pool[start : start + used] = pool[slab.start : slab.start + used]
         self._release(slab.start, slab.capacity)
         slab.start, slab.capacity = start, capacity
 
-    def _allocate(self, rows: int) -> int:
-        """Returns the first free rows that fit; if none do, doubles the pools as far as the limit allows."""
+    def _allocate(self, rows: int, samples: int) -> int:
+        """Returns the first free rows that fit; if none do, doubles the pools as far as the limit allows.
+
+        Args:
+            rows: number of rows.
+            samples: number of samples, whose states count, too.
+        """
+        used = self._rows - sum(free for _, free in self._free) + samples * self.state_tokens
+        if self.max_tokens is not None and used + rows > self.max_tokens:
+            raise self._overflow(rows)
         for index, (start, free) in enumerate(self._free):
             if free >= rows:
                 self._free[index : index + 1] = [(start + rows, free - rows)] if free > rows else []
@@ -392,10 +417,7 @@ class RaggedKVCache(nn.Module):
         tail = self._free[-1] if self._free and sum(self._free[-1]) == self._rows else (self._rows, 0)
         total = tail[0] + rows
         if self.max_tokens is not None and total > self.max_tokens:
-            raise CacheOverflow(
-                f"the KV cache may hold {self.max_tokens} tokens and cannot make room for {rows} more; raise "
-                "that limit, shorten the prompts, lower max_new_tokens or decode fewer samples at once"
-            )
+            raise self._overflow(rows)
         # Before the first write, growing copies nothing, so there is no need to grow ahead.
         ahead = 2 * self._rows if self._buffers else total
         grown = max(total, min(ahead, self.max_tokens or ahead))
@@ -408,6 +430,13 @@ class RaggedKVCache(nn.Module):
         if grown > total:
             self._free.append((total, grown - total))
         return tail[0]
+
+    def _overflow(self, rows: int) -> CacheOverflow:
+        states = f"; each sample's states count as {self.state_tokens}" if self.state_tokens else ""
+        return CacheOverflow(
+            f"the KV cache may hold {self.max_tokens} tokens and cannot make room for {rows} more{states}; raise "
+            "that limit, shorten the prompts, lower max_new_tokens or decode fewer samples at once"
+        )
 
     def _release(self, start: int, rows: int) -> None:
         merged: list[tuple[int, int]] = []

@@ -47,6 +47,7 @@ from arbordraft.target.prepacked.replace import Prepacking
 from arbordraft.target.prepacked.row_wise import RowWise, odd_functions
 from arbordraft.target.prepacked.shortcut import Shortcut, is_unhooked
 from arbordraft.target.self_test import check_logits
+from arbordraft.target.states import MOST_STATES
 from arbordraft.target.weight_watch import WeightsChanged, WeightWatch
 from arbordraft.utils.allocator import return_freed_memory
 
@@ -245,6 +246,18 @@ class RaggedModel(nn.Module):
     def recurrent(self) -> bool:
         """Whether some layers keep a state, which a text can be cut back to at some places only."""
         return self._prepared.mixers > 0
+
+    @cached_property
+    def state_tokens(self) -> int:
+        """Tokens whose keys and values take as many bytes as a sample's states, rounded up; 0 without such layers.
+
+        A sample has up to four states. If the model has no attention layers, each of them counts as one token.
+        """
+        if not self.recurrent:
+            return 0
+        cache = RaggedKVCache()
+        self.prefill({cache.open(1): [0]}, cache)
+        return -(-cache.state_bytes // cache.row_bytes) if cache.row_bytes else MOST_STATES
 
     @property
     def device(self) -> torch.device:

@@ -29,6 +29,8 @@ WHOLE = -1  # in place of a call, where a kernel runs a layer as a whole
 
 _WORD = (1 << WORD_BITS) - 1
 _LEAST = 4  # slots that are added at a time, at least
+_KEPT = 2  # older states of a sample
+MOST_STATES = 2 + _KEPT  # states of a sample: the committed one, the one computed ahead, and older ones
 
 
 @dataclass(eq=False)
@@ -46,7 +48,8 @@ class _Sample:
 
     Args:
         slot: index of its committed windows and states in the pools.
-        kept: indices of older ones by number of tokens.
+        kept: indices of older ones by number of tokens; at most two, one that is being computed included.
+        branch: number of tokens whose state is worth keeping, if any, since other texts begin with them, too.
         rows: its uncommitted rows, as rows of forwards.
         parents: their parents among them; -1 for none.
         sure: number of first uncommitted rows that will be accepted, if any; their states are computed ahead.
@@ -57,6 +60,7 @@ class _Sample:
 
     slot: int
     kept: dict[int, int] = field(default_factory=dict)
+    branch: int | None = None
     rows: list[tuple[_Step, int]] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     sure: int = 0
@@ -69,7 +73,8 @@ class RecurrentStates:
     """Windows of convolutions and states of recurrences, for the samples of a cache.
 
     A sample has one committed state per layer, and at most two older ones that other samples can copy. They are one
-    token before the ends of the first and of the last text that it has read. The sample can be shortened to them.
+    token before the ends of the first and of the last text that it has read. In place of the first, the one that it was
+    copied from or told to :meth:`keep` is there. The sample can be shortened to them.
     """
 
     def __init__(self) -> None:
@@ -83,6 +88,11 @@ class RecurrentStates:
     def nbytes(self) -> int:
         """Bytes of all windows and states."""
         return sum(pool.nbytes for pool in self._pools())
+
+    @property
+    def bytes_each(self) -> int:
+        """Bytes of one state of all layers, windows included."""
+        return sum(pool[:1].nbytes for pool in self._pools())
 
     def open(self, handle: int) -> None:
         """Adds a sample without tokens."""
@@ -105,8 +115,22 @@ class RecurrentStates:
         return max(known for known in (0, length, *self._samples[handle].kept) if known <= tokens)
 
     def share(self, source: int, handle: int, length: int, tokens: int) -> None:
-        """Copies the state after ``tokens`` tokens of a sample, which has committed ``length``, to another one."""
-        self._restore(self._samples[source], self._samples[handle].slot, length, tokens)
+        """Copies the state after ``tokens`` tokens of a sample, which has committed ``length``, to another one.
+
+        The other sample also keeps it as an older state, since further texts may begin with these tokens.
+        """
+        theirs, ours = self._samples[source], self._samples[handle]
+        self._restore(theirs, ours.slot, length, tokens)
+        if tokens:
+            ours.kept[tokens] = self._take()
+            self._restore(theirs, ours.kept[tokens], length, tokens)
+
+    def keep(self, handle: int, tokens: int) -> None:
+        """Keeps the state after ``tokens`` tokens of a sample until it leaves.
+
+        That state must be one token before the end of a text that the sample reads later.
+        """
+        self._samples[handle].branch = tokens
 
     def shorten(self, handle: int, length: int, tokens: int) -> int:
         """Takes a sample of ``length`` tokens back to its last state within ``tokens``; returns the new length."""
@@ -131,7 +155,8 @@ class RecurrentStates:
         samples = [self._samples[handle] for handle in handles]
         words = None if batch.words is None else batch.words.tolist()
         new: list[list[int]] = []  # places of the new rows among each sample's rows
-        for sample, rows, region, reads in zip(samples, batch.rows, batch.tree_positions, reading, strict=True):
+        given = zip(samples, batch.rows, batch.tree_positions, batch.past, reading, strict=True)
+        for sample, rows, region, length, reads in given:
             earlier = len(region) - rows
             del sample.rows[earlier:], sample.parents[earlier:]  # of a forward that is repeated
             if len(sample.rows) < earlier:
@@ -142,7 +167,9 @@ class RecurrentStates:
                 sample.rows.append((step, first + row))
             if not earlier:
                 # The root of a tree is accepted, unless the step fails: a lone one need not be run twice.
-                self._look_ahead(sample, rows if reads or rows == 1 else 0, reading=reads)
+                self._look_ahead(sample, rows if reads or rows == 1 else 0)
+                if reads:
+                    self._look_behind(sample, length + rows - 1)
             new.append(list(range(earlier, earlier + rows)))
             first += rows
         return StateRows(self, step, samples, new, device, repeatable=not all(reading))
@@ -181,12 +208,18 @@ class RecurrentStates:
         """Returns the ``[S, *shape]`` float32 states of a scan, on the device of ``like``."""
         return self._pool(self._states, key, like.new_empty(0, *shape, dtype=torch.float32))
 
-    def _look_ahead(self, sample: _Sample, rows: int, *, reading: bool = False) -> None:
-        """Makes room for the states after a sample's first rows, and gives up such room from before."""
+    def _look_ahead(self, sample: _Sample, rows: int) -> None:
+        """Makes room for the state after a sample's first rows, and gives up such room from before."""
         self._release(sample.ahead, sample.before)
-        sample.sure, sample.reading = rows, reading
+        sample.sure, sample.reading, sample.before = rows, False, None
         sample.ahead = self._take() if rows else None
-        sample.before = self._take() if reading and rows > 1 else None
+
+    def _look_behind(self, sample: _Sample, tokens: int) -> None:
+        """Makes room for an older state, after ``tokens`` tokens: one before the end of the text that is read."""
+        sample.reading = True
+        if len(sample.kept) == _KEPT and tokens not in sample.kept:
+            self._release(sample.kept.pop(max(number for number in sample.kept if number != sample.branch)))
+        sample.before = self._take() if sample.sure > 1 else None
 
     def _step_ahead(self, sample: _Sample, length: int) -> None:
         """Commits the states after a sample's first rows, which are there already."""
@@ -199,8 +232,6 @@ class RecurrentStates:
         if not sample.reading or not tokens or tokens in sample.kept:
             self._release(older)
             return
-        if len(sample.kept) > 1:
-            self._release(sample.kept.pop(max(sample.kept)))
         sample.kept[tokens] = older
 
     def _replay(self, slots: Sequence[int], accepted: Sequence[Sequence[tuple[_Step, int]]]) -> None:
@@ -449,4 +480,4 @@ def _parent(words: Sequence[int], place: int) -> int:
     return (seen & ((1 << place) - 1)).bit_length() - 1
 
 
-__all__ = ["WHOLE", "Key", "RecurrentStates", "StateRows", "Update"]
+__all__ = ["MOST_STATES", "WHOLE", "Key", "RecurrentStates", "StateRows", "Update"]

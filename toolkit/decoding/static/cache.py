@@ -11,16 +11,17 @@ class StaticCache(RaggedKVCache):
     Args:
         max_tokens: as for :class:`~arbordraft.target.cache.RaggedKVCache`; the dummy's rows count.
         rows: greatest number of padding rows at a time.
+        state_tokens: as for :class:`~arbordraft.target.cache.RaggedKVCache`; the dummy's states count.
     """
 
-    def __init__(self, max_tokens: int | None, rows: int) -> None:
-        super().__init__(max_tokens)
+    def __init__(self, max_tokens: int | None, rows: int, state_tokens: int = 0) -> None:
+        super().__init__(max_tokens, state_tokens)
         self.dummy = self.open(1 + rows)
         self._beside: dict[object, StaticCache] = {}
 
     @property
     def reserved(self) -> int:
-        return self.capacity(self.dummy)
+        return self.capacity(self.dummy) + self.state_tokens
 
     @property
     def dummy_start(self) -> int:
@@ -36,7 +37,7 @@ class StaticCache(RaggedKVCache):
     def beside(self, owner: object) -> RaggedKVCache:
         """Returns the owner's cache, the same for every batch, since graphs are recorded for its pools."""
         if owner not in self._beside:
-            self._beside[owner] = StaticCache(self.max_tokens, self.reserved - 1)
+            self._beside[owner] = StaticCache(self.max_tokens, self.capacity(self.dummy) - 1, self.state_tokens)
         return self._beside[owner]
 
 

@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from arbordraft.decoding.runner import state_tokens
 from arbordraft.decoding.static.bucket import Bucket, bucket_for, bucket_sizes, power_of_two
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.drafted_step import DraftedBucket
@@ -202,7 +203,7 @@ class StaticStepping:
             cache, self._idle = self._idle, None
         fits = cache is not None and cache.reserved >= reserved and cache.max_tokens == max_tokens
         if cache is None or not fits:
-            cache = StaticCache(max_tokens, reserved - 1)
+            cache = StaticCache(max_tokens, reserved - 1, state_tokens(self.target, self._drafter))
             self.target.prefill({cache.dummy: [0]}, cache)
         with self._lock:
             self._in_use.add(cache)

@@ -5,6 +5,7 @@ Shapes: E experts, O outputs, I inputs.
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,16 +70,17 @@ class _Reading:
     """Finds and converts the tensor of each parameter."""
 
     def __init__(self, file: GgufFile, config: Any, dtype: torch.dtype, blocks: bool) -> None:
-        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
-
         self._file, self._dtype, self._blocks = file, dtype, blocks
-        # Undoes changes that llama.cpp's converter makes: orders of rows, transposes, offsets of norms.
-        self._processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
+        self._undo = _undoing(file.architecture, config)
         self._named = _names(file.architecture, config.num_hidden_layers)
+        # Layers that predict several tokens follow the others. Transformers' models have none.
+        self._further = f"blk.{config.num_hidden_layers}." if file.setting("nextn_predict_layers") else None
 
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters of a model by name; raises ValueError unless these are the file's tensors."""
         left, missing = self._file.tensors.keys() - {_FREQUENCIES}, []
+        if self._further is not None:
+            left = {name for name in left if not name.startswith(self._further)}
         for name, parameter in model.named_parameters():
             names = self._file_names(name)
             if any(part not in self._file.tensors for part in names):
@@ -121,19 +123,59 @@ class _Reading:
     def _processed(self, tensor: GgufTensor, numbers: _Array) -> _Array:
         if tensor.name == "output.weight" or len(tensor.shape) > 2:  # transformers' own exceptions
             return numbers
-        done = self._processor.process(numbers, tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
-        return np.ascontiguousarray(done.weights)
+        return np.ascontiguousarray(self._undo(numbers, tensor.name))
 
     def _order(self, tensor: GgufTensor) -> tuple[bool, Tensor | None]:
         """Returns whether at most rows of a matrix move, and the file's row of each row unless all are in order."""
         rows = np.arange(tensor.shape[0])[:, None]
         try:
-            found = self._processed(tensor, rows)
+            with np.errstate(all="ignore"):  # of logarithms: numbers that are computed are no order
+                found = self._processed(tensor, rows)
         except ValueError:  # columns move, too
             return False, None
         if found.shape != rows.shape or not np.array_equal(np.sort(found, axis=0), rows):
             return False, None
         return True, None if np.array_equal(found, rows) else torch.from_numpy(found[:, 0])
+
+
+def _undoing(architecture: str, config: Any) -> Callable[[_Array, str], _Array]:
+    """Returns a function that undoes changes of llama.cpp's converter to a tensor, given the tensor's name.
+
+    It changes orders of rows, transposes, offsets of norms, and the form of decays.
+    """
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    if architecture.startswith("qwen35"):
+        return partial(_undo_qwen3_5, config)
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    return lambda numbers, name: (
+        processor.process(numbers, name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}).weights
+    )
+
+
+def _undo_qwen3_5(config: Any, numbers: _Array, name: str) -> _Array:
+    heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
+    part = name.split(".", 2)[-1] if name.startswith("blk.") else name
+
+    def grouped(rows: _Array) -> _Array:
+        """Orders the rows of value heads by key head; the file has the first value head of each key head first."""
+        if heads == groups:
+            return rows
+        return rows.reshape(heads // groups, groups, len(rows) // heads, -1).swapaxes(0, 1).reshape(rows.shape)
+
+    if part == "ssm_a":
+        return grouped(np.log(-numbers))
+    if part in ("attn_gate.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_dt.bias"):
+        return grouped(numbers)
+    if part in ("attn_qkv.weight", "ssm_conv1d.weight"):  # queries and keys, then values
+        first = 2 * groups * config.linear_key_head_dim
+        joined = np.concatenate([numbers[:first], grouped(numbers[first:])])
+        return joined[:, None] if part.startswith("ssm") else joined
+    if part == "ssm_out.weight":
+        return grouped(numbers.T).T if heads != groups else numbers
+    if part == "ffn_gate_inp_shexp.weight":
+        return numbers.reshape(1, -1)
+    return numbers - 1 if name.endswith("norm.weight") and part != "ssm_norm.weight" else numbers
 
 
 class JoinedRows:
@@ -191,7 +233,12 @@ def _names(architecture: str, layers: int) -> Callable[[str], str]:
 
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(kind, layers)
-    return lambda name: known.get_name(name, try_suffixes=(".weight", ".bias")) or name
+
+    def named(name: str) -> str:
+        module = name.replace(".dt_bias", ".dt_proj.bias")
+        return known.get_name(module, try_suffixes=(".weight", ".bias")) or name
+
+    return named
 
 
 def _divide_frequencies(model: nn.Module, divisors: Tensor) -> None:

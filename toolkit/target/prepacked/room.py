@@ -26,6 +26,7 @@ _SETTINGS = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
 }
+_WITHOUT_ROWS = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe"})  # layers without keys and values
 _TABLES = ("embed_tokens.weight", "wte.weight", "token_embd.weight")
 _HEADS = ("lm_head.weight", "output.weight")
 
@@ -87,10 +88,15 @@ def _converted(stored: Mapping[str, tuple[str, tuple[int, ...]]], own: str) -> I
 
 def _settings(file: GgufFile) -> dict[str, Any]:
     """Returns the sizes of a file's model under transformers' names; of sizes that differ by layer, the largest."""
-    found = {"tie_word_embeddings": "output.weight" not in file.tensors}
+    found: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in file.tensors}
     for ours, name in _SETTINGS.items():
         value = file.setting(name)
         found[ours] = max(value) if isinstance(value, list) else value
+    heads = file.setting("attention.head_count_kv")
+    if isinstance(heads, list):  # recurrent layers have none
+        found["num_hidden_layers"] = sum(map(bool, heads))
+    elif interval := file.setting("full_attention_interval"):
+        found["num_hidden_layers"] = found["num_hidden_layers"] // interval
     return found
 
 
@@ -112,12 +118,26 @@ def _packed(
 
 
 def cache_bytes(config: Mapping[str, Any], dtype: torch.dtype, tokens: int) -> int:
-    """Returns the bytes of keys and values of some tokens; 0 if the configuration does not tell its sizes."""
-    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    """Returns the bytes of keys and values of some tokens; 0 if the configuration does not tell its sizes.
+
+    States of recurrent layers are left out: a cache with a bound holds them in place of tokens.
+    """
+    layers, heads = _attention_layers(config), config.get("num_attention_heads")
     if not layers or not heads or not (hidden := config.get("hidden_size")):
         return 0
     size = (config.get("num_key_value_heads") or heads) * (config.get("head_dim") or hidden // heads)
     return int(2 * layers * size * tokens * dtype.itemsize)
+
+
+def _attention_layers(config: Mapping[str, Any]) -> int | None:
+    """Returns how many layers have keys and values; ``None`` if the configuration does not tell."""
+    from transformers import CONFIG_MAPPING
+
+    if (kind := str(config.get("model_type"))) in CONFIG_MAPPING:
+        kinds = getattr(CONFIG_MAPPING[kind].from_dict(dict(config)), "layer_types", None)
+        if kinds is not None:
+            return sum(one not in _WITHOUT_ROWS for one in kinds)
+    return config.get("num_hidden_layers")
 
 
 def check_room(name: str, needed: Mapping[str, int]) -> None:
