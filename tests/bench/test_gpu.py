@@ -165,8 +165,8 @@ def test_the_bound_of_llama_3_8b():
     assert bound.h100_us == pytest.approx((keys + rows + tables) / 3.35e12 * 1e6)
     assert bound.bound == "memory"
     assert bound.intensity == pytest.approx(32 * 4, rel=0.05)  # rows times heads of a group
-    assert bound.splits == "16/8/16"
-    assert bound.partial == pytest.approx(2 * 32 * 32 * 16 * 129 * 4 / (keys + rows + tables))
+    assert bound.splits == "4/4/4"
+    assert bound.partial == pytest.approx(2 * 32 * 32 * 4 * 129 * 4 / (keys + rows + tables))
 
 
 def test_enough_rows_are_bound_by_arithmetic():

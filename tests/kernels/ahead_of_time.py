@@ -37,6 +37,8 @@ SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  
 POINTERS = {
     **dict.fromkeys(("LEVEL", "NOISE", "BEST"), "*fp64"),
     "PART": "*fp32",
+    "STATS": "*fp32",
+    "ARRIVALS": "*i32",
     "PART_LSE": "*fp32",
     "SINKS": "*fp32",
     **dict.fromkeys(("LAYOUT", "REGION", "POSITIONS", "WORDS"), "*i64"),
@@ -203,15 +205,18 @@ def row_cases(target):
         how = fused_linear.head_tile(rows, dim, TYPES[dtype], normed)
         name = f"rotated_tile {dtype}, {rows} rows, heads of {dim}" + ", normed" * normed
         yield case(name, fused_linear.rotated_tile, dtype, constants, how)
-    for dim, causal, options, dtype in (
-        (64, False, False, "bf16"),
-        (128, True, False, "bf16"),
-        (128, False, True, "bf16"),
-        (256, False, False, "fp32"),
+    for dim, causal, options, dtype, split in (
+        (64, False, False, "bf16", True),
+        (128, False, False, "bf16", False),
+        (128, False, False, "bf16", True),
+        (128, True, False, "bf16", False),
+        (128, False, True, "bf16", True),
+        (256, False, False, "fp32", False),
     ):
         constants = {"G": 4, "D": dim, "DV": dim, "W": 1, "SEARCH": 5, "CAUSAL": causal, "SINK": options}
-        constants |= {"WINDOW": options, "SOFTCAP": options}
+        constants |= {"WINDOW": options, "SOFTCAP": options, "SPLIT": split}
         name = f"attend_row {dtype} heads of {dim}" + ", causal" * causal + ", all options" * options
+        name += ", in segments" * split
         yield case(name, row.attend_row, dtype, constants, row_tile(4, dim, dim, TYPES[dtype]))
 
 
@@ -232,8 +237,6 @@ def cases(target):
     for rows in (4, 64):
         yield attention_case(target, rows, 128, "bf16", causal=True)
         yield attention_case(target, rows, 128, "bf16", options=True)
-    shape = {"DV": 128, "BLOCK_DV": 128, "SPLITS": 8, "SINK": True}
-    yield "combine", (attention.combine, target, "bf16", shape), {"warps": 1}
     sizes = {"KEY_SIZE": 1024, "VALUE_SIZE": 1024, "BLOCK": 1024}
     yield "append_rows", (kv_cache.append_rows, target, "bf16", sizes), {"warps": 2}
     rows = {"CHUNKS": 32, "BLOCK": verify.CHUNK}

@@ -35,9 +35,9 @@ def test_kernels_fit(target):
     for name, needs in found.items():
         assert needs["spilled"] <= spilled, name
         assert needs["shared"] <= SHARED[target], name
-        # Kernels of the first two lines read few numbers. `collect` stores single scores, so it reads single scores.
+        # Kernels of the first line read few numbers. `collect` stores single scores, so it reads single scores.
         # The last two kernels compute more than they read.
-        narrow = {"combine", "add_chunks", "left_pick", "lowest_kept", "start_turns", "take_turn", "end_turns"}
+        narrow = {"add_chunks", "left_pick", "lowest_kept", "start_turns", "take_turn", "end_turns"}
         narrow |= {"walk_down", "look_up", "choose_chunk"}
         narrow |= {"collect", "gumbel_noise", "gumbel_draw"}
         assert needs["wide loads"] or name in narrow, name

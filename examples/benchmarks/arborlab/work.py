@@ -82,7 +82,8 @@ def attention(
         value_size: size of a head's values.
         itemsize: bytes of a number.
         causal: every row sees the rows before it; there are no ancestor words.
-        splits: parts of the prefix. With more than one, partial results are written and read again.
+        splits: parts of the prefix. With more than one, partial results are written and read again. The counters with
+            which their programs count each other are not counted, 8 bytes per tile.
     """
     total, samples = sum(rows), len(rows)
     alive = [(n, p, t) for n, p, t in zip(rows, past, tree, strict=True) if n]

@@ -21,6 +21,7 @@ from arbordraft.kernels.fused_linear import project_rotate_append
 from arbordraft.kernels.gumbel import gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact_rows
 from arbordraft.kernels.ragged_tree_attention import attend
+from arbordraft.kernels.ragged_tree_attention.batch import arrivals
 from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.reference import walk
 from arbordraft.kernels.verify.tops import take_tops
@@ -56,6 +57,9 @@ class StaticForward(Attending):
     longest: int
     row_invariant: bool = False
 
+    def __post_init__(self) -> None:
+        self.arrivals = arrivals(self.positions)  # one launch for all layers
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
     ) -> Tensor:
@@ -89,6 +93,7 @@ class StaticForward(Attending):
             self.most_rows,
             self.longest,
             self.row_invariant,
+            self.arrivals,
         )
 
 
@@ -108,7 +113,7 @@ class StepKind:
             the table holds.
         longest: approximate longest prefix. It determines the number of attention splits, a dimension of the kernels
             that a graph launches. It is rounded to powers of eight, so few texts see more than two values. If every
-            graph had splits for the longest possible text, short texts would wait for a second kernel in each layer.
+            graph had splits for the longest possible text, short texts would combine empty ones in each layer.
     """
 
     sampled: bool

@@ -22,7 +22,12 @@ RAGGED = [2085, 0, 700, 1, 130, 64]  # committed keys of the samples of a batch
 HEADS = [(32, 4, 128), (14, 7, 80), (9, 3, 64)]  # query heads, query heads per key head, head size
 CHECKED = Stepped(4, (3, 2, 1), 2 * CHUNK + 1031, layers=3, context=24, level=2)
 WIDE = Stepped(1, (3, 1), 128256, layers=1, context=24, level=2)  # the vocabulary of Llama 3
-SHAPES = [Shape(32768, 1, 16, 4, 128), Shape(4096, 2, 64, 4, 128), Shape(700, 3, 20, 3, 64, 9)]
+SHAPES = [
+    Shape(32768, 1, 16, 4, 128),
+    Shape(4096, 2, 64, 4, 128),
+    Shape(700, 3, 20, 3, 64, 9),
+    Shape(4096, 1, 16, 4, 128, row_invariant=True),
+]
 TINY = Stepped(
     2, (2, 1), CHUNK + 130, 2, 12, kv_heads=2, size=8, level=1, heads=4, hidden=40, inner=24
 )  # small enough for the interpreter
@@ -30,6 +35,7 @@ TIMED = [
     *(Shape(4096, 1, tree, 4, 128) for tree in (16, 1, 64)),
     *(Shape(32768, 1, tree, 4, 128) for tree in (16, 1)),
     *(Shape(4096, 8, tree, 4, 128) for tree in (16, 1, 64)),
+    *(Shape(4096, 1, tree, 4, 128, row_invariant=True) for tree in (1, 16)),
     *(Shape(512, 1, tree, 4, 128) for tree in (16, 1)),
     *(Shape(32768, 8, tree, 4, 128) for tree in (16, 64)),
 ]
