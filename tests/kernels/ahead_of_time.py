@@ -35,10 +35,10 @@ TARGETS = {
 }
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes per program
 POINTERS = {
-    **dict.fromkeys(("LEVEL", "NOISE", "BEST"), "*fp64"),
+    **dict.fromkeys(("LEVEL", "NOISE"), "*fp64"),
     "PART": "*fp32",
     "STATS": "*fp32",
-    "ARRIVALS": "*i32",
+    **dict.fromkeys(("ARRIVALS", "COUNTERS"), "*i32"),
     "PART_LSE": "*fp32",
     "SINKS": "*fp32",
     **dict.fromkeys(("LAYOUT", "REGION", "POSITIONS", "WORDS"), "*i64"),
@@ -51,7 +51,7 @@ POINTERS = {
     ),
     **dict.fromkeys(("REAL", "CERTAIN"), "*i8"),
     **dict.fromkeys(("NUMBER", "INTERVAL", "FOUND", "SURE", "CHANGED"), "*i32"),
-    **dict.fromkeys(("ABOVE", "HELD"), "*fp32"),
+    **dict.fromkeys(("ABOVE", "HELD", "BOUNDS"), "*fp32"),
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
     **dict.fromkeys(("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW"), "*i64"),
     **dict.fromkeys(("STATES", "SCRATCH", "LOG_DECAY", "RATES", "BETA", "BIASES", "SCALES"), "*fp32"),
@@ -272,6 +272,8 @@ def cases(target):
     made = {"BLOCK": gumbel.NOISE_BLOCK}
     yield "gumbel_noise", (gumbel.gumbel_noise, target, "fp64", made), options(gumbel.NOISE_OPTIONS)
     drawn = {"TRUNCATED": True, "CHUNKS": 32, "BLOCK": gumbel.DRAW_BLOCK}
+    yield "gumbel_bound", (gumbel.gumbel_bound, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
+    drawn |= {"PARTS": 32}
     yield "gumbel_draw", (gumbel.gumbel_draw, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
     yield from fused_cases(target)
     yield from row_cases(target)

@@ -182,10 +182,14 @@ def gumbel_noise(rows: int, vocabulary: int) -> Work:
 
 
 def gumbel_draw(rows: int, vocabulary: int, itemsize: int, *, truncated: bool = False) -> Work:
-    """Counts drawing a token per row: a quotient, a bound and comparisons per score, without the few float64 draws."""
+    """Counts drawing a token per row: a quotient, a bound and comparisons per score, without the few float64 draws.
+
+    Two bounds and a counter of each chunk are written and read.
+    """
     chunks = -(-vocabulary // _SCORES)
     keys = 2 * _INDEX + truncated * _FLOAT
-    return Work(rows * (vocabulary * itemsize + keys + chunks * 2 * _INDEX), (_BOUNDS + 5) * rows * vocabulary)
+    between = 2 * chunks * 3 * _FLOAT
+    return Work(rows * (vocabulary * itemsize + keys + between + _INDEX), (_BOUNDS + 5) * rows * vocabulary)
 
 
 def tree_expand(rows: int, vocabulary: int, children: int, itemsize: int) -> Work:
