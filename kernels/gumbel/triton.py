@@ -5,8 +5,8 @@ Triton rounds quotients of float64 correctly, and quotients of float32 if asked 
 
 A program handles one chunk of one row. A Philox counter gives words for four tokens, 16 apart, so a lane of a program
 is one counter with four tokens. To draw, programs first bound the values of each lane, in float32 and from upper words
-alone, and keep the two highest bounds of a chunk. Then one program per row computes lanes exactly, one at a time, until
-no other lane can reach the best value. So float64 runs for one or two lanes of a row, not of each chunk.
+alone. They keep the two highest bounds of a chunk. Then one program per row computes lanes exactly, one at a time,
+until no other lane can reach the best value. So float64 runs for one or two lanes of a row, not of each chunk.
 
 Shapes: R rows, V vocabulary, C chunks of a row.
 """

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from arbordraft.kernels.fused_layers import ACTIVATIONS
 from arbordraft.kernels.fused_layers import triton as fused_layers
 from arbordraft.kernels.fused_linear import triton as fused_linear
+from arbordraft.kernels.grow_level import triton as grow_level
 from arbordraft.kernels.gumbel import triton as gumbel
 from arbordraft.kernels.kv_cache import triton as kv_cache
 from arbordraft.kernels.ragged_tree_attention import row, softmax
@@ -35,7 +36,7 @@ TARGETS = {
 }
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes per program
 POINTERS = {
-    **dict.fromkeys(("LEVEL", "NOISE"), "*fp64"),
+    **dict.fromkeys(("LEVEL", "NOISE", "CHANCE", "REACH", "BROKEN", "CALIBRATION", "EXPECTED", "COSTS"), "*fp64"),
     "PART": "*fp32",
     "STATS": "*fp32",
     **dict.fromkeys(("ARRIVALS", "COUNTERS"), "*i32"),
@@ -55,7 +56,8 @@ POINTERS = {
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
     **dict.fromkeys(("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW"), "*i64"),
     **dict.fromkeys(("STATES", "SCRATCH", "LOG_DECAY", "RATES", "BETA", "BIASES", "SCALES"), "*fp32"),
-    **dict.fromkeys(("READ", "WRITE", "HISTORY"), "*i64"),
+    **dict.fromkeys(("READ", "WRITE", "HISTORY", "LEVELS", "BUDGET", "PARENT", "RANK", "FED", "NEXT"), "*i64"),
+    "VOCABULARY": "*i64",
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST", "SEEDS"), "*i64"),
 }
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -275,6 +277,8 @@ def cases(target):
     yield "gumbel_bound", (gumbel.gumbel_bound, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
     drawn |= {"PARTS": 32}
     yield "gumbel_draw", (gumbel.gumbel_draw, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
+    grown = {"TRIMMED": True, "S": 8, "M": 16, "F": 8, "DRAFTS": grow_level.drafts_of(8, 16)}
+    yield "grow_trees", (grow_level.grow_trees, target, "fp32", grown), {"warps": 4, "fusion": False}
     yield from fused_cases(target)
     yield from row_cases(target)
     yield from recurrent_cases(target)

@@ -45,6 +45,7 @@ class StaticForward(Attending):
         most_rows: greatest number of rows of a sample.
         longest: approximate greatest number of committed keys of a sample.
         row_invariant: give every row the same bits as if it ran alone.
+        arrivals: see :attr:`RaggedBatch.arrivals`; forwards one after another may share them.
     """
 
     pools: Pools
@@ -56,9 +57,11 @@ class StaticForward(Attending):
     most_rows: int
     longest: int
     row_invariant: bool = False
+    arrivals: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.arrivals = arrivals(self.positions)  # one launch for all layers
+        if self.arrivals is None:  # one launch for all layers
+            self.arrivals = arrivals(self.positions)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from arbordraft.kernels.verify.reference import CHUNK
-from arborlab.gpu import layer_problems, problems, score_problems
+from arborlab.gpu import layer_problems, problems, recurrent_problems, score_problems
 from arborlab.gpu.problem import KernelRow, Problem, check, named, timed
 from arborlab.gpu.roofline import STEPPED, Prediction, Shape, Stepped, fitting_shapes, predictions
 from arborlab.gpu.setting import Item, Setting
@@ -73,9 +73,10 @@ def _stepped(stepped: Stepped, device: torch.device) -> list[Maker]:
         "layers": partial(layer_problems.layers, stepped, device),
         "append": lambda: iter([problems.kv_append(stepped, device), problems.kv_compacted(stepped, device)]),
         "passes": partial(score_problems.passes, stepped, device),
+        "recurrence": partial(recurrent_problems.recurrence, stepped, device),
         "trees": partial(score_problems.verification, stepped, device),
         "thresholds": partial(score_problems.truncation, stepped, device),
-        "children": lambda: iter([score_problems.expansion(stepped, device)]),
+        "children": lambda: iter([score_problems.expansion(stepped, device), score_problems.growth(stepped, device)]),
         "draws": lambda: iter([score_problems.drawing(stepped, device), score_problems.noise(stepped, device)]),
     }
     return [(f"{name}, {named(stepped.dtype)}, V={stepped.vocabulary}", part) for name, part in parts.items()]

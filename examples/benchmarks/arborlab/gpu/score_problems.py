@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbordraft.kernels.grow_level import grow_level, grow_level_reference
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_reference, gumbel_reference
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, log_sum_exp, row_max, row_stats
@@ -129,6 +130,36 @@ def expansion(stepped: Stepped, device: torch.device) -> Problem:
         return max(largest_error(chosen, best), largest_error(log_probs, exact.log_softmax(dim=-1).gather(1, tokens)))
 
     return stepped.problem("tree_expand", run, error, SUMS, peer=partial(torch.topk, scores, k))
+
+
+def growth(stepped: Stepped, device: torch.device) -> Problem:
+    """Builds the problem of growing the first levels of all trees; tokens must be those of the reference."""
+    topology, samples = TreeTopology.from_k_config(stepped.tree), stepped.samples
+    plan = (
+        *(torch.full((samples,), len(stepped.tree)), torch.full((samples, 1), 0.9), torch.full((samples, 1), 0.8)),
+        *(torch.tensor([0.01, 0.02]), torch.tensor([samples * topology.num_nodes])),
+    )
+    plan = tuple((part.double() if part.is_floating_point() else part).to(device) for part in plan)
+    levels = []
+    for depth in range(len(stepped.tree)):
+        level, inner = topology.tree_levels[depth], [*topology.inner, []]
+        constants = [torch.tensor(part) for part in (level.inner, level.parent, level.rank, inner[depth + 1])]
+        scores = _scores(samples * len(level.inner), stepped._replace(vocabulary=max(stepped.tree) + 70), device)
+        constants = [part.to(device, torch.int64) for part in constants]
+        levels.append((*constants, *tree_expand(scores, max(stepped.tree)), None, depth, level.below.start))
+
+    def run(grow: Callable[..., Tensor] = grow_level) -> list[Tensor]:
+        token = torch.full((samples, topology.num_nodes), -1, device=device)
+        chance, reach = torch.zeros(2, *token.shape, dtype=torch.float64, device=device)
+        token[:, 0], reach[:] = 7, -1
+        reach[:, 0] = 1
+        broken = torch.zeros(samples, dtype=torch.float64, device=device)
+        return [token, *(grow(token, chance, reach, broken, *plan, *level) for level in levels)]
+
+    def error() -> float:
+        return max(map(unequal, run(), run(grow_level_reference)))
+
+    return stepped.problem("grow_level", run, error, 0.0, note=f"{samples} trees of {topology.num_nodes}")
 
 
 def drawing(stepped: Stepped, device: torch.device) -> Problem:
