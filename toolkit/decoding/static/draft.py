@@ -284,14 +284,15 @@ class DraftStep(nn.Module):
         self, places: _Places, tokens: Tensor, out: Tensor | None, depth: int, level: _Level, pools: Pools
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the nodes of a depth, missing ones with the root's token; returns ``[S n, D]`` and ``[S, n, H]``."""
-        region = places.region[:, : level.first + level.size]
-        positions = region[:, level.first :].flatten()
+        # Contiguous, as kernels need it: a single column would be flattened to a view.
+        here = slice(level.first, level.first + level.size)
+        positions, slots = (part[:, here].contiguous().flatten() for part in (places.region, places.slots))
         run = StaticForward(
             pools,
             places.layouts[depth],
-            region.flatten(),
+            places.region[:, : here.stop].contiguous().flatten(),
             positions,
-            places.slots[:, level.first : level.first + level.size].flatten(),
+            slots,
             level.words,
             level.size,
             self.longest,
