@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from arbordraft.kernels.accepted_paths import triton as accepted_paths
 from arbordraft.kernels.fused_layers import ACTIVATIONS
 from arbordraft.kernels.fused_layers import triton as fused_layers
 from arbordraft.kernels.fused_linear import triton as fused_linear
@@ -54,9 +55,11 @@ POINTERS = {
     **dict.fromkeys(("NUMBER", "INTERVAL", "FOUND", "SURE", "CHANGED"), "*i32"),
     **dict.fromkeys(("ABOVE", "HELD", "BOUNDS"), "*fp32"),
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
-    **dict.fromkeys(("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW"), "*i64"),
+    **dict.fromkeys(("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW", "BEST", "HOME", "SAMPLE", "PATH"), "*i64"),
     **dict.fromkeys(("STATES", "SCRATCH", "LOG_DECAY", "RATES", "BETA", "BIASES", "SCALES"), "*fp32"),
-    **dict.fromkeys(("READ", "WRITE", "HISTORY", "LEVELS", "BUDGET", "PARENT", "RANK", "FED", "NEXT"), "*i64"),
+    **dict.fromkeys(
+        ("READ", "WRITE", "HISTORY", "LEVELS", "BUDGET", "PARENT", "RANK", "FED", "NEXT", "LEVEL_OF"), "*i64"
+    ),
     "VOCABULARY": "*i64",
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST", "SEEDS"), "*i64"),
 }
@@ -277,6 +280,9 @@ def cases(target):
     yield "gumbel_bound", (gumbel.gumbel_bound, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
     drawn |= {"PARTS": 32}
     yield "gumbel_draw", (gumbel.gumbel_draw, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
+    rows = {"BLOCK": 64}
+    yield "follow_matches", (accepted_paths.follow_matches, target, "fp32", rows), {"warps": 1}
+    yield "trace_path", (accepted_paths.trace_path, target, "fp32", {"WIDE": 8}), {"warps": 1}
     grown = {"TRIMMED": True, "S": 8, "M": 16, "F": 8, "DRAFTS": grow_level.drafts_of(8, 16)}
     yield "grow_trees", (grow_level.grow_trees, target, "fp32", grown), {"warps": 4, "fusion": False}
     yield from fused_cases(target)

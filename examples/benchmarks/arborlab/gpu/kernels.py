@@ -75,6 +75,7 @@ def _stepped(stepped: Stepped, device: torch.device) -> list[Maker]:
         "passes": partial(score_problems.passes, stepped, device),
         "recurrence": partial(recurrent_problems.recurrence, stepped, device),
         "trees": partial(score_problems.verification, stepped, device),
+        "paths": partial(score_problems.paths, stepped, device),
         "thresholds": partial(score_problems.truncation, stepped, device),
         "children": lambda: iter([score_problems.expansion(stepped, device), score_problems.growth(stepped, device)]),
         "draws": lambda: iter([score_problems.drawing(stepped, device), score_problems.noise(stepped, device)]),
