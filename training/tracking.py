@@ -237,7 +237,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
 
     def _begin(self) -> MLFlowLogger:
         """Returns Lightning's logger of the run; begins or resumes the run when it is first needed."""
-        from mlflow import MlflowException
+        from mlflow import MlflowClient, MlflowException
 
         if self._logger is None:
             check_store(self._uri)
@@ -249,6 +249,9 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
                     logger.experiment.update_run(run, "RUNNING")
             except MlflowException:  # the run was deleted; if the server is away, the next lines raise
                 run, logger = None, MLFlowLogger(self._experiment, self._run_name, self._uri, dict(self._tags))
+            client = MlflowClient(self._uri)
+            if run is None and client.get_experiment_by_name(self._experiment) is None:
+                client.create_experiment(self._experiment)  # Lightning's logger would warn that it is new
             with _unseeded():
                 self._runs[place] = logger.run_id
             self._goes_on, self._logger = run is not None, logger

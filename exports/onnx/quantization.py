@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from arbordraft.exports.onnx.storing import save
 from arbordraft.utils.choices import Quantization
 
 _QUANTISED = ("MatMulInteger", "MatMulNBits")
@@ -29,15 +30,6 @@ def quantize(path: Path, how: Quantization) -> None:
     for old in path.parent.glob(f"{path.name}*"):
         old.unlink()
     save(model, path)
-
-
-def save(model: Any, path: Path) -> None:
-    """Writes a model, with its weights in a second file if one file cannot hold them."""
-    import onnx
-
-    weights = sum(tensor.ByteSize() for tensor in model.graph.initializer)
-    external = weights > onnx.checker.MAXIMUM_PROTOBUF - 2**24
-    onnx.save(model, path, save_as_external_data=external, location=f"{path.name}.data")
 
 
 def _int8(path: Path) -> Any:

@@ -17,7 +17,8 @@ from arbordraft.exports.folder import Export, contents
 from arbordraft.exports.onnx.cases import SHAPES, Shape
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE, check_exact, check_quantized
 from arbordraft.exports.onnx.plans import GraphSpec
-from arbordraft.exports.onnx.quantization import quantize, quiet, save
+from arbordraft.exports.onnx.quantization import quantize, quiet
+from arbordraft.exports.onnx.storing import compact, save
 from arbordraft.onnx.graph import FORMAT, PREFIX
 from arbordraft.utils.choices import Quantization
 from arbordraft.utils.files import new_folder
@@ -77,11 +78,14 @@ def write(
             smaller = quantization if spec.quantizable else Quantization.none
             on_progress(f"tracing {spec.file}")
             _write_float32(spec, path, {"opset": opset, "quantization": smaller.value})
+            if smaller is Quantization.none:
+                compact(path)
             on_progress(f"comparing {spec.file}")
             parity |= check_exact(spec, path, tolerance)
             if smaller is not Quantization.none:
                 on_progress(f"quantising {spec.file}")
                 quantize(path, smaller)
+                compact(path)
                 parity |= check_quantized(spec, path, least_acceptance)
         shapes = [[shape.batch, shape.rows, shape.past] for shape in SHAPES]
         report = {"tolerance": tolerance, "batch, rows, past": shapes, "found": parity}

@@ -34,7 +34,7 @@ from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.drafter_names import drafter_named
 from arbordraft.exports.decoder_config import DecoderConfig, describe, rebuild
 from arbordraft.exports.evaluation import Evaluation, evaluate
-from arbordraft.exports.mlflow import TRAINING, judge, load_decoder, log_decoder, promote_decoder
+from arbordraft.exports.mlflow import TRAINING, LoggedDecoder, judge, load_decoder, log_decoder, promote_decoder
 from arbordraft.loading import load_target
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.training.tracking import MLflowTracker
@@ -575,6 +575,17 @@ def test_mlflow_is_optional(monkeypatch, parts, folders):
 
 
 # The command line
+
+
+@pytest.mark.parametrize(("speed", "warned"), [(9.0, True), (10.0, True), (11.0, False)])
+def test_a_decoder_slower_than_plain_is_named(speed, warned, folders, monkeypatch):
+    found = measured(tokens_per_second=speed, plain_tokens_per_second=10.0)
+    logged = LoggedDecoder("run", "model", "models:/m", None, found)
+    monkeypatch.setattr("arbordraft.exports.mlflow.log_decoder", lambda *_, **__: logged)
+    arguments = ["export", "mlflow", "ngram", "--target", folders["target"], "--kernels", "torch"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert ("slower than plain decoding here" in result.output) == warned
 
 
 def test_the_commands(uri, client, folders, questions, tmp_path):

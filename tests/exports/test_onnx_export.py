@@ -7,18 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from support.companions import LAYERS, target, texts, trained
 from support.models import ragged, tiny
 from support.onnx_graphs import PLANS, decider, origin
 
-from arbordraft import UnsupportedModel
+from arbordraft import RaggedModel, UnsupportedModel
 from arbordraft.exports.onnx import ParityError, plans
 from arbordraft.exports.onnx.cases import SHAPES, Shape
 from arbordraft.exports.onnx.checks import cache_sizes, check_against
 from arbordraft.exports.onnx.networks import CausalNetwork
 from arbordraft.exports.onnx.parity import check_exact, check_quantized
+from arbordraft.exports.onnx.storing import compact
 from arbordraft.exports.onnx.writing import write
 from arbordraft.heads.base import fingerprint
 from arbordraft.onnx.graph import Graph
@@ -119,6 +121,47 @@ def test_matrices_get_fewer_bits(graphs):
         assert Graph(export.folder / "model.onnx").about["quantization"] == name
         sizes = [sum(file.size for file in each.files) for each in (export, graphs("eagle"))]
         assert sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_take_the_bytes_of_their_checkpoint(tmp_path, dtype):
+    model = tiny(tie_word_embeddings=True, vocab_size=512)
+    for parameter in model.parameters():
+        parameter.data = parameter.to(dtype).float()
+    target = RaggedModel(model, kernels="torch")
+    spec = plans.causal_lm(target, plans.Origin(target))
+    folder = write(lambda: [spec], tmp_path / "graph").folder
+    kept = {tensor.name: tensor.data_type for tensor in onnx.load(folder / "model.onnx").graph.initializer}
+    stored = onnx.TensorProto.BFLOAT16 if dtype is torch.bfloat16 else onnx.TensorProto.FLOAT16
+    assert set(kept.values()) >= {stored}
+    values = sum(parameter.numel() for parameter in model.parameters())
+    assert (folder / "model.onnx").stat().st_size < 2.2 * values + 60_000, "the head is stored beside its transpose"
+
+
+def test_storing_changes_no_output(tmp_path):
+    weights = torch.randn(64, 96)
+    exact = {"bf16": weights.bfloat16().float(), "half": weights.half().float(), "wide": weights, "twin": weights.T}
+    nodes = [onnx.helper.make_node("Gemm", ["x", name], [f"y_{name}"]) for name in exact if name != "twin"]
+    nodes.append(onnx.helper.make_node("Gemm", ["x", "twin"], ["y_twin"], transB=1))
+    graph = onnx.helper.make_graph(
+        nodes,
+        "products",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 64])],
+        [onnx.helper.make_tensor_value_info(f"y_{name}", onnx.TensorProto.FLOAT, ["n", 96]) for name in exact],
+        [onnx.numpy_helper.from_array(value.contiguous().numpy(), name) for name, value in exact.items()],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    sizes, found = [], []
+    for store in (lambda path: None, compact):
+        store(path)
+        sizes.append(path.stat().st_size)
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        found.append(session.run(None, {"x": np.linspace(-1, 1, 5 * 64, dtype=np.float32).reshape(5, 64)}))
+    for before, after in zip(*found, strict=True):
+        assert np.array_equal(before, after)
+    assert sizes[1] / sizes[0] == pytest.approx(2 / 4, abs=0.02), "four matrices become two halves and a whole"
 
 
 def test_all_heads_keep_more_bits(graphs):

@@ -114,9 +114,10 @@ def files(client, run, folder=None):
     return found
 
 
-def test_a_training_is_recorded(uri, client, experiment, checkpoint, warned):
+def test_a_training_is_recorded(uri, client, experiment, checkpoint, warned, caplog):
     tracker = MLflowTracker(experiment, "first", uri, "drafter", {"drafter": "medusa"})
     fit(tracker, checkpoint)
+    assert "not found" not in caplog.text  # Lightning's logger warns of new experiments
 
     (run,) = runs(client, experiment)
     assert tracker.version == run.info.run_id
