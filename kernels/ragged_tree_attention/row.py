@@ -159,7 +159,7 @@ def attend_row(
             tl.store(STATS + 2 * here, m, mask=real)
             tl.store(STATS + 2 * here + 1, total, mask=real)
             tl.store(PART + here[:, None] * DV + dv[None, :], acc, mask=there_out)
-            is_last = arrived(ARRIVALS + cell, parts).to(tl.int32)
+            is_last = arrived(ARRIVALS + cell, parts, False).to(tl.int32)
             there_out = there_out & (is_last + lanes * 0 > 0)[:, None]
             m = tl.full([BLOCK_M], -float("inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)

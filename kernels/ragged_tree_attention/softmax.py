@@ -48,11 +48,16 @@ def accumulate(s, v, m, total, acc, UPCAST: tl.constexpr, PRECISION: tl.constexp
 
 
 @triton.jit
-def arrived(CELL, parts):
+def arrived(CELL, parts, FENCED: tl.constexpr):
     """Counts this program's arrival, after its stores; returns whether it is the last of ``parts`` programs.
 
     The last one sets the counter to 0 again, for the next launch. It may read the stores of all of them.
+
+    On AMD's GPUs, a barrier does not wait for stores. If ``FENCED``, each wave adds 0 first, which does.
     """
+    if FENCED:
+        thread = tl.arange(0, 512)  # at least one per thread of up to eight waves
+        tl.atomic_add(CELL + 0 * thread, 0 * thread, sem="release", scope="gpu")
     tl.debug_barrier()  # the stores of all threads come first
     last = tl.atomic_add(CELL, 1, sem="acq_rel", scope="gpu") == parts - 1
     if last:

@@ -60,7 +60,7 @@ def choose(
     """
     block_n = _block_n(key_bytes, exact)
     # Rows of wider heads do not fit into registers.
-    most = 16 if exact else 32 if key_bytes > 512 else 64 if hip and options else 128
+    most = 16 if exact else 32 if key_bytes > 512 or (hip and options) else 128
     block_m = max(16, min(most, next_power_of_2(rows * group)), next_power_of_2(group))
     warps = 4 if block_m <= 32 and key_bytes < 2048 else 8
     stages = 1 if hip else 2 if block_m > 32 or key_bytes > 512 or exact or options else 3

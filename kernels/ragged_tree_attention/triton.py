@@ -98,6 +98,7 @@ def attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
+    FENCED: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -219,7 +220,7 @@ def attend(
         base = (at * tl.num_programs(1) * G + q_head) * SPLITS
         tl.store(PART + (base + split)[:, None] * DV + dv[None, :], out, mask=there)
         tl.store(PART_LSE + base + split, lse, mask=real)
-        if arrived(ARRIVALS + block * tl.num_programs(1) + head, SPLITS):
+        if arrived(ARRIVALS + block * tl.num_programs(1) + head, SPLITS, FENCED):
             total, acc = combined(PART, PART_LSE, SINKS + q_head, base, real, dv, DV, BLOCK_M, BLOCK_DV, SPLITS, SINK)
             out = acc / tl.where(total == 0, 1.0, total)[:, None]
             tl.store(where, out.to(OUT.dtype.element_ty), mask=there)
@@ -307,6 +308,7 @@ def launch(
         WINDOW=window > 0,
         SOFTCAP=softcap > 0,
         SINK=sinks is not None,
+        FENCED=hip,
         **numbers(query),
         num_warps=how.warps,
         num_stages=how.stages,

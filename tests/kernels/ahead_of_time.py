@@ -136,7 +136,7 @@ def attention_case(target, rows, size, dtype, group=4, causal=False, options=Fal
     constants = {
         **{"G": group, "D": size, "DV": size, "BLOCK_D": size, "BLOCK_DV": size, "W": 1, "SEARCH": 5},
         **{"BLOCK_Q": how.block_q, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "SPLITS": how.splits},
-        **{"CAUSAL": causal, "WINDOW": options, "SOFTCAP": options, "SINK": options, "UPCAST": False},
+        **{"CAUSAL": causal, "WINDOW": options, "SOFTCAP": options, "SINK": options, "FENCED": hip, "UPCAST": False},
         "PRECISION": softmax.precision(torch.float32 if exact else torch.bfloat16, hip),
     }
     name = f"attend {dtype} heads of {size}, {how.block_m} rows x {how.block_n} keys, {how.splits} splits"

@@ -222,11 +222,10 @@ class StaticStep(nn.Module):
             end = matching_ends(tokens, best, part["parent"], part["roots"], self.bucket.depth)
             token = best[end]
 
-        depth, tree = (
-            self.bucket.depth,
-            [part[name] for name in ("parent", "depth", "slots", "home", "sample", "roots")],
+        depth, slots, home = self.bucket.depth, part["slots"], part["home"]
+        path, source, destination = accepted_paths(
+            end, part["parent"], part["depth"], slots, home, part["sample"], part["roots"], depth
         )
-        path, source, destination = accepted_paths(end, *tree, depth)
         if depth:
             # A sample that does not take part has the dummy's committed row as its root, which never changes.
             first = torch.arange(0, depth * (len(end) + 1), depth, device=end.device)
