@@ -25,7 +25,7 @@ from arbordraft import (
     TopTail,
     TreeTopology,
 )
-from arbordraft.decoding.static import draft
+from arbordraft.decoding.static import draft, step
 from arbordraft.drafters.eagle import EagleNetwork
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.kernels import choice
@@ -256,6 +256,28 @@ def test_a_level_of_a_draft_takes_few_launches(parts, monkeypatch, request_, all
     for level in found:
         assert 2 <= level.total() <= allowed, level
         assert level["grow_level"] == level["tree_expand"] == 1
+
+
+def test_lifted_verification_takes_few_operators(parts, monkeypatch):
+    """A level takes its weights, its laws and the chances that it hands on."""
+    found, verify = [], step.verify_tree
+    with pretended_gpu() as counts:
+
+        def counted(*given, **options):
+            before = Counter(counts.operators)
+            ends = verify(*given, **options)
+            found.append(counts.operators - before)
+            return ends
+
+        monkeypatch.setattr(step, "verify_tree", counted)
+        target, drafters = parts
+        decoder = SpeculativeDecoder(target, drafters["model"], CHAIN, _lifted(IID(1)), buckets=(32,))
+        ends = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+        decoder.generate(**left_padded(PROMPTS), **ends, **SHARED)
+    assert found
+    for operators in found:
+        assert operators["lift_level"] == operators["rejection_laws"] == CHAIN.max_depth
+        assert operators.total() <= 13 + 3 * CHAIN.max_depth, operators
 
 
 # The pretended GPU itself

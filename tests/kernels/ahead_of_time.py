@@ -51,11 +51,13 @@ POINTERS = {
         ("WANTED", "OFFERED", "FROZEN", "ACCEPT", "SHARE", "SPENT", "UNDECIDED", "REMAINS", "STOP", "SUMS", "UNIFORMS"),
         "*fp64",
     ),
-    **dict.fromkeys(("REAL", "CERTAIN"), "*i8"),
+    **dict.fromkeys(("REAL", "CERTAIN", "REACHED"), "*i8"),
     **dict.fromkeys(("NUMBER", "INTERVAL", "FOUND", "SURE", "CHANGED"), "*i32"),
     **dict.fromkeys(("ABOVE", "HELD", "BOUNDS"), "*fp32"),
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
-    **dict.fromkeys(("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW", "BEST", "HOME", "SAMPLE", "PATH"), "*i64"),
+    **dict.fromkeys(
+        ("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW", "BEST", "HOME", "SAMPLE", "PATH", "ORDER"), "*i64"
+    ),
     **dict.fromkeys(("STATES", "SCRATCH", "LOG_DECAY", "RATES", "BETA", "BIASES", "SCALES"), "*fp32"),
     **dict.fromkeys(
         ("READ", "WRITE", "HISTORY", "LEVELS", "BUDGET", "PARENT", "RANK", "FED", "NEXT", "LEVEL_OF"), "*i64"
@@ -259,6 +261,9 @@ def cases(target):
     of_tree = {"K": 3, "WIDE": 4, "NODES": 512}
     columns = {"CHUNKS": 32, "COLUMNS": 32}
     yield "walk_down", (ends.walk_down, target, "fp32", of_tree), once
+    lifted = {"K": 3, "WIDE": 4}
+    yield "lift_node", (ends.lift_node, target, "fp32", lifted), once
+    yield "first_in_order", (ends.first_in_order, target, "fp32", {"BLOCK": 512}), {"warps": 1}
     yield "look_up", (ends.look_up, target, "fp32", of_tree | columns), {"warps": 1}
     yield "choose_chunk", (ends.choose_chunk, target, "fp32", columns), {"warps": 1}
     search = {"COUNTED": True, "MASSED": True, "CHUNKS": 32}
