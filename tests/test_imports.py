@@ -29,6 +29,7 @@ cli
 ORDER = LAYERS.split()
 ALONE = {"drafters"}  # packages whose modules import no siblings except those in SHARED
 SHARED = {
+    "agreement",
     "base",
     "block",
     "children",

@@ -36,7 +36,7 @@ from arbordraft.drafters.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, 
 from arbordraft.kernels.machine import available_memory, cache_folder
 from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.prepacked.memory import copy_bytes
+from arbordraft.target.prepacked.memory import FEW_BITS, bits_per_weight, copy_bytes
 from arbordraft.utils.files import new_folder
 from arbordraft.utils.mlflow_server import explained, fetch_drafter, find_drafter
 
@@ -54,8 +54,9 @@ DRAFTERS = (
     "a hub name",
 )
 _LARGE = 1 << 26  # bytes of weights from which reading them dominates a forward
-_FEW_BITS = 6  # bits per weight below which a copy of 4 bits saves too little
-_MIN_SPEEDUP = 1.15  # least speed-up over plain decoding that self-drafting must promise
+_MIN_SPEEDUP = 1.15  # least speed-up over plain decoding that a drafter must promise to be chosen
+_SMALL = 0.6  # most bytes of a draft model, as a share of the target's
+_MOST_TRIED = 3  # draft models that are loaded to find one that pays
 
 # By the model_type in config.json; any other type that transformers can load counts as a language model.
 _KINDS: dict[str, Any] = {
@@ -152,7 +153,8 @@ def choose_drafter(target: RaggedModel, *, weighed: bool = True) -> tuple[Drafte
     The target itself with weights of fewer bits (:meth:`~arbordraft.SelfDrafter.fitted`), after lookups, is chosen if
     it pays. Its estimated speed-up must be at least 1.15 x, and at least 1.15 x that of a trained drafter. The estimate
     follows from its rate of agreement and the share of bytes it reads. Weights of fewer than 6 bits, as in most GGUF
-    files, are not tried. Otherwise the trained drafter is chosen, or else lookups in the text.
+    files, are not tried. Otherwise the trained drafter is chosen. Without one, it is a draft model that lies beside the
+    target (:func:`draft_models_beside`), after lookups, if it promises 1.15 x as well. Else lookups in the text remain.
 
     Args:
         target: the model to draft for.
@@ -171,14 +173,61 @@ def choose_drafter(target: RaggedModel, *, weighed: bool = True) -> tuple[Drafte
         least *= max(1.0, trained.gain(target))
     lookups = NGramDrafter(longest=8, shortest=1) if weighed else NGramDrafter()
     if (problem := _not_itself(target)) is not None:
-        return trained or lookups, f"{why}; it does not draft for itself, as {problem}"
+        why = f"{why}; it does not draft for itself, as {problem}"
+        return (trained, why) if trained is not None else _small_model(target, lookups, why)
     own = SelfDrafter.fitted(target)
     gain = own.gain(target)
     about = f"with {own.weights} weights it agrees in {own.acceptance[0]:.0%}, reads {own.effort(target):.0%}"
     about = f"{about} and should bring {gain:.1f} x"
     if gain < least:
-        return trained or lookups, f"{why}; the model itself would bring less: {about}"
+        why = f"{why}; the model itself would bring less: {about}"
+        return (trained, why) if trained is not None else _small_model(target, lookups, why)
     return HybridDrafter(lookups, own), f"lookups, and the model itself: {about}"
+
+
+def _small_model(target: RaggedModel, lookups: NGramDrafter, why: str) -> tuple[Drafter, str]:
+    """Returns lookups before the first draft model beside the target that pays, or lookups alone; and the reason."""
+    beside = draft_models_beside(target)
+    if not beside:
+        return lookups, f"{why}; no smaller model of a similar name lies beside it"
+    for path in beside:
+        try:
+            small = LanguageModelDrafter.fitted(path, target)
+        except (ValueError, ImportError) as error:
+            why = f"{why}; {path.name} does not draft: {error}"
+            continue
+        gain = small.gain(target)
+        about = f"{path.name} agrees in {small.acceptance[0]:.0%}, reads {small.effort(target):.0%}"
+        if gain >= _MIN_SPEEDUP:
+            return HybridDrafter(lookups, small), f"lookups, and a draft model: {about} and should bring {gain:.1f} x"
+        why = f"{why}; {about} and would bring {gain:.2f} x"
+    return lookups, why
+
+
+def draft_models_beside(target: RaggedModel) -> list[Path]:
+    """Returns files and folders beside the target's own that may hold draft models of its family, likeliest first.
+
+    They have a similar name and at most 0.6 of its bytes, and are at most three.
+    """
+    tokenizer, folder = target.tokenizer, getattr(target.model, "name_or_path", "")
+    own = Path(getattr(tokenizer, "name_or_path", "") or folder)
+    if not own.is_file():
+        own = Path(folder)
+    if not folder or not own.exists():
+        return []
+    others = {path.stem: path for path in own.resolve().parent.iterdir() if _model_bytes(path)}
+    most = _SMALL * _model_bytes(own)
+    small = [name for name, path in others.items() if _model_bytes(path) <= most]
+    return [others[name] for name in get_close_matches(own.stem, small, _MOST_TRIED, 0.6)]
+
+
+def _model_bytes(path: Path) -> int:
+    """Returns the bytes of a GGUF file or of a folder's safetensors; 0 if it is neither."""
+    if path.is_file():
+        return path.stat().st_size if path.suffix == ".gguf" else 0
+    if not (path / CONFIG).is_file():
+        return 0
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def _not_itself(target: RaggedModel) -> str | None:
@@ -189,8 +238,7 @@ def _not_itself(target: RaggedModel) -> str | None:
         return "its layers are not recognised"
     if target.prepacking.nbytes < _LARGE:
         return "it is too small"
-    bits = 8 * target.prepacking.nbytes / max(1, copy_bytes(target.model, "int8-weight-only"))
-    if bits < _FEW_BITS:
+    if (bits := bits_per_weight(target.prepacking.nbytes, target.model)) < FEW_BITS:
         return f"its weights have {bits:.1f} bits each, and a copy of fewer would be read hardly faster"
     if (room := available_memory()) is not None and room < 2 * copy_bytes(target.model, "int8"):
         return f"a copy of fewer bits needs memory, of which {room / 2**30:.1f} GiB are free"
@@ -287,7 +335,7 @@ def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
 def _language_model(name: str | os.PathLike[str], target: RaggedModel) -> Drafter:
     """Loads a causal LM as drafter; if its tokenizer is not the target's, it drafts tokens that both have."""
     try:
-        return LanguageModelDrafter.from_pretrained(name, target)
+        return LanguageModelDrafter.fitted(name, target)
     except TokenizerMismatch:
         drafter = IntersectionDrafter.from_pretrained(name, target)
         about = "%s has another tokenizer: %d of %d tokens can be drafted; retokenized:%s drafts all"
@@ -312,4 +360,4 @@ def _exported(folder: Path, target: RaggedModel) -> Drafter:
     raise ValueError(f"{folder} holds a graph of the kind {graph.kind!r}, which is no drafter")
 
 
-__all__ = ["DRAFTERS", "choose_drafter", "drafter_named", "load_drafter", "trained_for"]
+__all__ = ["DRAFTERS", "choose_drafter", "draft_models_beside", "drafter_named", "load_drafter", "trained_for"]

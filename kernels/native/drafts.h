@@ -193,7 +193,8 @@ struct Ends {
   std::optional<Prepacked<W>> fuse;  // of the target's states, if the drafter reads them
   Norm norm;
   Prepacked<W> head;
-  std::optional<Prepacked<T>> exact;  // ranks the best tokens of `head` anew
+  std::optional<Prepacked<T>> exact;  // ranks the best tokens of `head` anew; so does this one:
+  std::optional<Prepacked<Panels>> exact_panels;
   float epsilon;
   const float* frequencies;  // [tables][rotary / 2]
   int64_t rotary, tables;
@@ -340,26 +341,31 @@ class Drafting {
       else
         times(ends_.head, normed, rows, logits, false, thread, threads);
       meet(threads);
-      growing.draw(forest, frontier, depth, logits, outputs, level, ends_.exact ? kScreened : 0, thread, threads);
+      growing.draw(forest, frontier, depth, logits, outputs, level, screens() ? kScreened : 0, thread, threads);
     });
-    if (ends_.exact)
-      for (int64_t r = 0; r < rows; ++r)
-        rescore(normed + r * size_, growing, frontier[r], depth, forest.children(frontier[r]), level.drawn[r]);
+    for (int64_t r = 0; r < rows && screens(); ++r) {
+      const int64_t children = forest.children(frontier[r]);
+      if (ends_.exact) rescore(*ends_.exact, normed + r * size_, growing, frontier[r], depth, children, level.drawn[r]);
+      else rescore(*ends_.exact_panels, normed + r * size_, growing, frontier[r], depth, children, level.drawn[r]);
+    }
     return forest.add(frontier, depth, level.drawn);
   }
 
+  bool screens() const { return ends_.exact || ends_.exact_panels; }
+
   // Sorts the drawn children by the exact head, and keeps the first ones.
+  template <class E>
   void rescore(
-      const X* row, const Growing& growing, Place at, int64_t depth, int64_t children,
+      const Prepacked<E>& exact, const X* row, const Growing& growing, Place at, int64_t depth, int64_t children,
       std::vector<std::pair<int64_t, float>>& drawn) {
     Arena arena;
-    const auto* x = as_numbers<Operand<T, T>>(row, 1, size_, ends_.exact->inputs, arena);
+    const auto* x = as_inputs<Operand<E, T>>(row, 1, size_, exact.inputs, arena);
     double mass = 0, total = 0;
     std::vector<std::pair<double, int64_t>> values;
     for (const auto& [token, chance] : drawn) {
       double value = 0;
       const int64_t block = token / kLanes;
-      multiply(*ends_.exact, x, 1, Range{block, block + 1}, [&](int64_t, int64_t, const f32x16* acc, int) {
+      multiply(exact, x, 1, Range{block, block + 1}, [&](int64_t, int64_t, const f32x16* acc, int) {
         float scores[kLanes];
         store(scores, acc[0]);
         value = growing.correct(at.sample, depth, token, scores[token % kLanes]);
@@ -440,13 +446,16 @@ int64_t draft_tree(
     TORCH_CHECK(!offset || offset->numel() == size, "the norm's offset has the wrong size");
     Ends<W, T> around{
         data<T>(embedding), embedding.size(0), width, std::nullopt, {floats(norm), floats(offset)},
-        prepacked<W>(*head, ends.get(6), ends.get(7), outputs), std::nullopt, float(numbers[0]), data<float>(frequencies),
+        prepacked<W>(*head, ends.get(6), ends.get(7), outputs), std::nullopt, std::nullopt, float(numbers[0]), data<float>(frequencies),
         2 * frequencies.size(1), frequencies.size(0), numbers.data() + 4, float(numbers[2]),
         {floats(ends.get(11)), nullptr}, numbers[3] != 0};
     TORCH_CHECK(!around.input || ends.get(11)->numel() == size, "the norm of what is read has the wrong size");
     if (const OptionalTensor exact = ends.get(8)) {
       TORCH_CHECK(!vocabulary, "an exact head knows all tokens");
-      around.exact = prepacked<T>(*exact, ends.get(9), ends.get(10), outputs);
+      if (exact->scalar_type() == at::kByte)
+        around.exact_panels = prepacked<Panels>(*exact, ends.get(9), ends.get(10), outputs);
+      else
+        around.exact = prepacked<T>(*exact, ends.get(9), ends.get(10), outputs);
     }
     if (fuse) around.fuse = prepacked<W>(*fuse, ends.get(1), ends.get(2), size);
     TORCH_CHECK(bool(fuse) == bool(states) && (states || width == size), "a drafter reads states, or its embeddings alone");

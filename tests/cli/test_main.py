@@ -16,7 +16,7 @@ from arbordraft.bench.report import Report
 from arbordraft.cli import main as cli
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.detokenizing import IncrementalDetokenizer
-from arbordraft.decoding.prompts import read_prompts
+from arbordraft.decoding.prompts import read_categories, read_prompts
 from arbordraft.target.equality import EqualityReport
 
 runner = CliRunner()
@@ -152,6 +152,22 @@ def test_prompts_are_read_from_chats_and_turns(tmp_path):
     turns = {"question_id": 81, "category": "writing", "turns": ["b", "c"]}
     path.write_text(f"{json.dumps(chat)}\n\n{json.dumps(turns)}\n")
     assert read_prompts(path) == ["a", "b"]
+
+
+def test_categories_are_measured_by_themselves(tmp_path, asked):
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"category": kind, "turns": [text]} for kind, text in (("code", "a"), ("chat", "b"), ("code", "c"))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--drafter", "ngram", "--temperatures", "0", "--new-tokens", "4", "--categories"]
+    found = bench(tmp_path, "decode", *asked[0], "--prompts", str(path), *options)
+    rows = [(row["category"], row["batch"]) for row in found["measurements"] if row["decoder"] == "plain"]
+    assert rows == [("code", 2), ("chat", 1)]
+    refused = CliRunner().invoke(cli.app, ["bench", "decode", *options], env={"COLUMNS": "200"})
+    assert refused.exit_code == 2
+    assert "built-in prompts have none" in refused.output
+    path.write_text(json.dumps({"turns": ["a"]}) + "\n")
+    with pytest.raises(ValueError, match=r'prompt 1 of .* has no "category"'):
+        read_categories(path)
 
 
 @pytest.mark.parametrize("prompt", ["", "\n", "[/bold]", "[red]"], ids=repr)

@@ -270,5 +270,27 @@ def test_a_new_text_begins_with_the_experience_of_others(running):
     assert planned(decider, pathwise=False) > 0
 
 
+def after(failures, rests=0):
+    """Returns a decider after texts whose only draft failed, the last of which goes on without drafts."""
+    decider = CostAware(PRIOR, running=True)
+    for _ in range(failures):
+        memory = decider.start()
+        planned_with(decider, memory)
+        decider.learn(memory, Outcome(accepted=0, drafted=1, stated=(0.9,), source=KIND))
+    for _ in range(rests):
+        decider.learn(memory, Outcome(accepted=0, drafted=0, stated=(), source=KIND))
+    return decider
+
+
+def test_one_draft_that_failed_does_not_stop_a_drafter():
+    assert planned(after(failures=1)) > 0
+    assert planned(after(failures=40)) == 0
+
+
+def test_failures_fade_for_new_texts_while_others_rest():
+    assert planned(after(failures=40, rests=20)) == 0
+    assert planned(after(failures=40, rests=800)) > 0
+
+
 def planned_with(decider, memory):
     return decider.plan(Situation([7], [memory], source=KIND, acceptance=[0.7], pathwise=True))

@@ -45,6 +45,7 @@ class DecodeRow:
         seconds: share of the time by phase.
         context: tokens of a prompt, if prompts were lengthened.
         served: whether a server answered; rows and shares of the time are then unknown.
+        category: category of the prompts, if they were measured by category.
         steps_speed_up: speed-up of the steps alone, without the time of prompts; ``None`` if that time is unknown.
     """
 
@@ -67,6 +68,7 @@ class DecodeRow:
     spread: float = 0.0
     context: int = 0
     served: bool = False
+    category: str = ""
     steps_speed_up: float | None = None
 
 
@@ -197,6 +199,7 @@ def in_turns(
             request=workload.kind,
             context=workload.context,
             served=workload.served,
+            category=workload.category,
             steps_speed_up=statistics.median(step_ratios) if "prefill" in total.seconds else None,
             **_per_token(total),
         )
@@ -208,9 +211,10 @@ def size_of(case: Workload | DecodeRow) -> str:
 
 
 def case_of(case: Workload | DecodeRow) -> str:
-    """Returns the kind of request and the context of a case, for people."""
+    """Returns the category, the kind of request and the context of a case, for people."""
     kind = (case.kind if isinstance(case, Workload) else case.request) or f"temperature {case.temperature:g}"
-    return f"{kind}, {case.context} tokens" if case.context else kind
+    context = f"{case.context} tokens" if case.context else ""
+    return ", ".join(filter(None, (case.category, kind, context)))
 
 
 def _total(timed: Sequence[tuple[float, DecodeStats]]) -> tuple[float, DecodeStats]:

@@ -64,6 +64,7 @@ class Workload:
         kind: a kind of request of :data:`REQUESTS`, whose settings replace the ones above; none by default.
         context: tokens of a prompt, to which it is lengthened with unrelated text; 0 leaves prompts as they are.
         served: whether ``batch`` counts clients of a server; they share all prompts.
+        category: category of the prompts in their file; none by default.
 
     Raises:
         TypeError: if a value is of the wrong type.
@@ -86,6 +87,7 @@ class Workload:
     kind: str = ""
     context: int = 0
     served: bool = False
+    category: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", tuple(self.prompts))

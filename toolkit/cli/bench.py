@@ -72,6 +72,9 @@ def _in_turns(
         device: DeviceOption = None,
         prompts: PromptsOption = None,
         limit: LimitOption = None,
+        categories: Annotated[
+            bool, typer.Option("--categories", help="Measure each 'category' of the prompts by itself.")
+        ] = False,
         new_tokens: NewTokensOption = 128,
         batches: BatchesOption = usual_batches,
         temperatures: TemperaturesOption = usual_temperatures,
@@ -92,7 +95,7 @@ def _in_turns(
         decoders = suite(suites)
         learned = None if decider is None else LearnedDecider.from_pretrained(decider)
         rounds: dict[str, Any] = {"new_tokens": new_tokens, "repeats": repeats, "seed": seed}
-        sizes = workloads(prompts, limit, batches, temperatures, requests, **rounds)
+        sizes = workloads(prompts, limit, batches, temperatures, requests, categories=categories, **rounds)
         with Report(json, png, drafter=drafter) as report:
             target = report.load(model, dtype, device=device)
             drafters = suites.drafters_of(drafter, target)

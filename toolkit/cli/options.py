@@ -1,6 +1,7 @@
 """Options that several commands have."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -172,22 +173,44 @@ PngOption = Annotated[
 
 
 def workloads(
-    prompts: Path | None, limit: int | None, batches: str, temperatures: str = "0", requests: str = "", **settings: Any
+    prompts: Path | None,
+    limit: int | None,
+    batches: str,
+    temperatures: str = "0",
+    requests: str = "",
+    *,
+    categories: bool = False,
+    **settings: Any,
 ) -> "list[Workload]":
     """Builds a workload for every temperature and batch size, or for every kind of request and batch size.
 
     Args:
         prompts: file of prompts.
-        limit: number of its first prompts that are used.
+        limit: number of its first prompts that are used, of each category.
         batches: batch sizes; ``none`` for no workload.
         temperatures: temperatures, unless kinds of requests are named.
         requests: kinds of requests, ``all`` for every one.
+        categories: whether each category of prompts has workloads of its own.
         settings: other arguments of the workloads.
+
+    Raises:
+        typer.BadParameter: if categories are wanted of prompts that have none.
     """
     from arbordraft.bench.workload import REQUESTS, Workload, read_texts
+    from arbordraft.decoding.prompts import read_categories
 
     if batches == NONE:
         return []
+    if categories:
+        if prompts is None:
+            raise typer.BadParameter(
+                "the built-in prompts have none: name a file with --prompts", param_hint="--categories"
+            )
+        return [
+            replace(workload, prompts=tuple(texts[:limit]), category=category)
+            for category, texts in read_categories(prompts).items()
+            for workload in workloads(prompts, 1, batches, temperatures, requests, **settings)
+        ]
     texts = tuple(read_texts(prompts, limit))
     if requests:
         kinds = list(REQUESTS) if requests == "all" else requests.split(",")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from arbordraft.deciders.base import Decider, growth_of
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.deciders.decisions import Limits, Situation, StepView, Verification
-from arbordraft.deciders.experience import DEPTHS, Looks, Record
+from arbordraft.deciders.experience import COMMON_PRIOR_STEPS, DEPTHS, Looks, Record
 from arbordraft.deciders.running_costs import RunningCosts, StepTimes
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.trees.verdict import Causality, Outcome
@@ -177,6 +177,9 @@ class CostAware(Decider):
         if not outcome.drafted:
             for record in memory.values():
                 record.quiet += 1
+            for source in memory:
+                if source in self._common:  # or drafts that failed once would keep new texts from trying any
+                    self._common[source].quiet += 1
             return
         if (looks := self._looks.get(outcome.source)) is not None:
             accepted = outcome.accepted - sum(depth < outcome.accepted for depth in outcome.certain)
@@ -185,7 +188,9 @@ class CostAware(Decider):
         record.wake()
         record.note(outcome, self.decay)
         if self._clock is not None:
-            self._common.setdefault(outcome.source, Record()).note(outcome, _COMMON_DECAY)
+            common = self._common.setdefault(outcome.source, Record(prior_steps=COMMON_PRIOR_STEPS))
+            common.note(outcome, _COMMON_DECAY)
+            common.doubt(len(outcome.stated), _COMMON_DECAY)
         record.doubt(len(outcome.stated), self.decay)
 
     def rests(self, memory: dict[str, Record]) -> bool:
@@ -231,6 +236,8 @@ class CostAware(Decider):
         if self.nodes is not None:
             situation = replace(situation, max_depth=[min(max_depth, budget) for max_depth in situation.max_depth])
         common = self._common.get(situation.source) if situation.pathwise else None  # experience with other texts
+        if common is not None:
+            common.wake()
         usual = [1.0] * DEPTHS if common is None else common.trust([1.0] * DEPTHS)
         trust = [record.trust(usual) for record in records]
         if situation.free:  # lookups come first: the drafts that they find decide how far trees go on

@@ -7,6 +7,7 @@ from arbordraft.trees.verdict import Outcome
 
 DEPTHS = 4  # depths with records of their own; the last one stands for all greater depths
 _PRIOR_STEPS, _LEAST_PRIOR_STEPS = 4.0, 0.1  # drafted steps that the prior counts for: at first, and at least
+COMMON_PRIOR_STEPS = 16.0  # of the experience over all texts; a text's own verdicts count in its record already
 _QUIET_DECAY = 0.99  # of a record, per step without drafts, since the reasons against drafts may have passed
 _PATIENCE, _PAUSE = 2, 16  # steps without drafts before fewer steps look for drafts; at least one in this many does
 _LATELY, _FIRST_LOOKS, _LONGEST_PAUSE = 0.8, 4.0, 64  # of looks: share of older ones, gain of the first ones, steps
@@ -20,11 +21,15 @@ class Record:
     tried: list[float] = field(default_factory=lambda: [0.0] * DEPTHS)  # nodes whose children were verified
     accepted: list[float] = field(default_factory=lambda: [0.0] * DEPTHS)  # tried nodes with an accepted child
     stated: list[float] = field(default_factory=lambda: [0.0] * DEPTHS)  # tried nodes expected to have one
-    presumed: list[float] = field(default_factory=lambda: [_PRIOR_STEPS] * DEPTHS)  # steps that the prior counts for
+    prior_steps: float = _PRIOR_STEPS  # drafted steps that the prior counts for at first
+    presumed: list[float] = field(init=False)  # and now, by depth
     steps: int = 0
     idle: int = 0  # steps since drafts of this drafter were verified
     quiet: int = 0  # steps without drafts of any drafter, for which the record is still to fade
     weight: float = 1.0  # worth of the sample's tokens in this step
+
+    def __post_init__(self) -> None:
+        self.presumed = [self.prior_steps] * DEPTHS
 
     @property
     def rests(self) -> bool:
@@ -70,7 +75,7 @@ class Record:
         if self.quiet:
             share, self.quiet = _QUIET_DECAY**self.quiet, 0
             self.fade(share)
-            self.presumed = [_PRIOR_STEPS - share * (_PRIOR_STEPS - steps) for steps in self.presumed]
+            self.presumed = [self.prior_steps - share * (self.prior_steps - steps) for steps in self.presumed]
 
 
 @dataclass
@@ -96,4 +101,4 @@ class Looks:
             self.wait, self.pause = self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
 
 
-__all__ = ["DEPTHS", "Looks", "Record"]
+__all__ = ["COMMON_PRIOR_STEPS", "DEPTHS", "Looks", "Record"]

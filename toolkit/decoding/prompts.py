@@ -4,7 +4,7 @@ Shapes: B prompts, L columns.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,21 +101,39 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         ValueError: if a line holds neither, or the file is not UTF-8.
     """
-    prompts = []
+    return [prompt for _, prompt in _entries(path)]
+
+
+def read_categories(path: Path) -> dict[str, list[str]]:
+    """Reads the first user turns from a file as :func:`read_prompts` does, by the ``category`` of their lines.
+
+    Raises:
+        ValueError: see :func:`read_prompts`; also if a line has no category.
+    """
+    found: dict[str, list[str]] = {}
+    for number, (category, prompt) in enumerate(_entries(path), 1):
+        if not isinstance(category, str) or not category:
+            raise ValueError(f'prompt {number} of {path} has no "category": measure without --categories')
+        found.setdefault(category, []).append(prompt)
+    return found
+
+
+def _entries(path: Path) -> Iterator[tuple[Any, str]]:
+    """Yields the category, or ``None``, and the first user turn of every line that is not empty."""
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
             users = (message["content"] for message in entry.get("messages", ()) if message["role"] == "user")
-            prompts.append(entry["turns"][0] if "turns" in entry else next(users))
-            if not isinstance(prompts[-1], str):
+            prompt = entry["turns"][0] if "turns" in entry else next(users)
+            if not isinstance(prompt, str):
                 raise TypeError("a turn is no text")
         except (ValueError, AttributeError, LookupError, TypeError, StopIteration) as error:
             raise ValueError(
                 f'{path}:{number} is not {{"messages": [{{"role": "user", "content": ...}}]}} or {{"turns": [...]}}'
             ) from error
-    return prompts
+        yield entry.get("category"), prompt
 
 
 def left_padded(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:

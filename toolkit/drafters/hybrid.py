@@ -49,6 +49,9 @@ class HybridDrafter(Drafter):
         self.acceptance = otherwise.acceptance
         self.hidden_layers = tuple(dict.fromkeys((*first.hidden_layers, *otherwise.hidden_layers)))
 
+    def effort(self, target: RaggedModel) -> float:
+        return self.otherwise.effort(target)
+
     def default_topology(self) -> TreeTopology:
         return self.otherwise.default_topology()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arbordraft.checkpoints.vocabulary import check_tokenizers, fit_logits, fit_tokens
+from arbordraft.drafters.agreement import acceptance_at, agreement
 from arbordraft.drafters.base import Predictions, check_ragged, num_unprefilled, within_positions
 from arbordraft.drafters.context import DraftContext, Frontier
 from arbordraft.drafters.feeding import Missing
@@ -23,6 +24,7 @@ from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.observation import decoder_list
+from arbordraft.target.prepacked.memory import FEW_BITS, bits_per_weight
 from arbordraft.target.sources import read_model, read_tokenizer, source_of
 
 if TYPE_CHECKING:
@@ -73,7 +75,13 @@ class LanguageModelDrafter(OwnCacheDrafter):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], target: RaggedModel, *, same_tokenizer: bool = False, **kwargs: Any
+        cls,
+        path: str | os.PathLike[str],
+        target: RaggedModel,
+        *,
+        same_tokenizer: bool = False,
+        weights: str | None = None,
+        **kwargs: Any,
     ) -> "LanguageModelDrafter":
         """Loads a causal LM with the target's tokenizer, from a folder, a hub or a GGUF file.
 
@@ -81,6 +89,7 @@ class LanguageModelDrafter(OwnCacheDrafter):
             path: folder, hub name or GGUF file.
             target: the model it drafts for, which sets device, dtype and kernels.
             same_tokenizer: as for the class.
+            weights: kind of reduced weights, see :class:`~arbordraft.RaggedModel`; by default those of the checkpoint.
             **kwargs: passed on to ``AutoModelForCausalLM.from_pretrained``.
 
         Raises:
@@ -94,7 +103,43 @@ class LanguageModelDrafter(OwnCacheDrafter):
             check_tokenizers(tokenizer, target.tokenizer)  # before the weights are read
         model = read_model(source, target.model.dtype, as_stored=target.backend == "native", **kwargs)
         model.to(target.device)  # type: ignore[arg-type]
-        return cls(RaggedModel(model, tokenizer, kernels=target.backend), same_tokenizer=same_tokenizer)
+        wrapped = RaggedModel(model, tokenizer, kernels=target.backend, weights=weights)
+        return cls(wrapped, same_tokenizer=same_tokenizer)
+
+    @classmethod
+    def fitted(cls, path: str | os.PathLike[str], target: RaggedModel) -> "LanguageModelDrafter":
+        """Loads a causal LM as :meth:`from_pretrained` does, with the weights that promise most: its own, or 4 bits.
+
+        Weights of 4 bits are tried where native kernels run and the checkpoint has more than 6. Drafts are guesses, so
+        fewer bits cost acceptance alone. Both are compared with the target on a short text
+        (:func:`~arbordraft.drafters.agreement.agreement`). The rate of agreement sets the drafter's ``acceptance``.
+
+        Args:
+            path: see :meth:`from_pretrained`.
+            target: see :meth:`from_pretrained`.
+
+        Raises:
+            ValueError: see :meth:`from_pretrained`.
+        """
+        own = cls.from_pretrained(path, target)._compared(target)
+        model: Any = own.model
+        if model.prepacking is None or bits_per_weight(model.prepacking.nbytes, model.model) < FEW_BITS:
+            return own
+        copy = RaggedModel(model.model, model.tokenizer, kernels="native", weights="int4", self_test=False)
+        return max(own, cls(copy)._compared(target), key=lambda drafter: drafter.gain(target))
+
+    def _compared(self, target: RaggedModel) -> "LanguageModelDrafter":
+        assert isinstance(self.model, RaggedModel)
+        self.acceptance = acceptance_at(agreement(target, self.model), type(self).acceptance)
+        return self
+
+    def effort(self, target: RaggedModel) -> float:
+        if isinstance(self.model, OnnxModel) or self.model.prepacking is None or target.prepacking is None:
+            return super().effort(target)
+        read = self.model.prepacking.nbytes
+        if (run := self._network.native) is not None and run.weights.exact is not None:
+            read += run.weights.head.weight.nbytes - run.weights.exact.weight.nbytes
+        return read / max(1, target.prepacking.nbytes)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if self.same_tokenizer:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from arbordraft.drafters.feeding import feed
 from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, Norm
 from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Limits, TreesToGrow
-from arbordraft.kernels.prepacked_linear import interleave, pack, prepack
+from arbordraft.kernels.prepacked_linear import interleave, pack_rows, prepack
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.prepacked.gguf_blocks import in_memory
+from arbordraft.target.prepacked.gguf_blocks import blocks_of, in_memory
+from arbordraft.target.prepacked.memory import FEW_BITS
 from arbordraft.target.prepacked.prepacked_modules import PrepackedNorm
 from arbordraft.target.prepacked.probing import Unrecognised, plain
 from arbordraft.target.prepacked.weight_collector import WeightCollector
@@ -90,7 +91,7 @@ def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None
     Args:
         model: the model.
         screen: let a 4-bit copy of its head preselect tokens, of which the head itself finds the best. This is ignored
-            if the head already has few bits.
+            if the head has few bits already, or the layers are not quantised.
     """
     prepacking = model.prepacking
     found = None if prepacking is None else prepacking.layers()
@@ -99,7 +100,10 @@ def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None
     if found is None or not isinstance(head, PrepackedLinear) or head.bias is not None:
         return None
     layers, tables = found
-    screen = screen and head.weights is None and not head.transposed and plain(head.weight)
+    in_panels = all(
+        layer.qkv.weight.dtype == torch.uint8 for layer in layers
+    )  # as the head's copy: kernels mix no types
+    screen = screen and in_panels and _can_be_screened(head)
     rotary = [made for table in tables if (made := table.made_by(model.model))]
     if len(rotary) < len(tables) or (scale := _scale_of(embedding)) is None:
         return None
@@ -112,7 +116,7 @@ def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None
         fuse=None,
         layers=layers,
         norm=norm,
-        head=Matrix(*pack(head.weight.detach(), "int4")) if screen else Matrix(*head.prepacked),
+        head=_screen_of(head) if screen else Matrix(*head.prepacked),
         outputs=model.vocab_size,
         vocabulary=None,
         frequencies=torch.stack([frequencies for frequencies, _ in rotary]),
@@ -123,6 +127,18 @@ def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None
     )
     run = DraftRun(weights)
     return run if _drafts_alike(model, run) else None
+
+
+def _can_be_screened(head: PrepackedLinear) -> bool:
+    """Tells whether a 4-bit copy of a head would be read much faster, and kernels can rank its tokens anew."""
+    packed, scale = head.prepacked
+    bits = 8 * packed.nbytes / (head.out_features * head.in_features)
+    return bits > FEW_BITS and scale is None and not head.transposed and plain(head.weight)
+
+
+def _screen_of(head: PrepackedLinear) -> Matrix:
+    raw, kind, rows = blocks_of(head.weight.detach())
+    return Matrix(*pack_rows([raw], [kind], "int4", head.weight.dtype, rows))
 
 
 def _scale_of(embedding: nn.Module) -> float | None:
@@ -158,7 +174,7 @@ def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
     if len(tokens) < levels:
         return False
     drawn = chances[range(levels), tokens]
-    if model.weights is not None:  # one different rounding changes all later values
+    if model.weights is not None or run.weights.exact is not None:  # one different rounding changes all later values
         return bool(torch.cat([drawn / best, drawn / stated, stated / drawn]).min() > 0.25)
     near = 1e-3 if model.model.dtype == torch.float32 else 0.05
     return all(torch.allclose(theirs, stated, rtol=near, atol=near) for theirs in (drawn, best))

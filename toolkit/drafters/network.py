@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from arbordraft.heads.layers import LayeredHead
 
+_LARGE_HEAD = 1 << 23  # weights from which reading a head takes much of a level
+
 
 class Outputs(NamedTuple):
     """Outputs of a network for packed rows.
@@ -177,7 +179,8 @@ class ModelNetwork(DraftNetwork):
         return self.model.prepacking
 
     def _convert(self) -> DraftRun | None:
-        return native_model(self.model)
+        modules: Any = self.model.network()
+        return native_model(self.model, screen=modules.get_output_embeddings().weight.numel() >= _LARGE_HEAD)
 
     def recorded(self) -> DraftNetwork | None:
         if self.model.backend == "native" or self.layers is not None or self.model.recurrent:

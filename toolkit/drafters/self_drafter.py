@@ -6,9 +6,9 @@ Shapes: T packed rows, R rows whose logits are wanted, V vocabulary.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
+from arbordraft.drafters.agreement import acceptance_at, agreement
 from arbordraft.drafters.base import check_ragged
 from arbordraft.drafters.model_drafter import TargetCacheDrafter
 from arbordraft.drafters.native_models import native_model
@@ -23,18 +23,6 @@ from arbordraft.trees.topology import TreeTopology
 BITS = ("int4", "int8")
 _LEVELS = 12
 _ENOUGH_AGREEMENT = 0.93  # share of agreeing tokens from which 4-bit weights are taken without trying 8 bits
-_ROWS = 128  # most tokens of the text on which both are compared
-_TEXT = """The river had risen in the night, and by morning the lower road was gone. Three people stood on the bridge \
-and talked about what to do: one wanted to wait, one wanted to walk round by the mill, and the third said nothing.
-
-def mean(values):
-    total = 0.0
-    for value in values:
-        total += value
-    return total / len(values)
-
-Question: A train leaves at 9:40 and takes 85 minutes. When does it arrive?
-Answer: 20 minutes are left until 10:00, and 65 minutes later it is 11:05. It arrives at 11:05."""
 
 
 class SelfDrafter(TargetCacheDrafter):
@@ -87,22 +75,7 @@ class SelfDrafter(TargetCacheDrafter):
         return max(four, cls(target, "int8")._compared(), key=lambda drafter: drafter.gain(target))
 
     def _compared(self) -> "SelfDrafter":
-        target = self.target
-        if target.tokenizer is None:
-            source = torch.Generator().manual_seed(0)
-            tokens = torch.randint(target.vocab_size, (_ROWS,), generator=source)
-        else:
-            tokens = torch.tensor(target.tokenizer(_TEXT)["input_ids"])[:_ROWS]
-        tokens = tokens[: target.max_positions]
-        best = []
-        for model in (target, self.model):
-            cache = RaggedKVCache()
-            batch = cache.lay_out([cache.open(len(tokens))], [range(len(tokens))])
-            best.append(model(tokens, batch, cache).argmax(dim=-1))
-        likely, *others = type(self).acceptance
-        agreed = float((best[0] == best[1]).float().mean())
-        missed = (1 - agreed) / (1 - likely)  # scales the other ranks with the misses of the first
-        self.acceptance = (agreed, *(rate * missed for rate in others))
+        self.acceptance = acceptance_at(agreement(self.target, self.model), type(self).acceptance)
         return self
 
     @property

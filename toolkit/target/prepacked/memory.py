@@ -17,6 +17,7 @@ from arbordraft.target.prepacked.room import BYTES_EACH
 from arbordraft.utils.files import new_file
 from arbordraft.utils.pages import drop_pages, lie_in_file
 
+FEW_BITS = 6  # bits per weight below which a copy of 4 bits would be read hardly faster
 _ALIGNED = 64  # bytes; any dtype may begin at a multiple of it
 
 
@@ -35,6 +36,11 @@ def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
         bits = "int8" if weights == "int4" and tensor is head else weights or ""
         size += tensor.numel() * BYTES_EACH.get(bits, tensor.element_size())
     return int(size)
+
+
+def bits_per_weight(packed: int, model: nn.Module) -> float:
+    """Returns the bits that every weight of a model takes if prepacked copies of all take ``packed`` bytes."""
+    return 8 * packed / max(1, copy_bytes(model, "int8-weight-only"))
 
 
 def check_movable(model: nn.Module) -> None:
@@ -102,4 +108,4 @@ def _stretches(tensor: Tensor) -> Iterator[tuple[int, int]]:
         yield tensor.data_ptr(), tensor.nbytes
 
 
-__all__ = ["check_movable", "copy_bytes", "drop_originals", "in_file", "move_to_file"]
+__all__ = ["FEW_BITS", "bits_per_weight", "check_movable", "copy_bytes", "drop_originals", "in_file", "move_to_file"]
