@@ -26,7 +26,7 @@ def agreement(target: RaggedModel, model: RaggedModel) -> float:
 
     They read a short text, or random tokens if the target has no tokenizer. Places count by the probability of the
     target's token, since its own texts go on where it is sure. Qwen2.5-Coder 0.5B agrees with 1.5B in 67 % of all
-    places, in 80 % of these weighted ones, and in 78 % of a text by 1.5B.
+    places, and in 80 % of the weighted ones. In a text by 1.5B, it agrees in 78 %.
     """
     if target.tokenizer is None:
         source = torch.Generator().manual_seed(0)
