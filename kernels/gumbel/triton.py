@@ -4,8 +4,9 @@ The noise has the bits of the definition: real numbers are float64, and launches
 Triton rounds quotients of float64 correctly, and quotients of float32 if asked to.
 
 A program handles one chunk of one row. A Philox counter gives words for four tokens, 16 apart, so a lane of a program
-is one counter with four tokens. To draw, a program first bounds the values of each lane, in float32 and from upper
-words alone. It then computes lanes exactly, one at a time, until no other lane can reach the best value.
+is one counter with four tokens. To draw, programs first bound the values of each lane, in float32 and from upper words
+alone. They keep the two highest bounds of a chunk. Then one program per row computes lanes exactly, one at a time,
+until no other lane can reach the best value. So float64 runs for one or two lanes of a row, not of each chunk.
 
 Shapes: R rows, V vocabulary, C chunks of a row.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from arbordraft.kernels.gumbel import reference
 
 NOISE_BLOCK, DRAW_BLOCK = 2048, 4096  # tokens of a chunk
-# Without contraction, the bits are those of the definition. Draws take few threads, since lanes are computed in turn.
+# Without contraction, the bits are those of the definition.
 NOISE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 DRAW_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _GROUP: tl.constexpr = tl.constexpr(reference.GROUP)
@@ -120,34 +121,76 @@ def gumbel_noise(SEEDS, POSITIONS, NOISE, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gumbel_draw(
-    SCORES, SEEDS, POSITIONS, LOWEST, BEST, TOKENS, vocabulary, temperature, TRUNCATED: tl.constexpr,
-    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+def _bounds(
+    SCORES, SEEDS, POSITIONS, LOWEST, row, lane, vocabulary, temperature, TRUNCATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Finds the highest score with noise of one chunk of one row, and the first token that has it; -1 if it is -inf."""
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    lane = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    """Returns upper bounds of scores with noise of the four tokens of each lane, -inf where none can be drawn."""
     upper = _words(SEEDS, POSITIONS, row, lane, 0)
     bound = tl.full([BLOCK // 4], -float("inf"), tl.float32)
     for word in tl.static_range(4):
         x = _scores(SCORES, LOWEST, row, _token(lane, word), vocabulary, temperature, TRUNCATED)
         above = tl.maximum(x * (1 + 1e-6), x * (1 - 1e-6)) + 1e-3  # plus the largest rounding error
         bound = tl.maximum(bound, above + _bound(upper[word]))
+    return bound
+
+
+@triton.jit
+def gumbel_bound(
+    SCORES, SEEDS, POSITIONS, LOWEST, BOUNDS, COUNTERS, vocabulary, temperature, TRUNCATED: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Finds the two highest bounds of one chunk of one row, and the counter of the first."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    bound = _bounds(SCORES, SEEDS, POSITIONS, LOWEST, row, lane, vocabulary, temperature, TRUNCATED, BLOCK)
     highest = tl.max(bound, 0)
+    counter = tl.min(tl.where(bound == highest, lane, _NOWHERE), 0)
+    at = row * CHUNKS + tl.program_id(1)
+    tl.store(BOUNDS + 2 * at, highest)
+    tl.store(BOUNDS + 2 * at + 1, tl.max(tl.where(lane == counter, -float("inf"), bound), 0))
+    tl.store(COUNTERS + at, counter)
+
+
+@triton.jit
+def gumbel_draw(
+    SCORES, SEEDS, POSITIONS, LOWEST, BOUNDS, COUNTERS, TOKENS, vocabulary, temperature, TRUNCATED: tl.constexpr,
+    CHUNKS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Finds the first token of a row that has the highest score with noise; -1 if that is -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    at = row * CHUNKS + part
+    top = tl.load(BOUNDS + 2 * at, mask=part < CHUNKS, other=-float("inf"))
+    second = tl.load(BOUNDS + 2 * at + 1, mask=part < CHUNKS, other=-float("inf"))
+    counters = tl.load(COUNTERS + at, mask=part < CHUNKS, other=0)
     best = tl.full([], -float("inf"), tl.float64)
     token = tl.full([], _NOWHERE, tl.int32)
+    highest = tl.max(top, 0)
     while (highest >= best) & (highest > -float("inf")):  # an equal value wins if its token is lower
-        counter = tl.min(tl.where(bound == highest, lane, _NOWHERE), 0)
+        chunk = tl.min(tl.where(top == highest, part, _NOWHERE), 0)
+        counter = tl.max(tl.where(part == chunk, counters, -1), 0)
         found, first = _best_of_four(
             SCORES, SEEDS, POSITIONS, LOWEST, row, counter, vocabulary, temperature, TRUNCATED
         )  # fmt: skip
         better = (found > best) | ((found == best) & (first < token))
         best, token = tl.where(better, found, best), tl.where(better, first, token)
-        bound = tl.where(lane == counter, -float("inf"), bound)
-        highest = tl.max(bound, 0)
-    tl.store(BEST + row * CHUNKS + chunk, best)
-    tl.store(TOKENS + row * CHUNKS + chunk, tl.where(token == _NOWHERE, -1, token).to(tl.int64))
+        highest = tl.max(tl.where(part == chunk, second, -float("inf")), 0)
+        if (highest >= best) & (highest > -float("inf")):  # rarely: other counters of the chunk, one at a time
+            lane = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+            bound = _bounds(SCORES, SEEDS, POSITIONS, LOWEST, row, lane, vocabulary, temperature, TRUNCATED, BLOCK)
+            bound = tl.where(lane == counter, -float("inf"), bound)
+            while (highest >= best) & (highest > -float("inf")):
+                counter = tl.min(tl.where(bound == highest, lane, _NOWHERE), 0)
+                found, first = _best_of_four(
+                    SCORES, SEEDS, POSITIONS, LOWEST, row, counter, vocabulary, temperature, TRUNCATED
+                )  # fmt: skip
+                better = (found > best) | ((found == best) & (first < token))
+                best, token = tl.where(better, found, best), tl.where(better, first, token)
+                bound = tl.where(lane == counter, -float("inf"), bound)
+                highest = tl.max(bound, 0)
+        top = tl.where(part == chunk, -float("inf"), top)
+        highest = tl.max(top, 0)
+    tl.store(TOKENS + row, tl.where(token == _NOWHERE, -1, token).to(tl.int64))
 
 
 def _grid(rows: int, vocabulary: int, most: int) -> tuple[tuple[int, int], int]:
@@ -171,14 +214,16 @@ def launch_argmax(
     """See :func:`arbordraft.kernels.gumbel.gumbel_argmax`."""
     rows, vocabulary = scores.shape
     grid, block = _grid(rows, vocabulary, DRAW_BLOCK)
-    best = scores.new_empty(grid, dtype=torch.float64)
-    tokens = scores.new_empty(grid, dtype=torch.int64)
+    bounds = scores.new_empty((*grid, 2), dtype=torch.float32)
+    counters = scores.new_empty(grid, dtype=torch.int32)
+    tokens = scores.new_empty(rows, dtype=torch.int64)
     if rows:
-        gumbel_draw[grid](
-            scores, seeds, positions, scores if lowest is None else lowest, best, tokens, vocabulary, temperature,
-            TRUNCATED=lowest is not None, CHUNKS=grid[1], BLOCK=block, **DRAW_OPTIONS,
-        )  # fmt: skip
-    return tokens.gather(1, best.max(dim=-1, keepdim=True).indices)[:, 0]
+        given = scores, seeds, positions, scores if lowest is None else lowest, bounds, counters
+        how = {"TRUNCATED": lowest is not None, "CHUNKS": grid[1], "BLOCK": block, **DRAW_OPTIONS}
+        gumbel_bound[grid](*given, vocabulary, temperature, **how)
+        parts = triton.next_power_of_2(grid[1])
+        gumbel_draw[rows,](*given, tokens, vocabulary, temperature, PARTS=parts, **how)
+    return tokens
 
 
 __all__ = [
@@ -186,6 +231,7 @@ __all__ = [
     "DRAW_OPTIONS",
     "NOISE_BLOCK",
     "NOISE_OPTIONS",
+    "gumbel_bound",
     "gumbel_draw",
     "gumbel_noise",
     "launch_argmax",

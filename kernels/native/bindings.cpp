@@ -242,7 +242,7 @@ Tensor attention(
 Tensor ragged_tree_attention(
     const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& layout, const OptionalTensor& region,
     const Tensor& positions, const OptionalTensor& words, double scale, int64_t window, double softcap,
-    const OptionalTensor& sinks, int64_t, int64_t, bool) {  // the last three concern GPUs alone
+    const OptionalTensor& sinks, int64_t, int64_t, bool, const OptionalTensor&) {  // the last four concern GPUs alone
   const Batch batch(layout, region, positions, words, query.size(0));
   const OptionalTensor wide = sinks ? OptionalTensor(sinks->to(at::kFloat).contiguous()) : sinks;
   return query.scalar_type() == at::kBFloat16 ? attention<bf16>(query, keys, values, batch, scale, window, softcap, wide)

@@ -9,7 +9,7 @@ from arbordraft.kernels.ragged_tree_attention.reference import attention_by_layo
 attend = Operator(
     "ragged_tree_attention(Tensor query, Tensor keys, Tensor values, Tensor layout, Tensor? region, Tensor positions, "
     "Tensor? words, float scale, int window, float softcap, Tensor? sinks, int most_rows, int longest, "
-    "bool row_invariant) -> Tensor",
+    "bool row_invariant, Tensor(a!)? arrivals) -> Tensor",
     attention_by_layout,
     lambda query, keys, values, *_: query.new_empty(query.shape[0], query.shape[1], values.shape[2]),
     triton="arbordraft.kernels.ragged_tree_attention.triton:launch",
@@ -71,6 +71,7 @@ def ragged_tree_attention(
         batch.most_rows,
         batch.longest,
         row_invariant,
+        batch.arrivals,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from arbordraft.kernels.transfer import upload
 
 WORD_BITS = 64
+ARRIVALS = 1024  # counters of programs that share a tile of rows
 
 
 class Span(NamedTuple):
@@ -91,6 +92,14 @@ class RaggedBatch:
         """Positions of the keys of all tree regions, one sample after another, int64, on the device of the rows."""
         positions = [position for positions in self.tree_positions for position in positions]
         return torch.tensor(positions, dtype=torch.int64).to(self.positions.device)
+
+    @cached_property
+    def arrivals(self) -> Tensor | None:
+        """``[1024]`` int32 zeros with which programs on a GPU count each other; ``None`` on a CPU.
+
+        Every launch leaves zeros, so the layers of a forward share them. Forwards that may overlap do not.
+        """
+        return arrivals(self.positions)
 
     @classmethod
     def from_layout(cls, layout: Tensor, region: Tensor | None, positions: Tensor, words: Tensor | None) -> Self:
@@ -175,3 +184,8 @@ class RaggedBatch:
             keys = torch.cat([committed, torch.tensor(self.tree_positions[sample], device=device)])
             mask &= positions[:, None] - keys[None, :] < window
         return first, mask
+
+
+def arrivals(positions: Tensor) -> Tensor | None:
+    """Returns counters for a forward with these positions; see :attr:`RaggedBatch.arrivals`."""
+    return positions.new_zeros(ARRIVALS, dtype=torch.int32) if positions.is_cuda else None

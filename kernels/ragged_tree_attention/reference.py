@@ -65,6 +65,7 @@ def attention_by_layout(
     most_rows: int,
     longest: int,
     row_invariant: bool,
+    arrivals: Tensor | None,
 ) -> Tensor:
     """Computes ragged tree attention for a batch given as tensors, as operators take it.
 
@@ -83,6 +84,7 @@ def attention_by_layout(
         most_rows: upper bound of the rows of a sample; it sets the size of tiles on a GPU.
         longest: approximate maximum of the committed keys of a sample; it sets the number of splits on a GPU.
         row_invariant: whether a GPU gives every row the bits that it has alone; this needs ``region``.
+        arrivals: see :attr:`RaggedBatch.arrivals`; without it, a launch on a GPU makes counters of its own.
     """
     batch = RaggedBatch.from_layout(layout, region, positions, words)
     return ragged_tree_attention_reference(

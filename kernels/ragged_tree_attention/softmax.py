@@ -47,6 +47,24 @@ def accumulate(s, v, m, total, acc, UPCAST: tl.constexpr, PRECISION: tl.constexp
     return new, total * rescale + tl.sum(p, 1), acc
 
 
+@triton.jit
+def arrived(CELL, parts, FENCED: tl.constexpr):
+    """Counts this program's arrival, after its stores; returns whether it is the last of ``parts`` programs.
+
+    The last one sets the counter to 0 again, for the next launch. It may read the stores of all of them.
+
+    On AMD's GPUs, a barrier does not wait for stores. If ``FENCED``, each wave adds 0 first, which does.
+    """
+    if FENCED:
+        thread = tl.arange(0, 512)  # at least one per thread of up to eight waves
+        tl.atomic_add(CELL + 0 * thread, 0 * thread, sem="release", scope="gpu")
+    tl.debug_barrier()  # the stores of all threads come first
+    last = tl.atomic_add(CELL, 1, sem="acq_rel", scope="gpu") == parts - 1
+    if last:
+        tl.store(CELL, 0)
+    return last
+
+
 def precision(dtype: torch.dtype, hip: bool) -> str:
     """Returns the precision of matrix products; NVIDIA's matrix units need three passes for float32."""
     return "tf32x3" if dtype == torch.float32 and not hip else "ieee"
@@ -58,4 +76,4 @@ def numbers(tensor: Tensor) -> dict[str, bool | str]:
     return {"UPCAST": upcast, "PRECISION": precision(tensor.dtype, torch.version.hip is not None)}
 
 
-__all__ = ["accumulate", "numbers", "precision", "scores"]
+__all__ = ["accumulate", "arrived", "numbers", "precision", "scores"]

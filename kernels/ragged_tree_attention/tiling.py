@@ -6,6 +6,9 @@ from typing import NamedTuple
 import torch
 
 _NEVER_SPLIT = 256  # keys
+_MOST_SPLITS = 32
+SPAN = 256  # keys of a segment of a row, in row-invariant attention
+WHOLE = 2**30  # a segment that holds all keys
 
 
 class Tiling(NamedTuple):
@@ -52,12 +55,12 @@ def choose(
         options: whether there is a window, a cap or sinks.
         hip: whether the GPU is one of AMD.
 
-    Prefixes are split only if the tiles alone leave processors idle. Partial results add traffic, ``2 n G S / L`` of
-    that of the keys. The number of parts is limited so that this costs less than the busy processors save.
+    Prefixes are split only if the tiles alone leave processors idle. The program that combines the parts of a tile
+    reads all of them, as each program reads its keys. The number of parts is limited so that reading both takes least.
     """
     block_n = _block_n(key_bytes, exact)
     # Rows of wider heads do not fit into registers.
-    most = 16 if exact else 32 if key_bytes > 512 else 64 if hip and options else 128
+    most = 16 if exact else 32 if key_bytes > 512 or (hip and options) else 128
     block_m = max(16, min(most, next_power_of_2(rows * group)), next_power_of_2(group))
     warps = 4 if block_m <= 32 and key_bytes < 2048 else 8
     stages = 1 if hip else 2 if block_m > 32 or key_bytes > 512 or exact or options else 3
@@ -65,8 +68,9 @@ def choose(
     busy = tiles * -(-rows // block_q)
     splits = 1
     if longest > _NEVER_SPLIT and busy < 0.8 * processors:
-        worth = math.sqrt(longest * processors / (2 * rows * group * busy))
-        bound = min(processors / busy, worth, longest / block_n, 16)
+        lanes = min(rows * group, block_m)
+        worth = math.sqrt(longest * (2 if exact else 1) / lanes)
+        bound = min(processors / busy, worth, longest / block_n, _MOST_SPLITS)
         splits = 1 << max(0, int(math.log2(max(1.0, bound))))
     return Tiling(block_q, block_m, block_n, splits, warps, stages)
 
@@ -87,9 +91,15 @@ def row_tile(group: int, dim: int, value_dim: int, dtype: torch.dtype) -> dict[s
         "BLOCK_DV": block_dv,
         "BLOCK_M": max(16, next_power_of_2(group)),
         "BLOCK_N": _block_n(key_bytes, dtype == torch.float32),
-        "num_warps": 4 if key_bytes < 2048 else 8,
+        "SPAN": SPAN if key_bytes < 2048 else WHOLE,
+        "num_warps": 4 if key_bytes < 512 else 8,
         "num_stages": 3 if key_bytes <= 512 else 2 if key_bytes < 2048 else 1,
     }
+
+
+def processors(device: torch.device) -> int:
+    """Returns the number of processors of a device; 8 for a CPU, whose interpreter then meets every kind of launch."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def _block_n(key_bytes: int, exact: bool) -> int:
@@ -104,4 +114,4 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-__all__ = ["Tiling", "choose", "next_power_of_2", "row_tile"]
+__all__ = ["SPAN", "WHOLE", "Tiling", "choose", "next_power_of_2", "processors", "row_tile"]

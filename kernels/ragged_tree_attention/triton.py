@@ -2,8 +2,8 @@
 
 One program attends a tile of one sample's packed rows, with all query heads of one key head, to one part of the keys.
 Keys are read once for all of these rows and heads. A sample's keys are its committed prefix, which every row sees, and
-its tree region. Ancestor words, one per row and tile, are the masks of the region. Prefixes are cut into splits, whose
-results a second kernel combines.
+its tree region. Ancestor words, one per row and tile, are the masks of the region. Prefixes are cut into splits. The
+program that finishes last combines the results of all splits of its tile, in their order.
 
 Shapes: T packed rows, B samples, P pool rows, Hq/Hkv query/key heads, G = Hq / Hkv, D/Dv head sizes, S splits,
 W ancestor words.
@@ -14,9 +14,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from arbordraft.kernels.ragged_tree_attention.batch import ARRIVALS
 from arbordraft.kernels.ragged_tree_attention.row import launch_rows
-from arbordraft.kernels.ragged_tree_attention.softmax import accumulate, numbers, scores
-from arbordraft.kernels.ragged_tree_attention.tiling import choose
+from arbordraft.kernels.ragged_tree_attention.softmax import accumulate, arrived, numbers, scores
+from arbordraft.kernels.ragged_tree_attention.tiling import choose, processors
+
+
+@triton.jit
+def combined(
+    PART,
+    PART_LSE,
+    SINK_OF,  # where the sinks of the lanes stand
+    base,
+    real,
+    dv,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINK: tl.constexpr,
+):
+    """Combines the splits of a tile in their order; empty splits change no bit. Returns weights and weighted values."""
+    s = tl.arange(0, SPLITS)
+    # Past the first-level cache, which may hold older bytes.
+    lse = tl.load(PART_LSE + base[:, None] + s[None, :], mask=real[:, None], other=-float("inf"), cache_modifier=".cg")
+    m = tl.max(lse, 1)
+    if SINK:
+        sink = tl.load(SINK_OF, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        m = tl.maximum(m, sink)
+    safe = tl.where(m == -float("inf"), 0.0, m)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    there = real[:, None] & (dv < DV)[None, :]
+    for split in range(SPLITS):
+        at = base + split
+        weight = tl.exp2(tl.load(PART_LSE + at, mask=real, other=-float("inf"), cache_modifier=".cg") - safe)
+        part = tl.load(PART + at[:, None] * DV + dv[None, :], mask=there, other=0.0, cache_modifier=".cg")
+        total += weight
+        acc += weight[:, None] * part
+    if SINK:
+        total += tl.exp2(sink - safe)
+    return total, acc
 
 
 @triton.jit
@@ -27,6 +65,7 @@ def attend(
     OUT,
     PART,
     PART_LSE,
+    ARRIVALS,  # finished splits of every tile of rows and key head; 0 before and after
     SINKS,
     LAYOUT,  # [4, B + 1], see RaggedBatch.layout
     REGION,  # positions of the keys of all tree regions
@@ -59,6 +98,7 @@ def attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
+    FENCED: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -167,54 +207,23 @@ def attend(
 
     out = acc / tl.where(l == 0, 1.0, l)[:, None]
     lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), -float("inf"))
+    there = real[:, None] & (dv < DV)[None, :]
+    where = OUT + at[:, None] * stride_ot + q_head[:, None] * stride_oh + dv[None, :]
     if SPLITS == 1:
-        if SINK:  # in the order of combine, so a row alone gets the same bits as beside longer ones
+        if SINK:  # in the order of the splits below, so a row alone gets the same bits as beside longer ones
             sink = tl.load(SINKS + q_head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             new = tl.maximum(lse, sink)
             weight = tl.exp2(lse - new)
             out = out * weight[:, None] / (weight + tl.exp2(sink - new))[:, None]
-        where = OUT + at[:, None] * stride_ot + q_head[:, None] * stride_oh + dv[None, :]
-        tl.store(where, out.to(OUT.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
+        tl.store(where, out.to(OUT.dtype.element_ty), mask=there)
     else:
-        base = (at * tl.num_programs(1) * G + q_head) * SPLITS + split
-        tl.store(PART + base[:, None] * DV + dv[None, :], out, mask=real[:, None] & (dv < DV)[None, :])
-        tl.store(PART_LSE + base, lse, mask=real)
-
-
-@triton.jit
-def combine(
-    PART,
-    PART_LSE,
-    OUT,
-    SINKS,
-    stride_ot,
-    stride_oh,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SINK: tl.constexpr,
-):
-    """Combines the splits of one row and head in their order; empty splits change no bit."""
-    t = tl.program_id(0)
-    h = tl.program_id(1)
-    base = (t.to(tl.int64) * tl.num_programs(1) + h) * SPLITS
-    dv = tl.arange(0, BLOCK_DV)
-    m = tl.full([1], -float("inf"), tl.float32)
-    for split in range(SPLITS):
-        m = tl.maximum(m, tl.load(PART_LSE + base + split))
-    if SINK:
-        m = tl.maximum(m, tl.load(SINKS + h).to(tl.float32) * 1.4426950408889634)
-    safe = tl.where(m == -float("inf"), 0.0, m)
-    total = tl.zeros([1], tl.float32)
-    out = tl.zeros([BLOCK_DV], tl.float32)
-    for split in range(SPLITS):
-        weight = tl.exp2(tl.load(PART_LSE + base + split) - safe)
-        total += weight
-        out += weight * tl.load(PART + (base + split) * DV + dv, mask=dv < DV, other=0.0)
-    if SINK:
-        total += tl.exp2(tl.load(SINKS + h).to(tl.float32) * 1.4426950408889634 - safe)
-    out = out / tl.where(total == 0, 1.0, total)
-    tl.store(OUT + t.to(tl.int64) * stride_ot + h * stride_oh + dv, out.to(OUT.dtype.element_ty), mask=dv < DV)
+        base = (at * tl.num_programs(1) * G + q_head) * SPLITS
+        tl.store(PART + (base + split)[:, None] * DV + dv[None, :], out, mask=there)
+        tl.store(PART_LSE + base + split, lse, mask=real)
+        if arrived(ARRIVALS + block * tl.num_programs(1) + head, SPLITS, FENCED):
+            total, acc = combined(PART, PART_LSE, SINKS + q_head, base, real, dv, DV, BLOCK_M, BLOCK_DV, SPLITS, SINK)
+            out = acc / tl.where(total == 0, 1.0, total)[:, None]
+            tl.store(where, out.to(OUT.dtype.element_ty), mask=there)
 
 
 def launch(
@@ -232,40 +241,41 @@ def launch(
     most_rows: int,
     longest: int,
     row_invariant: bool,
+    arrivals: Tensor | None,
 ) -> Tensor:
     """See :func:`arbordraft.kernels.ragged_tree_attention.reference.attention_by_layout`."""
     if row_invariant:
-        return launch_rows(query, keys, values, layout, region, positions, words, scale, window, softcap, sinks)
+        shapes = scale, window, softcap, sinks, max(most_rows, 0 if region is None else len(region)) + longest, arrivals
+        return launch_rows(query, keys, values, layout, region, positions, words, *shapes)
     rows, heads, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[2]
     samples = layout.shape[1] - 1
     out = query.new_empty(rows, heads, value_dim)
     if rows == 0:
         return out
-    group, device = heads // kv_heads, query.device
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    group = heads // kv_heads
     blocks = [max(16, triton.next_power_of_2(size)) for size in (dim, value_dim)]
     key_bytes = sum(blocks) * query.element_size()
     hip = torch.version.hip is not None
     exact, options = query.dtype == torch.float32, window > 0 or softcap > 0 or sinks is not None
     pairs = samples * kv_heads
-    how = choose(most_rows, group, pairs, longest, processors, key_bytes, exact, options, hip)
+    how = choose(most_rows, group, pairs, longest, processors(query.device), key_bytes, exact, options, hip)
+    blocks_of_rows = rows // how.block_q + samples
+    if blocks_of_rows * kv_heads > ARRIVALS:  # more tiles than counters keep every processor busy
+        how = how._replace(splits=1)
     parts = how.splits if how.splits > 1 else 0
+    if arrivals is None:
+        arrivals = query.new_zeros(ARRIVALS if parts else 0, dtype=torch.int32)
     partial = query.new_empty((rows, heads, parts, value_dim), dtype=torch.float32)
     lse = query.new_empty((rows, heads, parts), dtype=torch.float32)
-    shape = {
-        "DV": value_dim,
-        "BLOCK_DV": blocks[1],
-        "SPLITS": how.splits,
-        "SINK": sinks is not None,
-    }
-    attend[(rows // how.block_q + samples, kv_heads, how.splits)](
+    attend[(blocks_of_rows, kv_heads, how.splits)](
         query,
         keys,
         values,
         out,
         partial,
         lse,
+        arrivals,
         sinks if sinks is not None else lse,
         layout,
         region if region is not None else positions,
@@ -285,26 +295,26 @@ def launch(
         out.stride(1),
         G=group,
         D=dim,
+        DV=value_dim,
         BLOCK_D=blocks[0],
+        BLOCK_DV=blocks[1],
         BLOCK_Q=how.block_q,
         BLOCK_M=how.block_m,
         BLOCK_N=how.block_n,
+        SPLITS=how.splits,
         W=1 if words is None else words.shape[1],
         SEARCH=samples.bit_length(),
         CAUSAL=words is None,
         WINDOW=window > 0,
         SOFTCAP=softcap > 0,
+        SINK=sinks is not None,
+        FENCED=hip,
         **numbers(query),
         num_warps=how.warps,
         num_stages=how.stages,
         enable_fp_fusion=True,
-        **shape,
     )
-    if how.splits > 1:
-        combine[(rows, heads)](
-            partial, lse, out, sinks if sinks is not None else lse, out.stride(0), out.stride(1), num_warps=1, **shape
-        )
     return out
 
 
-__all__ = ["attend", "combine", "launch"]
+__all__ = ["attend", "launch"]

@@ -14,6 +14,8 @@ from arbordraft.kernels.verify.reference import (
     last_top_down_reference,
     left_mass_reference,
     left_pick_reference,
+    lift_level_reference,
+    lifted_ends_reference,
     log_sum_exp_reference,
     lowest_kept_reference,
     rejection_laws_reference,
@@ -100,6 +102,19 @@ draw_behind = Operator(
     triton="arbordraft.kernels.verify.ends:launch_draw_behind",
     triton_takes=SINGLE,
 )
+lift_level = Operator(
+    "lift_level(Tensor(a!) chance, Tensor(b!) reached, Tensor weight, Tensor accept, Tensor stop, Tensor inner, "
+    "Tensor children) -> ()",
+    lift_level_reference,
+    lambda *_: None,
+    triton="arbordraft.kernels.verify.ends:launch_lift_level",
+)
+lifted_ends = Operator(
+    "lifted_ends(Tensor chance, Tensor reached, Tensor uniforms, Tensor order, Tensor sample, Tensor roots) -> Tensor",
+    lifted_ends_reference,
+    lambda *tensors: torch.empty_like(tensors[5]),
+    triton="arbordraft.kernels.verify.ends:launch_lifted_ends",
+)
 keep_lowest = Operator(  # takes the log-sum-exp of rows, which the reference ignores
     "lowest_kept(Tensor scores, Tensor lse, int count, float mass) -> Tensor",
     lambda scores, lse, count, mass: lowest_kept_reference(scores, count, mass),
@@ -158,6 +173,8 @@ __all__ = [
     "last_top_down",
     "left_mass",
     "left_pick",
+    "lift_level",
+    "lifted_ends",
     "log_sum_exp",
     "lowest_kept",
     "lowest_kept_reference",

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 4096  # tokens of a chunk
+NEVER = 2**62  # after every row in post-order
 
 
 def wide(scores: Tensor) -> torch.dtype:
@@ -262,6 +263,57 @@ def last_top_down_reference(
     chance = _by_row(below, rows, share(chances, before(chances)).flatten(), 0.0)
     parent = _by_row(below, rows, inner[:, None].expand_as(children).flatten(), -1)
     return walk(uniforms < chance, parent, roots, depth)
+
+
+def lift_level_reference(
+    chance: Tensor, reached: Tensor, weight: Tensor, accept: Tensor, stop: Tensor, inner: Tensor, children: Tensor
+) -> None:
+    """Hands the chances of nodes of one depth on to their children, given the laws of these nodes, in place.
+
+    Args:
+        chance: ``[T]`` float64 weight of each row; afterwards, for these nodes, the chance that the path ends there if
+            it ends at none of their descendants.
+        reached: ``[T]`` bool: whether a row's turn may come.
+        weight: ``[N]`` float64 weights of the nodes.
+        accept: ``[N, K]`` float64 chances to go on with a child.
+        stop: ``[N]`` float64 chances to end at the node.
+        inner: ``[N]`` int64 rows of the nodes, -1 for none.
+        children: ``[N, K]`` int64 rows of the children, -1 after the last.
+    """
+    rows = len(chance)
+    here, below = torch.where(inner < 0, rows, inner), torch.where(children < 0, rows, children).flatten()
+    # Entries without a row go to an extra row after the last: to leave them out, the host would have to count.
+    wide, known = F.pad(chance, (0, 1)), F.pad(reached, (0, 1))
+    wide.scatter_(0, below, share(accept, before(accept)).flatten())
+    visited = known[here][:, None] & (accept > 0)  # a node is visited if its parent is and its turn may come
+    known.scatter_(0, torch.where(visited.flatten(), below, rows), True)
+    rest = 1 - accept.sum(dim=1)
+    wide.scatter_(0, here, torch.where(weight >= 1, 1.0, share(stop, rest)))
+    chance.copy_(wide[:-1])
+    reached.copy_(known[:-1])
+
+
+def lifted_ends_reference(
+    chance: Tensor, reached: Tensor, uniforms: Tensor, order: Tensor, sample: Tensor, roots: Tensor
+) -> Tensor:
+    """Returns the first rows in post-order, of those reached, whose uniforms are below their chances; else the roots.
+
+    Args:
+        chance: ``[T]`` float64.
+        reached: ``[T]`` bool.
+        uniforms: ``[T]`` uniforms that decide about rows.
+        order: ``[T]`` int64 numbers that ascend in the post-order of a sample's rows, below 2^31.
+        sample: ``[T]`` int64 sample of a row.
+        roots: ``[B]`` int64 rows of the roots.
+
+    Returns:
+        ``[B]`` int64 rows.
+    """
+    rows = len(order)
+    hit = reached & (uniforms < chance)
+    place = torch.where(hit, order * rows + torch.arange(rows, device=hit.device), NEVER)
+    first = torch.full_like(roots, NEVER).scatter_reduce(0, sample, place, "amin")
+    return torch.where(first == NEVER, roots, first % rows)
 
 
 def walk(taken: Tensor, parent: Tensor, roots: Tensor, depth: int) -> Tensor:

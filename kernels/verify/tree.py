@@ -27,10 +27,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbordraft.kernels.verify import draw_behind, last_top_down, log_sum_exp, rejection_laws
-from arbordraft.kernels.verify.reference import before, share
-
-_NEVER = 2**62  # after every row in post-order
+from arbordraft.kernels.verify import (
+    draw_behind,
+    last_top_down,
+    lift_level,
+    lifted_ends,
+    log_sum_exp,
+    rejection_laws,
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,8 @@ def verify_tree(
         laws, weight, end = _lifted(scores, lse, draft, tree, accept)
     else:
         weight = torch.ones(len(tree.inner), dtype=torch.float64, device=scores.device)
-        laws = _laws(scores, lse, draft, tree, slice(None), weight)
+        row, real = tree.inner.clamp(min=0), tree.children >= 0
+        laws = _laws(scores, lse, draft, tree, slice(None), row, real, weight)
         end = last_top_down(laws.accept, tree.children, tree.inner, tree.roots, accept, len(tree.levels))
     token = draw_behind(
         scores, lse, draft, tree.inner, tree.draft_row, tree.tokens, weight, laws.taken, laws.mass, end, final
@@ -108,8 +113,10 @@ def verify_tree(
     return end, token
 
 
-def _laws(scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: slice, weight: Tensor) -> _Laws:
-    row, real = tree.inner[nodes].clamp(min=0), tree.children[nodes] >= 0
+def _laws(
+    scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: slice, row: Tensor, real: Tensor,
+    weight: Tensor,
+) -> _Laws:  # fmt: skip
     return _Laws(
         *rejection_laws(
             scores, lse, draft, row, tree.draft_row[nodes], weight, tree.tokens[nodes], real, tree.certain[nodes],
@@ -122,30 +129,21 @@ def _lifted(
     scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, accept: Tensor
 ) -> tuple[_Laws, Tensor, Tensor]:
     """Returns the laws of all inner nodes, their ``[N]`` weights, and the ``[B]`` rows at which paths end."""
-    # Entries without a row go to an extra row after the last: to leave them out, the host would have to count.
     rows = len(tree.order)
-    below = torch.where(tree.children < 0, rows, tree.children)
-    inner = torch.where(tree.inner < 0, rows, tree.inner)
     # A leaf ends the path with its weight, an inner node with the mass that its children left.
-    chance = torch.ones(rows + 1, dtype=torch.float64, device=scores.device)
+    chance = torch.ones(rows, dtype=torch.float64, device=scores.device)
     reached = torch.zeros_like(chance, dtype=torch.bool).index_fill_(0, tree.roots, True)
-    found, begin = [], 0
+    row, real = tree.inner.clamp(min=0), tree.children >= 0
+    found, weights, begin = [], [], 0
     for size in tree.levels:
         nodes = slice(begin, begin + size)
         begin += size
-        law = _laws(scores, lse, draft, tree, nodes, chance[inner[nodes]])
-        chance.scatter_(0, below[nodes].flatten(), share(law.accept, before(law.accept)).flatten())
-        # A node is visited if its parent is and its turn may come.
-        visited = reached[inner[nodes]][:, None] & (law.accept > 0)
-        reached.scatter_(0, torch.where(visited, below[nodes], rows).flatten(), True)
+        weights.append(chance[row[nodes]])
+        law = _laws(scores, lse, draft, tree, nodes, row[nodes], real[nodes], weights[-1])
+        lift_level(chance, reached, weights[-1], law.accept, law.stop, tree.inner[nodes], tree.children[nodes])
         found.append(law)
-    laws, weight = _Laws(*map(torch.cat, zip(*found, strict=True))), chance[inner]
-    rest = 1 - laws.accept.sum(dim=1)
-    chance.scatter_(0, inner, torch.where(weight >= 1, 1.0, share(laws.stop, rest)))
-    hit = reached[:rows] & (accept < chance[:rows])
-    place = torch.where(hit, tree.order * rows + torch.arange(rows, device=hit.device), _NEVER)
-    first = torch.full_like(tree.roots, _NEVER).scatter_reduce(0, tree.sample, place, "amin")
-    return laws, weight, torch.where(first == _NEVER, tree.roots, first % rows)
+    laws = _Laws(*map(torch.cat, zip(*found, strict=True)))
+    return laws, torch.cat(weights), lifted_ends(chance, reached, accept, tree.order, tree.sample, tree.roots)
 
 
 __all__ = ["PackedTree", "verify_tree"]

@@ -2,11 +2,12 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 import pytest
@@ -19,11 +20,13 @@ from torch.testing import assert_close
 from arbordraft import TreeTopology
 from arbordraft.cli.bench import app
 from arbordraft.kernels.choice import INTERPRETER
-from arborlab.gpu import kernels, problems, score_problems, timing
+from arbordraft.utils.terminal import terminal
+from arborlab.gpu import kernels, oracle, problems, score_problems, smollm2, steps, timing
+from arborlab.gpu import run as gpu_run
 from arborlab.gpu.packed import Packed, flash, sdpa
 from arborlab.gpu.problem import Goal, Problem, timed
 from arborlab.gpu.roofline import STEPPED, Shape, fitting_shapes, predictions
-from arborlab.gpu.run import FILE, PHASES, GpuBench, Planned
+from arborlab.gpu.run import FILE, PHASES, GpuBench, PhaseResult, Planned, print_phase
 from arborlab.gpu.setting import Item, Setting
 from arborlab.work import Work
 
@@ -59,7 +62,8 @@ def test_all_phases_run_on_a_cpu(tmp_path):
     names = {"ragged_tree_attention", "kv_append", "kv_compact", "row_stats", "left_mass", "left_pick", "verify_tree"}
     names |= {"row_max", "log_sum_exp", "lowest_kept", "tree_expand", "gumbel_draw", "gumbel"}
     names |= {"rms_norm", "add_rms_norm", "gated_activation", "rotate_append"}
-    names |= {"linear", "gated_linear", "project_rotate_append"}
+    names |= {"linear", "gated_linear", "project_rotate_append", "grow_level"}
+    names |= {"matching_ends", "accepted_paths", "recurrent_gate", "tree_convolution", "tree_scan"}
     assert {row["kernel"] for row in checked} == names
     assert {row["dtype"] for row in checked} == {"float32", "bfloat16", "float16"}
     decoders = written["phases"]["decoders"]["rows"]
@@ -114,6 +118,75 @@ def test_a_phase_ends_at_its_deadline_and_lists_items_left_out(tmp_path):
     assert 1 <= len(found["slow"].rows) < 9
     assert found["slow"].left_out == [str(number) for number in range(len(found["slow"].rows), 9)]
     assert found["next"].state == "done"
+    commands = json.loads((tmp_path / FILE).read_text())["phases"]["slow"]["commands"]
+    assert len(commands) == len(found["slow"].left_out)
+    assert commands[-1] == f"arbordraft bench gpu --out {tmp_path}-again --phases slow --only 8 --device cpu"
+
+
+def test_a_left_out_part_is_run_alone_by_its_command(tmp_path, monkeypatch):
+    """The printed command, split as a shell does, runs this part and no other."""
+    ran = []
+    parts = [("llama, float32, one's", 1), ("llama, float32", 2), ("qwen3, float32", 3)]
+    items = lambda setting: [Item(name, lambda n=n: (ran.append(n), [Row(n)])[1]) for name, n in parts]  # noqa: E731
+    monkeypatch.setitem(PHASES, "machine", replace(PHASES["machine"], items="unused:unused"))
+    monkeypatch.setattr(gpu_run, "resolve_name", lambda name: items)
+    monkeypatch.setenv(INTERPRETER, "1")
+    late = GpuBench(tmp_path, {"machine": PHASES["machine"]}, Setting(CPU), minutes=0)
+    late.run()
+    said = [late.command("machine", name) for name in late.results["machine"].left_out]
+    assert len(said) == 3
+    found = CliRunner().invoke(app, shlex.split(said[0])[2:])
+    assert found.exit_code == 0, found.output
+    assert ran == [1]
+    found = CliRunner().invoke(app, [*shlex.split(said[0])[2:], "--only", "nothing"])
+    assert found.exit_code == 2
+    assert "nothing" in found.output
+
+
+def test_parts_that_are_left_out_are_printed_with_their_commands(tmp_path):
+    with (console := terminal()).capture() as said:
+        print_phase(console, "steps", PhaseResult("out of time", left_out=["a: b"]), lambda *part: f"run {part}")
+    assert "run ('steps', 'a: b')" in said.get()
+
+
+def test_the_most_telling_phases_come_first():
+    assert list(PHASES)[:4] == ["machine", "compile", "decoders", "steps"]
+
+
+def oracle_rows(acceptance):
+    """Runs recorded steps of a tiny model with an oracle on a head, as phase ``steps`` does."""
+    shape = steps._Shape(steps.ShapeModels(CPU, 0), "tiny", Setting(CPU))
+    (row,) = shape.oracle("chain of 4", steps.CHAIN, acceptance, True)
+    return row
+
+
+def test_an_oracle_on_a_head_is_accepted_at_its_rate(monkeypatch):
+    """A recorded step asks the network, not the host: an oracle that changed the host's scores was never accepted."""
+    assert oracle_rows(1.0).accepted == 1.0
+    right = oracle_rows(0.8)
+    assert right.acceptance == 0.8
+    assert 0.5 < right.accepted < 1
+    assert right.tau > 2
+    monkeypatch.setattr(oracle.OracleNetwork, "corrected", lambda self, logits, tokens, positions: logits)
+    wrong = oracle_rows(0.8)  # negative control: the row of gpu.json, a head of random weights alone
+    assert wrong.accepted < 0.1
+    assert wrong.tau < 1.2
+
+
+def test_weights_are_taken_from_the_folder_beside(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(smollm2, "CHECKPOINTS", tmp_path / "checkout" / "examples" / "checkpoints")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert smollm2.weights(Setting(CPU)) is None
+    beside = tmp_path / "checkout" / "smollm2-135m-instruct-wheel"
+    beside.mkdir(parents=True)
+    (beside / "model.safetensors").touch()
+    assert smollm2.weights(Setting(CPU)) == str(beside)
+    (tmp_path / "cache" / "smollm2-135m-instruct-hub").mkdir(parents=True)
+    (tmp_path / "cache" / "smollm2-135m-instruct-hub" / "manifest.json").touch()
+    assert smollm2.weights(Setting(CPU)) == "smollm2"
+    assert smollm2.weights(Setting(CPU, model="own")) == "own"
 
 
 def test_a_failing_item_is_reported_and_the_next_item_runs(tmp_path):
@@ -165,8 +238,8 @@ def test_the_bound_of_llama_3_8b():
     assert bound.h100_us == pytest.approx((keys + rows + tables) / 3.35e12 * 1e6)
     assert bound.bound == "memory"
     assert bound.intensity == pytest.approx(32 * 4, rel=0.05)  # rows times heads of a group
-    assert bound.splits == "16/8/16"
-    assert bound.partial == pytest.approx(2 * 32 * 32 * 16 * 129 * 4 / (keys + rows + tables))
+    assert bound.splits == "4/4/4"
+    assert bound.partial == pytest.approx(2 * 32 * 32 * 4 * 129 * 4 / (keys + rows + tables))
 
 
 def test_enough_rows_are_bound_by_arithmetic():

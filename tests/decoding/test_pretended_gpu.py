@@ -1,6 +1,7 @@
 """Whole decoders on a pretended GPU: tokens and counts as on the CPU, and few transfers and launches per step."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from arbordraft import (
     TopTail,
     TreeTopology,
 )
+from arbordraft.decoding.static import draft, step
+from arbordraft.drafters.eagle import EagleNetwork
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.kernels import choice
 from arbordraft.sampling import noise
@@ -217,6 +220,64 @@ def test_a_layer_takes_few_launches(architecture, allowed):
     assert found["ragged_tree_attention"] == found["project_rotate_append"] == found["gated_linear"] == 1
     several = launches_of_a_layer(architecture, False)
     assert several.total() > allowed  # seven separate products, which cuBLAS may split
+
+
+def launches_of_a_draft(parts, monkeypatch, request):
+    """Counts the operators of each level of a head's draft below the roots, without those of its network."""
+    spent, so_far = Counter(), []
+    run, grow = EagleNetwork.run, draft.grow_level
+    with pretended_gpu() as counts:
+
+        def ran(*given):
+            before = Counter(counts.operators)
+            out = run(*given)
+            spent.update(counts.operators - before)
+            return out
+
+        def grown(*given):
+            out = grow(*given)
+            so_far.append(counts.operators - spent)
+            return out
+
+        monkeypatch.setattr(EagleNetwork, "run", ran)
+        monkeypatch.setattr(draft, "grow_level", grown)
+        target, drafters = parts
+        decoder = SpeculativeDecoder(target, drafters["eagle"], TREE, buckets=(32,))
+        ends = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+        decoder.generate(**left_padded(PROMPTS[:1]), **ends, **{"do_sample": False, **request})
+    return [after - before for before, after in pairwise(so_far[: TREE.max_depth])]
+
+
+@pytest.mark.parametrize(("request_", "allowed"), [({}, 4), (SHARED, 10)], ids=["greedy", "sampled"])
+def test_a_level_of_a_draft_takes_few_launches(parts, monkeypatch, request_, allowed):
+    """Beside its network: the parents' outputs, the best scores, the level's growth, and the noise of sampling."""
+    found = launches_of_a_draft(parts, monkeypatch, {**request_, "seeds": [1]} if request_ else {})
+    assert len(found) == TREE.max_depth - 1
+    for level in found:
+        assert 2 <= level.total() <= allowed, level
+        assert level["grow_level"] == level["tree_expand"] == 1
+
+
+def test_lifted_verification_takes_few_operators(parts, monkeypatch):
+    """A level takes its weights, its laws and the chances that it hands on."""
+    found, verify = [], step.verify_tree
+    with pretended_gpu() as counts:
+
+        def counted(*given, **options):
+            before = Counter(counts.operators)
+            ends = verify(*given, **options)
+            found.append(counts.operators - before)
+            return ends
+
+        monkeypatch.setattr(step, "verify_tree", counted)
+        target, drafters = parts
+        decoder = SpeculativeDecoder(target, drafters["model"], CHAIN, _lifted(IID(1)), buckets=(32,))
+        ends = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+        decoder.generate(**left_padded(PROMPTS), **ends, **SHARED)
+    assert found
+    for operators in found:
+        assert operators["lift_level"] == operators["rejection_laws"] == CHAIN.max_depth
+        assert operators.total() <= 13 + 3 * CHAIN.max_depth, operators
 
 
 # The pretended GPU itself

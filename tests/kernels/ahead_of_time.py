@@ -13,9 +13,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from arbordraft.kernels.accepted_paths import triton as accepted_paths
 from arbordraft.kernels.fused_layers import ACTIVATIONS
 from arbordraft.kernels.fused_layers import triton as fused_layers
 from arbordraft.kernels.fused_linear import triton as fused_linear
+from arbordraft.kernels.grow_level import triton as grow_level
 from arbordraft.kernels.gumbel import triton as gumbel
 from arbordraft.kernels.kv_cache import triton as kv_cache
 from arbordraft.kernels.ragged_tree_attention import row, softmax
@@ -35,8 +37,10 @@ TARGETS = {
 }
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes per program
 POINTERS = {
-    **dict.fromkeys(("LEVEL", "NOISE", "BEST"), "*fp64"),
+    **dict.fromkeys(("LEVEL", "NOISE", "CHANCE", "REACH", "BROKEN", "CALIBRATION", "EXPECTED", "COSTS"), "*fp64"),
     "PART": "*fp32",
+    "STATS": "*fp32",
+    **dict.fromkeys(("ARRIVALS", "COUNTERS"), "*i32"),
     "PART_LSE": "*fp32",
     "SINKS": "*fp32",
     **dict.fromkeys(("LAYOUT", "REGION", "POSITIONS", "WORDS"), "*i64"),
@@ -47,13 +51,18 @@ POINTERS = {
         ("WANTED", "OFFERED", "FROZEN", "ACCEPT", "SHARE", "SPENT", "UNDECIDED", "REMAINS", "STOP", "SUMS", "UNIFORMS"),
         "*fp64",
     ),
-    **dict.fromkeys(("REAL", "CERTAIN"), "*i8"),
+    **dict.fromkeys(("REAL", "CERTAIN", "REACHED"), "*i8"),
     **dict.fromkeys(("NUMBER", "INTERVAL", "FOUND", "SURE", "CHANGED"), "*i32"),
-    **dict.fromkeys(("ABOVE", "HELD"), "*fp32"),
+    **dict.fromkeys(("ABOVE", "HELD", "BOUNDS"), "*fp32"),
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
-    **dict.fromkeys(("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW"), "*i64"),
+    **dict.fromkeys(
+        ("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW", "BEST", "HOME", "SAMPLE", "PATH", "ORDER"), "*i64"
+    ),
     **dict.fromkeys(("STATES", "SCRATCH", "LOG_DECAY", "RATES", "BETA", "BIASES", "SCALES"), "*fp32"),
-    **dict.fromkeys(("READ", "WRITE", "HISTORY"), "*i64"),
+    **dict.fromkeys(
+        ("READ", "WRITE", "HISTORY", "LEVELS", "BUDGET", "PARENT", "RANK", "FED", "NEXT", "LEVEL_OF"), "*i64"
+    ),
+    "VOCABULARY": "*i64",
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST", "SEEDS"), "*i64"),
 }
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -129,7 +138,7 @@ def attention_case(target, rows, size, dtype, group=4, causal=False, options=Fal
     constants = {
         **{"G": group, "D": size, "DV": size, "BLOCK_D": size, "BLOCK_DV": size, "W": 1, "SEARCH": 5},
         **{"BLOCK_Q": how.block_q, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "SPLITS": how.splits},
-        **{"CAUSAL": causal, "WINDOW": options, "SOFTCAP": options, "SINK": options, "UPCAST": False},
+        **{"CAUSAL": causal, "WINDOW": options, "SOFTCAP": options, "SINK": options, "FENCED": hip, "UPCAST": False},
         "PRECISION": softmax.precision(torch.float32 if exact else torch.bfloat16, hip),
     }
     name = f"attend {dtype} heads of {size}, {how.block_m} rows x {how.block_n} keys, {how.splits} splits"
@@ -203,15 +212,18 @@ def row_cases(target):
         how = fused_linear.head_tile(rows, dim, TYPES[dtype], normed)
         name = f"rotated_tile {dtype}, {rows} rows, heads of {dim}" + ", normed" * normed
         yield case(name, fused_linear.rotated_tile, dtype, constants, how)
-    for dim, causal, options, dtype in (
-        (64, False, False, "bf16"),
-        (128, True, False, "bf16"),
-        (128, False, True, "bf16"),
-        (256, False, False, "fp32"),
+    for dim, causal, options, dtype, split in (
+        (64, False, False, "bf16", True),
+        (128, False, False, "bf16", False),
+        (128, False, False, "bf16", True),
+        (128, True, False, "bf16", False),
+        (128, False, True, "bf16", True),
+        (256, False, False, "fp32", False),
     ):
         constants = {"G": 4, "D": dim, "DV": dim, "W": 1, "SEARCH": 5, "CAUSAL": causal, "SINK": options}
-        constants |= {"WINDOW": options, "SOFTCAP": options}
+        constants |= {"WINDOW": options, "SOFTCAP": options, "SPLIT": split}
         name = f"attend_row {dtype} heads of {dim}" + ", causal" * causal + ", all options" * options
+        name += ", in segments" * split
         yield case(name, row.attend_row, dtype, constants, row_tile(4, dim, dim, TYPES[dtype]))
 
 
@@ -232,8 +244,6 @@ def cases(target):
     for rows in (4, 64):
         yield attention_case(target, rows, 128, "bf16", causal=True)
         yield attention_case(target, rows, 128, "bf16", options=True)
-    shape = {"DV": 128, "BLOCK_DV": 128, "SPLITS": 8, "SINK": True}
-    yield "combine", (attention.combine, target, "bf16", shape), {"warps": 1}
     sizes = {"KEY_SIZE": 1024, "VALUE_SIZE": 1024, "BLOCK": 1024}
     yield "append_rows", (kv_cache.append_rows, target, "bf16", sizes), {"warps": 2}
     rows = {"CHUNKS": 32, "BLOCK": verify.CHUNK}
@@ -251,6 +261,9 @@ def cases(target):
     of_tree = {"K": 3, "WIDE": 4, "NODES": 512}
     columns = {"CHUNKS": 32, "COLUMNS": 32}
     yield "walk_down", (ends.walk_down, target, "fp32", of_tree), once
+    lifted = {"K": 3, "WIDE": 4}
+    yield "lift_node", (ends.lift_node, target, "fp32", lifted), once
+    yield "first_in_order", (ends.first_in_order, target, "fp32", {"BLOCK": 512}), {"warps": 1}
     yield "look_up", (ends.look_up, target, "fp32", of_tree | columns), {"warps": 1}
     yield "choose_chunk", (ends.choose_chunk, target, "fp32", columns), {"warps": 1}
     search = {"COUNTED": True, "MASSED": True, "CHUNKS": 32}
@@ -269,7 +282,14 @@ def cases(target):
     made = {"BLOCK": gumbel.NOISE_BLOCK}
     yield "gumbel_noise", (gumbel.gumbel_noise, target, "fp64", made), options(gumbel.NOISE_OPTIONS)
     drawn = {"TRUNCATED": True, "CHUNKS": 32, "BLOCK": gumbel.DRAW_BLOCK}
+    yield "gumbel_bound", (gumbel.gumbel_bound, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
+    drawn |= {"PARTS": 32}
     yield "gumbel_draw", (gumbel.gumbel_draw, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
+    rows = {"BLOCK": 64}
+    yield "follow_matches", (accepted_paths.follow_matches, target, "fp32", rows), {"warps": 1}
+    yield "trace_path", (accepted_paths.trace_path, target, "fp32", {"WIDE": 8}), {"warps": 1}
+    grown = {"TRIMMED": True, "S": 8, "M": 16, "F": 8, "DRAFTS": grow_level.drafts_of(8, 16)}
+    yield "grow_trees", (grow_level.grow_trees, target, "fp32", grown), {"warps": 4, "fusion": False}
     yield from fused_cases(target)
     yield from row_cases(target)
     yield from recurrent_cases(target)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -85,3 +86,31 @@ print(torch.ops.arbordraft.gumbel(seeds, seeds + 93, 3).shape, row_stats(torch.z
 def test_importing_loads_neither_triton_nor_the_library():
     done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "torch.Size([1, 3]) 0.0\n", done.stderr
+
+
+class OnSecond:
+    """Stands in for a tensor of a second GPU."""
+
+    is_cuda = True
+
+    def get_device(self):
+        return 1
+
+
+@pytest.mark.parametrize(("current", "switched"), [(0, [1]), (1, [])])
+def test_a_launch_makes_the_device_of_its_tensors_current(monkeypatch, current, switched):
+    """Triton launches on torch's current device, which need not be that of the tensors."""
+    entered, launched = [], []
+
+    @contextmanager
+    def device(number):
+        entered.append(number)
+        yield
+        assert launched, "the launch must come within"
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setitem(vars(attend), "_launcher", lambda *given: launched.append(given))
+    attend._launch([OnSecond()], 5)
+    assert entered == switched
+    assert len(launched) == 1

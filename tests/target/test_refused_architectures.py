@@ -126,3 +126,13 @@ def test_rows_that_overflow_are_named():
     model.get_output_embeddings().weight.data.fill_(6e4)
     with pytest.raises(ValueError, match=r"gives NaN or infinite logits in torch\.float16.*another dtype"):
         RaggedModel(model, kernels="torch")
+
+
+@pytest.mark.parametrize(("kind", "count"), [("_tp_size", 2), ("_fsdp_size", 4)])
+def test_models_split_over_processes_are_refused_by_name(kind, count):
+    model = tiny()
+    setattr(model, kind, 1)
+    RaggedModel(model, kernels="torch")
+    setattr(model, kind, count)
+    with pytest.raises(UnsupportedModel, match=rf"LlamaForCausalLM is split over {count} processes .*without tp_plan="):
+        RaggedModel(model, kernels="torch")

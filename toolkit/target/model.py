@@ -602,6 +602,11 @@ def check_model(model: Any) -> None:
         )
     if model.training:
         raise ValueError(_TRAINING)
+    if (shards := max(getattr(model, name, None) or 1 for name in ("tp_size", "fsdp_size"))) > 1:
+        raise UnsupportedModel(
+            f"{type(model).__name__} is split over {shards} processes (tensor parallelism or FSDP), each with a part "
+            "of it: load it whole on one device, without tp_plan= and distributed_config="
+        )
     known = _LAYERS | _ROWWISE | (_RECURRENT if mixers_of(model) else frozenset())
     if others := sorted(set(_kinds(model)) - known):
         raise UnsupportedModel(

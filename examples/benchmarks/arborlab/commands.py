@@ -109,6 +109,11 @@ def gpu(
     device: Annotated[
         str | None, typer.Option(help="cuda, cuda:1 or cpu; cpu runs tiny problems in Triton's interpreter.")
     ] = None,
+    only: Annotated[str, typer.Option(help="Run only parts whose names contain this text.")] = "",
+    model: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of a model for phase smollm2; by default SmolLM2."),
+    ] = None,
     seed: SeedOption = 0,
 ) -> None:
     """Check and time kernels and decoders on a GPU. Takes about --minutes; exits with 1 if a result is wrong."""
@@ -123,9 +128,14 @@ def gpu(
     here = find_device(device)  # before anything imports Triton
     if here.type == "cpu":
         console.print("On a CPU, problems are tiny and kernels run in Triton's interpreter: times mean nothing.")
-    setting = Setting(here, seed, log=lambda line: console.print(line, soft_wrap=True))
+    folder = None if model is None else str(model)
+    setting = Setting(here, seed, folder, log=lambda line: console.print(line, soft_wrap=True))
     chosen = {name: phase for name, phase in PHASES.items() if name in names}
-    right = GpuBench(out, chosen, setting, minutes, lambda name, result: print_phase(console, name, result)).run()
+    bench = GpuBench(out, chosen, setting, minutes, only=only)
+    bench.shown = lambda name, result: print_phase(console, name, result, bench.command)
+    right = bench.run()
+    if only and not any(vars(result)[kind] for result in bench.results.values() for kind in ("rows", "errors")):
+        raise typer.BadParameter(f"no part of these phases ran whose name contains {only!r}")
     console.print(f"wrote {out / FILE}", soft_wrap=True)
     if not right:
         raise typer.Exit(1)

@@ -82,7 +82,8 @@ def attention(
         value_size: size of a head's values.
         itemsize: bytes of a number.
         causal: every row sees the rows before it; there are no ancestor words.
-        splits: parts of the prefix. With more than one, partial results are written and read again.
+        splits: parts of the prefix. With more than one, partial results are written and read again. The counters with
+            which their programs count each other are not counted, 8 bytes per tile.
     """
     total, samples = sum(rows), len(rows)
     alive = [(n, p, t) for n, p, t in zip(rows, past, tree, strict=True) if n]
@@ -181,10 +182,14 @@ def gumbel_noise(rows: int, vocabulary: int) -> Work:
 
 
 def gumbel_draw(rows: int, vocabulary: int, itemsize: int, *, truncated: bool = False) -> Work:
-    """Counts drawing a token per row: a quotient, a bound and comparisons per score, without the few float64 draws."""
+    """Counts drawing a token per row: a quotient, a bound and comparisons per score, without the few float64 draws.
+
+    Two bounds and a counter of each chunk are written and read.
+    """
     chunks = -(-vocabulary // _SCORES)
     keys = 2 * _INDEX + truncated * _FLOAT
-    return Work(rows * (vocabulary * itemsize + keys + chunks * 2 * _INDEX), (_BOUNDS + 5) * rows * vocabulary)
+    between = 2 * chunks * 3 * _FLOAT
+    return Work(rows * (vocabulary * itemsize + keys + between + _INDEX), (_BOUNDS + 5) * rows * vocabulary)
 
 
 def tree_expand(rows: int, vocabulary: int, children: int, itemsize: int) -> Work:

@@ -44,12 +44,12 @@ from arbordraft import (
     TreeTopology,
 )
 from arbordraft.deciders import EntropyBound, NodeBudget
-from arbordraft.decoding.static import draft
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.drafters.eagle import EagleNetwork
 from arbordraft.drafters.network import ModelNetwork
 from arbordraft.heads.eagle import EagleConfig, EagleHead
+from arbordraft.kernels import grow_level
 from arbordraft.kernels.draft_tree import reference
 from arbordraft.target.attention import UnsupportedModel
 
@@ -219,8 +219,8 @@ def test_a_draft_writes_only_its_own_rows(kind):
 def swapped(forward):
     """Gives two siblings each other's output."""
 
-    def feed(self, part, grown, out, depth, level, pools):
-        return forward(self, part, grown, None if out is None else out.flip(1), depth, level, pools)
+    def feed(self, places, fed, out, depth, level, pools):
+        return forward(self, places, fed, None if out is None else out.flip(1), depth, level, pools)
 
     return feed
 
@@ -262,7 +262,7 @@ def test_a_changed_input_would_be_seen(monkeypatch, control):
 
 def decide_by(monkeypatch, going):
     """Replaces the rule by which recorded drafts choose the nodes that get children."""
-    monkeypatch.setattr(draft, "rule", SimpleNamespace(**{**vars(reference), "going": going}))
+    monkeypatch.setattr(grow_level.reference, "rule", SimpleNamespace(**{**vars(reference), "going": going}))
 
 
 def run_without_numbers(kind, device, mode):
@@ -357,7 +357,7 @@ def test_wrong_drafts_change_no_text(monkeypatch, spoiled):
 
     def wrong(self, *given):
         tokens, chances = likeliest(self, *given)
-        return (tokens + spoiled) % VOCAB, chances
+        return (tokens + spoiled) % given[2].shape[1], chances  # of the outputs, which are given as logits
 
     monkeypatch.setattr(DraftStep, "_likeliest", wrong)
     found, stats = decode(decoder(), **SAMPLED)

@@ -33,6 +33,7 @@ from arbordraft import (
 from arbordraft.deciders import CostAware, EntropyBound, NodeBudget
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
+from arbordraft.decoding.static import step
 from arbordraft.decoding.static.drafted_step import DraftedStep
 from arbordraft.decoding.static.recording import Recording
 from arbordraft.decoding.static.runner import StaticStepping
@@ -183,7 +184,7 @@ def test_many_samples_and_prompts_of_one_token():
 
 def test_a_step_that_moves_nothing_would_be_seen(monkeypatch):
     """Negative control: the cache then holds the keys of rejected tokens."""
-    monkeypatch.setattr(StaticStep, "_compact", lambda *_: None)
+    monkeypatch.setattr(step, "compact_rows", lambda *_: None)
     with pytest.raises(AssertionError):
         compare("iid", requests=(SAMPLED,))
 

@@ -26,6 +26,7 @@ from arbordraft import (
     TopTail,
     TreeTopology,
 )
+from arbordraft.decoding.static import step
 from arbordraft.decoding.static.bucket import Bucket, bucket_for
 from arbordraft.decoding.static.step import StaticStep, StepKind
 from arbordraft.kernels.verify.tops import take_tops
@@ -92,14 +93,14 @@ INTRUDERS = {
 @pytest.fixture(params=INTRUDERS)
 def intruder(request, monkeypatch):
     """Makes every step do something forbidden."""
-    ordinary = StaticStep._path
+    ordinary = step.accepted_paths
 
-    def spoiled(self, part, end):
-        path = ordinary(self, part, end)
-        INTRUDERS[request.param](path)
-        return path
+    def spoiled(*given):
+        found = ordinary(*given)
+        INTRUDERS[request.param](found[0])
+        return found
 
-    monkeypatch.setattr(StaticStep, "_path", spoiled)
+    monkeypatch.setattr(step, "accepted_paths", spoiled)
     return request.param
 
 
@@ -110,13 +111,13 @@ def run_without_numbers(architecture, kind, device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # experts support no other dtype
         bucket = Bucket.of(TREE, 32, 2)
         pipeline = LogitsPipeline(PROCESSORS if device == "meta" else PROCESSORS[:2])
-        step = StaticStep(RaggedModel(model, self_test=False, kernels="torch"), bucket, kind, pipeline, TREE.num_nodes)
+        one = StaticStep(RaggedModel(model, self_test=False, kernels="torch"), bucket, kind, pipeline, TREE.num_nodes)
         table = torch.zeros(bucket.size, dtype=torch.int64)
         draft = torch.zeros(bucket.nodes, VOCAB)
         heads = getattr(config, "num_key_value_heads", 4)
         pools = [torch.zeros(50, heads, 8, dtype=torch.bfloat16) for _ in range(4)]
     with torch.no_grad(), Watch(device) as seen:
-        result, hidden = step(table, draft, pools)
+        result, hidden = one(table, draft, pools)
     assert (result.shape, hidden.shape) == ((3, 3), (3, 4, 0))
     return seen.found
 
@@ -186,12 +187,13 @@ def test_a_compiled_step_shows_hidden_states():
 def test_a_step_that_asks_the_host_does_not_compile(monkeypatch):
     """Negative control: the step asks for a number."""
     torch._dynamo.reset()
-    ordinary = StaticStep._path
+    ordinary = step.accepted_paths
 
-    def spoiled(self, part, end):
-        return ordinary(self, part, end) * (2 if end.max().item() > 1000 else 1)
+    def spoiled(end, *others):
+        path, *moves = ordinary(end, *others)
+        return path * (2 if end.max().item() > 1000 else 1), *moves
 
-    monkeypatch.setattr(StaticStep, "_path", spoiled)
+    monkeypatch.setattr(step, "accepted_paths", spoiled)
     with pytest.raises((torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
         tokens(decoder(LIFTED, buckets=(64,), compile_backend="eager"), REQUESTS[0])
 

@@ -41,7 +41,7 @@ def _on_gpu():
         moved = tree_map_only(Tensor, lambda tensor: tensor.cuda(), arguments)
         result = launch(operator, *moved)
         for argument, given, used in zip(operator.default._schema.arguments, arguments, moved, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.alias_info is not None and argument.alias_info.is_write and given is not None:
                 several = isinstance(given, list)
                 for mine, its in zip(given if several else [given], used if several else [used], strict=True):
                     mine.copy_(its)

@@ -8,8 +8,9 @@ from torch.testing import assert_close
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import choice
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch, attend, ragged_tree_attention
-from arbordraft.kernels.ragged_tree_attention.tiling import choose
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch, attend, ragged_tree_attention, row, tiling
+from arbordraft.kernels.ragged_tree_attention.batch import ARRIVALS
+from arbordraft.kernels.ragged_tree_attention.tiling import SPAN, choose
 
 CHAIN, TREE, WIDE = TreeTopology.chain, TreeTopology.k_ary(2, 2), TreeTopology.from_k_config((3, 1))
 RAGGED = [(37, TREE), (0, CHAIN(0)), (101, CHAIN(8)), (0, WIDE)]
@@ -23,6 +24,12 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "all": {"window": 33, "softcap": 1.5, "sinks": True},
 }
+
+
+def counted(case):
+    """Gives a batch counters that outlive a launch, as on a GPU, and returns them."""
+    vars(case.batch)["arrivals"] = torch.zeros(ARRIVALS, dtype=torch.int32)
+    return case.batch.arrivals
 
 
 def check(case, dtype=torch.float32, **options):
@@ -79,7 +86,51 @@ def test_prompts(guarded, options, row_invariant):
 def test_split_prefixes(guarded, options, causal):
     case = Case([(700, TREE)], dtype=torch.float32, key_heads=1, causal=causal)
     assert choose(case.batch.rows[0], 2, 1, 700, 8, key_bytes=128).splits > 1
-    check(case, **options)
+    arrivals = counted(case)
+    for _ in range(2):  # the second launch counts on the zeros of the first
+        check(case, **options)
+        assert not arrivals.any()
+
+
+def test_a_program_that_never_ran_would_be_seen(guarded):
+    """Then no program combines: the output keeps its poison, and the counters are not 0."""
+    case = Case([(700, TREE)], dtype=torch.float32, key_heads=1)
+    arrivals = counted(case)
+    arrivals[0] = -1
+    with choice.use("triton"):
+        found = case.run(ragged_tree_attention)
+    assert not torch.allclose(found.double(), case.naive(), atol=1e-3)
+    assert arrivals.any()
+
+
+@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("all", "plain", "window over tiles")], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["trees", "prompts"])
+def test_rows_in_segments(guarded, monkeypatch, options, causal):
+    """One program per row and one per segment give the same bits; other segments give other bits."""
+    case = Case([(2 * SPAN + 37, TREE), (SPAN - 3, CHAIN(2))], dtype=torch.float32, key_heads=1, causal=causal)
+    arrivals = counted(case)
+    check(case, row_invariant=True, **options)
+    assert not arrivals.any()
+    if options.get("sinks"):
+        options = options | {"sinks": torch.linspace(-2, 2, case.query.shape[1])}
+    found = []
+    # Two programs are too few for three segments.
+    for split, span in ((3, SPAN), (1, SPAN), (2, SPAN), (5, SPAN // 2)):
+        monkeypatch.setattr(row, "split_rows", lambda *_, split=split: split)
+        monkeypatch.setattr(tiling, "SPAN", span)
+        with choice.use("triton"):
+            found.append(case.run(ragged_tree_attention, row_invariant=True, **options))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    if options.get("window") is None:  # negative control
+        assert not torch.equal(found[0], found[3])
+
+
+def test_programs_of_rows():
+    assert row.split_rows(8, 4096, 256, 132) == 16
+    assert row.split_rows(8, 4097, 256, 132) == 17
+    assert row.split_rows(2 * 132, 4096, 256, 132) == 1  # many rows keep all processors busy
+    assert row.split_rows(8, 4096, tiling.row_tile(1, 256, 256, torch.float32)["SPAN"], 132) == 1
 
 
 @pytest.mark.one_in(3)
@@ -126,10 +177,12 @@ def test_a_wrong_batch_would_be_seen(fault):
 
 def arguments(case, **options):
     batch, settings = case.batch, {"window": 0, "softcap": 0.0, "sinks": None, "row_invariant": False} | options
+    counters = torch.zeros(ARRIVALS, dtype=torch.int32) if options else None
     return (
         *(case.query, case.keys, case.values, batch.layout, batch.region, batch.positions, batch.words, 0.3),
         *(settings["window"], settings["softcap"], settings["sinks"], max(batch.rows), max(batch.past)),
         settings["row_invariant"],
+        counters,
     )
 
 

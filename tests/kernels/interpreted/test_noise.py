@@ -7,6 +7,7 @@ from torch import library
 
 from arbordraft.kernels import choice
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_reference
+from arbordraft.kernels.gumbel import triton as kernels
 from arbordraft.kernels.gumbel.triton import DRAW_BLOCK, NOISE_BLOCK
 
 SIZES = [1, 200, NOISE_BLOCK + 1]
@@ -36,6 +37,23 @@ def test_draws_from_truncated_scores_and_rows_with_gaps(guarded, temperature):
         found = gumbel_argmax(scores, rows, rows, temperature, lowest)
     assert torch.equal(found, gumbel_argmax_reference(scores, rows, rows, temperature, lowest))
     assert found[3] == -1
+
+
+def test_close_bounds_make_a_chunk_be_read_again(monkeypatch):
+    """The bounds of large equal scores are equal, so the counter that a chunk names first is seldom the best."""
+    scores, rows = torch.full((4, 200), 1e8), torch.arange(4)
+    expected = gumbel_argmax_reference(scores, rows, rows, 1.0, None)
+    with choice.use("triton"):
+        assert torch.equal(gumbel_argmax(scores, rows, rows), expected)
+        # Negative control: chunks without a second bound.
+        launched = kernels.gumbel_draw
+
+        class Forgetful:
+            def __getitem__(self, grid):
+                return lambda *given, **how: (given[4][..., 1].fill_(-torch.inf), launched[grid](*given, **how))
+
+        monkeypatch.setattr(kernels, "gumbel_draw", Forgetful())
+        assert not torch.equal(gumbel_argmax(scores, rows, rows), expected)
 
 
 def test_float64_scores_keep_their_digits():

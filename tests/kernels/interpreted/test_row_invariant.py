@@ -109,9 +109,10 @@ def test_rows_have_the_same_bits_in_every_batch(ordered, architecture):
 def test_other_attention_would_be_seen(ordered, monkeypatch):
     """Negative control: tiles of keys begin where a tree begins."""
 
-    def elsewhere(query, keys, values, layout, region, positions, words, *options):
+    def elsewhere(query, keys, values, layout, region, positions, words, scale, window, softcap, sinks, *_):
         most, longest = int((layout[0, 1:] - layout[0, :-1]).max()), int(layout[2].max())
-        return attention.launch(query, keys, values, layout, region, positions, words, *options, most, longest, False)
+        batch = query, keys, values, layout, region, positions, words
+        return attention.launch(*batch, scale, window, softcap, sinks, most, longest, False, None)
 
     monkeypatch.setattr(attention, "launch_rows", elsewhere)
     assert different_rows(invariant(varied("llama").to(torch.float16)))

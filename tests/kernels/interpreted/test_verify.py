@@ -13,6 +13,8 @@ from arbordraft.kernels.verify import (
     last_top_down,
     left_mass,
     left_pick,
+    lift_level,
+    lifted_ends,
     log_sum_exp,
     rejection_laws,
     row_max,
@@ -151,6 +153,39 @@ def test_draw_behind(guarded, vocabulary, nodes):
         assert torch.equal(found, expected)
 
 
+def lifting(seed):
+    """Draws two trees of four and two rows, chances of the nodes of one depth, one of which is a free place."""
+    generator = torch.Generator().manual_seed(seed)
+    chance = torch.rand(6, generator=generator, dtype=torch.float64)
+    reached = torch.tensor([True, seed % 2 == 0, True, False, True, False])
+    accept = torch.rand(3, 3, generator=generator, dtype=torch.float64) / 3
+    accept[0, 1], accept[2, 1:] = 0, 0
+    stop = torch.rand(3, generator=generator, dtype=torch.float64) * (seed != 3)
+    inner, children = torch.tensor([0, -1, 4]), torch.tensor([[1, 2, 3], [-1, -1, -1], [5, -1, -1]])
+    weight = torch.tensor([1.0 if seed % 3 else 0.4, 0.5, 0.7], dtype=torch.float64)
+    return chance, reached, weight, accept, stop, inner, children
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chances_are_handed_on(guarded, seed):
+    found, expected = lifting(seed), lifting(seed)
+    with choice.use("triton"):
+        lift_level(*found)
+    lift_level.reference(*expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(found[0], lifting(seed)[0])  # negative control: something was handed on
+    order, sample, roots = torch.tensor([3, 0, 1, 2, 1, 0]), torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([0, 4])
+    ends = set()
+    for turn in range(8):
+        uniforms = torch.rand(6, generator=torch.Generator().manual_seed(turn), dtype=torch.float64)
+        given = *found[:2], uniforms, order, sample, roots
+        ours, theirs = both(lifted_ends, *given)
+        assert torch.equal(ours, theirs)
+        ends.update(ours.tolist())
+    assert len(ends) > 2
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
 @pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
@@ -158,7 +193,8 @@ def test_verdicts(coupling, lifted):
     choice.ran.clear()
     check_verdicts(coupling, lifted, 7, 2, "triton")
     assert all(choice.ran[f"{name}/triton"] for name in ("log_sum_exp", "rejection_laws", "draw_behind"))
-    assert lifted or choice.ran["last_top_down/triton"]
+    assert choice.ran["lifted_ends/triton" if lifted else "last_top_down/triton"]
+    assert not lifted or choice.ran["lift_level/triton"]
 
 
 PROCESSORS = [TopKLogitsWarper(1), TopKLogitsWarper(5), TopPLogitsWarper(0.3), TopPLogitsWarper(0.9)]
@@ -185,7 +221,12 @@ def test_the_operators_are_registered_properly_and_compile():
         (left_pick, (*arguments, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.1, dtype=torch.float64))),
         (rejection_laws, (*children(300), False)),
         (last_top_down, walked(torch.Generator().manual_seed(0))),
+        (
+            lifted_ends,
+            (*lifting(0)[:2], torch.rand(6).double(), torch.arange(6), torch.arange(6) // 4, torch.tensor([0, 4])),
+        ),
     ]
+    library.opcheck(lift_level.portable, lifting(0))
     for operator, given in calls:
         library.opcheck(operator.portable, given)
         compiled = torch.compile(operator.portable, fullgraph=True, backend="aot_eager")

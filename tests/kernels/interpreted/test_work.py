@@ -13,7 +13,7 @@ from arbordraft.kernels.fused_linear import gated_linear, linear, project_rotate
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
-from arbordraft.kernels.ragged_tree_attention.tiling import choose
+from arbordraft.kernels.ragged_tree_attention.tiling import SPAN, choose
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
@@ -76,12 +76,24 @@ def test_attention_in_splits(touched):
     case = Case([(700, TREE)], dtype=torch.float32, key_heads=1)
     case.run(ragged_tree_attention)
     sizes = {"heads": 2, "kv_heads": 1, "size": 8, "value_size": 8, "itemsize": 4}
-    splits = choose(7, 2, 1, 700, 8, key_bytes=128).splits
+    splits = choose(7, 2, 1, 700, 8, key_bytes=128, exact=True).splits
     whole, split = (work.attention([7], [700], [7], **sizes, splits=parts) for parts in (1, splits))
-    assert moved(touched) == split.bytes
+    assert moved(touched) == split.bytes + 4  # and the counter of the only tile, which is set to 0 again
     assert splits > 1
     assert split.bytes - whole.bytes == 2 * 7 * 2 * splits * (8 + 1) * 4
     assert split.flops == whole.flops
+
+
+def test_attention_row_by_row(touched):
+    """Rows in segments write and read a softmax for each of them, as splits do."""
+    case = Case([(2 * SPAN + 5, CHAIN(2))], dtype=torch.float32, key_heads=1)
+    case.run(ragged_tree_attention, row_invariant=True)
+    sizes = {"heads": 2, "kv_heads": 1, "size": 8, "value_size": 8, "itemsize": 4}
+    segments = 3
+    whole = work.attention([3], [2 * SPAN + 5], [3], **sizes)
+    partial = 2 * 3 * 2 * segments * (8 + 2) * 4  # written and read, rows, heads, values and two numbers
+    region = 3 * 8  # positions of the keys of the tree
+    assert moved(touched) == whole.bytes + partial + region + 3 * 4  # and the counters of three rows
 
 
 def test_operations_of_attention(touched):

@@ -10,21 +10,21 @@ nodes, n of which have children, k at most. R rows, H hidden size, V vocabulary,
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arbordraft.decoding.static.recording import Pools
 from arbordraft.decoding.static.step import StaticForward
 from arbordraft.drafters.feeding import Missing
 from arbordraft.drafters.network import DraftNetwork
-from arbordraft.kernels.draft_tree import Limits, TreesToGrow
-from arbordraft.kernels.draft_tree import reference as rule
+from arbordraft.kernels.draft_tree import TreesToGrow
 from arbordraft.kernels.draft_tree.limits import Trees
+from arbordraft.kernels.grow_level import grow_level
 from arbordraft.kernels.gumbel import gumbel
+from arbordraft.kernels.ragged_tree_attention.batch import arrivals
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.topology import TreeTopology
@@ -121,32 +121,60 @@ class _Level(nn.Module):
         topology: the tree.
         mask: mask of the tree.
         depth: the depth.
+        samples: S.
     """
 
     inner: Tensor  # [n] nodes with children
     above: Tensor  # [n] places of their parents among the nodes with children one depth above
     parent: Tensor  # [m'] by node one depth below: place of its parent among the n
     rank: Tensor  # [m'] by node one depth below: its rank among its parent's children
-    words: Tensor  # [n, W] ancestor words over the rows of this depth and those above, without the root
+    fed: Tensor  # nodes one depth below that have children
+    words: Tensor  # [S n, W] ancestor words over the rows of this depth and those above, without the root
     depths: Tensor  # depths of these rows
+    layout: Tensor  # [4, S + 1] see RaggedBatch.layout, without the pool rows and the committed keys
 
-    def __init__(self, topology: TreeTopology, mask: SlicedCausalMask, depth: int) -> None:
+    def __init__(self, topology: TreeTopology, mask: SlicedCausalMask, depth: int, samples: int) -> None:
         super().__init__()
         parents, inner, level = topology.parent_list, topology.inner, topology.tree_levels[depth]
         here, before = inner[depth], inner[depth - 1] if depth else []
         fed = [node for nodes in inner[1 : depth + 1] for node in nodes]
-        self.first, self.size = len(fed) - len(here), len(here)
-        self.width, self.below = level.width, level.below
+        self.first, self.size, self.below = len(fed) - len(here), len(here), level.below.start
+        self.width = level.width
+        firsts = [0] * (samples + 1), [0] * (samples + 1)
         numbers = {
             "inner": level.inner,
             "above": [before.index(parents[node]) for node in here] if depth else [],
             "parent": level.parent,
             "rank": level.rank,
+            "fed": inner[depth + 1] if depth + 1 < len(inner) else [],
             "depths": [topology.depth_list[node] for node in fed],
+            "layout": [_firsts(samples, self.size), *firsts, _firsts(samples, len(fed))],
         }
         for name, values in numbers.items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.int64), persistent=False)
-        self.register_buffer("words", mask.select(here, fed).clone(), persistent=False)
+        self.register_buffer("words", mask.select(here, fed).repeat(samples, 1), persistent=False)
+
+
+class _Places(NamedTuple):
+    """Places of all rows of a draft below the roots, and the temperatures of its samples.
+
+    Args:
+        region: ``[S, r]`` positions of the r rows of all depths.
+        slots: ``[S, r]`` their pool rows.
+        layouts: ``[K, 4, S + 1]`` see :attr:`RaggedBatch.layout`, by depth.
+        arrivals: see :attr:`RaggedBatch.arrivals`.
+        heat: ``[S, 1, 1]`` float32 divisors of the scores, if noise is shared.
+        draws: ``[S, 1, 1]`` whether a sample draws.
+        drawn: ``[K, S]`` positions of the draws, by depth.
+    """
+
+    region: Tensor
+    slots: Tensor
+    layouts: Tensor
+    arrivals: Tensor | None
+    heat: Tensor | None = None
+    draws: Tensor | None = None
+    drawn: Tensor | None = None
 
 
 class DraftStep(nn.Module):
@@ -163,6 +191,9 @@ class DraftStep(nn.Module):
     """
 
     operator = "static_draft"
+    layouts: Tensor
+    rows: Tensor
+    caught_up: Tensor
 
     def __init__(
         self, network: DraftNetwork, topology: TreeTopology, bucket: DraftBucket, *, shared: bool, longest: int
@@ -172,8 +203,14 @@ class DraftStep(nn.Module):
         self.network, self.bucket, self.shared, self.longest = network, bucket, shared, longest
         mask = SlicedCausalMask(topology)
         self.nodes = topology.levels[bucket.depth].stop
-        self.levels = nn.ModuleList(_Level(topology, mask, depth) for depth in range(bucket.depth))
+        self.levels = nn.ModuleList(_Level(topology, mask, depth, bucket.samples) for depth in range(bucket.depth))
         self.levels.to(network.device)
+        layouts = torch.stack([_level(level).layout for level in self.levels])
+        self.register_buffer("layouts", layouts, persistent=False)
+        self.register_buffer("rows", torch.arange(bucket.rows, device=layouts.device), persistent=False)
+        rows = _firsts(bucket.samples, bucket.rows)
+        caught_up = torch.tensor([rows, [0] * len(rows), [0] * len(rows), rows], device=layouts.device)
+        self.register_buffer("caught_up", caught_up, persistent=False)  # layout of the rows to catch up with
 
     def forward(self, table: Tensor, states: Tensor, pools: Pools) -> Tensor:
         """Runs one draft.
@@ -201,90 +238,93 @@ class DraftStep(nn.Module):
             torch.full(shape, -1.0, dtype=torch.float64, device=logits.device),
         )
         trees.token[:, 0], trees.reach[:, 0] = part["tokens"][:, -1], part["weight"]
-        costs, broken = part["costs"], trees.chance[:, 0].clone()
-        limits = Limits(
-            part["levels"], part["calibration"], part["expected"], part["weight"], costs[0], costs[1], part["budget"]
-        )
-        for depth, level in enumerate(self.levels):
-            assert isinstance(level, _Level)
-            if depth:
-                logits, out = self._feed(part, trees, out, depth, level, pools)
-            tokens, chances = self._likeliest(part, logits, depth, level)
-            going = rule.going(trees, limits, level, depth)
-            broken = broken + (going & ~chances[:, :, 0].isfinite()).sum(dim=1)
-            rule.add(trees, limits, level, depth, going, torch.where(chances > 0, tokens, -1), chances)
+        limits = part["levels"], part["calibration"], part["expected"], part["costs"], part["budget"]
+        broken = torch.zeros(shape[0], dtype=torch.float64, device=logits.device)
+        places, fed = self._places(part), None
+        for depth, level in enumerate(map(_level, self.levels)):
+            if fed is not None:
+                logits, out = self._feed(places, fed, out, depth, level, pools)
+            likeliest = self._likeliest(part, places, logits, depth, level)
+            fed = grow_level(
+                trees.token, trees.chance, trees.reach, broken, *limits, level.inner, level.parent, level.rank,
+                level.fed, *likeliest, self.network.vocabulary, depth, level.below,
+            )  # fmt: skip
         return trees, broken
+
+    def _places(self, part: Mapping[str, Tensor]) -> _Places:
+        """Returns the places of all rows below the roots, computed once for all depths."""
+        past, last = part["committed"] + part["missing"], _level(self.levels[-1])
+        layouts = self.layouts.clone()
+        layouts[:, 1, :-1], layouts[:, 2, :-1] = part["starts"], past
+        # Below its last level a sample has no nodes, and the model may not have such positions.
+        region = past[:, None] - 1 + torch.minimum(last.depths, part["levels"][:, None])
+        slots = (part["starts"] + past)[:, None] + torch.arange(len(last.depths), device=past.device)
+        found = _Places(region, slots, layouts, arrivals(past))
+        if not self.shared:
+            return found
+        heat = part["temperature"][:, None, None]
+        draws, depths = heat > 0, torch.arange(len(self.levels), device=past.device)
+        heat = torch.where(draws, heat, 1).float()
+        return found._replace(heat=heat, draws=draws, drawn=part["positions"] + depths[:, None])
 
     def _catch_up(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> tuple[Tensor, Tensor | None]:
         """Feeds missing tokens; returns ``[S, D]`` logits after the roots and the network's ``[S, 1, H]`` output."""
-        samples, rows = part["tokens"].shape
-        numbers = torch.arange(rows, device=states.device)
-        offsets = torch.minimum(numbers, part["missing"][:, None] - 1)
+        offsets = torch.minimum(self.rows, part["missing"][:, None] - 1)
         positions = (part["committed"][:, None] + offsets).flatten()
-        slots = (part["starts"] + part["committed"])[:, None] + numbers
-        layout = _layout(part["starts"], part["committed"], rows, rows)
-        run = StaticForward(pools, layout, positions, positions, slots.flatten(), None, rows, self.longest)
+        slots = (part["starts"] + part["committed"])[:, None] + self.rows
+        layout = self.caught_up.clone()
+        layout[1, :-1], layout[2, :-1] = part["starts"], part["committed"]
+        run = StaticForward(pools, layout, positions, positions, slots.flatten(), None, self.bucket.rows, self.longest)
         hidden = self.network.fuse(states[part["source"].flatten()]) if len(states) else None
-        last = torch.arange(0, samples * rows, rows, device=states.device) + part["missing"] - 1
+        last = self.caught_up[0, :-1] + part["missing"] - 1
         logits, _, out = self.network.run(part["tokens"].flatten(), hidden, positions, run, last)
         return logits, None if out is None else out[:, None]
 
     def _feed(
-        self,
-        part: Mapping[str, Tensor],
-        trees: Trees,
-        out: Tensor | None,
-        depth: int,
-        level: _Level,
-        pools: Pools,
+        self, places: _Places, tokens: Tensor, out: Tensor | None, depth: int, level: _Level, pools: Pools
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the nodes of a depth, missing ones with the root's token; returns ``[S n, D]`` and ``[S, n, H]``."""
-        past = part["committed"] + part["missing"]
-        tokens = trees.token[:, level.inner]
-        tokens = torch.where(tokens < 0, trees.token[:, :1], tokens)
-        # Below its last level a sample has no nodes, and the model may not have such positions.
-        region = past[:, None] - 1 + torch.minimum(level.depths, part["levels"][:, None])
-        positions = region[:, level.first :].flatten()
-        slots = (part["starts"] + past + level.first)[:, None] + torch.arange(level.size, device=past.device)
+        # Contiguous, as kernels need it: a single column would be flattened to a view.
+        here = slice(level.first, level.first + level.size)
+        positions, slots = (part[:, here].contiguous().flatten() for part in (places.region, places.slots))
         run = StaticForward(
             pools,
-            _layout(part["starts"], past, level.size, len(level.depths)),
-            region.flatten(),
+            places.layouts[depth],
+            places.region[:, : here.stop].contiguous().flatten(),
             positions,
-            slots.flatten(),
-            level.words.repeat(len(past), 1),
+            slots,
+            level.words,
             level.size,
             self.longest,
+            arrivals=places.arrivals,
         )
         hidden = None if out is None else out[:, level.above].flatten(0, 1)
-        logits, _, out = self.network.run(tokens.flatten(), hidden, positions, run)
-        return logits, None if out is None else out.unflatten(0, (len(past), level.size))
+        logits, _, out = self.network.run(tokens, hidden, positions, run)
+        return logits, None if out is None else out.unflatten(0, (self.bucket.samples, level.size))
 
     def _likeliest(
-        self, part: Mapping[str, Tensor], logits: Tensor, depth: int, level: _Level
+        self, part: Mapping[str, Tensor], places: _Places, logits: Tensor, depth: int, level: _Level
     ) -> tuple[Tensor, Tensor]:
-        """Returns the ``[S, n, k]`` most probable tokens after nodes, and their float64 draft probabilities."""
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scores = scores.unflatten(0, (self.bucket.samples, level.size))
-        vocabulary = self.network.vocabulary
-        if self.shared:
-            noise = gumbel(part["seeds"], part["positions"] + depth, self.network.vocab_size).to(scores.dtype)
-            noise = noise if vocabulary is None else noise[:, vocabulary]
-            temperature = part["temperature"].to(scores.dtype)[:, None, None]
-            drawn = scores / torch.where(temperature > 0, temperature, 1) + noise[:, None]
-            scores = torch.where(temperature > 0, drawn, scores)
-        count = min(level.width, scores.shape[2])
-        tokens, chances = tree_expand(scores.flatten(0, 1), count)
-        tokens = tokens if vocabulary is None else vocabulary[tokens]
-        lacking = (0, level.width - count)  # missing tokens have chance 0
-        tops = F.pad(tokens, lacking), F.pad(chances.exp().double(), lacking)
-        return tops[0].unflatten(0, (-1, level.size)), tops[1].unflatten(0, (-1, level.size))
+        """Returns the ``[S n, k]`` most probable outputs after nodes, and their log-probabilities."""
+        count = min(level.width, logits.shape[1])
+        if places.heat is None or places.draws is None or places.drawn is None:
+            return tree_expand(logits, count)
+        vocabulary, wide = self.network.vocabulary, torch.promote_types(logits.dtype, torch.float32)
+        scores = logits.to(wide).unflatten(0, (self.bucket.samples, level.size))
+        noise = gumbel(part["seeds"], places.drawn[depth], self.network.vocab_size).to(wide)
+        noise = noise if vocabulary is None else noise[:, vocabulary]
+        drawn = scores / places.heat + noise[:, None]
+        return tree_expand(torch.where(places.draws, drawn, scores).flatten(0, 1), count)
 
 
-def _layout(starts: Tensor, past: Tensor, rows: int, keys: int) -> Tensor:
-    """Returns :attr:`RaggedBatch.layout` of samples with equally many rows, and with equally many uncommitted keys."""
-    numbers = torch.arange(len(starts) + 1, device=starts.device)
-    return torch.stack([numbers * rows, F.pad(starts, (0, 1)), F.pad(past, (0, 1)), numbers * keys])
+def _firsts(samples: int, rows: int) -> list[int]:
+    """Returns the first of ``rows`` rows of each sample, and their end."""
+    return [sample * rows for sample in range(samples + 1)]
+
+
+def _level(module: nn.Module) -> _Level:
+    assert isinstance(module, _Level)
+    return module
 
 
 __all__ = ["DraftBucket", "DraftStep"]

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from arbordraft.decoding.static.bucket import Bucket
 from arbordraft.decoding.static.recording import Pools
+from arbordraft.kernels.accepted_paths import accepted_paths, matching_ends
 from arbordraft.kernels.fused_layers import rotate_append
 from arbordraft.kernels.fused_linear import project_rotate_append
 from arbordraft.kernels.gumbel import gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact_rows
 from arbordraft.kernels.ragged_tree_attention import attend
+from arbordraft.kernels.ragged_tree_attention.batch import arrivals
 from arbordraft.kernels.verify import row_max_reference
-from arbordraft.kernels.verify.reference import walk
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import verify_tree
 from arbordraft.sampling.processors import LogitsPipeline, truncated, widened
@@ -44,6 +45,7 @@ class StaticForward(Attending):
         most_rows: greatest number of rows of a sample.
         longest: approximate greatest number of committed keys of a sample.
         row_invariant: give every row the same bits as if it ran alone.
+        arrivals: see :attr:`RaggedBatch.arrivals`; forwards one after another may share them.
     """
 
     pools: Pools
@@ -55,6 +57,11 @@ class StaticForward(Attending):
     most_rows: int
     longest: int
     row_invariant: bool = False
+    arrivals: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.arrivals is None:  # one launch for all layers
+            self.arrivals = arrivals(self.positions)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
@@ -89,6 +96,7 @@ class StaticForward(Attending):
             self.most_rows,
             self.longest,
             self.row_invariant,
+            self.arrivals,
         )
 
 
@@ -108,7 +116,7 @@ class StepKind:
             the table holds.
         longest: approximate longest prefix. It determines the number of attention splits, a dimension of the kernels
             that a graph launches. It is rounded to powers of eight, so few texts see more than two values. If every
-            graph had splits for the longest possible text, short texts would wait for a second kernel in each layer.
+            graph had splits for the longest possible text, short texts would combine empty ones in each layer.
     """
 
     sampled: bool
@@ -211,12 +219,17 @@ class StaticStep(nn.Module):
                 best = self._drawn(part, logits, best)
             elif self.kind.processors:
                 _, best = row_max_reference(self.pipeline(logits, _no_path))
-            parent = part["parent"]
-            end = walk(tokens == best[parent.clamp(min=0)], parent, part["roots"], self.bucket.depth)
+            end = matching_ends(tokens, best, part["parent"], part["roots"], self.bucket.depth)
             token = best[end]
 
-        path = self._path(part, end)
-        self._compact(part, path, pools)
+        depth, slots, home = self.bucket.depth, part["slots"], part["home"]
+        path, source, destination = accepted_paths(
+            end, part["parent"], part["depth"], slots, home, part["sample"], part["roots"], depth
+        )
+        if depth:
+            # A sample that does not take part has the dummy's committed row as its root, which never changes.
+            first = torch.arange(0, depth * (len(end) + 1), depth, device=end.device)
+            compact_rows(list(pools), source, destination, first)
         states = [states for states in run.hidden.values() if states is not None]
         hidden = torch.cat(states, dim=-1) if states else logits.new_empty(self.bucket.rows, 0)
         return torch.stack([end, token, broken], dim=1), hidden[path.clamp(min=0)]
@@ -241,33 +254,6 @@ class StaticStep(nn.Module):
         draws = heat > 0
         drawn = gumbel_argmax(wide / torch.where(draws, heat, 1)[:, None], seeds, positions, 1.0, None)
         return torch.where(draws, drawn.clamp(min=0), best)
-
-    def _path(self, part: Mapping[str, Tensor], end: Tensor) -> Tensor:
-        """Returns ``[S + 1, depth + 1]`` rows from each root to the end of its path, padded with -1."""
-        path = end.new_full((len(end), self.bucket.depth + 1), -1)
-        row = end
-        for _ in range(self.bucket.depth + 1):
-            path.scatter_(1, part["depth"][row][:, None], row[:, None])
-            above = part["parent"][row]
-            row = torch.where(above < 0, row, above)
-        return path
-
-    def _compact(self, part: Mapping[str, Tensor], path: Tensor, pools: Pools) -> None:
-        """Moves accepted rows up to their roots; every other move copies a sample's root onto itself.
-
-        A sample that does not take part has the dummy's committed row as its root, which never changes.
-        """
-        depth, samples = self.bucket.depth, self.bucket.samples
-        if depth == 0:
-            return
-        home, numbers = part["home"][:, None], torch.arange(samples + 1, device=path.device)
-        taking = part["sample"][part["roots"]] == numbers
-        kept = (path[:, 1:] >= 0) & taking[:, None]
-        steps = torch.arange(1, depth + 1, device=path.device)
-        source = torch.where(kept, part["slots"][path[:, 1:].clamp(min=0)], home)
-        destination = torch.where(kept, home + steps, home)
-        first = torch.arange(0, depth * (samples + 2), depth, device=path.device)
-        compact_rows(list(pools), source.flatten(), destination.flatten(), first)
 
 
 def _no_path(row: int) -> Sequence[int]:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from arbordraft.kernels.verify.reference import CHUNK
-from arborlab.gpu import layer_problems, problems, score_problems
+from arborlab.gpu import layer_problems, problems, recurrent_problems, score_problems
 from arborlab.gpu.problem import KernelRow, Problem, check, named, timed
 from arborlab.gpu.roofline import STEPPED, Prediction, Shape, Stepped, fitting_shapes, predictions
 from arborlab.gpu.setting import Item, Setting
@@ -22,7 +22,12 @@ RAGGED = [2085, 0, 700, 1, 130, 64]  # committed keys of the samples of a batch
 HEADS = [(32, 4, 128), (14, 7, 80), (9, 3, 64)]  # query heads, query heads per key head, head size
 CHECKED = Stepped(4, (3, 2, 1), 2 * CHUNK + 1031, layers=3, context=24, level=2)
 WIDE = Stepped(1, (3, 1), 128256, layers=1, context=24, level=2)  # the vocabulary of Llama 3
-SHAPES = [Shape(32768, 1, 16, 4, 128), Shape(4096, 2, 64, 4, 128), Shape(700, 3, 20, 3, 64, 9)]
+SHAPES = [
+    Shape(32768, 1, 16, 4, 128),
+    Shape(4096, 2, 64, 4, 128),
+    Shape(700, 3, 20, 3, 64, 9),
+    Shape(4096, 1, 16, 4, 128, row_invariant=True),
+]
 TINY = Stepped(
     2, (2, 1), CHUNK + 130, 2, 12, kv_heads=2, size=8, level=1, heads=4, hidden=40, inner=24
 )  # small enough for the interpreter
@@ -30,6 +35,7 @@ TIMED = [
     *(Shape(4096, 1, tree, 4, 128) for tree in (16, 1, 64)),
     *(Shape(32768, 1, tree, 4, 128) for tree in (16, 1)),
     *(Shape(4096, 8, tree, 4, 128) for tree in (16, 1, 64)),
+    *(Shape(4096, 1, tree, 4, 128, row_invariant=True) for tree in (1, 16)),
     *(Shape(512, 1, tree, 4, 128) for tree in (16, 1)),
     *(Shape(32768, 8, tree, 4, 128) for tree in (16, 64)),
 ]
@@ -67,9 +73,11 @@ def _stepped(stepped: Stepped, device: torch.device) -> list[Maker]:
         "layers": partial(layer_problems.layers, stepped, device),
         "append": lambda: iter([problems.kv_append(stepped, device), problems.kv_compacted(stepped, device)]),
         "passes": partial(score_problems.passes, stepped, device),
+        "recurrence": partial(recurrent_problems.recurrence, stepped, device),
         "trees": partial(score_problems.verification, stepped, device),
+        "paths": partial(score_problems.paths, stepped, device),
         "thresholds": partial(score_problems.truncation, stepped, device),
-        "children": lambda: iter([score_problems.expansion(stepped, device)]),
+        "children": lambda: iter([score_problems.expansion(stepped, device), score_problems.growth(stepped, device)]),
         "draws": lambda: iter([score_problems.drawing(stepped, device), score_problems.noise(stepped, device)]),
     }
     return [(f"{name}, {named(stepped.dtype)}, V={stepped.vocabulary}", part) for name, part in parts.items()]

@@ -51,7 +51,7 @@ def attention(shape: Shape, device: torch.device) -> Problem:
         device=device,
         dtype=shape.dtype,
     )
-    run = _attention(packed)
+    run = _attention(packed, row_invariant=shape.row_invariant)
     return Problem(
         ATTENTION,
         str(shape),

@@ -63,10 +63,12 @@ class Shape(NamedTuple):
     size: int
     heads: int = QUERY_HEADS
     dtype: torch.dtype = torch.bfloat16
+    row_invariant: bool = False
 
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.heads // self.group} heads of {self.size}"
-        return f"{self.batch} x {self.context} keys, trees of {self.tree}, {heads}"
+        by_row = ", row by row" * self.row_invariant
+        return f"{self.batch} x {self.context} keys, trees of {self.tree}, {heads}{by_row}"
 
     def work(self, splits: int = 1) -> Work:
         """Returns bytes and operations."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -64,14 +65,14 @@ class Planned:
     interpreted: bool = False
 
 
-# Each imports its module only when it begins.
+# The most telling come first, since time may run out. Each imports its module only when it begins.
 PHASES = {
     "machine": Planned("arborlab.gpu.machine:machine", weight=1),
     "compile": Planned("arborlab.gpu.compiling:compilation", weight=4, interpreted=True),
-    "kernels": Planned("arborlab.gpu.kernels:checks", weight=4, checks=True, interpreted=True),
     "decoders": Planned("arborlab.gpu.decoders:decoders", weight=4, checks=True),
-    "roofline": Planned("arborlab.gpu.kernels:bounds", weight=3),
     "steps": Planned("arborlab.gpu.steps:steps", weight=7),
+    "roofline": Planned("arborlab.gpu.kernels:bounds", weight=3),
+    "kernels": Planned("arborlab.gpu.kernels:checks", weight=4, checks=True, interpreted=True),
     "profile": Planned("arborlab.gpu.profiling:profiles", weight=2),
     "smollm2": Planned("arborlab.gpu.smollm2:smollm2", weight=1.5),
 }
@@ -86,6 +87,7 @@ class GpuBench:
         setting: device and seed.
         minutes: time of all phases together. A phase may use its share of the remaining minutes.
         shown: receives the name and the result of each phase that has ended.
+        only: run only items whose names contain this text.
     """
 
     def __init__(
@@ -95,9 +97,10 @@ class GpuBench:
         setting: Setting,
         minutes: float,
         shown: Callable[[str, PhaseResult], object] = lambda name, result: None,
+        only: str = "",
     ) -> None:
         self.path, self.phases, self.setting, self.shown = folder / FILE, phases, setting, shown
-        self.minutes = minutes
+        self.minutes, self.only = minutes, only
         self.results = {name: PhaseResult() for name in phases}
         self._about: dict[str, Any] = {}
 
@@ -157,21 +160,31 @@ class GpuBench:
     def _items(self, phase: Planned, result: PhaseResult) -> Sequence[Item]:
         try:
             make: Phase = resolve_name(phase.items)
-            return make(self.setting)
+            return [item for item in make(self.setting) if self.only in item.name]
         except Exception as error:
             result.errors["preparation"] = described(error)
             return []
+
+    def command(self, name: str, item: str) -> str:
+        """Returns the command that runs one item of a phase alone."""
+        given = ["--device cpu"] if not self.setting.on_gpu else []
+        given += [f"--model {shlex.quote(self.setting.model)}"] if self.setting.model else []
+        given += [f"--seed {self.setting.seed}"] if self.setting.seed else []
+        options = " ".join([f"--phases {name}", f"--only {shlex.quote(item)}", *given])
+        return f"arbordraft bench gpu --out {shlex.quote(f'{self.path.parent}-again')} {options}"
 
     def save(self) -> None:
         """Writes all results so far."""
         device = self.setting.device.type
         report = {
             "provenance": self._about,
-            "settings": {"device": device, "minutes": self.minutes, "seed": self.setting.seed},
+            "settings": {"device": device, "minutes": self.minutes, "seed": self.setting.seed, "only": self.only},
             "timed": self.setting.on_gpu,  # times of a CPU are meaningless
             "right": self.right,
             "phases": {
-                name: vars(result) | {"rows": [asdict(row) for row in result.rows]}
+                name: vars(result)
+                | {"rows": [asdict(row) for row in result.rows]}
+                | {"commands": [self.command(name, item) for item in result.left_out]}
                 for name, result in self.results.items()
             },
         }
@@ -190,14 +203,19 @@ def _in_plain_torch() -> Iterator[None]:
             os.environ[choice.INTERPRETER] = kept
 
 
-def print_phase(console: Console, name: str, result: PhaseResult) -> None:
-    """Prints the outcome of a phase: its tables, wrong results first, then items that failed or were left out."""
+def print_phase(console: Console, name: str, result: PhaseResult, command: Callable[[str, str], str]) -> None:
+    """Prints the outcome of a phase: its tables, wrong results first, then items that failed or were left out.
+
+    ``command`` returns the command that runs an item of a phase alone.
+    """
     console.print(f"{name}: {result.state}, {result.seconds or 0:.1f} s", style="bold")
     print_tables(console, [*result.wrong, *(row for row in result.rows if row not in result.wrong)])
     for item, error in result.errors.items():
         console.print(f"{item} failed: {error}", style="red", soft_wrap=True)
     if result.left_out:
-        console.print(f"left out for lack of time: {'; '.join(result.left_out)}", soft_wrap=True)
+        console.print(f"left out for lack of time: {len(result.left_out)}; to run one alone:")
+        for item in result.left_out:
+            console.print(f"  {command(name, item)}", soft_wrap=True, highlight=False)
     checked = sum(getattr(row, "correct", None) is not None for row in result.rows)
     if result.wrong:
         console.print(f"{len(result.wrong)} of {checked} results are wrong", style="red")

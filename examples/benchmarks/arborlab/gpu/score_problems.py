@@ -10,6 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbordraft.kernels.accepted_paths import (
+    accepted_paths,
+    accepted_paths_reference,
+    matching_ends,
+    matching_ends_reference,
+)
+from arbordraft.kernels.grow_level import grow_level, grow_level_reference
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_reference, gumbel_reference
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, log_sum_exp, row_max, row_stats
@@ -129,6 +136,58 @@ def expansion(stepped: Stepped, device: torch.device) -> Problem:
         return max(largest_error(chosen, best), largest_error(log_probs, exact.log_softmax(dim=-1).gather(1, tokens)))
 
     return stepped.problem("tree_expand", run, error, SUMS, peer=partial(torch.topk, scores, k))
+
+
+def growth(stepped: Stepped, device: torch.device) -> Problem:
+    """Builds the problem of growing the first levels of all trees; tokens must be those of the reference."""
+    topology, samples = TreeTopology.from_k_config(stepped.tree), stepped.samples
+    plan = (
+        *(torch.full((samples,), len(stepped.tree)), torch.full((samples, 1), 0.9), torch.full((samples, 1), 0.8)),
+        *(torch.tensor([0.01, 0.02]), torch.tensor([samples * topology.num_nodes])),
+    )
+    limits = [(part.double() if part.is_floating_point() else part).to(device) for part in plan]
+    levels = []
+    for depth in range(len(stepped.tree)):
+        level, inner = topology.tree_levels[depth], [*topology.inner, []]
+        constants = [torch.tensor(part) for part in (level.inner, level.parent, level.rank, inner[depth + 1])]
+        scores = _scores(samples * len(level.inner), stepped._replace(vocabulary=max(stepped.tree) + 70), device)
+        constants = [part.to(device, torch.int64) for part in constants]
+        levels.append((*constants, *tree_expand(scores, max(stepped.tree)), None, depth, level.below.start))
+
+    def run(grow: Callable[..., Tensor] = grow_level) -> list[Tensor]:
+        token = torch.full((samples, topology.num_nodes), -1, device=device)
+        chance, reach = torch.zeros(2, *token.shape, dtype=torch.float64, device=device)
+        token[:, 0], reach[:] = 7, -1
+        reach[:, 0] = 1
+        broken = torch.zeros(samples, dtype=torch.float64, device=device)
+        return [token, *(grow(token, chance, reach, broken, *limits, *level) for level in levels)]
+
+    def error() -> float:
+        return max(map(unequal, run(), run(grow_level_reference)))
+
+    return stepped.problem("grow_level", run, error, 0.0, note=f"{samples} trees of {topology.num_nodes}")
+
+
+def paths(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Yields problems of following the target's tokens through all trees, and of the moves that keep these rows."""
+    topology, samples = TreeTopology.from_k_config(stepped.tree), stepped.samples
+    firsts = torch.arange(samples) * topology.num_nodes
+    parent = torch.tensor(topology.parent_list)
+    parent = torch.where(parent < 0, -1, parent + firsts[:, None]).flatten().to(device)
+    level = torch.tensor(topology.depth_list).repeat(samples).to(device)
+    generator = torch.Generator().manual_seed(0)
+    tokens, best = (torch.randint(2, (stepped.rows,), generator=generator).to(device) for _ in range(2))
+    roots, rows = firsts.to(device), torch.arange(stepped.rows, device=device)
+    depth, sample = topology.max_depth, rows // topology.num_nodes
+    given = tokens, best, parent, roots, depth
+    ends = partial(matching_ends, *given)
+    exact = matching_ends_reference(*given)
+    note = f"{samples} trees of {topology.num_nodes}"
+    yield stepped.problem("matching_ends", ends, lambda: unequal(ends(), exact), 0.0, note=note)
+    tree = exact, parent, level, rows + 7, roots + 7, sample, roots, depth
+    found, expected = partial(accepted_paths, *tree), accepted_paths_reference(*tree)
+    error = partial(lambda run: max(map(unequal, run(), expected)), found)
+    yield stepped.problem("accepted_paths", found, error, 0.0, note=note)
 
 
 def drawing(stepped: Stepped, device: torch.device) -> Problem:

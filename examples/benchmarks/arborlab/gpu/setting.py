@@ -19,12 +19,14 @@ class Setting:
     Args:
         device: a GPU; on a CPU all problems are tiny and kernels run in Triton's interpreter.
         seed: seed of random weights, problems and drafts.
+        model: folder of a model for phase ``smollm2``; by default SmolLM2, if its weights are found.
         log: receives one line at a time, for people.
         deadline: end of the current phase, as ``time.monotonic`` counts.
     """
 
     device: torch.device
     seed: int = 0
+    model: str | None = None
     log: Callable[[str], object] = print
     deadline: float = field(default=float("inf"))
 

@@ -1,17 +1,19 @@
-"""Phase ``smollm2``: tau and tokens per second of SmolLM2 on real prompts, if its weights are in the cache."""
+"""Phase ``smollm2``: tau and tokens per second of SmolLM2 on real prompts, if its weights are there."""
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from arbordraft.bench.decoding import DecodeRow, in_turns
 from arbordraft.bench.workload import Workload, quiet, read_texts
-from arbordraft.checkpoints.smollm2 import MANIFEST, NAME
+from arbordraft.checkpoints.smollm2 import MANIFEST, NAME, WEIGHTS
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafter_names import load_drafter, trained_for
 from arbordraft.drafters import NGramDrafter, NoDrafter
 from arbordraft.kernels.machine import cache_folder
 from arbordraft.loading import load_target
+from arbordraft.utils.checkout import CHECKPOINTS
 from arbordraft.utils.choices import SMALL, Dtype, Kernels
 from arborlab.gpu.machine import Figure
 from arborlab.gpu.setting import Item, Setting
@@ -22,17 +24,34 @@ def smollm2(setting: Setting) -> list[Item]:
     return [Item("plain, lookups and the trained head", partial(_decoded, setting))]
 
 
+def weights(setting: Setting) -> str | None:
+    """Returns the folder of the model to decode with: the given one, SmolLM2 in the cache, or beside the checkout.
+
+    Nothing is downloaded.
+    """
+    if setting.model is not None:
+        return setting.model
+    if list(cache_folder().glob(f"{NAME.lower()}-*/{MANIFEST}")):
+        return SMALL
+    places = Path.cwd(), CHECKPOINTS.parents[1]
+    found = [path.parent for place in places for path in sorted(place.glob(f"{NAME.lower()}*/{WEIGHTS}"))]
+    return str(found[0]) if found else None
+
+
 def _decoded(setting: Setting) -> Iterator[DecodeRow | Figure]:
-    if not list(cache_folder().glob(f"{NAME.lower()}-*/{MANIFEST}")):
-        setting.log(f"{NAME} is not in the cache, and nothing is downloaded here: phase smollm2 is left out")
-        yield Figure(f"weights of {NAME}", "not in the cache: left out")
+    if (model := weights(setting)) is None:
+        setting.log(
+            f"the weights of {NAME} are neither in the cache nor in a folder {NAME.lower()}* here, and nothing is "
+            "downloaded: phase smollm2 is left out; name a folder with --model"
+        )
+        yield Figure(f"weights of {NAME}", "not found: left out")
         return
     dtype, kernels = (Dtype.bfloat16, Kernels.auto) if setting.on_gpu else (Dtype.float32, Kernels.torch)
-    target, _ = load_target(SMALL, dtype, kernels, device=str(setting.device))
+    target, _ = load_target(model, dtype, kernels, device=str(setting.device))
     decoders: dict[str, Any] = {"plain": SpeculativeDecoder(target, NoDrafter())}
     decoders["lookups"] = SpeculativeDecoder(target, NGramDrafter())
-    if (folder := trained_for(target)) is None:
-        setting.log(f"no head that was trained for {NAME} is in the cache: plain decoding and lookups alone")
+    if (folder := trained_for(target, CHECKPOINTS)) is None:
+        setting.log("no head that was trained for this model is known: plain decoding and lookups alone")
     else:
         decoders[folder.name] = SpeculativeDecoder(target, load_drafter(folder, target))
     if setting.on_gpu:
