@@ -9,6 +9,9 @@ from support.models import decode, fusable, varied
 
 import arbordraft as ad
 from arbordraft import drafter_names
+from arbordraft.deciders import CostAware
+from arbordraft.deciders.costs import CostTable, StepCosts
+from arbordraft.decoding.drafting import Drafting
 from arbordraft.drafter_names import choose_drafter, draft_models_beside
 from arbordraft.drafters import agreement, language_model, network
 from arbordraft.drafters.agreement import acceptance_at
@@ -164,3 +167,37 @@ def test_a_trained_drafter_comes_before_models_beside(tmp_path, monkeypatch):
     monkeypatch.setattr(drafter_names, "load_drafter", lambda *_: head)
     monkeypatch.setattr(drafter_names, "draft_models_beside", lambda _: pytest.fail("searched in vain"))
     assert choose_drafter(of)[0] is head
+
+
+@pytest.mark.parametrize("decider", [None, "cost-aware"])
+def test_prompts_are_read_at_once_only_where_drafts_promise_to_pay(monkeypatch, decider):
+    of = target()
+    drafter = ad.LanguageModelDrafter(ad.RaggedModel(of.model, kernels="native", weights="int8", self_test=False))
+    drafter.acceptance = (0.9, 0.01)
+    read, real = [], ad.LanguageModelDrafter.prefill
+    monkeypatch.setattr(
+        ad.LanguageModelDrafter, "prefill", lambda *arguments: read.append(len(arguments[2])) or real(*arguments)
+    )
+    dear = StepCosts(CostTable((1, 4, 8, 64), (1.0, 1.1, 8.0, 99.0)), CostTable((1, 8), (0.1, 0.1)))
+    chosen = None if decider is None else CostAware(dear)
+    made = ad.SpeculativeDecoder(of, drafter, CHAIN, ad.Coupling.shared(), chosen)
+    for prompts in ([[5, 9, 7, 5]], [[5, 9, 7, 5]] * 6):
+        expected, _ = decode(ad.builders.plain(of), prompts, max_new_tokens=20)
+        found, stats = decode(made, prompts, max_new_tokens=20)
+        assert found == expected
+        drafts = sum(stats.tried.values()) > 0
+        assert drafts == (decider is None or len(prompts) == 1)
+    assert read == ([1, 6] if decider is None else [1])
+
+
+def test_a_prompt_that_is_read_later_leaves_the_same_drafts(monkeypatch):
+    of, drafted = target(), []
+    drafter = ad.LanguageModelDrafter(ad.RaggedModel(of.model, kernels="native", weights="int4", self_test=False))
+    made = ad.SpeculativeDecoder(of, drafter, CHAIN, ad.Coupling.shared())
+    for reads in (True, False):
+        monkeypatch.setattr(Drafting, "reads", lambda *_, reads=reads: reads)
+        seen = []
+        made.on_step = lambda state, tree, verdict, seen=seen: seen.append(tree.token.tolist())
+        decode(made, max_new_tokens=20)
+        drafted.append(seen)
+    assert drafted[0] == drafted[1]

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from arbordraft.deciders.decisions import Situation
 from arbordraft.decoding.assemble import AssembledParts
 from arbordraft.decoding.state import DecodeState, Sample
+from arbordraft.drafters.base import Lookup
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.grow import Growth
 from arbordraft.drafters.stage import DeviceDrafts
@@ -72,6 +74,30 @@ class Drafting:
         if idle or all(sample.max_drafts == 0 for sample in active):
             return self._roots(state, active)
         return Growth(self._context(state, active, noise), decider, self.parts.drafter.stages(state.drafts), device)
+
+    def reads(self, state: DecodeState) -> bool:
+        """Returns whether drafters read prompts with the target: whether drafts promise to pay in a batch of this size.
+
+        Otherwise a drafter reads them when it first drafts. Its drafts are the same.
+        """
+        decider, samples = self.parts.decider, [sample for sample in state.samples if sample is not None]
+        follows = self._shared or not any(sample.pipeline.temperature for sample in samples)
+        if not decider.can_plan or not follows or self.candidates is not None:
+            return True
+        depth, nodes = self.parts.topology.max_depth, self.parts.topology.num_nodes - 1
+        for drafter, _ in self.parts.drafter.stages(state.drafts):
+            situation = Situation(
+                max_depth=[depth] * len(samples),
+                memory=[decider.start() for _ in samples],
+                source=type(drafter).__name__,
+                acceptance=drafter.acceptance,
+                informative=drafter.informative,
+                drafts=len(samples) * nodes,
+                pathwise=True,
+            )
+            if not isinstance(drafter, Lookup) and decider.plan(situation).levels.any():
+                return True
+        return False
 
     def waits(self, state: DecodeState, sample: Sample) -> bool:
         """Returns whether a sample drafts nothing, so that waiting prompts are read sooner; its text stays the same."""

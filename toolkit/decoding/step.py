@@ -29,6 +29,7 @@ from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.verdict import Verdict
 
 _CHUNK = 2048  # most rows of a forward over prompts, which bounds its memory
+_MOST_READ = 16  # tokens of a sample that a drafter reads in a step whose times tell its costs
 _SCORED_CHUNK = 256  # most rows if their logits are needed
 # Most kinds of samples in a batch for which one recorded step per kind is faster than one eager step.
 _MOST_KINDS = 2
@@ -203,7 +204,8 @@ class Stepper:
                     sample.take_read(len(states))
             if self.drafter.hidden_layers:
                 self.drafter.take_hidden(state.drafts, {number: torch.cat(seen) for number, seen in hidden.items()})
-            self.drafter.prefill(state.drafts, parts)
+            if not self.drafter.reads_later or self.drafting.reads(state):
+                self.drafter.prefill(state.drafts, parts)
 
     def remove(self, state: DecodeState, sample: Sample) -> None:
         """Removes a sample and frees its cache rows and number."""
@@ -234,8 +236,8 @@ class Stepper:
             raise
         with state.stats.phase("commit"):
             self._commit(state, tree, judged)
-        # At first a drafter may have read a prompt; a recorded run may have drafted and verified in one.
-        if not begins and executor is self.eager:
+        # A drafter may have read a prompt, at first or later; a recorded run may have drafted and verified in one.
+        if not begins and executor is self.eager and tree.read <= _MOST_READ * len(active):
             draft, target = (state.stats.seconds[name] - before.get(name, 0.0) for name in ("draft", "target"))
             rest = time.perf_counter() - begun - draft - target
             self.decider.timed(StepTimes(len(active), tree.rows, tree.drafted, draft, target, rest, tree.read))

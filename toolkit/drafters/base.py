@@ -58,6 +58,7 @@ class Drafter(nn.Module):
     """
 
     certain = False  # whether it chooses tokens without noise, as lookups do; such drafts are never drawn
+    reads_later = False  # whether it reads prompts itself once it drafts, if :meth:`prefill` was left out
     informative = True  # whether its probabilities predict acceptance; otherwise ranks do
     max_levels: int | None = None  # deepest level that it proposes; None for no limit
     takes_candidates = False  # whether it can continue from first tokens that it did not choose

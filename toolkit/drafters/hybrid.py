@@ -49,6 +49,11 @@ class HybridDrafter(Drafter):
         self.acceptance = otherwise.acceptance
         self.hidden_layers = tuple(dict.fromkeys((*first.hidden_layers, *otherwise.hidden_layers)))
 
+    @property
+    def reads_later(self) -> bool:  # type: ignore[override]
+        """Whether both drafters read prompts themselves once they draft."""
+        return self.first.reads_later and self.otherwise.reads_later
+
     def effort(self, target: RaggedModel) -> float:
         return self.otherwise.effort(target)
 

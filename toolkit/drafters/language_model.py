@@ -66,6 +66,8 @@ class LanguageModelDrafter(OwnCacheDrafter):
         TypeError: if ``model`` is not a model.
     """
 
+    reads_later = True
+
     def __init__(self, model: "RaggedModel | PreTrainedModel | OnnxModel", *, same_tokenizer: bool = False) -> None:
         super().__init__()
         self.model = model if isinstance(model, RaggedModel | OnnxModel) else RaggedModel(model)

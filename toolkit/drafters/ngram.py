@@ -182,6 +182,8 @@ class NGramDrafter(Lookup):
     Source: LLMA (Yang et al., 2023) and prompt lookup decoding (Saxena, 2023), from one continuation to a tree.
     """
 
+    reads_later = True
+
     def __init__(self, longest: int = 4, shortest: int = 2, pool: TextPool | None = None) -> None:
         super().__init__()
         if pool is not None:
