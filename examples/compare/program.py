@@ -1,9 +1,10 @@
 """The program around a peer: measures greedy decoding on a CPU by arbordraft, transformers and the peer in one run.
 
-All engines decode the same chats of SmolLM2-135M-Instruct on the same cores, up to the same end of an answer. They take
-turns, so that a slow moment of the machine hits all of them. Whole calls are timed, prompts included. A peer takes part
-once for each kind of its drafts, in the way that was fastest when it was tried alone. The peer has an environment of
-its own. Without that environment the others are measured alone. Linux only.
+All engines decode the same chats on the same cores, up to the same end of an answer. The model is SmolLM2-135M-Instruct,
+or another one (``--load model=...``), which transformers does not run here. They take turns, so that a slow moment of
+the machine hits all of them. Whole calls are timed, prompts included. A peer takes part once for each kind of its
+drafts, in the way that was fastest when it was tried alone. The peer has an environment of its own. Without that
+environment the others are measured alone. Linux only.
 """
 
 import argparse
@@ -232,16 +233,19 @@ def run(kind: PeerKind, description: str | None) -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])  # the peer inherits it
     torch.set_num_threads(arguments.threads)
 
-    folder = fetch_smollm2()
-    model, tokenizer = load_smollm2(torch.bfloat16)
-    workloads = [Workload.of(tokenizer, texts, batch) for batch in sorted(arguments.batches)]
-    end = model.generation_config.eos_token_id
     load = dict(arguments.load)
+    folder = Path(load["model"]) if "model" in load else fetch_smollm2()
+    ours = decoders(load, arguments.drafters)
+    target = next(iter(ours.values())).target
+    if target.tokenizer is None:
+        sys.exit(f"{folder} holds no tokenizer, so there are no chats to decode")
+    workloads = [Workload.of(target.tokenizer, texts, batch) for batch in sorted(arguments.batches)]
+    end = target.model.generation_config.eos_token_id
     with console.status("") as status, tempfile.TemporaryDirectory() as scratch:
         task = Task(workloads, arguments.max_new_tokens, {end} if isinstance(end, int) else set(end), status.update)
-        ours = decoders(load, arguments.drafters)
         engines = {f"{OURS} {name}": task.in_process(decoder.generate) for name, decoder in ours.items()}
-        if not arguments.without_generate:
+        if "model" not in load and not arguments.without_generate:
+            model, _ = load_smollm2(torch.bfloat16)
             engines[GENERATE] = task.in_process(model.generate)
             engines[LOOKUP] = task.in_process(model.generate, prompt_lookup_num_tokens=10)
         if version is None:
@@ -252,7 +256,11 @@ def run(kind: PeerKind, description: str | None) -> int:
     show(findings)
     if arguments.json is not None:
         loaded = json.loads(_without_folders(json.dumps(load)))
-        settings = {"model": NAME, "load": loaded, "max_new_tokens": arguments.max_new_tokens}
+        settings = {
+            "model": folder.name if "model" in load else NAME,
+            "load": loaded,
+            "max_new_tokens": arguments.max_new_tokens,
+        }
         settings |= {"prompts": arguments.prompts.name if arguments.prompts else "built in", "limit": len(texts)}
         store(arguments.json, findings, **settings, repeats=arguments.repeats, peer=kind.name, peer_version=version)
         console.print(f"wrote {arguments.json}")
