@@ -1,10 +1,10 @@
 """The program around a peer: measures greedy decoding on a CPU by arbordraft, transformers and the peer in one run.
 
-All engines decode the same chats on the same cores, up to the same end of an answer. The model is SmolLM2-135M-Instruct,
-or another one (``--load model=...``), which transformers does not run here. They take turns, so that a slow moment of
-the machine hits all of them. Whole calls are timed, prompts included. A peer takes part once for each kind of its
-drafts, in the way that was fastest when it was tried alone. The peer has an environment of its own. Without that
-environment the others are measured alone. Linux only.
+All engines decode the same chats on the same cores, up to the same end of an answer. The model is
+SmolLM2-135M-Instruct, or another one (``--load model=...``), which transformers does not run here. They take turns, so
+that a slow moment of the machine hits all of them. Whole calls are timed, prompts included. A peer takes part once for
+each kind of its drafts, in the way that was fastest when it was tried alone. The peer has an environment of its own.
+Without that environment the others are measured alone. Linux only.
 """
 
 import argparse
