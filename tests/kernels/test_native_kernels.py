@@ -568,7 +568,7 @@ def operator_calls():
         (ops.row_max.default, (torch.randn(5, 33).bfloat16(),)),
         (
             ops.ragged_tree_attention.default,
-            (case.query, case.keys, case.values, *described, batch.words, 0.3, 4, 2.0, torch.randn(4), 9, 9, 0),
+            (case.query, case.keys, case.values, *described, batch.words, 0.3, 4, 2.0, torch.randn(4), 9, 9, 0, None),
         ),
         (
             ops.decoder_layers.default,
@@ -583,6 +583,9 @@ def operator_calls():
                 *keys,
                 [1, 0],
                 torch.randn(18, BESIDE),
+                [],
+                [],
+                0,
             ),
         ),
     ]
