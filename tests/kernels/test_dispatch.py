@@ -64,7 +64,7 @@ def test_a_trace_holds_an_operator_that_takes_its_arguments(options):
     given = (case.query, case.keys, case.values, batch.layout, None, batch.positions, batch.words, 0.3, 0, 0.0, None)
 
     def call(query, *others):
-        return attend.pick(query, native=query.shape[2] % 16 == 0)(query, *others, 9, 9, 0)
+        return attend.pick(query, native=query.shape[2] % 16 == 0)(query, *others, 9, 9, 0, None)
 
     found = torch.compile(call, fullgraph=True, backend="aot_eager")(*given)
     torch.testing.assert_close(found.double(), case.naive(), rtol=0, atol=1e-5)
