@@ -53,6 +53,16 @@ class Decider(nn.Module):
         """
         raise NotImplementedError
 
+    def worth_reading(self, situation: Situation) -> bool:
+        """Returns whether draft models read prompts at once, as drafts promise to pay for texts that have just begun.
+
+        Otherwise they read them when they first draft.
+
+        Args:
+            situation: the texts, without memories.
+        """
+        return True
+
     def rests(self, memory: Any) -> bool:
         """Returns whether no drafter shall draft for a sample in this step; plans are then not asked for."""
         return False

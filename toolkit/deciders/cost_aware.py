@@ -196,6 +196,11 @@ class CostAware(Decider):
     def rests(self, memory: dict[str, Record]) -> bool:
         return bool(memory) and all(record.rests for record in memory.values())
 
+    def worth_reading(self, situation: Situation) -> bool:
+        if not self.can_plan:
+            return True
+        return bool(self.plan(replace(situation, memory=[self.start() for _ in situation.memory])).levels.any())
+
     def forward(self, view: StepView) -> Sequence[bool]:
         """Decides about one level as :meth:`plan` does about all."""
         reaches = (self.survival or PathSurvival()).survival(view)

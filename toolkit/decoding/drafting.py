@@ -82,20 +82,20 @@ class Drafting:
         """
         decider, samples = self.parts.decider, [sample for sample in state.samples if sample is not None]
         follows = self._shared or not any(sample.pipeline.temperature for sample in samples)
-        if not decider.can_plan or not follows or self.candidates is not None:
+        if not follows or self.candidates is not None:
             return True
         depth, nodes = self.parts.topology.max_depth, self.parts.topology.num_nodes - 1
         for drafter, _ in self.parts.drafter.stages(state.drafts):
             situation = Situation(
                 max_depth=[depth] * len(samples),
-                memory=[decider.start() for _ in samples],
+                memory=[None] * len(samples),
                 source=type(drafter).__name__,
                 acceptance=drafter.acceptance,
                 informative=drafter.informative,
                 drafts=len(samples) * nodes,
                 pathwise=True,
             )
-            if not isinstance(drafter, Lookup) and decider.plan(situation).levels.any():
+            if not isinstance(drafter, Lookup) and decider.worth_reading(situation):
                 return True
         return False
 
