@@ -215,10 +215,9 @@ def draft_models_beside(target: RaggedModel) -> list[Path]:
         own = Path(folder)
     if not folder or not own.exists():
         return []
-    others = {path.stem: path for path in own.resolve().parent.iterdir() if _model_bytes(path)}
     most = _SMALL * _model_bytes(own)
-    small = [name for name, path in others.items() if _model_bytes(path) <= most]
-    return [others[name] for name in get_close_matches(own.stem, small, _MOST_TRIED, 0.6)]
+    small = {path.stem: path for path in own.resolve().parent.iterdir() if 0 < _model_bytes(path) <= most}
+    return [small[name] for name in get_close_matches(own.stem, small, _MOST_TRIED, 0.6)]
 
 
 def _model_bytes(path: Path) -> int:

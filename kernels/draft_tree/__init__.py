@@ -56,8 +56,8 @@ class DraftWeights:
         input_norm: ``[H]`` norm of the layers' input, residual included. That input is the fused states, or the
             parent's output in their place.
         norm_output: whether the output that replaces the states is taken after ``norm``.
-        exact: ``[V, H]`` of the type of the embedding, a head that ranks the best tokens of ``head`` anew. ``head``
-            has fewer bits then.
+        exact: ``[V, H]`` of the type of the embedding or in panels, a head that ranks the best tokens of ``head`` anew.
+            ``head`` has fewer bits then.
     """
 
     embedding: Tensor

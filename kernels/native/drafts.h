@@ -193,8 +193,8 @@ struct Ends {
   std::optional<Prepacked<W>> fuse;  // of the target's states, if the drafter reads them
   Norm norm;
   Prepacked<W> head;
-  std::optional<Prepacked<T>> exact;  // ranks the best tokens of `head` anew; so does this one:
-  std::optional<Prepacked<Panels>> exact_panels;
+  std::optional<Prepacked<T>> exact;              // ranks the best tokens of `head` anew, if it consists of numbers
+  std::optional<Prepacked<Panels>> exact_panels;  // the same in panels; there is at most one of both
   float epsilon;
   const float* frequencies;  // [tables][rotary / 2]
   int64_t rotary, tables;
