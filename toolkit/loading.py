@@ -57,8 +57,8 @@ def load(
         model: a hub name, a folder, a GGUF file, ``smollm2`` for SmolLM2-135M-Instruct, or a model in memory.
         drafter: a drafter in memory or one of these names:
 
-            - ``auto``: a drafter trained for this very target. Else lookups, and after these the target itself with fewer
-              bits or a draft model beside it; see :func:`~arbordraft.drafter_names.choose_drafter`.
+            - ``auto``: a drafter trained for this very target. Else lookups, and after these the target itself with
+              fewer bits or a draft model beside it; see :func:`~arbordraft.drafter_names.choose_drafter`.
             - ``ngram``: lookups; ``none``: no drafts.
             - ``self``: the target's own layers with weights of fewer bits, on a CPU. ``self:int4`` and ``self:int8``
               choose the bits.
