@@ -87,8 +87,9 @@ class CostTable(_Measured):
 
     def least_slope(self, rows: int, more: int) -> float:
         """Returns the least seconds per row that 1 to ``more`` further rows add to a forward of ``rows``."""
-        base = self(rows)
-        return min((self(rows + extra) - base) / extra for extra in range(1, more + 1))
+        base, last = self(rows), rows + more
+        ends = {rows + 1, last}.union(measured for measured in self.rows if rows < measured < last)
+        return min((self(end) - base) / (end - rows) for end in ends)  # least at the end of a straight piece
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ _RECENT = 0.9  # share of older observations in an average, per observation
 _KEPT = 0.995  # share of the observations of a drafter that still counts after a step in which it did not draft
 _PRIOR = 1.0  # observations that a table counts for
 _MOST_CHANGE = 3.0  # most factor by which an observation may exceed the average: a paused process is no evidence
-_NOTED = 0.05  # relative change of a ratio from which plans follow it
+_NOTED = 0.05  # relative change of a time from which plans follow it
+_SMALL = 0.002  # change, in forwards of one row, below which they never do
 
 
 @dataclass(frozen=True)
@@ -140,15 +141,15 @@ class RunningCosts:
         return average is not None and average.weight > _PRIOR
 
     def of(self, kind: str) -> StepCosts:
-        """Returns the costs of steps with a kind of drafter; the same object while they stay within a few per cent."""
+        """Returns the costs of steps with a kind of drafter; the same object while they hardly change."""
         prior, drafting = self.prior, self._drafting[kind].value if kind in self._drafting else 1.0
         target, per_row = np.array([one.value for one in self._target]), self._per_row.value
         seconds = target * prior.target.seconds + per_row * (self._rows - 1)
         looking = (prior.lookup, prior.finding) if self._looking is None else 2 * (self._looking.value,)
-        now = np.array([*seconds, drafting, self._rest.value, *looking])
+        now = np.array([*seconds, drafting * prior.draft(1), self._rest.value, *looking])
         if kind in self._followed:
             before, costs = self._followed[kind]
-            if np.allclose(now, before, rtol=_NOTED, atol=0):
+            if (np.abs(now - before) <= _NOTED * before + _SMALL * seconds[0]).all():
                 return costs
         costs = replace(
             prior,
