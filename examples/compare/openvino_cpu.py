@@ -1,4 +1,4 @@
-"""Measures greedy decoding on a CPU in one run: arbordraft, transformers' generate and OpenVINO GenAI.
+"""Measures decoding on a CPU in one run: arbordraft, transformers' generate and OpenVINO GenAI.
 
 OpenVINO's continuous batching pipeline decodes plainly, with its prompt lookup, with a draft model and with an EAGLE-3
 head. The draft model is the model itself in four bits. See README.md and program.py.
@@ -26,7 +26,7 @@ def load(settings: dict[str, Any]) -> Generate:
     """Converts models that are not converted yet, and starts the pipeline."""
     import numpy
     import openvino
-    from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig, draft_model
+    from openvino_genai import ContinuousBatchingPipeline, SchedulerConfig, draft_model
 
     folder = Path(settings["converted"])
     for source, weights, place in (settings["target"], *filter(None, [settings["draft"]])):
@@ -40,9 +40,11 @@ def load(settings: dict[str, Any]) -> Generate:
         setattr(scheduler, name, value)
     pipeline = ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
 
-    def generate(prompts: Tokens, new_tokens: int) -> tuple[Tokens, dict[str, Any]]:
-        sampling = GenerationConfig(str(folder / "generation_config.json"))
-        sampling.max_new_tokens, sampling.do_sample = new_tokens, False
+    def generate(prompts: Tokens, new_tokens: int, temperature: float) -> tuple[Tokens, dict[str, Any]]:
+        sampling = pipeline.get_config()
+        sampling.max_new_tokens, sampling.do_sample = new_tokens, temperature > 0
+        if temperature:
+            sampling.temperature, sampling.top_p, sampling.top_k = temperature, 1.0, 1 << 30
         for name, value in settings["sampling"].items():
             setattr(sampling, name, value)
         inputs = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in prompts]

@@ -81,6 +81,7 @@ class RunningCosts:
     def __init__(self, prior: StepCosts) -> None:
         self.prior = prior
         self._rows = np.array(prior.target.rows)
+        self._places: dict[int, int] = {}
         self._unit: float | None = None  # seconds of the prior's unit
         self._target = [_Average(1.0) for _ in prior.target.rows]
         self._rest, self._per_row = _Average(prior.rest), _Average(0.0)
@@ -100,7 +101,7 @@ class RunningCosts:
         ratio, one = times.target / self.prior.target(times.rows), self.prior.target(1)
         before = ratio if self._unit is None else self._unit
         self._unit = unit = _RECENT * before + (1 - _RECENT) * min(ratio, _MOST_CHANGE * before)
-        average = self._target[int(np.abs(self._rows - times.rows).argmin())]
+        average = self._target[self._nearest(times.rows)]
         average.note(ratio / unit, _MOST_CHANGE * average.value)
         rest, drafts = times.rest / unit, times.rows - times.samples
         if drafts:
@@ -118,6 +119,12 @@ class RunningCosts:
             if self._looking is None:
                 self._looking = _Average(self.prior.looking(times.samples) / times.samples)
             self._looking.note(times.draft / unit / times.samples, one)
+
+    def _nearest(self, rows: int) -> int:
+        """Returns the place of the measured number of rows that is nearest."""
+        if (place := self._places.get(rows)) is None:
+            self._places[rows] = place = int(np.abs(self._rows - rows).argmin())
+        return place
 
     def _expected(self, times: StepTimes, free: Collection[str]) -> float:
         """Returns how long drafting was expected to take, in the prior's unit."""
