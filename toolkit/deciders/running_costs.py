@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from arbordraft.deciders.costs import CostTable, StepCosts
+from arbordraft.deciders.costs import CostTable, StepCosts, levelled
 
 Reals = npt.NDArray[np.float64]
 
@@ -152,6 +152,8 @@ class RunningCosts:
         prior, drafting = self.prior, self._drafting[kind].value if kind in self._drafting else 1.0
         target, per_row = np.array([one.value for one in self._target]), self._per_row.value
         seconds = target * prior.target.seconds + per_row * (self._rows - 1)
+        # One slow step of a seldom number of rows must not make the rows beyond it look free.
+        seconds = np.array(levelled(seconds.tolist(), [_PRIOR + one.weight for one in self._target]))
         looking = (prior.lookup, prior.finding) if self._looking is None else 2 * (self._looking.value,)
         now = np.array([*seconds, drafting * prior.draft(1), self._rest.value, *looking])
         if kind in self._followed:
