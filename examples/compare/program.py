@@ -9,6 +9,7 @@ environment the others are measured alone. Linux only.
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -33,10 +34,13 @@ import arbordraft
 from arbordraft import SpeculativeDecoder, builders
 from arbordraft.bench.measure import save
 from arbordraft.checkpoints.smollm2 import NAME, fetch_smollm2
+from arbordraft.decoding.engine import Engine as ServingEngine
 from arbordraft.decoding.prompts import MIXED, VARIED, read_prompts
+from arbordraft.decoding.requests import Request
 from arbordraft.drafter_names import drafter_named
 
 BUILT_IN = "built in"
+_LIKELY = 50  # tokens whose log-probabilities are asked for
 QUIET = 0.05  # share of the cores that others may take without a warning
 console = Console(highlight=False)
 
@@ -149,20 +153,38 @@ def compare(
     return findings
 
 
+def margins(decoder: SpeculativeDecoder, workload: Workload, case: Case, name: str) -> list[float]:
+    """Returns, for each greedy answer that differs from ours, how much likelier ours was in our target's eyes.
+
+    Each is a difference of log-probabilities of the first two tokens that differ; 0 if both are as likely.
+    """
+    ours, theirs = case.runs[f"{OURS} plain"][0].answers, case.runs[name][0].answers
+    prompts = chain.from_iterable(batch.prompts for batch in workload.batches)
+    engine, found = ServingEngine(decoder), list[float]()
+    shared = case.shared(name, f"{OURS} plain")
+    for prompt, left, right, place in zip(prompts, ours, theirs, shared, strict=True):
+        if place < min(len(left), len(right)):
+            request = Request(prompt=[*prompt, *left[:place]], max_new_tokens=1, logprobs=_LIKELY)
+            likely = dict(engine.submit(request).result()[0].logprobs[0].others)
+            found.append(likely[left[place]] - likely.get(right[place], -math.inf))
+    return found
+
+
 def show(findings: Findings) -> None:
     """Prints speeds, the ratios of our best engine, and how far answers equal those of the first engine."""
     for error in findings.errors:
         console.print(Text(error, style="red"))
     if findings.cases:
-        first = next(iter(findings.cases[0].runs))
-        table = Table("prompts", "batch", "temperature", "engine", "tokens/s", "best of ours", f"as {first}")
+        plain = f"{OURS} plain"
+        table = Table("prompts", "batch", "temperature", "engine", "tokens/s", "best of ours", f"answers as {plain}")
         for column in table.columns[4:]:
             column.justify = "right"
         for case in findings.cases:
             best = case.best
             for name in case.runs:
-                shared = case.divergence(name, first)
-                same = "" if shared is None else f"{case.same_answers(name, first)} of {case.prompts}, {shared:.0%}"
+                same = "" if case.temperature else f"{case.same_answers(name, plain)} of {case.prompts}"
+                if part := case.margins.get(name):
+                    same = f"{same}, others part at margins of {min(part):.2f} to {max(part):.2f}"
                 kind = (case.name, str(case.batch), f"{case.temperature:g}")
                 table.add_row(*kind, name, f"{case.speed(name):.1f}", f"{case.ratio(best, name):.2f} x", same)
             table.add_section()
@@ -187,7 +209,7 @@ def store(path: Path, findings: Findings, **settings: Any) -> None:
     """Writes the medians as measurements, and the rest as their settings."""
     rounds = [
         {"prompts": case.name, "batch": case.batch, "temperature": case.temperature, "engine": name}
-        | {"tokens": sum(map(len, run.answers)), "as_plain": case.divergence(name, next(iter(case.runs)))}
+        | {"tokens": sum(map(len, run.answers)), "margins": case.margins.get(name, [])}
         | {key: round(value, 4) for key, value in vars(run).items() if key != "answers"}
         for case in findings.cases
         for name, runs in case.runs.items()
@@ -296,6 +318,9 @@ def run(kind: PeerKind, description: str | None) -> int:
         else:
             groups = kind.configs(arguments, folder, Path(scratch))
             findings = compare(kind, arguments.python, groups, task, engines, arguments.repeats)
+    for workload, case in zip(workloads, findings.cases, strict=False):
+        if not case.temperature:
+            case.margins.update({name: margins(ours["plain"], workload, case, name) for name in case.runs})
     show(findings)
     if arguments.json is not None:
         loaded = json.loads(_without_folders(json.dumps(load)))

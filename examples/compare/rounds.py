@@ -3,9 +3,9 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from operator import eq
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from operator import and_, eq
 from typing import Any
 
 from peers import Config, Peer, PeerError, Tokens
@@ -107,6 +107,7 @@ class Case:
         temperature: temperature.
         peers: names of the engines that are peers.
         runs: rounds by engine.
+        margins: by engine, how much likelier our token was where greedy answers part; filled in afterwards.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Case:
     temperature: float
     peers: list[str]
     runs: dict[str, list[Run]]
+    margins: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def prompts(self) -> int:
@@ -143,16 +145,10 @@ class Case:
         """Names of transformers' ways and of the peers, if they took part."""
         return [name for name in (GENERATE, LOOKUP, ASSISTED, *self.peers) if name in self.runs]
 
-    def divergence(self, engine: str, reference: str) -> float | None:
-        """Returns the mean share of an answer before its first token that differs; ``None`` if answers are drawn."""
-        if self.temperature:
-            return None
+    def shared(self, engine: str, reference: str) -> list[int]:
+        """Returns how many tokens each answer of the first round shares with the other engine's."""
         pairs = zip(self.runs[engine][0].answers, self.runs[reference][0].answers, strict=True)
-        return statistics.fmean(
-            next((place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))
-            / max(1, len(left))
-            for left, right in pairs
-        )
+        return [sum(accumulate(map(eq, left, right), and_)) for left, right in pairs]
 
     def same_answers(self, engine: str, reference: str) -> int:
         """Counts the equal answers of the first round."""
