@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import os
 import re
 import runpy
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.models import decode, next_logits, ragged
 from support.tiny_training import save_target
 
+from arbordraft import builders
 from arbordraft.decoding.prompts import MIXED, REPEATING
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,6 +148,62 @@ def test_comparison_says_that_the_peer_is_missing(run, bare_python, script, opti
     assert shown.startswith(f"{peer} is not measured: ")
     assert f"No module named '{library}'" in shown
     assert shown.count("\n") == 1
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_comparison_measures_our_ways_and_those_of_transformers(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    folder = save_target(tmp_path / "target", max_position_embeddings=2048)
+    prompts = ["--prompts"]
+    for name in ("letters", "words"):
+        prompts.append(str(tmp_path / f"{name}.jsonl"))
+        lines = [json.dumps({"turns": [f"{name} {number}"]}) for number in range(4)]
+        Path(prompts[-1]).write_text("\n".join(lines))
+    loading = [
+        "--load",
+        f"model={folder}",
+        "dtype=float32",
+        "--drafters",
+        "auto",
+        "ngram",
+        "--draft-model",
+        str(folder),
+    ]
+    sizes = ["--batches", "1", "2", "--limit", "2", "--temperatures", "0", "0.8", "--max-new-tokens", "4"]
+    rest = ["--draft-model", str(folder), "--repeats", "1", "--threads", "1", "--json", str(tmp_path / "found.json")]
+    shown = run("compare/llama_cpp.py", "--gguf", "no.gguf", *loading, *prompts, *sizes, *rest)
+    assert "generate, draft model" in shown
+    rounds = json.loads((tmp_path / "found.json").read_text())["settings"]["rounds"]
+    engines = ["arbordraft plain", "arbordraft auto", "arbordraft n-gram", "generate"]
+    alone = [*engines, "generate, prompt lookup", "generate, draft model"]
+    assert [tuple(each[name] for name in ("prompts", "batch", "temperature", "engine")) for each in rounds] == [
+        (name, batch, temperature, engine)
+        for name in ("letters", "words")
+        for batch in (1, 2)
+        for temperature in (0, 0.8)
+        for engine in (alone if batch == 1 else engines)
+    ]
+
+
+def test_margins_say_how_much_likelier_our_token_was(monkeypatch):
+    monkeypatch.syspath_prepend(COMPARE)
+    from program import margins
+    from rounds import Batch, Case, Run, Workload
+
+    decoder, prompts = builders.plain(ragged()), [[5, 6, 7], [8, 9]]
+    answers, _ = decode(decoder, prompts, max_new_tokens=6)
+    scores = next_logits(decoder.target.model, [*prompts[1], *answers[1][:2]]).log_softmax(0)
+    other = int(scores.argsort()[-2])
+    others = [answers[0], [*answers[1][:2], other, 1, 1, 1]]
+    runs = {name: [Run(1.0, texts, 0, 0, 0)] for name, texts in {"arbordraft plain": answers, "peer": others}.items()}
+    case = Case("some", 2, 0.0, ["peer"], runs)
+    assert case.shared("peer", "arbordraft plain") == [6, 2]
+    batch = Batch({}, prompts)
+    workload = Workload("some", 2, 0.0, batch, [batch])
+    (margin,) = margins(decoder, workload, case, "peer")
+    assert margin == pytest.approx(float(scores.max() - scores[other]), abs=1e-4)
+    assert margin > 0
+    assert margins(decoder, workload, case, "arbordraft plain") == []
 
 
 # Answers like vLLM: repeats the prompt's first token as often as requested, and prints to standard output.
