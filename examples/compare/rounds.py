@@ -19,7 +19,7 @@ from arbordraft.decoding.prompts import chat_batch
 OURS = "arbordraft"  # prefix of the names of our engines
 GENERATE = "generate"  # of transformers
 LOOKUP = "generate, prompt lookup"  # of transformers, for one prompt at a time
-ASSISTED = "generate, draft model"  # likewise
+ASSISTED = "generate, draft model"  # also for one prompt at a time
 TRIALS = 2  # rounds to find the fastest of several ways to run a peer
 
 
