@@ -63,6 +63,7 @@ def test_all_phases_run_on_a_cpu(tmp_path):
     names |= {"row_max", "log_sum_exp", "lowest_kept", "tree_expand", "gumbel_draw", "gumbel"}
     names |= {"rms_norm", "add_rms_norm", "gated_activation", "rotate_append"}
     names |= {"linear", "gated_linear", "project_rotate_append", "grow_level"}
+    names |= {"grouped_linear", "gated_grouped_linear"}
     names |= {"matching_ends", "accepted_paths", "recurrent_gate", "tree_convolution", "tree_scan"}
     assert {row["kernel"] for row in checked} == names
     assert {row["dtype"] for row in checked} == {"float32", "bfloat16", "float16"}

@@ -17,6 +17,7 @@ from arbordraft.kernels.accepted_paths import triton as accepted_paths
 from arbordraft.kernels.fused_layers import ACTIVATIONS
 from arbordraft.kernels.fused_layers import triton as fused_layers
 from arbordraft.kernels.fused_linear import triton as fused_linear
+from arbordraft.kernels.grouped_linear import triton as grouped_linear
 from arbordraft.kernels.grow_level import triton as grow_level
 from arbordraft.kernels.gumbel import triton as gumbel
 from arbordraft.kernels.kv_cache import triton as kv_cache
@@ -63,6 +64,9 @@ POINTERS = {
         ("READ", "WRITE", "HISTORY", "LEVELS", "BUDGET", "PARENT", "RANK", "FED", "NEXT", "LEVEL_OF"), "*i64"
     ),
     "VOCABULARY": "*i64",
+    "UNITS": "*fp32",
+    "FIELDS": "*i32",
+    "CODES": "*i16",
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST", "SEEDS"), "*i64"),
 }
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -168,6 +172,24 @@ def fused_cases(target):
         constants = {"HQ": 9, "HKV": 3, **{k: v for k, v in how.items() if k.isupper()}}
         name = f"rotate_append_row {dtype} {turning} of {size}"
         yield name, (fused_layers.rotate_append_row, target, dtype, constants), options(how | exact)
+
+
+def grouped_cases(target):
+    """Yields products with weights of 4 bits, for one row, a tree, several samples, and gated."""
+    for rows, dtype, activation, kind in (
+        (1, "bf16", None, "INT4"),
+        (16, "bf16", None, "INT4"),
+        (64, "bf16", None, "INT4"),
+        (1, "fp16", "silu", "INT4"),
+        (1, "fp32", None, "INT4"),
+        (1, "bf16", None, "MXFP4"),
+    ):
+        how = grouped_linear.tile(rows, TYPES[dtype], target == "gfx942")
+        constants = {"KIND": kind, "ACTIVATION": activation, "BIAS": True, "UPCAST": False}
+        constants |= {"PRECISION": softmax.precision(TYPES[dtype], target == "gfx942")}
+        constants |= {key: value for key, value in how.items() if key.isupper()}
+        name = f"grouped_tile {dtype} {kind}, {rows} rows" + f", {activation}" * bool(activation)
+        yield name, (grouped_linear.grouped_tile, target, dtype, constants), {"warps": how["num_warps"]}
 
 
 def recurrent_cases(target):
@@ -292,6 +314,7 @@ def cases(target):
     yield "grow_trees", (grow_level.grow_trees, target, "fp32", grown), {"warps": 4, "fusion": False}
     yield from fused_cases(target)
     yield from row_cases(target)
+    yield from grouped_cases(target)
     yield from recurrent_cases(target)
     yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 2}
 

@@ -45,6 +45,8 @@ def test_kernels_fit(target):
         if name.startswith(("linear", "gated_tile", "rotated_tile", "attend_row")):
             # Every tile must use the same matrix instruction: another one would sum in another order.
             assert needs["matrix"] == ["mma.sync"], name
+        if name.startswith("grouped_tile"):
+            assert needs["matrix"], name
     warps = {name: how["warps"] for name, _, how in cases(target)}
     for name, needs in found.items():
         if not name.startswith("attend"):

@@ -170,6 +170,9 @@ class Stepped(NamedTuple):
         few, wide = min(self.rows, FEW_ROWS), f"{self.hidden} to {self.inner}"
         yield "linear", f"{few} rows, {wide}", work.linear(few, self.hidden, self.inner, itemsize)
         yield "gated_linear", f"{few} rows, {wide}", work.gated_linear(few, self.hidden, self.inner, itemsize)
+        yield "grouped_linear", f"{few} rows, {wide}", work.grouped_linear(few, self.hidden, self.inner, itemsize)
+        one = work.grouped_linear(1, self.hidden, 2 * self.inner, itemsize, gated=True)
+        yield "gated_grouped_linear", f"1 row, {wide}", one  # a row of one sample's draft
         made = work.project_rotate_append(few, self.hidden, self.heads, self.kv_heads, self.size, itemsize)
         yield "project_rotate_append", f"{few} rows of {self.hidden}, {self.heads}/{self.kv_heads} heads", made
 
