@@ -3,9 +3,9 @@
 Shapes: V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arborlab import work
 from arborlab.gpu.problem import ATTENTION, Goal, Problem
+from arborlab.gpu.shapes import LONG_CHAIN, SHAPES
 from arborlab.work import Work
 
 QUERY_HEADS = 32
@@ -236,15 +237,37 @@ class Prediction:
         return "bounds of attention" if self.kernel == ATTENTION else "bounds of other kernels"
 
 
+def weights_of_forward(shape: Mapping[str, Any], rows: int, *, copied: bool = False) -> Work:
+    """Counts the products of a forward with the weights of a Llama, or with their copy of 4 bits."""
+    hidden, inner, count = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    size = shape.get("head_dim", hidden // heads)
+    product = work.grouped_linear if copied else work.linear
+    layer = [(hidden, (heads + 2 * kv_heads) * size), (heads * size, hidden), (hidden, 2 * inner), (inner, hidden)]
+    works = [product(rows, *sizes, 2) for sizes in [*count * layer, (hidden, shape["vocab_size"])]]
+    return Work(sum(each.bytes for each in works), sum(each.flops for each in works), matrix=True)
+
+
+def self_drafting(name: str) -> Iterator[tuple[str, str, Work]]:
+    """Yields ``(part, case, work)`` of a step in which a shape of bfloat16 weights drafts a chain for itself."""
+    target = weights_of_forward(SHAPES[name], LONG_CHAIN.num_nodes)
+    copy = weights_of_forward(SHAPES[name], 1, copied=True)
+    yield "weights of a forward", f"{name}, {LONG_CHAIN.num_nodes} rows", target
+    yield "weights of the copy's forward", f"{name}, 1 row", copy
+    depth = LONG_CHAIN.max_depth
+    step = Work(target.bytes + depth * copy.bytes, target.flops + depth * copy.flops, matrix=True)
+    yield "weights of a step that drafts for itself", f"{name}, chain of {depth}", step
+
+
 def predictions(shapes: Sequence[Shape], stepped: Stepped) -> Iterator[Prediction]:
-    """Yields the lower bounds of every attention problem and every other kernel."""
+    """Yields the lower bounds of every attention problem, every other kernel, and a step that drafts for itself."""
     for shape in shapes:
         cuts = [shape.splits(device.processors, device.hip) for device in DEVICES]
         needed = shape.work()
         bound = _predicted(ATTENTION, str(shape), needed)
         partial = shape.work(cuts[0]).bytes / needed.bytes - 1
         yield replace(bound, splits="/".join(map(str, cuts)), partial=partial)
-    for kernel, case, needed in stepped.parts():
+    for kernel, case, needed in (*stepped.parts(), *self_drafting("llama-3.1-8b")):
         yield _predicted(kernel, case, needed)
 
 

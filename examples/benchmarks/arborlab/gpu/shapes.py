@@ -16,7 +16,7 @@ from torch import Tensor
 
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
-from arbordraft.drafters import EagleDrafter, NoDrafter
+from arbordraft.drafters import EagleDrafter, NoDrafter, SelfDrafter
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
@@ -64,6 +64,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 ON_GPU = ("llama-3.1-8b", "smollm2-135m", "qwen3-0.6b")
 DRAFT_VOCABULARY = 32000  # most tokens that a head drafts
 CHAIN, TREE = TreeTopology.chain(4), TreeTopology.from_k_config((4, 2, 1))
+LONG_CHAIN = TreeTopology.chain(7)  # of a target that drafts for itself
 _WARM = 3  # tokens of a first decode, which compiles and records
 
 
@@ -130,6 +131,11 @@ class ShapeModel:
         head: Any = EagleHead.for_target(self.model, list(range(tokens)), hidden_layers=shown)
         return head.to(self.device, self.model.dtype)
 
+    @cached_property
+    def copied(self) -> SelfDrafter:
+        """The target's copy of 4 bits, which drafts for it."""
+        return SelfDrafter(self.target)
+
     def request(self, count: int) -> dict[str, Any]:
         """Returns arguments of ``generate`` for ``count`` greedy tokens."""
         greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -167,6 +173,7 @@ class ShapeModel:
         plain = [self.plain(rows) for rows in (1, 8, 32, 128)]
         if self.device.type == "cuda":
             plain += [self.plain(rows, self.invariant) for rows in (1, 32)]
+            plain.append(SpeculativeDecoder(self.target, self.copied, LONG_CHAIN, buckets=(LONG_CHAIN.num_nodes,)))
         for decoder in (*plain, self.drafting(CHAIN), self.drafting(TREE)):
             self.by(decoder)(_WARM)
 

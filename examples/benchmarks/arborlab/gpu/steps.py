@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.trees.topology import TreeTopology
-from arborlab.gpu.oracle import OracleDrafter, OracleOnHead, Recorded
+from arborlab.gpu.oracle import OracleDrafter, OracleOnCopy, OracleOnHead, Recorded
 from arborlab.gpu.profiling import events
 from arborlab.gpu.setting import Item, Setting
-from arborlab.gpu.shapes import CHAIN, ON_GPU, TREE, Decode, ShapeModel, ShapeModels
+from arborlab.gpu.shapes import CHAIN, LONG_CHAIN, ON_GPU, TREE, Decode, ShapeModel, ShapeModels
 
 PROFILED = 8  # steps
 _REPLAYED = 96  # tokens that oracles replay
@@ -100,14 +100,17 @@ class _Shape:
         decode, kernels = self.model.by(self.model.drafting(tree)), self.model.target.backend
         yield self.row("recorded", kernels, f"{named} of a head", tree.num_nodes, decode)
 
-    def oracle(self, named: str, tree: TreeTopology, acceptance: float, head: bool) -> Iterator[StepRow]:
+    def oracle(self, named: str, tree: TreeTopology, acceptance: float, by: str = "nothing") -> Iterator[StepRow]:
+        """Yields a row of drafts of known acceptance, which cost what a ``head`` or a ``copy`` of the target costs."""
         model, count = self.model, _REPLAYED if self.setting.on_gpu else 24
 
         def decoder(text: list[int], rate: float) -> SpeculativeDecoder:
             recorded = Recorded([text], rate, model.model.config.vocab_size, self.setting.seed)
             drafter: Drafter = OracleDrafter(recorded)
-            if head:
+            if by == "head":
                 drafter = OracleOnHead(recorded, model.head, model.target)
+            elif by == "copy":
+                drafter = OracleOnCopy(recorded, model.copied)
             return SpeculativeDecoder(model.target, drafter, tree, buckets=(tree.num_nodes,))
 
         # In bfloat16 a step of more rows may choose another token: record the tokens of steps of this shape.
@@ -118,7 +121,7 @@ class _Shape:
                 break
             text = again
         decode = model.by(decoder(text, acceptance))
-        named = f"oracle, {named}" + " with a head" * head
+        named = f"oracle, {named}" + f" with a {by}" * (by != "nothing")
         decode(3)
         found = decode(count)
         stats = found.stats
@@ -140,9 +143,15 @@ def steps(setting: Setting) -> list[Item]:
     second: list[Item] = []
     for name in ON_GPU if setting.on_gpu else ("tiny",):
         shape = _Shape(models, name, setting)
+        # A chain of 7 of which 0.92 are right emits 6 of at most 8 tokens.
+        drafts_for_itself = {
+            f"oracle of {rate}, chain with a copy": partial(shape.oracle, "chain of 7", LONG_CHAIN, rate, "copy")
+            for rate in (0.92, 0.0)
+        }
         extra: dict[str, Callable[[], Iterator[StepRow]]] = {
             "recorded": partial(shape.recorded, 1),
-            "oracle of 0.8, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.8, True),
+            "oracle of 0.8, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.8, "head"),
+            **drafts_for_itself,
             "chain of a head": partial(shape.headed, "chain of 4", CHAIN),
             "recorded, 32 rows": partial(shape.recorded, 32 if setting.on_gpu else 2),
             "recorded, row-invariant": partial(shape.invariant, 1),
@@ -152,9 +161,9 @@ def steps(setting: Setting) -> list[Item]:
         }
         rest: dict[str, Callable[[], Iterator[StepRow]]] = {
             "tree of a head": partial(shape.headed, "tree of 20", TREE),
-            "oracle of 0.8, chain": partial(shape.oracle, "chain of 4", CHAIN, 0.8, False),
-            "oracle of 0.6, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.6, True),
-            "oracle of 0.6, tree with a head": partial(shape.oracle, "tree of 20", TREE, 0.6, True),
+            "oracle of 0.8, chain": partial(shape.oracle, "chain of 4", CHAIN, 0.8),
+            "oracle of 0.6, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.6, "head"),
+            "oracle of 0.6, tree with a head": partial(shape.oracle, "tree of 20", TREE, 0.6, "head"),
             "recorded, 8 rows": partial(shape.recorded, 8),
             "recorded, 128 rows": partial(shape.recorded, 128),
             "recorded, kernels=torch": partial(shape.recorded, 1, True),
@@ -163,7 +172,7 @@ def steps(setting: Setting) -> list[Item]:
         first += [Item(f"{name}: {part}", run) for part, run in extra.items()]
         second += [Item(f"{name}: {part}", run) for part, run in rest.items()]
     if not setting.on_gpu:  # the others show nothing more on a CPU
-        first = [item for item in first if "row-invariant" not in item.name]
+        first = [item for item in first if "row-invariant" not in item.name and "copy" not in item.name]
         wanted = ("tree of a head", "chain", "tree with a head")
         second = [item for item in second if item.name.endswith(wanted)]
     return [*first, *second]
