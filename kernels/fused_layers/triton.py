@@ -186,7 +186,7 @@ def launch_rotate_append(
         parts = [part.flatten(1) for part in (query, key, value)]
         blocks = triton.cdiv(heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
         rotate_append_row[(rows, blocks)](
-            *parts, cosine.contiguous(), sine.contiguous(), new_query, keys, values, slots,
+            *parts, cosine.contiguous(), sine.contiguous(), new_query, keys, values, slots.contiguous(),
             *(part.stride(0) for part in parts), HQ=heads, HKV=kv_heads,
             **rotation_options(size, value_size, cosine.shape[1]), **EXACT,
         )  # fmt: skip

@@ -23,8 +23,8 @@ def pack_panels(raw: Tensor, kind: str) -> Tensor:
     """Lays rows of blocks out in panels, on their device; changes no weight.
 
     A panel has three parts. First come the units of its outputs' scales and of their minima, ``[2][16]`` float32. Then,
-    for every two groups, ``[16][4]`` bytes: scale and minimum of the first group, and of the second. Last come, for
-    every two groups, the codes, ``[16][16]`` numbers of 16 bits: number j holds the inputs j, j + 16, j + 32, j + 48,
+    for every two groups, ``[16][4]`` bytes: scale and minimum of the first group, and of the second. Last come the
+    codes of every two groups, ``[16][16]`` numbers of 16 bits. Number j holds the inputs j, j + 16, j + 32 and j + 48,
     the first in its lowest bits.
 
     Args:

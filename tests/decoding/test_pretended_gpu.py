@@ -229,8 +229,9 @@ def drafted(self_drafting, topology, request, on_step=None):
 
 @pytest.mark.parametrize("topology", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
-def test_a_target_drafts_for_itself_in_the_run_that_verifies(self_drafting, name, topology):
-    seen = []
+def test_a_target_drafts_for_itself_in_the_run_that_verifies(self_drafting, monkeypatch, name, topology):
+    seen, compared, latest = [], [], RaggedModel._latest
+    monkeypatch.setattr(RaggedModel, "_latest", lambda model: compared.append(len(seen)) or latest(model))
     with pretended_gpu() as counts:
         choice.ran.clear()
         request = SHARED if name == "sampled" else {}
@@ -240,6 +241,7 @@ def test_a_target_drafts_for_itself_in_the_run_that_verifies(self_drafting, name
     assert choice.ran["static_step/triton"] == len(seen) > 2
     assert choice.ran["static_draft/triton"] == 0  # no draft ran by itself
     assert sorted(kind for kind, _ in (seen[2] - seen[1]).elements()) == ["download", "upload"]
+    assert set(compared) == {0}  # weights, before the first step
 
 
 def test_wrong_copies_change_no_text(self_drafting, monkeypatch):

@@ -286,8 +286,9 @@ def cases(target):
     lifted = {"K": 3, "WIDE": 4}
     yield "lift_node", (ends.lift_node, target, "fp32", lifted), once
     yield "first_in_order", (ends.first_in_order, target, "fp32", {"BLOCK": 512}), {"warps": 1}
-    yield "look_up", (ends.look_up, target, "fp32", of_tree | columns), {"warps": 1}
-    yield "choose_chunk", (ends.choose_chunk, target, "fp32", columns), {"warps": 1}
+    behind = columns | {"K": 3, "NODES": 512, "BLOCK": verify.CHUNK}
+    yield "mass_behind", (ends.mass_behind, target, "bf16", behind), {"warps": 8}
+    yield "pick_behind", (ends.pick_behind, target, "bf16", behind), {"warps": 8}
     search = {"COUNTED": True, "MASSED": True, "CHUNKS": 32}
     summed = search | {"PIVOTS": truncation.PIVOTS}
     yield "sum_above", (truncation.sum_above, target, "bf16", summed | {"BLOCK": verify.CHUNK}), {"warps": 4}

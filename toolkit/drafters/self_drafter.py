@@ -12,7 +12,7 @@ from arbordraft.drafters.agreement import acceptance_at, agreement
 from arbordraft.drafters.base import check_ragged
 from arbordraft.drafters.model_drafter import TargetCacheDrafter
 from arbordraft.drafters.native_models import native_model
-from arbordraft.drafters.network import ModelNetwork, Outputs
+from arbordraft.drafters.network import DraftNetwork, ModelNetwork, Outputs
 from arbordraft.kernels.draft_tree import DraftRun
 from arbordraft.sampling.laws import DraftLaw, SharedNoise
 from arbordraft.target.attention import Attending, Forward
@@ -141,6 +141,11 @@ class _CopyNetwork(ModelNetwork):
 
     def refresh(self) -> None:
         self.model.begin(RaggedKVCache())  # packs changed weights again
+        super().recorded()
+
+    def recorded(self) -> DraftNetwork | None:
+        # Weights are compared once per batch. The comparison takes a GPU's host milliseconds, too long for every step.
+        return self._recorded if self._recorded.modules is not None else super().recorded()
 
     def run(
         self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None

@@ -198,7 +198,8 @@ def test_queries_keys_and_values_of_one_product_are_not_copied(monkeypatch):
 def test_rows_that_are_not_contiguous():
     query, key = torch.randn(3, 5, 8).transpose(0, 1), torch.randn(5, 4, 8)[:, ::2]
     value = torch.randn(8, 2, 5).permute(2, 1, 0)
-    tables, slots = (torch.randn(5, 16)[:, ::2], torch.randn(8, 5).T), torch.arange(5)
+    tables = torch.randn(5, 16)[:, ::2], torch.randn(8, 5).T
+    slots = torch.stack([torch.arange(5), torch.full((5,), 8)], dim=1)[:, 0]
     found, expected = pools(key, value), pools(key, value)
     assert torch.equal(
         triton(rotate_append, query, key, value, *tables, *found, slots),

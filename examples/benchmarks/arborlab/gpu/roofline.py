@@ -242,9 +242,9 @@ def weights_of_forward(shape: Mapping[str, Any], rows: int, *, copied: bool = Fa
     hidden, inner, count = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     size = shape.get("head_dim", hidden // heads)
-    product = work.grouped_linear if copied else work.linear
     layer = [(hidden, (heads + 2 * kv_heads) * size), (heads * size, hidden), (hidden, 2 * inner), (inner, hidden)]
-    works = [product(rows, *sizes, 2) for sizes in [*count * layer, (hidden, shape["vocab_size"])]]
+    sizes = [*count * layer, (hidden, shape["vocab_size"])]
+    works = [work.grouped_linear(rows, *each, 2) if copied else work.linear(rows, *each, 2) for each in sizes]
     return Work(sum(each.bytes for each in works), sum(each.flops for each in works), matrix=True)
 
 

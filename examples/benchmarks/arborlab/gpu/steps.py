@@ -101,7 +101,7 @@ class _Shape:
         yield self.row("recorded", kernels, f"{named} of a head", tree.num_nodes, decode)
 
     def oracle(self, named: str, tree: TreeTopology, acceptance: float, by: str = "nothing") -> Iterator[StepRow]:
-        """Yields a row of drafts of known acceptance, which cost what a ``head`` or a ``copy`` of the target costs."""
+        """Yields a row of drafts of known acceptance, run on a ``head`` or a ``copy`` of the target for its cost."""
         model, count = self.model, _REPLAYED if self.setting.on_gpu else 24
 
         def decoder(text: list[int], rate: float) -> SpeculativeDecoder:
