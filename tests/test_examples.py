@@ -211,6 +211,7 @@ def ways(module, tmp_path, *arguments):
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", default=2)
     parser.add_argument("--batches", default=[1, 8])
+    parser.add_argument("--draft-model")
     peer.options(parser)
     groups = peer.configs(parser.parse_args(arguments), tmp_path, tmp_path)
     return [[config.name.split(", ", 1) for config in group] for group in groups]
@@ -245,7 +246,8 @@ def test_openvino_and_llama_run_all_their_kinds_of_drafts(monkeypatch, tmp_path)
     llama = ways(
         "llama_cpp", tmp_path, "--gguf", "m.gguf", "--draft-model", "d.gguf", "--drafts", "simple:4:8", "mod:6:8"
     )
-    assert llama == [[["m", "plain"]], [["m", "simple:4:8"], ["m", "mod:6:8"]], [["m", "model:4"], ["m", "model:8"]]]
+    models = [["m", "model:4"], ["m", "model:8"]]
+    assert llama == [[["m", "plain"]], [["m", "simple:4:8"]], [["m", "mod:6:8"]], models]
 
 
 def test_prompts_under_load_have_the_requested_lengths(monkeypatch):

@@ -5,11 +5,11 @@ order, every function several times. All decoders answer each batch in turns; po
 """
 
 import ast
-import inspect
 import time
 from functools import reduce
 from operator import add
 from pathlib import Path
+from textwrap import dedent
 from typing import Annotated, Any
 
 import torch
@@ -43,9 +43,10 @@ def functions(folder: Path, most: int) -> list[str]:
     found = []
     for file in sorted(folder.rglob("*.py")):
         source = file.read_text()
+        lines = source.splitlines()
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and 6 <= (node.end_lineno or 0) - node.lineno <= 20:
-                found.append(inspect.cleandoc(ast.get_source_segment(source, node) or ""))
+                found.append(dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])))
     step = max(1, len(found) // most)
     return found[::step][:most]
 

@@ -1,4 +1,4 @@
-"""Measures greedy decoding on a CPU in one run: arbordraft, transformers' generate and llama.cpp.
+"""Measures decoding on a CPU in one run: arbordraft, transformers' generate and llama.cpp.
 
 llama.cpp's server decodes plainly, with each of its lookups and with a draft model. xllamacpp runs it within its own
 process. See README.md and program.py.
@@ -7,6 +7,7 @@ process. See README.md and program.py.
 import argparse
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,13 @@ def load(settings: dict[str, Any]) -> Generate:
             lookup.size_n, lookup.size_m = sizes
     server = xllamacpp.Server(parameters)
 
-    def generate(prompts: Tokens, new_tokens: int) -> tuple[Tokens, dict[str, Any]]:
+    def generate(prompts: Tokens, new_tokens: int, temperature: float) -> tuple[Tokens, dict[str, Any]]:
+        law: dict[str, Any] = {"temperature": 0, "samplers": ["top_k"], "top_k": 1}
+        if temperature:
+            law = {"temperature": temperature, "samplers": ["temperature"]}
+        sampling = law | {"n_predict": new_tokens}
+
         def answer(prompt: list[int]) -> list[int]:
-            sampling = {"temperature": 0, "samplers": ["top_k"], "top_k": 1, "n_predict": new_tokens}
             asked = {"prompt": prompt, "return_tokens": True, "verbose": True, "cache_prompt": False}
             return server.handle_completions(asked | sampling)["__verbose"]["tokens"]  # OpenAI's reply has none
 
@@ -80,7 +85,7 @@ def quantised(source: Path, target: Path, kind: str) -> Path:
 
 
 def configs(arguments: argparse.Namespace, _model: Path, scratch: Path) -> list[list[Config]]:
-    """Lists ways to run llama.cpp in groups: plain, lookups, draft model; each group's fastest is compared."""
+    """Lists ways to run llama.cpp in groups: plain, each kind of lookup, draft model; the fastest are compared."""
     file = arguments.gguf
     if arguments.weights is not None:
         file = quantised(file, scratch / f"{arguments.weights}.gguf", arguments.weights)
@@ -105,8 +110,9 @@ def configs(arguments: argparse.Namespace, _model: Path, scratch: Path) -> list[
         }
         return Config(f"{file.stem}, {draft or 'plain'}", settings)
 
-    models = [f"model:{length}" for length in arguments.lengths] if arguments.draft_model else []
-    return [[config(draft) for draft in group] for group in ([None], arguments.drafts, models) if group]
+    drafts = arguments.drafts + [f"model:{length}" for length in arguments.lengths if arguments.draft_model]
+    kinds = [list(group) for _, group in groupby(drafts, lambda draft: draft.partition(":")[0])]
+    return [[config(draft) for draft in group] for group in ([None], *kinds)]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +120,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gguf", type=Path, required=True, help="file of the model")
     parser.add_argument("--weights", choices=["Q8_0", "Q4_0", "Q4_1", "BF16"], help="another format than the file's")
     parser.add_argument("--drafts", nargs="*", default=DRAFTS, metavar="KIND:LOOKED-UP:DRAFTED", help="its lookups")
-    parser.add_argument("--draft-model", type=Path, help="GGUF file that drafts, such as the model in fewer bits")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8], help="tokens that the draft model drafts")
 
 

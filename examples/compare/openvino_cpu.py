@@ -1,4 +1,4 @@
-"""Measures greedy decoding on a CPU in one run: arbordraft, transformers' generate and OpenVINO GenAI.
+"""Measures decoding on a CPU in one run: arbordraft, transformers' generate and OpenVINO GenAI.
 
 OpenVINO's continuous batching pipeline decodes plainly, with its prompt lookup, with a draft model and with an EAGLE-3
 head. The draft model is the model itself in four bits. See README.md and program.py.
@@ -7,6 +7,7 @@ head. The draft model is the model itself in four bits. See README.md and progra
 import argparse
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,13 @@ def load(settings: dict[str, Any]) -> Generate:
         setattr(scheduler, name, value)
     pipeline = ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
 
-    def generate(prompts: Tokens, new_tokens: int) -> tuple[Tokens, dict[str, Any]]:
-        sampling = GenerationConfig(str(folder / "generation_config.json"))
-        sampling.max_new_tokens, sampling.do_sample = new_tokens, False
+    def generate(prompts: Tokens, new_tokens: int, temperature: float) -> tuple[Tokens, dict[str, Any]]:
+        sampling = GenerationConfig(str(folder / "generation_config.json")) if folder.is_dir() else GenerationConfig()
+        if folder.is_file():
+            sampling.eos_token_id = _end(folder)
+        sampling.max_new_tokens, sampling.do_sample = new_tokens, temperature > 0
+        if temperature:
+            sampling.temperature, sampling.top_p, sampling.top_k = temperature, 1.0, 1 << 30
         for name, value in settings["sampling"].items():
             setattr(sampling, name, value)
         inputs = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in prompts]
@@ -50,6 +55,14 @@ def load(settings: dict[str, Any]) -> Generate:
         return [list(result.m_generation_ids[0]) for result in results], {}
 
     return generate
+
+
+@cache
+def _end(file: Path) -> int:
+    """Returns the token that ends answers of a GGUF file, which a pipeline with lookups does not take from it."""
+    from gguf import GGUFReader
+
+    return int(GGUFReader(file).fields["tokenizer.ggml.eos_token_id"].contents())
 
 
 def _convert(source: str, weights: str, place: str) -> None:
@@ -68,13 +81,15 @@ def _convert_head(source: str, _: str, place: str) -> None:
 
 def configs(arguments: argparse.Namespace, model: Path, scratch: Path) -> list[list[Config]]:
     """Lists ways to run OpenVINO in groups: plain, lookup, draft model, head; each group's fastest is compared."""
-    target = scratch / arguments.weights
+    target = arguments.gguf or scratch / arguments.weights
+    kind = arguments.gguf.stem if arguments.gguf else arguments.weights
+    lengths = [] if arguments.gguf else arguments.lengths
     itself = (str(model), "int4", str(scratch / "int4"))
     head = (str(arguments.eagle), "head", str(scratch / "head"))
 
     def config(batched: int, way: str, sampling: dict[str, int], draft: tuple[str, str, str] | None = None) -> Config:
         numbers = ":".join(map(str, sampling.values()))
-        name = " ".join(filter(None, [f"{arguments.weights},", way, numbers])) + f", {batched} batched"
+        name = " ".join(filter(None, [f"{kind},", way, numbers])) + f", {batched} batched"
         settings = {
             "converted": str(target),
             "target": (str(model), arguments.weights, str(target)),
@@ -97,7 +112,7 @@ def configs(arguments: argparse.Namespace, model: Path, scratch: Path) -> list[l
     ways: list[list[tuple[Any, ...]]] = [
         [("plain", {})],
         [("lookup", _numbers(ngram, "num_assistant_tokens", "max_ngram_size")) for ngram in arguments.ngrams],
-        [("itself in int4", {"num_assistant_tokens": length}, itself) for length in arguments.lengths],
+        [("itself in int4", {"num_assistant_tokens": length}, itself) for length in lengths],
     ]
     if arguments.eagle is not None:
         names = ("num_assistant_tokens", "branching_factor", "tree_depth")
@@ -111,6 +126,7 @@ def _numbers(text: str, *names: str) -> dict[str, int]:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of OpenVINO alone."""
+    parser.add_argument("--gguf", type=Path, help="GGUF file that OpenVINO reads, without a draft model")
     parser.add_argument("--weights", choices=FORMATS, default="bfloat16", help="of OpenVINO")
     parser.add_argument("--precision", choices=["bf16", "f32"], default="bf16", help="of OpenVINO's computation")
     parser.add_argument("--batched", type=int, nargs="+", default=[256, 2048], help="max_num_batched_tokens")

@@ -11,7 +11,7 @@ from typing import Any
 from processes import Program
 
 Tokens = list[list[int]]  # of all prompts or answers in a batch
-Generate = Callable[[Tokens, int], tuple[Tokens, dict[str, Any]]]  # returns answers and counters
+Generate = Callable[[Tokens, int, float], tuple[Tokens, dict[str, Any]]]  # returns answers and counters
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Peer:
     def __str__(self) -> str:
         return f"{self.name} {self.config.name}"
 
-    def generate(self, prompts: Tokens, new_tokens: int) -> Answer:
-        """Decodes greedily until answers end by themselves or have ``new_tokens`` tokens."""
-        return Answer(**self._ask({"prompts": prompts, "max_tokens": new_tokens}))
+    def generate(self, prompts: Tokens, new_tokens: int, temperature: float = 0.0) -> Answer:
+        """Decodes until answers end by themselves or have ``new_tokens`` tokens; greedily at temperature 0."""
+        return Answer(**self._ask({"prompts": prompts, "max_tokens": new_tokens, "temperature": temperature}))
 
     def cpu_seconds(self) -> float:
         """Returns the CPU time of its processes so far."""

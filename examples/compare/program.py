@@ -1,14 +1,15 @@
-"""The program around a peer: measures greedy decoding on a CPU by arbordraft, transformers and the peer in one run.
+"""The program around a peer: measures decoding on a CPU by arbordraft, transformers and the peer in one run.
 
 All engines decode the same chats on the same cores, up to the same end of an answer. The model is
-SmolLM2-135M-Instruct, or another one (``--load model=...``), which transformers does not run here. They take turns, so
-that a slow moment of the machine hits all of them. Whole calls are timed, prompts included. A peer takes part once for
-each kind of its drafts, in the way that was fastest when it was tried alone. The peer has an environment of its own.
-Without that environment the others are measured alone. Linux only.
+SmolLM2-135M-Instruct, or another one (``--load model=...``). They take turns at every batch, so that a slow moment of
+the machine hits all of them. Whole calls are timed, prompts included. A peer takes part once for each kind of its
+drafts, in the way that was fastest when it was tried alone. The peer has an environment of its own. Without that
+environment the others are measured alone. Linux only.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -26,15 +27,20 @@ from peers import Config, Peer, PeerError, find
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from rounds import GENERATE, LOOKUP, OURS, Case, Engine, Task, Workload
+from rounds import ASSISTED, GENERATE, LOOKUP, OURS, Case, Engine, Task, Workload
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import arbordraft
 from arbordraft import SpeculativeDecoder, builders
 from arbordraft.bench.measure import save
-from arbordraft.checkpoints.smollm2 import NAME, fetch_smollm2, load_smollm2
+from arbordraft.checkpoints.smollm2 import NAME, fetch_smollm2
+from arbordraft.decoding.engine import Engine as ServingEngine
 from arbordraft.decoding.prompts import MIXED, VARIED, read_prompts
+from arbordraft.decoding.requests import Request
 from arbordraft.drafter_names import drafter_named
 
+BUILT_IN = "built in"
+_LIKELY = 50  # tokens whose log-probabilities are asked for
 QUIET = 0.05  # share of the cores that others may take without a warning
 console = Console(highlight=False)
 
@@ -64,13 +70,43 @@ def decoders(load: dict[str, Any], drafters: Sequence[str]) -> dict[str, Specula
 
     Args:
         load: arguments of ``arbordraft.load``.
-        drafters: names and folders of drafters to use after lookups, one decoder for each.
+        drafters: names of drafters, one decoder for each. All but ``auto`` and ``ngram`` draft after lookups.
     """
     target = arbordraft.load(drafter="none", costs=None, **{"dtype": "bfloat16"} | load).target
-    ours = {"plain": builders.plain(target), "n-gram": builders.lookup(target)}
+    ours = {"plain": builders.plain(target)}
     for name in drafters:
-        ours[f"n-gram, else {Path(name).name}"] = builders.cost_aware(target, drafter_named(name, target), lookup=True)
+        if name == "auto":
+            ours[name] = arbordraft.load(target)
+        elif name == "ngram":
+            ours["n-gram"] = builders.lookup(target)
+        else:
+            drafter = drafter_named(name, target)
+            ours[f"n-gram, else {Path(name).name}"] = builders.cost_aware(target, drafter, lookup=True)
     return ours
+
+
+def generating(model: Path, target: PreTrainedModel, draft_model: Path | None, task: Task) -> dict[str, Engine]:
+    """Builds transformers' ways to decode, in bfloat16: plain, with prompt lookup, with a draft model.
+
+    Args:
+        model: folder or GGUF file of the model, whose values transformers dequantises.
+        target: our model, whose ends of answers they share.
+        draft_model: folder or GGUF file of the draft model.
+        task: the task.
+    """
+
+    def loaded(path: Path) -> PreTrainedModel:
+        place = {"gguf_file": path.name} if path.is_file() else {}
+        found = AutoModelForCausalLM.from_pretrained(path.parent if place else path, dtype=torch.bfloat16, **place)
+        found.generation_config = target.generation_config
+        return found.eval()
+
+    slow = loaded(model)
+    ways = {GENERATE: task.in_process(slow.generate)}
+    ways[LOOKUP] = task.in_process(slow.generate, prompt_lookup_num_tokens=10)
+    if draft_model is not None:
+        ways[ASSISTED] = task.in_process(slow.generate, assistant_model=loaded(draft_model))
+    return ways
 
 
 @dataclass
@@ -117,20 +153,40 @@ def compare(
     return findings
 
 
+def margins(decoder: SpeculativeDecoder, workload: Workload, case: Case, name: str) -> list[float]:
+    """Returns, for each greedy answer that differs from ours, how much likelier ours was in our target's eyes.
+
+    Each is a difference of log-probabilities of the first two tokens that differ; 0 if both are as likely.
+    """
+    ours, theirs = case.runs[f"{OURS} plain"][0].answers, case.runs[name][0].answers
+    prompts = chain.from_iterable(batch.prompts for batch in workload.batches)
+    engine, found = ServingEngine(decoder), list[float]()
+    shared = case.shared(name, f"{OURS} plain")
+    for prompt, left, right, place in zip(prompts, ours, theirs, shared, strict=True):
+        if place < min(len(left), len(right)):
+            request = Request(prompt=[*prompt, *left[:place]], max_new_tokens=1, logprobs=_LIKELY)
+            likely = dict(engine.submit(request).result()[0].logprobs[0].others)
+            found.append(likely[left[place]] - likely.get(right[place], -math.inf))
+    return found
+
+
 def show(findings: Findings) -> None:
-    """Prints speeds, the ratios of our best engine, and how many answers equal those of the first engine."""
+    """Prints speeds, the ratios of our best engine, and how far answers equal those of the first engine."""
     for error in findings.errors:
         console.print(Text(error, style="red"))
     if findings.cases:
-        first = next(iter(findings.cases[0].runs))
-        table = Table("batch", "engine", "tokens/s", "best of ours", f"answers as {first}")
-        for column in table.columns[2:]:
+        plain = f"{OURS} plain"
+        table = Table("prompts", "batch", "temperature", "engine", "tokens/s", "best of ours", f"answers as {plain}")
+        for column in table.columns[4:]:
             column.justify = "right"
         for case in findings.cases:
             best = case.best
             for name in case.runs:
-                same = f"{case.same_answers(name, first)} of {case.prompts}"
-                table.add_row(str(case.batch), name, f"{case.speed(name):.1f}", f"{case.ratio(best, name):.2f} x", same)
+                same = "" if case.temperature else f"{case.same_answers(name, plain)} of {case.prompts}"
+                if part := case.margins.get(name):
+                    same = f"{same}, others part at margins of {min(part):.2f} to {max(part):.2f}"
+                kind = (case.name, str(case.batch), f"{case.temperature:g}")
+                table.add_row(*kind, name, f"{case.speed(name):.1f}", f"{case.ratio(best, name):.2f} x", same)
             table.add_section()
         console.print(table)
         show_disturbance(findings.cases)
@@ -152,14 +208,15 @@ def show_disturbance(cases: Sequence[Case]) -> None:
 def store(path: Path, findings: Findings, **settings: Any) -> None:
     """Writes the medians as measurements, and the rest as their settings."""
     rounds = [
-        {"batch": case.batch, "engine": name, "tokens": sum(map(len, run.answers))}
+        {"prompts": case.name, "batch": case.batch, "temperature": case.temperature, "engine": name}
+        | {"tokens": sum(map(len, run.answers)), "margins": case.margins.get(name, [])}
         | {key: round(value, 4) for key, value in vars(run).items() if key != "answers"}
         for case in findings.cases
         for name, runs in case.runs.items()
         for run in runs
     ]
     trials = [
-        {"engine": peer, "batch": case.batch, "tokens_per_second": case.speed(peer)}
+        {"engine": peer, "prompts": case.name, "batch": case.batch, "tokens_per_second": case.speed(peer)}
         for case in findings.alone
         for peer in case.peers
     ]
@@ -201,13 +258,17 @@ def _parse(kind: PeerKind, description: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--drafters",
         nargs="*",
-        default=["self"],
+        default=["ngram", "self"],
         metavar="NAME",
-        help="drafters to use after lookups, named as for arbordraft.load: 'self', or the folder of a trained one",
+        help="our drafters, named as for arbordraft.load; all but 'auto' and 'ngram' draft after lookups",
     )
+    parser.add_argument("--draft-model", type=Path, help="folder or GGUF file that drafts in transformers and peers")
     parser.add_argument("--without-generate", action="store_true", help="leave transformers out")
-    parser.add_argument("--prompts", type=Path, help="file in MT-Bench's format; by default built-in prompts")
-    parser.add_argument("--limit", type=int, help="prompts of all batches; by default as many as the largest takes")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", default=[], help="files in MT-Bench's format; by default built-in prompts"
+    )
+    parser.add_argument("--limit", type=int, help="prompts of each file; by default as many as the largest batch")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5, help="rounds per batch; medians are reported")
@@ -224,12 +285,13 @@ def run(kind: PeerKind, description: str | None) -> int:
     console.print(Text(line), soft_wrap=True)
     if arguments.check:
         return 0
-    texts = list(chain.from_iterable(zip(VARIED, MIXED, strict=True)))
-    if arguments.prompts is not None:
-        texts = read_prompts(arguments.prompts)
-    texts = texts[: arguments.limit or max(arguments.batches)]
-    if len(texts) < max(arguments.batches):
-        sys.exit(f"a batch of {max(arguments.batches)} needs as many prompts, and there are {len(texts)}")
+    largest = max(arguments.batches)
+    built_in = list(chain.from_iterable(zip(VARIED, MIXED, strict=True)))
+    texts = {file.stem: read_prompts(file) for file in arguments.prompts} or {BUILT_IN: built_in}
+    texts = {name: some[: arguments.limit or largest] for name, some in texts.items()}
+    for name, some in texts.items():
+        if len(some) < largest:
+            sys.exit(f"{name}: a batch of {largest} needs as many prompts, and there are {len(some)}")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])  # the peer inherits it
     torch.set_num_threads(arguments.threads)
 
@@ -239,20 +301,26 @@ def run(kind: PeerKind, description: str | None) -> int:
     target = next(iter(ours.values())).target
     if target.tokenizer is None:
         sys.exit(f"{folder} holds no tokenizer, so there are no chats to decode")
-    workloads = [Workload.of(target.tokenizer, texts, batch) for batch in sorted(arguments.batches)]
+    workloads = [
+        Workload.of(name, target.tokenizer, some, batch, temperature, built_in)
+        for name, some in texts.items()
+        for batch in sorted(arguments.batches)
+        for temperature in arguments.temperatures
+    ]
     end = target.model.generation_config.eos_token_id
     with console.status("") as status, tempfile.TemporaryDirectory() as scratch:
         task = Task(workloads, arguments.max_new_tokens, {end} if isinstance(end, int) else set(end), status.update)
         engines = {f"{OURS} {name}": task.in_process(decoder.generate) for name, decoder in ours.items()}
-        if "model" not in load and not arguments.without_generate:
-            model, _ = load_smollm2(torch.bfloat16)
-            engines[GENERATE] = task.in_process(model.generate)
-            engines[LOOKUP] = task.in_process(model.generate, prompt_lookup_num_tokens=10)
+        if not arguments.without_generate:
+            engines |= generating(folder, target.model, arguments.draft_model, task)
         if version is None:
             findings = Findings(task.cases(engines, arguments.repeats))
         else:
             groups = kind.configs(arguments, folder, Path(scratch))
             findings = compare(kind, arguments.python, groups, task, engines, arguments.repeats)
+    for workload, case in zip(workloads, findings.cases, strict=False):
+        if not case.temperature:
+            case.margins.update({name: margins(ours["plain"], workload, case, name) for name in case.runs})
     show(findings)
     if arguments.json is not None:
         loaded = json.loads(_without_folders(json.dumps(load)))
@@ -261,7 +329,7 @@ def run(kind: PeerKind, description: str | None) -> int:
             "load": loaded,
             "max_new_tokens": arguments.max_new_tokens,
         }
-        settings |= {"prompts": arguments.prompts.name if arguments.prompts else "built in", "limit": len(texts)}
+        settings |= {"prompts": list(texts), "limit": arguments.limit or largest}
         store(arguments.json, findings, **settings, repeats=arguments.repeats, peer=kind.name, peer_version=version)
         console.print(f"wrote {arguments.json}")
     return len(findings.errors) > 0

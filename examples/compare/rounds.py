@@ -3,9 +3,9 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from operator import eq
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from operator import and_, eq
 from typing import Any
 
 from peers import Config, Peer, PeerError, Tokens
@@ -19,6 +19,7 @@ from arbordraft.decoding.prompts import chat_batch
 OURS = "arbordraft"  # prefix of the names of our engines
 GENERATE = "generate"  # of transformers
 LOOKUP = "generate, prompt lookup"  # of transformers, for one prompt at a time
+ASSISTED = "generate, draft model"  # likewise
 TRIALS = 2  # rounds to find the fastest of several ways to run a peer
 
 
@@ -39,16 +40,45 @@ class Batch:
 
 @dataclass(frozen=True)
 class Workload:
-    """Batches of one size, which an engine decodes one after the other."""
+    """Batches of one size, which an engine decodes one after the other.
 
+    Args:
+        name: the kind of prompts.
+        batch: prompts at a time.
+        temperature: temperature; 0 is greedy.
+        first: a batch of other prompts, which is decoded unmeasured.
+        batches: the measured batches.
+    """
+
+    name: str
     batch: int
+    temperature: float
+    first: Batch
     batches: list[Batch]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], batch: int) -> "Workload":
-        """Builds whole batches of the texts; texts of an incomplete last batch are left out."""
+    def of(
+        cls,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        texts: Sequence[str],
+        batch: int,
+        temperature: float = 0.0,
+        others: Sequence[str] = (),
+    ) -> "Workload":
+        """Builds whole batches of the texts; texts of an incomplete last batch are left out.
+
+        Args:
+            name: the kind of prompts.
+            tokenizer: encodes them as chats.
+            texts: the prompts.
+            batch: prompts at a time.
+            temperature: temperature.
+            others: prompts that are decoded unmeasured first, at least ``batch``; by default the first texts.
+        """
         starts = range(0, len(texts) - batch + 1, batch)
-        return cls(batch, [Batch.of(tokenizer, texts[start : start + batch]) for start in starts])
+        batches = [Batch.of(tokenizer, texts[start : start + batch]) for start in starts]
+        return cls(name, batch, temperature, Batch.of(tokenizer, (others or texts)[:batch]), batches)
 
 
 @dataclass(frozen=True)
@@ -72,14 +102,20 @@ class Case:
     """All rounds of one workload.
 
     Args:
+        name: the kind of prompts.
         batch: prompts at a time.
+        temperature: temperature.
         peers: names of the engines that are peers.
         runs: rounds by engine.
+        margins: by engine, how much likelier our token was where greedy answers part; filled in afterwards.
     """
 
+    name: str
     batch: int
+    temperature: float
     peers: list[str]
     runs: dict[str, list[Run]]
+    margins: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def prompts(self) -> int:
@@ -106,8 +142,13 @@ class Case:
 
     @property
     def references(self) -> list[str]:
-        """Names of transformers' ``generate`` and of the peers, if they took part."""
-        return [name for name in (GENERATE, *self.peers) if name in self.runs]
+        """Names of transformers' ways and of the peers, if they took part."""
+        return [name for name in (GENERATE, LOOKUP, ASSISTED, *self.peers) if name in self.runs]
+
+    def shared(self, engine: str, reference: str) -> list[int]:
+        """Returns how many tokens each answer of the first round shares with the other engine's."""
+        pairs = zip(self.runs[engine][0].answers, self.runs[reference][0].answers, strict=True)
+        return [sum(accumulate(map(eq, left, right), and_)) for left, right in pairs]
 
     def same_answers(self, engine: str, reference: str) -> int:
         """Counts the equal answers of the first round."""
@@ -115,16 +156,16 @@ class Case:
 
     def measurement(self, engine: str, reference: str) -> Measurement:
         """Builds the measurement of one pair."""
+        kind = f"{self.name}, batch {self.batch}" + (f", temperature {self.temperature:g}" if self.temperature else "")
         ours, other = (statistics.median(run.seconds for run in self.runs[name]) * 1e3 for name in (engine, reference))
-        case = f"batch {self.batch}, {engine} against {reference}"
-        detail = (
-            f"{self.speed(engine):.1f} against {self.speed(reference):.1f} tokens/s, "
-            f"{self.same_answers(engine, reference)} of {self.prompts} answers equal"
-        )
+        case = f"{kind}, {engine} against {reference}"
+        detail = f"{self.speed(engine):.1f} against {self.speed(reference):.1f} tokens/s"
+        if not self.temperature:
+            detail += f", {self.same_answers(engine, reference)} of {self.prompts} answers equal"
         return Measurement("compare", case, ours, other, self.ratio(engine, reference), detail=detail)
 
 
-Engine = Callable[[Batch], tuple[float, Tokens]]  # returns seconds and answers
+Engine = Callable[[Batch, float], tuple[float, Tokens]]  # takes a temperature too, returns seconds and answers
 
 
 @dataclass(frozen=True)
@@ -146,9 +187,10 @@ class Task:
     def in_process(self, generate: Callable[..., Tensor], **options: Any) -> Engine:
         """Builds an engine of this process from a function with the interface of ``generate``."""
 
-        def run(batch: Batch) -> tuple[float, Tokens]:
+        def run(batch: Batch, temperature: float) -> tuple[float, Tokens]:
+            law = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
             start = time.perf_counter()
-            ids = generate(**batch.inputs, max_new_tokens=self.new_tokens, do_sample=False, **options)
+            ids = generate(**batch.inputs, max_new_tokens=self.new_tokens, do_sample=temperature > 0, **law, **options)
             seconds = time.perf_counter() - start
             return seconds, [self._cut(answer) for answer in ids[:, batch.inputs["input_ids"].shape[1] :].tolist()]
 
@@ -160,11 +202,12 @@ class Task:
         engines = engines | {name: self._asking(peer) for name, peer in zip(names, peers, strict=True)}
         cases = []
         for workload in self.workloads:
-            here = {name: engine for name, engine in engines.items() if name != LOOKUP or workload.batch == 1}
-            self.on_progress(f"batch {workload.batch}: measuring {', '.join(here)}")
+            alone = () if workload.batch == 1 else (LOOKUP, ASSISTED)
+            here = {name: engine for name, engine in engines.items() if name not in alone}
+            self.on_progress(f"{workload.name}, batch {workload.batch}: measuring {', '.join(here)}")
             runs = _take_turns(here, workload, repeats, peers)
             self._check(runs)
-            cases.append(Case(workload.batch, names, runs))
+            cases.append(Case(workload.name, workload.batch, workload.temperature, names, runs))
         return cases
 
     def fastest(
@@ -172,19 +215,19 @@ class Task:
     ) -> tuple[Peer | None, list[Case]]:
         """Finds the fastest way to run a peer over all workloads; returns that peer, still running, and all cases.
 
-        If the peer gives up, the reason goes to ``give_up`` and this way is left out.
+        A single way is not measured. If the peer gives up, the reason goes to ``give_up`` and this way is left out.
         """
         fastest: Peer | None = None
         highest, found = 0.0, []
         for config in configs:
             try:
                 loser = peer = start(config)
-                cases = self.cases({}, TRIALS, [peer])
+                cases = self.cases({}, TRIALS, [peer]) if len(configs) > 1 else []
             except PeerError as error:
                 give_up(str(error))
                 continue
             found += cases
-            speed = statistics.geometric_mean(case.speed(str(peer)) for case in cases)
+            speed = statistics.geometric_mean([case.speed(str(peer)) for case in cases] or [1.0])
             if speed > highest:
                 loser, fastest, highest = fastest, peer, speed
             if loser is not None:
@@ -192,8 +235,8 @@ class Task:
         return fastest, found
 
     def _asking(self, peer: Peer) -> Engine:
-        def run(batch: Batch) -> tuple[float, Tokens]:
-            answer = peer.generate(batch.prompts, self.new_tokens)
+        def run(batch: Batch, temperature: float) -> tuple[float, Tokens]:
+            answer = peer.generate(batch.prompts, self.new_tokens, temperature)
             return answer.seconds, answer.tokens
 
         return run
@@ -214,29 +257,50 @@ class Task:
 def _take_turns(
     engines: dict[str, Engine], workload: Workload, repeats: int, peers: Sequence[Peer]
 ) -> dict[str, list[Run]]:
-    """Runs one unmeasured batch of every engine, then rounds that each engine begins in turn."""
+    """Runs one unmeasured batch of every engine, then rounds; each engine in turn is the first to decode a batch."""
     for engine in engines.values():
-        engine(workload.batches[0])
+        engine(workload.first, workload.temperature)
     names = list(engines)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for turn in range(repeats):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            runs[name].append(_timed(engines[name], workload, peers))
+        timed: dict[str, list[_Timed]] = {name: [] for name in names}
+        for number, batch in enumerate(workload.batches):
+            first = (turn + number) % len(names)
+            for name in names[first:] + names[:first]:
+                timed[name].append(_timed(engines[name], batch, workload.temperature, peers))
+        for name in names:
+            runs[name].append(_run(timed[name]))
     return runs
 
 
-def _timed(engine: Engine, workload: Workload, peers: Sequence[Peer]) -> Run:
-    """Times all batches once, and measures the cores that each side kept busy."""
+@dataclass(frozen=True)
+class _Timed:
+    """Seconds of one batch, its answers, and how much CPU time passed meanwhile."""
+
+    seconds: float
+    answers: Tokens
+    wall: float
+    own: float
+    peers: float
+    machine: float
+
+
+def _timed(engine: Engine, batch: Batch, temperature: float, peers: Sequence[Peer]) -> _Timed:
+    """Times one batch, and measures the CPU time of each side."""
 
     def used() -> tuple[float, float, float, float]:
         return time.perf_counter(), time.process_time(), sum(peer.cpu_seconds() for peer in peers), machine_seconds()
 
     before = used()
-    seconds, answers = 0.0, []
-    for batch in workload.batches:
-        took, answered = engine(batch)
-        seconds += took
-        answers += answered
-    wall, own, theirs, machine = (after - start for after, start in zip(used(), before, strict=True))
-    return Run(seconds, answers, own / wall, theirs / wall, max(0.0, machine - own - theirs) / wall)
+    seconds, answers = engine(batch, temperature)
+    return _Timed(seconds, answers, *(after - start for after, start in zip(used(), before, strict=True)))
+
+
+def _run(timed: Sequence[_Timed]) -> Run:
+    """Adds the batches of a pass up."""
+    wall, own, theirs, machine = (
+        sum(getattr(each, name) for each in timed) for name in ("wall", "own", "peers", "machine")
+    )
+    answers = [answer for each in timed for answer in each.answers]
+    others = max(0.0, machine - own - theirs) / wall
+    return Run(sum(each.seconds for each in timed), answers, own / wall, theirs / wall, others)

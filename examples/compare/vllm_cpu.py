@@ -1,4 +1,4 @@
-"""Measures greedy decoding on a CPU in one run: arbordraft, transformers' generate and vLLM's CPU build.
+"""Measures decoding on a CPU in one run: arbordraft, transformers' generate and vLLM's CPU build.
 
 vLLM decodes plainly, with its lookup, with suffix decoding and with an EAGLE-3 head, each in its fastest setting. See
 README.md and program.py.
@@ -21,8 +21,8 @@ def load(settings: dict[str, Any]) -> Generate:
 
     llm = LLM(**settings)
 
-    def generate(prompts: Tokens, new_tokens: int) -> tuple[Tokens, dict[str, Any]]:
-        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, detokenize=False)
+    def generate(prompts: Tokens, new_tokens: int, temperature: float) -> tuple[Tokens, dict[str, Any]]:
+        sampling = SamplingParams(temperature=temperature, max_tokens=new_tokens, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         counted = {} if settings.get("disable_log_stats", True) else counters(llm)
         return [list(each.outputs[0].token_ids) for each in outputs], counted

@@ -1,7 +1,7 @@
 """Answers decoding requests with a peer; `peers.py` runs this file with the Python that the peer is installed in.
 
 Standard input and output carry JSON lines. First come the arguments of the peer's `load`, answered by `{"seconds"}`
-once it is up. Then come requests `{"prompts": [[token ids], ...], "max_tokens": n}`, answered by
+once it is up. Then come requests `{"prompts": [[token ids], ...], "max_tokens": n, "temperature": t}`, answered by
 `{"seconds", "tokens", "counters"}`. All output of the peer goes to standard error. This file imports only the standard
 library and the peer.
 """
@@ -30,9 +30,9 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         # After a second of rest vLLM's processes have to be woken, and may notice a request five seconds late.
-        generate(request["prompts"][:1], 1)
+        generate(request["prompts"][:1], 1, 0.0)
         start = time.perf_counter()
-        tokens, counters = generate(request["prompts"], request["max_tokens"])
+        tokens, counters = generate(request["prompts"], request["max_tokens"], request["temperature"])
         reply({"seconds": time.perf_counter() - start, "tokens": tokens, "counters": counters})
 
 

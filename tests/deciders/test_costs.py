@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import isotonic_regression
 from support.models import check_greedy, context, decode, grown, joined, ragged
 
 import arbordraft as ad
 from arbordraft import builders
 from arbordraft.deciders import CostAware, Decider
-from arbordraft.deciders.costs import StepCosts
+from arbordraft.deciders.costs import StepCosts, levelled
 from arbordraft.deciders.decisions import Limits, Verification
 from arbordraft.drafters.ngram import Guess
 from arbordraft.trees.verdict import Verdict
@@ -32,7 +33,13 @@ def test_how_many_rows_a_time_allows(seconds, most, rows):
 
 
 def test_noise_cannot_make_more_rows_cheaper():
-    assert ad.CostTable((1, 2, 3), (2.0, 1.0, 3.0)).seconds == (2.0, 2.0, 3.0)
+    assert ad.CostTable((1, 2, 3), (2.0, 1.0, 3.0)).seconds == (1.5, 1.5, 3.0)
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0.1, 20)), min_size=1, max_size=9))
+def test_times_are_levelled_to_the_nearest_rising_ones(measured):
+    values, weights = map(list, zip(*measured, strict=True))
+    assert levelled(values, weights) == pytest.approx(isotonic_regression(values, weights=weights).x.tolist())
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=3, max_size=3), st.integers(1, 20), st.integers(1, 20))

@@ -78,6 +78,17 @@ def test_a_single_paused_step_is_no_evidence():
     assert running.of(KIND).draft(1) < 1.4 * PRIOR.draft(1)
 
 
+def test_a_slow_step_of_few_rows_does_not_make_the_rows_beyond_it_free():
+    prior = replace(PRIOR, target=CostTable((1, 2, 8, 16), (1.0, 1.1, 1.2, 1.5)))
+    running = RunningCosts(prior)
+    for _ in range(20):
+        running.learn(StepTimes(8, 8, {}, 0.0, 0.012, 0.0005))
+    running.learn(StepTimes(2, 2, {}, 0.0, 0.03, 0.0005))
+    target = running.of(KIND).target
+    assert target(16) - target(8) > 0.1 * target(8)
+    assert target(2) <= target(8)
+
+
 def test_a_slow_first_step_is_forgotten():
     running = RunningCosts(PRIOR)
     running.learn(times(unit=0.2))

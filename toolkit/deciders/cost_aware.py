@@ -171,16 +171,15 @@ class CostAware(Decider):
 
     def learn(self, memory: dict[str, Record], outcome: Outcome) -> None:
         self._decoded += outcome.accepted + 1
-        for source, record in memory.items():
-            record.steps += 1
-            record.idle = 0 if outcome.drafted and source == outcome.source else record.idle + 1
         if not outcome.drafted:
-            for record in memory.values():
-                record.quiet += 1
-            for source in memory:
+            for source, record in memory.items():
+                record.pass_step()
                 if source in self._common:  # or drafts that failed once would keep new texts from trying any
                     self._common[source].quiet += 1
             return
+        for source, record in memory.items():
+            record.steps += 1
+            record.idle = 0 if source == outcome.source else record.idle + 1
         if (looks := self._looks.get(outcome.source)) is not None:
             accepted = outcome.accepted - sum(depth < outcome.accepted for depth in outcome.certain)
             looks.gained += accepted * (memory[outcome.source].weight if outcome.source in memory else 1.0)

@@ -2,9 +2,8 @@
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -40,13 +39,30 @@ class _Measured:
         return cls(**fields)
 
 
+def levelled(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
+    """Returns the rising values that are nearest to some values in squares (pool adjacent violators).
+
+    Args:
+        values: the values.
+        weights: how much each counts, above 0; by default all count alike.
+    """
+    pools: list[tuple[float, float, int]] = []  # average, weight and number of values
+    for value, weight in zip(values, weights or [1.0] * len(values), strict=True):
+        count = 1
+        while pools and pools[-1][0] > value:
+            before, heavy, more = pools.pop()
+            value, weight, count = (before * heavy + value * weight) / (heavy + weight), heavy + weight, count + more
+        pools.append((value, weight, count))
+    return [value for value, _, count in pools for _ in range(count)]
+
+
 @dataclass(frozen=True)
 class CostTable(_Measured):
     """Seconds of a target forward by its number of packed rows, interpolated in between.
 
     Args:
         rows: measured numbers of rows, ascending from 1.
-        seconds: their times, above 0. A drop with more rows can only be noise and is levelled out.
+        seconds: their times, above 0. A drop with more rows can only be noise: such times are averaged.
 
     Raises:
         TypeError: if an argument is not a list of numbers.
@@ -71,7 +87,7 @@ class CostTable(_Measured):
                 f"{len(seconds)} times"
             )
         object.__setattr__(self, "rows", rows)
-        object.__setattr__(self, "seconds", tuple(accumulate(seconds, max)))
+        object.__setattr__(self, "seconds", tuple(levelled(seconds)))
 
     def __call__(self, rows: float) -> float:
         """Returns the seconds of a forward with ``rows`` packed rows; beyond the table, extends its last slope."""
@@ -87,8 +103,9 @@ class CostTable(_Measured):
 
     def least_slope(self, rows: int, more: int) -> float:
         """Returns the least seconds per row that 1 to ``more`` further rows add to a forward of ``rows``."""
-        base = self(rows)
-        return min((self(rows + extra) - base) / extra for extra in range(1, more + 1))
+        base, last = self(rows), rows + more
+        ends = {rows + 1, last}.union(measured for measured in self.rows if rows < measured < last)
+        return min((self(end) - base) / (end - rows) for end in ends)  # least at the end of a straight piece
 
 
 @dataclass(frozen=True)

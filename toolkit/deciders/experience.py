@@ -65,6 +65,12 @@ class Record:
         for at in range(min(levels, DEPTHS)):
             self.presumed[at] = max(_LEAST_PRIOR_STEPS, share * self.presumed[at])
 
+    def pass_step(self) -> None:
+        """Counts a step without drafts of any drafter."""
+        self.steps += 1
+        self.idle += 1
+        self.quiet += 1
+
     def fade(self, share: float) -> None:
         """Lets all verdicts so far count less."""
         for sums in (self.tried, self.accepted, self.stated):

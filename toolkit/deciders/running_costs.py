@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from arbordraft.deciders.costs import CostTable, StepCosts
+from arbordraft.deciders.costs import CostTable, StepCosts, levelled
 
 Reals = npt.NDArray[np.float64]
 
@@ -18,7 +18,8 @@ _RECENT = 0.9  # share of older observations in an average, per observation
 _KEPT = 0.995  # share of the observations of a drafter that still counts after a step in which it did not draft
 _PRIOR = 1.0  # observations that a table counts for
 _MOST_CHANGE = 3.0  # most factor by which an observation may exceed the average: a paused process is no evidence
-_NOTED = 0.05  # relative change of a ratio from which plans follow it
+_NOTED = 0.05  # relative change of a time from which plans follow it
+_SMALL = 0.002  # change, in forwards of one row, below which they never do
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class RunningCosts:
     def __init__(self, prior: StepCosts) -> None:
         self.prior = prior
         self._rows = np.array(prior.target.rows)
+        self._places: dict[int, int] = {}
         self._unit: float | None = None  # seconds of the prior's unit
         self._target = [_Average(1.0) for _ in prior.target.rows]
         self._rest, self._per_row = _Average(prior.rest), _Average(0.0)
@@ -99,7 +101,7 @@ class RunningCosts:
         ratio, one = times.target / self.prior.target(times.rows), self.prior.target(1)
         before = ratio if self._unit is None else self._unit
         self._unit = unit = _RECENT * before + (1 - _RECENT) * min(ratio, _MOST_CHANGE * before)
-        average = self._target[int(np.abs(self._rows - times.rows).argmin())]
+        average = self._target[self._nearest(times.rows)]
         average.note(ratio / unit, _MOST_CHANGE * average.value)
         rest, drafts = times.rest / unit, times.rows - times.samples
         if drafts:
@@ -117,6 +119,12 @@ class RunningCosts:
             if self._looking is None:
                 self._looking = _Average(self.prior.looking(times.samples) / times.samples)
             self._looking.note(times.draft / unit / times.samples, one)
+
+    def _nearest(self, rows: int) -> int:
+        """Returns the place of the measured number of rows that is nearest."""
+        if (place := self._places.get(rows)) is None:
+            self._places[rows] = place = int(np.abs(self._rows - rows).argmin())
+        return place
 
     def _expected(self, times: StepTimes, free: Collection[str]) -> float:
         """Returns how long drafting was expected to take, in the prior's unit."""
@@ -140,15 +148,17 @@ class RunningCosts:
         return average is not None and average.weight > _PRIOR
 
     def of(self, kind: str) -> StepCosts:
-        """Returns the costs of steps with a kind of drafter; the same object while they stay within a few per cent."""
+        """Returns the costs of steps with a kind of drafter; the same object while they hardly change."""
         prior, drafting = self.prior, self._drafting[kind].value if kind in self._drafting else 1.0
         target, per_row = np.array([one.value for one in self._target]), self._per_row.value
         seconds = target * prior.target.seconds + per_row * (self._rows - 1)
+        # One slow step of a seldom number of rows must not make the rows beyond it look free.
+        seconds = np.array(levelled(seconds.tolist(), [_PRIOR + one.weight for one in self._target]))
         looking = (prior.lookup, prior.finding) if self._looking is None else 2 * (self._looking.value,)
-        now = np.array([*seconds, drafting, self._rest.value, *looking])
+        now = np.array([*seconds, drafting * prior.draft(1), self._rest.value, *looking])
         if kind in self._followed:
             before, costs = self._followed[kind]
-            if np.allclose(now, before, rtol=_NOTED, atol=0):
+            if (np.abs(now - before) <= _NOTED * before + _SMALL * seconds[0]).all():
                 return costs
         costs = replace(
             prior,

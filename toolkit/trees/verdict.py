@@ -134,7 +134,8 @@ class Verdict:
 
     def emitted(self, tree: DraftTree, sample: int) -> list[int]:
         """Returns the accepted tokens of a sample that took part, followed by the recovered or bonus token."""
-        return [*tree.token[self.paths[sample][1:]].tolist(), self.tokens[sample]]
+        accepted = self.paths[sample][1:]
+        return [*tree.token[accepted].tolist(), self.tokens[sample]] if accepted else [self.tokens[sample]]
 
     def outcome(self, tree: DraftTree, sample: int) -> Outcome:
         """Returns the acceptance of the drafts of a sample that took part."""
