@@ -198,6 +198,29 @@ def test_an_oracle_on_a_copy_is_accepted_at_its_rate(monkeypatch):
     assert accepted[2] == 0
 
 
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "with a copy"])
+def test_long_prompts_are_not_read(monkeypatch, drafts):
+    """Steps after them run alone, on rows of the cache that nothing has computed."""
+    monkeypatch.setattr(ShapeModel, "target", property(lambda model: model.triton))
+    shape, forwards = steps._Shape(steps.ShapeModels(CPU, 0), "tiny", Setting(CPU)), []
+    run = RaggedModel.run
+    monkeypatch.setattr(
+        RaggedModel, "run", lambda model, *given, **named: forwards.append(1) or run(model, *given, **named)
+    )
+    with monkeypatch.context() as patch:  # else Triton wants a GPU
+        patch.setattr(choice, "interpreted", lambda: True)
+        shape.model.triton = RaggedModel(shape.model.model, kernels="triton", self_test=False)
+        decode = shape.model.long(2, 12, drafts)
+    choice.ran.clear()
+    found = decode(4)
+    assert found.stats.emitted == [4, 4]
+    assert choice.ran["static_step/reference"] == len(found.times) > 0
+    assert len(forwards) <= 1  # of the cache's first row, which makes the pools
+    longer = shape.model.plain(2, shape.model.target)  # negative control: a target that reads
+    shape.model.by(longer, torch.full((2, 12), 7))(4)
+    assert len(forwards) > 1
+
+
 def test_an_oracle_knows_tokens_that_its_head_does_not_draft(monkeypatch):
     monkeypatch.setattr(shapes, "DRAFT_VOCABULARY", 40)
     assert oracle_rows(1.0).accepted == 1.0

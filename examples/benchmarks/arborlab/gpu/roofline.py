@@ -13,7 +13,7 @@ from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arborlab import work
 from arborlab.gpu.problem import ATTENTION, Goal, Problem
-from arborlab.gpu.shapes import LONG_CHAIN, SHAPES
+from arborlab.gpu.sizes import DEPTH, SHAPES
 from arborlab.work import Work
 
 QUERY_HEADS = 32
@@ -243,20 +243,20 @@ def weights_of_forward(shape: Mapping[str, Any], rows: int, *, copied: bool = Fa
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     size = shape.get("head_dim", hidden // heads)
     layer = [(hidden, (heads + 2 * kv_heads) * size), (heads * size, hidden), (hidden, 2 * inner), (inner, hidden)]
+    product: Callable[[int, int, int, int], Work] = work.grouped_linear if copied else work.linear
     sizes = [*count * layer, (hidden, shape["vocab_size"])]
-    works = [work.grouped_linear(rows, *each, 2) if copied else work.linear(rows, *each, 2) for each in sizes]
+    works = [product(rows, inputs, outputs, 2) for inputs, outputs in sizes]
     return Work(sum(each.bytes for each in works), sum(each.flops for each in works), matrix=True)
 
 
 def self_drafting(name: str) -> Iterator[tuple[str, str, Work]]:
     """Yields ``(part, case, work)`` of a step in which a shape of bfloat16 weights drafts a chain for itself."""
-    target = weights_of_forward(SHAPES[name], LONG_CHAIN.num_nodes)
+    target = weights_of_forward(SHAPES[name], DEPTH + 1)
     copy = weights_of_forward(SHAPES[name], 1, copied=True)
-    yield "weights of a forward", f"{name}, {LONG_CHAIN.num_nodes} rows", target
+    yield "weights of a forward", f"{name}, {DEPTH + 1} rows", target
     yield "weights of the copy's forward", f"{name}, 1 row", copy
-    depth = LONG_CHAIN.max_depth
-    step = Work(target.bytes + depth * copy.bytes, target.flops + depth * copy.flops, matrix=True)
-    yield "weights of a step that drafts for itself", f"{name}, chain of {depth}", step
+    step = Work(target.bytes + DEPTH * copy.bytes, target.flops + DEPTH * copy.flops, matrix=True)
+    yield "weights of a step that drafts for itself", f"{name}, chain of {DEPTH}", step
 
 
 def predictions(shapes: Sequence[Shape], stepped: Stepped) -> Iterator[Prediction]:

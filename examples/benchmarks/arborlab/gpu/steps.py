@@ -18,6 +18,7 @@ from arborlab.gpu.profiling import events
 from arborlab.gpu.setting import Item, Setting
 from arborlab.gpu.shapes import CHAIN, LONG_CHAIN, ON_GPU, TREE, Decode, ShapeModel, ShapeModels
 
+LONG = 8, 32768  # samples, and keys of each
 PROFILED = 8  # steps
 _REPLAYED = 96  # tokens that oracles replay
 _RECORDINGS = 3  # at most, until replaying a text changes no token
@@ -96,6 +97,11 @@ class _Shape:
         plain = self.model.plain(rows, self.model.invariant)
         yield self.row("recorded", "row-invariant", "none", rows, self.model.by(plain))
 
+    def long(self, samples: int, keys: int, drafts: bool) -> Iterator[StepRow]:
+        decode, rows = self.model.long(samples, keys, drafts), samples * (LONG_CHAIN.num_nodes if drafts else 1)
+        named = f"{'chain of 7 of a copy' if drafts else 'none'}, {samples} x {keys} keys"
+        yield self.row("recorded", self.model.unread.backend, named, rows, decode, profiled=False)
+
     def headed(self, named: str, tree: TreeTopology) -> Iterator[StepRow]:
         decode, kernels = self.model.by(self.model.drafting(tree)), self.model.target.backend
         yield self.row("recorded", kernels, f"{named} of a head", tree.num_nodes, decode)
@@ -148,11 +154,14 @@ def steps(setting: Setting) -> list[Item]:
             f"oracle of {rate}, chain with a copy": partial(shape.oracle, "chain of 7", LONG_CHAIN, rate, "copy")
             for rate in (0.92, 0.0)
         }
+        samples, keys = LONG if setting.on_gpu else (2, 12)
+        long = name == ON_GPU[0] or not setting.on_gpu  # the others have small caches
         extra: dict[str, Callable[[], Iterator[StepRow]]] = {
             "recorded": partial(shape.recorded, 1),
             "oracle of 0.8, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.8, "head"),
             **drafts_for_itself,
             "chain of a head": partial(shape.headed, "chain of 4", CHAIN),
+            **({f"recorded, {samples} x {keys} keys": partial(shape.long, samples, keys, False)} if long else {}),
             "recorded, 32 rows": partial(shape.recorded, 32 if setting.on_gpu else 2),
             "recorded, row-invariant": partial(shape.invariant, 1),
             "recorded, row-invariant, 32 rows": partial(shape.invariant, 32),
@@ -160,6 +169,7 @@ def steps(setting: Setting) -> list[Item]:
             "eager": shape.eager,
         }
         rest: dict[str, Callable[[], Iterator[StepRow]]] = {
+            **({f"chain of a copy, {samples} x {keys} keys": partial(shape.long, samples, keys, True)} if long else {}),
             "tree of a head": partial(shape.headed, "tree of 20", TREE),
             "oracle of 0.8, chain": partial(shape.oracle, "chain of 4", CHAIN, 0.8),
             "oracle of 0.6, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.6, "head"),
