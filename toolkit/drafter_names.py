@@ -231,6 +231,8 @@ def _model_bytes(path: Path) -> int:
 
 def _not_itself(target: RaggedModel) -> str | None:
     """Returns why a target cannot be its own drafter, or ``None`` if it can be tried."""
+    if target.backend == "triton":
+        return "it was never timed on a GPU: ask for it with drafter='self'"
     if target.backend != "native" or target.prepacking is None:
         return f"kernels={target.backend!r} know no weights of fewer bits"
     if not target.prepacking.fused:

@@ -60,8 +60,8 @@ def load(
             - ``auto``: a drafter trained for this very target. Else lookups, and after these the target itself with
               fewer bits or a draft model beside it; see :func:`~arbordraft.drafter_names.choose_drafter`.
             - ``ngram``: lookups; ``none``: no drafts.
-            - ``self``: the target's own layers with weights of fewer bits, on a CPU. ``self:int4`` and ``self:int8``
-              choose the bits.
+            - ``self``: the target's own layers with weights of fewer bits. ``self:int4`` and ``self:int8`` choose the
+              bits; a GPU has int4.
             - ``mtp``: the layer for multi-token prediction that DeepSeek-V3, GLM-4-MoE, Qwen3.5 and others have.
             - ``early-exit:LAYERS``: the target's own first layers.
             - ``MODULE:CLASS``: your own drafter, a class or function that is called with the target.

@@ -91,8 +91,8 @@ def _rotate_heads(
 
 @triton.jit
 def rotate_append_row(
-    QUERY, KEY, VALUE, COSINE, SINE, NEW_QUERY, KEYS, VALUES, SLOTS, HQ: tl.constexpr, HKV: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, REST: tl.constexpr, BLOCK_H: tl.constexpr,
+    QUERY, KEY, VALUE, COSINE, SINE, NEW_QUERY, KEYS, VALUES, SLOTS, stride_q, stride_k, stride_v, HQ: tl.constexpr,
+    HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, REST: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Handles one row and block of heads per program: first heads of queries, then of keys, then of values."""
@@ -101,23 +101,22 @@ def rotate_append_row(
     queries: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H  # blocks
     keys: tl.constexpr = (HKV + BLOCK_H - 1) // BLOCK_H
     if block < queries:
-        at = row * HQ * D
         _rotate_heads(
-            QUERY + at, NEW_QUERY + at, COSINE + row * R, SINE + row * R, block * BLOCK_H, HQ, D, R, REST, BLOCK_H,
-            BLOCK,
+            QUERY + row * stride_q, NEW_QUERY + row * HQ * D, COSINE + row * R, SINE + row * R, block * BLOCK_H, HQ, D,
+            R, REST, BLOCK_H, BLOCK,
         )  # fmt: skip
     else:
         slot = tl.load(SLOTS + row)
         if block < queries + keys:
             _rotate_heads(
-                KEY + row * HKV * D, KEYS + slot * HKV * D, COSINE + row * R, SINE + row * R,
+                KEY + row * stride_k, KEYS + slot * HKV * D, COSINE + row * R, SINE + row * R,
                 (block - queries) * BLOCK_H, HKV, D, R, REST, BLOCK_H, BLOCK,
             )  # fmt: skip
         else:
             head = (block - queries - keys) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
             e = tl.arange(0, BLOCK_DV)[None, :]
             there = (head < HKV) & (e < DV)
-            value = tl.load(VALUE + row * HKV * DV + head * DV + e, mask=there, other=0.0)
+            value = tl.load(VALUE + row * stride_v + head * DV + e, mask=there, other=0.0)
             tl.store(VALUES + slot * HKV * DV + head * DV + e, value, mask=there)
 
 
@@ -183,10 +182,12 @@ def launch_rotate_append(
     new_query = query.new_empty(query.shape)
     if rows:
         kv_heads, value_size = value.shape[1:]
+        # Rows may lie side by side in one product's output; heads are copied if they do not follow one another.
+        parts = [part.flatten(1) for part in (query, key, value)]
         blocks = triton.cdiv(heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
         rotate_append_row[(rows, blocks)](
-            query.contiguous(), key.contiguous(), value.contiguous(), cosine.contiguous(), sine.contiguous(),
-            new_query, keys, values, slots, HQ=heads, HKV=kv_heads,
+            *parts, cosine.contiguous(), sine.contiguous(), new_query, keys, values, slots.contiguous(),
+            *(part.stride(0) for part in parts), HQ=heads, HKV=kv_heads,
             **rotation_options(size, value_size, cosine.shape[1]), **EXACT,
         )  # fmt: skip
     return new_query

@@ -220,7 +220,7 @@ def launch_rotated(
         how = head_tile(rows, dim, x.dtype, bool(norms))
         rotated_tile[triton.cdiv(rows, how["BLOCK_M"]), heads + 2 * kv_heads](
             x, *weights, *(biases or weights), *(norms or weights[:2]), cosine.contiguous(), sine.contiguous(), query,
-            keys, values, slots, epsilon, rows, size, HQ=heads, HKV=kv_heads, D=dim, BIAS=bool(biases),
+            keys, values, slots.contiguous(), epsilon, rows, size, HQ=heads, HKV=kv_heads, D=dim, BIAS=bool(biases),
             NORM=bool(norms), OFFSET=offset, WIDE=wide, **how, **numbers(x), **EXACT,
         )  # fmt: skip
     return query

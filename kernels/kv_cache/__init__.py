@@ -37,11 +37,14 @@ def append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, s
     """Writes new rows to the pools of one layer, in place.
 
     Args:
-        keys: ``[P, H, D]`` pool.
-        values: ``[P, H, Dv]`` pool.
+        keys: ``[P, H, D]`` pool, contiguous.
+        values: ``[P, H, Dv]`` pool, contiguous.
         new_keys: ``[T, H, D]``.
         new_values: ``[T, H, Dv]``.
         slots: ``[T]`` int64 pool rows to write to, all different.
+
+    Raises:
+        ValueError: if Triton runs and a pool is not contiguous; so does :func:`compact`.
     """
     append_rows.pick(keys)(keys, values, new_keys, new_values, slots)
 

@@ -53,6 +53,7 @@ def compact_rows(
 
 def launch_append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor) -> None:
     """See :func:`arbordraft.kernels.kv_cache.append`."""
+    _check_pools([keys, values])
     if not len(slots):
         return
     new_keys, new_values = new_keys.flatten(1), new_values.flatten(1)  # copies if heads are not contiguous
@@ -62,7 +63,7 @@ def launch_append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Te
         values,
         new_keys,
         new_values,
-        slots,
+        slots.contiguous(),
         new_keys.stride(0),
         new_values.stride(0),
         KEY_SIZE=sizes[0],
@@ -74,13 +75,21 @@ def launch_append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Te
 
 def launch_compact(pools: list[Tensor], source: Tensor, destination: Tensor, first: Tensor) -> None:
     """See :func:`arbordraft.kernels.kv_cache.compact`."""
+    _check_pools(pools)
     sizes = tuple(pool[0].numel() for pool in pools)
     addresses = tuple(pool.data_ptr() for pool in pools)
     aligned = not any(size % 8 for size in sizes) and not any(address % 16 for address in addresses)
     table = _table(addresses, sizes, source.device)
+    moves = (part.contiguous() for part in (source, destination, first))
     compact_rows[(len(first) - 1, len(pools), triton.cdiv(max(sizes), _BLOCK))](
-        pools[0], table[0], table[1], source, destination, first, ALIGNED=aligned, BLOCK=_BLOCK, num_warps=_WARPS
+        pools[0], table[0], table[1], *moves, ALIGNED=aligned, BLOCK=_BLOCK, num_warps=_WARPS
     )
+
+
+def _check_pools(pools: list[Tensor]) -> None:
+    """Raises ValueError for pools with gaps between rows, as kernels take rows to follow one another."""
+    if not all(pool.is_contiguous() for pool in pools):
+        raise ValueError("pools of keys and values must be contiguous: they are written in place, row by row")
 
 
 def address_table(pools: list[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.kernels.verify.rejection import positive
-from arbordraft.kernels.verify.triton import launch_left_mass, launch_left_pick
+from arbordraft.kernels.verify.triton import block_of, left_of, token_at
 
 
 @triton.jit
@@ -83,45 +83,70 @@ def first_in_order(CHANCE, REACHED, UNIFORMS, ORDER, SAMPLE, ROOTS, END, rows, B
 
 
 @triton.jit
-def look_up(
-    INNER, DRAFT_ROW, TOKENS, SHARE, SPENT, SUMS, END, OWN_ROW, WEIGHT, TAKEN, SPECIAL, nodes, K: tl.constexpr,
-    WIDE: tl.constexpr, NODES: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Reads the arguments of R at a sample's end: of a node with children, or the target's whole row."""
-    sample = tl.program_id(0)
-    node = _node_of(INNER, tl.load(END + sample), nodes, NODES)
+def _argument(
+    INNER, DRAFT_ROW, SHARE, SPENT, SUMS, end, nodes, NODES: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Returns the arguments of R at a path's end: of a node with children, or -1 for the target's whole row.
+
+    These are the node, its draft row, its weight and t.
+    """
+    node = _node_of(INNER, end, nodes, NODES)
     chunk = tl.arange(0, COLUMNS)
     known = (chunk < CHUNKS) & (node + chunk * 0 >= 0)
     # The mass is 0 only by rounding: stopping had probability 0.
     left = tl.sum(tl.load(SUMS + node * CHUNKS + chunk, mask=known, other=0.0), 0) > 0
-    j = tl.arange(0, WIDE)
-    same = node + j * 0  # -1 if the end is a leaf: nothing to read then
-    here = (same >= 0) & (j * 0 + left.to(tl.int32) != 0)
-    tokens = tl.load(TOKENS + node * K + j, mask=here & (j < K), other=-1)
-    own_row = tl.load(DRAFT_ROW + same, mask=here, other=-1)
-    share = tl.load(SHARE + same, mask=here, other=1.0)
-    spent = tl.load(SPENT + same, mask=here, other=0.0)
-    tl.store(OWN_ROW + sample, tl.max(own_row, 0))
-    tl.store(WEIGHT + sample, tl.max(share, 0).to(tl.float32))
-    tl.store(TAKEN + sample, tl.max(spent, 0).to(tl.float32))
-    tl.store(SPECIAL + sample * K + j, tokens, mask=j < K)
+    node = tl.where(left, node, -1)
+    same = node + tl.arange(0, 2) * 0  # -1 if the end is a leaf: nothing to read then
+    draft_row = tl.max(tl.load(DRAFT_ROW + same, mask=same >= 0, other=-1), 0)
+    share = tl.max(tl.load(SHARE + same, mask=same >= 0, other=1.0), 0)
+    spent = tl.max(tl.load(SPENT + same, mask=same >= 0, other=0.0), 0)
+    return node, draft_row, share.to(tl.float32), spent.to(tl.float32)
 
 
 @triton.jit
-def choose_chunk(LEFT, END, UNIFORMS, WHERE, LEVEL, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Finds the chunk in which a sample's uniform falls, and the level within that chunk."""
+def mass_behind(
+    SCORES, LSE, DRAFT, INNER, DRAFT_ROW, SPECIAL, SHARE, SPENT, SUMS, END, LEFT, vocabulary, stride_s, stride_d, nodes,
+    K: tl.constexpr, NODES: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums R at a sample's end over one chunk."""
     sample = tl.program_id(0)
+    chunk = tl.program_id(1)
+    end = tl.load(END + sample)
+    argument = _argument(INNER, DRAFT_ROW, SHARE, SPENT, SUMS, end, nodes, NODES, CHUNKS, COLUMNS)
+    node, draft_row, share, spent = argument
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    left, _ = left_of(
+        SCORES, LSE, DRAFT, SPECIAL, node, end, draft_row, share, spent, at, vocabulary, vocabulary, stride_s, stride_d,
+        K,
+    )  # fmt: skip
+    tl.store(LEFT + sample * CHUNKS + chunk, tl.sum(left, 0))
+
+
+@triton.jit
+def pick_behind(
+    SCORES, LSE, DRAFT, INNER, DRAFT_ROW, SPECIAL, SHARE, SPENT, SUMS, END, LEFT, UNIFORMS, TOKEN, vocabulary, stride_s,
+    stride_d, nodes, K: tl.constexpr, NODES: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Finds the token in which a sample's uniform falls: first its chunk, then its place there."""
+    sample = tl.program_id(0)
+    end = tl.load(END + sample)
     chunk = tl.arange(0, COLUMNS)
     parts = tl.load(LEFT + sample * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0).to(tl.float64)
     sums = tl.cumsum(parts, 0)
     total = tl.sum(tl.where(chunk == CHUNKS - 1, sums, 0.0), 0)
-    level = tl.load(UNIFORMS + tl.load(END + sample)) * total
+    level = tl.load(UNIFORMS + end) * total
     reached = tl.sum(((sums <= level) & (chunk < CHUNKS)).to(tl.int32), 0)
-    last = tl.max(tl.where(parts > 0, chunk, 0), 0)
-    found = tl.minimum(reached, last)
-    passed = tl.sum(tl.where(chunk == found - 1, sums, 0.0), 0)
-    tl.store(WHERE + sample, found.to(tl.int64))
-    tl.store(LEVEL + sample, level - passed)
+    found = tl.minimum(reached, tl.max(tl.where(parts > 0, chunk, 0), 0))
+    level -= tl.sum(tl.where(chunk == found - 1, sums, 0.0), 0)
+    argument = _argument(INNER, DRAFT_ROW, SHARE, SPENT, SUMS, end, nodes, NODES, CHUNKS, COLUMNS)
+    node, draft_row, share, spent = argument
+    at = found * BLOCK + tl.arange(0, BLOCK)
+    left, _ = left_of(
+        SCORES, LSE, DRAFT, SPECIAL, node, end, draft_row, share, spent, at, vocabulary, vocabulary, stride_s, stride_d,
+        K,
+    )  # fmt: skip
+    tl.store(TOKEN + sample, token_at(left, at, level).to(tl.int64))
 
 
 def launch_last_top_down(
@@ -170,33 +195,34 @@ def launch_draw_behind(
     taken: Tensor, mass: Tensor, end: Tensor, uniforms: Tensor,
 ) -> Tensor:  # fmt: skip
     """See :func:`arbordraft.kernels.verify.reference.draw_behind_reference`."""
-    samples, (nodes, width), chunks = len(end), tokens.shape, triton.cdiv(scores.shape[1], CHUNK)
+    samples, (nodes, width), (_, vocabulary) = len(end), tokens.shape, scores.shape
+    token, chunks = end.new_empty(samples), triton.cdiv(vocabulary, CHUNK)
     if samples == 0:
-        return end.new_empty(0)
-    own_row, where = end.new_empty(samples), end.new_empty(samples)
-    own_weight, own_taken = (scores.new_empty(samples, dtype=torch.float32) for _ in range(2))
-    special = end.new_empty((samples, width))
-    level = scores.new_empty(samples, dtype=torch.float64)
-    columns = {"CHUNKS": chunks, "COLUMNS": triton.next_power_of_2(chunks), "num_warps": 1}
-    look_up[(samples,)](
-        inner, draft_row, tokens.contiguous(), weight.contiguous(), taken, mass, end, own_row, own_weight, own_taken,
-        special, nodes, K=width, WIDE=triton.next_power_of_2(width), NODES=triton.next_power_of_2(max(nodes, 1)),
-        **columns,
+        return token
+    left = scores.new_empty((samples, chunks), dtype=torch.float32)
+    special = tokens.contiguous() if nodes else end.new_empty(width)  # not an empty one: kernels read before they ask
+    tables = (
+        scores, lse, draft, inner.contiguous(), draft_row.contiguous(), special, weight.contiguous(),
+        taken.contiguous(), mass.contiguous(), end.contiguous(), left,
     )  # fmt: skip
-    arguments = scores, lse, draft, end, own_row, own_weight, own_taken, special
-    left, _ = launch_left_mass(*arguments)
-    choose_chunk[(samples,)](left, end, uniforms.double().contiguous(), where, level, **columns)
-    return launch_left_pick(*arguments, where, level)
+    sizes = vocabulary, scores.stride(0), draft.stride(0), nodes
+    how = {
+        **{"K": width, "NODES": triton.next_power_of_2(max(nodes, 1)), "CHUNKS": chunks},
+        **{"COLUMNS": triton.next_power_of_2(chunks), "BLOCK": block_of(vocabulary), "num_warps": 8},
+    }
+    mass_behind[samples, chunks](*tables, *sizes, **how)
+    pick_behind[(samples,)](*tables, uniforms.double().contiguous(), token, *sizes, **how)
+    return token
 
 
 __all__ = [
-    "choose_chunk",
     "first_in_order",
     "launch_draw_behind",
     "launch_last_top_down",
     "launch_lift_level",
     "launch_lifted_ends",
     "lift_node",
-    "look_up",
+    "mass_behind",
+    "pick_behind",
     "walk_down",
 ]

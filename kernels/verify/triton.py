@@ -60,17 +60,29 @@ def left_at(
     K: tl.constexpr,
 ):  # fmt: skip
     """Returns R and q of the tokens ``at``, 0 for special ones; R is 0 from ``scored`` on, where no score is read."""
-    inside = at < vocabulary
     row = tl.load(ROW + node)
+    return left_of(
+        SCORES, LSE, DRAFT, SPECIAL, node, row, tl.load(DRAFT_ROW + node), tl.load(WEIGHT + node),
+        tl.load(TAKEN + node), at, vocabulary, scored, stride_s, stride_d, K,
+    )  # fmt: skip
+
+
+@triton.jit
+def left_of(
+    SCORES, LSE, DRAFT, SPECIAL, node, row, draft_row, weight, taken, at, vocabulary, scored, stride_s, stride_d,
+    K: tl.constexpr,
+):  # fmt: skip
+    """See `left_at`; a node of -1 has no special tokens."""
+    inside = at < vocabulary
     x = tl.load(SCORES + row * stride_s + at, mask=at < scored, other=-float("inf")).to(tl.float32)
-    p = tl.exp(x - tl.load(LSE + row)) * tl.load(WEIGHT + node)
-    draft_row = tl.load(DRAFT_ROW + node)
+    p = tl.exp(x - tl.load(LSE + row)) * weight
     drawn = inside & ((draft_row + tl.zeros([1], tl.int64)) >= 0)
     q = tl.load(DRAFT + draft_row * stride_d + at, mask=drawn, other=0.0).to(tl.float32)
     ordinary = inside
     for index in tl.static_range(K):
-        ordinary = ordinary & (at != tl.load(SPECIAL + node * K + index))
-    left = tl.maximum(p - tl.load(TAKEN + node) * q, 0.0)
+        token = tl.load(SPECIAL + tl.maximum(node, 0) * K + index)
+        ordinary = ordinary & (at != tl.where(node < 0, -1, token))
+    left = tl.maximum(p - taken * q, 0.0)
     return tl.where(ordinary, left, 0.0), tl.where(ordinary, q, 0.0)
 
 
@@ -92,6 +104,16 @@ def left_mass(
 
 
 @triton.jit
+def token_at(left, at, level):
+    """Returns the token at which the running sum of R exceeds a level, or else the last token with R > 0."""
+    # In float32 the error of a running sum of thousands exceeds the mass of a token in a flat row.
+    reached = tl.cumsum(left.to(tl.float64), 0) > level
+    first = tl.min(tl.where(reached & (left > 0), at, _NOWHERE), 0)
+    last = tl.max(tl.where(left > 0, at, -1), 0)
+    return tl.where(first == _NOWHERE, last, first)
+
+
+@triton.jit
 def left_pick(
     SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, WHERE, LEVEL, TOKEN, vocabulary, stride_s, stride_d,
     K: tl.constexpr, BLOCK: tl.constexpr,
@@ -103,11 +125,7 @@ def left_pick(
         SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, vocabulary, stride_s,
         stride_d, K,
     )  # fmt: skip
-    # In float32 the error of a running sum of thousands exceeds the mass of a token in a flat row.
-    reached = tl.cumsum(left.to(tl.float64), 0) > tl.load(LEVEL + node)
-    first = tl.min(tl.where(reached & (left > 0), at, _NOWHERE), 0)
-    last = tl.max(tl.where(left > 0, at, -1), 0)
-    tl.store(TOKEN + node, tl.where(first == _NOWHERE, last, first))
+    tl.store(TOKEN + node, token_at(left, at, tl.load(LEVEL + node)))
 
 
 def block_of(vocabulary: int) -> int:
@@ -196,6 +214,8 @@ __all__ = [
     "launch_row_stats",
     "left_at",
     "left_mass",
+    "left_of",
     "left_pick",
     "row_stats",
+    "token_at",
 ]

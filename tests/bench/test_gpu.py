@@ -19,15 +19,18 @@ from torch.testing import assert_close
 
 from arbordraft import TreeTopology
 from arbordraft.cli.bench import app
+from arbordraft.kernels import choice
 from arbordraft.kernels.choice import INTERPRETER
+from arbordraft.target.model import RaggedModel
 from arbordraft.utils.terminal import terminal
-from arborlab.gpu import kernels, oracle, problems, score_problems, smollm2, steps, timing
+from arborlab.gpu import kernels, oracle, problems, score_problems, shapes, smollm2, steps, timing
 from arborlab.gpu import run as gpu_run
 from arborlab.gpu.packed import Packed, flash, sdpa
 from arborlab.gpu.problem import Goal, Problem, timed
 from arborlab.gpu.roofline import STEPPED, Shape, fitting_shapes, predictions
 from arborlab.gpu.run import FILE, PHASES, GpuBench, PhaseResult, Planned, print_phase
 from arborlab.gpu.setting import Item, Setting
+from arborlab.gpu.shapes import LONG_CHAIN, ShapeModel
 from arborlab.work import Work
 
 CPU, NOWHERE = torch.device("cpu"), torch.device("meta")
@@ -63,6 +66,7 @@ def test_all_phases_run_on_a_cpu(tmp_path):
     names |= {"row_max", "log_sum_exp", "lowest_kept", "tree_expand", "gumbel_draw", "gumbel"}
     names |= {"rms_norm", "add_rms_norm", "gated_activation", "rotate_append"}
     names |= {"linear", "gated_linear", "project_rotate_append", "grow_level"}
+    names |= {"grouped_linear", "gated_grouped_linear"}
     names |= {"matching_ends", "accepted_paths", "recurrent_gate", "tree_convolution", "tree_scan"}
     assert {row["kernel"] for row in checked} == names
     assert {row["dtype"] for row in checked} == {"float32", "bfloat16", "float16"}
@@ -156,7 +160,7 @@ def test_the_most_telling_phases_come_first():
 def oracle_rows(acceptance):
     """Runs recorded steps of a tiny model with an oracle on a head, as phase ``steps`` does."""
     shape = steps._Shape(steps.ShapeModels(CPU, 0), "tiny", Setting(CPU))
-    (row,) = shape.oracle("chain of 4", steps.CHAIN, acceptance, True)
+    (row,) = shape.oracle("chain of 4", steps.CHAIN, acceptance, "head")
     return row
 
 
@@ -171,6 +175,67 @@ def test_an_oracle_on_a_head_is_accepted_at_its_rate(monkeypatch):
     wrong = oracle_rows(0.8)  # negative control: the row of gpu.json, a head of random weights alone
     assert wrong.accepted < 0.1
     assert wrong.tau < 1.2
+
+
+def test_an_oracle_on_a_copy_is_accepted_at_its_rate(monkeypatch):
+    """The target drafts for itself in the run that verifies; here with the references of Triton's kernels."""
+    monkeypatch.setattr(ShapeModel, "target", property(lambda model: model.triton))
+    accepted = []
+    for rate in (1.0, 0.92, 0.0):
+        shape = steps._Shape(steps.ShapeModels(CPU, 0), "tiny", Setting(CPU))
+        with monkeypatch.context() as patch:  # else Triton wants a GPU
+            patch.setattr(choice, "interpreted", lambda: True)
+            shape.model.triton = RaggedModel(shape.model.model, kernels="triton", self_test=False)
+            assert shape.model.copied.weights == "int4"
+        choice.ran.clear()
+        (row,) = shape.oracle("chain of 7", LONG_CHAIN, rate, "copy")
+        assert choice.ran["static_draft/reference"] == 0 < choice.ran["static_step/reference"]
+        assert choice.ran["grouped_linear/reference"] > 0
+        accepted.append(row.accepted)
+        assert (row.drafts, row.rows) == ("oracle, chain of 7 with a copy", 8)
+    assert accepted[0] == 1
+    assert 0.5 < accepted[1] < 1
+    assert accepted[2] == 0
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "with a copy"])
+def test_long_prompts_are_not_read(monkeypatch, drafts):
+    """Steps after them run alone, on rows of the cache that nothing has computed."""
+    monkeypatch.setattr(ShapeModel, "target", property(lambda model: model.triton))
+    shape, forwards = steps._Shape(steps.ShapeModels(CPU, 0), "tiny", Setting(CPU)), []
+    run = RaggedModel.run
+    monkeypatch.setattr(
+        RaggedModel, "run", lambda model, *given, **named: forwards.append(1) or run(model, *given, **named)
+    )
+    with monkeypatch.context() as patch:  # else Triton wants a GPU
+        patch.setattr(choice, "interpreted", lambda: True)
+        shape.model.triton = RaggedModel(shape.model.model, kernels="triton", self_test=False)
+        decode = shape.model.long(2, 12, drafts)
+    choice.ran.clear()
+    found = decode(4)
+    assert found.stats.emitted == [4, 4]
+    assert choice.ran["static_step/reference"] == len(found.times) > 0
+    assert len(forwards) <= 1  # of the cache's first row, which makes the pools
+    longer = shape.model.plain(2, shape.model.target)  # negative control: a target that reads
+    shape.model.by(longer, torch.full((2, 12), 7))(4)
+    assert len(forwards) > 1
+
+
+def test_an_oracle_knows_tokens_that_its_head_does_not_draft(monkeypatch):
+    monkeypatch.setattr(shapes, "DRAFT_VOCABULARY", 40)
+    assert oracle_rows(1.0).accepted == 1.0
+
+
+def test_the_step_of_a_model_that_drafts_for_itself():
+    """Llama-3.1-8B reads 15 GB of weights, and 0.28 of that for a draft."""
+    rows = {row.kernel: row for row in predictions([], STEPPED)}
+    target, copy = rows["weights of a forward"], rows["weights of the copy's forward"]
+    assert target.megabytes == pytest.approx(2 * 7504 + 0.001 * 8 * 9000, rel=0.01)
+    assert copy.megabytes / target.megabytes == pytest.approx(4.5 / 16, rel=0.01)
+    whole = rows["weights of a step that drafts for itself"]
+    assert whole.megabytes == pytest.approx(target.megabytes + 7 * copy.megabytes)
+    assert whole.h100_us == pytest.approx(1e6 * whole.megabytes * 1e6 / 3.35e12)
+    assert whole.bound == "memory"
 
 
 def test_weights_are_taken_from_the_folder_beside(tmp_path, monkeypatch):

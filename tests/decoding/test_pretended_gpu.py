@@ -1,6 +1,7 @@
 """Whole decoders on a pretended GPU: tokens and counts as on the CPU, and few transfers and launches per step."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -19,6 +20,7 @@ from arbordraft import (
     NoDrafter,
     RaggedModel,
     RecursiveRejection,
+    SelfDrafter,
     SpecHub,
     SpeculativeDecoder,
     TopDown,
@@ -27,10 +29,12 @@ from arbordraft import (
 )
 from arbordraft.decoding.static import draft, step
 from arbordraft.drafters.eagle import EagleNetwork
+from arbordraft.drafters.model_drafter import ModelDrafter, TargetCacheDrafter
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.kernels import choice
 from arbordraft.sampling import noise
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.weight_watch import WeightWatch
 
 PROMPTS = [[5, 9, 7, 5, 9, 7, 5, 9], [8, 3, 8, 3, 8, 3, 8, 3]]
 TREE, CHAIN = TreeTopology.from_k_config((2, 2, 1)), TreeTopology.chain(3)
@@ -184,6 +188,99 @@ def test_a_step_makes_no_more_transfers_than_it_needs(parts, case):
     assert sum(count for (kind, _), count in found.items() if kind != "upload") <= waits, found.most_common()
     if "recorded" in case:
         assert {kind for kind, _ in found} == {"upload", "download"}
+
+
+# A target that drafts for itself
+
+
+@pytest.fixture(scope="module")
+def self_drafting():
+    """Builds a target on the pretended GPU that drafts for itself; returns both, and the target's texts on the CPU."""
+    network, texts = tiny(num_hidden_layers=4, max_position_embeddings=128), {}
+    with pytest.MonkeyPatch.context() as patch:  # recognition needs torch's own tensors
+        patch.setattr(choice, "interpreted", lambda: True)
+        target = RaggedModel(network, kernels="triton", self_test=False)
+        drafter = SelfDrafter(target)
+    for name, request in (("greedy", {}), ("sampled", SHARED)):
+        plain = SpeculativeDecoder(target, NoDrafter(), TreeTopology.chain(0), buckets=None)
+        texts[name] = plain.generate(**left_padded(PROMPTS), **ENDS, **{"do_sample": False, **request}).tolist()
+    with pretended_gpu():
+        moved(network)
+        for copy in drafter.model.copies:
+            copy.panels = OnDevice(copy.panels)
+        # The copies are those of the weights that moved.
+        drafter.model._prepared = replace(drafter.model._prepared, weights=WeightWatch(network.modules()))
+    return target, drafter, texts
+
+
+ENDS = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+
+
+def drafted(self_drafting, topology, request, on_step=None):
+    """Returns the texts and counts of a target that drafts for itself."""
+    target, drafter, _ = self_drafting
+    decoder = SpeculativeDecoder(target, drafter, topology, buckets=(8, 32))
+    decoder.on_step = on_step
+    found = decoder.generate(
+        **left_padded(PROMPTS), **ENDS, **{"do_sample": False, **request}, return_dict_in_generate=True
+    )
+    return found.sequences.tolist(), found.stats
+
+
+@pytest.mark.parametrize("topology", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_a_target_drafts_for_itself_in_the_run_that_verifies(self_drafting, monkeypatch, name, topology):
+    seen, compared, latest = [], [], RaggedModel._latest
+    monkeypatch.setattr(RaggedModel, "_latest", lambda model: compared.append((model, len(seen))) or latest(model))
+    with pretended_gpu() as counts:
+        choice.ran.clear()
+        request = SHARED if name == "sampled" else {}
+        found, stats = drafted(self_drafting, topology, request, lambda *_: seen.append(Counter(counts.crossings)))
+    assert found == self_drafting[2][name]
+    assert sum(stats.accepted.values()) > 0.3 * sum(stats.tried.values()) > 0
+    assert choice.ran["static_step/triton"] == len(seen) > 2
+    assert choice.ran["static_draft/triton"] == 0  # no draft ran by itself
+    assert sorted(kind for kind, _ in (seen[2] - seen[1]).elements()) == ["download", "upload"]
+    # The copy's weights are compared before the first step alone.
+    assert {step for model, step in compared if model is self_drafting[1].model} == {0}
+
+
+def test_wrong_copies_change_no_text(self_drafting, monkeypatch):
+    """Negative control of the drafts: those of other weights are hardly ever right."""
+    with pretended_gpu():
+        for copy in self_drafting[1].model.copies:
+            monkeypatch.setattr(copy, "panels", OnDevice(copy.panels.host.roll(1, 0)))
+        found, stats = drafted(self_drafting, CHAIN, {})
+    assert found == self_drafting[2]["greedy"]
+    assert sum(stats.accepted.values()) < 0.2 * sum(stats.tried.values())
+
+
+def test_rows_of_a_copy_that_stay_would_be_seen(self_drafting, monkeypatch):
+    """Negative control: a draft that commits its rows to the target's cache changes the texts."""
+    monkeypatch.setattr(TargetCacheDrafter, "caught_up", ModelDrafter.caught_up)
+    with pretended_gpu():
+        found, _ = drafted(self_drafting, CHAIN, {})
+    assert found != self_drafting[2]["greedy"]
+
+
+@pytest.mark.parametrize("rows", [[[0]], [[0, 1]] * 2], ids=["one", "several"])
+def test_a_layer_of_the_copy_takes_eight_launches(self_drafting, rows):
+    drafter, counted = self_drafting[1], []
+    with pretended_gpu() as counts:
+        cache = RaggedKVCache()
+        samples = [cache.open(8) for _ in rows]
+        tokens = torch.tensor([3 + row for each in rows for row in each])
+        words = torch.tensor([[1], [3]] * 2) if len(rows[0]) > 1 else None
+        for layers in (3, 3, 4, 4):  # the first run of each makes the pools
+            batch = cache.lay_out(samples, rows, words)
+            counts.clear()
+            drafter.model(tokens, batch, cache, layers=layers)
+            counted.append(Counter(counts.operators))
+            cache.commit({sample: [] for sample in samples})
+    found = counted[3] - counted[1]
+    assert found["grouped_linear"] == 4
+    assert found["ragged_tree_attention"] == found["rotate_append"] == 1
+    assert found.total() <= 8, found
 
 
 # Launches

@@ -19,9 +19,12 @@ from arbordraft.decoding.requests import Request
 from arbordraft.drafter_names import choose_drafter, drafter_named
 from arbordraft.drafters import model_drafter, self_drafter
 from arbordraft.heads.eagle import EagleHead
+from arbordraft.kernels import choice
 from arbordraft.kernels.decoder_layers import Matrix
 from arbordraft.kernels.draft_tree import DraftRun
+from arbordraft.kernels.grouped_linear import restore_panels, round_to_panels
 from arbordraft.kernels.prepacked_linear import pack
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.states import RecurrentStates
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -314,7 +317,7 @@ def test_names_select_the_weights():
         (
             lambda: ad.SelfDrafter(ad.RaggedModel(tiny(), kernels="torch")),
             ValueError,
-            "native kernels, which are there on a CPU alone; this one has kernels='torch'",
+            "native kernels on a CPU, and by Triton's on a GPU; this one has kernels='torch'",
         ),
         (lambda: ad.SpeculativeDecoder(target(), ad.SelfDrafter(target()), CHAIN), ValueError, "the target that it"),
     ],
@@ -322,6 +325,111 @@ def test_names_select_the_weights():
 def test_invalid_arguments_are_refused(make, error, match):
     with pytest.raises(error, match=match):
         make()
+
+
+# On a GPU, here with the references of its kernels
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Makes targets that Triton would run on a GPU; decoding runs the references."""
+
+    def made(architecture="llama", weights=None, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(choice, "interpreted", lambda: True)
+            model = recurrent(architecture) if architecture in ROW_WISE else varied(architecture, **options)
+            return ad.RaggedModel(model, kernels="triton", weights=weights, self_test=weights is not None)
+
+    return made
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Makes drafters of such targets."""
+
+    def made(of, weights="int4"):
+        with monkeypatch.context() as patch:
+            patch.setattr(choice, "interpreted", lambda: True)
+            return ad.SelfDrafter(of, weights)
+
+    return made
+
+
+@pytest.mark.parametrize("buckets", [None, (8, 32)], ids=["eager", "recorded"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
+def test_on_a_gpu_the_tokens_are_the_targets_own(on_gpu, copied, architecture, buckets):
+    of = on_gpu(architecture)
+    drafter = copied(of)
+    assert 0.15 < drafter.effort(of) < 0.3  # bytes of float32
+    for request in ({}, SAMPLED):
+        expected, _ = decode(ad.builders.plain(of), **request)
+        for topology in (CHAIN, TREE):
+            found, stats = decode(ad.SpeculativeDecoder(of, drafter, topology, buckets=buckets), **request)
+            assert found == expected
+            assert sum(stats.accepted.values()) > 0.3 * sum(stats.tried.values()) > 0
+
+
+def test_on_a_gpu_drafts_may_be_drawn_at_random(on_gpu, copied):
+    of = on_gpu()
+    coupling = ad.Coupling(ad.IID(1), ad.Lifted(ad.RecursiveRejection()))
+    made = ad.SpeculativeDecoder(of, copied(of), CHAIN, coupling, buckets=(8, 32))
+    _, stats = decode(made, **SAMPLED, max_new_tokens=20)
+    assert sum(stats.accepted.values()) > 0.4 * sum(stats.tried.values()) > 0
+
+
+def test_on_a_gpu_new_weights_are_copied_anew(on_gpu, copied, monkeypatch):
+    of = on_gpu()
+    made = ad.SpeculativeDecoder(of, copied(of), CHAIN, buckets=(8, 32))
+    decode(made)
+    before = made.drafter.model.copies
+    of.model.model.layers[0].mlp.up_proj.weight.data.mul_(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "interpreted", lambda: True)
+        with pytest.warns(UserWarning, match="prepacking them again"):
+            made.drafter.open(RaggedKVCache())
+    found, stats = decode(made)
+    assert found == decode(ad.builders.plain(of))[0]
+    assert made.drafter.model.copies is not before
+    assert sum(stats.accepted.values()) > 0.4 * sum(stats.tried.values())
+
+
+def test_on_a_gpu_a_target_may_have_four_bits_itself(on_gpu):
+    """Its logits are those of the restored weights, up to rounding."""
+    of = on_gpu(weights="int4")
+    assert of.chosen.endswith("linears in 4 bits")
+    exact = varied("llama")
+    for module in exact.modules():
+        if isinstance(module, torch.nn.Linear):
+            panels = round_to_panels(module.weight)
+            module.weight.data = restore_panels(panels, "INT4", module.out_features, module.in_features)
+    logits = []
+    for each in (of, ad.RaggedModel(exact, kernels="torch"), on_gpu()):
+        cache = RaggedKVCache()
+        batch = cache.lay_out([cache.open(8)], [range(8)])
+        logits.append(each(torch.arange(3, 11), batch, cache))
+    torch.testing.assert_close(logits[0], logits[1])
+    assert (logits[0] - logits[2]).abs().max() > 1e-2  # negative control
+
+
+@pytest.mark.parametrize(
+    ("architecture", "match"),
+    [("mixtral", "experts"), ("gpt2", "LayerNorm"), ("lfm2", "conv")],
+)
+def test_on_a_gpu_other_models_are_refused_by_name(on_gpu, copied, architecture, match):
+    with pytest.raises(ad.UnsupportedModel, match=f"weights='int4' on a GPU needs kernels .*{match}"):
+        copied(on_gpu(architecture))
+
+
+def test_on_a_gpu_other_weights_are_refused(on_gpu, copied, monkeypatch):
+    of = on_gpu()
+    with pytest.raises(ValueError, match="on a GPU a target drafts for itself with int4 weights, got 'int8'"):
+        copied(of, "int8")
+    monkeypatch.setattr(choice, "interpreted", lambda: True)
+    with pytest.raises(ValueError, match="no row-invariant products on a GPU"):
+        ad.RaggedModel(of.model, kernels="triton", weights="int4", row_invariant=True)
+    with pytest.raises(ValueError, match="int8 weights need the native kernels"):
+        ad.RaggedModel(of.model, kernels="triton", weights="int8")
+    assert "never timed on a GPU" in choose_drafter(of)[1]
 
 
 # Recurrent targets

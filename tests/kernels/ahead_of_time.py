@@ -17,6 +17,7 @@ from arbordraft.kernels.accepted_paths import triton as accepted_paths
 from arbordraft.kernels.fused_layers import ACTIVATIONS
 from arbordraft.kernels.fused_layers import triton as fused_layers
 from arbordraft.kernels.fused_linear import triton as fused_linear
+from arbordraft.kernels.grouped_linear import triton as grouped_linear
 from arbordraft.kernels.grow_level import triton as grow_level
 from arbordraft.kernels.gumbel import triton as gumbel
 from arbordraft.kernels.kv_cache import triton as kv_cache
@@ -63,6 +64,9 @@ POINTERS = {
         ("READ", "WRITE", "HISTORY", "LEVELS", "BUDGET", "PARENT", "RANK", "FED", "NEXT", "LEVEL_OF"), "*i64"
     ),
     "VOCABULARY": "*i64",
+    "UNITS": "*fp32",
+    "FIELDS": "*i32",
+    "CODES": "*i16",
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST", "SEEDS"), "*i64"),
 }
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -170,6 +174,24 @@ def fused_cases(target):
         yield name, (fused_layers.rotate_append_row, target, dtype, constants), options(how | exact)
 
 
+def grouped_cases(target):
+    """Yields products with weights of 4 bits, for one row, a tree, several samples, and gated."""
+    for rows, dtype, activation, kind in (
+        (1, "bf16", None, "INT4"),
+        (16, "bf16", None, "INT4"),
+        (64, "bf16", None, "INT4"),
+        (1, "fp16", "silu", "INT4"),
+        (1, "fp32", None, "INT4"),
+        (1, "bf16", None, "MXFP4"),
+    ):
+        how = grouped_linear.tile(rows, TYPES[dtype], target == "gfx942")
+        constants = {"KIND": kind, "ACTIVATION": activation, "BIAS": True, "UPCAST": False}
+        constants |= {"PRECISION": softmax.precision(TYPES[dtype], target == "gfx942")}
+        constants |= {key: value for key, value in how.items() if key.isupper()}
+        name = f"grouped_tile {dtype} {kind}, {rows} rows" + f", {activation}" * bool(activation)
+        yield name, (grouped_linear.grouped_tile, target, dtype, constants), {"warps": how["num_warps"]}
+
+
 def recurrent_cases(target):
     """Yields scans with the states of Qwen3-Next, Kimi Linear, Falcon-H1 and Mamba, convolutions and gates."""
     for name, heads, key_heads, keys, values, per, delta in (
@@ -264,8 +286,9 @@ def cases(target):
     lifted = {"K": 3, "WIDE": 4}
     yield "lift_node", (ends.lift_node, target, "fp32", lifted), once
     yield "first_in_order", (ends.first_in_order, target, "fp32", {"BLOCK": 512}), {"warps": 1}
-    yield "look_up", (ends.look_up, target, "fp32", of_tree | columns), {"warps": 1}
-    yield "choose_chunk", (ends.choose_chunk, target, "fp32", columns), {"warps": 1}
+    behind = columns | {"K": 3, "NODES": 512, "BLOCK": verify.CHUNK}
+    yield "mass_behind", (ends.mass_behind, target, "bf16", behind), {"warps": 8}
+    yield "pick_behind", (ends.pick_behind, target, "bf16", behind), {"warps": 8}
     search = {"COUNTED": True, "MASSED": True, "CHUNKS": 32}
     summed = search | {"PIVOTS": truncation.PIVOTS}
     yield "sum_above", (truncation.sum_above, target, "bf16", summed | {"BLOCK": verify.CHUNK}), {"warps": 4}
@@ -292,6 +315,7 @@ def cases(target):
     yield "grow_trees", (grow_level.grow_trees, target, "fp32", grown), {"warps": 4, "fusion": False}
     yield from fused_cases(target)
     yield from row_cases(target)
+    yield from grouped_cases(target)
     yield from recurrent_cases(target)
     yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 2}
 

@@ -70,7 +70,7 @@ def _requests(text: str) -> str:
 
 DRAFTERS = (
     "'auto' (a drafter trained for the model, the model itself after lookups, or lookups: the fastest by estimate), "
-    "'ngram' (lookups), 'none', 'self' (the model itself with fewer bits, on a CPU), 'mtp' (the model's own layer for "
+    "'ngram' (lookups), 'none', 'self' (the model itself with fewer bits), 'mtp' (the model's own layer for "
     "multi-token prediction), 'early-exit:LAYERS', folder of a trained drafter, hub name of a draft model or a "
     "published head, 'MODULE:CLASS' of your own, or 'models:/NAME@ALIAS' of MLflow."
 )

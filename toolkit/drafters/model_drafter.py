@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arbordraft.drafters.base import Drafter, Predictions
 from arbordraft.drafters.context import DraftContext, Frontier
-from arbordraft.drafters.feeding import Missing, feed, integers, part_of
+from arbordraft.drafters.feeding import Missing, caught_up, feed, integers, part_of
 from arbordraft.drafters.network import DraftNetwork, Outputs
 from arbordraft.kernels.draft_tree import TreesToGrow
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
@@ -65,6 +65,14 @@ class ModelDrafter(Drafter):
     def missing(self, state: Any, context: DraftContext, sample: int) -> Missing:
         """Returns the committed tokens of a sample that the cache lacks; they are read next."""
         raise NotImplementedError
+
+    def most_missing(self, committed: int) -> int:
+        """Returns the most tokens that the cache lacks after a step that commits up to ``committed`` tokens."""
+        return committed
+
+    def caught_up(self, state: Any, missing: Mapping[int, Missing]) -> None:
+        """Commits missing tokens, by handle, whose rows a recorded draft has written to the cache."""
+        caught_up(state.cache, missing)
 
     def network(self, context: DraftContext) -> DraftNetwork | None:
         return self._network.recorded() if self._drafts_target_ids(context) else None
@@ -219,6 +227,12 @@ class TargetCacheDrafter(ModelDrafter):
 
     def missing(self, state: ModelState, context: DraftContext, sample: int) -> Missing:
         return context.tokens(sample)[-1:], None
+
+    def most_missing(self, committed: int) -> int:
+        return 1
+
+    def caught_up(self, state: ModelState, missing: Mapping[int, Missing]) -> None:
+        """Commits nothing, as verification writes these rows again."""
 
     def _after_roots(self, state: ModelState, frontier: Frontier) -> Outputs:
         return self._after_level(state, frontier)  # the target commits its own cache, the roots included

@@ -12,7 +12,7 @@ from arbordraft.drafters.agreement import acceptance_at, agreement
 from arbordraft.drafters.base import check_ragged
 from arbordraft.drafters.model_drafter import TargetCacheDrafter
 from arbordraft.drafters.native_models import native_model
-from arbordraft.drafters.network import ModelNetwork, Outputs
+from arbordraft.drafters.network import DraftNetwork, ModelNetwork, Outputs
 from arbordraft.kernels.draft_tree import DraftRun
 from arbordraft.sampling.laws import DraftLaw, SharedNoise
 from arbordraft.target.attention import Attending, Forward
@@ -29,18 +29,19 @@ class SelfDrafter(TargetCacheDrafter):
     """Drafts with the target's own layers over weights of fewer bits; outputs stay the target's, bit for bit.
 
     It needs no training and no other model. It reads the keys and values that the target has computed, and writes those
-    of its drafts where verification will overwrite them. It shares the target's embeddings, norms and head. It adds
-    only a packed copy of the layers' matrices and a 4-bit copy of the head. The copy preselects tokens, which the head
-    itself then scores.
+    of its drafts where verification will overwrite them. It shares the target's embeddings and norms, and adds a packed
+    copy of the layers' matrices and of the head. On a CPU, the copy of the head preselects tokens, which the head
+    itself then scores. On a GPU, it scores them alone.
 
     Args:
-        target: the model it drafts for, which native kernels run.
-        weights: ``int4`` or ``int8``, see :class:`~arbordraft.RaggedModel`.
+        target: the model it drafts for, which native kernels or Triton's run.
+        weights: ``int4`` or ``int8``, see :class:`~arbordraft.RaggedModel`; on a GPU ``int4``.
 
     Raises:
         TypeError: if the target is not a RaggedModel.
-        ValueError: for other weights, or if native kernels do not run the target: a GPU has no weights of fewer bits.
-        UnsupportedModel: if the target cannot be packed.
+        ValueError: for other weights, or if torch's modules run the target.
+        UnsupportedModel: if the target cannot be packed. On a GPU, these are models with experts, recurrent layers or
+            other modules without a kernel; the error names them.
     """
 
     acceptance: tuple[float, ...] = (0.94, 0.03, 0.01)
@@ -51,15 +52,17 @@ class SelfDrafter(TargetCacheDrafter):
         check_ragged(target)
         if weights not in BITS:
             raise ValueError(f"a target drafts for itself with {' or '.join(BITS)} weights, got {weights!r}")
-        if target.backend != "native":
+        if target.backend == "torch":
             raise ValueError(
-                f"a target drafts for itself by native kernels, which are there on a CPU alone; this one has "
-                f"kernels={target.backend!r}: load it with kernels='native', or choose another drafter"
+                "a target drafts for itself by native kernels on a CPU, and by Triton's on a GPU; this one has "
+                "kernels='torch': load it with kernels='native' or 'triton', or choose another drafter"
             )
+        if target.backend == "triton" and weights != "int4":
+            raise ValueError(f"on a GPU a target drafts for itself with int4 weights, got {weights!r}")
         self.target = target
-        # The target's own head costs no memory here, and scores only a few tokens.
+        # On a CPU, the target's own head costs no memory here, and scores only a few tokens.
         own = target if target.weights is None else None
-        self.model = RaggedModel(target.model, kernels="native", weights=weights, head_of=own, self_test=False)
+        self.model = RaggedModel(target.model, kernels=target.backend, weights=weights, head_of=own, self_test=False)
         self._network = _CopyNetwork(self.model, target)
 
     @classmethod
@@ -70,7 +73,7 @@ class SelfDrafter(TargetCacheDrafter):
         random tokens if the target has no tokenizer. The rate of agreement sets the drafter's ``acceptance``.
         """
         four = cls(target, "int4")._compared()
-        if four.acceptance[0] >= _ENOUGH_AGREEMENT:
+        if four.acceptance[0] >= _ENOUGH_AGREEMENT or target.backend == "triton":  # there without a choice
             return four
         return max(four, cls(target, "int8")._compared(), key=lambda drafter: drafter.gain(target))
 
@@ -85,13 +88,16 @@ class SelfDrafter(TargetCacheDrafter):
         return self.model.weights
 
     def effort(self, target: RaggedModel) -> float:
+        if self.model.copies:
+            return self.nbytes / sum(copy.original_bytes for copy in self.model.copies)
         assert target.prepacking is not None
         return self.nbytes / max(1, target.prepacking.nbytes)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes besides the target's."""
-        assert self.model.prepacking is not None
+        if self.model.prepacking is None:
+            return sum(copy.panels.nbytes for copy in self.model.copies)
         screen = None if (run := self._network.native) is None or run.weights.exact is None else run.weights.head
         parts = [] if screen is None else [screen.weight, screen.scale]
         return self.model.prepacking.nbytes + sum(part.nbytes for part in parts if part is not None)
@@ -135,6 +141,11 @@ class _CopyNetwork(ModelNetwork):
 
     def refresh(self) -> None:
         self.model.begin(RaggedKVCache())  # packs changed weights again
+        super().recorded()
+
+    def recorded(self) -> DraftNetwork | None:
+        # Weights are compared once per batch. The comparison takes a GPU's host milliseconds, too long for every step.
+        return self._recorded if self._recorded.modules is not None else super().recorded()
 
     def run(
         self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None

@@ -7,7 +7,7 @@ per layer.
 Shapes: T packed rows, H hidden size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -40,26 +40,41 @@ def fuse_linears(model: Any, found: Recognised, layers: Iterable[nn.Module]) -> 
         norms = [parts[name] for name in ("q_norm", "k_norm") if name in parts]
         form = _common_form(norms, found)
         even = call.dim == call.value_dim and call.dim % 2 == 0
-        if form is not None and even and _plain(linears[:3]) and _plain(linears[3:]):
+        if form is not None and even and plain_linears(linears[:3]) and plain_linears(linears[3:]):
             vars(attention)["forward"] = partial(_run_attention, attention, call, linears, norms, form)
             done.update(linears)
     for mlp, activation in found.gates.items():
         parts = dict(mlp.named_children())
         linears = [parts[f"{name}_proj"] for name in ("gate", "up", "down")]
-        if _plain(linears[:2]) and _plain(linears[2:]):
+        if plain_linears(linears[:2]) and plain_linears(linears[2:]):
             vars(mlp)["forward"] = partial(_run_mlp, linears, activation)
             done.update(linears)
     head = model.get_output_embeddings()
-    if _plain([head]):
+    if plain_linears([head]):
         vars(head)["forward"] = partial(_run_linear, head)
         done.add(head)
+    refuse_others(model, found, done, layers, "row_invariant=True")
+
+
+def refuse_others(
+    model: Any, found: Recognised, done: Collection[nn.Module], layers: Iterable[nn.Module], wish: str
+) -> None:
+    """Raises UnsupportedModel if modules with weights have no kernel for a wish; names the first ones.
+
+    Args:
+        model: the view.
+        found: modules that :func:`~arbordraft.target.fused_modules.fuse` has recognised in it.
+        done: modules with weights that have such a kernel.
+        layers: the view's decoder layers, all of which must be recognised.
+        wish: the argument that needs the kernels.
+    """
     names = {module: name for name, module in model.named_modules()}
     known = (nn.Embedding,)  # looks rows up, so it needs no kernel
     left = [module for module in names if module._parameters and module not in done and not isinstance(module, known)]
     if left := left or [layer for layer in layers if layer not in found.layers]:
         listed = ", ".join(f"{names[module]} ({type(module).__name__})" for module in left[:5])
         raise UnsupportedModel(
-            f"row_invariant=True needs kernels for all modules with weights, and there are none for {listed}"
+            f"{wish} needs kernels for all modules with weights, and there are none for {listed}"
             + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         )
 
@@ -72,7 +87,7 @@ def _common_form(norms: list[nn.Module], found: Recognised) -> NormForm | None:
     return forms.pop() if len(norms) == 2 and len(forms) == 1 and not any(map(_is_hooked, norms)) else None
 
 
-def _plain(linears: list[Any]) -> bool:
+def plain_linears(linears: list[Any]) -> bool:
     """Returns whether these are torch's own linears without hooks, all with a bias or all without."""
     return (
         all(
@@ -130,4 +145,4 @@ def _run_attention(
     return _run_linear(linears[3], out.reshape(1, len(out), -1)), None
 
 
-__all__ = ["fuse_linears"]
+__all__ = ["fuse_linears", "plain_linears", "refuse_others"]

@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from arbordraft.target.attention import (
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.fused_linears import fuse_linears
 from arbordraft.target.fused_modules import Recognised, fuse
+from arbordraft.target.grouped_linears import GroupedCopy, copy_linears
 from arbordraft.target.mixers import mixers_of, run_mixers
 from arbordraft.target.model_view import ModelView
 from arbordraft.target.observation import decoder_list, final_module, observe
@@ -75,6 +76,7 @@ class _Prepared:
     read: WeightWatch  # the weights that forwards read from the model itself, not from copies
     shortcut: Shortcut | None = None
     fused: Recognised | None = None  # modules that run in Triton, if any may
+    copies: list[GroupedCopy] = field(default_factory=list)  # weights of fewer bits on a GPU
     mixers: int = 0  # number of recurrent mixers
     odd: frozenset[str] = frozenset()  # functions around native mixers that may mix rows, or round them by their place
 
@@ -169,9 +171,12 @@ class RaggedModel(nn.Module):
             raise ValueError(f"row_invariant=True needs kernels='native' on a CPU or 'triton' on an NVIDIA GPU: {why}")
         if not keep_weights and self.backend == "native":
             check_movable(model)
-        if self.weights and self.backend != "native":
+        grouped = self.backend == "triton" and self.weights == "int4"
+        if self.weights and self.backend != "native" and not grouped:
             why = native.problem() or "use kernels='native'"
             raise ValueError(f"{self.weights} weights need the native kernels: {why}")
+        if grouped and row_invariant:
+            raise ValueError("int4 weights have no row-invariant products on a GPU: choose one of the two")
         register()
         self.model = model
         self.tokenizer = tokenizer
@@ -223,6 +228,7 @@ class RaggedModel(nn.Module):
         summary = "the model's own modules" if prepared.prepacking is None else str(prepared.prepacking)
         if prepared.fused is not None and str(prepared.fused):
             summary = f"{prepared.fused} fused" + ", all linears with them" * self._invariant
+            summary += ", linears in 4 bits" * bool(prepared.copies)
         if self.prepacking is not None and not self.keep_weights:
             summary += ", originals in a file"
         return f"{self.backend}: {summary}" + (f" ({self._choice.reason})" if self._choice.reason else "")
@@ -241,6 +247,11 @@ class RaggedModel(nn.Module):
     def prepacking(self) -> Prepacking | None:
         """Prepacked modules that replace the model's own layers and linears, as of the last forward."""
         return self._prepared.prepacking
+
+    @property
+    def copies(self) -> Sequence[GroupedCopy]:
+        """Copies of weights of fewer bits that a GPU reads instead of the model's own, as of the last forward."""
+        return self._prepared.copies
 
     @property
     def recurrent(self) -> bool:
@@ -473,7 +484,7 @@ class RaggedModel(nn.Module):
     def prepared(self, view: ModelView) -> Any:
         """Returns the value for a cache's ``weights`` that makes its rows run in another view of the model."""
         run_mixers(view.model, self.num_layers)
-        return replace(self._prepared, view=view, prepacking=None, layered=False, shortcut=None, fused=None)
+        return replace(self._prepared, view=view, prepacking=None, layered=False, shortcut=None, fused=None, copies=[])
 
     def _prepared_for(self, cache: RaggedKVCache) -> _Prepared:
         """Returns the modules that a cache began with, on which its rows depend; a new cache gets the current ones."""
@@ -503,11 +514,12 @@ class RaggedModel(nn.Module):
             before = self._prepared
             if before.current():
                 return before
-            if before.prepacking is None and before.view.current():  # its modules follow the weights
+            copied = before.prepacking is not None or before.copies
+            if not copied and before.view.current():  # its modules follow the weights
                 watch = WeightWatch(self.model.modules())
                 self._prepared = replace(before, weights=watch, read=watch)
                 return self._prepared
-            if before.prepacking is not None:
+            if copied:
                 warnings.warn(
                     "the model's weights or modules changed after they were prepacked; prepacking them again",
                     stacklevel=5,
@@ -528,8 +540,11 @@ class RaggedModel(nn.Module):
         mixers = run_mixers(view.model, self.num_layers)
         prepacking, shortcut = None, None
         fused = fuse(view.model) if self.backend == "triton" else None
+        layers, copies = getattr(*place) if place is not None else (), list[GroupedCopy]()
         if fused is not None and self._invariant:
-            fuse_linears(view.model, fused, getattr(*place) if place is not None else ())
+            fuse_linears(view.model, fused, layers)
+        if fused is not None and self.weights:
+            copies = copy_linears(view.model, fused, layers)
         if self.backend == "native":
             prepacking = self._prepack(view)
             if self._invariant and not (mixers or prepacking.row_invariant):
@@ -559,7 +574,7 @@ class RaggedModel(nn.Module):
         if prepacking is not None:
             read = WeightWatch(self.model.modules(), leave=prepacking.copied)
             prepacking.drop_originals()  # whose few elements that are watched have mapped large parts of their files
-        return _Prepared(self, view, prepacking, place is not None, weights, read, shortcut, fused, mixers, odd)
+        return _Prepared(self, view, prepacking, place is not None, weights, read, shortcut, fused, copies, mixers, odd)
 
     def _shared_head(self) -> PrepackedLinear | None:
         other: RaggedModel | None = vars(self)["_head_of"]

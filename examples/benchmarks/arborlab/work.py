@@ -138,6 +138,14 @@ def gated_linear(rows: int, inputs: int, outputs: int, itemsize: int) -> Work:
     return Work(numbers * itemsize, 4 * rows * inputs * outputs, matrix=True)
 
 
+def grouped_linear(rows: int, inputs: int, outputs: int, itemsize: int, *, gated: bool = False) -> Work:
+    """Counts the product of rows with ``outputs`` outputs of weights of 4 bits; a gate and its input are two."""
+    panels, pairs = -(-outputs // 16), -(-inputs // 64)  # of 16 outputs, and of two groups of 32 inputs
+    weights = panels * (2 * 16 * _FLOAT + pairs * (2 * 2 * 16 + 64 * 16 // 2))
+    numbers = rows * (inputs + (outputs // 2 if gated else outputs))
+    return Work(numbers * itemsize + weights, 2 * rows * inputs * outputs, matrix=True)
+
+
 def project_rotate_append(rows: int, inputs: int, heads: int, kv_heads: int, size: int, itemsize: int) -> Work:
     """Counts computing queries, keys and values, rotating queries and keys, and writing all three."""
     outputs = (heads + 2 * kv_heads) * size

@@ -5,7 +5,7 @@ import torch
 from torch import library
 
 from arbordraft.kernels import choice
-from arbordraft.kernels.kv_cache import append, append_reference, append_rows, compact, compact_rows
+from arbordraft.kernels.kv_cache import append, append_reference, append_rows, compact, compact_reference, compact_rows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -41,6 +41,38 @@ def test_compact_moves_rows_over_each_other(dtype):
     with choice.use("triton"):
         compact(found, moves)
     assert all(map(torch.equal, found, expected))
+
+
+def strided(*values):
+    """Returns a tensor of these numbers, between which memory holds others."""
+    return torch.tensor([values, [0] * len(values)]).T.reshape(-1)[::2]
+
+
+def test_indices_need_not_be_contiguous():
+    slots, source, destination = strided(4, 1, 7), strided(11, 12, 17), strided(10, 11, 12)
+    assert not slots.is_contiguous()
+    found, expected = pools(torch.float32)[:2], []
+    expected = [pool.clone() for pool in found]
+    new = torch.randn(3, 2, 3), torch.randn(3, 2, 5)
+    moves = [source, destination, strided(0, 3)]
+    append_reference(*expected, *new, slots)
+    compact_reference(expected, *moves)
+    with choice.use("triton"):
+        append(*found, *new, slots)
+        compact_rows(found, *moves)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_pools_with_gaps_are_refused():
+    """They could be written to only in place, and kernels would write between their rows."""
+    keys, values = torch.zeros(9, 4, 3)[:, ::2], torch.zeros(9, 2, 5)
+    new, slots = (torch.randn(1, 2, 3), torch.randn(1, 2, 5)), torch.tensor([4])
+    with choice.use("triton"):
+        with pytest.raises(ValueError, match="pools of keys and values must be contiguous"):
+            append(keys, values, *new, slots)
+        with pytest.raises(ValueError, match="pools of keys and values must be contiguous"):
+            compact([values, keys], [[(2, 1)]])
+    assert not keys.any()
 
 
 def test_nothing_to_do():

@@ -182,10 +182,24 @@ def test_channels_beyond_the_tables_are_not_rotated(guarded, dtype):
         assert torch.equal(found[..., 6:], given[..., 6:])
 
 
+def test_queries_keys_and_values_of_one_product_are_not_copied(monkeypatch):
+    """They lie side by side in its rows."""
+    heads, tables, slots = torch.randn(5, 7, 8), torch.randn(2, 5, 8), torch.tensor([4, 0, 2, 3, 1])
+    parts = heads.split([3, 2, 2], dim=1)
+    found, expected = pools(*parts[1:]), pools(*parts[1:])
+    wanted = rotate_append_reference(*parts, *tables, *expected, slots)
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: copied.append(x.shape) or x.clone())
+    assert torch.equal(triton(rotate_append, *parts, *tables, *found, slots), wanted)
+    assert all(torch.equal(*(pool[slots] for pool in pair)) for pair in zip(found, expected, strict=True))
+    assert {len(shape) for shape in copied} == {1, 2}  # slots and tables alone
+
+
 def test_rows_that_are_not_contiguous():
     query, key = torch.randn(3, 5, 8).transpose(0, 1), torch.randn(5, 4, 8)[:, ::2]
     value = torch.randn(8, 2, 5).permute(2, 1, 0)
-    tables, slots = (torch.randn(5, 16)[:, ::2], torch.randn(8, 5).T), torch.arange(5)
+    tables = torch.randn(5, 16)[:, ::2], torch.randn(8, 5).T
+    slots = torch.stack([torch.arange(5), torch.full((5,), 8)], dim=1)[:, 0]
     found, expected = pools(key, value), pools(key, value)
     assert torch.equal(
         triton(rotate_append, query, key, value, *tables, *found, slots),

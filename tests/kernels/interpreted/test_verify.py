@@ -146,11 +146,14 @@ def test_draw_behind(guarded, vocabulary, nodes):
         torch.rand(4, generator=generator).double(),
         mass,
     )
+    tokens = set()
     for _ in range(8):
         uniforms = torch.rand(5, generator=generator, dtype=torch.float64)
         ends = torch.randint(5, (6,), generator=generator)
         found, expected = both(draw_behind, scores, lse, draft, *(x[:nodes] for x in of_nodes), ends, uniforms)
         assert torch.equal(found, expected)
+        tokens.update(found.tolist())
+    assert len(tokens) > 2  # negative control: uniforms decide
 
 
 def lifting(seed):

@@ -10,6 +10,7 @@ from arbordraft import TreeTopology
 from arbordraft.kernels import choice
 from arbordraft.kernels.fused_layers import add_rms_norm, gated_activation, rms_norm, rotate_append
 from arbordraft.kernels.fused_linear import gated_linear, linear, project_rotate_append
+from arbordraft.kernels.grouped_linear import grouped_linear, round_to_panels
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
@@ -147,6 +148,14 @@ def test_products(touched):
     tables, pools = torch.randn(2, 5, 8).half(), torch.zeros(2, 9, 1, 8).half()
     project_rotate_append(x, heads, [], [], 0.0, 0.0, False, *tables, *pools, torch.tensor([4, 1, 7, 0, 2]))
     assert moved(touched) == work.project_rotate_append(5, 40, 3, 1, 8, 2).bytes
+
+
+def test_products_with_weights_of_4_bits(touched):
+    x, panels = torch.randn(5, 150).half(), round_to_panels(torch.randn(64, 150))
+    grouped_linear(x, panels, outputs=64)
+    assert moved(touched) == work.grouped_linear(5, 150, 64, 2).bytes
+    grouped_linear(x, panels, outputs=64, activation="silu")
+    assert moved(touched) == work.grouped_linear(5, 150, 64, 2, gated=True).bytes
 
 
 def test_operations_of_products(touched):

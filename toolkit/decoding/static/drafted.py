@@ -57,6 +57,9 @@ class DraftedSteps:
         complete = _complete_trees(forest, stage.limits.levels)
         if complete.rows > static.buckets[-1]:
             return None
+        # A drafter may draft in the target's cache, in which no sample may move once places are known.
+        living, lengths = complete.living, complete.lengths
+        cache.reserve([state[number].handle for number in living], [lengths[number] for number in living])
         layout = static.drafts.lay_out(stage.drafter, stage.state, stage.context, network, trees)
         batch = lay_out(state, complete, self.mask, causal=False)
         nodes = static.topology.levels[layout.bucket.depth].stop

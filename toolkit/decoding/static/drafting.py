@@ -17,7 +17,7 @@ from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.recording import Pools, Recorder, Recording
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.feeding import Missing, caught_up
+from arbordraft.drafters.feeding import Missing
 from arbordraft.drafters.model_drafter import ModelDrafter
 from arbordraft.drafters.network import DraftNetwork
 from arbordraft.kernels.draft_tree import TreesToGrow
@@ -97,24 +97,25 @@ class StaticDrafts:
         """Reads all but the last committed tokens, and reserves room in the drafter's cache for a draft."""
         assert isinstance(drafter, ModelDrafter)
         missing = {state.handles[sample]: drafter.missing(state, context, sample) for sample in trees.slots}
-        missing, cache = drafter.all_but_last(state, missing, self.rows), state.cache
+        rows = drafter.most_missing(self.rows)
+        missing, cache = drafter.all_but_last(state, missing, rows), state.cache
         assert isinstance(cache, StaticCache)
         counts = [len(tokens) for tokens, _ in missing.values()]
         # Rows after a sample's last one are written to as well.
-        wanted = [max(count + len(self._inner), self.rows) for count in counts]
+        wanted = [max(count + len(self._inner), rows) for count in counts]
         places = cache.reserve(list(missing), wanted)
         network.pools(cache, cache.dummy)
         cache.settle()  # before a graph is recorded on the pools
         pools = network.pools(cache, cache.dummy)
         levels = int(trees.limits.levels[trees.slots].max())
-        bucket = self._bucket(power_of_two(len(missing)), self.rows, levels)
+        bucket = self._bucket(power_of_two(len(missing)), rows, levels)
         spare = [cache.dummy_start + 1 + number * self.each for number in range(bucket.samples - len(missing))]
         return DraftLayout(bucket, pools, cache, missing, places, spare, trees)
 
     def read(self, found: Reals, layout: DraftLayout, drafter: Drafter, state: Any, context: DraftContext) -> int:
         """Reads the ``[2, S, N]`` result of :meth:`DraftStep.forward` into the trees; returns the broken rows."""
         assert isinstance(drafter, ModelDrafter)
-        caught_up(layout.cache, layout.missing)
+        drafter.caught_up(state, layout.missing)
         trees, slots, nodes = layout.trees.trees, layout.trees.slots, found.shape[2]
         tokens, chances = found[:, : len(slots)]
         trees.token[slots, 1:nodes] = tokens[:, 1:]

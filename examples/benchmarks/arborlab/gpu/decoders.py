@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.decoding.decoder import SpeculativeDecoder
-from arbordraft.drafters import Drafter, EagleDrafter, LanguageModelDrafter, NGramDrafter, NoDrafter
+from arbordraft.drafters import Drafter, EagleDrafter, LanguageModelDrafter, NGramDrafter, NoDrafter, SelfDrafter
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -111,7 +111,7 @@ class _Tiny:
 
     def parts(self) -> dict[str, Callable[[], Iterator[Any]]]:
         """Returns makers of each drafter's rows and of the bits by rows, first those that run most kernels."""
-        others = ("draft model", "none", "ngram")
+        others = ("draft model", *(["itself"] if self.setting.on_gpu else []), "none", "ngram")
         invariant = {"row-invariant": self.invariant} if self.setting.on_gpu else {}
         return {
             "eagle": partial(self.compared, "eagle"),
@@ -129,6 +129,8 @@ class _Tiny:
     def drafter(self, name: str, target: RaggedModel) -> Drafter:
         if name == "ngram":
             return NGramDrafter(longest=2, shortest=1)
+        if name == "itself":
+            return SelfDrafter(target)
         if name == "eagle":
             torch.manual_seed(self.setting.seed)
             head = EagleHead.for_target(target.model, list(range(VOCABULARY)), hidden_layers=[0, 1, 2])

@@ -28,6 +28,13 @@ from arbordraft.kernels.fused_linear import (
     project_rotate_append,
     project_rotate_append_reference,
 )
+from arbordraft.kernels.grouped_linear import (
+    grouped_linear,
+    grouped_linear_reference,
+    interleave,
+    restore_panels,
+    round_to_panels,
+)
 from arborlab.gpu.problem import Bands, Problem, largest_error, rounding, share_of, unequal
 from arborlab.gpu.roofline import FEW_ROWS, Stepped
 
@@ -41,6 +48,7 @@ def layers(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     yield from activations(stepped, device)
     yield rotation(stepped, device)
     yield from products(stepped, device)
+    yield from grouped_products(stepped, device)
 
 
 def norms(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
@@ -142,13 +150,7 @@ def products(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
         return share_of(linear(x, weights[0]), truth, bound + rounding(kind) * truth.abs() + _least(kind))
 
     def gated_error() -> float:
-        (gate, by_gate), (up, by_up) = wide
-        truth = ACTIVATIONS["silu"](gate) * up
-        # SiLU is no steeper than 1.1; both products and the activation are rounded to the type, and then the result.
-        by_gate, by_up = (bound + rounding(kind) * exact.abs() for exact, bound in ((gate, by_gate), (up, by_up)))
-        bound = (1.1 * by_gate + rounding(kind) * ACTIVATIONS["silu"](gate).abs()) * (up.abs() + by_up)
-        bound += gate.abs() * by_up + (rounding(kind) + (4 + gate.abs()) * SINGLE.eps) * truth.abs() + _least(kind)
-        return share_of(gated_linear(x, weights), truth, bound)
+        return share_of(gated_linear(x, weights), *_gated(*wide[0], *wide[1], kind))
 
     peer = partial(linear_reference, x, weights[0], None)
     yield stepped.problem("linear", partial(linear, x, weights[0]), plain_error, 1.0, peer=peer)
@@ -189,6 +191,52 @@ def products(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
         return max(largest_error(*pair) for pair in pairs) / allowed
 
     yield stepped.problem("project_rotate_append", run, projected_error, 1.0, peer=by_torch)
+
+
+def grouped_products(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Yields a linear over weights of 4 bits with a few rows, and a gated one with the row of a sample's draft."""
+    generator, kind = torch.Generator().manual_seed(7), stepped.dtype
+    size, inner = stepped.hidden, -(-stepped.inner // 16) * 16
+    x = torch.randn(min(stepped.rows, FEW_ROWS), size, generator=generator).to(device, kind)
+    weights = [torch.randn(inner, size, generator=generator).to(device) * size**-0.5 for _ in range(2)]
+    plain, both = round_to_panels(weights[0]), round_to_panels(interleave(*weights))
+
+    def product(rows: Tensor, panels: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
+        restored = restore_panels(panels, "INT4", outputs, size)
+        # Kernels may add 16 to each code, which is at most twice the distance of a group's weights.
+        groups = torch.nn.functional.pad(restored, (0, -size % 32)).unflatten(1, (-1, 32))
+        distance = (groups.amax(2) - groups.amin(2)).repeat_interleave(32, dim=1)[:, :size]
+        return rows.double() @ restored.double().T, _sums(rows, restored.abs() + 4 * distance)
+
+    def error() -> float:
+        truth, bound = product(x, plain, inner)
+        found = grouped_linear(x, plain, outputs=inner)
+        return share_of(found, truth, bound + rounding(kind) * truth.abs() + _least(kind))
+
+    def gated_error() -> float:
+        truth, bound = product(x[:1], both, 2 * inner)
+        parts = [half.unflatten(1, (-1, 2, 16)).unbind(2) for half in (truth, bound)]
+        (gate, up), (by_gate, by_up) = ([part.flatten(1) for part in halves] for halves in parts)
+        found = grouped_linear(x[:1], both, outputs=2 * inner, activation="silu")
+        return share_of(found, *_gated(gate, by_gate, up, by_up, kind))
+
+    run = partial(grouped_linear, x, plain, outputs=inner)
+    peer = partial(grouped_linear_reference, x, plain, None, inner, None, "INT4")
+    yield stepped.problem("grouped_linear", run, error, 1.0, peer=peer)
+    run = partial(grouped_linear, x[:1], both, outputs=2 * inner, activation="silu")
+    peer = partial(grouped_linear_reference, x[:1], both, None, 2 * inner, "silu", "INT4")
+    yield stepped.problem("gated_grouped_linear", run, gated_error, 1.0, peer=peer)
+
+
+def _gated(gate: Tensor, by_gate: Tensor, up: Tensor, by_up: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns SiLU of a gate times its input, and bounds of the errors, given those of both products."""
+    truth = ACTIVATIONS["silu"](gate) * up
+    # SiLU is no steeper than 1.1; both products and the activation are rounded to the type, and then the result.
+    by_gate, by_up = (bound + rounding(kind) * exact.abs() for exact, bound in ((gate, by_gate), (up, by_up)))
+    bound = (1.1 * by_gate + rounding(kind) * ACTIVATIONS["silu"](gate).abs()) * (up.abs() + by_up)
+    return truth, bound + gate.abs() * by_up + (rounding(kind) + (4 + gate.abs()) * SINGLE.eps) * truth.abs() + _least(
+        kind
+    )
 
 
 def _sums(x: Tensor, weight: Tensor) -> Tensor:

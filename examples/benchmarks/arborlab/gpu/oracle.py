@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbordraft.drafters import EagleDrafter
+from arbordraft.drafters import EagleDrafter, SelfDrafter
 from arbordraft.drafters.base import Drafter, Guesses
 from arbordraft.drafters.context import Frontier
 from arbordraft.drafters.eagle import EagleNetwork
@@ -94,60 +94,87 @@ class OracleOnHead(EagleDrafter):
         self._network = OracleNetwork(recorded, self._network)
 
 
+class OracleOnCopy(SelfDrafter):
+    """Runs a target's copy of 4 bits for its cost, and drafts as :class:`OracleOnHead` does.
+
+    Args:
+        recorded: the texts.
+        drafter: has the target and its copy.
+    """
+
+    def __init__(self, recorded: Recorded, drafter: SelfDrafter) -> None:
+        Drafter.__init__(self)  # shares the copy instead of making one
+        self.target, self.model = drafter.target, drafter.model
+        self._network: Any = OracleNetwork(recorded, drafter._network)
+
+
 class OracleNetwork(DraftNetwork):
-    """A head whose most probable next token is the recorded one; runs wherever the head runs.
+    """A network whose most probable next token is the recorded one; runs wherever that network runs.
 
     A token and its position name the recorded text. If several texts have this token there, the first of them counts.
 
     Args:
         recorded: the texts.
-        head: runs the head.
+        network: runs a head or a model; its outputs are the target's tokens, or the first ones.
     """
 
-    def __init__(self, recorded: Recorded, head: EagleNetwork) -> None:
-        super().__init__(head.head, head.vocab_size)
-        self._head, self.states, self.native_attention = head, head.states, head.native_attention
+    def __init__(self, recorded: Recorded, network: DraftNetwork) -> None:
+        super().__init__(network.weights, recorded.vocab_size)
+        self._network, self.states, self.native_attention = network, network.states, network.native_attention
+        self._source, self._recorded = recorded, self
         longest = max(map(len, recorded.texts)) + 1
         known = torch.full((2, len(recorded.texts), longest), -1)
         for number, text in enumerate(recorded.texts):
             drafts = [recorded.token(text, position) for position in range(len(text))]
             known[0, number, : len(text)], known[1, number, : len(text)] = torch.tensor(text), torch.tensor(drafts)
-        self._texts, self._drafts = known.to(head.device)
+        self._texts, self._drafts = known.to(network.device)
 
     def __repr__(self) -> str:
-        return f"recorded texts on {self._head}"
+        return f"recorded texts on {self._network}"
 
     def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
-        return self._head.pools(cache, dummy)
+        return self._network.pools(cache, dummy)
 
     def refresh(self) -> None:
-        self._head.refresh()
+        self._network.refresh()
 
     def normed(self, states: Tensor) -> Tensor:
         """Norms ``[T, F]`` hidden states of the target for :meth:`fuse`."""
-        return self._head.normed(states)
+        assert isinstance(self._network, EagleNetwork)
+        return self._network.normed(states)
 
     def fuse(self, states: Tensor) -> Tensor:
-        return self._head.fuse(states)
+        return self._network.fuse(states)
 
     def recorded(self) -> "OracleNetwork | None":
-        return None if self._head.recorded() is None else self
+        if (network := self._network.recorded()) is None or network is self._network:
+            return None if network is None else self
+        if network is not self._recorded._network:  # another object runs recorded steps
+            self._recorded = OracleNetwork(self._source, network)
+        return self._recorded
 
     def run(
         self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
     ) -> Outputs:
         """Runs packed rows, see :class:`~arbordraft.drafters.network.DraftNetwork`."""
-        logits, final, out = self._head.run(tokens, hidden, positions, ragged, rows)
+        logits, final, out = self._network.run(tokens, hidden, positions, ragged, rows)
         if rows is not None:
             tokens, positions = tokens[rows], positions[rows]
         return Outputs(self.corrected(logits, tokens, positions), final, out)
 
     def corrected(self, logits: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Returns ``[R, V]`` logits in which the token recorded after each token is the most probable one."""
+        """Returns ``[R, V]`` logits in which the token recorded after each token is the most probable one.
+
+        A head may have fewer outputs; all other tokens then get the lowest logit.
+        """
         tokens, positions = tokens.to(logits.device), positions.to(logits.device)
-        place = (positions + 1).clamp(max=self._texts.shape[1] - 2)  # slot j holds token j + 1
+        ahead = 1 if self.states else 0  # slot j of a head that reads states holds token j + 1
+        place = (positions + ahead).clamp(max=self._texts.shape[1] - 2)
         same = self._texts[:, place] == tokens
         following = self._drafts[:, place + 1].gather(0, same.to(torch.int8).argmax(dim=0, keepdim=True))[0]
         known = same.any(dim=0) & (following >= 0)
-        bonus = torch.where(known, logits.amax(dim=1) - logits.amin(dim=1) + 1, 0)
+        lowest = logits.amin(dim=1, keepdim=True)
+        bonus = torch.where(known, logits.amax(dim=1) - lowest[:, 0] + 1, 0)
+        if (others := self.vocab_size - logits.shape[1]) > 0:
+            logits = torch.cat([logits, lowest.expand(-1, others)], dim=1)
         return logits.scatter_add(1, following.clamp(min=0)[:, None], bonus[:, None].to(logits.dtype))

@@ -3,9 +3,9 @@
 Shapes: V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arborlab import work
 from arborlab.gpu.problem import ATTENTION, Goal, Problem
+from arborlab.gpu.sizes import DEPTH, SHAPES
 from arborlab.work import Work
 
 QUERY_HEADS = 32
@@ -170,6 +171,9 @@ class Stepped(NamedTuple):
         few, wide = min(self.rows, FEW_ROWS), f"{self.hidden} to {self.inner}"
         yield "linear", f"{few} rows, {wide}", work.linear(few, self.hidden, self.inner, itemsize)
         yield "gated_linear", f"{few} rows, {wide}", work.gated_linear(few, self.hidden, self.inner, itemsize)
+        yield "grouped_linear", f"{few} rows, {wide}", work.grouped_linear(few, self.hidden, self.inner, itemsize)
+        one = work.grouped_linear(1, self.hidden, 2 * self.inner, itemsize, gated=True)
+        yield "gated_grouped_linear", f"1 row, {wide}", one  # a row of one sample's draft
         made = work.project_rotate_append(few, self.hidden, self.heads, self.kv_heads, self.size, itemsize)
         yield "project_rotate_append", f"{few} rows of {self.hidden}, {self.heads}/{self.kv_heads} heads", made
 
@@ -233,15 +237,37 @@ class Prediction:
         return "bounds of attention" if self.kernel == ATTENTION else "bounds of other kernels"
 
 
+def weights_of_forward(shape: Mapping[str, Any], rows: int, *, copied: bool = False) -> Work:
+    """Counts the products of a forward with the weights of a Llama, or with their copy of 4 bits."""
+    hidden, inner, count = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    size = shape.get("head_dim", hidden // heads)
+    layer = [(hidden, (heads + 2 * kv_heads) * size), (heads * size, hidden), (hidden, 2 * inner), (inner, hidden)]
+    product: Callable[[int, int, int, int], Work] = work.grouped_linear if copied else work.linear
+    sizes = [*count * layer, (hidden, shape["vocab_size"])]
+    works = [product(rows, inputs, outputs, 2) for inputs, outputs in sizes]
+    return Work(sum(each.bytes for each in works), sum(each.flops for each in works), matrix=True)
+
+
+def self_drafting(name: str) -> Iterator[tuple[str, str, Work]]:
+    """Yields ``(part, case, work)`` of a step in which a shape of bfloat16 weights drafts a chain for itself."""
+    target = weights_of_forward(SHAPES[name], DEPTH + 1)
+    copy = weights_of_forward(SHAPES[name], 1, copied=True)
+    yield "weights of a forward", f"{name}, {DEPTH + 1} rows", target
+    yield "weights of the copy's forward", f"{name}, 1 row", copy
+    step = Work(target.bytes + DEPTH * copy.bytes, target.flops + DEPTH * copy.flops, matrix=True)
+    yield "weights of a step that drafts for itself", f"{name}, chain of {DEPTH}", step
+
+
 def predictions(shapes: Sequence[Shape], stepped: Stepped) -> Iterator[Prediction]:
-    """Yields the lower bounds of every attention problem and every other kernel."""
+    """Yields the lower bounds of every attention problem, every other kernel, and a step that drafts for itself."""
     for shape in shapes:
         cuts = [shape.splits(device.processors, device.hip) for device in DEVICES]
         needed = shape.work()
         bound = _predicted(ATTENTION, str(shape), needed)
         partial = shape.work(cuts[0]).bytes / needed.bytes - 1
         yield replace(bound, splits="/".join(map(str, cuts)), partial=partial)
-    for kernel, case, needed in stepped.parts():
+    for kernel, case, needed in (*stepped.parts(), *self_drafting("llama-3.1-8b")):
         yield _predicted(kernel, case, needed)
 
 

@@ -16,54 +16,20 @@ from torch import Tensor
 
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
-from arbordraft.drafters import EagleDrafter, NoDrafter
+from arbordraft.drafters import Drafter, EagleDrafter, NoDrafter, SelfDrafter
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
+from arborlab.gpu.sizes import DEPTH, SHAPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "smollm2-135m": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "vocab_size": 300,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
-}
 ON_GPU = ("llama-3.1-8b", "smollm2-135m", "qwen3-0.6b")
 DRAFT_VOCABULARY = 32000  # most tokens that a head drafts
 CHAIN, TREE = TreeTopology.chain(4), TreeTopology.from_k_config((4, 2, 1))
+LONG_CHAIN = TreeTopology.chain(DEPTH)
+_SPARE = 128  # rows of a long text for its new tokens
 _WARM = 3  # tokens of a first decode, which compiles and records
 
 
@@ -88,6 +54,21 @@ class Decoded(NamedTuple):
 
 
 Decode = Callable[[int], Decoded]
+
+
+class Unread(RaggedModel):
+    """A target that reads no prompts: it commits their rows as they lie in the cache, with zeros or older numbers.
+
+    Steps take the time that they take after prompts which were read.
+    """
+
+    def portions(self, prompts: Any, cache: Any, *, chunk: int = 2048, hidden: Any = (), logits_of: Any = ()) -> Any:
+        if next(cache.buffers(), None) is None:  # the first forward makes the pools
+            yield from super().portions(prompts, cache, chunk=chunk, hidden=hidden, logits_of=logits_of)
+            return
+        for part, _, _ in cache.portions(prompts, chunk):
+            nothing = torch.empty(chunk, 0, device=self.device)
+            yield {sample: (nothing[: len(tokens)], nothing[:0]) for sample, tokens in part.items()}
 
 
 class ShapeModel:
@@ -130,10 +111,21 @@ class ShapeModel:
         head: Any = EagleHead.for_target(self.model, list(range(tokens)), hidden_layers=shown)
         return head.to(self.device, self.model.dtype)
 
-    def request(self, count: int) -> dict[str, Any]:
-        """Returns arguments of ``generate`` for ``count`` greedy tokens."""
+    @cached_property
+    def unread(self) -> RaggedModel:
+        """The target with its usual kernels, which reads no prompts."""
+        return Unread(self.model, kernels=self.target.backend, self_test=False)
+
+    @cached_property
+    def copied(self) -> SelfDrafter:
+        """The target's copy of 4 bits, which drafts for it."""
+        return SelfDrafter(self.target)
+
+    def request(self, count: int, ids: Tensor | None = None) -> dict[str, Any]:
+        """Returns arguments of ``generate`` for ``count`` greedy tokens after prompts, by default the model's own."""
         greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        return {"attention_mask": torch.ones_like(self.ids), "max_new_tokens": count, **greedy}
+        mask = torch.ones_like(self.ids if ids is None else ids)
+        return {"attention_mask": mask, "max_new_tokens": count, **greedy}
 
     def generated(self, count: int) -> Decoded:
         """Decodes with transformers' own ``generate``."""
@@ -143,13 +135,14 @@ class ShapeModel:
         )
         return Decoded(clock.times[1:], text[0].tolist(), None)  # the prompt comes first
 
-    def by(self, decoder: SpeculativeDecoder) -> Decode:
-        """Returns a function that decodes with ``decoder``."""
+    def by(self, decoder: SpeculativeDecoder, ids: Tensor | None = None) -> Decode:
+        """Returns a function that decodes with ``decoder`` after ``[B, L]`` prompts, by default the model's own."""
+        given = self.ids if ids is None else ids
 
         def decode(count: int) -> Decoded:
             times: list[float] = []
             decoder.on_step = lambda *_: times.append(time.perf_counter())
-            output: Any = decoder.generate(self.ids, return_dict_in_generate=True, **self.request(count))
+            output: Any = decoder.generate(given, return_dict_in_generate=True, **self.request(count, given))
             return Decoded(times, output.sequences[0].tolist(), output.stats)
 
         return decode
@@ -157,6 +150,17 @@ class ShapeModel:
     def plain(self, rows: int | None = 1, target: RaggedModel | None = None) -> SpeculativeDecoder:
         """Builds a decoder without drafts whose steps have ``rows`` rows; ``None`` leaves steps unrecorded."""
         return SpeculativeDecoder(target or self.target, NoDrafter(), buckets=None if rows is None else (rows,))
+
+    def long(self, samples: int, keys: int, drafts: bool) -> Decode:
+        """Returns a function that decodes after long prompts, which are not read, if wanted with drafts of a copy."""
+        ids = torch.randint(10, self.model.config.vocab_size, (samples, keys), device=self.device)
+        drafter: Drafter = SelfDrafter(self.unread) if drafts else NoDrafter()
+        tree = LONG_CHAIN if drafts else TreeTopology.chain(0)
+        rows = samples * tree.num_nodes
+        # A bound, as pools without one grow to twice their need.
+        bound = samples * (keys + _SPARE) + 4 * rows
+        decoder = SpeculativeDecoder(self.unread, drafter, tree, buckets=(rows,), max_cache_tokens=bound)
+        return self.by(decoder, ids)
 
     def drafting(self, tree: TreeTopology) -> SpeculativeDecoder:
         """Builds a decoder that drafts with the head."""
@@ -167,6 +171,7 @@ class ShapeModel:
         plain = [self.plain(rows) for rows in (1, 8, 32, 128)]
         if self.device.type == "cuda":
             plain += [self.plain(rows, self.invariant) for rows in (1, 32)]
+            plain.append(SpeculativeDecoder(self.target, self.copied, LONG_CHAIN, buckets=(LONG_CHAIN.num_nodes,)))
         for decoder in (*plain, self.drafting(CHAIN), self.drafting(TREE)):
             self.by(decoder)(_WARM)
 
@@ -198,9 +203,9 @@ def _model(name: str, device: torch.device, layers: int | None) -> "PreTrainedMo
     try:
         with device:
             if name.startswith("qwen3"):
-                model: Any = Qwen3ForCausalLM(Qwen3Config(**shape, max_position_embeddings=8192))
+                model: Any = Qwen3ForCausalLM(Qwen3Config(**shape, max_position_embeddings=65536))
             else:
-                model = LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=8192))
+                model = LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=65536))
     finally:
         torch.set_default_dtype(kept)
     model.generation_config.eos_token_id = None

@@ -13,11 +13,12 @@ from torch.profiler import ProfilerActivity
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.trees.topology import TreeTopology
-from arborlab.gpu.oracle import OracleDrafter, OracleOnHead, Recorded
+from arborlab.gpu.oracle import OracleDrafter, OracleOnCopy, OracleOnHead, Recorded
 from arborlab.gpu.profiling import events
 from arborlab.gpu.setting import Item, Setting
-from arborlab.gpu.shapes import CHAIN, ON_GPU, TREE, Decode, ShapeModel, ShapeModels
+from arborlab.gpu.shapes import CHAIN, LONG_CHAIN, ON_GPU, TREE, Decode, ShapeModel, ShapeModels
 
+LONG = 8, 32768  # samples, and keys of each
 PROFILED = 8  # steps
 _REPLAYED = 96  # tokens that oracles replay
 _RECORDINGS = 3  # at most, until replaying a text changes no token
@@ -96,18 +97,26 @@ class _Shape:
         plain = self.model.plain(rows, self.model.invariant)
         yield self.row("recorded", "row-invariant", "none", rows, self.model.by(plain))
 
+    def long(self, samples: int, keys: int, drafts: bool) -> Iterator[StepRow]:
+        decode, rows = self.model.long(samples, keys, drafts), samples * (LONG_CHAIN.num_nodes if drafts else 1)
+        named = f"{'chain of 7 of a copy' if drafts else 'none'}, {samples} x {keys} keys"
+        yield self.row("recorded", self.model.unread.backend, named, rows, decode, profiled=False)
+
     def headed(self, named: str, tree: TreeTopology) -> Iterator[StepRow]:
         decode, kernels = self.model.by(self.model.drafting(tree)), self.model.target.backend
         yield self.row("recorded", kernels, f"{named} of a head", tree.num_nodes, decode)
 
-    def oracle(self, named: str, tree: TreeTopology, acceptance: float, head: bool) -> Iterator[StepRow]:
+    def oracle(self, named: str, tree: TreeTopology, acceptance: float, by: str = "nothing") -> Iterator[StepRow]:
+        """Yields a row of drafts of known acceptance, run on a ``head`` or a ``copy`` of the target for its cost."""
         model, count = self.model, _REPLAYED if self.setting.on_gpu else 24
 
         def decoder(text: list[int], rate: float) -> SpeculativeDecoder:
             recorded = Recorded([text], rate, model.model.config.vocab_size, self.setting.seed)
             drafter: Drafter = OracleDrafter(recorded)
-            if head:
+            if by == "head":
                 drafter = OracleOnHead(recorded, model.head, model.target)
+            elif by == "copy":
+                drafter = OracleOnCopy(recorded, model.copied)
             return SpeculativeDecoder(model.target, drafter, tree, buckets=(tree.num_nodes,))
 
         # In bfloat16 a step of more rows may choose another token: record the tokens of steps of this shape.
@@ -118,7 +127,7 @@ class _Shape:
                 break
             text = again
         decode = model.by(decoder(text, acceptance))
-        named = f"oracle, {named}" + " with a head" * head
+        named = f"oracle, {named}" + f" with a {by}" * (by != "nothing")
         decode(3)
         found = decode(count)
         stats = found.stats
@@ -140,10 +149,19 @@ def steps(setting: Setting) -> list[Item]:
     second: list[Item] = []
     for name in ON_GPU if setting.on_gpu else ("tiny",):
         shape = _Shape(models, name, setting)
+        # A chain of 7 of which 0.92 are right emits 6 of at most 8 tokens.
+        drafts_for_itself = {
+            f"oracle of {rate}, chain with a copy": partial(shape.oracle, "chain of 7", LONG_CHAIN, rate, "copy")
+            for rate in (0.92, 0.0)
+        }
+        samples, keys = LONG if setting.on_gpu else (2, 12)
+        long = name == ON_GPU[0] or not setting.on_gpu  # the others have small caches
         extra: dict[str, Callable[[], Iterator[StepRow]]] = {
             "recorded": partial(shape.recorded, 1),
-            "oracle of 0.8, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.8, True),
+            "oracle of 0.8, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.8, "head"),
+            **drafts_for_itself,
             "chain of a head": partial(shape.headed, "chain of 4", CHAIN),
+            **({f"recorded, {samples} x {keys} keys": partial(shape.long, samples, keys, False)} if long else {}),
             "recorded, 32 rows": partial(shape.recorded, 32 if setting.on_gpu else 2),
             "recorded, row-invariant": partial(shape.invariant, 1),
             "recorded, row-invariant, 32 rows": partial(shape.invariant, 32),
@@ -151,10 +169,11 @@ def steps(setting: Setting) -> list[Item]:
             "eager": shape.eager,
         }
         rest: dict[str, Callable[[], Iterator[StepRow]]] = {
+            **({f"chain of a copy, {samples} x {keys} keys": partial(shape.long, samples, keys, True)} if long else {}),
             "tree of a head": partial(shape.headed, "tree of 20", TREE),
-            "oracle of 0.8, chain": partial(shape.oracle, "chain of 4", CHAIN, 0.8, False),
-            "oracle of 0.6, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.6, True),
-            "oracle of 0.6, tree with a head": partial(shape.oracle, "tree of 20", TREE, 0.6, True),
+            "oracle of 0.8, chain": partial(shape.oracle, "chain of 4", CHAIN, 0.8),
+            "oracle of 0.6, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.6, "head"),
+            "oracle of 0.6, tree with a head": partial(shape.oracle, "tree of 20", TREE, 0.6, "head"),
             "recorded, 8 rows": partial(shape.recorded, 8),
             "recorded, 128 rows": partial(shape.recorded, 128),
             "recorded, kernels=torch": partial(shape.recorded, 1, True),
@@ -163,7 +182,7 @@ def steps(setting: Setting) -> list[Item]:
         first += [Item(f"{name}: {part}", run) for part, run in extra.items()]
         second += [Item(f"{name}: {part}", run) for part, run in rest.items()]
     if not setting.on_gpu:  # the others show nothing more on a CPU
-        first = [item for item in first if "row-invariant" not in item.name]
+        first = [item for item in first if "row-invariant" not in item.name and "copy" not in item.name]
         wanted = ("tree of a head", "chain", "tree with a head")
         second = [item for item in second if item.name.endswith(wanted)]
     return [*first, *second]
