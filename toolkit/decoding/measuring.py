@@ -34,7 +34,7 @@ _MOST_READ = 2048  # tokens of prompts in one forward
 _KEPT_ROWS = (1, 2, 4, 5, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 49, 64)
 _KEPT_REPEATS, _KEPT_BATCHES = 6, (1, 4, 16)  # a measurement that is kept for good may take some seconds
 _SECONDS = {"forwards of this model": 4.0, "drafts for it": 6.0}  # limit of each measurement, unless renew=True
-_METHOD = 2  # version of the method; a change of it renews all kept measurements
+_METHOD = 3  # version of the method; a change of it renews all kept measurements
 
 
 def known_rows(target: RaggedModel, *, renew: bool = False) -> CostTable:

@@ -48,11 +48,16 @@ def rough_costs(target: RaggedModel, drafter: Drafter) -> StepCosts:
     effort = drafter.effort(target)
     return StepCosts(
         forward,
-        CostTable((1,), (max(1e-9, effort),)),
+        _like(forward, max(1e-9, effort)),
         rest=_OTHER_PARTS,
         start=effort and _OTHER_PARTS,
         lookup=_OTHER_PARTS,
     )
+
+
+def _like(forward: CostTable, level: float) -> CostTable:
+    """Returns times of draft levels, given that of one row: further rows cost as much as in a forward of the target."""
+    return CostTable(forward.rows, tuple(level * seconds / forward.seconds[0] for seconds in forward.seconds))
 
 
 def measure_rows(
@@ -249,7 +254,8 @@ def measure_steps(
     plain = lookups if free else drafter, few, 1, 0, False
     rest = least.get(plain, guess.rest * rows(1))
     level = _subadditive({1: 1e-9 if level or free else guess.draft(1) * rows(1), **level})
-    draft = CostTable(tuple(level), tuple(level.values()))
+    # At real size there may be no time for batches: then further rows must not look free.
+    draft = CostTable(tuple(level), tuple(level.values())) if len(level) > 1 else _like(rows, level[1])
     starting = _by_sample(start or {few: guess.start * rows(1)})
     return StepCosts(rows, draft, decide, rest, *starting, *_by_sample(looked or {few: guess.lookup * rows(1)}))
 
