@@ -92,7 +92,7 @@ def test_an_interrupted_run_keeps_its_results(tmp_path):
     assert process.returncode != 0
     found = json.loads(file.read_text())["phases"]
     assert found["machine"]["rows"]
-    assert found["steps"]["state"] == "waiting"
+    assert found["kernels"]["state"] == "waiting"
 
 
 # Phases

@@ -89,6 +89,16 @@ def test_a_slow_step_of_few_rows_does_not_make_the_rows_beyond_it_free():
     assert target(2) <= target(8)
 
 
+def test_rows_not_seen_yet_follow_those_next_to_them():
+    running = RunningCosts(replace(PRIOR, target=CostTable((1, 8, 16), (1.0, 1.4, 2.0))))
+    for _ in range(40):
+        running.learn(StepTimes(1, 1, {}, 0.0, 0.01, 0.0005))
+    for _ in range(20):
+        running.learn(StepTimes(8, 8, {}, 0.0, 0.028, 0.0005))
+    target = running.of(KIND).target
+    assert target(16) / target(8) == pytest.approx(2.0 / 1.4, rel=0.05), "16 rows are slower, too"
+
+
 def test_a_slow_first_step_is_forgotten():
     running = RunningCosts(PRIOR)
     running.learn(times(unit=0.2))

@@ -147,10 +147,19 @@ class RunningCosts:
         average = self._looking if free else self._drafting.get(kind)
         return average is not None and average.weight > _PRIOR
 
+    def _ratios(self) -> Reals:
+        """Returns the times of forwards relative to the prior, by its rows; rows not seen yet follow those next to them.
+
+        Otherwise they would look cheap after many steps of few rows that are slower than the prior says, or dear.
+        """
+        ratios = np.array([one.value for one in self._target])
+        seen = np.array([one.weight > 0 for one in self._target]).nonzero()[0]
+        return np.interp(np.arange(len(ratios)), seen, ratios[seen]) if len(seen) else ratios
+
     def of(self, kind: str) -> StepCosts:
         """Returns the costs of steps with a kind of drafter; the same object while they hardly change."""
         prior, drafting = self.prior, self._drafting[kind].value if kind in self._drafting else 1.0
-        target, per_row = np.array([one.value for one in self._target]), self._per_row.value
+        target, per_row = self._ratios(), self._per_row.value
         seconds = target * prior.target.seconds + per_row * (self._rows - 1)
         # One slow step of a seldom number of rows must not make the rows beyond it look free.
         seconds = np.array(levelled(seconds.tolist(), [_PRIOR + one.weight for one in self._target]))
