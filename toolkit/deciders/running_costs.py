@@ -148,9 +148,9 @@ class RunningCosts:
         return average is not None and average.weight > _PRIOR
 
     def _ratios(self) -> Reals:
-        """Returns the times of forwards relative to the prior, by its rows; rows not seen yet follow those next to them.
+        """Returns the times of forwards relative to the prior, by its rows.
 
-        Otherwise they would look cheap after many steps of few rows that are slower than the prior says, or dear.
+        Rows not seen yet follow those next to them. Otherwise they would look cheap beside rows that turned out slow.
         """
         ratios = np.array([one.value for one in self._target])
         seen = np.array([one.weight > 0 for one in self._target]).nonzero()[0]
