@@ -75,7 +75,11 @@ template <int64_t N, class Of>
 template <class Of>
 [[gnu::always_inline]] inline auto pairwise_sum(int64_t count, const Of& of) {
   using Number = decltype(of(int64_t(0)));
+#if defined(__AVX512F__)
   constexpr int64_t kBlock = 16;
+#else  // half as many registers of half the size
+  constexpr int64_t kBlock = 4;
+#endif
   Number waiting[40];  // waiting[i]: the sum of 2^i blocks, if bit i of the number of blocks is set
   int64_t blocks = 0;
   for (; (blocks + 1) * kBlock <= count; ++blocks) {
@@ -145,43 +149,54 @@ inline void prepare_row(
   }
 }
 
-// Runs a sample's rows for values begin..begin+15 of one head; see Scan::place.
-template <Decay D, bool Delta, bool Whole>
-void scan_values(const Scan& s, int64_t sample, int64_t head, int64_t begin, float* local, int64_t count) {
-  const int64_t lanes = s.values - begin, keys = s.keys;
+// Runs a row for values begin..begin+15 of one head. Local: both strides are sixteen, so addresses are constants.
+template <Decay D, bool Delta, bool Whole, bool Local>
+[[gnu::always_inline]] inline void scan_row(const Scan& s, int64_t row, int64_t head, int64_t begin, Scan::Place from, Scan::Place to) {
+  const int64_t lanes = s.values - begin, keys = s.keys, at = row * s.heads + head;
+  const int64_t shared = (row * s.key_heads + head / (s.heads / s.key_heads)) * keys;
+  const float *key = s.key + shared, *query = s.query + shared;
+  const float* rates = D == Decay::element ? s.rates + head * keys * s.values + begin : nullptr;
   const auto take = [&](const float* p) { return Whole ? load(p) : load(p, lanes); };
   const auto put = [&](float* p, f32x16 x) { Whole ? store(p, x) : store(p, x, lanes); };
-  const float* rates = D == Decay::element ? s.rates + head * keys * s.values + begin : nullptr;
+  const auto state = [&](Scan::Place place, int64_t k) { return place.values + k * (Local ? kLanes : place.stride); };
+  f32x16 factor = splat(0.f);  // of a head; of an element, its step size
+  if constexpr (D == Decay::head) factor = splat(s.decay[at]);
+  if constexpr (D == Decay::element) factor = take(s.log_decay + at * s.values + begin);
+  const auto decayed = [&](int64_t k) {
+    const f32x16 x = take(state(from, k));
+    if constexpr (D == Decay::key) return x * splat(s.decay[at * keys + k]);
+    if constexpr (D == Decay::element) return x * unfused_exp(factor * take(rates + k * s.values));
+    return x * factor;
+  };
+  f32x16 added = take(s.value + at * s.values + begin);
+  if constexpr (Delta) {
+    const f32x16 known = pairwise_sum(keys, [&](int64_t k) { return decayed(k) * splat(key[k]); });
+    added = (added - known) * splat(s.beta[at]);
+  }
+  const f32x16 found = pairwise_sum(keys, [&](int64_t k) {
+    const f32x16 x = decayed(k) + splat(key[k]) * added;
+    put(state(to, k), x);
+    return x * splat(query[k]);
+  });
+  put(s.out + at * s.values + begin, found);
+}
+
+// Runs a sample's rows for values begin..begin+15 of one head; see Scan::place. Meanwhile fetches a part of the next head.
+template <Decay D, bool Delta, bool Whole>
+void scan_values(const Scan& s, int64_t sample, int64_t head, int64_t begin, int64_t next, float* local, int64_t count) {
+  const int64_t first = s.first[sample], end = s.first[sample + 1];
+  // States lie in memory, not in a cache: in the order of their addresses, and while rows are computed, they come in time.
+  const int64_t committed[] = {s.read[first], s.write[end - 1]}, part = next * s.keys * s.values + begin * s.keys;
+  int64_t fetched = 0;
   Scan::Place from{};
-  for (int64_t row = s.first[sample]; row < s.first[sample + 1]; ++row) {
-    const int64_t at = row * s.heads + head, shared = (row * s.key_heads + head / (s.heads / s.key_heads)) * keys;
-    const float *key = s.key + shared, *query = s.query + shared;
+  for (int64_t row = first; row < end; ++row) {
+    for (const int64_t until = s.keys * (row + 1 - first) / (end - first); fetched < until; ++fetched)
+      for (int64_t index : committed)
+        if (index >= 0) __builtin_prefetch(s.states + index * s.heads * s.keys * s.values + part + fetched * kLanes);
     if (s.read[row] != -1) from = s.place(s.read[row], head, begin, local, count);
     const Scan::Place to = s.place(s.write[row], head, begin, local, count);
-    f32x16 factor = splat(0.f);  // of a head; of an element, its step size
-    if constexpr (D == Decay::head) factor = splat(s.decay[at]);
-    if constexpr (D == Decay::element) factor = take(s.log_decay + at * s.values + begin);
-    const auto decayed = [&](int64_t k) {
-      const f32x16 x = take(from.values + k * from.stride);
-      if constexpr (D == Decay::key) return x * splat(s.decay[at * keys + k]);
-      if constexpr (D == Decay::element) return x * unfused_exp(factor * take(rates + k * s.values));
-      return x * factor;
-    };
-    f32x16 added = take(s.value + at * s.values + begin);
-    if constexpr (Delta) {
-      const f32x16 known = pairwise_sum(keys, [&](int64_t k) {
-        const f32x16 x = decayed(k);
-        put(to.values + k * to.stride, x);
-        return x * splat(key[k]);
-      });
-      added = (added - known) * splat(s.beta[at]);
-    }
-    const f32x16 found = pairwise_sum(keys, [&](int64_t k) {
-      const f32x16 x = (Delta ? take(to.values + k * to.stride) : decayed(k)) + splat(key[k]) * added;
-      put(to.values + k * to.stride, x);
-      return x * splat(query[k]);
-    });
-    put(s.out + at * s.values + begin, found);
+    from.stride == kLanes && to.stride == kLanes ? scan_row<D, Delta, Whole, true>(s, row, head, begin, from, to)
+                                                 : scan_row<D, Delta, Whole, false>(s, row, head, begin, from, to);
     from = to;
   }
 }
@@ -193,10 +208,13 @@ void scan(const Scan& s, float* local, int64_t count, int thread, int threads) {
   const int64_t groups = (s.values + kTogether - 1) / kTogether;
   for (int64_t item = thread; item < s.heads * groups; item += threads) {
     const int64_t head = item / groups, first = item % groups * kTogether, end = std::min(s.values, first + kTogether);
-    for (int64_t sample = 0; sample < s.samples; ++sample)
+    const int64_t next = (item + threads) / groups;
+    for (int64_t sample = 0; sample < s.samples; ++sample) {
+      if (s.first[sample] == s.first[sample + 1]) continue;
       for (int64_t begin = first; begin < end; begin += kLanes)
-        begin + kLanes <= s.values ? scan_values<D, Delta, true>(s, sample, head, begin, local, count)
-                                   : scan_values<D, Delta, false>(s, sample, head, begin, local, count);
+        begin + kLanes <= s.values ? scan_values<D, Delta, true>(s, sample, head, begin, next, local, count)
+                                   : scan_values<D, Delta, false>(s, sample, head, begin, next, local, count);
+    }
   }
 }
 
