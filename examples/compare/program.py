@@ -171,7 +171,7 @@ def margins(decoder: SpeculativeDecoder, workload: Workload, case: Case, name: s
 
 
 def show(findings: Findings) -> None:
-    """Prints speeds, the ratios of our best engine, and how far answers equal those of the first engine."""
+    """Prints speeds, the ratios of our best engine, and how many answers equal those of our plain decoding."""
     for error in findings.errors:
         console.print(Text(error, style="red"))
     if findings.cases:

@@ -32,9 +32,9 @@ from arbordraft.target.attention import (
     unsupported,
 )
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.fused_linears import fuse_linears
+from arbordraft.target.fused_linears import RowInvariant, replace_linears
 from arbordraft.target.fused_modules import Recognised, fuse
-from arbordraft.target.grouped_linears import GroupedCopy, copy_linears
+from arbordraft.target.grouped_linears import GroupedCopies, GroupedCopy
 from arbordraft.target.mixers import mixers_of, run_mixers
 from arbordraft.target.model_view import ModelView
 from arbordraft.target.observation import decoder_list, final_module, observe
@@ -542,9 +542,11 @@ class RaggedModel(nn.Module):
         fused = fuse(view.model) if self.backend == "triton" else None
         layers, copies = getattr(*place) if place is not None else (), list[GroupedCopy]()
         if fused is not None and self._invariant:
-            fuse_linears(view.model, fused, layers)
+            replace_linears(view.model, fused, layers, RowInvariant(), "row_invariant=True")
         if fused is not None and self.weights:
-            copies = copy_linears(view.model, fused, layers)
+            products = GroupedCopies()
+            replace_linears(view.model, fused, layers, products, f"weights={self.weights!r} on a GPU")
+            copies = products.copies
         if self.backend == "native":
             prepacking = self._prepack(view)
             if self._invariant and not (mixers or prepacking.row_invariant):
