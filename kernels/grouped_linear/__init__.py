@@ -34,7 +34,7 @@ def grouped_linear(
 ) -> Tensor:
     """Multiplies rows with weights of 4 bits; sums are taken in float32 and rounded once.
 
-    On an NVIDIA GPU a row's bits depend on the number of rows, but not on what the others hold.
+    On an NVIDIA GPU a row's bits depend on the number of rows, but not on the values in other rows.
 
     Args:
         x: ``[..., I]`` float32, bfloat16 or float16.
