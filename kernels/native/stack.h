@@ -10,7 +10,7 @@ namespace arbordraft {
 namespace {
 
 // The layout of a stack's tensors: see LayerWeights in decoder_layers/reference.py.
-constexpr int64_t kParameters = 36, kIntegers = 22, kScalars = 7, kQkv = 2;
+constexpr int64_t kParameters = 36, kIntegers = 22, kScalars = 8, kQkv = 2, kGateUp = 17;
 
 struct StackTensors {
   c10::List<OptionalTensor> parameters;
@@ -148,6 +148,7 @@ class Stack {
         scans.fit(m, paths_.scratch);
         continue;
       }
+      if (!layer.mixes()) continue;
       const int64_t size = layer.query_heads / layer.kv_heads * (layer.dim + 2);
       partials = std::max(partials, partials_size(rows, layer.kv_heads, chunks_, size));
     }
@@ -190,9 +191,10 @@ class Stack {
     const int64_t query_heads = integer[0], kv_heads = integer[1], dim = integer[2], width = integer[3];
     const Recurrence<T> m = recurrence(given, n);
     TORCH_CHECK(width % kLanes == 0 && rotary_ % 2 == 0, "sizes must be multiples of 16");
-    TORCH_CHECK(m || (dim % kLanes == 0 && rotary_ <= dim), "head sizes must be multiples of 16");
+    const bool mixes = m || query_heads > 0;
+    TORCH_CHECK(m || !mixes || (dim % kLanes == 0 && rotary_ <= dim), "head sizes must be multiples of 16");
     TORCH_CHECK(0 <= integer[6] && integer[6] <= tables_, "a layer rotates by a table that is not there");
-    TORCH_CHECK(m || (kv_heads > 0 && query_heads % kv_heads == 0), "query heads must be a multiple of key heads");
+    TORCH_CHECK(m || !mixes || (kv_heads > 0 && query_heads % kv_heads == 0), "query heads must be a multiple of key heads");
     const auto matrix_of = [&]<class Weight>(Weight, int64_t i, int64_t outputs, int64_t inputs) {
       const OptionalTensor weight = tensor(i);
       TORCH_CHECK(weight, "a matrix is missing");
@@ -210,7 +212,7 @@ class Stack {
     const int64_t mlps = router.routed ? router.routed + router.shared : 1;
     TORCH_CHECK(!router.routed || scalar[3] == 1, "mixtures of experts add their outputs as they are");
     for (const Tensor& pool : {given.keys[n], given.values[n]}) {
-      if (m) break;
+      if (m || !mixes) break;
       TORCH_CHECK(pool.dim() == 3 && pool.size(1) == kv_heads && pool.size(2) == dim, "a pool has the wrong shape");
       TORCH_CHECK(pool_ < 0 || pool.size(0) == pool_, "the pools have different sizes");
       pool_ = pool.size(0);
@@ -223,17 +225,21 @@ class Stack {
     const bool joint = channels(5) != dim || channels(7) != dim;
     const bool closing = integer[13] != 0;
     const int64_t projected = m ? m.projected() : ((1 + closing) * query_heads + 2 * kv_heads) * dim;
-    const bool gated = tensor(17) && outputs_of(*tensor(17)) == mlps * 2 * width;
+    TORCH_CHECK(!parallel || (mixes && width), "an MLP beside an attention needs both");
+    const auto part = [&](bool there, int64_t i, int64_t outputs, int64_t inputs) {
+      return there ? matrix(i, outputs, inputs) : Prepacked<W>{};
+    };
+    const bool gated = tensor(kGateUp) && outputs_of(*tensor(kGateUp)) == mlps * 2 * width;
     TORCH_CHECK(gated || !router.routed, "experts have gates");
     return {
         norm(0, size_), norm(5, (joint ? query_heads : 1) * dim), norm(7, (joint ? kv_heads : 1) * dim), norm(13, size_),
         norm(15, size_), norm(23, size_), beside_norm, floats(tensor(9)),
-        matrix(kQkv, projected, size_ + (beside_norm ? beside_ : 0)),
-        matrix(10, size_, m ? m.size() : query_heads * dim), matrix(17, mlps * (gated ? 2 : 1) * width, size_),
-        matrix(20, mlps * size_, width),
+        part(mixes, kQkv, projected, size_ + (beside_norm ? beside_ : 0)),
+        part(mixes, 10, size_, m ? m.size() : query_heads * dim),
+        part(width > 0, kGateUp, mlps * (gated ? 2 : 1) * width, size_), part(width > 0, 20, mlps * size_, width),
         query_heads, kv_heads, dim, width, integer[5], Activation(integer[4]), integer[6] - 1, parallel, gated, joint,
-        closing, float(scalar[0]), float(scalar[1]), float(scalar[2]), float(scalar[3]), m ? nullptr : data<T>(given.keys[n]),
-        m ? nullptr : data<T>(given.values[n]), nullptr, router, m};
+        closing, float(scalar[0]), float(scalar[1]), float(scalar[2]), float(scalar[3]),
+        m || !mixes ? nullptr : data<T>(given.keys[n]), m || !mixes ? nullptr : data<T>(given.values[n]), nullptr, router, m};
   }
 
   Recurrence<T> recurrence(const StackTensors& given, int64_t n) const {
@@ -244,7 +250,7 @@ class Stack {
     if (!m) return m;
     m.taps = floats(tensor(30)), m.bias = floats(tensor(31));
     m.rates = floats(tensor(32)), m.step_bias = floats(tensor(33)), m.skip = floats(tensor(34)), m.norm = floats(tensor(35));
-    m.epsilon = float(scalar[0]), m.shortest = float(scalar[1]), m.longest = float(scalar[2]);
+    m.epsilon = float(scalar[0]), m.shortest = float(scalar[1]), m.longest = float(scalar[2]), m.strongest = float(scalar[3]);
     const auto fits = [&](int64_t i, int64_t length) { return tensor(i) && tensor(i)->numel() == length; };
     remember(m, given.keys[n], given.values[n]);
     TORCH_CHECK(fits(30, m.width * m.channels) && (!m.bias || fits(31, m.channels)), "the convolution has the wrong size");

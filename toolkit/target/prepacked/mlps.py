@@ -32,6 +32,7 @@ _KINDS = (
     (("fc1",), "fc2"),
     (("w1", "w3"), "w2"),
     (("input_linear",), "output_linear"),
+    (("up_proj",), "down_proj"),
 )
 _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
 
