@@ -178,7 +178,9 @@ inline void run_layers(
     const auto* normed = layer.parallel ? operand(normed_rows, hidden) : norm_rows(layer.pre_mlp, layer.epsilon);
     if (layer.router.routed) {
       if (layer.post_mlp) std::fill(space.sums + mine.begin * hidden, space.sums + mine.end * hidden, 0.f);
-      add_experts<W, X>(layer, space, normed_rows, normed, rows, hidden, layer.post_mlp ? space.sums : x, thread, threads);
+      add_experts<W, X>(
+          layer, space, normed_rows, normed, rows, hidden, layer.post_mlp ? space.sums : x,
+          layer.post_mlp ? 1.f : layer.residual, thread, threads);
       if (layer.post_mlp) add_normed(layer.post_mlp, layer.epsilon, residual);
       continue;
     }

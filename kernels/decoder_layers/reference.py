@@ -46,11 +46,14 @@ class Experts:
 
     Args:
         router: ``[routed, H]``, or ``[routed + 1, H]`` if the shared experts are gated, in the type of the rows.
-        routed: number of experts that rows choose from, by a softmax over their scores.
-        chosen: number of routed experts that a row takes, those with the largest scores.
+        routed: number of experts that rows choose from. Their weights are a softmax over their scores.
+        chosen: number of routed experts that a row takes, those with the largest weights.
         shared: number of experts that every row takes.
         normalised: whether the factors of a row's chosen experts add up to 1.
         gated: whether the factor of shared experts is the sigmoid of the router's last output instead of 1.
+        sigmoid: whether the weight of an expert is the sigmoid of its score instead.
+        corrections: ``[routed]`` float32, added to sigmoids for the choice alone.
+        factor: factor of the routed experts' outputs, besides their weights.
     """
 
     router: Matrix
@@ -59,6 +62,13 @@ class Experts:
     shared: int = 0
     normalised: bool = True
     gated: bool = False
+    sigmoid: bool = False
+    corrections: Tensor | None = None
+    factor: float = 1.0
+
+    def integers(self) -> list[int]:
+        """Returns the integers in the order in which the kernel takes them."""
+        return [self.routed, self.chosen, self.shared, int(self.normalised), int(self.gated), int(self.sigmoid)]
 
 
 @dataclass(frozen=True)
@@ -160,12 +170,13 @@ class LayerWeights:
                 tensors.append(value)
         router = None if self.experts is None else self.experts.router
         tensors += [None] * 3 if router is None else [router.weight, router.scale, router.bias]
+        tensors.append(None if self.experts is None else self.experts.corrections)
         return tensors + ([None] * 6 if self.recurrence is None else self.recurrence.tensors())
 
     def integers(self) -> list[int]:
         """Returns the integers in the order in which the kernel takes them."""
         flags, e = [1 + self.table if self.rotary else 0, int(self.parallel)], self.experts
-        experts = [0] * 5 if e is None else [e.routed, e.chosen, e.shared, int(e.normalised), int(e.gated)]
+        experts = [0] * 6 if e is None else e.integers()
         sizes = [self.heads, self.kv_heads, self.dim, self.inner]
         mixer = [0] * 8 if self.recurrence is None else self.recurrence.integers()
         return [
@@ -175,7 +186,8 @@ class LayerWeights:
     def scalars(self) -> list[float]:
         """Returns the floats in the order in which the kernel takes them."""
         mixer = [0.0] * 4 if self.recurrence is None else self.recurrence.scalars()
-        return [self.epsilon, self.scale, self.softcap or 0.0, self.residual, *mixer]
+        factor = 1.0 if self.experts is None else self.experts.factor
+        return [self.epsilon, self.scale, self.softcap or 0.0, self.residual, factor, *mixer]
 
 
 def decoder_layers_reference(
@@ -249,9 +261,13 @@ def _attended(
 def _mixture(x: Tensor, layer: LayerWeights, experts: Experts) -> Tensor:
     """Adds up the outputs of the experts that each row takes, by their factors; other experts are not read."""
     scores = _times(x.to(torch.promote_types(x.dtype, torch.float32)), experts.router)
-    factors, taken = scores[:, : experts.routed].softmax(dim=-1).topk(experts.chosen)
+    routed = scores[:, : experts.routed]
+    weights = routed.sigmoid() if experts.sigmoid else routed.softmax(dim=-1)
+    taken = (weights if experts.corrections is None else weights + experts.corrections).topk(experts.chosen).indices
+    factors = weights.gather(1, taken)
     if experts.normalised:
         factors = factors / factors.sum(dim=-1, keepdim=True)
+    factors = experts.factor * factors
     shared = torch.arange(experts.routed, experts.routed + experts.shared).expand(len(x), -1)
     gates = scores[:, experts.routed, None].sigmoid() if experts.gated else scores.new_ones(len(x), 1)
     factors, taken = torch.cat([factors, gates.expand(shared.shape)], dim=-1), torch.cat([taken, shared], dim=-1)

@@ -10,7 +10,7 @@ namespace arbordraft {
 namespace {
 
 // The layout of a stack's tensors: see LayerWeights in decoder_layers/reference.py.
-constexpr int64_t kParameters = 36, kIntegers = 22, kScalars = 8, kQkv = 2, kGateUp = 17;
+constexpr int64_t kParameters = 37, kIntegers = 23, kScalars = 9, kQkv = 2, kGateUp = 17;
 
 struct StackTensors {
   c10::List<OptionalTensor> parameters;
@@ -204,13 +204,16 @@ class Stack {
       return m;
     };
     const auto matrix = [&](int64_t i, int64_t outputs, int64_t inputs) { return matrix_of(W(), i, outputs, inputs); };
-    Router<T> router{{}, integer[8], integer[9], integer[10], integer[11] != 0, integer[12] != 0};
+    Router<T> router{{}, integer[8], integer[9], integer[10], integer[11] != 0, integer[12] != 0, integer[13] != 0};
     if (router.routed) {
       TORCH_CHECK(0 < router.chosen && router.chosen <= router.routed && router.shared >= 0, "no such choice of experts");
       router.matrix = matrix_of(T(), 27, router.routed + router.gated, size_);
+      router.corrections = floats(tensor(30)), router.factor = float(scalar[4]);
+      TORCH_CHECK(
+          !router.corrections || (router.sigmoid && tensor(30)->numel() == router.routed),
+          "expected a correction of every expert's sigmoid");
     }
     const int64_t mlps = router.routed ? router.routed + router.shared : 1;
-    TORCH_CHECK(!router.routed || scalar[3] == 1, "mixtures of experts add their outputs as they are");
     for (const Tensor& pool : {given.keys[n], given.values[n]}) {
       if (m || !mixes) break;
       TORCH_CHECK(pool.dim() == 3 && pool.size(1) == kv_heads && pool.size(2) == dim, "a pool has the wrong shape");
@@ -223,7 +226,7 @@ class Stack {
     TORCH_CHECK(!parallel || !(beside_norm || tensor(15)), "an MLP beside the attention reads what that reads");
     const auto channels = [&](int64_t i) { return tensor(i) ? tensor(i)->numel() : dim; };
     const bool joint = channels(5) != dim || channels(7) != dim;
-    const bool closing = integer[13] != 0;
+    const bool closing = integer[14] != 0;
     const int64_t projected = m ? m.projected() : ((1 + closing) * query_heads + 2 * kv_heads) * dim;
     TORCH_CHECK(!parallel || (mixes && width), "an MLP beside an attention needs both");
     const auto part = [&](bool there, int64_t i, int64_t outputs, int64_t inputs) {
@@ -244,23 +247,23 @@ class Stack {
 
   Recurrence<T> recurrence(const StackTensors& given, int64_t n) const {
     const auto tensor = [&](int64_t i) -> OptionalTensor { return given.parameters.get(n * kParameters + i); };
-    const int64_t* integer = given.integers.data() + n * kIntegers + 14;
-    const double* scalar = given.scalars.data() + n * kScalars + 4;
+    const int64_t* integer = given.integers.data() + n * kIntegers + 15;
+    const double* scalar = given.scalars.data() + n * kScalars + 5;
     Recurrence<T> m = sized<T>(integer);
     if (!m) return m;
-    m.taps = floats(tensor(30)), m.bias = floats(tensor(31));
-    m.rates = floats(tensor(32)), m.step_bias = floats(tensor(33)), m.skip = floats(tensor(34)), m.norm = floats(tensor(35));
+    m.taps = floats(tensor(31)), m.bias = floats(tensor(32));
+    m.rates = floats(tensor(33)), m.step_bias = floats(tensor(34)), m.skip = floats(tensor(35)), m.norm = floats(tensor(36));
     m.epsilon = float(scalar[0]), m.shortest = float(scalar[1]), m.longest = float(scalar[2]), m.strongest = float(scalar[3]);
     const auto fits = [&](int64_t i, int64_t length) { return tensor(i) && tensor(i)->numel() == length; };
     remember(m, given.keys[n], given.values[n]);
-    TORCH_CHECK(fits(30, m.width * m.channels) && (!m.bias || fits(31, m.channels)), "the convolution has the wrong size");
+    TORCH_CHECK(fits(31, m.width * m.channels) && (!m.bias || fits(32, m.channels)), "the convolution has the wrong size");
     if (!m.scans()) return m;
     const bool delta = m.kind == Mixing::delta;
     if (delta) m.group = m.values;
     TORCH_CHECK(m.group > 0 && m.group % kLanes == 0 && m.size() % m.group == 0, "a norm has the wrong size");
-    TORCH_CHECK(fits(32, m.heads) && (!m.step_bias || fits(33, m.heads)), "rates and biases are numbers of heads");
-    TORCH_CHECK(delta || fits(34, m.heads), "expected a factor of every head's input");
-    TORCH_CHECK(fits(35, delta ? m.values : m.size()), "a norm has the wrong size");
+    TORCH_CHECK(fits(33, m.heads) && (!m.step_bias || fits(34, m.heads)), "rates and biases are numbers of heads");
+    TORCH_CHECK(delta || fits(35, m.heads), "expected a factor of every head's input");
+    TORCH_CHECK(fits(36, delta ? m.values : m.size()), "a norm has the wrong size");
     return m;
   }
 

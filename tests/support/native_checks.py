@@ -273,7 +273,8 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
     experts, mlps = None, 1
     if choice := chosen["experts"]:
         scores = noise(choice["routed"] + choice.get("gated", False), hidden) * hidden**-0.5
-        experts = Experts(Matrix(prepack(scores.to(dtype))), **choice)
+        corrections = 0.3 * noise(choice["routed"]) if choice.get("sigmoid") else None
+        experts = Experts(Matrix(prepack(scores.to(dtype))), **choice, corrections=corrections)
         mlps = experts.routed + experts.shared
     return LayerWeights(
         pre_attention=norm(hidden, pre and mixes),
@@ -364,6 +365,13 @@ PARTS = {
         "norms": "pre post",
         "bias": True,
     },
+    "sigmoids": {"experts": {"routed": 5, "chosen": 2, "sigmoid": True, "factor": 2.5}, "inner": 32, "residual": 0.3},
+    "plain sigmoids": {
+        "experts": {"routed": 5, "chosen": 2, "shared": 1, "sigmoid": True, "normalised": False},
+        "inner": 32,
+        "norms": "pre post",
+        "residual": 0.3,
+    },
     "experts for all": {"experts": {"routed": 3, "chosen": 3, "shared": 1}, "inner": 32},
     "all": {
         "beside": BESIDE,
@@ -386,7 +394,7 @@ PARTS = {
         "activation": "gelu",
     },
 }
-CHOICES = ("experts", "shared experts")  # parts whose rows take only some experts
+CHOICES = ("experts", "shared experts", "sigmoids", "plain sigmoids")  # parts whose rows take only some experts
 LONGEST = 400
 
 

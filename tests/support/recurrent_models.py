@@ -30,6 +30,8 @@ NO_ROTATION = {"rope_type": "default", "rope_theta": None}
 FUSED: dict[str, dict[str, Any]] = {
     **{name: ROW_WISE[name] for name in ROW_WISE if name != "falcon_h1"},
     "olmo_hybrid": {**ROW_WISE["olmo_hybrid"], "rope_parameters": NO_ROTATION},  # else, its layers take turns
+    "granitemoehybrid": {**MAMBA2, "residual_multiplier": 0.3},
+    "lfm2_moe": {"hidden_size": 64, "routed_scaling_factor": 2.5},
     "qwen3_next": ROW_WISE["qwen3_5_text"],
     "qwen3_5_moe_text": ROW_WISE["qwen3_5_text"],
 }

@@ -102,21 +102,23 @@ def layer_of(
     children = dict(layer.named_children())
     mixes = is_recurrent if call is None else _is_attention
     mixer_name = next((name for name, child in children.items() if mixes(child)), "")
-    mlp_name = next((name for name, child in children.items() if is_mlp(child)), "")
-    blocks = {mixer_name, mlp_name} - {""}
+    mlp_names = [name for name, child in children.items() if is_mlp(child)]
+    blocks = {mixer_name, *mlp_names} - {""}
+    both = mixer_name and mlp_names
     others = frozenset(
         n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
     )
     own = call is None and mixer_name  # its forward is ours
     replaced = own_hooks(layer) or "forward" in vars(layer)
     replaced = replaced or any(hooked(child) for name, child in children.items() if name != own)
-    names = _NORM_PLACES.get(others, {}) if len(blocks) == 2 else {}
-    if len(blocks) == 1 and others == _LONE_NORM:
+    names = _NORM_PLACES.get(others, {}) if both else {}
+    if blocks and not both and others == _LONE_NORM:
         names = {"pre_attention" if mixer_name else "pre_mlp": "norm"}
-    if not names or replaced or layer._parameters or list(layer.buffers()):
+    buffers = set(layer.buffers()).difference(*(children[name].buffers() for name in mlp_names))
+    if not names or replaced or layer._parameters or buffers:
         raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
     places = {place: (layer, name) for place, name in names.items()}
-    mlp = mlp_of(collector, children[mlp_name]) if mlp_name else None
+    mlp = mlp_of(collector, [children[name] for name in mlp_names]) if mlp_names else None
     if mlp is not None and not mixer_name:
         parts = _alone(collector, mlp, places)
     elif call is None:
@@ -124,10 +126,8 @@ def layer_of(
     else:
         parts = _attention(collector, children[mixer_name], call, rotation, places)
     residual = float(getattr(layer, "residual_multiplier", 1.0))
-    if residual != 1.0 and mlp is not None and mlp.experts is not None:
-        raise Unrecognised(f"{type(layer).__name__} scales the outputs of experts")
     inner = {name: getattr(mlp, name) for name in (*_WITHOUT_MLP, "experts")} if mlp else _WITHOUT_MLP
-    parallel = len(blocks) == 2 and places.keys().isdisjoint({"pre_mlp", "post_mlp"})
+    parallel = bool(both) and places.keys().isdisjoint({"pre_mlp", "post_mlp"})
     return LayerWeights(**parts, **inner, table=0, parallel=parallel, residual=residual)
 
 
