@@ -98,6 +98,20 @@ def test_engines_admit_answers_whose_states_fit(architecture, reuse):
     assert found == [alone(made, one)[0] for one in asked]
 
 
+@every_kind
+def test_usual_limits_have_room_for_the_states_of_all_samples(monkeypatch, architecture):
+    made = decoder(architecture)
+    assert Engine(made, max_samples=5).max_cache_tokens == 65_536 + 5 * made.target.state_tokens
+    assert Engine(ad.SpeculativeDecoder(ragged(), ad.NGramDrafter()), max_samples=5).max_cache_tokens == 65_536
+    asked = [Request(prompt=text(12, seed), max_new_tokens=8, seed=seed) for seed in range(6)]
+    rows = 6 * (12 + 8 + TREE.num_nodes)
+    monkeypatch.setattr("arbordraft.decoding.step._USUAL_ROWS", rows)
+    assert together(Engine(made, max_samples=6), asked)[0] == 6
+    # Without room for states, fewer are decoded.
+    limited = Engine(made, max_cache_tokens=rows + made.target.state_tokens, max_samples=6)
+    assert together(limited, asked)[0] < 6
+
+
 def test_states_that_count_for_nothing_would_be_seen(monkeypatch):
     """Negative control."""
     made = decoder("qwen3_next")

@@ -30,6 +30,7 @@ from arbordraft.trees.verdict import Verdict
 
 _CHUNK = 2048  # most rows of a forward over prompts, which bounds its memory
 _MOST_READ = 16  # tokens of a sample that a drafter reads in a step whose times tell its costs
+_USUAL_ROWS = 65_536  # of a cache
 _SCORED_CHUNK = 256  # most rows if their logits are needed
 # Most kinds of samples in a batch for which one recorded step per kind is faster than one eager step.
 _MOST_KINDS = 2
@@ -125,6 +126,10 @@ class Stepper:
         """
         reserved = 0 if self.static is None or self.static.automatic else self.static.reserved(samples)
         return reserved + self.topology.num_nodes + 2 + state_tokens(self.target, self.drafter)
+
+    def usual_tokens(self, samples: int) -> int:
+        """Returns the usual limit of a cache: 65,536 rows, and besides them the states of this many samples."""
+        return _USUAL_ROWS + samples * state_tokens(self.target, self.drafter)
 
     def check(self, sample: Sample) -> None:
         """Raises ValueError if the decoder's steps do not support a sample's settings."""
