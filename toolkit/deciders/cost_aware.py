@@ -30,7 +30,7 @@ _COMMON_DECAY = 0.98  # of the experience over all texts, per drafted step of a 
 _ROWS_AHEAD = 16  # rows per sample among which the cheapest ones are sought
 _LENGTH_EXPONENT = 8  # of remaining lengths: the last sample ends a batch, so tokens of the others are worth less
 _CATCH_UP_STEPS = 16  # steps in which the tokens that a drafter must read first have to pay, if as many are expected
-_MARGIN, _SEEN_MARGIN = 1.1, 1.03  # factors by which drafts must bring more than estimated, or observed, costs
+_MARGIN, _SEEN_MARGIN = 1.1, 1.06  # factors by which drafts must bring more than estimated, or observed, costs
 # Added to them for each doubling of a batch that ends with its last sample: other gains are half lost.
 _MARGIN_PER_DOUBLING, _SEEN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 0.03, 4
 _TOKENS_DECODED, _TOKENS_REQUESTED = 512, 8192  # at rough costs, and at once: either number justifies a measurement
@@ -39,7 +39,7 @@ _ROUNDS = 3  # iterations in which the rate and the drafts that are worth it set
 
 @dataclass
 class _Progress:
-    """Counts of what a decider has seen; an attribute of a module would take microseconds to change."""
+    """Counts of all texts; an attribute of a module would take microseconds to change."""
 
     tokens: int = 0
     steps: int = 0
