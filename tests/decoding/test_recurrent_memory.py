@@ -174,6 +174,35 @@ def test_a_state_is_kept_where_prompts_part(architecture, rows):
     assert found == [alone(made, one)[0] for one in asked]
 
 
+def copies(monkeypatch, rows):
+    """Returns how many tokens of prompts were copied for a target, and for its draft model."""
+    made = decoder("qwen3_next", ad.LanguageModelDrafter(recurrent_target("mamba2")))
+    engine = Engine(made, max_cache_tokens=4000, max_samples=4, max_rows=rows, reuse=True)
+    share, found = RaggedKVCache.share, ([], [])
+
+    def counted(self, source, handle, tokens):
+        found[self is not engine._scheduler.state.cache].append(tokens)
+        share(self, source, handle, tokens)
+
+    monkeypatch.setattr(RaggedKVCache, "share", counted)
+    for request in parting():
+        engine.submit(request).result()
+    return found
+
+
+@pytest.mark.parametrize("rows", [200, 40])
+def test_draft_models_keep_states_where_their_target_does(monkeypatch, rows):
+    targets, drafts = copies(monkeypatch, rows)
+    assert targets == [39] * (rows == 40) + [49, 49]
+    assert drafts == targets
+
+
+def test_draft_models_that_keep_none_would_be_seen(monkeypatch):
+    """Negative control: only ends of portions have a state, as the first one after 39 tokens."""
+    monkeypatch.setattr(RaggedKVCache, "branch", lambda *_: None)
+    assert copies(monkeypatch, 40) == ([39, 49, 49], [39, 39, 39])
+
+
 def test_no_state_is_there_without_a_cut(monkeypatch):
     """Negative control."""
     monkeypatch.setattr(Scheduler, "_branch", lambda *_: 0)
