@@ -230,7 +230,12 @@ class Stepper:
         """
         active = state.active
         noise = noise_of(state, active, self.topology.num_nodes, shared=self.shared)
-        executor, begun, before = self._executor(state, active), time.perf_counter(), dict(state.stats.seconds)
+        executor = self._executor(state, active)
+        # On a CPU, waits for threads that send tokens would look like costs of steps; a GPU's forwards are waits.
+        clock, times = time.thread_time, state.stats.busy
+        if self.target.device.type != "cpu":
+            clock, times = time.perf_counter, state.stats.seconds
+        begun, before = clock(), dict(times)
         begins = not all(sample.stats.forwards for sample in active)
         try:
             tree, judged = executor(state, lambda: self._drafts(state, active, noise), noise)
@@ -243,8 +248,8 @@ class Stepper:
             self._commit(state, tree, judged)
         # A drafter may have read a prompt, at first or later; a recorded run may have drafted and verified in one.
         if not begins and executor is self.eager and tree.read <= _MOST_READ * len(active):
-            draft, target = (state.stats.seconds[name] - before.get(name, 0.0) for name in ("draft", "target"))
-            rest = time.perf_counter() - begun - draft - target
+            draft, target = (times[name] - before.get(name, 0.0) for name in ("draft", "target"))
+            rest = clock() - begun - draft - target
             self.decider.timed(StepTimes(len(active), tree.rows, tree.drafted, draft, target, rest, tree.read))
         return judged.verdict
 
