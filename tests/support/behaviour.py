@@ -622,7 +622,7 @@ class Outcome(NamedTuple):
 
 def counts(stats: DecodeStats) -> dict[str, Any]:
     """Returns all counts, sorted within each counter, without times."""
-    found = {field.name: getattr(stats, field.name) for field in fields(stats) if field.name != "seconds"}
+    found = {field.name: getattr(stats, field.name) for field in fields(stats) if field.name not in ("seconds", "busy")}
     return {
         name: {str(key): value[key] for key in sorted(value) if value[key]} if isinstance(value, Counter) else value
         for name, value in found.items()
