@@ -29,7 +29,7 @@ from arbordraft import (
 from arbordraft.decoding.static import step
 from arbordraft.decoding.static.bucket import Bucket, bucket_for
 from arbordraft.decoding.static.step import StaticStep, StepKind
-from arbordraft.kernels.verify.tops import take_tops
+from arbordraft.kernels.verify import take_tops
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
