@@ -27,9 +27,7 @@ _paths = Operator(
 )
 
 
-def matching_ends(
-    tokens: Tensor, best: Tensor, parent: Tensor, roots: Tensor, depth: int
-) -> tuple[Tensor, Tensor]:
+def matching_ends(tokens: Tensor, best: Tensor, parent: Tensor, roots: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Follows each tree from its root as long as a child is the target's token.
 
     Args:

@@ -53,9 +53,7 @@ def trace_path(
     tl.store(DESTINATION + at, tl.where(kept, home + place, home), mask=moved)
 
 
-def launch_ends(
-    tokens: Tensor, best: Tensor, parent: Tensor, roots: Tensor, depth: int
-) -> tuple[Tensor, Tensor]:
+def launch_ends(tokens: Tensor, best: Tensor, parent: Tensor, roots: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """See :func:`arbordraft.kernels.accepted_paths.matching_ends`."""
     end, token = roots.new_empty(roots.shape), roots.new_empty(roots.shape)
     if len(roots):

@@ -4,9 +4,9 @@
 arithmetic on one number per child is float64, by the last program of a node's pass.
 
 **Order.** Passes need each other's results, and a level of lifted trees needs those of the level above. So a program
-takes a number, the next one, and its work follows from the number. It waits only for programs with lower numbers. These
-have started, and none of them waits for a higher one, so each wait ends. First come the masses of draft rows, which need
-nothing. Then come the passes, and last the samples, which find their ends.
+takes the next number, from which its work follows, and waits only for programs with lower numbers. These have started,
+and none of them waits for a higher number, so each wait ends. First come the masses of draft rows, which need nothing.
+Then come the passes, and last the samples, which find their ends.
 
 Shapes: T rows, N nodes, D draft rows, M tops, V vocabulary, C chunks of a row, K children, B samples.
 """
@@ -191,8 +191,8 @@ def node_of(INNER, row, nodes, NODES: tl.constexpr):
 def reject_in_turn(
     SCORES, LSE, DRAFT, INNER, DRAFT_ROW, CHILDREN, TOKENS, TOPS, ROOTS, UNIFORMS, ORDER, SAMPLE, END, SHARE, SPENT,
     SUMS, CHANCE, ACCEPT, FROZEN, SPECIAL, CHANGED, UNDECIDED, REMAINS, OFFERED, LEFT, DRAWN, COUNTERS, vocabulary,
-    stride_s, stride_d, nodes, rows, samples, top, depth, cells, K: tl.constexpr, WIDE: tl.constexpr,
-    M: tl.constexpr, NODES: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    stride_s, stride_d, nodes, rows, samples, top, depth, cells, K: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr,
+    NODES: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     REPLACEMENT: tl.constexpr, LIFTED: tl.constexpr, FENCED: tl.constexpr,
 ):  # fmt: skip
     """Does the next piece of work: sums a chunk of a draft row, a chunk of a node's pass, or finds a sample's end."""
@@ -235,7 +235,7 @@ def reject_in_turn(
             q = tl.load(DRAFT + draft_row * stride_d + place, mask=wanted, other=0.0).to(tl.float64)
             _wait(SUMMED + node, CHUNKS)
             share = tl.full([], 1.0, tl.float64)
-            if LIFTED:
+            if LIFTED:  # noqa: SIM102  (a constant, which leaves the branch out)
                 if node >= top:
                     _wait(FLAGS + row, 1)
                     share = tl.load(CHANCE + row)
@@ -318,7 +318,7 @@ def reject_in_turn(
         else:
             end = _walk_down(ACCEPT, CHILDREN, INNER, UNIFORMS, root, nodes, depth, K, WIDE, NODES)
         tl.store(END + sample, end)
-        if _count(COUNTERS + 2, FENCED) == samples - 1:  # nobody else counts any more: zeros for the next launch
+        if _count(COUNTERS + 2, FENCED) == samples - 1:  # no other program counts any more: zeros for the next launch
             for start in range(0, cells, ROWS):
                 cell = start + tl.arange(0, ROWS)
                 tl.store(COUNTERS + cell, cell * 0, mask=cell < cells)
