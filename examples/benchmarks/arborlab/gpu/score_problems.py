@@ -228,20 +228,26 @@ def paths(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     yield stepped.problem("accepted_paths", found, error, 0.0, note=note)
 
 
-def drawing(stepped: Stepped, device: torch.device) -> Problem:
-    """Builds the problem of drawing a token per row with shared noise; compares the first rows with the definition."""
-    seeds, scores = torch.arange(stepped.rows, device=device), _scores(stepped.rows, stepped, device)
-    run = partial(gumbel_argmax, scores, seeds, seeds, 0.7)
+def drawing(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Yields problems of drawing a token per row with shared noise, from all tokens and from the 50 most probable.
 
-    def error() -> float:
+    The first rows are compared with the definition.
+    """
+    seeds, scores = torch.arange(stepped.rows, device=device), _scores(stepped.rows, stepped, device)
+    few = keep_lowest.reference(scores / 0.7, scores[:, 0].float(), 50, 0.0)
+
+    def missed(run: Callable[[], Tensor], lowest: Tensor | None) -> float:
         some = slice(8)
-        expected = gumbel_argmax_reference(scores[some], seeds[some], seeds[some], 0.7, None)
+        kept = None if lowest is None else lowest[some]
+        expected = gumbel_argmax_reference(scores[some], seeds[some], seeds[some], 0.7, kept)
         return 0.0 if torch.equal(run()[some], expected) else torch.inf
 
     def peer() -> Tensor:
         return (scores.float() / 0.7).softmax(dim=-1).multinomial(1)
 
-    return stepped.problem("gumbel_draw", run, error, 0.0, peer=peer)
+    for note, lowest in (("", None), ("top 50, ", few)):
+        run = partial(gumbel_argmax, scores, seeds, seeds, 0.7, lowest)
+        yield stepped.problem("gumbel_draw", run, partial(missed, run, lowest), 0.0, note=note, peer=peer)
 
 
 def noise(stepped: Stepped, device: torch.device) -> Problem:
