@@ -89,6 +89,20 @@ def test_a_slow_step_of_few_rows_does_not_make_the_rows_beyond_it_free():
     assert target(2) <= target(8)
 
 
+@pytest.mark.parametrize("slower", [1.0, 2.0], ids=["alike", "slower"])
+def test_steps_of_many_rows_do_not_change_the_ratio_to_few_rows(slower):
+    """Few rows are as fast as measured, many rows half as fast, and then only steps of many rows follow."""
+    running = RunningCosts(PRIOR)
+    for turn in range(40):
+        running.learn(times(samples=64, slower=2.0) if turn % 2 else times())
+    for _ in range(200):
+        running.learn(times(samples=64, slower=2.0 * slower))
+    found = running.of(KIND).target
+    assert found(64) / found(1) == pytest.approx(
+        2 * PRIOR.target(64) / PRIOR.target(1), rel=0.1 if slower == 1 else 0.25
+    )
+
+
 def test_rows_not_seen_yet_follow_those_next_to_them():
     running = RunningCosts(replace(PRIOR, target=CostTable((1, 8, 16), (1.0, 1.4, 2.0))))
     for _ in range(40):

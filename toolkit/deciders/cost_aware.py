@@ -7,7 +7,7 @@ its chance of acceptance. The cost of drafts is measured once; their gain is lea
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice, takewhile
 from operator import mul
 
@@ -30,11 +30,19 @@ _COMMON_DECAY = 0.98  # of the experience over all texts, per drafted step of a 
 _ROWS_AHEAD = 16  # rows per sample among which the cheapest ones are sought
 _LENGTH_EXPONENT = 8  # of remaining lengths: the last sample ends a batch, so tokens of the others are worth less
 _CATCH_UP_STEPS = 16  # steps in which the tokens that a drafter must read first have to pay, if as many are expected
-_MARGIN, _SEEN_MARGIN = 1.1, 1.03  # factors by which drafts must bring more than estimated, or observed, costs
+_MARGIN, _SEEN_MARGIN = 1.1, 1.06  # factors by which drafts must bring more than estimated, or observed, costs
 # Added to them for each doubling of a batch that ends with its last sample: other gains are half lost.
 _MARGIN_PER_DOUBLING, _SEEN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 0.03, 4
 _TOKENS_DECODED, _TOKENS_REQUESTED = 512, 8192  # at rough costs, and at once: either number justifies a measurement
 _ROUNDS = 3  # iterations in which the rate and the drafts that are worth it settle together
+
+
+@dataclass
+class _Progress:
+    """Counts of all texts; an attribute of a module would take microseconds to change."""
+
+    tokens: int = 0
+    steps: int = 0
 
 
 class CostAware(Decider):
@@ -94,7 +102,7 @@ class CostAware(Decider):
         check_instance("costs", costs, StepCosts, CostTable)
         self.costs = StepCosts(costs, CostTable((1,), (1e-9,))) if isinstance(costs, CostTable) else costs
         self.measure: Callable[[Callable[[], bool] | None], StepCosts | None] | None = None
-        self._decoded = 0
+        self._progress = _Progress()
         self.nodes = None if nodes is None else check_int("nodes", nodes, 1)
         self.survival = survival
         if survival is not None:
@@ -117,7 +125,7 @@ class CostAware(Decider):
         return {}
 
     def expect(self, tokens: int, hurry: Callable[[], bool] | None = None) -> None:
-        if self._decoded >= _TOKENS_DECODED or tokens >= _TOKENS_REQUESTED:
+        if self._progress.tokens >= _TOKENS_DECODED or tokens >= _TOKENS_REQUESTED:
             self.settle(hurry)
 
     def settle(self, hurry: Callable[[], bool] | None = None) -> None:
@@ -144,6 +152,7 @@ class CostAware(Decider):
     def timed(self, times: StepTimes) -> None:
         if self._clock is None:
             return
+        self._progress.steps += 1
         self._clock.learn(times, self._free)
         for looks in list(self._looks.values()):
             looks.wait = max(0, looks.wait - 1)
@@ -170,7 +179,7 @@ class CostAware(Decider):
         return prices
 
     def learn(self, memory: dict[str, Record], outcome: Outcome) -> None:
-        self._decoded += outcome.accepted + 1
+        self._progress.tokens += outcome.accepted + 1
         if not outcome.drafted:
             for source, record in memory.items():
                 record.pass_step()
@@ -219,6 +228,8 @@ class CostAware(Decider):
             return Limits.everything([0] * len(records))
         for record in records:
             record.wake()
+            if self._clock is not None and situation.pathwise:  # samples that began apart look in the same steps, too
+                record.steps = self._progress.steps
         if situation.free:
             self._free.add(situation.source)
         prices = self._prices_of(situation)

@@ -6,6 +6,7 @@ of parts of steps are compared with those that the table predicts, and later pre
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from arbordraft.deciders.costs import CostTable, StepCosts, levelled
 Reals = npt.NDArray[np.float64]
 
 _RECENT = 0.9  # share of older observations in an average, per observation
+_STEADY = 0.97  # the same for rows of the target, which change less than the speed of the machine
 _KEPT = 0.995  # share of the observations of a drafter that still counts after a step in which it did not draft
 _PRIOR = 1.0  # observations that a table counts for
 _MOST_CHANGE = 3.0  # most factor by which an observation may exceed the average: a paused process is no evidence
@@ -67,6 +69,50 @@ class _Average:
         self.value = (_PRIOR * self.prior + self._sum) / (_PRIOR + self.weight)
 
 
+class _Forwards:
+    """Times of the target's forwards: the speed of the machine, and a ratio to it for each number of rows.
+
+    So steps of many rows, when they become usual, do not make those of few rows look cheap.
+    """
+
+    def __init__(self, rows: Reals) -> None:
+        self._rows = rows
+        self._places: dict[int, int] = {}
+        self._speed: float | None = None  # seconds of the prior's unit, but for a constant factor
+        self._ratios = [0.0] * len(rows)  # averages of seconds relative to that speed
+        self.weights = [0.0] * len(rows)  # observations of each
+
+    def note(self, rows: int, seconds: float) -> float:
+        """Takes the seconds of a forward per unit of the prior; returns those of a usual forward."""
+        if (place := self._places.get(rows)) is None:
+            self._places[rows] = place = int(np.abs(self._rows - rows).argmin())
+        weight, ratio = self.weights[place], self._ratios[place]
+        speed = seconds if self._speed is None else self._speed
+        if weight:
+            known = (1 - _RECENT) * weight / (weight + _PRIOR)  # one observation says little
+            speed += known * (min(seconds / ratio, _MOST_CHANGE * speed) - speed)
+        now = min(seconds / speed, _MOST_CHANGE * (ratio or self._usual() or 1.0))
+        self._speed, self.weights[place] = speed, _STEADY * weight + 1
+        self._ratios[place] = ratio + (now - ratio) / self.weights[place]
+        return speed * self._usual()
+
+    def _usual(self) -> float:
+        """Returns the average ratio."""
+        shares = [weight / (weight + _PRIOR) for weight in self.weights]
+        return sum(map(mul, shares, self._ratios)) / (sum(shares) or 1.0)
+
+    def ratios(self) -> Reals:
+        """Returns the times of forwards relative to usual ones, by the prior's rows.
+
+        Rows not seen yet follow those next to them. Otherwise they would look cheap beside rows that turned out slow.
+        """
+        weights = np.array(self.weights)
+        if not (seen := weights.nonzero()[0]).size:
+            return np.ones(len(weights))
+        ratios = (_PRIOR + weights * np.array(self._ratios) / self._usual()) / (_PRIOR + weights)
+        return np.interp(np.arange(len(ratios)), seen, ratios[seen])
+
+
 class RunningCosts:
     """Follows the costs of a program's steps.
 
@@ -81,9 +127,7 @@ class RunningCosts:
     def __init__(self, prior: StepCosts) -> None:
         self.prior = prior
         self._rows = np.array(prior.target.rows)
-        self._places: dict[int, int] = {}
-        self._unit: float | None = None  # seconds of the prior's unit
-        self._target = [_Average(1.0) for _ in prior.target.rows]
+        self._forwards = _Forwards(self._rows)
         self._rest, self._per_row = _Average(prior.rest), _Average(0.0)
         self._looking: _Average | None = None  # seconds of lookups per sample
         self._drafting: dict[str, _Average] = {}
@@ -98,11 +142,8 @@ class RunningCosts:
         """
         if times.target <= 0:
             return
-        ratio, one = times.target / self.prior.target(times.rows), self.prior.target(1)
-        before = ratio if self._unit is None else self._unit
-        self._unit = unit = _RECENT * before + (1 - _RECENT) * min(ratio, _MOST_CHANGE * before)
-        average = self._target[self._nearest(times.rows)]
-        average.note(ratio / unit, _MOST_CHANGE * average.value)
+        one = self.prior.target(1)
+        unit = self._forwards.note(times.rows, times.target / self.prior.target(times.rows))
         rest, drafts = times.rest / unit, times.rows - times.samples
         if drafts:
             self._per_row.note(max(0.0, rest - self._rest.value) / drafts, one)
@@ -119,12 +160,6 @@ class RunningCosts:
             if self._looking is None:
                 self._looking = _Average(self.prior.looking(times.samples) / times.samples)
             self._looking.note(times.draft / unit / times.samples, one)
-
-    def _nearest(self, rows: int) -> int:
-        """Returns the place of the measured number of rows that is nearest."""
-        if (place := self._places.get(rows)) is None:
-            self._places[rows] = place = int(np.abs(self._rows - rows).argmin())
-        return place
 
     def _expected(self, times: StepTimes, free: Collection[str]) -> float:
         """Returns how long drafting was expected to take, in the prior's unit."""
@@ -147,22 +182,12 @@ class RunningCosts:
         average = self._looking if free else self._drafting.get(kind)
         return average is not None and average.weight > _PRIOR
 
-    def _ratios(self) -> Reals:
-        """Returns the times of forwards relative to the prior, by its rows.
-
-        Rows not seen yet follow those next to them. Otherwise they would look cheap beside rows that turned out slow.
-        """
-        ratios = np.array([one.value for one in self._target])
-        seen = np.array([one.weight > 0 for one in self._target]).nonzero()[0]
-        return np.interp(np.arange(len(ratios)), seen, ratios[seen]) if len(seen) else ratios
-
     def of(self, kind: str) -> StepCosts:
         """Returns the costs of steps with a kind of drafter; the same object while they hardly change."""
         prior, drafting = self.prior, self._drafting[kind].value if kind in self._drafting else 1.0
-        target, per_row = self._ratios(), self._per_row.value
-        seconds = target * prior.target.seconds + per_row * (self._rows - 1)
+        seconds = self._forwards.ratios() * prior.target.seconds + self._per_row.value * (self._rows - 1)
         # One slow step of a seldom number of rows must not make the rows beyond it look free.
-        seconds = np.array(levelled(seconds.tolist(), [_PRIOR + one.weight for one in self._target]))
+        seconds = np.array(levelled(seconds.tolist(), [_PRIOR + weight for weight in self._forwards.weights]))
         looking = (prior.lookup, prior.finding) if self._looking is None else 2 * (self._looking.value,)
         now = np.array([*seconds, drafting * prior.draft(1), self._rest.value, *looking])
         if kind in self._followed:

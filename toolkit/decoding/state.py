@@ -3,6 +3,7 @@
 Shapes: B samples, V vocabulary.
 """
 
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -274,6 +275,7 @@ class DecodeState:
         drafter_weights: the drafter's weights when the batch was opened; ``None`` for a fixed batch.
 
     Attributes:
+        running: those that have not ended, in the order of their numbers.
         most: greatest number of samples that have run at the same time.
     """
 
@@ -283,6 +285,7 @@ class DecodeState:
     samples: list[Sample | None] = field(default_factory=list)
     fixed_batch: bool = False
     drafter_weights: WeightWatch | None = None
+    running: list[Sample] = field(init=False, default_factory=list)
     most: int = field(init=False, default=0)
 
     def __getitem__(self, number: int) -> Sample:
@@ -294,19 +297,27 @@ class DecodeState:
     @property
     def active(self) -> list[Sample]:
         """Samples that take part in the next step."""
-        return [sample for sample in self.samples if sample is not None and sample.active]
+        # Most samples of a server have ended, and are kept for texts that begin like theirs.
+        self.running = [sample for sample in self.running if not sample.ended]
+        return [sample for sample in self.running if sample.active]
 
     @property
     def prefilling(self) -> bool:
         """Whether prompts wait to be read, so that steps should be short."""
-        return any(sample is not None and sample.num_unprefilled for sample in self.samples)
+        return any(sample.num_unprefilled for sample in self.running)
 
     def enter(self, sample: Sample) -> None:
         """Gives a sample the lowest free number."""
         sample.number = next((n for n, other in enumerate(self.samples) if other is None), len(self.samples))
         self.samples[sample.number : sample.number + 1] = [sample]
         sample.stats.begin(sample.prompt)
-        self.most = max(self.most, sum(one is not None and not one.ended for one in self.samples))
+        insort(self.running, sample, key=lambda one: one.number)
+        self.most = max(self.most, sum(not one.ended for one in self.running))
+
+    def leave(self, sample: Sample) -> None:
+        """Frees the number of a sample."""
+        self.samples[sample.number] = None
+        self.running = [one for one in self.running if one is not sample]
 
     def give_up(self, numbers: Sequence[int]) -> None:
         """Ends samples with NaN or infinite logits, and drops the cache rows that this step wrote for them."""

@@ -159,7 +159,7 @@ class Stepper:
             self.drafter.add(state.drafts, sample.number, sample.tokens, sample.handle)
         except BaseException:
             state.cache.close(sample.handle)
-            state.samples[sample.number] = None
+            state.leave(sample)
             raise
 
     def share(self, state: DecodeState, source: Sample, sample: Sample, tokens: int) -> None:
@@ -211,7 +211,7 @@ class Stepper:
         """Removes a sample and frees its cache rows and number."""
         self.drafter.remove(state.drafts, sample.number)
         state.cache.close(sample.handle)
-        state.samples[sample.number] = None
+        state.leave(sample)
 
     def step(self, state: DecodeState) -> Verdict:
         """Takes one step: drafts a tree per sample, runs the target once over all trees, commits accepted tokens.

@@ -155,6 +155,7 @@ class _Text:
 @dataclass
 class _State:
     texts: dict[int, _Text] = field(default_factory=dict)
+    growing: dict[int, _Text] = field(default_factory=dict)  # those of the last step
     suffixes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by sample and node of this step
 
 
@@ -204,6 +205,7 @@ class NGramDrafter(Lookup):
 
     def remove(self, state: _State, sample: int) -> None:
         self._keep(state.texts.pop(sample))
+        state.growing.pop(sample, None)
 
     def scores(self, state: _State, frontier: Frontier) -> list[tuple[list[int], list[float]]]:
         context, drafted = frontier.context, frontier.tokens
@@ -237,17 +239,22 @@ class NGramDrafter(Lookup):
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         state.suffixes = {}
-        for sample, text in state.texts.items():
-            emitted = verdict.emitted(tree, sample) if verdict.paths[sample] else []
-            if text.guesses and emitted:
+        before, state.growing = state.growing, {}
+        for sample in tree.living:
+            if not verdict.paths[sample]:
+                continue
+            text, emitted = state.texts[sample], verdict.emitted(tree, sample)
+            if text.guesses:
                 self._learn(text, emitted)
             text.guesses = {}
-            if emitted and self.pool is not None:
+            if self.pool is not None:
                 text.tokens += emitted
                 text.grew = True
-            elif not emitted:  # it has ended; later texts may begin like it
+            state.growing[sample] = text
+        for sample, text in before.items():
+            if sample not in state.growing:  # it has ended; later texts may begin like it
                 self._keep(text)
-                text.prediction = None
+                text.guesses, text.prediction = {}, None
 
     def rollback(self, state: _State) -> None:
         state.suffixes = {}

@@ -7,7 +7,7 @@ rows, V vocabulary.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -148,9 +148,7 @@ class DraftTree:
     def roots(cls, topology: TreeTopology, tokens: Sequence[int | None], proposal: Proposal) -> Self:
         """Builds lone roots from the last committed tokens; ``None`` stands for a sample that takes no part."""
         living = [token for token in tokens if token is not None]
-        offsets = [0]
-        for token in tokens:
-            offsets.append(offsets[-1] + (token is not None))
+        offsets = list(accumulate((token is not None for token in tokens), initial=0))
         proposals = [None if token is None else proposal for token in tokens]
         return cls(topology, proposals, offsets, np.array(living, dtype=np.int64), *_columns_of_roots(len(living)))
 
