@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, help="by default the model's own, or 1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-samples", type=int, default=16, help="answers that an actor decodes at a time")
-    parser.add_argument("--max-tokens", type=int, default=65_536, help="tokens that an actor's cache holds")
+    parser.add_argument("--max-tokens", type=int, help="tokens in an actor's cache; by default as the engine's")
     parser.add_argument("--batch", type=int, default=256, help="rows that an actor takes at a time")
     parser.add_argument("--actors", type=int, default=2, help="processes, each with the model in memory")
     parser.add_argument("--cpus-per-actor", type=float, default=1)

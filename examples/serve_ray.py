@@ -35,7 +35,9 @@ class Settings(BaseModel):
     drafter: str = Field("auto", description="as for arbordraft serve")
     name: str = Field("", description="name of the model for clients; by default that of --model")
     max_samples: int = Field(16, ge=1, description="answers that a replica decodes at a time")
-    max_tokens: int = Field(65_536, ge=1, description="tokens that the cache of a replica holds, which bounds memory")
+    max_tokens: int | None = Field(
+        None, ge=1, description="tokens in the cache of a replica; by default as the engine's"
+    )
     max_waiting: int = Field(256, ge=0, description="requests that may wait for a replica; more are refused with 503")
     min_replicas: int = Field(1, ge=1, description="replicas that are always there")
     max_replicas: int = Field(2, ge=1, description="replicas under load")

@@ -1,5 +1,5 @@
 // Runs consecutive pre- and post-normed decoder layers in one call. Each has grouped-query attention or a recurrent mixer, and
-// one MLP or several. The residual stays in float, and the team of threads is woken once for all layers.
+// one MLP or several, or one of both. The residual stays in float, and the team of threads is woken once for all layers.
 #pragma once
 
 #include "../ragged_tree_attention/cpu.h"
@@ -37,6 +37,7 @@ struct Layer {
   Recurrence<T> recurrence;
 
   int64_t projected() const { return (qkv.outputs + kLanes - 1) / kLanes * kLanes; }  // numbers of a row, padded
+  bool mixes() const { return recurrence || query_heads > 0; }
   int64_t mixed() const { return recurrence ? recurrence.size() : query_heads * dim; }
 };
 
@@ -159,22 +160,27 @@ inline void run_layers(
         for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) store(to + i, load(x + i));
     const int64_t width = layer.projected();
     const f32x16 residual = splat(layer.residual);
-    const auto* normed = norm_rows(layer.pre_attention, layer.epsilon, layer.beside_norm);
-    multiply(
-        layer.qkv, normed, rows, share(width / kLanes, 2, thread, threads),
-        [&](int64_t r, int64_t block, const f32x16* acc, int n) {
-          for (int b = 0; b < n; ++b) store(space.qkv + r * width + (block + b) * kLanes, acc[b]);
-        });
-    meet(threads);
-    if (layer.recurrence)
-      mix_rows(layer.recurrence, paths, space.qkv, width, rows, space.scan, space.attended, thread, threads);
-    else
-      attend_rows(layer, width);
-    add_rows(layer.out, space.attended, layer.mixed(), layer.post_attention, layer.epsilon, residual);
-    normed = layer.parallel ? operand(normed_rows, hidden) : norm_rows(layer.pre_mlp, layer.epsilon);
+    if (layer.mixes()) {
+      const auto* normed = norm_rows(layer.pre_attention, layer.epsilon, layer.beside_norm);
+      multiply(
+          layer.qkv, normed, rows, share(width / kLanes, 2, thread, threads),
+          [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+            for (int b = 0; b < n; ++b) store(space.qkv + r * width + (block + b) * kLanes, acc[b]);
+          });
+      meet(threads);
+      if (layer.recurrence)
+        mix_rows(layer.recurrence, paths, space.qkv, width, rows, space.scan, space.attended, thread, threads);
+      else
+        attend_rows(layer, width);
+      add_rows(layer.out, space.attended, layer.mixed(), layer.post_attention, layer.epsilon, residual);
+    }
+    if (!layer.inner) continue;
+    const auto* normed = layer.parallel ? operand(normed_rows, hidden) : norm_rows(layer.pre_mlp, layer.epsilon);
     if (layer.router.routed) {
       if (layer.post_mlp) std::fill(space.sums + mine.begin * hidden, space.sums + mine.end * hidden, 0.f);
-      add_experts<W, X>(layer, space, normed_rows, normed, rows, hidden, layer.post_mlp ? space.sums : x, thread, threads);
+      add_experts<W, X>(
+          layer, space, normed_rows, normed, rows, hidden, layer.post_mlp ? space.sums : x,
+          layer.post_mlp ? 1.f : layer.residual, thread, threads);
       if (layer.post_mlp) add_normed(layer.post_mlp, layer.epsilon, residual);
       continue;
     }

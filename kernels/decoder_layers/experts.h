@@ -19,42 +19,52 @@ inline int64_t length_of(int64_t width) {
   return std::is_same_v<W, Panels> ? groups_of(width) : width;
 }
 
-// Choice among a layer's experts: routed experts, followed by shared ones, which every row takes.
+// Choice among a layer's experts: routed experts, followed by shared ones, which every row takes. Weights of routed experts
+// are a softmax over their scores, or the sigmoid of each.
 template <class T>
 struct Router {
   Prepacked<T> matrix;             // outputs: scores of routed experts, then one score of all shared ones if gated
   int64_t routed, chosen, shared;  // routed 0: the layer has one MLP
   bool normalised;                 // whether the factors of a row's chosen experts add up to 1
-  bool gated;
+  bool gated, sigmoid;
+  const float* corrections = nullptr;  // [routed], added to weights for the choice alone, or null
+  float factor = 1.f;                  // of routed experts' outputs
 
   int64_t taken() const { return chosen + shared; }
 };
 
-// Finds the experts that a row takes, in their order, and the factors of their outputs.
+// Finds the experts that a row takes, in their order, and the factors of their outputs, times `residual`.
 template <class T>
-inline void choose(const float* scores, const Router<T>& router, int64_t* experts, float* factors) {
+inline void choose(const float* scores, const Router<T>& router, float residual, int64_t* experts, float* factors) {
+  const float most = *std::max_element(scores, scores + router.routed);
+  const auto sigmoid = [](float x) { return 1.f / (1.f + std::exp(-x)); };
+  std::vector<float> weights(router.routed), ranks(scores, scores + router.routed);
+  for (int64_t e = 0; e < router.routed; ++e) {
+    weights[e] = router.sigmoid ? sigmoid(scores[e]) : std::exp(scores[e] - most);
+    if (router.corrections) ranks[e] = weights[e] + router.corrections[e];
+  }
   std::vector<char> chosen(router.routed, false);
   for (int64_t n = 0; n < router.chosen; ++n) {
     int64_t best = -1;
     for (int64_t e = 0; e < router.routed; ++e)
-      if (!chosen[e] && (best < 0 || scores[e] > scores[best])) best = e;
+      if (!chosen[e] && (best < 0 || ranks[e] > ranks[best])) best = e;
     chosen[best] = true;
   }
-  const float most = *std::max_element(scores, scores + router.routed);
-  float whole = 0.f;
+  float whole = router.sigmoid && !router.normalised ? 1.f : 0.f;
   for (int64_t e = 0; e < router.routed; ++e)
-    if (chosen[e] || !router.normalised) whole += std::exp(scores[e] - most);
+    if (router.normalised ? chosen[e] : !router.sigmoid) whole += weights[e];
+  const float factor = router.factor * residual;
   for (int64_t e = 0; e < router.routed; ++e)
-    if (chosen[e]) *experts++ = e, *factors++ = std::exp(scores[e] - most) / whole;
-  const float factor = router.gated ? 1.f / (1.f + std::exp(-scores[router.routed])) : 1.f;
-  for (int64_t e = 0; e < router.shared; ++e) *experts++ = router.routed + e, *factors++ = factor;
+    if (chosen[e]) *experts++ = e, *factors++ = weights[e] / whole * factor;
+  const float gate = router.gated ? sigmoid(scores[router.routed]) : 1.f;
+  for (int64_t e = 0; e < router.shared; ++e) *experts++ = router.routed + e, *factors++ = gate * residual;
 }
 
-// sums += outputs of the experts for rows `normed`; `operand` holds these rows in the form that the matrices multiply.
+// sums += residual * outputs of the experts for rows `normed`; `operand` holds these rows in the form that the matrices multiply.
 template <class W, class X>
 inline void add_experts(
     const auto& layer, const auto& space, const X* normed, const Multiplied<W, X>* operand, int64_t rows, int64_t hidden,
-    float* sums, int thread, int threads) {
+    float* sums, float residual, int thread, int threads) {
   const auto& router = layer.router;
   const int64_t taken = router.taken(), all = router.routed + router.shared, outputs = router.matrix.outputs;
   const Range mine = share(rows, 1, thread, threads);
@@ -65,7 +75,7 @@ inline void add_experts(
           store(space.scores + (mine.begin + r) * outputs + o, acc[b], outputs - o);
       });
   for (int64_t r = mine.begin; r < mine.end; ++r)
-    choose(space.scores + r * outputs, router, space.experts + r * taken, space.factors + r * taken);
+    choose(space.scores + r * outputs, router, residual, space.experts + r * taken, space.factors + r * taken);
   meet(threads);
 
   // Rows that take the same expert are gathered: those of expert e at places begin[e] to begin[e + 1] - 1.

@@ -30,7 +30,7 @@ struct Recurrence {
   const float *taps = nullptr, *bias = nullptr;                              // [W][C], [C] or null
   const float *rates = nullptr, *step_bias = nullptr, *skip = nullptr;       // [H]
   const float* norm = nullptr;                                               // [H V], or [V] for all heads
-  float epsilon = 0.f, shortest = 0.f, longest = 0.f;                        // of the norm; bounds of step sizes
+  float epsilon = 0.f, shortest = 0.f, longest = 0.f, strongest = 1.f;       // of the norm; bounds of step sizes and strengths
   int64_t slots = 0;        // S
   T* windows = nullptr;     // [S][W - 1][C]
   float* states = nullptr;  // [S][H][K][V]
@@ -103,7 +103,7 @@ inline void gate_heads(const Recurrence<T>& m, const float* from, float* to) {
     if (m.step_bias) steps = steps + load(m.step_bias + h, lanes);
     steps = gated(steps, Gate::softplus);
     if (!delta) steps = max(splat(m.shortest), min(splat(m.longest), steps));
-    store(to + h, delta ? gated(load(from + h, lanes), Gate::sigmoid) : steps, lanes);
+    store(to + h, delta ? splat(m.strongest) * gated(load(from + h, lanes), Gate::sigmoid) : steps, lanes);
     store(to + m.heads + h, steps * load(m.rates + h, lanes), lanes);
   }
 }

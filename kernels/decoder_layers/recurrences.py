@@ -94,6 +94,7 @@ class Recurrence:
         group: channels that are normed together.
         epsilon: constant of the norm.
         steps: least and greatest step size of a selective mixer.
+        strongest: greatest strength of a delta mixer's corrections, 1 or 2: their factor.
     """
 
     kind: str
@@ -110,6 +111,7 @@ class Recurrence:
     group: int = 0
     epsilon: float = 0.0
     steps: tuple[float, float] = (0.0, float("inf"))
+    strongest: float = 1.0
 
     @property
     def scans(self) -> bool:
@@ -142,7 +144,7 @@ class Recurrence:
 
     def scalars(self) -> list[float]:
         """Returns the floats in the order in which the kernel takes them."""
-        return [self.epsilon, *self.steps]
+        return [self.epsilon, *self.steps, self.strongest]
 
     def memory(self, rows: int, like: Tensor) -> Kept:
         """Returns room for the inputs of ``rows`` rows, of the dtype of ``like``."""
@@ -221,7 +223,10 @@ class Recurrence:
         if self.kind == "selective":
             steps = strengths
         steps = gate(steps, "softplus", self.step_bias)
-        first = gate(strengths, "sigmoid") if self.kind == "delta" else (steps := steps.clamp(*self.steps))
+        if self.kind == "delta":
+            first = self.strongest * gate(strengths, "sigmoid")
+        else:
+            first = steps = steps.clamp(*self.steps)
         assert self.rates is not None
         return torch.cat([first, steps * self.rates], dim=-1)
 

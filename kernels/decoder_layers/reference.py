@@ -46,11 +46,14 @@ class Experts:
 
     Args:
         router: ``[routed, H]``, or ``[routed + 1, H]`` if the shared experts are gated, in the type of the rows.
-        routed: number of experts that rows choose from, by a softmax over their scores.
-        chosen: number of routed experts that a row takes, those with the largest scores.
+        routed: number of experts that rows choose from. Their weights are a softmax over their scores.
+        chosen: number of routed experts that a row takes, those with the largest weights.
         shared: number of experts that every row takes.
         normalised: whether the factors of a row's chosen experts add up to 1.
         gated: whether the factor of shared experts is the sigmoid of the router's last output instead of 1.
+        sigmoid: whether the weight of an expert is the sigmoid of its score instead.
+        corrections: ``[routed]`` float32, added to sigmoids for the choice alone.
+        factor: factor of the routed experts' outputs, besides their weights.
     """
 
     router: Matrix
@@ -59,13 +62,20 @@ class Experts:
     shared: int = 0
     normalised: bool = True
     gated: bool = False
+    sigmoid: bool = False
+    corrections: Tensor | None = None
+    factor: float = 1.0
+
+    def integers(self) -> list[int]:
+        """Returns the integers in the order in which the kernel takes them."""
+        return [self.routed, self.chosen, self.shared, int(self.normalised), int(self.gated), int(self.sigmoid)]
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """A decoder layer with grouped-query attention, or a recurrent mixer in its place, and an MLP.
 
-    Every norm may be missing. ``post_*`` norms follow their block, before the residual is added.
+    Either block may be missing, and so may every norm. ``post_*`` norms follow their block; then the residual is added.
 
     Args:
         pre_attention: ``[H]``.
@@ -81,10 +91,10 @@ class LayerWeights:
             Experts, which have gates, are concatenated along the rows.
         down: ``[H, N]``; experts are concatenated along the rows.
         post_mlp: ``[H]``.
-        heads: query heads.
+        heads: query heads; 0 without attention.
         kv_heads: key heads.
         dim: head size.
-        inner: inner size of the MLP.
+        inner: inner size of the MLP; 0 without one.
         activation: activation of the gates, or of the inputs if there are no gates.
         window: sliding window in tokens.
         rotary: whether queries and keys are rotated. The channels of a pair lie half of the rotated channels apart.
@@ -102,17 +112,18 @@ class LayerWeights:
     """
 
     NORMS: ClassVar = ("pre_attention", "query_norm", "key_norm", "post_attention", "pre_mlp", "post_mlp")
+    _MATRICES: ClassVar = ("qkv", "out", "gate_up", "down")
 
     pre_attention: Norm | None
-    qkv: Matrix
+    qkv: Matrix | None
     query_norm: Norm | None
     key_norm: Norm | None
     sinks: Tensor | None
-    out: Matrix
+    out: Matrix | None
     post_attention: Norm | None
     pre_mlp: Norm | None
-    gate_up: Matrix
-    down: Matrix
+    gate_up: Matrix | None
+    down: Matrix | None
     post_mlp: Norm | None
     heads: int
     kv_heads: int
@@ -133,10 +144,15 @@ class LayerWeights:
     recurrence: Recurrence | None = None
 
     @property
+    def mixes(self) -> bool:
+        """Whether there is attention or a recurrent mixer."""
+        return self.heads > 0 or self.recurrence is not None
+
+    @property
     def matrices(self) -> list[Matrix]:
         """The matrices in the order in which a forward reads them."""
         router = [] if self.experts is None else [self.experts.router]
-        return [self.qkv, self.out, *router, self.gate_up, self.down]
+        return [m for m in (self.qkv, self.out, *router, self.gate_up, self.down) if m is not None]
 
     def tensors(self) -> list[Tensor | None]:
         """Returns the tensors in the order in which the kernel takes them."""
@@ -146,20 +162,21 @@ class LayerWeights:
             "down", "post_mlp", "beside_norm",
         ):  # fmt: skip
             value = getattr(self, name)
-            if isinstance(value, Matrix):
-                tensors += [value.weight, value.scale, value.bias]
+            if name in self._MATRICES:
+                tensors += [None] * 3 if value is None else [value.weight, value.scale, value.bias]
             elif name in (*self.NORMS, "beside_norm"):
                 tensors += [None, None] if value is None else [value.weight, value.offset]
             else:
                 tensors.append(value)
         router = None if self.experts is None else self.experts.router
         tensors += [None] * 3 if router is None else [router.weight, router.scale, router.bias]
+        tensors.append(None if self.experts is None else self.experts.corrections)
         return tensors + ([None] * 6 if self.recurrence is None else self.recurrence.tensors())
 
     def integers(self) -> list[int]:
         """Returns the integers in the order in which the kernel takes them."""
         flags, e = [1 + self.table if self.rotary else 0, int(self.parallel)], self.experts
-        experts = [0] * 5 if e is None else [e.routed, e.chosen, e.shared, int(e.normalised), int(e.gated)]
+        experts = [0] * 6 if e is None else e.integers()
         sizes = [self.heads, self.kv_heads, self.dim, self.inner]
         mixer = [0] * 8 if self.recurrence is None else self.recurrence.integers()
         return [
@@ -168,8 +185,9 @@ class LayerWeights:
 
     def scalars(self) -> list[float]:
         """Returns the floats in the order in which the kernel takes them."""
-        mixer = [0.0] * 3 if self.recurrence is None else self.recurrence.scalars()
-        return [self.epsilon, self.scale, self.softcap or 0.0, self.residual, *mixer]
+        mixer = [0.0] * 4 if self.recurrence is None else self.recurrence.scalars()
+        factor = 1.0 if self.experts is None else self.experts.factor
+        return [self.epsilon, self.scale, self.softcap or 0.0, self.residual, factor, *mixer]
 
 
 def decoder_layers_reference(
@@ -192,16 +210,20 @@ def decoder_layers_reference(
         if layer.beside_norm is not None:
             assert beside is not None
             y = torch.cat([apply_norm_reference(beside, layer.beside_norm, layer.epsilon), y], dim=-1)
-        projected = _times(y, layer.qkv)
-        if layer.recurrence is None:
-            y = _attended(projected, layer, keys, values, rotary, batch)
-        else:
-            assert lineage is not None
-            y = layer.recurrence.mix(projected, keys, values, lineage, next(kept)).to(x.dtype)
-        y = apply_norm_reference(_times(y, layer.out), layer.post_attention, layer.epsilon)
-        x = x + layer.residual * y
-        y = _mlp(read if layer.parallel else apply_norm_reference(x, layer.pre_mlp, layer.epsilon), layer)
-        x = x + layer.residual * apply_norm_reference(y, layer.post_mlp, layer.epsilon)
+        if layer.mixes:
+            assert layer.qkv is not None
+            assert layer.out is not None
+            projected = _times(y, layer.qkv)
+            if layer.recurrence is None:
+                y = _attended(projected, layer, keys, values, rotary, batch)
+            else:
+                assert lineage is not None
+                y = layer.recurrence.mix(projected, keys, values, lineage, next(kept)).to(x.dtype)
+            y = apply_norm_reference(_times(y, layer.out), layer.post_attention, layer.epsilon)
+            x = x + layer.residual * y
+        if layer.inner:
+            y = _mlp(read if layer.parallel else apply_norm_reference(x, layer.pre_mlp, layer.epsilon), layer)
+            x = x + layer.residual * apply_norm_reference(y, layer.post_mlp, layer.epsilon)
     tapped = torch.stack([inputs[index] for index in taps]) if taps else x.new_empty(0, *x.shape)
     return x.view(hidden.shape), tapped
 
@@ -239,15 +261,19 @@ def _attended(
 def _mixture(x: Tensor, layer: LayerWeights, experts: Experts) -> Tensor:
     """Adds up the outputs of the experts that each row takes, by their factors; other experts are not read."""
     scores = _times(x.to(torch.promote_types(x.dtype, torch.float32)), experts.router)
-    factors, taken = scores[:, : experts.routed].softmax(dim=-1).topk(experts.chosen)
+    routed = scores[:, : experts.routed]
+    weights = routed.sigmoid() if experts.sigmoid else routed.softmax(dim=-1)
+    taken = (weights if experts.corrections is None else weights + experts.corrections).topk(experts.chosen).indices
+    factors = weights.gather(1, taken)
     if experts.normalised:
         factors = factors / factors.sum(dim=-1, keepdim=True)
+    factors = experts.factor * factors
     shared = torch.arange(experts.routed, experts.routed + experts.shared).expand(len(x), -1)
     gates = scores[:, experts.routed, None].sigmoid() if experts.gated else scores.new_ones(len(x), 1)
     factors, taken = torch.cat([factors, gates.expand(shared.shape)], dim=-1), torch.cat([taken, shared], dim=-1)
     total = torch.zeros_like(x)
     for index in taken.unique().tolist():
-        gate_up, down = (_part(m, index, experts.routed + experts.shared) for m in (layer.gate_up, layer.down))
+        gate_up, down = (_part(m, index, experts.routed + experts.shared) for m in _mlp_matrices(layer))
         rows, place = (taken == index).nonzero(as_tuple=True)
         made = _times(_times(x[rows], gate_up, layer.activation), down)
         total[rows] += (factors[rows, place, None] * made).to(x.dtype)
@@ -272,9 +298,16 @@ def _times(x: Tensor, matrix: Matrix, activation: str | None = None) -> Tensor:
 def _mlp(x: Tensor, layer: LayerWeights) -> Tensor:
     if layer.experts is not None:
         return _mixture(x, layer, layer.experts)
-    if layer.gate_up.outputs == 2 * layer.inner:
-        return _times(_times(x, layer.gate_up, layer.activation), layer.down)
-    return _times(ACTIVATIONS[layer.activation](_times(x, layer.gate_up)), layer.down)
+    gate_up, down = _mlp_matrices(layer)
+    if gate_up.outputs == 2 * layer.inner:
+        return _times(_times(x, gate_up, layer.activation), down)
+    return _times(ACTIVATIONS[layer.activation](_times(x, gate_up)), down)
+
+
+def _mlp_matrices(layer: LayerWeights) -> tuple[Matrix, Matrix]:
+    assert layer.gate_up is not None
+    assert layer.down is not None
+    return layer.gate_up, layer.down
 
 
 def _normed(heads: Tensor, norm: Norm | None, epsilon: float) -> Tensor:

@@ -302,9 +302,11 @@ std::tuple<Tensor, Tensor> decoder_layers(
     const OptionalTensor& region, const Tensor& positions, const OptionalTensor& words, const Tensor& slots, at::IntArrayRef taps,
     const OptionalTensor& beside, at::TensorList paths, at::TensorList kept, int64_t scratch) {
   const Batch batch(layout, region, positions, words, hidden.numel() / hidden.size(-1));
-  TORCH_CHECK(!keys.empty() && parameters.size() > kQkv, "no layers");
+  TORCH_CHECK(!keys.empty() && parameters.size() > kGateUp, "no layers");
+  const OptionalTensor qkv = parameters.get(kQkv), gate_up = parameters.get(kGateUp);
+  TORCH_CHECK(qkv || gate_up, "the first layer has neither a mixer nor an MLP");
   const StackTensors given{parameters, ints, scalars, keys, values};
-  return with_all_types(*OptionalTensor(parameters.get(kQkv)), hidden, [&](auto weight, auto row) {
+  return with_all_types(qkv ? *qkv : *gate_up, hidden, [&](auto weight, auto row) {
     return layers_of<decltype(weight), decltype(row)>(hidden, given, cosine, sine, batch, slots, taps, beside, {paths, kept, scratch});
   });
 }

@@ -347,7 +347,7 @@ inline f32x16 exp(f32x16 x) {
 inline f32x16 sigmoid(f32x16 x) { return splat(1.f) / (splat(1.f) + exp(splat(0.f) - x)); }
 inline f32x16 tanh(f32x16 x) { return splat(1.f) - splat(2.f) / (exp(x + x) + splat(1.f)); }
 
-enum class Activation : int64_t { silu = 0, gelu_tanh = 1, gelu = 2, relu = 3 };
+enum class Activation : int64_t { silu = 0, gelu_tanh = 1, gelu = 2, relu = 3, relu2 = 4 };
 
 inline f32x16 activate(f32x16 x, Activation kind) {
   switch (kind) {
@@ -363,8 +363,10 @@ inline f32x16 activate(f32x16 x, Activation kind) {
       for (float& lane : lanes) lane *= 0.5f * (1.f + std::erf(lane * 0.70710678f));
       return load(lanes);
     }
-    default:
-      return max(splat(0.f), x);  // in this order NaN comes through
+    default: {
+      const f32x16 y = max(splat(0.f), x);  // in this order NaN comes through
+      return kind == Activation::relu2 ? y * y : y;
+    }
   }
 }
 

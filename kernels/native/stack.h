@@ -10,7 +10,7 @@ namespace arbordraft {
 namespace {
 
 // The layout of a stack's tensors: see LayerWeights in decoder_layers/reference.py.
-constexpr int64_t kParameters = 36, kIntegers = 22, kScalars = 7, kQkv = 2;
+constexpr int64_t kParameters = 37, kIntegers = 23, kScalars = 9, kQkv = 2, kGateUp = 17;
 
 struct StackTensors {
   c10::List<OptionalTensor> parameters;
@@ -148,6 +148,7 @@ class Stack {
         scans.fit(m, paths_.scratch);
         continue;
       }
+      if (!layer.mixes()) continue;
       const int64_t size = layer.query_heads / layer.kv_heads * (layer.dim + 2);
       partials = std::max(partials, partials_size(rows, layer.kv_heads, chunks_, size));
     }
@@ -190,9 +191,10 @@ class Stack {
     const int64_t query_heads = integer[0], kv_heads = integer[1], dim = integer[2], width = integer[3];
     const Recurrence<T> m = recurrence(given, n);
     TORCH_CHECK(width % kLanes == 0 && rotary_ % 2 == 0, "sizes must be multiples of 16");
-    TORCH_CHECK(m || (dim % kLanes == 0 && rotary_ <= dim), "head sizes must be multiples of 16");
+    const bool mixes = m || query_heads > 0;
+    TORCH_CHECK(m || !mixes || (dim % kLanes == 0 && rotary_ <= dim), "head sizes must be multiples of 16");
     TORCH_CHECK(0 <= integer[6] && integer[6] <= tables_, "a layer rotates by a table that is not there");
-    TORCH_CHECK(m || (kv_heads > 0 && query_heads % kv_heads == 0), "query heads must be a multiple of key heads");
+    TORCH_CHECK(m || !mixes || (kv_heads > 0 && query_heads % kv_heads == 0), "query heads must be a multiple of key heads");
     const auto matrix_of = [&]<class Weight>(Weight, int64_t i, int64_t outputs, int64_t inputs) {
       const OptionalTensor weight = tensor(i);
       TORCH_CHECK(weight, "a matrix is missing");
@@ -202,15 +204,18 @@ class Stack {
       return m;
     };
     const auto matrix = [&](int64_t i, int64_t outputs, int64_t inputs) { return matrix_of(W(), i, outputs, inputs); };
-    Router<T> router{{}, integer[8], integer[9], integer[10], integer[11] != 0, integer[12] != 0};
+    Router<T> router{{}, integer[8], integer[9], integer[10], integer[11] != 0, integer[12] != 0, integer[13] != 0};
     if (router.routed) {
       TORCH_CHECK(0 < router.chosen && router.chosen <= router.routed && router.shared >= 0, "no such choice of experts");
       router.matrix = matrix_of(T(), 27, router.routed + router.gated, size_);
+      router.corrections = floats(tensor(30)), router.factor = float(scalar[4]);
+      TORCH_CHECK(
+          !router.corrections || (router.sigmoid && tensor(30)->numel() == router.routed),
+          "expected a correction of every expert's sigmoid");
     }
     const int64_t mlps = router.routed ? router.routed + router.shared : 1;
-    TORCH_CHECK(!router.routed || scalar[3] == 1, "mixtures of experts add their outputs as they are");
     for (const Tensor& pool : {given.keys[n], given.values[n]}) {
-      if (m) break;
+      if (m || !mixes) break;
       TORCH_CHECK(pool.dim() == 3 && pool.size(1) == kv_heads && pool.size(2) == dim, "a pool has the wrong shape");
       TORCH_CHECK(pool_ < 0 || pool.size(0) == pool_, "the pools have different sizes");
       pool_ = pool.size(0);
@@ -221,40 +226,44 @@ class Stack {
     TORCH_CHECK(!parallel || !(beside_norm || tensor(15)), "an MLP beside the attention reads what that reads");
     const auto channels = [&](int64_t i) { return tensor(i) ? tensor(i)->numel() : dim; };
     const bool joint = channels(5) != dim || channels(7) != dim;
-    const bool closing = integer[13] != 0;
+    const bool closing = integer[14] != 0;
     const int64_t projected = m ? m.projected() : ((1 + closing) * query_heads + 2 * kv_heads) * dim;
-    const bool gated = tensor(17) && outputs_of(*tensor(17)) == mlps * 2 * width;
+    TORCH_CHECK(!parallel || (mixes && width), "an MLP beside an attention needs both");
+    const auto part = [&](bool there, int64_t i, int64_t outputs, int64_t inputs) {
+      return there ? matrix(i, outputs, inputs) : Prepacked<W>{};
+    };
+    const bool gated = tensor(kGateUp) && outputs_of(*tensor(kGateUp)) == mlps * 2 * width;
     TORCH_CHECK(gated || !router.routed, "experts have gates");
     return {
         norm(0, size_), norm(5, (joint ? query_heads : 1) * dim), norm(7, (joint ? kv_heads : 1) * dim), norm(13, size_),
         norm(15, size_), norm(23, size_), beside_norm, floats(tensor(9)),
-        matrix(kQkv, projected, size_ + (beside_norm ? beside_ : 0)),
-        matrix(10, size_, m ? m.size() : query_heads * dim), matrix(17, mlps * (gated ? 2 : 1) * width, size_),
-        matrix(20, mlps * size_, width),
+        part(mixes, kQkv, projected, size_ + (beside_norm ? beside_ : 0)),
+        part(mixes, 10, size_, m ? m.size() : query_heads * dim),
+        part(width > 0, kGateUp, mlps * (gated ? 2 : 1) * width, size_), part(width > 0, 20, mlps * size_, width),
         query_heads, kv_heads, dim, width, integer[5], Activation(integer[4]), integer[6] - 1, parallel, gated, joint,
-        closing, float(scalar[0]), float(scalar[1]), float(scalar[2]), float(scalar[3]), m ? nullptr : data<T>(given.keys[n]),
-        m ? nullptr : data<T>(given.values[n]), nullptr, router, m};
+        closing, float(scalar[0]), float(scalar[1]), float(scalar[2]), float(scalar[3]),
+        m || !mixes ? nullptr : data<T>(given.keys[n]), m || !mixes ? nullptr : data<T>(given.values[n]), nullptr, router, m};
   }
 
   Recurrence<T> recurrence(const StackTensors& given, int64_t n) const {
     const auto tensor = [&](int64_t i) -> OptionalTensor { return given.parameters.get(n * kParameters + i); };
-    const int64_t* integer = given.integers.data() + n * kIntegers + 14;
-    const double* scalar = given.scalars.data() + n * kScalars + 4;
+    const int64_t* integer = given.integers.data() + n * kIntegers + 15;
+    const double* scalar = given.scalars.data() + n * kScalars + 5;
     Recurrence<T> m = sized<T>(integer);
     if (!m) return m;
-    m.taps = floats(tensor(30)), m.bias = floats(tensor(31));
-    m.rates = floats(tensor(32)), m.step_bias = floats(tensor(33)), m.skip = floats(tensor(34)), m.norm = floats(tensor(35));
-    m.epsilon = float(scalar[0]), m.shortest = float(scalar[1]), m.longest = float(scalar[2]);
+    m.taps = floats(tensor(31)), m.bias = floats(tensor(32));
+    m.rates = floats(tensor(33)), m.step_bias = floats(tensor(34)), m.skip = floats(tensor(35)), m.norm = floats(tensor(36));
+    m.epsilon = float(scalar[0]), m.shortest = float(scalar[1]), m.longest = float(scalar[2]), m.strongest = float(scalar[3]);
     const auto fits = [&](int64_t i, int64_t length) { return tensor(i) && tensor(i)->numel() == length; };
     remember(m, given.keys[n], given.values[n]);
-    TORCH_CHECK(fits(30, m.width * m.channels) && (!m.bias || fits(31, m.channels)), "the convolution has the wrong size");
+    TORCH_CHECK(fits(31, m.width * m.channels) && (!m.bias || fits(32, m.channels)), "the convolution has the wrong size");
     if (!m.scans()) return m;
     const bool delta = m.kind == Mixing::delta;
     if (delta) m.group = m.values;
     TORCH_CHECK(m.group > 0 && m.group % kLanes == 0 && m.size() % m.group == 0, "a norm has the wrong size");
-    TORCH_CHECK(fits(32, m.heads) && (!m.step_bias || fits(33, m.heads)), "rates and biases are numbers of heads");
-    TORCH_CHECK(delta || fits(34, m.heads), "expected a factor of every head's input");
-    TORCH_CHECK(fits(35, delta ? m.values : m.size()), "a norm has the wrong size");
+    TORCH_CHECK(fits(33, m.heads) && (!m.step_bias || fits(34, m.heads)), "rates and biases are numbers of heads");
+    TORCH_CHECK(delta || fits(35, m.heads), "expected a factor of every head's input");
+    TORCH_CHECK(fits(36, delta ? m.values : m.size()), "a norm has the wrong size");
     return m;
   }
 

@@ -16,6 +16,7 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 

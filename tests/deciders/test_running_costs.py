@@ -1,5 +1,6 @@
 """Costs follow the seconds of the running program, and plans follow the costs."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -225,7 +226,7 @@ def test_a_losing_drafter_rests_by_the_clock(monkeypatch, level):
     monkeypatch.setattr(drafter, "scores", slow)
     monkeypatch.setattr(PackedRunner, "__call__", forward)
     for module in (metrics, step):
-        monkeypatch.setattr(module.time, "perf_counter", clock)
+        monkeypatch.setattr(module.time, "thread_time", clock)
     costs = StepCosts(CostTable((1, 16), (0.1, 0.11)), CostTable((1,), (0.001,)))
     decider = CostAware(costs, running=True)
     decoder = ad.SpeculativeDecoder(target, drafter, ad.TreeTopology.chain(4), decider=decider)
@@ -240,6 +241,25 @@ def test_a_losing_drafter_rests_by_the_clock(monkeypatch, level):
         assert drafted.count(0) <= 2
     else:
         assert drafted.count(0) > len(drafted) / 2
+
+
+def test_waits_for_other_threads_are_no_costs(monkeypatch):
+    """A server's other threads take the interpreter after each step, to send its tokens."""
+    run, seen = PackedRunner.__call__, []
+
+    def forward(*given):
+        time.sleep(0.05)
+        return run(*given)
+
+    monkeypatch.setattr(PackedRunner, "__call__", forward)
+    decider = CostAware(PRIOR, running=True)
+    monkeypatch.setattr(decider, "timed", seen.append)
+    decoder = ad.SpeculativeDecoder(ragged(seed=1), ad.NoDrafter(), decider=decider)
+    output = decoder.generate(
+        **left_padded(PROMPTS[:1]), max_new_tokens=6, do_sample=False, return_dict_in_generate=True
+    )
+    assert len(seen) == 5, "the first step may read the prompt"
+    assert sum(times.target for times in seen) < 0.05 < 0.25 < output.stats.seconds["target"]
 
 
 def test_outcomes_without_times_are_learned_as_before():

@@ -98,6 +98,20 @@ def test_engines_admit_answers_whose_states_fit(architecture, reuse):
     assert found == [alone(made, one)[0] for one in asked]
 
 
+@every_kind
+def test_usual_limits_have_room_for_the_states_of_all_samples(monkeypatch, architecture):
+    made = decoder(architecture)
+    assert Engine(made, max_samples=5).max_cache_tokens == 65_536 + 5 * made.target.state_tokens
+    assert Engine(ad.SpeculativeDecoder(ragged(), ad.NGramDrafter()), max_samples=5).max_cache_tokens == 65_536
+    asked = [Request(prompt=text(12, seed), max_new_tokens=8, seed=seed) for seed in range(6)]
+    rows = 6 * (12 + 8 + TREE.num_nodes)
+    monkeypatch.setattr("arbordraft.decoding.step._USUAL_ROWS", rows)
+    assert together(Engine(made, max_samples=6), asked)[0] == 6
+    # Without room for states, fewer are decoded.
+    limited = Engine(made, max_cache_tokens=rows + made.target.state_tokens, max_samples=6)
+    assert together(limited, asked)[0] < 6
+
+
 def test_states_that_count_for_nothing_would_be_seen(monkeypatch):
     """Negative control."""
     made = decoder("qwen3_next")
@@ -158,6 +172,35 @@ def test_a_state_is_kept_where_prompts_part(architecture, rows):
     copied, found = served(made, asked, rows)
     assert copied == [0, 39 if rows == 40 else 0, 49, 49]  # 39 tokens: the end of the first portion
     assert found == [alone(made, one)[0] for one in asked]
+
+
+def copies(monkeypatch, rows):
+    """Returns how many tokens of prompts were copied for a target, and for its draft model."""
+    made = decoder("qwen3_next", ad.LanguageModelDrafter(recurrent_target("mamba2")))
+    engine = Engine(made, max_cache_tokens=4000, max_samples=4, max_rows=rows, reuse=True)
+    share, found = RaggedKVCache.share, ([], [])
+
+    def counted(self, source, handle, tokens):
+        found[self is not engine._scheduler.state.cache].append(tokens)
+        share(self, source, handle, tokens)
+
+    monkeypatch.setattr(RaggedKVCache, "share", counted)
+    for request in parting():
+        engine.submit(request).result()
+    return found
+
+
+@pytest.mark.parametrize("rows", [200, 40])
+def test_draft_models_keep_states_where_their_target_does(monkeypatch, rows):
+    targets, drafts = copies(monkeypatch, rows)
+    assert targets == [39] * (rows == 40) + [49, 49]
+    assert drafts == targets
+
+
+def test_draft_models_that_keep_none_would_be_seen(monkeypatch):
+    """Negative control: only ends of portions have a state, as the first one after 39 tokens."""
+    monkeypatch.setattr(RaggedKVCache, "branch", lambda *_: None)
+    assert copies(monkeypatch, 40) == ([39, 49, 49], [39, 39, 39])
 
 
 def test_no_state_is_there_without_a_cut(monkeypatch):

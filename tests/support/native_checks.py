@@ -252,6 +252,7 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         return torch.randn(*sizes, generator=generator)
 
     mixer = random_recurrence(chosen["mixer"], noise) if chosen["mixer"] else None
+    mixes = mixer is not None or heads > 0
 
     def norm(size, wanted):
         offset = 0.3 * noise(size) if chosen["centred"] else None
@@ -260,7 +261,9 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
     def head_norm(number):
         return norm(number * dim if chosen["head_norms"] == "together" else dim, chosen["head_norms"])
 
-    def matrix(outputs, inputs, gated=False):
+    def matrix(outputs, inputs, gated=False, there=True):
+        if not there:
+            return None
         dense = (noise(outputs, inputs) * inputs**-0.5).to(dtype)
         if gated:
             dense = interleave(*dense.chunk(2))
@@ -270,22 +273,25 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
     experts, mlps = None, 1
     if choice := chosen["experts"]:
         scores = noise(choice["routed"] + choice.get("gated", False), hidden) * hidden**-0.5
-        experts = Experts(Matrix(prepack(scores.to(dtype))), **choice)
+        corrections = 0.3 * noise(choice["routed"]) if choice.get("sigmoid") else None
+        experts = Experts(Matrix(prepack(scores.to(dtype))), **choice, corrections=corrections)
         mlps = experts.routed + experts.shared
     return LayerWeights(
-        pre_attention=norm(hidden, pre),
+        pre_attention=norm(hidden, pre and mixes),
         qkv=matrix(
-            mixer[1] if mixer else (heads * (1 + chosen["closing"]) + 2 * kv_heads) * dim, chosen["beside"] + hidden
+            mixer[1] if mixer else (heads * (1 + chosen["closing"]) + 2 * kv_heads) * dim,
+            chosen["beside"] + hidden,
+            there=mixes,
         ),
         query_norm=head_norm(heads),
         key_norm=head_norm(kv_heads),
         sinks=noise(heads) if chosen["sinks"] else None,
-        out=matrix(hidden, mixer[0].outputs if mixer else heads * dim),
-        post_attention=norm(hidden, post),
-        pre_mlp=norm(hidden, pre and not chosen["parallel"]),
-        gate_up=matrix(mlps * 2 * inner, hidden, gated=True) if chosen["gated"] else matrix(inner, hidden),
-        down=matrix(mlps * hidden, inner),
-        post_mlp=norm(hidden, post),
+        out=matrix(hidden, mixer[0].outputs if mixer else heads * dim, there=mixes),
+        post_attention=norm(hidden, post and mixes),
+        pre_mlp=norm(hidden, pre and inner and not chosen["parallel"]),
+        gate_up=matrix(mlps * (1 + chosen["gated"]) * inner, hidden, chosen["gated"], there=inner > 0),
+        down=matrix(mlps * hidden, inner, there=inner > 0),
+        post_mlp=norm(hidden, post and inner),
         beside_norm=norm(chosen["beside"], chosen["beside"] > 0),
         experts=experts,
         closing=chosen["closing"],
@@ -321,6 +327,7 @@ def random_recurrence(kind, noise):
         norm=1 + 0.3 * noise(sizes["values"] if delta else heads * sizes["values"]),
         epsilon=1e-5,
         steps=(0.0, float("inf")) if delta else (0.1, 1.5),
+        strongest=2.0 if delta else 1.0,
     )
     return mixer, mixer.outputs + channels + heads * (1 + delta)
 
@@ -348,6 +355,8 @@ PARTS = {
     "gelu": {"activation": "gelu"},
     "gelu_tanh": {"activation": "gelu_tanh"},
     "relu": {"activation": "relu"},
+    "relu2": {"activation": "relu2", "gated": False},
+    "no MLP": {"inner": 0},
     "beside": {"beside": BESIDE},
     "experts": {"experts": {"routed": 5, "chosen": 2}, "inner": 48},
     "shared experts": {
@@ -355,6 +364,13 @@ PARTS = {
         "inner": 16,
         "norms": "pre post",
         "bias": True,
+    },
+    "sigmoids": {"experts": {"routed": 5, "chosen": 2, "sigmoid": True, "factor": 2.5}, "inner": 32, "residual": 0.3},
+    "plain sigmoids": {
+        "experts": {"routed": 5, "chosen": 2, "shared": 1, "sigmoid": True, "normalised": False},
+        "inner": 32,
+        "norms": "pre post",
+        "residual": 0.3,
     },
     "experts for all": {"experts": {"routed": 3, "chosen": 3, "shared": 1}, "inner": 32},
     "all": {
@@ -378,7 +394,7 @@ PARTS = {
         "activation": "gelu",
     },
 }
-CHOICES = ("experts", "shared experts")  # parts whose rows take only some experts
+CHOICES = ("experts", "shared experts", "sigmoids", "plain sigmoids")  # parts whose rows take only some experts
 LONGEST = 400
 
 
@@ -396,7 +412,7 @@ class Stack:
         # With seed 1, a value of an 8-bit row lies so close to the middle of two steps that processors differ.
         generator = torch.Generator().manual_seed(2)
         self.layers, self.native = layers, LayerRun(layers)
-        hidden = layers[0].out.outputs
+        hidden = (layers[0].out or layers[0].down).outputs
         self.embeddings = torch.randn(50, hidden, generator=generator).to(dtype)
         self.others = torch.randn(50, BESIDE, generator=generator).to(dtype)
         size = rotary or layers[0].dim
@@ -471,7 +487,7 @@ def check_layers(layers, dtype=torch.float32, truth=None, **rotation):
     stack.layers = truth or layers
     # In bfloat16 about ten numbers per layer are rounded on the way to its output, each by up to 2^-8.
     # With weights in panels, rows become 8 bits, where the last bit of a float may decide a whole step.
-    grouped = layers[0].qkv.weight.dtype == torch.uint8
+    grouped = layers[0].matrices[0].weight.dtype == torch.uint8
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-2 if grouped else 2e-6
     cache = RaggedKVCache()
     samples = [cache.open(20) for _ in range(3)]
@@ -508,8 +524,9 @@ MIXERS = ("convolution", "selective", "delta")
 
 
 def recurrent_layers(mixer, kind):
-    """Returns a layer with attention between two with a recurrent mixer."""
-    return [random_layer(*KINDS[kind], seed, mixer=each) for seed, each in enumerate([mixer, None, mixer])]
+    """Returns layers with an MLP alone, with a recurrent mixer, with attention and with a mixer alone."""
+    parts = {"heads": 0}, {"mixer": mixer}, {}, {"mixer": mixer, "inner": 0}
+    return [random_layer(*KINDS[kind], seed, **part) for seed, part in enumerate(parts)]
 
 
 def check_recurrent_layers(layers, dtype=torch.float32, truth=None):
@@ -521,7 +538,7 @@ def check_recurrent_layers(layers, dtype=torch.float32, truth=None):
         truth: layers that the reference runs, by default ``layers``.
     """
     stack, cache = Stack(layers, dtype), RaggedKVCache()
-    grouped = layers[0].qkv.weight.dtype == torch.uint8
+    grouped = layers[0].matrices[0].weight.dtype == torch.uint8
     bound = 3e-2 if dtype == torch.bfloat16 else 1e-2 if grouped else 5e-6
     samples = [cache.open(20) for _ in range(3)]
     trees = [TreeTopology.k_ary(2, 2), TreeTopology.chain(3), TreeTopology.fork(3, 1)]

@@ -18,16 +18,20 @@ MAMBA2 = {"hidden_size": 64, "mamba_n_heads": 4, "mamba_d_head": 32}
 ROW_WISE: dict[str, dict[str, Any]] = {
     "lfm2": {"hidden_size": 64},
     "qwen3_5_text": {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
-    "olmo_hybrid": {"hidden_size": 64},
+    "olmo_hybrid": {"hidden_size": 64, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "mamba2": {"hidden_size": 64, "head_dim": 16},
     "granitemoehybrid": {**MAMBA2, "num_local_experts": 0},
     "bamba": MAMBA2,
     "falcon_h1": {"hidden_size": 64},
     "nemotron_h": {"head_dim": 16},
 }
+NO_ROTATION = {"rope_type": "default", "rope_theta": None}
 # All layers of these run in one native call.
 FUSED: dict[str, dict[str, Any]] = {
-    **{name: ROW_WISE[name] for name in ("lfm2", "qwen3_5_text", "granitemoehybrid", "bamba")},
+    **{name: ROW_WISE[name] for name in ROW_WISE if name != "falcon_h1"},
+    "olmo_hybrid": {**ROW_WISE["olmo_hybrid"], "rope_parameters": NO_ROTATION},  # else, its layers take turns
+    "granitemoehybrid": {**MAMBA2, "residual_multiplier": 0.3},
+    "lfm2_moe": {"hidden_size": 64, "routed_scaling_factor": 2.5},
     "qwen3_next": ROW_WISE["qwen3_5_text"],
     "qwen3_5_moe_text": ROW_WISE["qwen3_5_text"],
 }

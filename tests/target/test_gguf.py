@@ -202,6 +202,9 @@ def test_layers_that_predict_several_tokens_are_left_in_the_file(tmp_path):
     further = {"blk.3.nextn.eh_proj.weight": torch.ones(64, 128), "blk.3.attn_norm.weight": torch.ones(64)}
     write_gguf(file, model, fields={"qwen35.nextn_predict_layers": 1, "qwen35.block_count": 4}, tensors=further)
     assert torch.equal(logits(read(file)), logits(model))
+    with pytest.raises(ValueError, match=r"of a GGUF file, whose layers for predictions \(nextn\) are not read: load"):
+        ad.load(file, drafter="mtp", dtype="float32", kernels="torch", costs=None)
+    assert isinstance(ad.load(file, dtype="float32", kernels="torch", costs=None).drafter, ad.NGramDrafter)
     write_gguf(file, model, tensors=further)
     with pytest.raises(ValueError, match=r"has no place for blk\.3\.attn_norm\.weight, blk\.3\.nextn\.eh_proj\.weight"):
         read(file)

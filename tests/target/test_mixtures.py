@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.models import fusable
 from support.prepacked_models import MIXTURES, ROUNDING, faithful, logits, plain
+from support.recurrent_models import FUSED, recurrent
 from torch import nn
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -54,17 +55,76 @@ def test_bytes_of_a_copy_are_estimated(architecture):
     assert 0.85 < copy_bytes(model) / held < 1.02  # shared experts are padded; the estimate omits the router
 
 
+class Sigmoids(nn.Module):
+    """A router whose weights are sigmoids, with corrections of the choice."""
+
+    def __init__(self, own, correction=None, normalised=True):
+        super().__init__()
+        self.weight, self.top_k, self.normalised = own.weight, own.top_k, normalised
+        self.routed_scaling_factor = 1.5
+        if correction is not None:
+            self.register_buffer("correction", correction)
+
+    def forward(self, x):
+        scores = nn.functional.linear(x, self.weight)
+        weights = scores.sigmoid()
+        chosen = (weights + getattr(self, "correction", 0)).topk(self.top_k).indices
+        weights = self.weights(weights).gather(-1, chosen)
+        return (
+            scores,
+            self.routed_scaling_factor * weights / (weights.sum(-1, keepdim=True) if self.normalised else 1),
+            chosen,
+        )
+
+    def weights(self, weights):
+        return weights
+
+
+def corrections():
+    return torch.tensor([0.9, -0.3, 0.5, -0.6])
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("correction", [None, corrections()], ids=["plain", "corrected"])
+def test_sigmoids_in_place_of_a_softmax(correction, normalised):
+    model = fusable("qwen2_moe")
+    for layer in (0, 1):
+        block_of(model, layer).gate = Sigmoids(block_of(model, layer).gate, correction, normalised)
+    target = faithful(model, fused=2, row_invariant=True)
+    if correction is not None:
+        block_of(model, 1).gate.correction = -correction
+        with pytest.warns(UserWarning, match="changed after they were prepacked"):
+            found = logits(target)
+        assert_close(found, logits(plain(model)), **ROUNDING)
+
+
+def test_corrections_of_a_block():
+    """LFM2 keeps them beside the router."""
+    model = recurrent("lfm2_moe", **FUSED["lfm2_moe"])
+    before = logits(plain(model))
+    for layer in model.model.layers[1:]:
+        layer.feed_forward.expert_bias = corrections()
+    faithful(model, fused=3, row_invariant=True)
+    assert not torch.allclose(logits(plain(model)), before, atol=1e-2)
+
+
 # Mixtures that only look right
 
 
-def sigmoid_router(model):
-    class Sigmoid(type(block_of(model).gate)):
-        def forward(self, x):
-            scores = nn.functional.linear(x, self.weight)
-            factors, chosen = scores.sigmoid().topk(self.top_k)
-            return scores, factors / factors.sum(-1, keepdim=True), chosen
+def corrected_weights(model):
+    class Corrected(Sigmoids):
+        def weights(self, weights):
+            return weights + self.correction
 
-    block_of(model).gate.__class__ = Sigmoid
+    block_of(model).gate = Corrected(block_of(model).gate, corrections())
+
+
+def tangent_router(model):
+    class Tangent(Sigmoids):
+        def weights(self, weights):
+            return (2 * weights).tanh()
+
+    block_of(model).gate = Tangent(block_of(model).gate)
 
 
 def bounded_router(model):
@@ -117,7 +177,8 @@ def other_activation_shared(model):
 @pytest.mark.parametrize(
     "fault",
     [
-        sigmoid_router,
+        tangent_router,
+        corrected_weights,
         bounded_router,
         corrected_router,
         clamped_gates,

@@ -35,7 +35,14 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Model name for clients; by default that of MODEL.")] = None,
     max_samples: Annotated[int, typer.Option(min=1, help="Most answers decoded at a time.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in the cache; bounds memory.")] = 65_536,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="65536, and the states of recurrent layers",
+            help="Most tokens in the cache; bounds memory.",
+        ),
+    ] = None,
     max_rows: Annotated[
         int | None,
         typer.Option(
@@ -96,10 +103,11 @@ def serve(
         )
         decoder.decider.expect(sys.maxsize)  # a server decodes much: measures the costs of steps now
         rows = max_rows or rows_within(decoder.target)
+        tokens = max_tokens or decoder.stepper.usual_tokens(max_samples)
         with phase("compiling kernels and recording steps"):
-            decoder.warm_up(max_samples, max_tokens)
+            decoder.warm_up(max_samples, tokens)
         engine = Engine(
-            decoder, max_cache_tokens=max_tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting
+            decoder, max_cache_tokens=tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting
         )
         service = Service(engine, name or _name(model), default_tokens, reasoning=reasoning == "auto")
         url = url_of(listener)

@@ -59,6 +59,7 @@ class Engine:
         max_cache_tokens: rows of each KV cache, which bounds its memory. Rows of finished texts are kept until others
             need them. Steps of fixed shapes reserve some rows for padding: more rows if ``max_samples`` is higher. If
             the target or a draft model has recurrent layers, each answer also takes ``state_tokens`` of the model.
+            By default 65,536 rows, plus the states of ``max_samples`` answers.
         max_samples: most answers decoded at a time.
         max_rows: most prompt tokens read between two steps, which bounds how long a stream can stall.
             :func:`~arbordraft.decoding.measuring.rows_within` tells how many a machine reads in a given time.
@@ -87,15 +88,17 @@ class Engine:
         self,
         decoder: SpeculativeDecoder,
         *,
-        max_cache_tokens: int = 65_536,
+        max_cache_tokens: int | None = None,
         max_samples: int = 64,
         max_rows: int = 256,
         max_waiting: int | None = None,
         reuse: bool | None = None,
     ) -> None:
         self.decoder = check_instance("decoder", decoder, SpeculativeDecoder)
-        self.max_cache_tokens = check_int("max_cache_tokens", max_cache_tokens, 1)
         self.max_samples = check_int("max_samples", max_samples, 1)
+        if max_cache_tokens is None:
+            max_cache_tokens = decoder.stepper.usual_tokens(self.max_samples)
+        self.max_cache_tokens = check_int("max_cache_tokens", max_cache_tokens, 1)
         if self.max_cache_tokens < (least := decoder.stepper.least_tokens(self.max_samples)):
             extra = ["the padding of fixed shapes"] * decoder.stepper.fixed
             extra += ["the states of recurrent layers"] * (state_tokens(decoder.target, decoder.drafter) > 0)

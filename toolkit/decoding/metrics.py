@@ -125,6 +125,7 @@ class DecodeStats:
         pad_rows: rows that belong to no token.
         pad_keys: attended cache columns that belong to no token.
         seconds: time by phase: prefill, draft, target, verify, commit.
+        busy: the same without the time in which the decoding thread waited, for a processor or for another thread.
 
     Examples:
         >>> DecodeStats("exact", emitted=[6, 4], forwards=[3, 2]).tau
@@ -142,6 +143,7 @@ class DecodeStats:
     pad_rows: int = 0
     pad_keys: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
 
     @property
     def tau(self) -> float:
@@ -157,9 +159,10 @@ class DecodeStats:
         """Adds the counts of two batches; the samples of ``other`` come last."""
         names = ("emitted", "forwards", "drafted", "tried", "accepted", "accepted_rank", "rows", "pad_rows", "pad_keys")
         counts: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
-        phases = self.seconds | other.seconds
-        seconds = {phase: self.seconds.get(phase, 0.0) + other.seconds.get(phase, 0.0) for phase in phases}
-        return DecodeStats(self.exactness, **counts, seconds=seconds)
+        for name in ("seconds", "busy"):
+            mine, others = getattr(self, name), getattr(other, name)
+            counts[name] = {phase: mine.get(phase, 0.0) + others.get(phase, 0.0) for phase in mine | others}
+        return DecodeStats(self.exactness, **counts)
 
     def count_forward(self, batch: RaggedBatch, rows: int, keys: int) -> None:
         """Counts a target forward for which ``rows`` rows and ``keys`` cache columns were needed."""
@@ -191,8 +194,8 @@ class DecodeStats:
             self.tried[len(path)] += 1
 
     def phase(self, name: str) -> "_Phase":
-        """Times a ``with`` block and adds the time to ``seconds[name]``."""
-        return _Phase(self.seconds, name)
+        """Times a ``with`` block and adds the times to ``seconds[name]`` and ``busy[name]``."""
+        return _Phase(self, name)
 
     def shift(self, seconds: float, phase: str, to: str) -> None:
         """Moves measured time from one phase to another."""
@@ -203,13 +206,15 @@ class DecodeStats:
 class _Phase:
     """Times a block; a class takes a third of a generator's time, and each step enters four."""
 
-    __slots__ = ("name", "seconds", "start")
+    __slots__ = ("busy", "name", "start", "stats")
 
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self.seconds, self.name = seconds, name
+    def __init__(self, stats: DecodeStats, name: str) -> None:
+        self.stats, self.name = stats, name
 
     def __enter__(self) -> None:
-        self.start = time.perf_counter()
+        self.start, self.busy = time.perf_counter(), time.thread_time()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + time.perf_counter() - self.start
+        seconds, busy = self.stats.seconds, self.stats.busy
+        seconds[self.name] = seconds.get(self.name, 0.0) + time.perf_counter() - self.start
+        busy[self.name] = busy.get(self.name, 0.0) + time.thread_time() - self.busy

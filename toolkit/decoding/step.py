@@ -30,6 +30,7 @@ from arbordraft.trees.verdict import Verdict
 
 _CHUNK = 2048  # most rows of a forward over prompts, which bounds its memory
 _MOST_READ = 16  # tokens of a sample that a drafter reads in a step whose times tell its costs
+_USUAL_ROWS = 65_536  # of a cache
 _SCORED_CHUNK = 256  # most rows if their logits are needed
 # Most kinds of samples in a batch for which one recorded step per kind is faster than one eager step.
 _MOST_KINDS = 2
@@ -125,6 +126,10 @@ class Stepper:
         """
         reserved = 0 if self.static is None or self.static.automatic else self.static.reserved(samples)
         return reserved + self.topology.num_nodes + 2 + state_tokens(self.target, self.drafter)
+
+    def usual_tokens(self, samples: int) -> int:
+        """Returns the usual limit of a cache: 65,536 rows, and besides them the states of this many samples."""
+        return _USUAL_ROWS + samples * state_tokens(self.target, self.drafter)
 
     def check(self, sample: Sample) -> None:
         """Raises ValueError if the decoder's steps do not support a sample's settings."""
@@ -225,7 +230,12 @@ class Stepper:
         """
         active = state.active
         noise = noise_of(state, active, self.topology.num_nodes, shared=self.shared)
-        executor, begun, before = self._executor(state, active), time.perf_counter(), dict(state.stats.seconds)
+        executor = self._executor(state, active)
+        # On a CPU, waits for threads that send tokens would look like costs of steps; a GPU's forwards are waits.
+        clock, times = time.thread_time, state.stats.busy
+        if self.target.device.type != "cpu":
+            clock, times = time.perf_counter, state.stats.seconds
+        begun, before = clock(), dict(times)
         begins = not all(sample.stats.forwards for sample in active)
         try:
             tree, judged = executor(state, lambda: self._drafts(state, active, noise), noise)
@@ -238,8 +248,8 @@ class Stepper:
             self._commit(state, tree, judged)
         # A drafter may have read a prompt, at first or later; a recorded run may have drafted and verified in one.
         if not begins and executor is self.eager and tree.read <= _MOST_READ * len(active):
-            draft, target = (state.stats.seconds[name] - before.get(name, 0.0) for name in ("draft", "target"))
-            rest = time.perf_counter() - begun - draft - target
+            draft, target = (times[name] - before.get(name, 0.0) for name in ("draft", "target"))
+            rest = clock() - begun - draft - target
             self.decider.timed(StepTimes(len(active), tree.rows, tree.drafted, draft, target, rest, tree.read))
         return judged.verdict
 

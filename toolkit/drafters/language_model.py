@@ -41,11 +41,13 @@ class _State(ModelState):
 
     Args:
         target: the target's cache.
+        sources: by sample, its handle in the target's cache.
         prompts: by sample, its tokens.
         behind: by sample, number of tokens that were copied for the target and not for this model.
     """
 
     target: RaggedKVCache = field(kw_only=True)
+    sources: dict[int, int] = field(default_factory=dict)
     prompts: dict[int, Sequence[int]] = field(default_factory=dict)
     behind: dict[int, int] = field(default_factory=dict)
 
@@ -165,7 +167,7 @@ class LanguageModelDrafter(OwnCacheDrafter):
     def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
         if self.max_positions is None or len(tokens) < self.max_positions:
             state.handles[sample] = state.cache.open(state.target.capacity(handle))
-            state.prompts[sample] = tokens
+            state.prompts[sample], state.sources[sample] = tokens, handle
 
     def share(self, state: _State, source: int, sample: int, tokens: int) -> None:
         if sample not in state.handles:
@@ -181,6 +183,8 @@ class LanguageModelDrafter(OwnCacheDrafter):
         for sample, read in tokens.items():
             if (handle := state.handles.get(sample)) is None:
                 continue
+            if (branch := state.target.branch(state.sources[sample])) is not None:
+                state.cache.keep(handle, branch)  # where the target keeps a state, so does this model
             begin, count = state.cache.length(handle), state.behind.pop(sample, 0) + len(read)
             part = torch.as_tensor(state.prompts[sample][begin : begin + count], dtype=torch.int64)
             known[handle] = fit_tokens(part, self.model.vocab_size).tolist()
@@ -189,6 +193,7 @@ class LanguageModelDrafter(OwnCacheDrafter):
     def remove(self, state: _State, sample: int) -> None:
         state.prompts.pop(sample, None)
         state.behind.pop(sample, None)
+        state.sources.pop(sample, None)
         if (handle := state.handles.pop(sample, None)) is not None:
             state.cache.close(handle)
 

@@ -253,7 +253,13 @@ def _folder(place: str) -> Path:
 
     if not place:
         raise ValueError("the model was made in memory")
-    return Path(place) if Path(place).is_dir() else Path(str(cached_file(place, CONFIG))).parent
+    folder = Path(place) if Path(place).is_dir() else Path(str(cached_file(place, CONFIG))).parent
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            "it is the folder of a GGUF file, whose layers for predictions (nextn) are not read: load the model's "
+            "safetensors folder"
+        )
+    return folder
 
 
 __all__ = ["LayersBeside", "MtpDrafter", "has_mtp"]

@@ -101,7 +101,7 @@ def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None
         return None
     layers, tables = found
     in_panels = all(
-        layer.qkv.weight.dtype == torch.uint8 for layer in layers
+        matrix.weight.dtype == torch.uint8 for layer in layers for matrix in layer.matrices[:1]
     )  # as the head's copy: kernels mix no types
     screen = screen and in_panels and _can_be_screened(head)
     rotary = [made for table in tables if (made := table.made_by(model.model))]

@@ -120,6 +120,10 @@ class RaggedKVCache(nn.Module):
         if self._states is not None:
             self._states.keep(handle, tokens)
 
+    def branch(self, handle: int) -> int | None:
+        """Returns the number of tokens after which a sample's state is kept, as :meth:`keep` was told, if any."""
+        return self._slabs[handle].branch
+
     def state_rows(self, batch: RaggedBatch, device: torch.device) -> StateRows:
         """Plans a forward's rows in recurrent layers.
 

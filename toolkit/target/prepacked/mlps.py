@@ -3,6 +3,8 @@
 Shapes: E experts to choose from, S shared ones, H hidden size, N inner size of an MLP, K experts that a row chooses.
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ _KINDS = (
     (("fc1",), "fc2"),
     (("w1", "w3"), "w2"),
     (("input_linear",), "output_linear"),
+    (("up_proj",), "down_proj"),
 )
 _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
 
@@ -52,13 +55,16 @@ def is_mlp(module: nn.Module) -> bool:
     return _is_mixture(module) or parts_named(module, _KINDS) is not None
 
 
-def mlp_of(collector: WeightCollector, module: nn.Module) -> Mlp:
-    """Packs an MLP or a mixture of experts that :func:`is_mlp` found.
+def mlp_of(collector: WeightCollector, modules: Sequence[nn.Module]) -> Mlp:
+    """Packs an MLP or a mixture of experts that :func:`is_mlp` found, or both if a layer adds their outputs.
 
     Raises:
-        Unrecognised: if the module computes something else.
+        Unrecognised: if the modules compute something else.
     """
-    return mixture(collector, module) if _is_mixture(module) else single(collector, module)
+    mixtures, others = (list(filter(kind, modules)) for kind in (_is_mixture, lambda one: not _is_mixture(one)))
+    if len(mixtures) > 1 or len(others) > 1:
+        raise Unrecognised("the layer has several MLPs")
+    return mixture(collector, mixtures[0], others) if mixtures else single(collector, others[0])
 
 
 def single(collector: WeightCollector, mlp: nn.Module) -> Mlp:
@@ -110,25 +116,26 @@ def _is_mixture(module: nn.Module) -> bool:
     return any(map(stacked, module.children()))
 
 
-def mixture(collector: WeightCollector, block: nn.Module) -> Mlp:
+def mixture(collector: WeightCollector, block: nn.Module, beside: Sequence[nn.Module] = ()) -> Mlp:
     """Packs a mixture: a router, experts and at most one MLP shared by all rows, with or without its own gate.
 
-    The shared MLP is split by its inner channels into experts of the size of the others.
+    The shared MLP is split by its inner channels into experts of the size of the others. It may stand beside the block.
 
     Raises:
         Unrecognised: if the block has other parts, or its router or experts compute something else.
     """
     children = dict(block.named_children())
     routed = [child for child in children.values() if stacked(child)]
-    shared = [child for child in children.values() if isinstance(getattr(child, "down_proj", None), nn.Module)]
+    inside = [child for child in children.values() if isinstance(getattr(child, "down_proj", None), nn.Module)]
     gates = [name for name, child in children.items() if getattr(child, "out_features", 0) == 1]
-    routers = [child for child in children.values() if child not in (*routed, *shared, *(children[g] for g in gates))]
-    counts = (len(routed), len(routers), len(shared) <= 1, len(gates) <= len(shared))
-    if counts != (1, 1, True, True) or hooked(block) or block._parameters or list(block.buffers()):
+    routers = [child for child in children.values() if child not in (*routed, *inside, *(children[g] for g in gates))]
+    shared = [*inside, *beside]
+    counts = (len(routed), len(routers), len(shared) <= 1, len(gates) <= len(inside))
+    if counts != (1, 1, True, True) or hooked(block) or block._parameters:
         raise Unrecognised(f"{type(block).__name__} has parts of another kind")
     router, experts = routers[0], routed[0]
     activation = _activation_of(experts)
-    chosen, normalised = _routing(router)
+    routing = _routing(router, list(block.buffers(recurse=False)))
     gate_up, down = [experts.gate_up_proj.detach()], [experts.down_proj.detach()]  # type: ignore[operator]
     scores = router.weight.detach()  # type: ignore[operator]
     number, hidden, inner = down[0].shape
@@ -145,6 +152,10 @@ def mixture(collector: WeightCollector, block: nn.Module) -> Mlp:
         raise Unrecognised(f"{type(block).__name__} has sizes or types that the kernel does not know")
     for module in (router, experts):
         collector.remember(module)
+    corrections = routing.corrections
+    if corrections is not None:
+        collector.sources.append(corrections)
+        corrections = corrections.detach().to(torch.float32, copy=True)
 
     def in_order(rows: Tensor) -> Tensor:
         halves = rows.unflatten(0, (-1, 2 * inner)).chunk(2, dim=1)
@@ -152,7 +163,17 @@ def mixture(collector: WeightCollector, block: nn.Module) -> Mlp:
 
     # The router keeps its bits: rounding its scores would choose other experts.
     shares = sum(map(len, down)) - number
-    choice = Experts(Matrix(prepack(scores)), number, chosen, shares, normalised, bool(gates))
+    choice = Experts(
+        Matrix(prepack(scores)),
+        number,
+        routing.chosen,
+        shares,
+        routing.normalised,
+        bool(gates),
+        routing.sigmoid,
+        corrections,
+        routing.factor,
+    )
     first, second = collector.rows(gate_up, in_order), collector.rows(down)
     return Mlp(first, second, activation, inner, True, choice)
 
@@ -169,26 +190,53 @@ def _parted(collector: WeightCollector, mlp: nn.Module, inner: int, activation: 
     return torch.cat([gate, up], dim=1), back.transpose(1, 2)
 
 
-def _routing(router: nn.Module) -> tuple[int, bool]:
-    """Returns how many experts a router chooses and whether their factors sum to 1, identified on noise."""
+class _Routing(NamedTuple):
+    """Choice of experts: see :class:`~arbordraft.kernels.decoder_layers.Experts`."""
+
+    chosen: int
+    normalised: bool
+    sigmoid: bool
+    corrections: Tensor | None
+    factor: float
+
+
+def _routing(router: nn.Module, given: Sequence[Tensor]) -> _Routing:
+    """Returns how a router chooses experts and weighs their outputs, identified on noise.
+
+    Args:
+        router: maps hidden states, and the corrections if the block has them, to scores, weights and experts.
+        given: the block's own buffers. The only buffer of the block or of the router corrects the choice.
+    """
     weight = router._parameters.get("weight")
-    own = [*router.parameters(), *router.buffers()]
-    if len(own) != 1 or own[0] is not weight or weight.ndim != 2:
+    own = list(router.buffers())
+    corrections = next(iter((*own, *given)), None)
+    known = len(list(router.parameters())) == 1 and len(own) + len(given) < 2
+    if weight is None or weight.ndim != 2 or not known or (corrections is not None and corrections.ndim != 1):
         raise Unrecognised(f"{type(router).__name__} has parts of another kind")
     wide = widened(router)
     x = noise(16, weight.shape[1])
     x *= torch.tensor([0.3, 1.0, 3.0, 8.0]).repeat(4)[:, None] / (x @ weight.detach().float().T).std()
-    probabilities = (x @ weight.detach().float().T).softmax(dim=-1)
-    factors, chosen = (tried(lambda x, place=place: wide(x)[place], x) for place in (1, 2))
-    found = tried(torch.zeros_like(probabilities).scatter, -1, chosen, factors)
+    scores = x @ weight.detach().float().T
+    other = None if corrections is None else 0.2 * noise(len(weight))  # in place of corrections, which may be zero
+    for buffer in wide.buffers():
+        buffer.copy_(other)
+    factor = float(getattr(router, "routed_scaling_factor", 1.0))  # the comparison shows whether it is that
+    arguments = [] if other is None or own else [other]
+    weights, chosen = (tried(lambda x, place=place: wide(x, *arguments)[place], x) for place in (1, 2))
+    found = tried(torch.zeros_like(scores).scatter, -1, chosen, weights)
     if found is not None and chosen is not None:
-        largest = probabilities.topk(chosen.shape[-1])
-        for normalised in (True, False):
-            values = largest.values / largest.values.sum(dim=-1, keepdim=True) if normalised else largest.values
-            expected = torch.zeros_like(probabilities).scatter(-1, largest.indices, values)
-            if distance(found, expected) < TOLERANCE:
-                return chosen.shape[-1], normalised
-    raise Unrecognised(f"{type(router).__name__} is not a softmax over scores")
+        for sigmoid, normalised in itertools.product((False, True), (True, False)):
+            if corrections is not None and not sigmoid:
+                continue
+            expected = scores.sigmoid() if sigmoid else scores.softmax(dim=-1)
+            ranks = expected if other is None else expected + other
+            largest = ranks.topk(chosen.shape[-1]).indices
+            expected = torch.zeros_like(scores).scatter(-1, largest, expected.gather(-1, largest))
+            if normalised:
+                expected /= expected.sum(dim=-1, keepdim=True)
+            if distance(found, factor * expected) < TOLERANCE:
+                return _Routing(chosen.shape[-1], normalised, sigmoid, corrections, factor)
+    raise Unrecognised(f"{type(router).__name__} is neither a softmax over scores nor their sigmoids")
 
 
 def _activation_of(experts: nn.Module) -> str:

@@ -3,7 +3,7 @@
 Shapes: T packed rows, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm, RecurrentRows, apply_norm
 from arbordraft.kernels.prepacked_linear import prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
-from arbordraft.target.attention import Forward
+from arbordraft.target.attention import Forward, running
 from arbordraft.target.prepacked.rotation import apart
 from arbordraft.target.states import WHOLE
 
@@ -24,6 +24,7 @@ class PrepackedLayers(nn.Module):
         first: index of the first layer.
         side_by_side: whether the model puts the two cosines or sines of a pair of channels next to each other.
         rest: values that the model's layers return after their output, in a tuple; ``None`` for the output alone.
+        settings: plain attributes of the first layer, such as its kind, which models may read.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class PrepackedLayers(nn.Module):
         first: int = 0,
         side_by_side: bool = False,
         rest: tuple[Any, ...] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        vars(self).update({name: value for name, value in (settings or {}).items() if name not in vars(self)})
         self.layers, self.side_by_side, self._rest = list(layers), side_by_side, rest
         self.indices = range(first, first + len(layers))
         self._runs = {len(layers): LayerRun(layers)}
@@ -42,7 +45,7 @@ class PrepackedLayers(nn.Module):
         self,
         hidden_states: Tensor,
         *others: Any,
-        ragged: Forward,
+        ragged: Forward | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         **__: Any,
@@ -50,7 +53,9 @@ class PrepackedLayers(nn.Module):
         """Takes the arguments of the model's own layers, and returns their output as these do; see :meth:`run`."""
         if any(isinstance(given, Tensor) for given in (attention_mask, *others)):
             raise ValueError("prepacked layers take their mask from the batch, but the model made one of its own")
-        out = self.run(hidden_states, ragged, position_embeddings)
+        forward = running(ragged)
+        assert isinstance(forward, Forward)
+        out = self.run(hidden_states, forward, position_embeddings)
         return out if self._rest is None else (out, *self._rest)
 
     def run(self, hidden_states: Tensor, ragged: Forward, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -63,7 +68,7 @@ class PrepackedLayers(nn.Module):
         if run is None:
             run = self._runs[len(indices)] = LayerRun(self.layers[: len(indices)])
         pools, lineage = memory_of(ragged, run.layers, indices, hidden_states)
-        ragged.layers.update(dict.fromkeys(indices))
+        ragged.layers.update({index: None for index, layer in zip(indices, run.layers, strict=True) if layer.mixes})
         wanted = [index for index in indices if index in ragged.hidden]
         taps = [indices.index(index) for index in wanted]
         tables = position_embeddings
@@ -87,12 +92,14 @@ def memory_of(
         if layer.recurrence is not None
     }
     states, lineage = ragged.state_rows.layers(recurrences, hidden) if recurrences else ({}, None)
-    return [
-        states[index, WHOLE]
-        if layer.recurrence is not None
-        else ragged.cache.pools(index, (layer.kv_heads, layer.dim), hidden)
-        for index, layer in zip(indices, layers, strict=True)
-    ], lineage
+    nothing = hidden.new_empty(0), hidden.new_empty(0)  # for layers that only have an MLP
+
+    def memory(index: int, layer: LayerWeights) -> tuple[Tensor, Tensor]:
+        if layer.recurrence is not None:
+            return states[index, WHOLE]
+        return ragged.cache.pools(index, (layer.kv_heads, layer.dim), hidden) if layer.mixes else nothing
+
+    return list(map(memory, indices, layers)), lineage
 
 
 class PrepackedNorm(nn.Module):

@@ -19,7 +19,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import AttentionCall, Forward
 from arbordraft.target.mixers import is_ours
 from arbordraft.target.observation import LayerCall, fresh_cache
-from arbordraft.target.prepacked.mlps import is_mlp, mlp_of, single
+from arbordraft.target.prepacked.mlps import Mlp, is_mlp, mlp_of, single
 from arbordraft.target.prepacked.prepacked_modules import memory_of
 from arbordraft.target.prepacked.probing import (
     TOLERANCE,
@@ -68,6 +68,20 @@ _NORM_PLACES = {
         {"post_attention": "post_attention_layernorm", "post_mlp": "post_feedforward_layernorm"},
     )
 }
+_LONE_NORM = frozenset({"norm"})  # before the only block of a layer
+_WITHOUT_ATTENTION: dict[str, Any] = {
+    "qkv": None,
+    "out": None,
+    "sinks": None,
+    "heads": 0,
+    "kv_heads": 0,
+    "dim": 0,
+    "window": None,
+    "rotary": False,
+    "scale": 1.0,
+    "softcap": None,
+}
+_WITHOUT_MLP: dict[str, Any] = {"gate_up": None, "down": None, "inner": 0, "activation": "silu"}
 _INTERNALS = frozenset(vars(nn.Module()))  # attributes of every module
 
 
@@ -79,7 +93,7 @@ def layer_of(
     Args:
         collector: packs them.
         layer: the layer.
-        call: its call of the attention interface; ``None`` if it has a recurrent mixer.
+        call: its call of the attention interface; ``None`` if it has a recurrent mixer, or nothing but an MLP.
         rotation: rotation of its queries and keys.
 
     Raises:
@@ -88,41 +102,43 @@ def layer_of(
     children = dict(layer.named_children())
     mixes = is_recurrent if call is None else _is_attention
     mixer_name = next((name for name, child in children.items() if mixes(child)), "")
-    mlp_name = next((name for name, child in children.items() if is_mlp(child)), "")
-    blocks = {mixer_name, mlp_name}
+    mlp_names = [name for name, child in children.items() if is_mlp(child)]
+    blocks = {mixer_name, *mlp_names} - {""}
+    both = mixer_name and mlp_names
     others = frozenset(
         n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
     )
     own = call is None and mixer_name  # its forward is ours
     replaced = own_hooks(layer) or "forward" in vars(layer)
     replaced = replaced or any(hooked(child) for name, child in children.items() if name != own)
-    if "" in blocks or others not in _NORM_PLACES or replaced or layer._parameters or list(layer.buffers()):
+    names = _NORM_PLACES.get(others, {}) if both else {}
+    if blocks and not both and others == _LONE_NORM:
+        names = {"pre_attention" if mixer_name else "pre_mlp": "norm"}
+    buffers = set(layer.buffers()).difference(*(children[name].buffers() for name in mlp_names))
+    if not names or replaced or layer._parameters or buffers:
         raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
-    places = {place: (layer, name) for place, name in _NORM_PLACES[others].items()}
-    mixer = children[mixer_name]
-    if call is None:
-        parts = _recurrent(collector, mixer, places)
+    places = {place: (layer, name) for place, name in names.items()}
+    mlp = mlp_of(collector, [children[name] for name in mlp_names]) if mlp_names else None
+    if mlp is not None and not mixer_name:
+        parts = _alone(collector, mlp, places)
+    elif call is None:
+        parts = _recurrent(collector, children[mixer_name], places)
     else:
-        parts = _attention(collector, mixer, call, rotation, places)
-    mlp = mlp_of(collector, children[mlp_name])
+        parts = _attention(collector, children[mixer_name], call, rotation, places)
     residual = float(getattr(layer, "residual_multiplier", 1.0))
-    if residual != 1.0 and mlp.experts is not None:
-        raise Unrecognised(f"{type(layer).__name__} scales the outputs of experts")
-    return LayerWeights(
-        **parts,
-        gate_up=mlp.gate_up,
-        down=mlp.down,
-        table=0,
-        inner=mlp.inner,
-        activation=mlp.activation,
-        parallel=places.keys().isdisjoint({"pre_mlp", "post_mlp"}),
-        experts=mlp.experts,
-        residual=residual,
-    )
+    inner = {name: getattr(mlp, name) for name in (*_WITHOUT_MLP, "experts")} if mlp else _WITHOUT_MLP
+    parallel = bool(both) and places.keys().isdisjoint({"pre_mlp", "post_mlp"})
+    return LayerWeights(**parts, **inner, table=0, parallel=parallel, residual=residual)
 
 
 def _is_attention(module: nn.Module) -> bool:
     return parts_named(module, _ATTENTIONS) is not None
+
+
+def _alone(collector: WeightCollector, mlp: Mlp, places: dict[str, tuple[nn.Module, str]]) -> dict[str, Any]:
+    """Returns the parts of a layer that only has an MLP, besides this."""
+    norms, epsilon = _norms(collector, places, mlp.down.outputs, None, lambda rows: rows)
+    return {**norms, **_WITHOUT_ATTENTION, "epsilon": epsilon}
 
 
 def _recurrent(
@@ -131,21 +147,8 @@ def _recurrent(
     """Returns the parts of a layer with a recurrent mixer, besides its MLP."""
     mixer = mixer_of(collector, module)
     norms, epsilon = _norms(collector, places, mixer.out.outputs, None, lambda rows: rows)
-    return {
-        **norms,
-        "qkv": mixer.into,
-        "out": mixer.out,
-        "recurrence": mixer.recurrence,
-        "sinks": None,
-        "heads": 0,
-        "kv_heads": 0,
-        "dim": 0,
-        "window": None,
-        "rotary": False,
-        "epsilon": epsilon,
-        "scale": 1.0,
-        "softcap": None,
-    }
+    own = {"qkv": mixer.into, "out": mixer.out, "recurrence": mixer.recurrence, "epsilon": epsilon}
+    return {**norms, **_WITHOUT_ATTENTION, **own}
 
 
 def _attention(

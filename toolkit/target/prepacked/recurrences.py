@@ -24,7 +24,6 @@ class Mixer(NamedTuple):
     recurrence: Recurrence
 
 
-# By the linears that read hidden states.
 _Extract = Callable[[WeightCollector, Any], tuple[Recurrence, Callable[[Tensor], Tensor]]]
 
 
@@ -41,24 +40,24 @@ def mixer_of(collector: WeightCollector, mixer: Any) -> Mixer:
     """
     kind = _kind_of(mixer)
     assert kind is not None
-    names, extract = kind
-    parts = {"in_proj", "out_proj", "norm", "conv", "conv1d", "act", *names}
+    names, last, extract = kind
+    parts = {last, "norm", "o_norm", "conv", "conv1d", "act", *names}
     others = [name for name, _ in mixer.named_children() if name not in parts]
     if others or own_hooks(mixer) or any(map(hooked, mixer.children())) or list(mixer.buffers()):
         raise Unrecognised(f"{type(mixer).__name__} has parts of another kind")
     recurrence, order = extract(collector, mixer)
-    into, out = collector.linears(mixer, *names), collector.linear(mixer, "out_proj")
+    into, out = collector.linears(mixer, *names), collector.linear(mixer, last)
     if recurrence.channels % LANES or recurrence.values % LANES or out.weight.shape[1] != recurrence.outputs:
         raise Unrecognised(f"{type(mixer).__name__} has sizes that the kernel does not know")
     collector.remember(mixer)
     return Mixer(collector.matrix(into, order), collector.matrix([out]), recurrence)
 
 
-def _kind_of(module: nn.Module) -> tuple[tuple[str, ...], _Extract] | None:
-    """Returns the linears of a mixer that read hidden states, and the function that extracts the mixer."""
-    for names, own, extract in _KINDS:
-        if all(hasattr(module, name) for name in (*names, *own, "out_proj")):
-            return names, extract
+def _kind_of(module: nn.Module) -> tuple[tuple[str, ...], str, _Extract] | None:
+    """Returns a mixer's linears that read hidden states, the one that leads back, and the function that extracts it."""
+    for names, last, own, extract in _KINDS:
+        if all(hasattr(module, name) for name in (*names, last, *own)):
+            return names, last, extract
     return None
 
 
@@ -87,7 +86,7 @@ def _selective(collector: WeightCollector, mixer: Any) -> tuple[Recurrence, Call
     recurrence = Recurrence(
         "selective",
         **_convolution(collector, mixer, "conv1d"),
-        **_heads(collector, mixer, mixer.num_heads),
+        **_heads(collector, mixer, mixer.norm, mixer.num_heads),
         key_heads=mixer.n_groups,
         keys=mixer.ssm_state_size,
         values=mixer.head_dim,
@@ -101,34 +100,35 @@ def _selective(collector: WeightCollector, mixer: Any) -> tuple[Recurrence, Call
 
 
 def _delta(
-    collector: WeightCollector, mixer: Any, order: Callable[[Any, Tensor], Tensor]
+    collector: WeightCollector, mixer: Any, order: Callable[[Any, Tensor], Tensor] | None = None, norm: str = "norm"
 ) -> tuple[Recurrence, Callable[[Tensor], Tensor]]:
     recurrence = Recurrence(
         "delta",
         **_convolution(collector, mixer, "conv1d"),
-        **_heads(collector, mixer, mixer.num_v_heads),
+        **_heads(collector, mixer, getattr(mixer, norm), mixer.num_v_heads),
         key_heads=mixer.num_k_heads,
         keys=mixer.head_k_dim,
         values=mixer.head_v_dim,
         group=mixer.head_v_dim,
+        strongest=2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0,
     )
     if mixer.activation not in ("silu", "swish"):
         raise Unrecognised(f"{type(mixer).__name__} has another activation")
-    return recurrence, partial(order, mixer)
+    return recurrence, _unchanged if order is None else partial(order, mixer)
 
 
-def _heads(collector: WeightCollector, mixer: Any, heads: int) -> dict[str, Any]:
+def _heads(collector: WeightCollector, mixer: Any, norm: Any, heads: int) -> dict[str, Any]:
     """Returns the decays and the norm of outputs, which selective mixers and gated delta nets have alike."""
-    weight = mixer.norm._parameters.get("weight")
-    if list(mixer.norm.parameters()) != [weight] or list(mixer.norm.buffers()) or not plain(weight):
-        raise Unrecognised(f"norm is {type(mixer.norm).__name__}")
-    collector.remember(mixer.norm)
+    weight = norm._parameters.get("weight")
+    if list(norm.parameters()) != [weight] or list(norm.buffers()) or not plain(weight):
+        raise Unrecognised(f"the norm of outputs is {type(norm).__name__}")
+    collector.remember(norm)
     return {
         "heads": heads,
         "rates": -_wide(mixer.A_log).exp(),
         "step_bias": _wide(mixer.dt_bias),
         "norm": _wide(weight),
-        "epsilon": float(mixer.norm.variance_epsilon),
+        "epsilon": float(norm.variance_epsilon),
     }
 
 
@@ -155,12 +155,23 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float32, copy=True).contiguous()
 
 
-_STATES = ("conv1d", "norm", "A_log", "dt_bias")
-_KINDS: tuple[tuple[tuple[str, ...], tuple[str, ...], _Extract], ...] = (
-    (("in_proj_qkvz", "in_proj_ba"), _STATES, partial(_delta, order=_by_key_head)),
-    (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _STATES, partial(_delta, order=_gates_first)),
-    (("in_proj",), (*_STATES, "D", "time_step_limit"), _selective),
-    (("in_proj",), ("conv",), _short_convolution),
+_STATES = ("conv1d", "A_log", "dt_bias")
+_KINDS: tuple[tuple[tuple[str, ...], str, tuple[str, ...], _Extract], ...] = (
+    (("in_proj_qkvz", "in_proj_ba"), "out_proj", (*_STATES, "norm"), partial(_delta, order=_by_key_head)),
+    (
+        ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        "out_proj",
+        (*_STATES, "norm"),
+        partial(_delta, order=_gates_first),
+    ),
+    (
+        ("g_proj", "q_proj", "k_proj", "v_proj", "b_proj", "a_proj"),
+        "o_proj",
+        (*_STATES, "o_norm"),
+        partial(_delta, norm="o_norm"),
+    ),
+    (("in_proj",), "out_proj", (*_STATES, "norm", "D", "time_step_limit"), _selective),
+    (("in_proj",), "out_proj", ("conv",), _short_convolution),
 )
 
 

@@ -96,8 +96,8 @@ class Prepacking:
         return layers if self._together else None
 
     def layers(self) -> tuple[list[LayerWeights], list[RotaryTables]] | None:
-        """Returns all layers and their rotary tables; ``None`` unless all are fused, and none is recurrent."""
-        if any(layer is not None and layer.recurrence is not None for layer in self._layers):
+        """Returns all layers and their rotary tables; ``None`` unless all are fused, and all have attention."""
+        if any(layer is not None and not layer.heads for layer in self._layers):
             return None
         places: dict[int, int] = {}
         for table in self._tables:
@@ -161,11 +161,15 @@ class Prepacking:
         for run in self._runs:
             layers = [layer for layer in self._layers[run[0] : run[-1] + 1] if layer]
             if layers:
-                yield PrepackedLayers(layers, run[0], side_by_side(self._tables[run[0]]), self._rest[run[0]])
+                beside = side_by_side(self._tables[run[0]])
+                yield PrepackedLayers(layers, run[0], beside, self._rest[run[0]], _plain(self._originals[run[0]]))
             else:
                 yield self._originals[run[0]]
             if not self._together:
-                yield from (PrepackedLayers((), index, rest=self._rest[index]) for index in run[1:])
+                yield from (
+                    PrepackedLayers((), index, rest=self._rest[index], settings=_plain(self._originals[index]))
+                    for index in run[1:]
+                )
 
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
@@ -246,6 +250,11 @@ class Prepacking:
             inner = inner or isinstance(module, _ROWWISE) or is_rotary(module)
             if module in self._called and not inner:
                 yield module
+
+
+def _plain(layer: nn.Module) -> dict[str, Any]:
+    """Returns a layer's plain attributes."""
+    return {name: value for name, value in vars(layer).items() if isinstance(value, (str, int, float))}
 
 
 def _matrices_of(module: nn.Module | None) -> Iterator[Matrix]:
