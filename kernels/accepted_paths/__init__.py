@@ -1,5 +1,6 @@
 """Finds the accepted paths of all trees of a batch on a device, and the moves that compact them."""
 
+import torch
 from torch import Tensor
 
 from arbordraft.kernels.accepted_paths.reference import accepted_paths_reference, matching_ends_reference
@@ -8,9 +9,9 @@ from arbordraft.kernels.dispatch import Operator
 _TRITON = "arbordraft.kernels.accepted_paths.triton:launch_"
 
 _ends = Operator(
-    "matching_ends(Tensor tokens, Tensor best, Tensor parent, Tensor roots, int depth) -> Tensor",
+    "matching_ends(Tensor tokens, Tensor best, Tensor parent, Tensor roots, int depth) -> (Tensor, Tensor)",
     matching_ends_reference,
-    lambda tokens, best, parent, roots, depth: roots.new_empty(roots.shape),
+    lambda tokens, best, parent, roots, depth: (torch.empty_like(roots), torch.empty_like(roots)),
     triton=f"{_TRITON}ends",
 )
 _paths = Operator(
@@ -26,7 +27,7 @@ _paths = Operator(
 )
 
 
-def matching_ends(tokens: Tensor, best: Tensor, parent: Tensor, roots: Tensor, depth: int) -> Tensor:
+def matching_ends(tokens: Tensor, best: Tensor, parent: Tensor, roots: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Follows each tree from its root as long as a child is the target's token.
 
     Args:
@@ -37,7 +38,8 @@ def matching_ends(tokens: Tensor, best: Tensor, parent: Tensor, roots: Tensor, d
         depth: length of the longest path.
 
     Returns:
-        ``[B]`` int64 rows of the last accepted nodes. Of several children with the token, the first row counts.
+        ``[B]`` int64 rows of the last accepted nodes, and the target's tokens after them. Of several children with the
+        token, the first row counts.
     """
     return _ends(tokens, best, parent, roots, depth)
 

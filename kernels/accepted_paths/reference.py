@@ -9,9 +9,12 @@ from torch import Tensor
 from arbordraft.kernels.verify.reference import walk
 
 
-def matching_ends_reference(tokens: Tensor, best: Tensor, parent: Tensor, roots: Tensor, depth: int) -> Tensor:
+def matching_ends_reference(
+    tokens: Tensor, best: Tensor, parent: Tensor, roots: Tensor, depth: int
+) -> tuple[Tensor, Tensor]:
     """See :func:`arbordraft.kernels.accepted_paths.matching_ends`."""
-    return walk(tokens == best[parent.clamp(min=0)], parent, roots, depth)
+    end = walk(tokens == best[parent.clamp(min=0)], parent, roots, depth)
+    return end, best[end]
 
 
 def accepted_paths_reference(

@@ -12,8 +12,8 @@ _NOWHERE: tl.constexpr = tl.constexpr(2147483647)
 
 
 @triton.jit(do_not_specialize=["depth"])
-def follow_matches(TOKENS, BEST, PARENT, ROOTS, END, rows, depth, BLOCK: tl.constexpr):
-    """Finds the last accepted node of a sample."""
+def follow_matches(TOKENS, BEST, PARENT, ROOTS, END, TOKEN, rows, depth, BLOCK: tl.constexpr):
+    """Finds the last accepted node of a sample and the token after it."""
     sample = tl.program_id(0)
     end = tl.load(ROOTS + sample)
     for _ in range(depth):
@@ -26,6 +26,7 @@ def follow_matches(TOKENS, BEST, PARENT, ROOTS, END, rows, depth, BLOCK: tl.cons
             first = tl.minimum(first, tl.min(tl.where((parent == end) & (token == best), row, _NOWHERE), 0))
         end = tl.where(first < _NOWHERE, first.to(tl.int64), end)
     tl.store(END + sample, end)
+    tl.store(TOKEN + sample, tl.load(BEST + end))
 
 
 @triton.jit(do_not_specialize=["depth"])
@@ -52,14 +53,14 @@ def trace_path(
     tl.store(DESTINATION + at, tl.where(kept, home + place, home), mask=moved)
 
 
-def launch_ends(tokens: Tensor, best: Tensor, parent: Tensor, roots: Tensor, depth: int) -> Tensor:
+def launch_ends(tokens: Tensor, best: Tensor, parent: Tensor, roots: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """See :func:`arbordraft.kernels.accepted_paths.matching_ends`."""
-    end = roots.new_empty(roots.shape)
+    end, token = roots.new_empty(roots.shape), roots.new_empty(roots.shape)
     if len(roots):
         block = min(_ROWS, triton.next_power_of_2(len(tokens)))
         given = tokens.contiguous(), best.contiguous(), parent.contiguous(), roots.contiguous()
-        follow_matches[(len(roots),)](*given, end, len(tokens), depth, BLOCK=block, num_warps=1)
-    return end
+        follow_matches[(len(roots),)](*given, end, token, len(tokens), depth, BLOCK=block, num_warps=1)
+    return end, token
 
 
 def launch_paths(

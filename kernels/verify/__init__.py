@@ -11,16 +11,15 @@ from arbordraft.kernels.dispatch import NATIVE, SINGLE, Operator
 from arbordraft.kernels.verify.reference import (
     CHUNK,
     draw_behind_reference,
-    last_top_down_reference,
     left_mass_reference,
     left_pick_reference,
-    lift_level_reference,
-    lifted_ends_reference,
     log_sum_exp_reference,
     lowest_kept_reference,
-    rejection_laws_reference,
+    rejection_ends_reference,
     row_max_reference,
     row_stats_reference,
+    score_rows_reference,
+    take_tops_reference,
     wide,
 )
 
@@ -54,6 +53,19 @@ row_stats = Operator(
     triton=f"{_TRITON}row_stats",
     triton_takes=SINGLE,
 )
+_score_rows = Operator(
+    "score_rows(Tensor logits, Tensor tokens, Tensor sample, Tensor temperature, bool divide) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    score_rows_reference,
+    lambda logits, tokens, sample, temperature, divide: (
+        torch.empty_like(sample),
+        sample.new_empty(len(temperature)),
+        logits.new_empty(logits.shape if divide else (0, 0), dtype=wide(logits)),
+        logits.new_empty(len(logits) if divide else 0, dtype=wide(logits)),
+    ),
+    triton=f"{_TRITON}score_rows",
+    triton_takes=SINGLE,
+)
 _log_sum_exp = Operator(
     "log_sum_exp(Tensor scores) -> Tensor",
     log_sum_exp_reference,
@@ -75,24 +87,19 @@ left_pick = Operator(
     triton=f"{_TRITON}left_pick",
     triton_takes=SINGLE,
 )
-rejection_laws = Operator(
-    "rejection_laws(Tensor scores, Tensor lse, Tensor draft, Tensor row, Tensor draft_row, Tensor weight, "
-    "Tensor tokens, Tensor real, Tensor certain, bool replacement) -> (Tensor, Tensor, Tensor, Tensor)",
-    rejection_laws_reference,
-    lambda scores, lse, draft, row, draft_row, weight, tokens, *_: (
-        torch.empty_like(weight),
-        weight.new_empty(tokens.shape),
-        torch.empty_like(weight),
-        _per_chunk(scores, row, torch.float64),
+rejection_ends = Operator(
+    "rejection_ends(Tensor scores, Tensor lse, Tensor draft, Tensor inner, Tensor draft_row, Tensor children, "
+    "Tensor tokens, Tensor tops, Tensor roots, Tensor uniforms, Tensor order, Tensor sample, int[] levels, "
+    "bool replacement, bool lifted, Tensor(a!)? counters) -> (Tensor, Tensor, Tensor, Tensor)",
+    rejection_ends_reference,
+    lambda scores, lse, draft, inner, *others: (
+        torch.empty_like(others[4]),
+        scores.new_empty(len(inner), dtype=torch.float64),
+        scores.new_empty(len(inner), dtype=torch.float64),
+        _per_chunk(scores, inner, torch.float64),
     ),
-    triton="arbordraft.kernels.verify.rejection:launch_rejection_laws",
+    triton="arbordraft.kernels.verify.rejection:launch_rejection_ends",
     triton_takes=SINGLE,
-)
-last_top_down = Operator(
-    "last_top_down(Tensor chances, Tensor children, Tensor inner, Tensor roots, Tensor uniforms, int depth) -> Tensor",
-    last_top_down_reference,
-    lambda chances, children, inner, roots, *_: torch.empty_like(roots),
-    triton="arbordraft.kernels.verify.ends:launch_last_top_down",
 )
 draw_behind = Operator(
     "draw_behind(Tensor scores, Tensor lse, Tensor draft, Tensor inner, Tensor draft_row, Tensor tokens, "
@@ -102,18 +109,12 @@ draw_behind = Operator(
     triton="arbordraft.kernels.verify.ends:launch_draw_behind",
     triton_takes=SINGLE,
 )
-lift_level = Operator(
-    "lift_level(Tensor(a!) chance, Tensor(b!) reached, Tensor weight, Tensor accept, Tensor stop, Tensor inner, "
-    "Tensor children) -> ()",
-    lift_level_reference,
-    lambda *_: None,
-    triton="arbordraft.kernels.verify.ends:launch_lift_level",
-)
-lifted_ends = Operator(
-    "lifted_ends(Tensor chance, Tensor reached, Tensor uniforms, Tensor order, Tensor sample, Tensor roots) -> Tensor",
-    lifted_ends_reference,
-    lambda *tensors: torch.empty_like(tensors[5]),
-    triton="arbordraft.kernels.verify.ends:launch_lifted_ends",
+take_tops = Operator(
+    "take_tops(Tensor(a!) draft, Tensor most, Tensor threshold, int rounds) -> Tensor",
+    take_tops_reference,
+    lambda draft, most, threshold, rounds: most.new_empty(len(draft), rounds),
+    triton="arbordraft.kernels.verify.tops:launch_take_tops",
+    triton_takes=(torch.float32,),
 )
 keep_lowest = Operator(  # takes the log-sum-exp of rows, which the reference ignores
     "lowest_kept(Tensor scores, Tensor lse, int count, float mass) -> Tensor",
@@ -135,6 +136,26 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
         the value is NaN.
     """
     return _row_max(logits)
+
+
+def score_rows(
+    logits: Tensor, tokens: Tensor, sample: Tensor, temperature: Tensor, *, divide: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reads the rows of a step: their best tokens, how many are broken, and scores divided by temperatures.
+
+    Args:
+        logits: ``[T, V]``.
+        tokens: ``[T]`` int64 tokens of the rows, -1 for rows that do not count.
+        sample: ``[T]`` int64 sample of a row.
+        temperature: ``[S]`` float64 temperatures of the samples.
+        divide: whether to divide.
+
+    Returns:
+        ``[T]`` int64 best tokens, arbitrary if the highest logit is not a finite number; and ``[S]`` int64 numbers of
+        such rows. If ``divide``, also ``[T, V]`` scores, at least in float32, and ``[T]`` their log-sum-exp; at
+        temperature 0 all tokens but the best are -inf. Otherwise, both are empty.
+    """
+    return _score_rows(logits, tokens, sample, temperature, divide)
 
 
 def lowest_kept(scores: Tensor, count: int = 0, mass: float = 0.0) -> Tensor:
@@ -170,16 +191,15 @@ def log_sum_exp(scores: Tensor) -> Tensor:
 __all__ = [
     "draw_behind",
     "keep_lowest",
-    "last_top_down",
     "left_mass",
     "left_pick",
-    "lift_level",
-    "lifted_ends",
     "log_sum_exp",
     "lowest_kept",
     "lowest_kept_reference",
-    "rejection_laws",
+    "rejection_ends",
     "row_max",
     "row_max_reference",
     "row_stats",
+    "score_rows",
+    "take_tops",
 ]

@@ -3,6 +3,8 @@
 Shapes: R rows, N nodes, D draft rows, V vocabulary, C chunks of a row, K special tokens of a node.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,6 +63,22 @@ def log_sum_exp_reference(scores: Tensor) -> Tensor:
     """See :func:`arbordraft.kernels.verify.log_sum_exp`."""
     highest, _, mass = row_stats_reference(scores)
     return (highest + mass.log()).logsumexp(dim=-1)
+
+
+def score_rows_reference(
+    logits: Tensor, tokens: Tensor, sample: Tensor, temperature: Tensor, divide: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`arbordraft.kernels.verify.score_rows`."""
+    highest, best = row_max_reference(logits)
+    unsound = (~highest.isfinite() & (tokens >= 0)).to(torch.int64)
+    broken = torch.zeros(len(temperature), dtype=torch.int64, device=logits.device).index_add_(0, sample, unsound)
+    x = logits.to(wide(logits))
+    if not divide:
+        return best, broken, x.new_empty(0, 0), x.new_empty(0)
+    heat = temperature[sample].to(x.dtype)[:, None]
+    kept = (heat > 0) | (torch.arange(x.shape[1], device=x.device) == best[:, None])
+    scores = torch.where(kept, x / torch.where(heat > 0, heat, 1), -torch.inf)
+    return best, broken, scores, log_sum_exp_reference(scores)
 
 
 def left_mass_reference(
@@ -148,6 +166,79 @@ def _left(
     ordinary = torch.ones(len(p), vocabulary + 1, dtype=torch.bool, device=p.device)  # -1 marks one past the last
     ordinary = ordinary.scatter_(1, torch.where(special < 0, vocabulary, special), False)[:, :vocabulary]
     return (p - taken[:, None] * q).clamp(min=0) * ordinary, q * ordinary
+
+
+def rejection_ends_reference(
+    scores: Tensor,
+    lse: Tensor,
+    draft: Tensor,
+    inner: Tensor,
+    draft_row: Tensor,
+    children: Tensor,
+    tokens: Tensor,
+    tops: Tensor,
+    roots: Tensor,
+    uniforms: Tensor,
+    order: Tensor,
+    sample: Tensor,
+    levels: Sequence[int],
+    replacement: bool,
+    lifted: bool,
+    counters: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Finds the ends of paths by recursive rejection; :mod:`arbordraft.kernels.verify.tree` derives it.
+
+    Args:
+        scores: as for :func:`left_mass_reference`; so are ``lse`` and ``draft``.
+        lse: as above.
+        draft: as above.
+        inner: ``[N]`` int64 rows of the nodes with children, levels closer to the root first; -1 for unused places.
+        draft_row: ``[N]`` int64, -1 for none: all children of such a node are certain.
+        children: ``[N, K]`` int64 rows of the children in the order of their verification, -1 after the last.
+        tokens: ``[N, K]`` int64 tokens of the children, -1 after the last.
+        tops: ``[D, M]`` int64 certain tokens of the draft rows, padded with -1.
+        roots: ``[B]`` int64 rows of the roots.
+        uniforms: ``[T]`` uniforms that decide about rows.
+        order: ``[T]`` int64 numbers that ascend in the post-order of a sample's rows, below 2^31.
+        sample: ``[T]`` int64 sample of a row.
+        levels: number of nodes at each depth, unused places included.
+        replacement: whether draws may repeat a token.
+        lifted: whether to verify paths lifted, from their end, instead of top-down.
+        counters: int32 zeros with which programs on a GPU count each other, and which they leave as zeros. Others are
+            made if these are ``None`` or too few.
+
+    Returns:
+        ``[B]`` int64 rows of the last accepted nodes. ``[N]`` float64 weights of the nodes and ``[N]`` float64 t after
+        the last child. ``[N, C]`` float64 masses of the tokens that may be emitted there, by chunk. Unused places have
+        results without meaning.
+    """
+    row, real = inner.clamp(min=0), children >= 0
+    certain = torch.zeros_like(real)
+    if tops.numel():
+        certain = (tokens[:, :, None] == tops[draft_row.clamp(min=0)][:, None, :]).any(dim=2)
+
+    def laws(nodes: slice, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        of_nodes = weight, tokens[nodes], real[nodes], certain[nodes]
+        return rejection_laws_reference(scores, lse, draft, row[nodes], draft_row[nodes], *of_nodes, replacement)
+
+    if not lifted:
+        weight = torch.ones(len(inner), dtype=torch.float64, device=scores.device)
+        taken, accept, _, mass = laws(slice(None), weight)
+        end = last_top_down_reference(accept, children, inner, roots, uniforms, len(levels))
+        return end, weight, taken, mass
+    # A leaf ends the path with its weight, an inner node with the mass that its children left.
+    chance = torch.ones(len(order), dtype=torch.float64, device=scores.device)
+    reached = torch.zeros_like(chance, dtype=torch.bool).index_fill_(0, roots, True)
+    found, begin = [], 0
+    for size in levels:
+        nodes = slice(begin, begin + size)
+        begin += size
+        weight = chance[row[nodes]]
+        taken, accept, stop, mass = laws(nodes, weight)
+        lift_level_reference(chance, reached, weight, accept, stop, inner[nodes], children[nodes])
+        found.append((weight, taken, mass))
+    weight, taken, mass = map(torch.cat, zip(*found, strict=True))
+    return lifted_ends_reference(chance, reached, uniforms, order, sample, roots), weight, taken, mass
 
 
 def rejection_laws_reference(
@@ -393,3 +484,28 @@ def _by_row(row: Tensor, rows: int, values: Tensor, fill: float) -> Tensor:
     """Scatters values to ``[T]`` rows, except those whose row is -1; other rows get ``fill``."""
     filled = values.new_full((rows + 1,), fill)
     return filled.scatter_(0, torch.where(row < 0, rows, row), values)[:rows]
+
+
+def take_tops_reference(draft: Tensor, most: Tensor, threshold: Tensor, rounds: int) -> Tensor:
+    """Takes the most probable tokens from every row; their probabilities become 0, in place.
+
+    Args:
+        draft: ``[D, V]`` draft probabilities.
+        most: ``[D]`` int64 maximum number of tops of a row.
+        threshold: ``[D]`` minimum probability of a top.
+        rounds: M, the maximum of ``most``.
+
+    Returns:
+        ``[D, M]`` int64 tokens, -1 after the last one. Among equally probable tokens the first is taken first.
+    """
+    tops = most.new_full((len(draft), rounds), -1)
+    if rounds == 0:
+        return tops
+    count = torch.minimum((draft >= threshold.to(draft.dtype)[:, None]).sum(dim=1), most)
+    for index in range(rounds):
+        token = draft.argmax(dim=1, keepdim=True)
+        chance = draft.gather(1, token)
+        top = (index < count)[:, None] & (chance > 0)
+        tops[:, index : index + 1] = torch.where(top, token, -1)
+        draft.scatter_(1, token, torch.where(top, 0.0, chance))
+    return tops

@@ -22,19 +22,10 @@ Shapes: T rows, D draft rows, V vocabulary, N inner nodes, K children, B samples
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from arbordraft.kernels.verify import (
-    draw_behind,
-    last_top_down,
-    lift_level,
-    lifted_ends,
-    log_sum_exp,
-    rejection_laws,
-)
+from arbordraft.kernels.verify import draw_behind, rejection_ends
 
 
 @dataclass(frozen=True)
@@ -47,9 +38,9 @@ class PackedTree:
         levels: number of inner nodes at each depth, unused places included.
         draft_row: ``[N]`` int64 draft row that a node's children were drawn from, -1 for none.
         children: ``[N, K]`` int64 rows of the children in the order of their verification, -1 after the last.
-        tokens: ``[N, K]`` int64 tokens of the children.
-        certain: ``[N, K]`` bool: whether a child was not drawn at random; such children may repeat a token, like IID
-            draws.
+        tokens: ``[N, K]`` int64 tokens of the children, -1 after the last.
+        tops: ``[D, M]`` int64 certain tokens of the draft rows, padded with -1. A child with one was not drawn at
+            random; such children may repeat a token, like IID draws.
         order: ``[T]`` int64 numbers that ascend in the post-order of a sample's rows, below 2^31.
         sample: ``[T]`` int64 sample of a row.
         replacement: whether draws may repeat a token.
@@ -61,89 +52,44 @@ class PackedTree:
     draft_row: Tensor
     children: Tensor
     tokens: Tensor
-    certain: Tensor
+    tops: Tensor
     order: Tensor
     sample: Tensor
     replacement: bool
 
 
-class _Laws(NamedTuple):
-    """Results of :func:`rejection_laws` for some inner nodes, in float64.
-
-    Args:
-        taken: ``[N]`` t after the last child.
-        accept: ``[N, K]`` chance to go on with a child.
-        stop: ``[N]`` chance to end at the node.
-        mass: ``[N, C]`` mass of the tokens that may be emitted there, by chunk.
-    """
-
-    taken: Tensor
-    accept: Tensor
-    stop: Tensor
-    mass: Tensor
-
-
 def verify_tree(
-    scores: Tensor, draft: Tensor, tree: PackedTree, accept: Tensor, final: Tensor, *, lifted: bool
+    scores: Tensor,
+    lse: Tensor,
+    draft: Tensor,
+    tree: PackedTree,
+    accept: Tensor,
+    final: Tensor,
+    *,
+    lifted: bool,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the ends of the paths of all samples, and the tokens that follow.
 
     Args:
         scores: ``[T, V]`` target scores, processed.
-        draft: ``[D, V]`` draft probabilities.
+        lse: ``[T]`` their log-sum-exp.
+        draft: ``[D, V]`` draft probabilities, without tops.
         tree: the trees.
         accept: ``[T]`` uniforms that decide about nodes.
         final: ``[T]`` uniforms that draw tokens after nodes.
         lifted: whether to verify paths lifted, from their end, instead of top-down.
+        counters: int32 zeros for :func:`rejection_ends`, which leaves zeros.
 
     Returns:
         ``[B]`` int64 rows of the last accepted nodes and ``[B]`` int64 tokens.
     """
-    lse = log_sum_exp(scores)
-    if lifted:
-        laws, weight, end = _lifted(scores, lse, draft, tree, accept)
-    else:
-        weight = torch.ones(len(tree.inner), dtype=torch.float64, device=scores.device)
-        row, real = tree.inner.clamp(min=0), tree.children >= 0
-        laws = _laws(scores, lse, draft, tree, slice(None), row, real, weight)
-        end = last_top_down(laws.accept, tree.children, tree.inner, tree.roots, accept, len(tree.levels))
-    token = draw_behind(
-        scores, lse, draft, tree.inner, tree.draft_row, tree.tokens, weight, laws.taken, laws.mass, end, final
-    )
-    return end, token
-
-
-def _laws(
-    scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: slice, row: Tensor, real: Tensor,
-    weight: Tensor,
-) -> _Laws:  # fmt: skip
-    return _Laws(
-        *rejection_laws(
-            scores, lse, draft, row, tree.draft_row[nodes], weight, tree.tokens[nodes], real, tree.certain[nodes],
-            tree.replacement,
-        )
+    end, weight, taken, mass = rejection_ends(
+        scores, lse, draft, tree.inner, tree.draft_row, tree.children, tree.tokens, tree.tops, tree.roots, accept,
+        tree.order, tree.sample, tree.levels, tree.replacement, lifted, counters,
     )  # fmt: skip
-
-
-def _lifted(
-    scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, accept: Tensor
-) -> tuple[_Laws, Tensor, Tensor]:
-    """Returns the laws of all inner nodes, their ``[N]`` weights, and the ``[B]`` rows at which paths end."""
-    rows = len(tree.order)
-    # A leaf ends the path with its weight, an inner node with the mass that its children left.
-    chance = torch.ones(rows, dtype=torch.float64, device=scores.device)
-    reached = torch.zeros_like(chance, dtype=torch.bool).index_fill_(0, tree.roots, True)
-    row, real = tree.inner.clamp(min=0), tree.children >= 0
-    found, weights, begin = [], [], 0
-    for size in tree.levels:
-        nodes = slice(begin, begin + size)
-        begin += size
-        weights.append(chance[row[nodes]])
-        law = _laws(scores, lse, draft, tree, nodes, row[nodes], real[nodes], weights[-1])
-        lift_level(chance, reached, weights[-1], law.accept, law.stop, tree.inner[nodes], tree.children[nodes])
-        found.append(law)
-    laws = _Laws(*map(torch.cat, zip(*found, strict=True)))
-    return laws, torch.cat(weights), lifted_ends(chance, reached, accept, tree.order, tree.sample, tree.roots)
+    token = draw_behind(scores, lse, draft, tree.inner, tree.draft_row, tree.tokens, weight, taken, mass, end, final)
+    return end, token
 
 
 __all__ = ["PackedTree", "verify_tree"]

@@ -22,8 +22,15 @@ _NOWHERE: tl.constexpr = tl.constexpr(2147483647)
 
 
 @triton.jit
-def row_stats(SCORES, HIGHEST, PLACE, MASS, stride_s, vocabulary, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Finds the highest score of one chunk of one row, its first place, and the sum of exponentials relative to it."""
+def row_stats(
+    SCORES, HIGHEST, PLACE, MASS, SAMPLE, TEMPERATURE, UNSOUND, stride_s, vocabulary, samples, HEATED: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Finds the highest score of one chunk of one row, its first place, and the sum of exponentials relative to it.
+
+    If ``HEATED``, the sum is that of scores divided by temperatures; the first program also sets the samples' counts of
+    broken rows to 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -35,7 +42,33 @@ def row_stats(SCORES, HIGHEST, PLACE, MASS, stride_s, vocabulary, CHUNKS: tl.con
     below = tl.where(highest == -float("inf"), 0.0, highest)
     tl.store(HIGHEST + row * CHUNKS + chunk, tl.where(bad > 0, float("nan"), highest))
     tl.store(PLACE + row * CHUNKS + chunk, place)
+    if HEATED:
+        heat = _heat(SAMPLE, TEMPERATURE, row)
+        x, below = tl.div_rn(x, heat), tl.div_rn(below, heat)
+        if (row == 0) & (chunk == 0):
+            for first in range(0, samples, 128):
+                sample = first + tl.arange(0, 128)
+                tl.store(UNSOUND + sample, sample.to(tl.int64) * 0, mask=sample < samples)
     tl.store(MASS + row * CHUNKS + chunk, tl.sum(tl.exp(x - below), 0))
+
+
+@triton.jit
+def _heat(SAMPLE, TEMPERATURE, row):
+    """Returns the temperature by which a row is divided; 1 at temperature 0."""
+    heat = tl.load(TEMPERATURE + tl.load(SAMPLE + row)).to(tl.float32)
+    return tl.where(heat > 0, heat, 1.0)
+
+
+@triton.jit
+def _sum_up(highest, mass):
+    """Returns the log-sum-exp of a row from the highest scores and masses of its chunks."""
+    part = highest + tl.log(mass)
+    # Not tl.max alone: it may ignore NaN, which has to reach the caller.
+    bad = tl.max((part != part).to(tl.int32), 0)
+    top = tl.max(tl.where(part != part, -float("inf"), part), 0)
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    lse = top + tl.log(tl.sum(tl.exp(part - safe), 0))
+    return tl.where(bad > 0, float("nan"), lse)
 
 
 @triton.jit
@@ -45,13 +78,46 @@ def add_chunks(HIGHEST, MASS, LSE, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
     chunk = tl.arange(0, COLUMNS)
     inside = chunk < CHUNKS
     highest = tl.load(HIGHEST + row * CHUNKS + chunk, mask=inside, other=-float("inf"))
-    part = highest + tl.log(tl.load(MASS + row * CHUNKS + chunk, mask=inside, other=0.0))
-    # Not tl.max alone: it may ignore NaN, which has to reach the caller.
-    bad = tl.max((part != part).to(tl.int32), 0)
-    top = tl.max(tl.where(part != part, -float("inf"), part), 0)
-    safe = tl.where(top == -float("inf"), 0.0, top)
-    lse = top + tl.log(tl.sum(tl.exp(part - safe), 0))
-    tl.store(LSE + row, tl.where(bad > 0, float("nan"), lse))
+    tl.store(LSE + row, _sum_up(highest, tl.load(MASS + row * CHUNKS + chunk, mask=inside, other=0.0)))
+
+
+@triton.jit
+def best_of_row(
+    HIGHEST, PLACE, MASS, TOKENS, SAMPLE, TEMPERATURE, BEST, UNSOUND, LSE, vocabulary, HEATED: tl.constexpr,
+    CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Finds the best token of one row from the results of its chunks, and counts the row if it is broken."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, COLUMNS)
+    inside = chunk < CHUNKS
+    highest = tl.load(HIGHEST + row * CHUNKS + chunk, mask=inside, other=-float("inf"))
+    place = tl.load(PLACE + row * CHUNKS + chunk, mask=inside, other=_NOWHERE)
+    bad = tl.max((highest != highest).to(tl.int32), 0)
+    top = tl.max(tl.where(highest != highest, -float("inf"), highest), 0)
+    best = tl.min(tl.where(highest == top, place, _NOWHERE), 0)
+    tl.store(BEST + row, tl.minimum(best, vocabulary - 1))
+    broken = (bad > 0) | (tl.abs(top) == float("inf"))
+    sample = tl.load(SAMPLE + row)
+    if broken & (tl.load(TOKENS + row) >= 0):
+        tl.atomic_add(UNSOUND + sample, tl.full([], 1, tl.int64), sem="relaxed")
+    if HEATED:
+        heat = _heat(SAMPLE, TEMPERATURE, row)
+        mass = tl.load(MASS + row * CHUNKS + chunk, mask=inside, other=0.0)
+        lse = _sum_up(tl.div_rn(highest, heat), mass)
+        certain = tl.load(TEMPERATURE + sample) <= 0
+        tl.store(LSE + row, tl.where(certain, tl.where(bad > 0, float("nan"), top), lse))
+
+
+@triton.jit
+def divided_scores(SCORES, SAMPLE, TEMPERATURE, BEST, DIVIDED, stride_s, vocabulary, BLOCK: tl.constexpr):
+    """Divides one chunk of a row by its temperature; at 0, keeps the best token alone."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(SCORES + row * stride_s + at, mask=at < vocabulary, other=0.0).to(tl.float32)
+    certain = tl.load(TEMPERATURE + tl.load(SAMPLE + row)) <= 0
+    x = tl.div_rn(x, _heat(SAMPLE, TEMPERATURE, row))
+    x = tl.where(at == tl.load(BEST + row), x, tl.where(certain, -float("inf"), x))
+    tl.store(DIVIDED + row * vocabulary + at, x, mask=at < vocabulary)
 
 
 @triton.jit
@@ -135,23 +201,47 @@ def block_of(vocabulary: int) -> int:
 
 def launch_row_stats(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`arbordraft.kernels.verify.reference.row_stats_reference`."""
+    return _row_stats(scores, scores, scores, None)
+
+
+def _row_stats(
+    scores: Tensor, sample: Tensor, temperature: Tensor, broken: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, vocabulary = scores.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     highest, mass = (scores.new_empty((rows, chunks), dtype=torch.float32) for _ in range(2))
     place = scores.new_empty((rows, chunks), dtype=torch.int64)
     if rows:
         row_stats[(rows, chunks)](
-            scores,
-            highest,
-            place,
-            mass,
-            scores.stride(0),
-            vocabulary,
-            CHUNKS=chunks,
-            BLOCK=block_of(vocabulary),
-            num_warps=8,
-        )
+            scores, highest, place, mass, sample, temperature, place if broken is None else broken, scores.stride(0),
+            vocabulary, 0 if broken is None else len(broken), HEATED=broken is not None, CHUNKS=chunks,
+            BLOCK=block_of(vocabulary), num_warps=8,
+        )  # fmt: skip
     return highest, place, mass
+
+
+def launch_score_rows(
+    logits: Tensor, tokens: Tensor, sample: Tensor, temperature: Tensor, divide: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`arbordraft.kernels.verify.reference.score_rows_reference`."""
+    rows, vocabulary = logits.shape
+    broken, best = sample.new_empty(len(temperature)), sample.new_empty(rows)
+    scores = logits.new_empty((rows, vocabulary) if divide else (0, 0), dtype=torch.float32)
+    lse = logits.new_empty(rows if divide else 0, dtype=torch.float32)
+    if rows == 0:
+        return best, broken.zero_(), scores, lse
+    tables = sample.contiguous(), temperature.contiguous()
+    highest, place, mass = _row_stats(logits, *tables, broken)
+    chunks = highest.shape[1]
+    best_of_row[(rows,)](
+        highest, place, mass, tokens.contiguous(), *tables, best, broken, lse, vocabulary, HEATED=divide, CHUNKS=chunks,
+        COLUMNS=triton.next_power_of_2(chunks), num_warps=1,
+    )  # fmt: skip
+    if divide:
+        divided_scores[(rows, chunks)](
+            logits, *tables, best, scores, logits.stride(0), vocabulary, BLOCK=block_of(vocabulary), num_warps=8
+        )  # fmt: skip
+    return best, broken, scores, lse
 
 
 def launch_log_sum_exp(scores: Tensor) -> Tensor:
@@ -206,12 +296,15 @@ def launch_left_pick(
 __all__ = [
     "CHUNK",
     "add_chunks",
+    "best_of_row",
     "block_of",
+    "divided_scores",
     "launch_left_mass",
     "launch_left_pick",
     "launch_log_sum_exp",
     "launch_row_max",
     "launch_row_stats",
+    "launch_score_rows",
     "left_at",
     "left_mass",
     "left_of",

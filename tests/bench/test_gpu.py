@@ -63,6 +63,7 @@ def test_all_phases_run_on_a_cpu(tmp_path):
     assert {phase["state"] for phase in written["phases"].values()} == {"done"}
     checked = written["phases"]["kernels"]["rows"]
     names = {"ragged_tree_attention", "kv_append", "kv_compact", "row_stats", "left_mass", "left_pick", "verify_tree"}
+    names |= {"score_rows", "take_tops"}
     names |= {"row_max", "log_sum_exp", "lowest_kept", "tree_expand", "gumbel_draw", "gumbel"}
     names |= {"rms_norm", "add_rms_norm", "gated_activation", "rotate_append"}
     names |= {"linear", "gated_linear", "project_rotate_append", "grow_level"}

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support import behaviour
+from support.launches import launches
 from support.models import left_padded, tiny
 from support.pretended_gpu import DEVICE, OnDevice, moved, pretended_gpu
 
@@ -26,6 +27,7 @@ from arbordraft import (
     TopDown,
     TopTail,
     TreeTopology,
+    WithoutReplacement,
 )
 from arbordraft.decoding.static import draft, step
 from arbordraft.drafters.eagle import EagleNetwork
@@ -33,8 +35,10 @@ from arbordraft.drafters.model_drafter import ModelDrafter, TargetCacheDrafter
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.kernels import choice
 from arbordraft.sampling import noise
+from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.weight_watch import WeightWatch
+from arbordraft.verifiers import TopTailRule
 
 PROMPTS = [[5, 9, 7, 5, 9, 7, 5, 9], [8, 3, 8, 3, 8, 3, 8, 3]]
 TREE, CHAIN = TreeTopology.from_k_config((2, 2, 1)), TreeTopology.chain(3)
@@ -355,26 +359,84 @@ def test_a_level_of_a_draft_takes_few_launches(parts, monkeypatch, request_, all
         assert level["grow_level"] == level["tree_expand"] == 1
 
 
-def test_lifted_verification_takes_few_operators(parts, monkeypatch):
-    """A level takes its weights, its laws and the chances that it hands on."""
-    found, verify = [], step.verify_tree
+# Verifiers of recorded steps: the drafter, the topology, the coupling and the request.
+VERIFIERS = {
+    "greedy": ("lookup", CHAIN, None, {}),
+    "shared noise": ("lookup", CHAIN, None, SHARED),
+    "shared noise, truncated": ("lookup", CHAIN, None, SHARED | {"top_k": 20, "min_p": 0.01}),
+    "lifted chain": ("model", CHAIN, _lifted(IID(1)), SHARED),
+    "lifted long chain": ("model", TreeTopology.chain(7), _lifted(IID(1)), SHARED),
+    "lifted tree": ("model", TREE, _lifted(TopTail(1, 1)), SHARED),
+    "lifted, truncated": ("model", TREE, _lifted(TopTail(1, 1)), SHARED | {"top_k": 20, "min_p": 0.01}),
+    "lifted, without replacement": ("model", TREE, _lifted(WithoutReplacement(2)), SHARED),
+    "top-down": ("model", TREE, Coupling(IID(2), TopDown(RecursiveRejection())), SHARED),
+    "TopTail": ("model", TREE, Coupling(TopTail(1, 1), TopDown(TopTailRule())), SHARED),
+    "SpecHub": ("model", TREE, Coupling(TopTail(1, 1), Lifted(SpecHub())), SHARED),
+}
+
+
+def operators_of_verification(parts, monkeypatch, verifier):
+    """Counts the operators of each recorded step from the logits to the next tokens, without the request's processors.
+
+    Args:
+        parts: see :func:`parts`.
+        monkeypatch: replaces the functions at which counting starts and ends.
+        verifier: key of ``VERIFIERS``.
+    """
+    begun, found, counts_of_processors = [], [], Counter()
+    read, paths, cut = step.score_rows, step.accepted_paths, step.truncated
+    drafter, topology, coupling, request = VERIFIERS[verifier]
     with pretended_gpu() as counts:
 
-        def counted(*given, **options):
-            before = Counter(counts.operators)
-            ends = verify(*given, **options)
-            found.append(counts.operators - before)
-            return ends
+        def unbilled(function):
+            def run(*given):
+                before = Counter(counts.operators)
+                out = function(*given)
+                counts_of_processors.update(counts.operators - before)
+                return out
 
-        monkeypatch.setattr(step, "verify_tree", counted)
+            return run
+
+        def reading(*given, divide):
+            begun.append((Counter(counts.operators), divide))
+            counts_of_processors.clear()
+            return read(*given, divide=divide)
+
+        def tracing(*given):
+            before, divides = begun[-1]
+            found.append(counts.operators - before - counts_of_processors)
+            if not divides:
+                found[-1]["score_rows, undivided"] = found[-1].pop("score_rows")
+            return paths(*given)
+
+        monkeypatch.setattr(step, "score_rows", reading)
+        monkeypatch.setattr(step, "accepted_paths", tracing)
+        monkeypatch.setattr(step, "truncated", unbilled(cut))
+        for name in ("__call__", "trimmed"):
+            monkeypatch.setattr(LogitsPipeline, name, unbilled(getattr(LogitsPipeline, name)))
         target, drafters = parts
-        decoder = SpeculativeDecoder(target, drafters["model"], CHAIN, _lifted(IID(1)), buckets=(32,))
+        decoder = SpeculativeDecoder(target, drafters[drafter], topology, coupling, buckets=(32,))
         ends = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
-        decoder.generate(**left_padded(PROMPTS), **ends, **SHARED)
-    assert found
+        decoder.generate(**left_padded(PROMPTS), **ends, **{"do_sample": False, **request})
+    return found
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_verification_takes_at_most_eight_launches(parts, monkeypatch, verifier):
+    found = operators_of_verification(parts, monkeypatch, verifier)
+    assert len(found) > 2
     for operators in found:
-        assert operators["lift_level"] == operators["rejection_laws"] == CHAIN.max_depth
-        assert operators.total() <= 13 + 3 * CHAIN.max_depth, operators
+        assert operators["score_rows"] + operators["score_rows, undivided"] == 1
+        assert launches(operators) <= 8, operators
+
+
+def test_a_verifier_of_many_launches_would_be_seen(parts, monkeypatch):
+    """Negative control: torch's operators take a launch each."""
+    run = step.score_rows
+    monkeypatch.setattr(
+        step, "score_rows", lambda *given, **how: (run(*given, **how), [given[0] + 1 for _ in range(9)])[0]
+    )
+    assert all(launches(operators) > 8 for operators in operators_of_verification(parts, monkeypatch, "greedy"))
 
 
 # The pretended GPU itself

@@ -26,7 +26,7 @@ from arbordraft.kernels.ragged_tree_attention import triton as attention
 from arbordraft.kernels.ragged_tree_attention.tiling import choose, row_tile
 from arbordraft.kernels.recurrent_tree import triton as recurrent_tree
 from arbordraft.kernels.tree_expand import triton as tree_expand
-from arbordraft.kernels.verify import ends, rejection, truncation
+from arbordraft.kernels.verify import ends, rejection, tops, truncation
 from arbordraft.kernels.verify import triton as verify
 
 GOLDEN = Path(__file__).parent / "golden" / "triton.json"
@@ -49,11 +49,12 @@ POINTERS = {
         ("HIGHEST", "MASS", "MAXIMA", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LOWEST", "LOG_PROBS"), "*fp32"
     ),
     **dict.fromkeys(
-        ("WANTED", "OFFERED", "FROZEN", "ACCEPT", "SHARE", "SPENT", "UNDECIDED", "REMAINS", "STOP", "SUMS", "UNIFORMS"),
+        ("FROZEN", "ACCEPT", "SHARE", "SPENT", "UNDECIDED", "REMAINS", "SUMS", "UNIFORMS", "TEMPERATURE", "LEAST"),
         "*fp64",
     ),
-    **dict.fromkeys(("REAL", "CERTAIN", "REACHED"), "*i8"),
-    **dict.fromkeys(("NUMBER", "INTERVAL", "FOUND", "SURE", "CHANGED"), "*i32"),
+    **dict.fromkeys(("NUMBER", "INTERVAL", "FOUND", "CHANGED"), "*i32"),
+    **dict.fromkeys(("OFFERED", "DIVIDED"), "*fp32"),
+    **dict.fromkeys(("TOPS", "MOST", "UNSOUND"), "*i64"),
     **dict.fromkeys(("ABOVE", "HELD", "BOUNDS"), "*fp32"),
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
     **dict.fromkeys(
@@ -269,23 +270,20 @@ def cases(target):
     sizes = {"KEY_SIZE": 1024, "VALUE_SIZE": 1024, "BLOCK": 1024}
     yield "append_rows", (kv_cache.append_rows, target, "bf16", sizes), {"warps": 2}
     rows = {"CHUNKS": 32, "BLOCK": verify.CHUNK}
-    yield "row_stats", (verify.row_stats, target, "bf16", rows), {"warps": 8}
+    yield "row_stats", (verify.row_stats, target, "bf16", rows | {"HEATED": True}), {"warps": 8}
+    best = {"HEATED": True, "CHUNKS": 32, "COLUMNS": 32}
+    yield "best_of_row", (verify.best_of_row, target, "bf16", best), {"warps": 1}
+    yield "divided_scores", (verify.divided_scores, target, "bf16", {"BLOCK": verify.CHUNK}), {"warps": 8}
     yield "add_chunks", (verify.add_chunks, target, "fp32", {"CHUNKS": 32, "COLUMNS": 32}), {"warps": 1}
     yield "left_mass", (verify.left_mass, target, "fp32", rows | {"K": 4}), {"warps": 8}
     yield "left_pick", (verify.left_pick, target, "fp32", {"K": 4, "BLOCK": verify.CHUNK}), {"warps": 8}
-    once = {"warps": 1, "fusion": False}
-    children = {"K": 3, "WIDE": 4}
-    yield "start_turns", (rejection.start_turns, target, "fp32", children), once
-    yield "turn_mass", (rejection.turn_mass, target, "fp32", rows | {"K": 3, "FIRST": True}), {"warps": 8}
-    children = children | {"CHUNKS": 32, "COLUMNS": 32, "REPLACEMENT": True}
-    yield "take_turn", (rejection.take_turn, target, "fp32", children), once
-    yield "end_turns", (rejection.end_turns, target, "fp32", children), once
-    of_tree = {"K": 3, "WIDE": 4, "NODES": 512}
     columns = {"CHUNKS": 32, "COLUMNS": 32}
-    yield "walk_down", (ends.walk_down, target, "fp32", of_tree), once
-    lifted = {"K": 3, "WIDE": 4}
-    yield "lift_node", (ends.lift_node, target, "fp32", lifted), once
-    yield "first_in_order", (ends.first_in_order, target, "fp32", {"BLOCK": 512}), {"warps": 1}
+    of_tree = columns | {"K": 3, "WIDE": 4, "M": 2, "NODES": 512, "ROWS": 512, "BLOCK": verify.CHUNK}
+    for lifted in (False, True):
+        how = {"REPLACEMENT": False, "LIFTED": lifted, "FENCED": target == "gfx942"}
+        name = "reject_in_turn" + ", lifted" * lifted
+        yield name, (rejection.reject_in_turn, target, "bf16", of_tree | how), {"warps": 8, "fusion": False}
+    yield "tops_of_row", (tops.tops_of_row, target, "fp32", {"M": 2, "BLOCK": verify.CHUNK}), {"warps": 8}
     behind = columns | {"K": 3, "NODES": 512, "BLOCK": verify.CHUNK}
     yield "mass_behind", (ends.mass_behind, target, "bf16", behind), {"warps": 8}
     yield "pick_behind", (ends.pick_behind, target, "bf16", behind), {"warps": 8}

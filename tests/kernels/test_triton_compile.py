@@ -37,9 +37,8 @@ def test_kernels_fit(target):
         assert needs["shared"] <= SHARED[target], name
         # Kernels of the first line read few numbers. `collect` stores single scores, so it reads single scores.
         # The last three kernels compute more than they read.
-        narrow = {"add_chunks", "left_pick", "lowest_kept", "start_turns", "take_turn", "end_turns"}
-        narrow |= {"walk_down", "grow_trees", "follow_matches", "trace_path"}
-        narrow |= {"lift_node", "first_in_order"}
+        narrow = {"add_chunks", "best_of_row", "left_pick", "lowest_kept"}
+        narrow |= {"grow_trees", "follow_matches", "trace_path"}
         narrow |= {"collect", "gumbel_noise", "gumbel_bound", "gumbel_draw"}
         assert needs["wide loads"] or name in narrow, name
         if name.startswith(("linear", "gated_tile", "rotated_tile", "attend_row")):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbordraft.kernels.transfer import download, upload
 from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.kernels.verify.tops import take_tops
+from arbordraft.kernels.verify import take_tops
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.trees.draft_tree import Flags, Ints, Reals
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels.transfer import download
-from arbordraft.kernels.verify.tops import take_tops
+from arbordraft.kernels.verify import log_sum_exp, take_tops
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
 from arbordraft.sampling.noise import Noise
 from arbordraft.trees.draft_tree import DraftTree
@@ -56,7 +56,7 @@ class TreeTable(Table):
 
         - By row: its token, its node's place in post-order, and its sample.
         - By sample: the row of its root.
-        - By place for an inner node, -1 if unused: its row, draft row, and children's rows.
+        - By place for an inner node, -1 if unused: its row, draft row, and children's rows and tokens.
         - For random draws, by row: the uniforms that decide about it and that draw the token after it.
         - For random draws, by draft row: the greatest number of tops and their least probability.
         """
@@ -64,14 +64,14 @@ class TreeTable(Table):
             **dict.fromkeys(("tokens", "order", "sample", "accept", "final"), (self.rows,)),
             "roots": (self.owners,),
             **dict.fromkeys(("inner", "draft_row", "most_tops", "threshold"), (self.nodes,)),
-            "children": (self.nodes, self.children),
+            **dict.fromkeys(("children", "child_tokens"), (self.nodes, self.children)),
         }
 
     def write(self, into: SimpleNamespace, tree: DraftTree) -> None:
         """Writes rows and samples into the parts of a blank table."""
         into.tokens[: tree.rows], into.sample[: tree.rows] = tree.token, tree.slot
         into.roots[: len(tree.living)] = np.flatnonzero(tree.depth == 0)
-        for part in (into.inner, into.draft_row, into.children):
+        for part in (into.inner, into.draft_row, into.children, into.child_tokens):
             part[:] = -1
 
     def write_draws(self, into: SimpleNamespace, tree: DraftTree, noise: Noise) -> list[int]:
@@ -83,7 +83,8 @@ class TreeTable(Table):
         depth, place = tree.depth[inner], np.zeros(tree.rows, dtype=np.int64)
         place[inner] = np.cumsum([0, *self.levels])[depth] + np.arange(len(inner)) - np.searchsorted(depth, depth)
         into.inner[place[inner]] = inner
-        into.children[place[tree.parent[below]], tree.topology.rank_array[tree.node[below]]] = below
+        child = place[tree.parent[below]], tree.topology.rank_array[tree.node[below]]
+        into.children[child], into.child_tokens[child] = below, tree.token[below]
         drawn = [row for row in inner.tolist() if tree.draft_row[row] >= 0 and not tree.law_of(row).deterministic]
         into.draft_row[place[drawn]] = np.arange(len(drawn))
         for number, row in enumerate(drawn):
@@ -92,22 +93,19 @@ class TreeTable(Table):
             into.threshold[number] = law.threshold
         return drawn
 
-    def unpack(self, part: Mapping[str, Tensor], tops: Tensor | None, replacement: bool) -> PackedTree:
+    def unpack(self, part: Mapping[str, Tensor], tops: Tensor, replacement: bool) -> PackedTree:
         """Returns the trees in the form that verification takes.
 
         Args:
             part: parts of the table, from :meth:`read`.
-            tops: ``[D, M]`` int64 certain tokens of the draft rows, padded with -1; ``None`` if there are no rows.
+            tops: ``[D, M]`` int64 certain tokens of the draft rows, padded with -1.
             replacement: whether draws may repeat a token.
         """
-        children, draft_row = part["children"], part["draft_row"]
-        tokens = torch.where(children < 0, -1, part["tokens"][children.clamp(min=0)])
-        certain = torch.zeros_like(children, dtype=torch.bool)
-        if tops is not None:
-            certain = (tokens[:, :, None] == tops[draft_row.clamp(min=0)][:, None, :]).any(dim=2)
         same = ("roots", "inner", "draft_row", "children", "order", "sample")
         columns = {name: part[name] for name in same}
-        return PackedTree(levels=self.levels, tokens=tokens, certain=certain, replacement=replacement, **columns)
+        return PackedTree(
+            levels=self.levels, tokens=part["child_tokens"], tops=tops, replacement=replacement, **columns
+        )
 
 
 def verify_packed(
@@ -133,7 +131,7 @@ def verify_packed(
         rows = rows[np.isin(tree.owner, part.living)]
         scores = scores[torch.from_numpy(rows).to(scores.device)]
     packed, draft, accept, final = pack(part, noise, scores.device)
-    found = download(*verify_tree(scores, draft, packed, accept, final, lifted=lifted))
+    found = download(*verify_tree(scores, log_sum_exp(scores), draft, packed, accept, final, lifted=lifted))
     ends = zip(part.living, *(numbers.tolist() for numbers in found), strict=True)
     return {sample: (int(rows[end]), token) for sample, end, token in ends}
 
@@ -157,7 +155,8 @@ def pack(tree: DraftTree, noise: Noise, device: torch.device) -> tuple[PackedTre
     table.write(into, tree)
     drawn = table.write_draws(into, tree, noise)
     part, count = table.read(numbers.to(device)), len(drawn)
-    tops, draft = None, torch.empty(0, 0, device=device)
+    draft = torch.empty(0, 0, device=device)
+    tops = part["children"].new_empty(0, 0)
     if count:
         draft, most = rows_drawn_from(tree, drawn).clone(), int(into.most_tops.max())
         # A top that was dropped from the tree cannot be drawn either.

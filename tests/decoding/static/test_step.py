@@ -29,7 +29,7 @@ from arbordraft import (
 from arbordraft.decoding.static import step
 from arbordraft.decoding.static.bucket import Bucket, bucket_for
 from arbordraft.decoding.static.step import StaticStep, StepKind
-from arbordraft.kernels.verify.tops import take_tops
+from arbordraft.kernels.verify import take_tops
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
@@ -236,8 +236,8 @@ def test_any_trees_fit_into_their_bucket(case):
     seeds = [2**64 - 1 - sample for sample in range(samples)]
     shared = GumbelNoise([SharedSource(seed) for seed in seeds], [9] * samples)
     bucket.fill(other := torch.full((bucket.size,), -77), tree, batch, shared, 1000)
-    drawing = [seeds[sample] - 2**64 for sample in tree.living]
-    assert bucket.read(other)["seeds"].tolist() == drawing + [0] * (bucket.samples + 1 - len(drawing))
+    drawing = [seeds[sample] - 2**64 for sample in tree.owner]
+    assert bucket.read(other)["seeds"].tolist() == drawing + [0] * (rows - count)
     assert part["tokens"][:count].tolist() == tree.token.tolist()
     places = list(zip(tree.owner, tree.node, strict=True))
     assert part["accept"][:count].tolist() == [noise.accept[sample, node] for sample, node in places]
@@ -253,6 +253,8 @@ def test_any_trees_fit_into_their_bucket(case):
     for place, row in enumerate(part["inner"].tolist()):
         children = part["children"][place]
         assert children[children >= 0].tolist() == (tree.children[row] if row >= 0 else [])
+        expected = [tree.token[child] if child >= 0 else -1 for child in children.tolist()]
+        assert part["child_tokens"][place].tolist() == expected
     for row, above in enumerate(part["parent"].tolist()):
         assert (above < 0) == (part["depth"][row] == 0)
         assert above < 0 or part["depth"][above] == part["depth"][row] - 1

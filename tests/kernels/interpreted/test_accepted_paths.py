@@ -41,9 +41,11 @@ def packed(seed, padding=3):
 def test_paths_and_moves(guarded, seed):
     (tokens, best), parent, level, sample, roots, slots, home = packed(seed)
     with choice.use("triton"):
-        end = matching_ends(tokens, best, parent, roots, DEPTH)
+        end, token = matching_ends(tokens, best, parent, roots, DEPTH)
         found = accepted_paths(end, parent, level, slots, home, sample, roots, DEPTH)
-    assert torch.equal(end, matching_ends_reference(tokens, best, parent, roots, DEPTH))
+    for one, other in zip((end, token), matching_ends_reference(tokens, best, parent, roots, DEPTH), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(token, best[end])
     expected = accepted_paths_reference(end, parent, level, slots, home, sample, roots, DEPTH)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
@@ -59,8 +61,8 @@ def test_rows_of_several_blocks(guarded, monkeypatch):
     monkeypatch.setattr(kernels, "_ROWS", 8)
     with choice.use("triton"):
         assert torch.equal(
-            matching_ends(tokens, best, parent, roots, DEPTH),
-            matching_ends_reference(tokens, best, parent, roots, DEPTH),
+            matching_ends(tokens, best, parent, roots, DEPTH)[0],
+            matching_ends_reference(tokens, best, parent, roots, DEPTH)[0],
         )
 
 
@@ -68,8 +70,8 @@ def test_a_wrong_input_would_be_seen():
     """Negative control: other tokens end paths elsewhere, and other depths move other rows."""
     (tokens, best), parent, level, sample, roots, slots, home = packed(0)
     with choice.use("triton"):
-        end = matching_ends(tokens, best, parent, roots, DEPTH)
-        assert not torch.equal(end, matching_ends(tokens, best.roll(1), parent, roots, DEPTH))
+        end, _ = matching_ends(tokens, best, parent, roots, DEPTH)
+        assert not torch.equal(end, matching_ends(tokens, best.roll(1), parent, roots, DEPTH)[0])
         moves = accepted_paths(end, parent, level, slots, home, sample, roots, DEPTH)
         assert not torch.equal(moves[2], accepted_paths(end, parent, level, slots, home, sample + 1, roots, DEPTH)[2])
         assert (
@@ -81,11 +83,11 @@ def test_no_depth_and_no_samples():
     (tokens, best), parent, level, sample, roots, slots, home = packed(2)
     none = roots[:0]
     with choice.use("triton"):
-        assert torch.equal(matching_ends(tokens, best, parent, roots, 0), roots)
+        assert torch.equal(matching_ends(tokens, best, parent, roots, 0)[0], roots)
         path, source, destination = accepted_paths(roots, parent, level, slots, home, sample, roots, 0)
         assert path.tolist() == roots[:, None].tolist()
         assert len(source) == len(destination) == 0
-        assert matching_ends(tokens, best, parent, none, DEPTH).shape == (0,)
+        assert matching_ends(tokens, best, parent, none, DEPTH)[0].shape == (0,)
         assert accepted_paths(none, parent, level, slots, none, sample, none, DEPTH)[0].shape == (0, DEPTH + 1)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.packed_forest import forest
 from support.verdicts import COUPLINGS, check_verdicts
 from torch import library
 from torch.testing import assert_close
@@ -10,17 +11,16 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 from arbordraft.kernels import choice
 from arbordraft.kernels.verify import (
     draw_behind,
-    last_top_down,
     left_mass,
     left_pick,
-    lift_level,
-    lifted_ends,
     log_sum_exp,
-    rejection_laws,
+    rejection_ends,
     row_max,
     row_stats,
+    score_rows,
+    take_tops,
 )
-from arbordraft.kernels.verify.reference import CHUNK
+from arbordraft.kernels.verify.reference import CHUNK, score_rows_reference
 from arbordraft.sampling.processors import LogitsPipeline
 
 SIZES = [1, 7, CHUNK, CHUNK + 1, 2 * CHUNK + 130]
@@ -99,42 +99,56 @@ def test_left_pick(guarded, vocabulary):
 
 def children(vocabulary):
     """Gives nodes of :func:`problem` three drawn children, a top and a drawn one, two equal tops, and none."""
-    scores, lse, draft, row, draft_row, weight, _, _ = problem(vocabulary)
+    scores, lse, draft, _, draft_row, weight, _, _ = problem(vocabulary)
     tokens = torch.tensor([[3, 5, 6], [2, 4, -1], [1, 1, -1], [-1, -1, -1]])
-    certain = torch.tensor([[False, False, False], [True, False, False], [True, True, False], [False, False, False]])
-    return scores, lse, draft, row, draft_row, weight.double(), tokens, tokens >= 0, certain
+    return scores, lse, draft, draft_row, weight.double(), tokens
 
 
+KNOWN = [0, 1, 3, 4, 5, 7]  # places of nodes in a forest
+
+
+@pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
 @pytest.mark.parametrize("replacement", [False, True], ids=["without replacement", "with replacement"])
-@pytest.mark.parametrize("vocabulary", SIZES[1:])
-def test_rejection_laws(guarded, vocabulary, replacement):
-    found, expected = both(rejection_laws, *children(vocabulary), replacement)
-    assert_close(found, expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("laws", ["drawn", "tops", "sparse"])
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(7, torch.float32), (2 * CHUNK + 130, torch.float16)], ids=str)
+def test_ends_by_recursive_rejection(guarded, vocabulary, dtype, laws, replacement, lifted):
+    ends, weights = set(), set()
+    for seed in range(6 if vocabulary == 7 else 1):
+        given = *forest(vocabulary, dtype, laws, seed), replacement, lifted
+        counters = torch.zeros(200, dtype=torch.int32)
+        found, expected = both(rejection_ends, *given, counters)
+        assert not counters.any()  # zeros for the next launch
+        assert torch.equal(found[0], expected[0])
+        for ours, theirs in zip(found[1:], expected[1:], strict=True):
+            assert_close(ours[KNOWN], theirs[KNOWN], rtol=1e-5, atol=1e-6)
+        ends.update(found[0].tolist())
+        weights.update(found[1][KNOWN].tolist())
+    # Negative control: the uniforms decide, and only lifted nodes have weights of their own.
+    assert len(ends) > (3 if vocabulary == 7 else 1)
+    assert (weights != {1.0}) == lifted
 
 
-def walked(generator, nodes=4):
-    """Draws two trees of four and two nodes; one of four places is free, and the first ``nodes`` are known."""
-    rows = torch.tensor([[1, 2, 3], [-1, -1, -1], [5, -1, -1], [-1, -1, -1]])
-    inner = torch.tensor([0, -1, 4, 2])
-    chances = torch.rand(4, 3, generator=generator, dtype=torch.float64) / 3
-    uniforms = torch.rand(6, generator=generator, dtype=torch.float64)
-    return chances[:nodes], rows[:nodes], inner[:nodes], torch.tensor([0, 4]), uniforms, 2
+def test_counters_are_made_if_there_are_too_few(guarded):
+    given = *forest(7, torch.float32, "drawn", 0), False, True
+    few = torch.full((9,), 7, dtype=torch.int32)
+    found, expected = both(rejection_ends, *given, few)
+    assert torch.equal(found[0], expected[0])
+    assert (few == 7).all()
 
 
-@pytest.mark.parametrize("nodes", [0, 1, 4])
-def test_walks_from_the_roots(guarded, nodes):
-    generator, ends = torch.Generator().manual_seed(0), set()
-    for _ in range(20):
-        found, expected = both(last_top_down, *walked(generator, nodes))
-        assert torch.equal(found, expected)
-        ends.update(found.tolist())
-    assert ends == {0: {0, 4}, 1: {0, 1, 2, 3, 4}, 4: {0, 1, 2, 3, 4, 5}}[nodes]
+def test_samples_without_drafts_end_at_their_roots(guarded):
+    """All places of nodes are unused."""
+    scores, lse, draft, inner, draft_row, children, tokens, tops, *others = forest(7, torch.float32, "drawn", 0)
+    nothing = [torch.full_like(one, -1) for one in (inner, draft_row, children, tokens)]
+    for lifted in (False, True):
+        given = scores, lse, draft, *nothing, tops, *others, False, lifted, None
+        assert both(rejection_ends, *given)[0][0].tolist() == [0, 9, 12]
 
 
 @pytest.mark.parametrize("nodes", [0, 1, 4])
 @pytest.mark.parametrize("vocabulary", [7, CHUNK + 1])
 def test_draw_behind(guarded, vocabulary, nodes):
-    scores, lse, draft, _, draft_row, weight, tokens, _, _ = children(vocabulary)
+    scores, lse, draft, draft_row, weight, tokens = children(vocabulary)
     generator = torch.Generator().manual_seed(0)
     mass = torch.rand(4, -(-vocabulary // CHUNK), generator=generator, dtype=torch.float64)
     mass[2] = 0  # any mass is a rounding error
@@ -156,37 +170,47 @@ def test_draw_behind(guarded, vocabulary, nodes):
     assert len(tokens) > 2  # negative control: uniforms decide
 
 
-def lifting(seed):
-    """Draws two trees of four and two rows, chances of the nodes of one depth, one of which is a free place."""
-    generator = torch.Generator().manual_seed(seed)
-    chance = torch.rand(6, generator=generator, dtype=torch.float64)
-    reached = torch.tensor([True, seed % 2 == 0, True, False, True, False])
-    accept = torch.rand(3, 3, generator=generator, dtype=torch.float64) / 3
-    accept[0, 1], accept[2, 1:] = 0, 0
-    stop = torch.rand(3, generator=generator, dtype=torch.float64) * (seed != 3)
-    inner, children = torch.tensor([0, -1, 4]), torch.tensor([[1, 2, 3], [-1, -1, -1], [5, -1, -1]])
-    weight = torch.tensor([1.0 if seed % 3 else 0.4, 0.5, 0.7], dtype=torch.float64)
-    return chance, reached, weight, accept, stop, inner, children
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_chances_are_handed_on(guarded, seed):
-    found, expected = lifting(seed), lifting(seed)
+@pytest.mark.parametrize("vocabulary", [7, CHUNK + 1])
+def test_tops_are_taken(guarded, vocabulary):
+    draft = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(0)).mul(2).round().softmax(dim=-1)
+    draft[2], draft[3] = 0, torch.nan
+    draft[1, 3:5] = draft[1].max() * 2  # the first of equal ones is taken first
+    most, threshold = torch.tensor([3, 2, 3, 3]), torch.tensor([0.0, 0.01, 0.0, 0.0], dtype=torch.float64)
+    ours, theirs = draft.clone(), draft.clone()
     with choice.use("triton"):
-        lift_level(*found)
-    lift_level.reference(*expected)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-    assert not torch.equal(found[0], lifting(seed)[0])  # negative control: something was handed on
-    order, sample, roots = torch.tensor([3, 0, 1, 2, 1, 0]), torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([0, 4])
-    ends = set()
-    for turn in range(8):
-        uniforms = torch.rand(6, generator=torch.Generator().manual_seed(turn), dtype=torch.float64)
-        given = *found[:2], uniforms, order, sample, roots
-        ours, theirs = both(lifted_ends, *given)
-        assert torch.equal(ours, theirs)
-        ends.update(ours.tolist())
-    assert len(ends) > 2
+        found = take_tops(ours, most, threshold, 3)
+    assert torch.equal(found, take_tops.reference(theirs, most, threshold, 3))
+    assert torch.equal(ours.nan_to_num(-1), theirs.nan_to_num(-1))
+    assert found[1].tolist() == [3, 4, -1]
+    assert (found[2:] == -1).all()
+    assert (ours[0] != draft[0]).sum() == 3  # negative control: tops are removed
+
+
+@pytest.mark.parametrize("divide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", SIZES[1:])
+def test_rows_are_read(guarded, vocabulary, dtype, divide):
+    logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[1, vocabulary // 2 :] = logits[1].max()  # ties: the first token counts
+    logits[2], logits[3, 1], logits[4, 0], logits[5, 2] = -torch.inf, torch.inf, torch.nan, torch.nan
+    tokens = torch.tensor([3, 4, 5, 6, 7, -1, 8])
+    sample, temperature = torch.tensor([0, 1, 1, 1, 1, 1, 2]), torch.tensor([0.7, 1.3, 0.0], dtype=torch.float64)
+    with choice.use("triton"):
+        best, broken, scores, lse = score_rows(logits, tokens, sample, temperature, divide=divide)
+        plain = log_sum_exp(scores) if divide else None
+    expected = score_rows_reference(logits, tokens, sample, temperature, divide)
+    sound = [0, 1, 6]
+    assert torch.equal(best[sound], expected[0][sound])
+    assert broken.tolist() == expected[1].tolist() == [0, 3, 0]
+    assert ((best >= 0) & (best < vocabulary)).all()
+    assert scores.shape == expected[2].shape
+    assert lse.shape == expected[3].shape
+    if divide:
+        assert torch.equal(scores[sound], expected[2][sound])
+        assert torch.equal(lse[sound], plain[sound])
+        assert_close(lse[sound], expected[3][sound])
+        assert scores[6].isfinite().sum() == 1
+        assert lse[4].isnan()
 
 
 @pytest.mark.one_in(2)
@@ -195,9 +219,7 @@ def test_chances_are_handed_on(guarded, seed):
 def test_verdicts(coupling, lifted):
     choice.ran.clear()
     check_verdicts(coupling, lifted, 7, 2, "triton")
-    assert all(choice.ran[f"{name}/triton"] for name in ("log_sum_exp", "rejection_laws", "draw_behind"))
-    assert choice.ran["lifted_ends/triton" if lifted else "last_top_down/triton"]
-    assert not lifted or choice.ran["lift_level/triton"]
+    assert all(choice.ran[f"{name}/triton"] for name in ("log_sum_exp", "rejection_ends", "draw_behind"))
 
 
 PROCESSORS = [TopKLogitsWarper(1), TopKLogitsWarper(5), TopPLogitsWarper(0.3), TopPLogitsWarper(0.9)]
@@ -222,14 +244,13 @@ def test_the_operators_are_registered_properly_and_compile():
         (row_stats, arguments[:1]),
         (left_mass, arguments),
         (left_pick, (*arguments, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.1, dtype=torch.float64))),
-        (rejection_laws, (*children(300), False)),
-        (last_top_down, walked(torch.Generator().manual_seed(0))),
-        (
-            lifted_ends,
-            (*lifting(0)[:2], torch.rand(6).double(), torch.arange(6), torch.arange(6) // 4, torch.tensor([0, 4])),
-        ),
     ]
-    library.opcheck(lift_level.portable, lifting(0))
+    library.opcheck(take_tops.portable, (arguments[2].clone(), torch.tensor([1, 0, 2]), torch.zeros(3), 2))
+    trees = *forest(300, torch.float32, "tops", 0), False, True, torch.zeros(200, dtype=torch.int32)
+    library.opcheck(rejection_ends.portable, trees)
+    rows = arguments[0], torch.arange(5), torch.arange(5) // 3, torch.tensor([0.7, 0.0], dtype=torch.float64)
+    for divide in (False, True):
+        library.opcheck(torch.ops.arbordraft.score_rows.portable, (*rows, divide))
     for operator, given in calls:
         library.opcheck(operator.portable, given)
         compiled = torch.compile(operator.portable, fullgraph=True, backend="aot_eager")

@@ -1,13 +1,16 @@
-"""The bytes that kernels claim to move, against the addresses that they touch in Triton's interpreter."""
+"""The bytes that kernels claim to move and their launches, against those in Triton's interpreter."""
 
 import numpy as np
 import pytest
 import torch
+from support.launches import LAUNCHES
+from support.packed_forest import forest
 from support.ragged_case import Case
 from triton.runtime import interpreter
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import choice
+from arbordraft.kernels.accepted_paths import matching_ends
 from arbordraft.kernels.fused_layers import add_rms_norm, gated_activation, rms_norm, rotate_append
 from arbordraft.kernels.fused_linear import gated_linear, linear, project_rotate_append
 from arbordraft.kernels.grouped_linear import grouped_linear, round_to_panels
@@ -16,7 +19,17 @@ from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.kernels.ragged_tree_attention.tiling import SPAN, choose
 from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, row_stats
+from arbordraft.kernels.verify import (
+    draw_behind,
+    keep_lowest,
+    left_mass,
+    left_pick,
+    log_sum_exp,
+    rejection_ends,
+    row_stats,
+    score_rows,
+    take_tops,
+)
 from arbordraft.kernels.verify.reference import CHUNK
 from arborlab import work
 
@@ -214,3 +227,37 @@ def test_noise(touched, truncated):
     lowest = torch.zeros(2) if truncated else None
     gumbel_argmax(torch.randn(2, vocabulary).half(), rows, rows + 1, 1.0, lowest)
     assert moved(touched) == work.gumbel_draw(2, vocabulary, 2, truncated=truncated).bytes
+
+
+def test_operators_take_as_many_launches_as_are_counted_elsewhere(monkeypatch):
+    """The recorded step's test counts operators; this one counts the launches of each."""
+    counted, run = [], interpreter.GridExecutor.__call__
+    monkeypatch.setattr(
+        interpreter.GridExecutor, "__call__", lambda *given, **how: (counted.append(given), run(*given, **how))[1]
+    )
+    made = []
+    monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *given, **how: made.append(given))
+    vocabulary, four = 2 * CHUNK + 130, torch.arange(4)
+    scores, lse, draft, inner, draft_row, children, tokens, *others = forest(vocabulary, torch.float32, "tops", 0)
+    temperature, nodes = torch.ones(3, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    mass, counters = torch.ones(8, 3, dtype=torch.float64), torch.zeros(200, dtype=torch.int32)
+    end, uniforms, sample = others[1], others[2], others[4]
+    forward = scores, lse, draft, inner, draft_row, children, tokens, *others, False, True, counters
+    behind = scores, lse, draft, inner, draft_row, tokens, nodes, nodes, mass, end, uniforms
+    calls = {
+        "score_rows": lambda: score_rows(scores, four[:1].expand(14), sample, temperature, divide=True),
+        "score_rows, undivided": lambda: score_rows(scores, four[:1].expand(14), sample, temperature, divide=False),
+        "log_sum_exp": lambda: log_sum_exp(scores),
+        "take_tops": lambda: take_tops(draft.clone(), four.new_ones(5), temperature[0].expand(5), 3),
+        "rejection_ends": lambda: rejection_ends(*forward),
+        "draw_behind": lambda: draw_behind(*behind),
+        "gumbel_argmax": lambda: gumbel_argmax(scores[:4], four, four),
+        "matching_ends": lambda: matching_ends(four, four, four - 1, four[:1], 3),
+    }
+    for name, call in calls.items():
+        counted.clear()
+        with choice.use("triton"):
+            call()
+        assert len(counted) == LAUNCHES[name], name
+    assert calls.keys() == LAUNCHES.keys()
+    assert not made

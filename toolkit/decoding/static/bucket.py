@@ -66,14 +66,15 @@ class Bucket(TreeTable):
     def fields(self) -> Mapping[str, tuple[int, ...]]:
         """The parts of any table of trees, and further parts that a step needs.
 
-        - By row: its position, its pool row, the row of its parent (-1 for none), its depth, and its ancestor words.
-        - By sample: the pool row of its root, its seed, and its temperature.
+        - By row: its position, its pool row, the row of its parent (-1 for none), its depth, its sample's seed, and its
+          ancestor words.
+        - By sample: the pool row of its root, and its temperature.
         - ``layout`` is that of :class:`RaggedBatch`.
         """
         return {
             **super().fields,
-            **dict.fromkeys(("positions", "slots", "parent", "depth"), (self.rows,)),
-            **dict.fromkeys(("home", "seeds", "temperature"), (self.owners,)),
+            **dict.fromkeys(("positions", "slots", "parent", "depth", "seeds"), (self.rows,)),
+            **dict.fromkeys(("home", "temperature"), (self.owners,)),
             "words": (self.rows, self.words),
             "layout": (4, self.samples + 2),
         }
@@ -133,7 +134,8 @@ class Bucket(TreeTable):
         if isinstance(noise, Noise):
             return self.write_draws(into, tree, noise)
         if noise is not None:
-            into.seeds[: len(tree.living)] = [noise.seed_of(sample) for sample in tree.living]
+            seeds = np.array([noise.seed_of(sample) for sample in tree.living], dtype=np.int64)
+            into.seeds[: tree.rows] = seeds[tree.slot]
         return []
 
     def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int) -> None:

@@ -23,10 +23,9 @@ from arbordraft.kernels.gumbel import gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact_rows
 from arbordraft.kernels.ragged_tree_attention import attend
 from arbordraft.kernels.ragged_tree_attention.batch import arrivals
-from arbordraft.kernels.verify import row_max_reference
-from arbordraft.kernels.verify.tops import take_tops
+from arbordraft.kernels.verify import log_sum_exp, row_max_reference, score_rows, take_tops
 from arbordraft.kernels.verify.tree import verify_tree
-from arbordraft.sampling.processors import LogitsPipeline, truncated, widened
+from arbordraft.sampling.processors import LogitsPipeline, truncated
 from arbordraft.target.attention import Attending, AttentionCall, Projection, Tables
 from arbordraft.target.model import RaggedModel
 
@@ -204,23 +203,25 @@ class StaticStep(nn.Module):
             ragged=run,
         )
         logits: Tensor = output.logits[0]
-        highest, best = row_max_reference(logits)
-        unsound = ~highest.isfinite() if inputs is None else ~highest.isfinite() & (tokens >= 0)
-        broken = highest.new_zeros(self.bucket.samples + 1, dtype=torch.int64)
-        broken = broken.index_add(0, part["sample"], unsound.to(torch.int64))
-
+        drawn = self.kind.sampled or self.kind.shared
+        best, broken, scores, lse = score_rows(
+            logits, tokens, part["sample"], part["temperature"], divide=drawn and not self.kind.processors
+        )
         if self.kind.sampled:
             tops = take_tops(draft, part["most_tops"], part["threshold"], self.kind.most_tops)
             tree = self.bucket.unpack(part, tops, self.kind.replacement)
-            scores = self.pipeline(logits, _no_path) if self.kind.processors else self._divided(part, logits, best)
-            end, token = verify_tree(scores, draft, tree, part["accept"], part["final"], lifted=self.kind.lifted)
+            if self.kind.processors:
+                scores = self.pipeline(logits, _no_path)
+                lse = log_sum_exp(scores)
+            lifted, counters = self.kind.lifted, run.arrivals
+            accept, final = part["accept"], part["final"]
+            end, token = verify_tree(scores, lse, draft, tree, accept, final, lifted=lifted, counters=counters)
         else:
             if self.kind.shared:
-                best = self._drawn(part, logits, best)
+                best = self._drawn(part, logits, scores)
             elif self.kind.processors:
                 _, best = row_max_reference(self.pipeline(logits, _no_path))
-            end = matching_ends(tokens, best, part["parent"], part["roots"], self.bucket.depth)
-            token = best[end]
+            end, token = matching_ends(tokens, best, part["parent"], part["roots"], self.bucket.depth)
 
         depth, slots, home = self.bucket.depth, part["slots"], part["home"]
         path, source, destination = accepted_paths(
@@ -234,26 +235,13 @@ class StaticStep(nn.Module):
         hidden = torch.cat(states, dim=-1) if states else logits.new_empty(self.bucket.rows, 0)
         return torch.stack([end, token, broken], dim=1), hidden[path.clamp(min=0)]
 
-    def _divided(self, part: Mapping[str, Tensor], logits: Tensor, best: Tensor) -> Tensor:
-        """Returns ``[T, V]`` scores divided by their temperatures; at 0 all but the most probable token are banned."""
-        wide = widened(logits)
-        heat = part["temperature"][part["sample"]].to(wide.dtype)[:, None]
-        tokens = torch.arange(wide.shape[1], device=wide.device)
-        kept = (heat > 0) | (tokens == best[:, None])
-        return torch.where(kept, wide / torch.where(heat > 0, heat, 1), -torch.inf)
-
-    def _drawn(self, part: Mapping[str, Tensor], logits: Tensor, best: Tensor) -> Tensor:
+    def _drawn(self, part: Mapping[str, Tensor], logits: Tensor, scores: Tensor) -> Tensor:
         """Returns the target's token after every row, ``[T]``; arbitrary where logits are not numbers."""
-        seeds, positions = part["seeds"][part["sample"]], part["positions"] + 1
+        lowest = None
         if self.kind.processors:
             scores, processor = self.pipeline.trimmed(logits, _no_path)
             scores, lowest = truncated(processor, scores)
-            return gumbel_argmax(scores, seeds, positions, 1.0, lowest).clamp(min=0)
-        wide = widened(logits)
-        heat = part["temperature"][part["sample"]].to(wide.dtype)
-        draws = heat > 0
-        drawn = gumbel_argmax(wide / torch.where(draws, heat, 1)[:, None], seeds, positions, 1.0, None)
-        return torch.where(draws, drawn.clamp(min=0), best)
+        return gumbel_argmax(scores, part["seeds"], part["positions"] + 1, 1.0, lowest).clamp(min=0)
 
 
 def _no_path(row: int) -> Sequence[int]:

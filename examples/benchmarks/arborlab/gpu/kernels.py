@@ -78,7 +78,7 @@ def _stepped(stepped: Stepped, device: torch.device) -> list[Maker]:
         "paths": partial(score_problems.paths, stepped, device),
         "thresholds": partial(score_problems.truncation, stepped, device),
         "children": lambda: iter([score_problems.expansion(stepped, device), score_problems.growth(stepped, device)]),
-        "draws": lambda: iter([score_problems.drawing(stepped, device), score_problems.noise(stepped, device)]),
+        "draws": lambda: iter([*score_problems.drawing(stepped, device), score_problems.noise(stepped, device)]),
     }
     return [(f"{name}, {named(stepped.dtype)}, V={stepped.vocabulary}", part) for name, part in parts.items()]
 
@@ -126,5 +126,7 @@ def bounds(setting: Setting) -> list[Item]:
         (str(shape), partial(_shape, shape, setting.device)) for shape in fitting_shapes(TIMED, memory, setting.log)
     ]
     parts = _stepped(stepped, setting.device)
-    ordered: list[Maker] = [*shapes[:4], *parts, *shapes[4:]]
+    chain = stepped._replace(samples=1, tree=(1,) * 7)  # its passes wait for each other
+    alone = "a chain of one sample", partial(score_problems.verification, chain, setting.device)
+    ordered: list[Maker] = [*shapes[:4], alone, *parts, *shapes[4:]]
     return [*(Item(name, partial(measured, make)) for name, make in ordered), Item("bounds by data sheets", predicted)]

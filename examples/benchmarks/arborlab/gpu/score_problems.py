@@ -19,7 +19,16 @@ from arbordraft.kernels.accepted_paths import (
 from arbordraft.kernels.grow_level import grow_level, grow_level_reference
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_reference, gumbel_reference
 from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, log_sum_exp, row_max, row_stats
+from arbordraft.kernels.verify import (
+    keep_lowest,
+    left_mass,
+    left_pick,
+    log_sum_exp,
+    row_max,
+    row_stats,
+    score_rows,
+    take_tops,
+)
 from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.kernels.verify.tree import verify_tree
 from arbordraft.sampling.laws import DraftLaw, WithoutReplacement
@@ -63,7 +72,35 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     summed = partial(log_sum_exp, scores)
     yield stepped.problem("log_sum_exp", summed, lambda: largest_error(summed(), lse), 1e-6)
 
+    tokens, sample = torch.zeros(rows, dtype=torch.int64, device=device), torch.arange(rows, device=device) % 3
+    temperature = torch.tensor([0.7, 0.0, 1.3], dtype=torch.float64).to(device)
+    read = partial(score_rows, scores, tokens, sample, temperature, divide=True)
+
+    def divided() -> float:
+        heat = temperature[sample][:, None]
+        best, broken, found, total = read()
+        if broken.any() or unequal(scores.gather(1, best[:, None]), scores.amax(dim=1, keepdim=True)):
+            return torch.inf
+        kept = (heat > 0) | (torch.arange(vocabulary, device=device) == best[:, None])
+        exact = torch.where(kept, scores.double() / torch.where(heat > 0, heat, 1), -torch.inf)
+        errors = [largest_error(found[kept], exact[kept]), largest_error(total, exact.logsumexp(dim=-1))]
+        return max(errors) if bool((found[~kept] == -torch.inf).all()) else torch.inf
+
+    yield stepped.problem("score_rows", read, divided, SUMS)
+
     draft = (scores[:inner].float() + _drawn(inner, vocabulary, device, seed=1)).softmax(dim=-1)
+    most = torch.full((inner,), 2, device=device)
+    again = draft.clone()
+    taken_tops = partial(take_tops, again, most, temperature[:1].expand(inner) * 0, 2)
+
+    def tops() -> float:
+        again.copy_(draft)
+        found = taken_tops()
+        expected = draft.topk(2).values
+        removed = draft.scatter(1, found, 0.0)
+        return unequal(draft.gather(1, found), expected) + unequal(again, removed)
+
+    yield stepped.problem("take_tops", taken_tops, tops, 0.0)
     special = torch.randint(vocabulary, (inner, max(stepped.tree)), generator=generator).to(device)
     weight, taken = (torch.rand(inner, generator=generator).to(device) for _ in range(2))
     row = torch.arange(inner).to(device)
@@ -181,29 +218,36 @@ def paths(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     depth, sample = topology.max_depth, rows // topology.num_nodes
     given = tokens, best, parent, roots, depth
     ends = partial(matching_ends, *given)
-    exact = matching_ends_reference(*given)
+    exact, _ = expected_ends = matching_ends_reference(*given)
     note = f"{samples} trees of {topology.num_nodes}"
-    yield stepped.problem("matching_ends", ends, lambda: unequal(ends(), exact), 0.0, note=note)
+    error = partial(lambda run: max(map(unequal, run(), expected_ends)), ends)
+    yield stepped.problem("matching_ends", ends, error, 0.0, note=note)
     tree = exact, parent, level, rows + 7, roots + 7, sample, roots, depth
     found, expected = partial(accepted_paths, *tree), accepted_paths_reference(*tree)
     error = partial(lambda run: max(map(unequal, run(), expected)), found)
     yield stepped.problem("accepted_paths", found, error, 0.0, note=note)
 
 
-def drawing(stepped: Stepped, device: torch.device) -> Problem:
-    """Builds the problem of drawing a token per row with shared noise; compares the first rows with the definition."""
-    seeds, scores = torch.arange(stepped.rows, device=device), _scores(stepped.rows, stepped, device)
-    run = partial(gumbel_argmax, scores, seeds, seeds, 0.7)
+def drawing(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Yields problems of drawing a token per row with shared noise, from all tokens and from the 50 most probable.
 
-    def error() -> float:
+    The first rows are compared with the definition.
+    """
+    seeds, scores = torch.arange(stepped.rows, device=device), _scores(stepped.rows, stepped, device)
+    few = keep_lowest.reference(scores / 0.7, scores[:, 0].float(), 50, 0.0)
+
+    def missed(run: Callable[[], Tensor], lowest: Tensor | None) -> float:
         some = slice(8)
-        expected = gumbel_argmax_reference(scores[some], seeds[some], seeds[some], 0.7, None)
+        kept = None if lowest is None else lowest[some]
+        expected = gumbel_argmax_reference(scores[some], seeds[some], seeds[some], 0.7, kept)
         return 0.0 if torch.equal(run()[some], expected) else torch.inf
 
     def peer() -> Tensor:
         return (scores.float() / 0.7).softmax(dim=-1).multinomial(1)
 
-    return stepped.problem("gumbel_draw", run, error, 0.0, peer=peer)
+    for note, lowest in (("", None), ("top 50, ", few)):
+        run = partial(gumbel_argmax, scores, seeds, seeds, 0.7, lowest)
+        yield stepped.problem("gumbel_draw", run, partial(missed, run, lowest), 0.0, note=note, peer=peer)
 
 
 def noise(stepped: Stepped, device: torch.device) -> Problem:
@@ -224,6 +268,9 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     there = scores.to(device)
     tables, draft, accept, final = pack(replace(tree, draft_rows=tree.draft_rows.to(device)), noise, device)
 
+    def verified(*, lifted: bool) -> tuple[Tensor, Tensor]:
+        return verify_tree(there, log_sum_exp(there), draft, tables, accept, final, lifted=lifted)
+
     def missed(verdicts: tuple[Tensor, Tensor], verifier: TopDown | Lifted) -> float:
         """Returns the distance of the tokens from those that the noise picks; infinite if a path ends elsewhere."""
         wide, target = replace(tree, draft_rows=tree.draft_rows.double()), scores.double().softmax(dim=-1)
@@ -237,7 +284,7 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
     for name, verifier in (("top-down", TopDown), ("lifted", Lifted)):
         lifted = verifier is Lifted
-        run = partial(verify_tree, there, draft, tables, accept, final, lifted=lifted)
+        run = partial(verified, lifted=lifted)
         error = partial(lambda run, verifier: missed(run(), verifier(RecursiveRejection())), run, verifier)
         yield stepped.problem("verify_tree", run, error, SUMS, note=f"{name}, ")
 
