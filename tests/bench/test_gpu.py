@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -126,6 +127,25 @@ def test_a_phase_ends_at_its_deadline_and_lists_items_left_out(tmp_path):
     commands = json.loads((tmp_path / FILE).read_text())["phases"]["slow"]["commands"]
     assert len(commands) == len(found["slow"].left_out)
     assert commands[-1] == f"arbordraft bench gpu --out {tmp_path}-again --phases slow --only 8 --device cpu"
+
+
+def test_a_kernel_that_hangs_ends_the_process_and_loses_no_result(tmp_path, monkeypatch):
+    ended, codes, said = threading.Event(), [], []
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
+    items = [
+        Item("first", lambda: [Row(1)]),
+        Item("hanging", lambda: [Row(2)] if ended.wait(60) else []),
+        Item("third", lambda: [Row(3)]),
+    ]
+    run, _ = bench(tmp_path, {"one": items, "two": []}, 0.1, one={}, two={})
+    run.patience, run.setting.log, kept = 0.5, said.append, {}
+    run.shown = lambda name, result: kept.setdefault(name, json.loads((tmp_path / FILE).read_text())["phases"])
+    run.run()
+    written = kept["one"]["one"]
+    assert codes == [1]
+    assert (written["state"], written["errors"]) == ("failed", {"hanging": "hangs: the process was ended"})
+    assert ([row["number"] for row in written["rows"]], written["left_out"]) == ([1], ["third"])
+    assert "two" in said[0]
 
 
 def test_a_left_out_part_is_run_alone_by_its_command(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from arborlab.gpu.setting import Item, Phase, Setting
 
 FILE = "gpu.json"
 _SAVED = 5.0  # seconds between two savings within a phase
+_PATIENCE = 60.0  # seconds past the deadline of its phase after which an item counts as hanging
 
 
 @dataclass
@@ -88,6 +90,9 @@ class GpuBench:
         minutes: time of all phases together. A phase may use its share of the remaining minutes.
         shown: receives the name and the result of each phase that has ended.
         only: run only items whose names contain this text.
+        patience: seconds past the deadline of its phase after which an item counts as hanging, as a kernel may that
+            waits for ever. Then the results are saved and the process ends, since nothing else stops a kernel. By
+            default 60 on a GPU; on a CPU there is no bound.
     """
 
     def __init__(
@@ -98,9 +103,11 @@ class GpuBench:
         minutes: float,
         shown: Callable[[str, PhaseResult], object] = lambda name, result: None,
         only: str = "",
+        patience: float | None = None,
     ) -> None:
         self.path, self.phases, self.setting, self.shown = folder / FILE, phases, setting, shown
         self.minutes, self.only = minutes, only
+        self.patience = _PATIENCE if patience is None and setting.on_gpu else patience
         self.results = {name: PhaseResult() for name in phases}
         self._about: dict[str, Any] = {}
 
@@ -139,7 +146,8 @@ class GpuBench:
                     result.left_out = [other.name for other in items[items.index(item) :]]
                     break
                 try:
-                    result.rows.extend(item.run())
+                    with self._bounded(name, items[items.index(item) :]):
+                        result.rows.extend(item.run())
                 except Exception as error:  # drivers, compilers and models raise errors of any type
                     result.errors[item.name] = described(error)
                     self.setting.free()
@@ -156,6 +164,32 @@ class GpuBench:
         del items
         self.setting.free()
         self.shown(name, result)
+
+    @contextmanager
+    def _bounded(self, name: str, items: Sequence[Item]) -> Iterator[None]:
+        """Bounds the time of the first of the items that are left."""
+        if self.patience is None:
+            yield
+            return
+        timer = threading.Timer(self.setting.seconds_left + self.patience, self._give_up, (name, items))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _give_up(self, name: str, items: Sequence[Item]) -> None:
+        """Ends the process while an item hangs."""
+        result = self.results[name]
+        result.errors[items[0].name] = "hangs: the process was ended"
+        result.state, result.left_out = "failed", [item.name for item in items[1:]]
+        self.save()
+        self.shown(name, result)
+        waiting = ",".join(name for name, result in self.results.items() if result.state == "waiting")
+        if waiting:
+            self.setting.log(f"Phases that did not run: {waiting}. Name them with --phases, and another folder.")
+        os._exit(1)
 
     def _items(self, phase: Planned, result: PhaseResult) -> Sequence[Item]:
         try:
