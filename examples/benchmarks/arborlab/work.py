@@ -159,6 +159,16 @@ def row_stats(rows: int, vocabulary: int, itemsize: int) -> Work:
     return Work(rows * (vocabulary * itemsize + chunks * (2 * _FLOAT + _INDEX)), 4 * rows * vocabulary)
 
 
+def score_rows(rows: int, vocabulary: int, itemsize: int) -> Work:
+    """Counts scores divided by temperatures, in float32, their best and their log-sum-exp."""
+    return Work(rows * vocabulary * (itemsize + _FLOAT), 5 * rows * vocabulary)
+
+
+def take_tops(nodes: int, vocabulary: int, tops: int) -> Work:
+    """Counts reading draft rows for their most probable tokens: a comparison per token and top."""
+    return Work(nodes * (vocabulary + tops) * _FLOAT, nodes * vocabulary * tops)
+
+
 def left_mass(nodes: int, drawn: int, vocabulary: int, special: int, itemsize: int) -> Work:
     """Counts sums of ``R = max(w p - t q, 0)`` and of q at inner nodes, by chunk: eight operations per token."""
     chunks = -(-vocabulary // CHUNK)

@@ -145,6 +145,8 @@ class Stepped(NamedTuple):
         moved = work.compact(self.samples * self.moves, self.samples, row_size, itemsize, 2 * self.layers)
         yield "kv_compact", f"{self.samples * self.moves} rows, {cache}", moved
         yield "row_stats", f"{self.rows} rows, {rows}", work.row_stats(self.rows, *scores)
+        yield "score_rows", f"{self.rows} rows, {rows}", work.score_rows(self.rows, *scores)
+        yield "take_tops", f"{inner} nodes, 2 tops, {rows}", work.take_tops(inner, self.vocabulary, 2)
         one = work.left_mass(inner, inner, self.vocabulary, children, itemsize)
         yield "left_mass", f"{inner} nodes, {children} special tokens, {rows}", one
         picked = work.left_pick(self.samples, self.samples, children, itemsize)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from arbordraft import Coupling, Lifted, RecursiveRejection, WithoutReplacement
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.drafters import Drafter, EagleDrafter, NoDrafter, SelfDrafter
@@ -121,11 +122,11 @@ class ShapeModel:
         """The target's copy of 4 bits, which drafts for it."""
         return SelfDrafter(self.target)
 
-    def request(self, count: int, ids: Tensor | None = None) -> dict[str, Any]:
-        """Returns arguments of ``generate`` for ``count`` greedy tokens after prompts, by default the model's own."""
-        greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    def request(self, count: int, ids: Tensor | None = None, drawn: bool = False) -> dict[str, Any]:
+        """Returns arguments of ``generate`` for ``count`` greedy or drawn tokens; by default after its own prompt."""
+        fixed = {"do_sample": drawn, "eos_token_id": None, "pad_token_id": 0}
         mask = torch.ones_like(self.ids if ids is None else ids)
-        return {"attention_mask": mask, "max_new_tokens": count, **greedy}
+        return {"attention_mask": mask, "max_new_tokens": count, **fixed}
 
     def generated(self, count: int) -> Decoded:
         """Decodes with transformers' own ``generate``."""
@@ -135,14 +136,17 @@ class ShapeModel:
         )
         return Decoded(clock.times[1:], text[0].tolist(), None)  # the prompt comes first
 
-    def by(self, decoder: SpeculativeDecoder, ids: Tensor | None = None) -> Decode:
-        """Returns a function that decodes with ``decoder`` after ``[B, L]`` prompts, by default the model's own."""
+    def by(self, decoder: SpeculativeDecoder, ids: Tensor | None = None, drawn: bool = False) -> Decode:
+        """Returns a function that decodes with ``decoder`` after ``[B, L]`` prompts, by default the model's own.
+
+        Tokens are greedy, or ``drawn`` at temperature 1.
+        """
         given = self.ids if ids is None else ids
 
         def decode(count: int) -> Decoded:
             times: list[float] = []
             decoder.on_step = lambda *_: times.append(time.perf_counter())
-            output: Any = decoder.generate(given, return_dict_in_generate=True, **self.request(count, given))
+            output: Any = decoder.generate(given, return_dict_in_generate=True, **self.request(count, given, drawn))
             return Decoded(times, output.sequences[0].tolist(), output.stats)
 
         return decode
@@ -162,9 +166,15 @@ class ShapeModel:
         decoder = SpeculativeDecoder(self.unread, drafter, tree, buckets=(rows,), max_cache_tokens=bound)
         return self.by(decoder, ids)
 
-    def drafting(self, tree: TreeTopology) -> SpeculativeDecoder:
-        """Builds a decoder that drafts with the head."""
-        return SpeculativeDecoder(self.target, EagleDrafter(self.head, self.target), tree, buckets=(tree.num_nodes,))
+    def drafting(self, tree: TreeTopology, coupling: Coupling | None = None) -> SpeculativeDecoder:
+        """Builds a decoder that drafts with the head, by default with the usual coupling."""
+        drafter = EagleDrafter(self.head, self.target)
+        return SpeculativeDecoder(self.target, drafter, tree, coupling, buckets=(tree.num_nodes,))
+
+    def drawing(self, tree: TreeTopology) -> Decode:
+        """Returns a function that decodes at temperature 1, with drafts that the head draws and lifted rejection."""
+        law = WithoutReplacement(max(map(len, tree.child_list)))
+        return self.by(self.drafting(tree, Coupling(law, Lifted(RecursiveRejection()))), drawn=True)
 
     def warm_up(self) -> None:
         """Compiles all kernels that the decoders of this model need."""
@@ -174,6 +184,8 @@ class ShapeModel:
             plain.append(SpeculativeDecoder(self.target, self.copied, LONG_CHAIN, buckets=(LONG_CHAIN.num_nodes,)))
         for decoder in (*plain, self.drafting(CHAIN), self.drafting(TREE)):
             self.by(decoder)(_WARM)
+        for tree in (CHAIN, TREE):
+            self.drawing(tree)(_WARM)
 
 
 class ShapeModels:

@@ -106,6 +106,10 @@ class _Shape:
         decode, kernels = self.model.by(self.model.drafting(tree)), self.model.target.backend
         yield self.row("recorded", kernels, f"{named} of a head", tree.num_nodes, decode)
 
+    def lifted(self, named: str, tree: TreeTopology) -> Iterator[StepRow]:
+        drafts = f"{named} of a head, drawn, lifted rejection"
+        yield self.row("recorded", self.model.target.backend, drafts, tree.num_nodes, self.model.drawing(tree))
+
     def oracle(self, named: str, tree: TreeTopology, acceptance: float, by: str = "nothing") -> Iterator[StepRow]:
         """Yields a row of drafts of known acceptance, run on a ``head`` or a ``copy`` of the target for its cost."""
         model, count = self.model, _REPLAYED if self.setting.on_gpu else 24
@@ -171,6 +175,8 @@ def steps(setting: Setting) -> list[Item]:
         rest: dict[str, Callable[[], Iterator[StepRow]]] = {
             **({f"chain of a copy, {samples} x {keys} keys": partial(shape.long, samples, keys, True)} if long else {}),
             "tree of a head": partial(shape.headed, "tree of 20", TREE),
+            "drawn chain of a head": partial(shape.lifted, "chain of 4", CHAIN),
+            "drawn tree of a head": partial(shape.lifted, "tree of 20", TREE),
             "oracle of 0.8, chain": partial(shape.oracle, "chain of 4", CHAIN, 0.8),
             "oracle of 0.6, chain with a head": partial(shape.oracle, "chain of 4", CHAIN, 0.6, "head"),
             "oracle of 0.6, tree with a head": partial(shape.oracle, "tree of 20", TREE, 0.6, "head"),
