@@ -23,7 +23,7 @@ TREE = TreeTopology.from_k_config((3, 2, 1))
 GREEDY = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 0}
 DEAR = StepCosts(CostTable((1, 64), (1.0, 5.0)), CostTable((1, 64), (0.05, 0.06)))  # half of the drafts are given up
-PADDING = {"rows", "pad_rows", "pad_keys", "seconds"}
+PADDING = {"rows", "pad_rows", "pad_keys", "seconds", "busy"}
 
 
 DECIDERS = {
