@@ -14,6 +14,7 @@ import argparse
 import os
 import signal
 from contextlib import suppress
+from typing import get_args
 
 import ray
 from fastapi import FastAPI
@@ -89,7 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, field in Settings.model_fields.items():
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=field.annotation, default=field.default, help=field.description)
+        kind = next(iter(get_args(field.annotation)), field.annotation)  # int of int | None
+        parser.add_argument(option, type=kind, default=field.default, help=field.description)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 is open to the network")
     parser.add_argument("--port", type=int, default=8000)
     options = vars(parser.parse_args())
