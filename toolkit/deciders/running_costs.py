@@ -26,7 +26,7 @@ _SMALL = 0.002  # change, in forwards of one row, below which they never do
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step.
+    """Seconds of one step; on a CPU, those in which the decoding thread had a processor.
 
     Args:
         samples: number of samples that took part.

@@ -193,28 +193,28 @@ class DecodeStats:
         if verdict.recovered[sample]:
             self.tried[len(path)] += 1
 
-    def phase(self, name: str) -> "_Phase":
-        """Times a ``with`` block and adds the times to ``seconds[name]`` and ``busy[name]``."""
-        return _Phase(self, name)
+    def phase(self, name: str, within: str | None = None) -> "_Phase":
+        """Times a ``with`` block and adds the times to ``seconds[name]`` and ``busy[name]``.
 
-    def shift(self, seconds: float, phase: str, to: str) -> None:
-        """Moves measured time from one phase to another."""
-        for name, change in ((phase, -seconds), (to, seconds)):
-            self.seconds[name] = self.seconds.get(name, 0.0) + change
+        If the block lies within another phase, its times are taken from that.
+        """
+        return _Phase(self, name, within)
 
 
 class _Phase:
     """Times a block; a class takes a third of a generator's time, and each step enters four."""
 
-    __slots__ = ("busy", "name", "start", "stats")
+    __slots__ = ("busy", "name", "start", "stats", "within")
 
-    def __init__(self, stats: DecodeStats, name: str) -> None:
-        self.stats, self.name = stats, name
+    def __init__(self, stats: DecodeStats, name: str, within: str | None) -> None:
+        self.stats, self.name, self.within = stats, name, within
 
     def __enter__(self) -> None:
         self.start, self.busy = time.perf_counter(), time.thread_time()
 
     def __exit__(self, *_: object) -> None:
-        seconds, busy = self.stats.seconds, self.stats.busy
-        seconds[self.name] = seconds.get(self.name, 0.0) + time.perf_counter() - self.start
-        busy[self.name] = busy.get(self.name, 0.0) + time.thread_time() - self.busy
+        seconds, busy = time.perf_counter() - self.start, time.thread_time() - self.busy
+        for times, passed in ((self.stats.seconds, seconds), (self.stats.busy, busy)):
+            times[self.name] = times.get(self.name, 0.0) + passed
+            if self.within is not None:
+                times[self.within] = times.get(self.within, 0.0) - passed

@@ -275,7 +275,8 @@ class DecodeState:
         drafter_weights: the drafter's weights when the batch was opened; ``None`` for a fixed batch.
 
     Attributes:
-        running: those that have not ended, in the order of their numbers.
+        running: those that had not ended when the last one joined, in the order of their numbers. Most samples of a
+            server have ended, and are kept for texts that begin like them.
         most: greatest number of samples that have run at the same time.
     """
 
@@ -297,8 +298,6 @@ class DecodeState:
     @property
     def active(self) -> list[Sample]:
         """Samples that take part in the next step."""
-        # Most samples of a server have ended, and are kept for texts that begin like theirs.
-        self.running = [sample for sample in self.running if not sample.ended]
         return [sample for sample in self.running if sample.active]
 
     @property
@@ -311,8 +310,9 @@ class DecodeState:
         sample.number = next((n for n, other in enumerate(self.samples) if other is None), len(self.samples))
         self.samples[sample.number : sample.number + 1] = [sample]
         sample.stats.begin(sample.prompt)
+        self.running = [one for one in self.running if not one.ended]
         insort(self.running, sample, key=lambda one: one.number)
-        self.most = max(self.most, sum(not one.ended for one in self.running))
+        self.most = max(self.most, len(self.running))
 
     def leave(self, sample: Sample) -> None:
         """Frees the number of a sample."""

@@ -3,7 +3,6 @@
 Shapes: S samples that take part, N nodes of the topology down to the drafted levels, T rows of the step.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -66,8 +65,7 @@ class DraftedSteps:
         prices = _prices(trees, layout.bucket.samples * (nodes - 1))
         bucket = DraftedBucket(layout.bucket, static.bucket(complete, state.most), nodes, trims=len(prices) > 0)
         pools = [*cache.layers(static.target.num_layers), *layout.pools]
-        begun = time.perf_counter()
-        with static.recorder.turn(static.target.device):
+        with state.stats.phase("target", within="draft"), static.recorder.turn(static.target.device):
             run = self._recording(network, bucket, state, cache.longest, layout.cache.longest, noise)
 
             def fill(table: Tensor, *, idle: bool = False) -> None:
@@ -85,7 +83,6 @@ class DraftedSteps:
             if run.recorded:
                 hidden = hidden.clone()  # the drafter may keep it; the next step overwrites this one
             numbers = found.cpu().numpy()
-        state.stats.shift(time.perf_counter() - begun, "draft", "target")
         drafts, said = np.split(numbers, [2 * bucket.draft.samples * nodes])
         if static.drafts.read(drafts.reshape(2, -1, nodes), layout, stage.drafter, stage.state, stage.context):
             warn_of_broken_rows()

@@ -141,12 +141,13 @@ class GpuBench:
         result.state = "running"
         saved = begun
         try:
-            for item in (items := list(self._items(phase, result))):
+            items = list(self._items(phase, result))
+            for place, item in enumerate(items):
                 if time.monotonic() >= self.setting.deadline:
-                    result.left_out = [other.name for other in items[items.index(item) :]]
+                    result.left_out = [other.name for other in items[place:]]
                     break
                 try:
-                    with self._bounded(name, items[items.index(item) :]):
+                    with self._bounded(name, items[place:]):
                         result.rows.extend(item.run())
                 except Exception as error:  # drivers, compilers and models raise errors of any type
                     result.errors[item.name] = described(error)
