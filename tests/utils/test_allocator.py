@@ -79,7 +79,7 @@ def test_objects_are_excluded_from_collection_for_a_while(scanned):
     assert gc.get_freeze_count() == 0
 
 
-def test_what_a_process_excluded_itself_stays_so():
+def test_objects_that_a_process_excluded_itself_stay_so():
     gc.freeze()
     with allocator.heap_left_alone():
         pass

@@ -144,8 +144,8 @@ class Workload:
     def lengths(self, answers: int) -> list[int]:
         """Returns the most tokens of the answers that clients ask for, equal for every decoder.
 
-        They lie between half of ``new_tokens`` and all of it. If all answers were equally long, plain decoding would
-        keep the clients in step for ever: a full batch until the end, which users do not have.
+        They lie between half of ``new_tokens`` and all of it. With equal lengths, plain decoding would keep all
+        clients in step: a batch that is full until the end, as no server has.
         """
         drawn = random.Random(self.seed)
         return [drawn.randint((self.new_tokens + 1) // 2, self.new_tokens) for _ in range(answers)]

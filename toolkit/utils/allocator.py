@@ -49,8 +49,8 @@ def return_freed_memory() -> None:
 def heap_left_alone() -> Iterator[None]:
     """Excludes the objects that exist now from garbage collection until the block ends.
 
-    With the classes of torch and transformers, a full collection takes a quarter of a second, in which a server answers
-    nobody. If the process excludes objects already, nothing changes.
+    With the classes of torch and transformers, a full collection takes a quarter of a second, for which all answers
+    of a server wait. If the process excludes objects already, nothing changes.
     """
     if gc.get_freeze_count():
         yield
