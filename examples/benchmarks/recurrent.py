@@ -139,7 +139,7 @@ def attention_model(target: RaggedModel, dtype: torch.dtype) -> RaggedModel:
     return RaggedModel(random_model("Llama", settings, dtype), kernels="native", weights=target.weights)
 
 
-def drafting(target: RaggedModel) -> Callable[[], object]:
+def drafting_for_itself(target: RaggedModel) -> Callable[[], object]:
     """Returns a call that drafts a chain after a short text, with the target's weights in 4 bits and its states."""
     copy = RaggedModel(target.model, kernels="native", weights="int4", head_of=target, self_test=False)
     run, cache = native_model(copy, screen=True), RaggedKVCache()
@@ -259,7 +259,7 @@ def measurements(
     yield paired(
         "self",
         f"{case}, chain of {CHAIN.max_depth} in 4 bits against as many forwards",
-        drafting(target),
+        drafting_for_itself(target),
         lambda: [forward() for _ in range(CHAIN.max_depth)],
         workload,
         on_progress,

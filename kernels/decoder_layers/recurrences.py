@@ -70,8 +70,8 @@ class NodeMemory(NamedTuple):
 
     Args:
         kept: for each recurrent layer, room for the inputs of nodes: as many rows for each sample, one after the other.
-        slots: ``[S, m]`` int64 free places among windows and states; m is the greatest number of nodes in a level that
-            are fed, or 0 if no layer has a state besides its window.
+        slots: ``[S, m]`` int64 free places among windows and states. m is the greatest number of fed nodes in a level.
+            It is 0 if no layer has a state besides its window.
     """
 
     kept: Sequence[Kept]

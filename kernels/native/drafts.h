@@ -272,6 +272,7 @@ class Drafting {
     std::vector<int64_t> roots;
     TORCH_CHECK(paths.samples == samples_, "expected paths of ", samples_, " samples, got ", paths.samples);
     for (int64_t s = 0; s < samples_; ++s) roots.push_back(paths.write[paths.first[s + 1] - 1]);
+    for (const int64_t slot : roots) stack_.check_state(slot);
     nodes_.emplace(std::move(roots), given, stack_.width());
     for (const auto& slots : nodes_->states())
       for (const int64_t slot : slots) stack_.check_state(slot);

@@ -161,7 +161,7 @@ class Stack {
       for (const auto* m : {&layer.qkv, &layer.out, &layer.gate_up}) groups = std::max(groups, groups_of(m->inputs));
       groups = std::max(groups, mlps * groups_of(layer.inner));
       taken = std::max(taken, layer.router.routed ? mlps : 0);
-      scores = std::max(scores, layer.router.matrix.outputs);
+      scores = std::max(scores, layer.router.routed ? layer.router.outputs() : 0);
       if (const auto& m = layer.recurrence) {
         TORCH_CHECK(m.inputs, "recurrent layers need the paths of their rows");
         scans.fit(m, paths_.scratch);
@@ -223,10 +223,13 @@ class Stack {
       return m;
     };
     const auto matrix = [&](int64_t i, int64_t outputs, int64_t inputs) { return matrix_of(W(), i, outputs, inputs); };
-    Router<T> router{{}, integer[8], integer[9], integer[10], integer[11] != 0, integer[12] != 0, integer[13] != 0};
+    Router<T> router{{}, {}, integer[8], integer[9], integer[10], integer[11] != 0, integer[12] != 0, integer[13] != 0};
     if (router.routed) {
       TORCH_CHECK(0 < router.chosen && router.chosen <= router.routed && router.shared >= 0, "no such choice of experts");
-      router.matrix = matrix_of(T(), 27, router.routed + router.gated, size_);
+      if (const OptionalTensor weight = tensor(27); weight && weight->scalar_type() == at::kFloat)
+        router.exact = matrix_of(float(), 27, router.outputs(), size_);
+      else
+        router.matrix = matrix_of(T(), 27, router.outputs(), size_);
       router.corrections = floats(tensor(30)), router.factor = float(scalar[4]);
       TORCH_CHECK(
           !router.corrections || (router.sigmoid && tensor(30)->numel() == router.routed),
@@ -252,7 +255,6 @@ class Stack {
       return there ? matrix(i, outputs, inputs) : Prepacked<W>{};
     };
     const bool gated = tensor(kGateUp) && outputs_of(*tensor(kGateUp)) == mlps * 2 * width;
-    TORCH_CHECK(gated || !router.routed, "experts have gates");
     return {
         norm(0, size_), norm(5, (joint ? query_heads : 1) * dim), norm(7, (joint ? kv_heads : 1) * dim), norm(13, size_),
         norm(15, size_), norm(23, size_), beside_norm, floats(tensor(9)),

@@ -220,19 +220,18 @@ def layers_of(kind):
 
 
 def mixtures_of(kind):
-    """Returns layers with experts; in the first layer, every row takes all experts."""
-    parts = ("experts for all", *CHOICES)
-    return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(parts)]
+    """Returns layers with experts; in the first two layers, every row takes all experts."""
+    return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate((*ALL, *CHOICES))]
 
 
 def check_mixtures(kind):
     """Checks layers with experts.
 
-    If rounding may decide which experts a row takes, no bound holds. Then only the layer that takes all is checked.
+    If rounding may decide which experts a row takes, no bound holds. Then only the layers that take all are checked.
     """
     dtype = KINDS[kind][0]
     exact = dtype == torch.float32 and kind not in GROUPED
-    check_layers(mixtures_of(kind)[: None if exact else 1], dtype)
+    check_layers(mixtures_of(kind)[: None if exact else len(ALL)], dtype)
 
 
 def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
@@ -271,10 +270,11 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
 
     pre, post = "pre" in chosen["norms"], "post" in chosen["norms"]
     experts, mlps = None, 1
-    if choice := chosen["experts"]:
+    if choice := dict(chosen["experts"]):
+        router = torch.float32 if choice.pop("exact", False) else dtype
         scores = noise(choice["routed"] + choice.get("gated", False), hidden) * hidden**-0.5
         corrections = 0.3 * noise(choice["routed"]) if choice.get("sigmoid") else None
-        experts = Experts(Matrix(prepack(scores.to(dtype))), **choice, corrections=corrections)
+        experts = Experts(Matrix(prepack(scores.to(router))), **choice, corrections=corrections)
         mlps = experts.routed + experts.shared
     return LayerWeights(
         pre_attention=norm(hidden, pre and mixes),
@@ -372,7 +372,19 @@ PARTS = {
         "norms": "pre post",
         "residual": 0.3,
     },
+    "plain experts": {
+        "experts": {"routed": 5, "chosen": 2, "shared": 1, "sigmoid": True, "factor": 2.5},
+        "activation": "relu2",
+        "gated": False,
+        "inner": 32,
+    },
     "experts for all": {"experts": {"routed": 3, "chosen": 3, "shared": 1}, "inner": 32},
+    "plain experts for all": {
+        "experts": {"routed": 3, "chosen": 3, "shared": 1, "exact": True},
+        "activation": "relu2",
+        "gated": False,
+        "inner": 32,
+    },
     "all": {
         "beside": BESIDE,
         "head_norms": "each",
@@ -394,7 +406,8 @@ PARTS = {
         "activation": "gelu",
     },
 }
-CHOICES = ("experts", "shared experts", "sigmoids", "plain sigmoids")  # parts whose rows take only some experts
+ALL = ("experts for all", "plain experts for all")
+CHOICES = ("experts", "shared experts", "sigmoids", "plain sigmoids", "plain experts")  # rows take only some experts
 LONGEST = 400
 
 

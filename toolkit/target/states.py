@@ -201,7 +201,7 @@ class RecurrentStates:
             sample.rows, sample.parents = [], []
 
     def spare(self, number: int) -> list[int]:
-        """Returns free slots, for states that nobody needs any more once another state is computed."""
+        """Returns free slots for states that need not outlast the next computed one."""
         slots = [self._take() for _ in range(number)]
         self._release(*slots)
         return slots

@@ -137,7 +137,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 def _alone(collector: WeightCollector, mlp: Mlp, places: dict[str, tuple[nn.Module, str]]) -> dict[str, Any]:
     """Returns the parts of a layer that only has an MLP, besides this."""
-    norms, epsilon = _norms(collector, places, mlp.down.outputs, None, lambda rows: rows)
+    norms, epsilon = _norms(collector, places, mlp.hidden, None, lambda rows: rows)
     return {**norms, **_WITHOUT_ATTENTION, "epsilon": epsilon}
 
 
