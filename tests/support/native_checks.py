@@ -40,7 +40,6 @@ from arbordraft.kernels.prepacked_linear.groups import quantize_rows
 from arbordraft.kernels.prepacked_linear.reference import prepacked_linear_reference
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention, ragged_tree_attention_reference
 from arbordraft.kernels.verify import row_max, row_max_reference
-from arbordraft.target.attention import Forward
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.prepacked.prepacked_modules import memory_of
 from arbordraft.trees.masks import stack_words
@@ -433,11 +432,12 @@ class Stack:
         self.tables = [table.repeat(1, 2).to(rotary_dtype or dtype) for table in (angles.cos(), angles.sin())]
 
     def run(self, tokens, batch, cache):
-        hidden, forward = self.embeddings[tokens][None], Forward(batch, cache)
-        pools, lineage = memory_of(forward, self.layers, range(len(self.layers)), hidden)
+        hidden = self.embeddings[tokens][None]
+        rows = cache.state_rows(batch, hidden.device) if self.native.recurrent else None
+        pools, lineage = memory_of(cache, rows, self.layers, range(len(self.layers)), hidden)
         found = self.native(hidden, pools, self.rotation(batch), batch, (), self.beside(tokens), lineage)[0][0]
-        if lineage is not None:
-            forward.state_rows.keep()
+        if rows is not None:
+            rows.keep()
         return found
 
     def reference(self, tokens, batch, pools):
@@ -562,8 +562,8 @@ def check_recurrent_layers(layers, dtype=torch.float32, truth=None):
         ([[0]] * 3, None, [[0], [0], [0]]),
     ):
         batch = cache.lay_out(samples, depths, visible)
-        forward = Forward(batch, cache)
-        pools, lineage = memory_of(forward, layers, range(len(layers)), stack.embeddings)
+        rows = cache.state_rows(batch, stack.embeddings.device)
+        pools, lineage = memory_of(cache, rows, layers, range(len(layers)), stack.embeddings)
         wide = [tuple(pool.clone().double() for pool in pair) for pair in pools]
         wide = [
             (first, second if layer.recurrence is None else second.float())
@@ -583,7 +583,7 @@ def check_recurrent_layers(layers, dtype=torch.float32, truth=None):
             parts = 2 if layer.recurrence is not None and layer.recurrence.scans else 1
             for a, b in list(zip(ours, theirs, strict=True))[: parts if layer.recurrence else 0]:
                 assert relative(a.double(), b.double()) < bound or not b.any()
-        forward.state_rows.keep()
+        rows.keep()
         cache.commit(dict(zip(samples, kept, strict=True)))
 
 
