@@ -32,8 +32,8 @@ _draft_from_rows = define(
 _draft_tree = define(
     "draft_tree(Tensor tokens, Tensor? states, Tensor embedding, Tensor?[] ends, Tensor?[] parameters, int[] ints, "
     "float[] scalars, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor[] paths, Tensor(k!)[] kept, "
-    "Tensor(n!)[] node_kept, Tensor? node_slots, Tensor? vocabulary, Tensor frequencies, Tensor slabs, Tensor(f!) fed, "
-    f"{_GROWTH}, float[] numbers) -> int"
+    "Tensor(n!)[] node_kept, Tensor? node_slots, Tensor? vocabulary, Tensor? blocks, Tensor frequencies, Tensor slabs, "
+    f"Tensor(f!) fed, {_GROWTH}, float[] numbers) -> int"
 )
 
 
@@ -255,6 +255,7 @@ class DraftRun:
         slabs: Tensor,
         trees: TreesToGrow,
         fed: Ints,
+        blocks: Tensor | None = None,
         lineage: RecurrentRows | None = None,
         nodes: NodeMemory | None = None,
     ) -> int:
@@ -269,6 +270,8 @@ class DraftRun:
             slabs: ``[3, S]`` int64: first pool row, committed tokens and tokens to catch up with of every sample.
             trees: grown in place.
             fed: of the shape of the trees; gets the place of each node that was fed, after a sample's committed keys.
+            blocks: ``[n]`` int64 ascending numbers of blocks of 16 tokens, the only ones that are drafted; by default
+                all are. The weights have no ``vocabulary`` then.
             lineage: the T rows, if layers are recurrent. It lets the last row of each sample write a state.
             nodes: memory for the nodes that are fed, if layers are recurrent.
 
@@ -289,6 +292,7 @@ class DraftRun:
             *([], []) if lineage is None else lineage.spelled(),
             *([], None) if nodes is None else nodes.spelled(),
             weights.vocabulary,
+            blocks,
             weights.frequencies,
             slabs,
             torch.from_numpy(fed),
