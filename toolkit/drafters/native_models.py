@@ -100,9 +100,9 @@ def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None
     if found is None or not isinstance(head, PrepackedLinear) or head.bias is not None:
         return None
     layers, tables = found
-    in_panels = all(
-        matrix.weight.dtype == torch.uint8 for layer in layers for matrix in layer.matrices[:1]
-    )  # as the head's copy: kernels mix no types
+    # The head's copy must be of the type of the layers' matrices; routers keep their numbers.
+    firsts = [layer.qkv or layer.gate_up for layer in layers]
+    in_panels = all(first and first.weight.dtype == torch.uint8 for first in firsts)
     screen = screen and in_panels and _can_be_screened(head)
     rotary = [made for table in tables if (made := table.made_by(model.model))]
     if len(rotary) < len(tables):
