@@ -8,6 +8,7 @@ The two sides of every case take turns, so a busy machine slows both.
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import transformers
 import typer
@@ -20,8 +21,12 @@ from arbordraft.bench.report import Report
 from arbordraft.bench.workload import ProgressCallback, Workload, quiet
 from arbordraft.cli.options import BOTH, DtypesOption, JsonOption, RepeatsOption, SeedOption
 from arbordraft.cli.program import run_script
+from arbordraft.drafters.feeding import feed
+from arbordraft.drafters.native_models import native_model
+from arbordraft.kernels.draft_tree import Limits, TreesToGrow
 from arbordraft.kernels.verify import row_max
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.trees.forest import Forest
 from arbordraft.trees.topology import ancestor_words
 from arborlab.gpu.oracle import OracleDrafter, Recorded
 from arborlab.pairs import paired
@@ -134,6 +139,24 @@ def attention_model(target: RaggedModel, dtype: torch.dtype) -> RaggedModel:
     return RaggedModel(random_model("Llama", settings, dtype), kernels="native", weights=target.weights)
 
 
+def drafting_for_itself(target: RaggedModel) -> Callable[[], object]:
+    """Returns a call that drafts a chain after a short text, with the target's weights in 4 bits and its states."""
+    copy = RaggedModel(target.model, kernels="native", weights="int4", head_of=target, self_test=False)
+    run, cache = native_model(copy, screen=True), RaggedKVCache()
+    assert run is not None
+    handle = cache.open(2 * CONTEXT)
+    target.prefill({handle: torch.randint(target.vocab_size, (CONTEXT,)).tolist()}, cache)
+
+    def draft() -> None:
+        forest = Forest.of_roots(CHAIN, [0], [None])
+        forest.reach[:, 0] = 1
+        limits = Limits.everything([CHAIN.max_depth])
+        trees = TreesToGrow(forest, [0], CHAIN.child_offsets, CHAIN.child_order, limits)
+        feed(run, cache, {handle: ([0], None)}, trees, CHAIN, np.full_like(forest.token, -1), commit=False)
+
+    return draft
+
+
 class Stepping:
     """A cache after a short text, and the steps of a tree or of a row.
 
@@ -231,6 +254,15 @@ def measurements(
         on_progress,
         reach=">= 1.30",
         speed_up=True,
+    )
+    forward = Stepping(target, 1).forward
+    yield paired(
+        "self",
+        f"{case}, chain of {CHAIN.max_depth} in 4 bits against as many forwards",
+        drafting_for_itself(target),
+        lambda: [forward() for _ in range(CHAIN.max_depth)],
+        workload,
+        on_progress,
     )
     recorded = Recorded([decoded(plain)], ACCEPTANCE, target.vocab_size)
     drafting = SpeculativeDecoder(target, OracleDrafter(recorded), CHAIN)

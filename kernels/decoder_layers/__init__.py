@@ -6,7 +6,13 @@ from typing import Any
 from torch import Tensor
 
 from arbordraft.kernels.decoder_layers.norms import Norm, apply_norm_reference
-from arbordraft.kernels.decoder_layers.recurrences import Kept, Recurrence, RecurrentRows, replay_reference
+from arbordraft.kernels.decoder_layers.recurrences import (
+    Kept,
+    NodeMemory,
+    Recurrence,
+    RecurrentRows,
+    replay_reference,
+)
 from arbordraft.kernels.decoder_layers.reference import Experts, LayerWeights, Matrix, decoder_layers_reference
 from arbordraft.kernels.dispatch import define
 from arbordraft.kernels.native import load
@@ -45,6 +51,9 @@ class LayerRun:
 
     Args:
         layers: the layers, from the first to the last.
+
+    Attributes:
+        recurrent: whether some layer has a recurrent mixer.
     """
 
     def __init__(self, layers: Sequence[LayerWeights]) -> None:
@@ -53,6 +62,7 @@ class LayerRun:
         self._integers = [number for layer in layers for number in layer.integers()]
         self._scalars = [number for layer in layers for number in layer.scalars()]
         self._windowed = any(layer.window for layer in layers)
+        self.recurrent = any(layer.recurrence is not None for layer in layers)
 
     def __call__(
         self,
@@ -99,8 +109,7 @@ class LayerRun:
             batch.slots,
             list(taps),
             None if beside is None else beside.contiguous(),
-            [] if lineage is None else lineage.paths,
-            [] if lineage is None else [tensor for kept in lineage.kept for tensor in kept],
+            *([], []) if lineage is None else lineage.spelled(),
             0 if lineage is None else lineage.schedule.scratch,
         )
         return out
@@ -154,6 +163,7 @@ __all__ = [
     "LayerRun",
     "LayerWeights",
     "Matrix",
+    "NodeMemory",
     "Norm",
     "Recurrence",
     "RecurrentRows",

@@ -24,6 +24,7 @@ inline int64_t length_of(int64_t width) {
 template <class T>
 struct Router {
   Prepacked<T> matrix;             // outputs: scores of routed experts, then one score of all shared ones if gated
+  Prepacked<float> exact;          // in place of `matrix`, for a router in float32 before rows of another type
   int64_t routed, chosen, shared;  // routed 0: the layer has one MLP
   bool normalised;                 // whether the factors of a row's chosen experts add up to 1
   bool gated, sigmoid;
@@ -31,6 +32,7 @@ struct Router {
   float factor = 1.f;                  // of routed experts' outputs
 
   int64_t taken() const { return chosen + shared; }
+  int64_t outputs() const { return routed + gated; }
 };
 
 // Finds the experts that a row takes, in their order, and the factors of their outputs, times `residual`.
@@ -66,14 +68,24 @@ inline void add_experts(
     const auto& layer, const auto& space, const X* normed, const Multiplied<W, X>* operand, int64_t rows, int64_t hidden,
     float* sums, float residual, int thread, int threads) {
   const auto& router = layer.router;
-  const int64_t taken = router.taken(), all = router.routed + router.shared, outputs = router.matrix.outputs;
+  const int64_t taken = router.taken(), all = router.routed + router.shared, outputs = router.outputs();
   const Range mine = share(rows, 1, thread, threads);
-  multiply(
-      router.matrix, normed + mine.begin * hidden, mine.end - mine.begin, {0, (outputs + kLanes - 1) / kLanes},
-      [&](int64_t r, int64_t block, const f32x16* acc, int n) {
-        for (int64_t o = block * kLanes, b = 0; b < n; ++b, o += kLanes)
-          store(space.scores + (mine.begin + r) * outputs + o, acc[b], outputs - o);
-      });
+  const auto score = [&](const auto& matrix, const auto* from) {
+    multiply(
+        matrix, from, mine.end - mine.begin, {0, (outputs + kLanes - 1) / kLanes},
+        [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+          for (int64_t o = block * kLanes, b = 0; b < n; ++b, o += kLanes)
+            store(space.scores + (mine.begin + r) * outputs + o, acc[b], outputs - o);
+        });
+  };
+  const X* own = normed + mine.begin * hidden;
+  if (router.exact.weight) {
+    std::vector<float> wide((mine.end - mine.begin) * hidden);
+    for (int64_t i = 0; i < int64_t(wide.size()); i += kLanes) store(wide.data() + i, load(own + i));
+    score(router.exact, wide.data());
+  } else {
+    score(router.matrix, own);
+  }
   for (int64_t r = mine.begin; r < mine.end; ++r)
     choose(space.scores + r * outputs, router, residual, space.experts + r * taken, space.factors + r * taken);
   meet(threads);
@@ -104,23 +116,27 @@ inline void add_experts(
     }
   };
   const int64_t inner = layer.inner;
+  const int step = layer.gated ? 2 : 1;  // a block of gates precedes the block of its inputs
   multiply_taken(
-      layer.gate_up, space.gathered, hidden, 2 * inner, [&](int64_t place, int64_t block, const f32x16* acc, int n) {
-        X* to = space.inner + place * inner + block / 2 * kLanes;
-        for (int b = 0; b < n; b += 2, to += kLanes) store(to, activate(acc[b], layer.activation) * acc[b + 1]);
+      layer.gate_up, space.gathered, hidden, step * inner, [&](int64_t place, int64_t block, const f32x16* acc, int n) {
+        X* to = space.inner + place * inner + block / step * kLanes;
+        for (int b = 0; b < n; b += step, to += kLanes) {
+          const f32x16 active = activate(acc[b], layer.activation);
+          store(to, layer.gated ? active * acc[b + 1] : active);
+        }
       });
   meet(threads);
-  const Multiplied<W, X>* gated;
+  const Multiplied<W, X>* active;
   if constexpr (std::is_same_v<W, Panels>) {
     const Range places = share(rows * taken, 1, thread, threads);
     for (int64_t p = places.begin; p < places.end; ++p)
       to_eighths(space.inner + p * inner, inner, space.eighths + p * groups_of(inner));
-    gated = space.eighths;
+    active = space.eighths;
     meet(threads);
   } else {
-    gated = space.inner;
+    active = space.inner;
   }
-  multiply_taken(layer.down, gated, inner, hidden, [&](int64_t place, int64_t block, const f32x16* acc, int n) {
+  multiply_taken(layer.down, active, inner, hidden, [&](int64_t place, int64_t block, const f32x16* acc, int n) {
     float* to = sums + row_at[place] * hidden + block * kLanes;
     for (int b = 0; b < n; ++b, to += kLanes) store(to, fma(splat(factor_at[place]), acc[b], load(to)));
   });

@@ -14,9 +14,11 @@ enum class Mixing : int64_t { attention = 0, convolution = 1, selective = 2, del
 constexpr int64_t kWidest = 16;       // width of a convolution
 constexpr float kLengthEpsilon = 1e-6f;  // of normalised queries and keys, see recurrent_tree/__init__.py
 
-// The rows of a forward among all uncommitted rows of its samples; see Paths in recurrent_tree/paths.py.
+// The rows of a forward among all uncommitted rows of its samples; see Paths in recurrent_tree/paths.py. A scan runs all of
+// these again, from committed states, or if `resumed` the forward's rows alone, from states of their parents.
 struct Lineage {
-  int64_t rows = 0, samples = 0, scratch = 0, ahead = 0;  // uncommitted rows; windows that are computed ahead
+  int64_t rows = 0, samples = 0, scratch = 0, ahead = 0;  // rows that are scanned; windows that are computed ahead
+  bool resumed = false;
   const int64_t* places = nullptr;                        // [T] of the forward's rows
   const int64_t* history = nullptr;                       // [rows][W - 1]
   const int64_t *ends = nullptr, *slots = nullptr;        // [ahead][W - 1], [ahead]
@@ -204,7 +206,7 @@ inline void mix_rows(
     gate_heads(m, projected + r * stride + size + m.channels, m.gates + paths.places[r] * 2 * m.heads);
   meet(threads);
   const Range all = share(paths.rows, 1, thread, threads);
-  for (int64_t row = all.begin; row < all.end; ++row) prepare_scan(m, space, row, row);
+  for (int64_t row = all.begin; row < all.end; ++row) prepare_scan(m, space, row, paths.resumed ? paths.places[row] : row);
   meet(threads);
   scan_rows(m, paths, space, thread, threads);
   meet(threads);
@@ -213,7 +215,8 @@ inline void mix_rows(
   for (int64_t item = norms.begin; item < norms.end; ++item) {
     const int64_t r = item / groups, place = paths.places[r];
     finish_group(
-        m, space.out + place * size, place, item % groups * m.group, projected + r * stride, mixed + r * size);
+        m, space.out + (paths.resumed ? r : place) * size, place, item % groups * m.group, projected + r * stride,
+        mixed + r * size);
   }
   meet(threads);
 }

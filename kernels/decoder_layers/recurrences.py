@@ -58,13 +58,28 @@ class RecurrentRows:
     slots: Tensor
     kept: Sequence[Kept]
 
-    @property
-    def paths(self) -> list[Tensor]:
-        """Tensors in the order in which the kernel takes them."""
+    def spelled(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the arguments of the kernels: paths, and the memory of all layers."""
         schedule = self.schedule
-        return [
-            self.places, schedule.first, schedule.read, schedule.write, self.slots, self.history, self.ends
-        ]  # fmt: skip
+        paths = [self.places, schedule.first, schedule.read, schedule.write, self.slots, self.history, self.ends]
+        return paths, [tensor for kept in self.kept for tensor in kept]
+
+
+class NodeMemory(NamedTuple):
+    """Memory of recurrent layers for the nodes of S draft trees, which change no committed state.
+
+    Args:
+        kept: for each recurrent layer, room for the inputs of nodes: as many rows for each sample, one after the other.
+        slots: ``[S, m]`` int64 free places among windows and states. m is the greatest number of fed nodes in a level.
+            It is 0 if no layer has a state besides its window.
+    """
+
+    kept: Sequence[Kept]
+    slots: Tensor
+
+    def spelled(self) -> tuple[list[Tensor], Tensor]:
+        """Returns the arguments of the kernel: the memory of all layers, and the places."""
+        return [tensor for kept in self.kept for tensor in kept], self.slots
 
 
 @dataclass(frozen=True)
@@ -247,4 +262,4 @@ def replay_reference(
             layer.scan(states, schedule, each.convolved[rows], each.gates[rows])
 
 
-__all__ = ["Kept", "Recurrence", "RecurrentRows", "replay_reference"]
+__all__ = ["Kept", "NodeMemory", "Recurrence", "RecurrentRows", "replay_reference"]

@@ -45,7 +45,8 @@ class Experts:
     """Choice among the MLPs of a layer: ``routed`` experts, followed by ``shared`` ones.
 
     Args:
-        router: ``[routed, H]``, or ``[routed + 1, H]`` if the shared experts are gated, in the type of the rows.
+        router: ``[routed, H]``, or ``[routed + 1, H]`` if the shared experts are gated, in float32 or in the type of
+            the rows.
         routed: number of experts that rows choose from. Their weights are a softmax over their scores.
         chosen: number of routed experts that a row takes, those with the largest weights.
         shared: number of experts that every row takes.
@@ -88,7 +89,7 @@ class LayerWeights:
         post_attention: ``[H]``.
         pre_mlp: ``[H]``.
         gate_up: ``[2 N, H]``, gates and inputs interleaved, or ``[N, H]``, inputs alone, for an MLP without gates.
-            Experts, which have gates, are concatenated along the rows.
+            Experts are concatenated along the rows.
         down: ``[H, N]``; experts are concatenated along the rows.
         post_mlp: ``[H]``.
         heads: query heads; 0 without attention.
@@ -275,7 +276,7 @@ def _mixture(x: Tensor, layer: LayerWeights, experts: Experts) -> Tensor:
     for index in taken.unique().tolist():
         gate_up, down = (_part(m, index, experts.routed + experts.shared) for m in _mlp_matrices(layer))
         rows, place = (taken == index).nonzero(as_tuple=True)
-        made = _times(_times(x[rows], gate_up, layer.activation), down)
+        made = _two_matrices(x[rows], gate_up, down, layer)
         total[rows] += (factors[rows, place, None] * made).to(x.dtype)
     return total
 
@@ -298,7 +299,11 @@ def _times(x: Tensor, matrix: Matrix, activation: str | None = None) -> Tensor:
 def _mlp(x: Tensor, layer: LayerWeights) -> Tensor:
     if layer.experts is not None:
         return _mixture(x, layer, layer.experts)
-    gate_up, down = _mlp_matrices(layer)
+    return _two_matrices(x, *_mlp_matrices(layer), layer)
+
+
+def _two_matrices(x: Tensor, gate_up: Matrix, down: Matrix, layer: LayerWeights) -> Tensor:
+    """Computes an MLP, with gates or without."""
     if gate_up.outputs == 2 * layer.inner:
         return _times(_times(x, gate_up, layer.activation), down)
     return _times(ACTIVATIONS[layer.activation](_times(x, gate_up)), down)

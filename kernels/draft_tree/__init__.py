@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, Norm
+from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, NodeMemory, Norm, RecurrentRows
 from arbordraft.kernels.dispatch import define
 from arbordraft.kernels.draft_tree.limits import Ints, Limits, Trees, Verification
 from arbordraft.kernels.native import load
@@ -31,8 +31,9 @@ _draft_from_rows = define(
 )
 _draft_tree = define(
     "draft_tree(Tensor tokens, Tensor? states, Tensor embedding, Tensor?[] ends, Tensor?[] parameters, int[] ints, "
-    "float[] scalars, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? vocabulary, Tensor? blocks, Tensor frequencies, "
-    f"Tensor slabs, Tensor(f!) fed, {_GROWTH}, float[] numbers) -> int"
+    "float[] scalars, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor[] paths, Tensor(k!)[] kept, "
+    "Tensor(n!)[] node_kept, Tensor? node_slots, Tensor? vocabulary, Tensor? blocks, Tensor frequencies, Tensor slabs, "
+    f"Tensor(f!) fed, {_GROWTH}, float[] numbers) -> int"
 )
 
 
@@ -231,10 +232,14 @@ class DraftRun:
 
     Args:
         weights: the model, on a CPU.
+
+    Attributes:
+        recurrent: whether some layer has a recurrent mixer.
     """
 
     def __init__(self, weights: DraftWeights) -> None:
         self.weights = weights
+        self.recurrent = any(layer.recurrence is not None for layer in weights.layers)
         norm = [weights.norm.weight, weights.norm.offset]
         before = None if weights.input_norm is None else weights.input_norm.weight
         self._ends = [*_spelled(weights.fuse), *norm, *_spelled(weights.head), *_spelled(weights.exact), before]
@@ -251,6 +256,8 @@ class DraftRun:
         trees: TreesToGrow,
         fed: Ints,
         blocks: Tensor | None = None,
+        lineage: RecurrentRows | None = None,
+        nodes: NodeMemory | None = None,
     ) -> int:
         """Feeds the missing tokens and grows the trees; a row's bits do not depend on the other rows.
 
@@ -259,12 +266,14 @@ class DraftRun:
                 first drafts.
             states: ``[T, F]`` the target's hidden states for these tokens, for a model that reads them.
             pools: ``[P, Hkv, D]`` keys and values of every layer; those of fed tokens are written after the committed
-                rows.
+                rows. Of recurrent layers, windows and states.
             slabs: ``[3, S]`` int64: first pool row, committed tokens and tokens to catch up with of every sample.
             trees: grown in place.
             fed: of the shape of the trees; gets the place of each node that was fed, after a sample's committed keys.
             blocks: ``[n]`` int64 ascending numbers of blocks of 16 tokens, the only ones that are drafted; by default
                 all are. The weights have no ``vocabulary`` then.
+            lineage: the T rows, if layers are recurrent. It lets the last row of each sample write a state.
+            nodes: memory for the nodes that are fed, if layers are recurrent.
 
         Returns:
             The number of rows of scores with NaN or without a finite maximum; their nodes got no children.
@@ -280,6 +289,8 @@ class DraftRun:
             self._scalars,
             [keys for keys, _ in pools],
             [values for _, values in pools],
+            *([], []) if lineage is None else lineage.spelled(),
+            *([], None) if nodes is None else nodes.spelled(),
             weights.vocabulary,
             blocks,
             weights.frequencies,

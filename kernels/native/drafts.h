@@ -4,7 +4,7 @@
 #include <map>
 
 #include "../draft_tree/cpu.h"
-#include "stack.h"
+#include "node_paths.h"
 
 namespace arbordraft {
 namespace {
@@ -285,6 +285,18 @@ class Drafting {
     for (int64_t row : last) outputs_.insert(outputs_.end(), x.begin() + row * size_, x.begin() + (row + 1) * size_);
   }
 
+  // Lets nodes go on from the states of recurrent layers after the tokens that were missing.
+  void descend(const NodeTensors& given) {
+    const Lineage& paths = stack_.paths();
+    std::vector<int64_t> roots;
+    TORCH_CHECK(paths.samples == samples_, "expected paths of ", samples_, " samples, got ", paths.samples);
+    for (int64_t s = 0; s < samples_; ++s) roots.push_back(paths.write[paths.first[s + 1] - 1]);
+    for (const int64_t slot : roots) stack_.check_state(slot);
+    nodes_.emplace(std::move(roots), given, stack_.width());
+    for (const auto& slots : nodes_->states())
+      for (const int64_t slot : slots) stack_.check_state(slot);
+  }
+
   // Grows the trees. Writes the place of each fed node among its sample's fed ones, and returns the number of broken rows.
   int64_t grow(Forest& forest, const Growing& growing, bool states, int64_t* fed) {
     const Shape& shape = growing.shape;
@@ -313,10 +325,12 @@ class Drafting {
       std::vector<int64_t>& count, bool states, int64_t* fed) {
     Fed rows(stack_.windows());
     std::vector<float> x(frontier.size() * size_);
+    std::vector<Descendant> descendants;
     for (size_t r = 0; r < frontier.size(); ++r) {
       const auto [s, n] = frontier[r];
       const int64_t here = s * shape.nodes + n, above = s * shape.nodes + parent[n], known = committed_[s] + missing_[s];
       const int64_t slot = starts_[s] + known + count[s];
+      descendants.push_back({s, count[s], parent[n] ? fed[forest.at({s, parent[n]})] : -1});
       fed[forest.at(frontier[r])] = count[s]++;
       paths[here] = paths[above];
       paths[here].push_back(slot);
@@ -324,6 +338,7 @@ class Drafting {
       if (states) std::copy_n(outputs_.begin() + output[above] * size_, size_, x.begin() + r * size_);
       output[here] = int64_t(outputs_.size()) / size_ + int64_t(r);
     }
+    if (nodes_) stack_.follow(nodes_->level(descendants, stack_.scans()), nodes_->kept(), nodes_->rows());
     run(rows, x, states);
     outputs_.insert(outputs_.end(), x.begin(), x.end());
   }
@@ -414,7 +429,7 @@ class Drafting {
         for (int64_t i = 0; i < ends_.width; ++i) to[i] *= ends_.scale;
     }
     for (auto& [window, seen] : fed.visible) seen.close();
-    stack_.check_slots(fed.slots.data(), rows);
+    if (stack_.pool() >= 0) stack_.check_slots(fed.slots.data(), rows);
     stack_.look([&](int64_t window) -> const Visible& { return fed.visible.at(window); });
     const auto norm_all = [&](const Norm& norm) {
       for (int64_t r = 0; r < rows; ++r)
@@ -429,6 +444,7 @@ class Drafting {
   Stack<W, T>& stack_;
   int64_t size_, samples_;
   const int64_t *starts_, *committed_, *missing_;
+  std::optional<NodePaths> nodes_;  // if layers are recurrent
   std::vector<float> outputs_;  // of the layers: every sample's last committed token, then every fed node
 };
 
@@ -436,8 +452,10 @@ class Drafting {
 int64_t draft_tree(
     const Tensor& tokens, const OptionalTensor& states, const Tensor& embedding, c10::List<OptionalTensor> ends,
     c10::List<OptionalTensor> parameters, at::IntArrayRef ints, at::ArrayRef<double> scalars, at::TensorList keys,
-    at::TensorList values, const OptionalTensor& vocabulary, const OptionalTensor& blocks, const Tensor& frequencies,
-    const Tensor& slabs, const Tensor& fed, const Tensor& token, const Tensor& chance, const Tensor& reach, at::IntArrayRef slots,
+    at::TensorList values, at::TensorList paths, at::TensorList kept, at::TensorList node_kept,
+    const OptionalTensor& node_slots, const OptionalTensor& vocabulary, const OptionalTensor& blocks,
+    const Tensor& frequencies, const Tensor& slabs, const Tensor& fed, const Tensor& token, const Tensor& chance,
+    const Tensor& reach, at::IntArrayRef slots,
     at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels, at::ArrayRef<double> calibration,
     at::ArrayRef<double> expected, at::ArrayRef<double> costs, int64_t budget, const OptionalTensor& seeds,
     const OptionalTensor& positions, at::ArrayRef<double> temperatures, at::ArrayRef<double> truncations,
@@ -496,7 +514,9 @@ int64_t draft_tree(
     TORCH_CHECK(bool(fuse) == bool(states) && (states || width == size), "a drafter reads states, or its embeddings alone");
     Stack<W, T> stack({parameters, ints, scalars, keys, values}, size, states ? width : 0, around.rotary, around.tables);
     Drafting<W, T> drafting(around, stack, size, slab, samples);
+    stack.follow({paths, kept, 0}, rows);
     drafting.catch_up(integers(tokens), states ? data<T>(*states) : nullptr, states ? states->size(1) : 0);
+    if (stack.width()) drafting.descend({node_kept, node_slots});
     Forest forest = growing.forest();
     return drafting.grow(forest, growing, bool(states), mutable_integers(fed));
   });

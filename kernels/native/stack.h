@@ -98,18 +98,15 @@ class Stack {
     TORCH_CHECK(given.paths.size() == 7, "expected seven tensors about paths, got ", given.paths.size());
     const Tensor &places = given.paths[0], &read = given.paths[2], &slots = given.paths[4], &history = given.paths[5];
     paths_ = {
-        read.numel(), given.paths[1].numel() - 1, given.scratch, slots.numel(), integers(places), integers(history),
+        read.numel(), given.paths[1].numel() - 1, given.scratch, slots.numel(), false, integers(places), integers(history),
         integers(given.paths[6]), integers(slots), integers(given.paths[1]), integers(read), integers(given.paths[3])};
     TORCH_CHECK(places.numel() == rows && paths_.samples >= 0 && given.paths[3].numel() == paths_.rows, "rows differ");
     for (int64_t r = 0; r < rows; ++r)
       TORCH_CHECK(0 <= paths_.places[r] && paths_.places[r] < paths_.rows, "row ", r, " is none of ", paths_.rows, " rows");
-    size_t next = 0;
+    keep_inputs(given.kept, paths_.rows);
     for (auto& layer : layers_) {
-      Recurrence<T>& m = layer.recurrence;
+      const Recurrence<T>& m = layer.recurrence;
       if (!m) continue;
-      TORCH_CHECK(next + 3 <= given.kept.size(), "expected memory for the inputs of every recurrent layer");
-      keep(m, given.kept[next], given.kept[next + 1], given.kept[next + 2], paths_.rows);
-      next += 3;
       const int64_t behind = m.width - 1;
       TORCH_CHECK(
           history.numel() == paths_.rows * behind && given.paths[6].numel() == paths_.ahead * behind,
@@ -121,6 +118,28 @@ class Stack {
       if (!m.scans()) continue;
       check_schedule({.first = paths_.first, .read = paths_.read, .write = paths_.write, .samples = paths_.samples}, paths_.rows, m.slots, paths_.scratch);
     }
+  }
+
+  // Goes on with `rows` rows below those of the last forward, by paths that the caller has checked with `check_state`.
+  void follow(const Lineage& paths, at::TensorList kept, int64_t rows) {
+    keep_inputs(kept, rows);
+    paths_ = paths;
+  }
+
+  const Lineage& paths() const { return paths_; }
+
+  // Width of the convolutions, 0 without recurrent layers.
+  int64_t width() const {
+    for (const auto& layer : layers_)
+      if (layer.recurrence) return layer.recurrence.width;
+    return 0;
+  }
+  bool scans() const {
+    return std::any_of(layers_.begin(), layers_.end(), [](const auto& layer) { return layer.recurrence.scans(); });
+  }
+  void check_state(int64_t slot) const {
+    for (const auto& layer : layers_)
+      TORCH_CHECK(!layer.recurrence || (0 <= slot && slot < layer.recurrence.slots), "there is no state ", slot);
   }
 
   void check_slots(const int64_t* slots, int64_t rows) const {
@@ -142,7 +161,7 @@ class Stack {
       for (const auto* m : {&layer.qkv, &layer.out, &layer.gate_up}) groups = std::max(groups, groups_of(m->inputs));
       groups = std::max(groups, mlps * groups_of(layer.inner));
       taken = std::max(taken, layer.router.routed ? mlps : 0);
-      scores = std::max(scores, layer.router.matrix.outputs);
+      scores = std::max(scores, layer.router.routed ? layer.router.outputs() : 0);
       if (const auto& m = layer.recurrence) {
         TORCH_CHECK(m.inputs, "recurrent layers need the paths of their rows");
         scans.fit(m, paths_.scratch);
@@ -204,10 +223,13 @@ class Stack {
       return m;
     };
     const auto matrix = [&](int64_t i, int64_t outputs, int64_t inputs) { return matrix_of(W(), i, outputs, inputs); };
-    Router<T> router{{}, integer[8], integer[9], integer[10], integer[11] != 0, integer[12] != 0, integer[13] != 0};
+    Router<T> router{{}, {}, integer[8], integer[9], integer[10], integer[11] != 0, integer[12] != 0, integer[13] != 0};
     if (router.routed) {
       TORCH_CHECK(0 < router.chosen && router.chosen <= router.routed && router.shared >= 0, "no such choice of experts");
-      router.matrix = matrix_of(T(), 27, router.routed + router.gated, size_);
+      if (const OptionalTensor weight = tensor(27); weight && weight->scalar_type() == at::kFloat)
+        router.exact = matrix_of(float(), 27, router.outputs(), size_);
+      else
+        router.matrix = matrix_of(T(), 27, router.outputs(), size_);
       router.corrections = floats(tensor(30)), router.factor = float(scalar[4]);
       TORCH_CHECK(
           !router.corrections || (router.sigmoid && tensor(30)->numel() == router.routed),
@@ -233,7 +255,6 @@ class Stack {
       return there ? matrix(i, outputs, inputs) : Prepacked<W>{};
     };
     const bool gated = tensor(kGateUp) && outputs_of(*tensor(kGateUp)) == mlps * 2 * width;
-    TORCH_CHECK(gated || !router.routed, "experts have gates");
     return {
         norm(0, size_), norm(5, (joint ? query_heads : 1) * dim), norm(7, (joint ? kv_heads : 1) * dim), norm(13, size_),
         norm(15, size_), norm(23, size_), beside_norm, floats(tensor(9)),
@@ -265,6 +286,17 @@ class Stack {
     TORCH_CHECK(delta || fits(35, m.heads), "expected a factor of every head's input");
     TORCH_CHECK(fits(36, delta ? m.values : m.size()), "a norm has the wrong size");
     return m;
+  }
+
+  // Points recurrent layers to the inputs that are kept for `rows` rows.
+  void keep_inputs(at::TensorList kept, int64_t rows) {
+    size_t next = 0;
+    for (auto& layer : layers_) {
+      if (!layer.recurrence) continue;
+      TORCH_CHECK(next + 3 <= kept.size(), "expected memory for the inputs of every recurrent layer");
+      keep(layer.recurrence, kept[next], kept[next + 1], kept[next + 2], rows);
+      next += 3;
+    }
   }
 
   void check_input(const Recurrence<T>& m, int64_t index) const {

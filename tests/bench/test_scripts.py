@@ -271,7 +271,7 @@ def test_recurrent_models_are_measured_against_bounds_and_others(tmp_path):
     report = tmp_path / "recurrent.json"
     recurrent.main(shapes="tiny", dtype=FLOAT, new_tokens=8, repeats=1, json=report)
     rows = json.loads(report.read_text())["measurements"]
-    assert [row["group"] for row in rows] == ["forward"] * 3 + ["step", "plain", "drafts"]
+    assert [row["group"] for row in rows] == ["forward"] * 3 + ["step", "plain", "self", "drafts"]
     assert all(row["ours"] > 0 and row["reference"] > 0 for row in rows)
     with pytest.raises(ValueError, match="there is no shape 'other'; choose of lfm2-350m"):
         recurrent.main(shapes="other", dtype=FLOAT)

@@ -460,8 +460,10 @@ def recurrent_target(request):
 @pytest.mark.parametrize("request_", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_states_of_the_target_keep_their_bits(recurrent_target, request_, topology):
     expected, plain = states_by_length(ad.builders.plain(recurrent_target), **request_)
-    found, states = states_by_length(decoder(recurrent_target, "int4", topology, ad.Coupling.shared(2)), **request_)
+    made = decoder(recurrent_target, "int4", topology, ad.Coupling.shared(2))
+    found, states = states_by_length(made, **request_)
     assert found == expected
+    assert made.drafter._network._native[1] is not None  # in one call
     assert len(states) > 9
     assert len(set(plain.values())) > 50
     assert all(plain[place] == bits for place, bits in states.items())

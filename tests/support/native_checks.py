@@ -40,7 +40,6 @@ from arbordraft.kernels.prepacked_linear.groups import quantize_rows
 from arbordraft.kernels.prepacked_linear.reference import prepacked_linear_reference
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention, ragged_tree_attention_reference
 from arbordraft.kernels.verify import row_max, row_max_reference
-from arbordraft.target.attention import Forward
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.prepacked.prepacked_modules import memory_of
 from arbordraft.trees.masks import stack_words
@@ -220,19 +219,20 @@ def layers_of(kind):
 
 
 def mixtures_of(kind):
-    """Returns layers with experts; in the first layer, every row takes all experts."""
-    parts = ("experts for all", *CHOICES)
-    return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(parts)]
+    """Returns layers with experts; in the first two layers, every row takes all experts."""
+    return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate((*ALL, *CHOICES))]
 
 
 def check_mixtures(kind):
     """Checks layers with experts.
 
-    If rounding may decide which experts a row takes, no bound holds. Then only the layer that takes all is checked.
+    If rounding may decide which experts a row takes, no bound holds. Then only layers that take all are checked, alone.
     """
     dtype = KINDS[kind][0]
     exact = dtype == torch.float32 and kind not in GROUPED
-    check_layers(mixtures_of(kind)[: None if exact else 1], dtype)
+    layers = mixtures_of(kind)
+    for some in [layers] if exact else [[layer] for layer in layers[: len(ALL)]]:
+        check_layers(some, dtype)
 
 
 def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
@@ -271,10 +271,11 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
 
     pre, post = "pre" in chosen["norms"], "post" in chosen["norms"]
     experts, mlps = None, 1
-    if choice := chosen["experts"]:
+    if choice := dict(chosen["experts"]):
+        router = torch.float32 if choice.pop("exact", False) else dtype
         scores = noise(choice["routed"] + choice.get("gated", False), hidden) * hidden**-0.5
         corrections = 0.3 * noise(choice["routed"]) if choice.get("sigmoid") else None
-        experts = Experts(Matrix(prepack(scores.to(dtype))), **choice, corrections=corrections)
+        experts = Experts(Matrix(prepack(scores.to(router))), **choice, corrections=corrections)
         mlps = experts.routed + experts.shared
     return LayerWeights(
         pre_attention=norm(hidden, pre and mixes),
@@ -372,7 +373,19 @@ PARTS = {
         "norms": "pre post",
         "residual": 0.3,
     },
+    "plain experts": {
+        "experts": {"routed": 5, "chosen": 2, "shared": 1, "sigmoid": True, "factor": 2.5},
+        "activation": "relu2",
+        "gated": False,
+        "inner": 32,
+    },
     "experts for all": {"experts": {"routed": 3, "chosen": 3, "shared": 1}, "inner": 32},
+    "plain experts for all": {
+        "experts": {"routed": 3, "chosen": 3, "shared": 1, "exact": True},
+        "activation": "relu2",
+        "gated": False,
+        "inner": 32,
+    },
     "all": {
         "beside": BESIDE,
         "head_norms": "each",
@@ -394,7 +407,8 @@ PARTS = {
         "activation": "gelu",
     },
 }
-CHOICES = ("experts", "shared experts", "sigmoids", "plain sigmoids")  # parts whose rows take only some experts
+ALL = ("experts for all", "plain experts for all")
+CHOICES = ("experts", "shared experts", "sigmoids", "plain sigmoids", "plain experts")  # rows take only some experts
 LONGEST = 400
 
 
@@ -420,11 +434,12 @@ class Stack:
         self.tables = [table.repeat(1, 2).to(rotary_dtype or dtype) for table in (angles.cos(), angles.sin())]
 
     def run(self, tokens, batch, cache):
-        hidden, forward = self.embeddings[tokens][None], Forward(batch, cache)
-        pools, lineage = memory_of(forward, self.layers, range(len(self.layers)), hidden)
+        hidden = self.embeddings[tokens][None]
+        rows = cache.state_rows(batch, hidden.device) if self.native.recurrent else None
+        pools, lineage = memory_of(cache, rows, self.layers, range(len(self.layers)), hidden)
         found = self.native(hidden, pools, self.rotation(batch), batch, (), self.beside(tokens), lineage)[0][0]
-        if lineage is not None:
-            forward.state_rows.keep()
+        if rows is not None:
+            rows.keep()
         return found
 
     def reference(self, tokens, batch, pools):
@@ -549,8 +564,8 @@ def check_recurrent_layers(layers, dtype=torch.float32, truth=None):
         ([[0]] * 3, None, [[0], [0], [0]]),
     ):
         batch = cache.lay_out(samples, depths, visible)
-        forward = Forward(batch, cache)
-        pools, lineage = memory_of(forward, layers, range(len(layers)), stack.embeddings)
+        rows = cache.state_rows(batch, stack.embeddings.device)
+        pools, lineage = memory_of(cache, rows, layers, range(len(layers)), stack.embeddings)
         wide = [tuple(pool.clone().double() for pool in pair) for pair in pools]
         wide = [
             (first, second if layer.recurrence is None else second.float())
@@ -570,7 +585,7 @@ def check_recurrent_layers(layers, dtype=torch.float32, truth=None):
             parts = 2 if layer.recurrence is not None and layer.recurrence.scans else 1
             for a, b in list(zip(ours, theirs, strict=True))[: parts if layer.recurrence else 0]:
                 assert relative(a.double(), b.double()) < bound or not b.any()
-        forward.state_rows.keep()
+        rows.keep()
         cache.commit(dict(zip(samples, kept, strict=True)))
 
 

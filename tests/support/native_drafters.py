@@ -11,6 +11,7 @@ from arbordraft.heads.dflash import DFlashConfig, DFlashHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from support.models import VOCAB, tiny
+from support.recurrent_models import FUSED, recurrent
 
 
 def new_head(kind, vocab_size=VOCAB, trimmed=None, target_hidden_size=32):
@@ -54,6 +55,9 @@ def weights(kind):
         layers = ["sliding_attention", "full_attention", "sliding_attention"]
         sizes = {"head_dim": 16, "num_hidden_layers": 3, "layer_types": layers, "max_position_embeddings": 2048}
         return target, tiny("gemma3_text", seed=3, **sizes)
+    if kind in RECURRENT:
+        architecture = kind.removeprefix("model, ")
+        return target, recurrent(architecture, **FUSED[architecture])
     name, _, trimmed = kind.partition(", ")
     head = new_head(name, trimmed=40 if trimmed else None)
     with torch.no_grad():
@@ -69,6 +73,9 @@ def weights(kind):
 
 KINDS = ["eagle", "eagle, trimmed", "block", "block, trimmed", "masked block", "medusa", "medusa, trimmed", "model"]
 KINDS += ["model, windows", "dflash", "dspark", "dspark, trimmed"]
+# Short convolutions, gated delta nets, and Mamba-2: with attention and factors, alone, and with MLPs alone.
+RECURRENT = [f"model, {name}" for name in ("lfm2", "qwen3_5_text", "granitemoehybrid", "mamba2", "nemotron_h")]
+KINDS += RECURRENT
 DRAFTERS = {"eagle": EagleDrafter, "block": BlockDrafter, "masked block": BlockDrafter, "medusa": MedusaDrafter}
 DRAFTERS |= dict.fromkeys(("dflash", "dspark", "gated dspark", "recurrent dspark"), DFlashDrafter)
 

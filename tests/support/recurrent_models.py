@@ -31,6 +31,12 @@ FUSED: dict[str, dict[str, Any]] = {
     **{name: ROW_WISE[name] for name in ROW_WISE if name != "falcon_h1"},
     "olmo_hybrid": {**ROW_WISE["olmo_hybrid"], "rope_parameters": NO_ROTATION},  # else, its layers take turns
     "granitemoehybrid": {**MAMBA2, "residual_multiplier": 0.3},
+    "nemotron_h": {
+        **ROW_WISE["nemotron_h"],
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe", "linear_attention"],
+        "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 2.5,
+    },
     "lfm2_moe": {"hidden_size": 64, "routed_scaling_factor": 2.5},
     "qwen3_next": ROW_WISE["qwen3_5_text"],
     "qwen3_5_moe_text": ROW_WISE["qwen3_5_text"],

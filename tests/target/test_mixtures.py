@@ -1,6 +1,7 @@
 """Mixtures of experts: those that are fused, those that only look right, and changes of their weights."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arbordraft import RaggedModel
+from arbordraft.kernels.decoder_layers import LayerRun, Matrix
 from arbordraft.target import self_test
 from arbordraft.target.attention import UnsupportedModel
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.prepacked.memory import copy_bytes
+from arbordraft.target.prepacked.probing import noise
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -92,6 +96,7 @@ def test_sigmoids_in_place_of_a_softmax(correction, normalised):
         block_of(model, layer).gate = Sigmoids(block_of(model, layer).gate, correction, normalised)
     target = faithful(model, fused=2, row_invariant=True)
     if correction is not None:
+        assert torch.equal(block_of(model).gate.correction, corrections())  # tried with others, which must not stay
         block_of(model, 1).gate.correction = -correction
         with pytest.warns(UserWarning, match="changed after they were prepacked"):
             found = logits(target)
@@ -106,6 +111,40 @@ def test_corrections_of_a_block():
         layer.feed_forward.expert_bias = corrections()
     faithful(model, fused=3, row_invariant=True)
     assert not torch.allclose(logits(plain(model)), before, atol=1e-2)
+
+
+def without_gates(dtype=torch.float32):
+    """Returns a model of Nemotron-H whose router keeps float32, as in its checkpoints, and corrects its choice."""
+    model = recurrent("nemotron_h", **FUSED["nemotron_h"])
+    gate = model.model.layers[3].mixer.gate
+    weight = gate.weight.detach().clone()
+    model.to(dtype)
+    gate.weight, gate.e_score_correction_bias = nn.Parameter(weight), corrections()
+    return model
+
+
+def test_experts_without_gates():
+    before = logits(plain(recurrent("nemotron_h", **FUSED["nemotron_h"])))
+    model = without_gates()
+    faithful(model, fused=5, row_invariant=True)
+    assert torch.equal(model.model.layers[3].mixer.gate.e_score_correction_bias, corrections())
+    assert not torch.allclose(logits(plain(model)), before, atol=1e-2)
+
+
+def test_a_router_keeps_float32_in_a_model_of_16_bits():
+    """Control: a router that was rounded to the type of the rows gives other weights."""
+    layer = RaggedModel(without_gates(torch.bfloat16), kernels="native", self_test=False).prepacking.stack[3]
+    assert layer.experts.router.weight.dtype == torch.float32
+    assert layer.gate_up.weight.dtype == torch.bfloat16
+    found = []
+    for scores in (layer.experts.router.weight, layer.experts.router.weight.bfloat16().float()):
+        experts = replace(layer.experts, router=Matrix(scores))
+        run = LayerRun([replace(layer, experts=experts)])
+        cache = RaggedKVCache()
+        batch = cache.lay_out([cache.open(3)], [range(3)])
+        x = noise(1, 3, scores.shape[1]).bfloat16()
+        found.append(run(x, [(x.new_empty(0),) * 2], None, batch)[0])
+    assert not torch.equal(*found)
 
 
 # Mixtures that only look right

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from arbordraft.kernels.draft_tree import DraftRun, Limits, TreesToGrow
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.prepacked.prepacked_modules import memory_of, recurrences_of
 from arbordraft.trees.draft_tree import Ints
 from arbordraft.trees.forest import Forest
 from arbordraft.trees.topology import TreeTopology
@@ -84,24 +85,46 @@ def _call(
     commit: bool,
     blocks: Tensor | None = None,
 ) -> int:
-    counts = [len(tokens) for tokens, _ in missing.values()]
-    most = topology.inner_counts[trees.limits.levels[trees.slots].clip(max=topology.max_depth)].tolist()
-    places = cache.reserve(list(missing), [count + nodes for count, nodes in zip(counts, most, strict=True)])
-    like = run.weights.embedding
+    handles, counts = list(missing), [len(tokens) for tokens, _ in missing.values()]
+    levels = trees.limits.levels[trees.slots].clip(max=topology.max_depth)
+    most = topology.inner_counts[levels].tolist()
+    places = cache.reserve(handles, [count + nodes for count, nodes in zip(counts, most, strict=True)])
+    layers, like = run.weights.layers, run.weights.embedding
+    rows, nodes = None, None
+    if run.recurrent:
+        rows = cache.state_rows(cache.lay_out(handles, [range(n) for n in counts], reading=commit), like.device)
+        widths = [len(inner) for inner in topology.inner[1 : int(levels.max())]]
+        recurrences = recurrences_of(layers, range(len(layers)))
+        nodes = rows.nodes(recurrences, like, max(most), max(widths, default=0))
+    pools, lineage = memory_of(cache, rows, layers, range(len(layers)), like)
     states = [part for _, part in missing.values() if part is not None]
     packed_states = (states[0] if len(states) == 1 else torch.cat(states)).to(like.dtype) if states else None
     broken = run(
         integers([token for tokens, _ in missing.values() for token in tokens]),
         packed_states,
-        [cache.pools(index, (layer.kv_heads, layer.dim), like) for index, layer in enumerate(run.weights.layers)],
+        pools,
         integers([[start for start, _ in places], [length for _, length in places], counts]),
         trees,
         fed,
         blocks,
+        lineage,
+        nodes,
     )
+    if rows is None:
+        if commit:
+            caught_up(cache, missing)
+        return broken
+    cache.commit({handle: range(count if commit else 0) for handle, count in zip(handles, counts, strict=True)})
     if commit:
-        caught_up(cache, missing)
+        rows.drafted([_parents(topology, fed[slot]) for slot in trees.slots])
     return broken
+
+
+def _parents(topology: TreeTopology, fed: Ints) -> list[int]:
+    """Returns the parent of each fed node among them, in the order in which they were fed."""
+    (nodes,) = (fed >= 0).nonzero()
+    order = nodes[fed[nodes].argsort()].tolist()
+    return [int(fed[parent]) if (parent := topology.parent_list[node]) else -1 for node in order]
 
 
 def caught_up(cache: RaggedKVCache, missing: Mapping[int, Missing]) -> None:

@@ -100,17 +100,21 @@ def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None
     if found is None or not isinstance(head, PrepackedLinear) or head.bias is not None:
         return None
     layers, tables = found
-    in_panels = all(
-        matrix.weight.dtype == torch.uint8 for layer in layers for matrix in layer.matrices[:1]
-    )  # as the head's copy: kernels mix no types
+    # The head's copy must be of the type of the layers' matrices; routers keep their numbers.
+    firsts = [layer.qkv or layer.gate_up for layer in layers]
+    in_panels = all(first and first.weight.dtype == torch.uint8 for first in firsts)
     screen = screen and in_panels and _can_be_screened(head)
     rotary = [made for table in tables if (made := table.made_by(model.model))]
-    if len(rotary) < len(tables) or (scale := _scale_of(embedding)) is None:
+    if len(rotary) < len(tables):
         return None
     try:
         norm, epsilon = WeightCollector().norm(nn.ModuleDict({"norm": model.final_norm}), "norm")
+        scale, after = _factors(model, embedding, head)
     except (Unrecognised, UnsupportedModel):
         return None
+    if scale is None:
+        return None
+    norm = Norm(norm.weight * after, None if norm.offset is None else norm.offset * after)
     weights = DraftWeights(
         embedding=in_memory(embedding.weight),
         fuse=None,
@@ -119,7 +123,7 @@ def native_model(model: RaggedModel, *, screen: bool = False) -> DraftRun | None
         head=_screen_of(head) if screen else Matrix(*head.prepacked),
         outputs=model.vocab_size,
         vocabulary=None,
-        frequencies=torch.stack([frequencies for frequencies, _ in rotary]),
+        frequencies=torch.stack([frequencies for frequencies, _ in rotary]) if rotary else torch.empty(0, 0),
         factors=[factor for _, factor in rotary],
         epsilon=epsilon,
         scale=scale,
@@ -141,15 +145,31 @@ def _screen_of(head: PrepackedLinear) -> Matrix:
     return Matrix(*pack_rows([raw], [kind], "int4", head.weight.dtype, rows))
 
 
-def _scale_of(embedding: nn.Module) -> float | None:
-    """Returns the factor by which a table of embeddings scales its rows; ``None`` if it is no such table."""
+def _factors(model: RaggedModel, embedding: nn.Module, head: nn.Module) -> tuple[float | None, float]:
+    """Returns factors of embeddings before the layers and of logits.
+
+    The former is ``None`` unless the layers read scaled rows of a table. The latter is 1 if logits are no multiples of
+    the head's output.
+    """
     if not isinstance(embedding, nn.Embedding) or not plain(embedding.weight):
+        return None, 1.0
+    tokens, cache = torch.arange(min(16, embedding.num_embeddings)), RaggedKVCache()
+    batch = cache.lay_out([cache.open(len(tokens))], [range(len(tokens))])
+    ends = 0, model.num_layers
+    logits, states = model.run(tokens, batch, cache, hidden=ends)
+    given, last = states.tensor_split(2, dim=-1)
+    rows = in_memory(embedding.weight)[tokens]
+    return _factor_of(given, rows), _factor_of(logits, head(last)) or 1.0
+
+
+def _factor_of(product: Tensor, rows: Tensor) -> float | None:
+    """Returns the factor by which all rows were multiplied; ``None`` if they are no such product."""
+    if product.shape != rows.shape:
         return None
-    tokens = torch.arange(min(16, embedding.num_embeddings))
-    rows, given = in_memory(embedding.weight)[tokens].float(), embedding(tokens).detach().float()
-    scale = float((rows * given).sum() / rows.square().sum().clamp_min(1e-30))
-    near = 2 * torch.finfo(embedding.weight.dtype).eps
-    return scale if torch.allclose(scale * rows, given, rtol=near, atol=0) else None
+    near, product, rows = 2 * torch.finfo(rows.dtype).eps, product.detach().float(), rows.detach().float()
+    factor = float((rows * product).sum() / rows.square().sum().clamp_min(1e-30))
+    factor = 1.0 if abs(factor - 1) < near else factor
+    return factor if torch.allclose(factor * rows, product, rtol=near, atol=0) else None
 
 
 def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:

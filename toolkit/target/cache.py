@@ -194,7 +194,12 @@ class RaggedKVCache(nn.Module):
         return self._slabs[handle].capacity
 
     def lay_out(
-        self, handles: Sequence[int], depths: Sequence[Sequence[int]], words: Tensor | None = None
+        self,
+        handles: Sequence[int],
+        depths: Sequence[Sequence[int]],
+        words: Tensor | None = None,
+        *,
+        reading: bool = False,
     ) -> RaggedBatch:
         """Reserves rows after the committed ones and describes the forward that will fill them.
 
@@ -204,12 +209,13 @@ class RaggedKVCache(nn.Module):
             handles: handles of the samples in this forward.
             depths: for every sample, the distance of each new row's position from the committed length.
             words: ``[T, W]`` ancestor words over each sample's uncommitted rows; ``None`` for causal order.
+            reading: whether the rows are a text that will be committed whole.
 
         Raises:
             CacheOverflow: if a slab cannot grow; nothing has changed then.
         """
         slabs = [self._slabs[handle] for handle in handles]
-        self._reading.difference_update(handles)
+        (self._reading.update if reading else self._reading.difference_update)(handles)
         for slab, offsets in zip(slabs, depths, strict=True):
             self._reserve(slab, slab.length + len(slab.tree_positions) + len(offsets))
         positions: list[int] = []
@@ -360,8 +366,7 @@ class RaggedKVCache(nn.Module):
                 left[handle] = left[handle][len(part[handle]) :]
                 if not left[handle]:
                     del left[handle]
-            batch = self.lay_out(list(part), [range(len(row)) for row in part.values()])
-            self._reading.update(part)
+            batch = self.lay_out(list(part), [range(len(row)) for row in part.values()], reading=True)
             yield part, torch.tensor([token for row in part.values() for token in row]), batch
             self.commit({handle: range(len(row)) for handle, row in part.items()})
 

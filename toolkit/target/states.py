@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from arbordraft.kernels.decoder_layers import Kept, Recurrence, RecurrentRows, replay_layers
+from arbordraft.kernels.decoder_layers import Kept, NodeMemory, Recurrence, RecurrentRows, replay_layers
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.ragged_tree_attention.batch import WORD_BITS
 from arbordraft.kernels.recurrent_tree import Paths, commit_windows, tree_convolution
@@ -200,6 +200,12 @@ class RecurrentStates:
             self._look_ahead(sample, 0)
             sample.rows, sample.parents = [], []
 
+    def spare(self, number: int) -> list[int]:
+        """Returns free slots for states that need not outlast the next computed one."""
+        slots = [self._take() for _ in range(number)]
+        self._release(*slots)
+        return slots
+
     def windows(self, key: Key, inputs: Tensor, width: int) -> Tensor:
         """Returns the ``[S, W - 1, C]`` windows of a convolution."""
         return self._pool(self._windows, key, inputs.new_empty(0, width - 1, inputs.shape[1]))
@@ -326,6 +332,7 @@ class StateRows:
         repeatable: bool,
     ) -> None:
         self._memory, self._step, self._device, self._repeatable = memory, step, device, repeatable
+        self._samples, self._nodes = samples, _Step()
         counts = [len(sample.rows) for sample in samples]
         firsts = list(accumulate(counts, initial=0))
         parents = [
@@ -426,6 +433,34 @@ class StateRows:
             for part, rows in zip(own, gathered, strict=True):
                 part[:] = rows[self._places]
         self._gaps.clear()
+
+    def nodes(self, recurrences: Mapping[Key, Recurrence], like: Tensor, count: int, width: int) -> NodeMemory:
+        """Makes room for trees that a kernel drafts after these rows; :meth:`layers` follows, then :meth:`drafted`.
+
+        Args:
+            recurrences: the layers, in order.
+            like: has the dtype of the rows.
+            count: greatest number of nodes of a tree that are fed.
+            width: greatest number of these in a level.
+        """
+        samples = len(self._samples)
+        layers = {key: (layer, layer.memory(samples * count, like)) for key, layer in recurrences.items()}
+        self._nodes = _Step(layers=layers)
+        scanned = width if any(layer.scans for layer in recurrences.values()) else 0
+        slots = torch.tensor(self._memory.spare(samples * scanned), dtype=torch.int64)
+        return NodeMemory([kept for _, kept in layers.values()], slots.view(samples, scanned))
+
+    def drafted(self, parents: Sequence[Sequence[int]]) -> None:
+        """Records nodes that a kernel has fed as uncommitted rows, once these rows are committed.
+
+        Args:
+            parents: for each sample, the parents of its fed nodes among them; -1 for the last committed token.
+        """
+        ((_, kept), *_) = self._nodes.layers.values()
+        count = len(kept.inputs) // len(self._samples)
+        for number, (sample, above) in enumerate(zip(self._samples, parents, strict=True)):
+            sample.parents = list(above)
+            sample.rows = [(self._nodes, number * count + place) for place in range(len(above))]
 
     def _history(self, width: int) -> tuple[Tensor, Tensor]:
         """Returns the inputs before each row, and those of the windows that this forward computes ahead."""

@@ -49,6 +49,11 @@ class Mlp(NamedTuple):
     gated: bool
     experts: Experts | None = None
 
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.down.outputs // (1 if self.experts is None else self.experts.routed + self.experts.shared)
+
 
 def is_mlp(module: nn.Module) -> bool:
     """Returns whether a module has the parts of an MLP or of a mixture of experts."""
@@ -103,12 +108,25 @@ def _activation(mlp: nn.Module) -> str:
 
 
 def stacked(module: nn.Module) -> bool:
-    """Returns whether a module holds experts as transformers stacks them: ``[E, 2 N, H]`` and ``[E, H, N]``."""
-    gate_up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
-    if not (plain(gate_up) and plain(down) and gate_up.ndim == down.ndim == 3):
+    """Returns whether a module holds experts as transformers stacks them.
+
+    Gates and inputs are ``[E, 2 N, H]``, or inputs alone ``[E, N, H]``, and outputs ``[E, H, N]``.
+    """
+    first, down = _stacks(module)
+    if not (plain(first) and plain(down) and first.ndim == down.ndim == 3):
         return False
     experts, hidden, inner = down.shape
-    return gate_up.shape == (experts, 2 * inner, hidden)
+    return first.shape == (experts, (1 + _gated(module)) * inner, hidden)
+
+
+def _stacks(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the stacked matrices of a module's experts that read hidden states, and those that lead back."""
+    first = module._parameters.get("gate_up_proj" if _gated(module) else "up_proj")
+    return first, module._parameters.get("down_proj")
+
+
+def _gated(experts: nn.Module) -> bool:
+    return "gate_up_proj" in experts._parameters
 
 
 def _is_mixture(module: nn.Module) -> bool:
@@ -128,7 +146,8 @@ def mixture(collector: WeightCollector, block: nn.Module, beside: Sequence[nn.Mo
     routed = [child for child in children.values() if stacked(child)]
     inside = [child for child in children.values() if isinstance(getattr(child, "down_proj", None), nn.Module)]
     gates = [name for name, child in children.items() if getattr(child, "out_features", 0) == 1]
-    routers = [child for child in children.values() if child not in (*routed, *inside, *(children[g] for g in gates))]
+    known = (*routed, *inside, *(children[name] for name in gates))
+    routers = [child for child in children.values() if child not in known and not isinstance(child, nn.Identity)]
     shared = [*inside, *beside]
     counts = (len(routed), len(routers), len(shared) <= 1, len(gates) <= len(inside))
     if counts != (1, 1, True, True) or hooked(block) or block._parameters:
@@ -136,11 +155,11 @@ def mixture(collector: WeightCollector, block: nn.Module, beside: Sequence[nn.Mo
     router, experts = routers[0], routed[0]
     activation = _activation_of(experts)
     routing = _routing(router, list(block.buffers(recurse=False)))
-    gate_up, down = [experts.gate_up_proj.detach()], [experts.down_proj.detach()]  # type: ignore[operator]
+    gated, gate_up, down = _gated(experts), *([stack.detach()] for stack in _stacks(experts))  # type: ignore[union-attr]
     scores = router.weight.detach()  # type: ignore[operator]
     number, hidden, inner = down[0].shape
     for each in shared:
-        more, back = _parted(collector, each, inner, activation)
+        more, back = _parted(collector, each, inner, activation, gated)
         gate_up.append(more)
         down.append(back)
     for name in gates:
@@ -148,7 +167,9 @@ def mixture(collector: WeightCollector, block: nn.Module, beside: Sequence[nn.Mo
             raise Unrecognised(f"{name} has a bias")
         scores = torch.cat([scores, gate.weight.detach()])
     fits = scores.shape[1] == hidden and number == len(scores) - len(gates)
-    if not fits or hidden % LANES or inner % LANES or len({t.dtype for t in (*gate_up, *down, scores)}) > 1:
+    types = {tensor.dtype for tensor in (*gate_up, *down)}
+    fits = fits and len(types) == 1 and scores.dtype in (torch.float32, *types)
+    if not fits or hidden % LANES or inner % LANES:
         raise Unrecognised(f"{type(block).__name__} has sizes or types that the kernel does not know")
     for module in (router, experts):
         collector.remember(module)
@@ -158,6 +179,8 @@ def mixture(collector: WeightCollector, block: nn.Module, beside: Sequence[nn.Mo
         corrections = corrections.detach().to(torch.float32, copy=True)
 
     def in_order(rows: Tensor) -> Tensor:
+        if not gated:
+            return rows
         halves = rows.unflatten(0, (-1, 2 * inner)).chunk(2, dim=1)
         return interleave(*(half.flatten(0, 1) for half in halves))
 
@@ -175,19 +198,23 @@ def mixture(collector: WeightCollector, block: nn.Module, beside: Sequence[nn.Mo
         routing.factor,
     )
     first, second = collector.rows(gate_up, in_order), collector.rows(down)
-    return Mlp(first, second, activation, inner, True, choice)
+    return Mlp(first, second, activation, inner, gated, choice)
 
 
-def _parted(collector: WeightCollector, mlp: nn.Module, inner: int, activation: str) -> tuple[Tensor, Tensor]:
-    """Splits a gated MLP into zero-padded ones of this inner size: ``[S, 2 N, H]`` and ``[S, H, N]``."""
+def _parted(
+    collector: WeightCollector, mlp: nn.Module, inner: int, activation: str, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """Splits an MLP into zero-padded ones of this inner size: ``[S, 2 N, H]`` or ``[S, N, H]``, and ``[S, H, N]``."""
     readers, down, own = _linears(collector, mlp)
     rows, back = torch.cat([linear.weight.detach() for linear in readers]), down.weight.detach().T
-    if len(rows) != 2 * len(back) or own != activation or any(linear.bias is not None for linear in (*readers, down)):
-        raise Unrecognised(f"{type(mlp).__name__} has no gates, biases or another activation than the experts")
-    stacks = torch.stack([*rows.chunk(2), back])  # all [M, H]
+    parts = 1 + gated
+    biased = any(linear.bias is not None for linear in (*readers, down))
+    if len(rows) != parts * len(back) or own != activation or biased:
+        raise Unrecognised(f"{type(mlp).__name__} has other gates than the experts, biases or another activation")
+    stacks = torch.stack([*rows.chunk(parts), back])  # all [M, H]
     count = -(-len(back) // inner)
-    gate, up, back = F.pad(stacks, (0, 0, 0, count * inner - len(back))).unflatten(1, (count, inner))
-    return torch.cat([gate, up], dim=1), back.transpose(1, 2)
+    *first, back = F.pad(stacks, (0, 0, 0, count * inner - len(back))).unflatten(1, (count, inner))
+    return torch.cat(first, dim=1), back.transpose(1, 2)
 
 
 class _Routing(NamedTuple):
@@ -218,8 +245,8 @@ def _routing(router: nn.Module, given: Sequence[Tensor]) -> _Routing:
     x *= torch.tensor([0.3, 1.0, 3.0, 8.0]).repeat(4)[:, None] / (x @ weight.detach().float().T).std()
     scores = x @ weight.detach().float().T
     other = None if corrections is None else 0.2 * noise(len(weight))  # in place of corrections, which may be zero
-    for buffer in wide.buffers():
-        buffer.copy_(other)
+    for part in wide.modules():
+        part._buffers.update(dict.fromkeys(part._buffers, other))  # new ones: float32 buffers are the model's own
     factor = float(getattr(router, "routed_scaling_factor", 1.0))  # the comparison shows whether it is that
     arguments = [] if other is None or own else [other]
     weights, chosen = (tried(lambda x, place=place: wide(x, *arguments)[place], x) for place in (1, 2))
@@ -240,9 +267,9 @@ def _routing(router: nn.Module, given: Sequence[Tensor]) -> _Routing:
 
 
 def _activation_of(experts: nn.Module) -> str:
-    """Returns the activation of experts that compute ``down(activation(gate) * up)``, identified on noise."""
+    """Returns the activation of experts that are MLPs with or without gates, identified on noise."""
     name = _activation(experts)
-    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()  # type: ignore[operator]
+    gate_up, down = (stack.detach() for stack in _stacks(experts))  # type: ignore[union-attr]
     if len(list(experts.parameters())) != 2 or list(experts.buffers()) or not gate_up.is_cpu:
         raise Unrecognised(f"{type(experts).__name__} has parts of another kind")
     if gate_up.dtype not in (torch.float32, torch.bfloat16):
@@ -254,10 +281,10 @@ def _activation_of(experts: nn.Module) -> str:
     # bfloat16 experts round intermediate results.
     tolerance = max(TOLERANCE, 8 * torch.finfo(x.dtype).eps)
     for row, expert in enumerate(taken.flatten().tolist()):
-        gate, up = (gate_up[expert].float() @ x[row].float()).chunk(2)
-        expected = down[expert].float() @ (ACTIVATIONS[name](gate) * up)
-        if found is None or not distance(found[row].float(), expected) < tolerance:
-            raise Unrecognised(f"{type(experts).__name__} are not gated MLPs")
+        first, *rest = (gate_up[expert].float() @ x[row].float()).chunk(1 + _gated(experts))
+        active = ACTIVATIONS[name](first) * (rest[0] if rest else 1)
+        if found is None or not distance(found[row].float(), down[expert].float() @ active) < tolerance:
+            raise Unrecognised(f"{type(experts).__name__} compute something else than MLPs")
     return name
 
 

@@ -8,12 +8,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm, RecurrentRows, apply_norm
+from arbordraft.kernels.decoder_layers import (
+    LayerRun,
+    LayerWeights,
+    Matrix,
+    Norm,
+    Recurrence,
+    RecurrentRows,
+    apply_norm,
+)
 from arbordraft.kernels.prepacked_linear import prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.target.attention import Forward, running
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.prepacked.rotation import apart
-from arbordraft.target.states import WHOLE
+from arbordraft.target.states import WHOLE, Key, StateRows
 
 
 class PrepackedLayers(nn.Module):
@@ -67,15 +76,16 @@ class PrepackedLayers(nn.Module):
         run = self._runs.get(len(indices))
         if run is None:
             run = self._runs[len(indices)] = LayerRun(self.layers[: len(indices)])
-        pools, lineage = memory_of(ragged, run.layers, indices, hidden_states)
+        rows = ragged.state_rows if run.recurrent else None
+        pools, lineage = memory_of(ragged.cache, rows, run.layers, indices, hidden_states)
         ragged.layers.update({index: None for index, layer in zip(indices, run.layers, strict=True) if layer.mixes})
         wanted = [index for index in indices if index in ragged.hidden]
         taps = [indices.index(index) for index in wanted]
         tables = position_embeddings
         tables = apart(tables) if self.side_by_side and tables is not None else tables
         out, inputs = run(hidden_states, pools, tables, ragged.batch, taps, lineage=lineage)
-        if lineage is not None:
-            ragged.state_rows.keep()
+        if rows is not None:
+            rows.keep()
         ragged.hidden.update(zip(wanted, inputs, strict=True))
         if indices.stop == ragged.depth:
             out = ragged.last = out if ragged.after_layers is None else ragged.after_layers(out)
@@ -83,23 +93,39 @@ class PrepackedLayers(nn.Module):
 
 
 def memory_of(
-    ragged: Forward, layers: Sequence[LayerWeights], indices: Sequence[int], hidden: Tensor
+    cache: RaggedKVCache,
+    rows: StateRows | None,
+    layers: Sequence[LayerWeights],
+    indices: Sequence[int],
+    like: Tensor,
 ) -> tuple[list[tuple[Tensor, Tensor]], RecurrentRows | None]:
-    """Returns keys and values of layers, or windows and states of recurrent ones, and the rows that these see."""
-    recurrences = {
-        (index, WHOLE): layer.recurrence
-        for index, layer in zip(indices, layers, strict=True)
-        if layer.recurrence is not None
-    }
-    states, lineage = ragged.state_rows.layers(recurrences, hidden) if recurrences else ({}, None)
-    nothing = hidden.new_empty(0), hidden.new_empty(0)  # for layers that only have an MLP
+    """Returns keys and values of layers, or windows and states of recurrent ones, and the rows that these see.
+
+    Args:
+        cache: holds them.
+        rows: the rows of the forward, if layers are recurrent.
+        layers: the layers.
+        indices: their places in the model.
+        like: has the dtype and the device of the rows.
+    """
+    states, lineage = ({}, None) if rows is None else rows.layers(recurrences_of(layers, indices), like)
+    nothing = like.new_empty(0), like.new_empty(0)  # for layers that only have an MLP
 
     def memory(index: int, layer: LayerWeights) -> tuple[Tensor, Tensor]:
         if layer.recurrence is not None:
             return states[index, WHOLE]
-        return ragged.cache.pools(index, (layer.kv_heads, layer.dim), hidden) if layer.mixes else nothing
+        return cache.pools(index, (layer.kv_heads, layer.dim), like) if layer.mixes else nothing
 
     return list(map(memory, indices, layers)), lineage
+
+
+def recurrences_of(layers: Sequence[LayerWeights], indices: Sequence[int]) -> dict[Key, Recurrence]:
+    """Returns the recurrent mixers of layers, in order."""
+    return {
+        (index, WHOLE): layer.recurrence
+        for index, layer in zip(indices, layers, strict=True)
+        if layer.recurrence is not None
+    }
 
 
 class PrepackedNorm(nn.Module):
@@ -159,4 +185,4 @@ def prepack_linears(module: nn.Module, leave: str = "") -> None:
             prepack_linears(child)
 
 
-__all__ = ["PrepackedGatedMLP", "PrepackedLayers", "PrepackedNorm", "memory_of", "prepack_linears"]
+__all__ = ["PrepackedGatedMLP", "PrepackedLayers", "PrepackedNorm", "memory_of", "prepack_linears", "recurrences_of"]

@@ -96,7 +96,9 @@ def vocabulary(model: Any) -> int:
 
 
 def widened(module: nn.Module) -> Any:
-    """Returns a float32 copy of a part of a model for tests; its modules and tensors are new, all else is shared.
+    """Returns a float32 copy of a part of a model for tests.
+
+    Its modules are new, and so are tensors of other types. All else is shared, float32 tensors included.
 
     Raises:
         Unrecognised: if its tensors are not torch's own kinds.

@@ -137,7 +137,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 def _alone(collector: WeightCollector, mlp: Mlp, places: dict[str, tuple[nn.Module, str]]) -> dict[str, Any]:
     """Returns the parts of a layer that only has an MLP, besides this."""
-    norms, epsilon = _norms(collector, places, mlp.down.outputs, None, lambda rows: rows)
+    norms, epsilon = _norms(collector, places, mlp.hidden, None, lambda rows: rows)
     return {**norms, **_WITHOUT_ATTENTION, "epsilon": epsilon}
 
 
@@ -257,7 +257,9 @@ def same_layer(
     for x in (given, noise(*given.shape)):
         kwargs["ragged"] = Forward(batch, fresh_cache(batch))
         expected = tried(partial(_output, wide), x, *call.args[1:], **kwargs)
-        pools, lineage = memory_of(Forward(batch, fresh_cache(batch)), [weights], [index], x)
+        cache = fresh_cache(batch)
+        rows = cache.state_rows(batch, x.device) if run.recurrent else None
+        pools, lineage = memory_of(cache, rows, [weights], [index], x)
         output, _ = run(x, pools, tables, batch, lineage=lineage)
         if expected is None or not distance(output - x, expected - x) < TOLERANCE:
             return False

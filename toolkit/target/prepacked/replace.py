@@ -96,19 +96,19 @@ class Prepacking:
         return layers if self._together else None
 
     def layers(self) -> tuple[list[LayerWeights], list[RotaryTables]] | None:
-        """Returns all layers and their rotary tables; ``None`` unless all are fused, and all have attention."""
-        if any(layer is not None and not layer.heads for layer in self._layers):
-            return None
-        places: dict[int, int] = {}
-        for table in self._tables:
-            places.setdefault(id(table), len(places))
+        """Returns all layers and their rotary tables; ``None`` unless all are fused and know the positions of rows.
+
+        Those with attention know them by rotation; without it, only if there are recurrent layers, too.
+        """
+        given = {id(table): table for table in self._tables if table is not None}
+        places = {table: place for place, table in enumerate(given)}
         layers = [
-            replace(layer, table=places[id(table)])
+            replace(layer, table=places.get(id(table), 0))
             for layer, table in zip(self._layers, self._tables, strict=True)
             if layer is not None
         ]
-        given = {id(table): table for table in self._tables if table is not None}
-        if len(layers) < len(self._layers) or len(given) < len(places):
+        recurrent = any(layer.recurrence is not None for layer in layers)
+        if len(layers) < len(self._layers) or not (recurrent or all(table is not None for table in self._tables)):
             return None
         return layers, [rotary_tables(self._positions, table) for table in given.values()]
 
