@@ -7,13 +7,20 @@ Shapes: T packed rows, B samples, S committed states, H heads, G key heads, K ke
 head, C channels, N states of a channel, W width of a convolution.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Self
+
 import torch
 from torch import Tensor
 
+from arbordraft.kernels import choice
 from arbordraft.kernels.dispatch import NATIVE, SINGLE, Operator
 from arbordraft.kernels.recurrent_tree.paths import Paths, Schedule
 from arbordraft.kernels.recurrent_tree.reference import (
     ACTIVATIONS,
+    advance_states_reference,
+    advance_windows_reference,
     convolution_reference,
     gate_reference,
     gather_inputs,
@@ -46,9 +53,22 @@ _scan = Operator(
     "Tensor key, Tensor value, Tensor log_decay, Tensor? rates, Tensor? beta, float scale, float epsilon, int count) "
     "-> Tensor",
     scan_reference,
-    lambda states, first, read, write, query, key, value, *_: torch.empty_like(value),
+    lambda states, first, read, write, query, key, value, *_: value.new_empty(value.shape, dtype=torch.float32),
     triton="arbordraft.kernels.recurrent_tree.triton:launch_scan",
     native=True,
+)
+_advance_windows = Operator(
+    "advance_windows(Tensor(a!) windows, Tensor inputs, Tensor path, Tensor source, Tensor destination) -> ()",
+    advance_windows_reference,
+    lambda *_: None,
+    triton="arbordraft.kernels.recurrent_tree.triton:launch_advance_windows",
+)
+_advance_states = Operator(
+    "advance_states(Tensor(a!) states, Tensor path, Tensor source, Tensor destination, Tensor key, Tensor value, "
+    "Tensor log_decay, Tensor? rates, Tensor? beta, float epsilon) -> ()",
+    partial(advance_states_reference, _scan),
+    lambda *_: None,
+    triton="arbordraft.kernels.recurrent_tree.triton:launch_advance_states",
 )
 
 
@@ -166,7 +186,7 @@ def tree_scan(
         epsilon: if positive, queries and keys are divided by the root of their squared length plus ``epsilon``.
 
     Returns:
-        ``[T, H, V]`` float32.
+        ``[T, H, V]`` float32; zeros for rows behind those of the last sample.
 
     Raises:
         ValueError: if shapes or dtypes do not fit, or states are not contiguous.
@@ -188,89 +208,133 @@ def tree_scan(
         _check("log_decay", log_decay, (rows, heads) if log_decay.dim() == 2 else (rows, heads, keys))
     if beta is not None:
         _check("beta", beta, (rows, heads))
-        beta = beta.float().contiguous()
     if not states.is_contiguous():
         raise ValueError("states are changed in place, so they must be contiguous: allocate them as they are used")
-    query, key, value, log_decay = (part.float().contiguous() for part in (query, key, value, log_decay))
+    if torch.compiler.is_compiling() or not choice.triton_chosen(states):  # Triton converts numbers as it reads them
+        query, key, value, log_decay = (part.float().contiguous() for part in (query, key, value, log_decay))
+        beta = None if beta is None else beta.float().contiguous()
     places = schedule.first, schedule.read, schedule.write
     return _scan(states, *places, query, key, value, log_decay, rates, beta, scale, epsilon, schedule.scratch)
 
 
-def tree_selective_update(
-    states: Tensor,
-    schedule: Schedule,
-    inputs: Tensor,
-    steps: Tensor,
-    rates: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-) -> Tensor:
-    """Runs the selective state space of Mamba or of Mamba-2 along the paths of the rows.
+class Scan(NamedTuple):
+    """The rows of a recurrence along paths; see :func:`tree_scan` for its parts.
 
-    For each channel, ``state = exp(step * rate) * parent's state + step * B * input`` and ``out = C . state + D *
-    input``. States are transposed: transformers keeps the N numbers of a channel together.
+    Of a selective state space, ``state = exp(step * rate) * parent's state + step * B * input`` and the output is ``C .
+    state``. States are transposed: transformers keeps the N numbers of a channel together.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    beta: Tensor | None = None
+    rates: Tensor | None = None
+    scale: float = 1.0
+    epsilon: float = 0.0
+
+    @classmethod
+    def selective(cls, inputs: Tensor, steps: Tensor, rates: Tensor, B: Tensor, C: Tensor) -> Self:
+        """Returns the rows of Mamba's or Mamba-2's selective state space, before inputs that skip the state.
+
+        Args:
+            inputs: Mamba ``[T, C]``, Mamba-2 ``[T, H, V]``.
+            steps: positive step sizes, after bias and softplus (see :func:`gate`): ``[T, C]`` or ``[T, H]``.
+            rates: negative numbers: Mamba ``[N, C]``, the transpose of the model's A; Mamba-2 ``[H]``. Float32.
+            B: Mamba ``[T, N]``, Mamba-2 ``[T, G, N]``.
+            C: as B.
+
+        Raises:
+            ValueError: if shapes or dtypes do not fit.
+        """
+        wide, steps = inputs.float(), steps.float()
+        if inputs.dim() == 2:
+            _check("steps", steps, tuple(inputs.shape))
+            return cls(C[:, None], B[:, None], (wide * steps)[:, None], steps[:, None], rates=rates[None])
+        _check("steps", steps, tuple(inputs.shape[:2]))
+        _check("rates", rates, (inputs.shape[1],), torch.float32)
+        return cls(C, B, wide * steps[..., None], steps * rates)
+
+    @classmethod
+    def gated_delta(
+        cls, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, *, normalize: bool = True
+    ) -> Self:
+        """Returns the rows of the gated delta rule of Qwen3-Next, or of Kimi Linear.
+
+        Args:
+            query: ``[T, G, K]``; divided by the root of K.
+            key: ``[T, G, K]``.
+            value: ``[T, H, V]``.
+            log_decay: ``[T, H]``, or ``[T, H, K]`` as in Kimi Linear; at most 0.
+            beta: ``[T, H]``.
+            normalize: give queries and keys the length 1 first.
+        """
+        scale, epsilon = key.shape[-1] ** -0.5, LENGTH_EPSILON if normalize else 0.0
+        return cls(query, key, value, log_decay, beta, scale=scale, epsilon=epsilon)
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of a state."""
+        return self.value.shape[1], self.key.shape[2], self.value.shape[2]
+
+    def run(self, states: Tensor, schedule: Schedule) -> Tensor:
+        """Runs :func:`tree_scan` on these rows."""
+        *rows, beta, rates, scale, epsilon = self
+        return tree_scan(states, schedule, *rows, beta=beta, rates=rates, scale=scale, epsilon=epsilon)
+
+    @classmethod
+    def joined(cls, scans: Sequence[Self], join: Callable[[list[Tensor]], Tensor]) -> Self:
+        """Joins the rows of scans of one recurrence, part by part."""
+        first, *_ = scans
+        beta = None if first.beta is None else join([scan.beta for scan in scans if scan.beta is not None])
+        query, key, value, log_decay = (join(list(parts)) for parts in zip(*(scan[:4] for scan in scans), strict=True))
+        return first._replace(query=query, key=key, value=value, log_decay=log_decay, beta=beta)
+
+
+def advance_windows(
+    windows: Tensor, inputs: Sequence[Tensor], path: Tensor, source: Tensor, destination: Tensor
+) -> None:
+    """Writes the windows after accepted paths, in all layers at once; it never asks the host.
 
     Args:
-        states: Mamba ``[S, 1, N, C]``, Mamba-2 ``[S, H, N, V]``, float32; see :func:`tree_scan`.
-        schedule: states that the rows read and write.
-        inputs: Mamba ``[T, C]``, Mamba-2 ``[T, H, V]``.
-        steps: positive step sizes, after bias and softplus (see :func:`gate`): ``[T, C]`` or ``[T, H]``.
-        rates: negative numbers: Mamba ``[N, C]``, the transpose of the model's A; Mamba-2 ``[H]``. Float32.
-        B: Mamba ``[T, N]``, Mamba-2 ``[T, G, N]``.
-        C: as B.
-        D: factor of the input that skips the state, ``[C]`` or ``[H]``.
-
-    Returns:
-        ``[T, C]`` or ``[T, H, V]`` float32, before any gate.
+        windows: ``[L, S, W - 1, C]``, changed in place.
+        inputs: for each layer, the ``[T, C]`` inputs of all rows, of the same dtype.
+        path: ``[B, P]`` int64 rows of each sample's path, the root first, padded with -1.
+        source: ``[B]`` int64 window before the root of each sample.
+        destination: ``[B]`` int64 window to write, other than all of these; -1 for none.
 
     Raises:
-        ValueError: see :func:`tree_scan`.
+        ValueError: if shapes or dtypes do not fit.
     """
-    wide, steps = inputs.float(), steps.float()
-    if inputs.dim() == 2:
-        _check("steps", steps, tuple(inputs.shape))
-        query, key, value = C[:, None], B[:, None], (wide * steps)[:, None]
-        out = tree_scan(states, schedule, query, key, value, steps[:, None], rates=rates[None])[:, 0]
-        return out if D is None else out + wide * D.float()
-    _check("steps", steps, tuple(inputs.shape[:2]))
-    _check("rates", rates, (inputs.shape[1],), torch.float32)
-    out = tree_scan(states, schedule, C, B, wide * steps[..., None], steps * rates)
-    return out if D is None else out + wide * D.float()[:, None]
+    layers, _, _, channels = windows.shape
+    stacked = torch.stack(list(inputs))
+    _check("inputs", stacked, (layers, None, channels), windows.dtype)
+    _advance_windows(windows, stacked, path.contiguous(), source, destination)
 
 
-def tree_gated_delta(
-    states: Tensor,
-    schedule: Schedule,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    *,
-    normalize: bool = True,
-) -> Tensor:
-    """Runs the gated delta rule of Qwen3-Next, or of Kimi Linear, along the paths of the rows.
+def advance_states(
+    states: Tensor, scans: Sequence[Scan], path: Tensor, source: Tensor, destination: Tensor
+) -> None:
+    """Writes the states after accepted paths, in all layers at once; it never asks the host.
 
     Args:
-        states: ``[S, H, K, V]`` float32; see :func:`tree_scan`.
-        schedule: states that the rows read and write.
-        query: ``[T, G, K]``; divided by the root of K.
-        key: ``[T, G, K]``.
-        value: ``[T, H, V]``.
-        log_decay: ``[T, H]``, or ``[T, H, K]`` as in Kimi Linear; at most 0.
-        beta: ``[T, H]``.
-        normalize: give queries and keys the length 1 first.
-
-    Returns:
-        ``[T, H, V]`` of the value's dtype.
+        states: ``[L, S, H, K, V]`` float32, changed in place.
+        scans: for each layer, all rows. Layers differ in tensors alone.
+        path: see :func:`advance_windows`.
+        source: ``[B]`` int64 state before the root of each sample.
+        destination: ``[B]`` int64 state to write, other than all of these; -1 for none.
 
     Raises:
-        ValueError: see :func:`tree_scan`.
+        ValueError: if shapes or dtypes do not fit.
     """
-    scale, epsilon = key.shape[-1] ** -0.5, LENGTH_EPSILON if normalize else 0.0
-    places = {"beta": beta, "scale": scale, "epsilon": epsilon}
-    return tree_scan(states, schedule, query, key, value, log_decay, **places).to(value.dtype)
+    layers, _, heads, keys, values = states.shape
+    rows = Scan.joined([scan._replace(query=scan.key[:0]) for scan in scans], torch.stack)
+    _check("states", states, (layers, None, heads, keys, values), torch.float32)
+    _check("key", rows.key, (layers, None, None, keys))
+    _check("value", rows.value, (layers, rows.key.shape[1], heads, values))
+    rates = None if rows.rates is None else torch.stack([scan.rates for scan in scans if scan.rates is not None])
+    parts = rows.key, rows.value, rows.log_decay, rates, rows.beta
+    _advance_states(states, path.contiguous(), source, destination, *parts, rows.epsilon)
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | None = None) -> None:
@@ -287,11 +351,12 @@ __all__ = [
     "ACTIVATIONS",
     "LENGTH_EPSILON",
     "Paths",
+    "Scan",
     "Schedule",
+    "advance_states",
+    "advance_windows",
     "commit_windows",
     "gate",
     "tree_convolution",
-    "tree_gated_delta",
     "tree_scan",
-    "tree_selective_update",
 ]
