@@ -7,12 +7,15 @@ import torch
 from support.recurrent_checks import (
     SHAPES,
     TREES,
+    advanced,
     check_convolution,
     check_gates,
     check_scan,
     convolution_case,
+    moved_windows,
     numbers,
     path_of,
+    replayed,
     same,
     sample_of,
     scan_case,
@@ -22,6 +25,9 @@ from arbordraft.kernels import choice
 from arbordraft.kernels.recurrent_tree import (
     ACTIVATIONS,
     Paths,
+    Schedule,
+    advance_states,
+    advance_windows,
     commit_windows,
     gate,
     tree_convolution,
@@ -301,3 +307,35 @@ def test_a_convolution_is_pytorchs():
     torch.testing.assert_close(packed[path], expected)
     with pytest.raises(AssertionError):  # one token late
         torch.testing.assert_close(packed[path][1:], expected[:-1])
+
+
+# Accepted paths of all layers at once
+
+
+@pytest.mark.parametrize("path", ["auto", "reference"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_states_after_accepted_paths_are_those_of_scans(name, path):
+    states, scans, places = advanced(name)
+    with choice.use(path):
+        expected, found, other = replayed(states, scans), states.clone(), states.clone()
+        advance_states(found, scans, *places)
+        advance_states(other, scans, places[0].roll(1, 0), *places[1:])
+    assert same(found, expected)
+    assert not same(found, states)
+    assert not same(other, expected)  # control: the path of another sample
+
+
+@pytest.mark.parametrize(("width", "channels"), [(4, 37), (3, 64), (1, 5), (8, 16)])
+def test_windows_after_accepted_paths(width, channels):
+    windows, inputs, places, expected = moved_windows(torch.bfloat16, width, channels)
+    advance_windows(windows, inputs, *places)
+    assert same(windows, expected)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_rows_of_no_sample_get_zeros():
+    case, schedule = scan_case("Mamba-2"), TREES.schedule()
+    fewer = Schedule(schedule.first - schedule.first.gt(12) * 3, schedule.read, schedule.write, schedule.scratch)
+    found = case.run(fewer)
+    assert torch.equal(found[:12], case.run()[:12])
+    assert not found[12:].any()

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbordraft.kernels.recurrent_tree import Paths, gate, tree_convolution, tree_gated_delta
+from arbordraft.kernels.recurrent_tree import Paths, Scan, gate, tree_convolution
 from arbordraft.trees.topology import TreeTopology
 from arborlab.gpu.problem import Problem, largest_error, rounding
 from arborlab.gpu.roofline import Stepped
@@ -79,7 +79,7 @@ def _convolution(
 
 def _delta(states: Tensor, paths: Paths, inputs: tuple[Tensor, ...], stepped: Stepped) -> Problem:
     schedule = paths.schedule().to(states.device)
-    run = partial(tree_gated_delta, states, schedule, *inputs)
+    run = partial(Scan.gated_delta(*inputs).run, states, schedule)
 
     def error() -> float:
         query, key, value, decay, beta = (part.double() for part in inputs)
