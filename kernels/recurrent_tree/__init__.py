@@ -25,6 +25,7 @@ from arbordraft.kernels.recurrent_tree.reference import (
     gate_reference,
     gather_inputs,
     scan_reference,
+    selective_reference,
 )
 
 LENGTH_EPSILON = 1e-6  # of normalised queries and keys, as in all models with gated delta rules
@@ -42,7 +43,7 @@ _convolution = Operator(
     "tree_convolution(Tensor inputs, Tensor windows, Tensor history, Tensor weight, Tensor? bias, bool activate) "
     "-> Tensor",
     convolution_reference,
-    lambda inputs, *_: torch.empty_like(inputs),
+    lambda inputs, *_: inputs.new_empty(inputs.shape),
     triton="arbordraft.kernels.recurrent_tree.triton:launch_convolution",
     triton_takes=SINGLE,
     native=True,
@@ -57,6 +58,14 @@ _scan = Operator(
     triton="arbordraft.kernels.recurrent_tree.triton:launch_scan",
     native=True,
 )
+_selective = Operator(
+    "tree_selective(Tensor(a!) states, Tensor first, Tensor read, Tensor write, Tensor query, Tensor key, "
+    "Tensor value, Tensor steps, Tensor rates, Tensor? bias, Tensor? skip, float least, float most, int count) "
+    "-> Tensor",
+    selective_reference,
+    lambda states, first, read, write, query, key, value, *_: value.new_empty(value.shape, dtype=torch.float32),
+    triton="arbordraft.kernels.recurrent_tree.triton:launch_selective",
+)
 _advance_windows = Operator(
     "advance_windows(Tensor(a!) windows, Tensor inputs, Tensor path, Tensor source, Tensor destination) -> ()",
     advance_windows_reference,
@@ -65,7 +74,7 @@ _advance_windows = Operator(
 )
 _advance_states = Operator(
     "advance_states(Tensor(a!) states, Tensor path, Tensor source, Tensor destination, Tensor key, Tensor value, "
-    "Tensor log_decay, Tensor? rates, Tensor? beta, float epsilon) -> ()",
+    "Tensor log_decay, Tensor? rates, Tensor? beta, Tensor? bias, float epsilon, float least, float most) -> ()",
     partial(advance_states_reference, _scan),
     lambda *_: None,
     triton="arbordraft.kernels.recurrent_tree.triton:launch_advance_states",
@@ -113,8 +122,8 @@ def tree_convolution(
         inputs: ``[T, C]`` float32, bfloat16 or float16.
         windows: ``[S, W - 1, C]`` last inputs of the committed text, the oldest first, zeros before its beginning.
         history: ``[T, W - 1]`` int64, from :meth:`Paths.history`.
-        weight: ``[W, C]`` float32; the last row weighs a row's own input.
-        bias: ``[C]`` float32.
+        weight: ``[W, C]``; the last row weighs a row's own input.
+        bias: ``[C]``.
         activate: apply SiLU.
 
     Returns:
@@ -124,13 +133,15 @@ def tree_convolution(
         ValueError: if shapes or dtypes do not fit.
     """
     channels = inputs.shape[1]
-    _check("weight", weight, (None, channels), torch.float32)
+    _check("weight", weight, (None, channels))
     _check("windows", windows, (None, len(weight) - 1, channels), inputs.dtype)
     _check("history", history, (len(inputs), len(weight) - 1), torch.int64)
     if bias is not None:
-        _check("bias", bias, (channels,), torch.float32)
-        bias = bias.contiguous()
-    inputs, windows, history, weight = (part.contiguous() for part in (inputs, windows, history, weight))
+        _check("bias", bias, (channels,))
+    windows, history = windows.contiguous(), history.contiguous()
+    if not _in_triton(inputs):
+        inputs, weight = inputs.contiguous(), weight.float().contiguous()
+        bias = None if bias is None else bias.float().contiguous()
     return _convolution(inputs, windows, history, weight, bias, activate)
 
 
@@ -210,7 +221,7 @@ def tree_scan(
         _check("beta", beta, (rows, heads))
     if not states.is_contiguous():
         raise ValueError("states are changed in place, so they must be contiguous: allocate them as they are used")
-    if torch.compiler.is_compiling() or not choice.triton_chosen(states):  # Triton converts numbers as it reads them
+    if not _in_triton(states):
         query, key, value, log_decay = (part.float().contiguous() for part in (query, key, value, log_decay))
         beta = None if beta is None else beta.float().contiguous()
     places = schedule.first, schedule.read, schedule.write
@@ -218,10 +229,23 @@ def tree_scan(
 
 
 class Scan(NamedTuple):
-    """The rows of a recurrence along paths; see :func:`tree_scan` for its parts.
+    """The rows of a recurrence along paths; see :func:`tree_scan`.
 
-    Of a selective state space, ``state = exp(step * rate) * parent's state + step * B * input`` and the output is ``C .
-    state``. States are transposed: transformers keeps the N numbers of a channel together.
+    With ``rates`` of one number per head, these are rows of Mamba-2. ``log_decay`` then holds raw step sizes. A step is
+    their softplus, the logarithm of the decay is step times rate, and values are multiplied by the step.
+
+    Args:
+        query: see :func:`tree_scan`, as for the next four.
+        key: ``[T, G, K]``.
+        value: ``[T, H, V]``.
+        log_decay: ``[T, H]``, ``[T, H, K]`` or ``[T, H, V]``.
+        beta: ``[T, H]``.
+        rates: ``[H, K, V]``, or ``[H]`` float32 of Mamba-2.
+        scale: factor of the queries.
+        epsilon: see :func:`tree_scan`.
+        bias: ``[H]``, added to raw step sizes.
+        skip: ``[H]`` factors of Mamba-2's values, which are added to the output.
+        steps: least and greatest step of Mamba-2.
     """
 
     query: Tensor
@@ -232,28 +256,67 @@ class Scan(NamedTuple):
     rates: Tensor | None = None
     scale: float = 1.0
     epsilon: float = 0.0
+    bias: Tensor | None = None
+    skip: Tensor | None = None
+    steps: tuple[float, float] = (0.0, float("inf"))
 
     @classmethod
-    def selective(cls, inputs: Tensor, steps: Tensor, rates: Tensor, B: Tensor, C: Tensor) -> Self:
-        """Returns the rows of Mamba's or Mamba-2's selective state space, before inputs that skip the state.
+    def mamba(cls, inputs: Tensor, steps: Tensor, rates: Tensor, B: Tensor, C: Tensor) -> Self:
+        """Returns the rows of Mamba's selective state space, before inputs that skip the state.
+
+        ``state = exp(step * rate) * parent's state + step * B * input``, and the output is ``C . state``. States are
+        transposed: transformers keeps the N numbers of a channel together.
 
         Args:
-            inputs: Mamba ``[T, C]``, Mamba-2 ``[T, H, V]``.
-            steps: positive step sizes, after bias and softplus (see :func:`gate`): ``[T, C]`` or ``[T, H]``.
-            rates: negative numbers: Mamba ``[N, C]``, the transpose of the model's A; Mamba-2 ``[H]``. Float32.
-            B: Mamba ``[T, N]``, Mamba-2 ``[T, G, N]``.
-            C: as B.
+            inputs: ``[T, C]``.
+            steps: ``[T, C]`` positive step sizes, after bias and softplus (see :func:`gate`).
+            rates: ``[N, C]`` negative float32, the transpose of the model's A.
+            B: ``[T, N]``.
+            C: ``[T, N]``.
+
+        Raises:
+            ValueError: if shapes do not fit.
+        """
+        _check("steps", steps, tuple(inputs.shape))
+        steps = steps.float()
+        value = (inputs.float() * steps)[:, None]
+        return cls(C[:, None], B[:, None], value, steps[:, None], rates=rates[None])
+
+    @classmethod
+    def mamba2(
+        cls,
+        inputs: Tensor,
+        steps: Tensor,
+        rates: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *,
+        bias: Tensor | None = None,
+        skip: Tensor | None = None,
+        limits: tuple[float, float] = (0.0, float("inf")),
+    ) -> Self:
+        """Returns the rows of Mamba-2's selective state space; see :meth:`mamba`.
+
+        Args:
+            inputs: ``[T, H, V]``.
+            steps: ``[T, H]`` raw step sizes.
+            rates: ``[H]`` negative float32.
+            B: ``[T, G, N]``.
+            C: ``[T, G, N]``.
+            bias: see :class:`Scan`, as for the next two.
+            skip: ``[H]``.
+            limits: least and greatest step.
 
         Raises:
             ValueError: if shapes or dtypes do not fit.
         """
-        wide, steps = inputs.float(), steps.float()
-        if inputs.dim() == 2:
-            _check("steps", steps, tuple(inputs.shape))
-            return cls(C[:, None], B[:, None], (wide * steps)[:, None], steps[:, None], rates=rates[None])
-        _check("steps", steps, tuple(inputs.shape[:2]))
-        _check("rates", rates, (inputs.shape[1],), torch.float32)
-        return cls(C, B, wide * steps[..., None], steps * rates)
+        heads = inputs.shape[1]
+        _check("steps", steps, (len(inputs), heads))
+        _check("rates", rates, (heads,), torch.float32)
+        for name, part in (("bias", bias), ("skip", skip)):
+            if part is not None:
+                _check(name, part, (heads,))
+        return cls(C, B, inputs, steps, rates=rates, bias=bias, skip=skip, steps=limits)
 
     @classmethod
     def gated_delta(
@@ -277,10 +340,30 @@ class Scan(NamedTuple):
         """Shape of a state."""
         return self.value.shape[1], self.key.shape[2], self.value.shape[2]
 
+    @property
+    def raw(self) -> bool:
+        """Whether these are rows of Mamba-2, with raw step sizes."""
+        return self.rates is not None and self.rates.dim() == 1
+
     def run(self, states: Tensor, schedule: Schedule) -> Tensor:
-        """Runs :func:`tree_scan` on these rows."""
-        *rows, beta, rates, scale, epsilon = self
-        return tree_scan(states, schedule, *rows, beta=beta, rates=rates, scale=scale, epsilon=epsilon)
+        """Runs :func:`tree_scan` on these rows, and adds inputs that skip the state."""
+        if self.raw and _in_triton(states):
+            assert self.rates is not None
+            _check("states", states, (None, *self.state), torch.float32)
+            places, rows = (schedule.first, schedule.read, schedule.write), self[:4]
+            constants = self.rates, self.bias, self.skip, *map(float, self.steps)
+            return _selective(states, *places, *rows, *constants, schedule.scratch)
+        *rows, beta, rates, scale, epsilon, _, _, _ = self.resolved()
+        out = tree_scan(states, schedule, *rows, beta=beta, rates=rates, scale=scale, epsilon=epsilon)
+        return out if self.skip is None else out + self.value.float() * self.skip.float()[:, None]
+
+    def resolved(self) -> Self:
+        """Returns these rows with decays instead of raw step sizes, without inputs that skip the state."""
+        if not self.raw:
+            return self
+        bias = None if self.bias is None else self.bias.float()
+        steps = gate(self.log_decay, "softplus", bias).clamp(*self.steps)
+        return type(self)(self.query, self.key, self.value.float() * steps[..., None], steps * self.rates)
 
     @classmethod
     def joined(cls, scans: Sequence[Self], join: Callable[[list[Tensor]], Tensor]) -> Self:
@@ -328,13 +411,25 @@ def advance_states(
         ValueError: if shapes or dtypes do not fit.
     """
     layers, _, heads, keys, values = states.shape
+    if not _in_triton(states):
+        scans = [scan.resolved() for scan in scans]
     rows = Scan.joined([scan._replace(query=scan.key[:0]) for scan in scans], torch.stack)
     _check("states", states, (layers, None, heads, keys, values), torch.float32)
     _check("key", rows.key, (layers, None, None, keys))
     _check("value", rows.value, (layers, rows.key.shape[1], heads, values))
-    rates = None if rows.rates is None else torch.stack([scan.rates for scan in scans if scan.rates is not None])
-    parts = rows.key, rows.value, rows.log_decay, rates, rows.beta
-    _advance_states(states, path.contiguous(), source, destination, *parts, rows.epsilon)
+    rates, bias = (_stacked([getattr(scan, name) for scan in scans]) for name in ("rates", "bias"))
+    parts = rows.key, rows.value, rows.log_decay, rates, rows.beta, bias, rows.epsilon, *map(float, rows.steps)
+    _advance_states(states, path.contiguous(), source, destination, *parts)
+
+
+def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+    given = [part for part in parts if part is not None]
+    return torch.stack(given) if given else None
+
+
+def _in_triton(tensor: Tensor) -> bool:
+    """Returns whether Triton runs on a tensor, which converts numbers of any type and distance as it reads them."""
+    return not torch.compiler.is_compiling() and choice.triton_chosen(tensor)
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | None = None) -> None:

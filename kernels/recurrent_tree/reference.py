@@ -27,7 +27,8 @@ def convolution_reference(
     inputs: Tensor, windows: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, activate: bool
 ) -> Tensor:
     """See :func:`arbordraft.kernels.recurrent_tree.tree_convolution`."""
-    rows = gather_inputs(inputs, windows, history)
+    rows, weight = gather_inputs(inputs, windows, history), weight.float()
+    bias = None if bias is None else bias.float()
     total = torch.zeros_like(inputs, dtype=torch.float32) if bias is None else bias.expand(inputs.shape)
     for place, taps in enumerate(weight[:-1]):
         total = total + rows[:, place].float() * taps
@@ -107,6 +108,34 @@ def scan_reference(
     return out
 
 
+def selective_reference(
+    states: Tensor,
+    first: Tensor,
+    read: Tensor,
+    write: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    bias: Tensor | None,
+    skip: Tensor | None,
+    least: float,
+    most: float,
+    count: int,
+) -> Tensor:
+    """Runs the rows of Mamba-2 that :class:`arbordraft.kernels.recurrent_tree.Scan` describes, with raw step sizes."""
+    places = states, first, read, write
+    x, steps = value.float(), _steps(steps, bias, least, most)
+    out = scan_reference(*places, query, key, x * steps[..., None], steps * rates, None, None, 1.0, 0.0, count)
+    return out if skip is None else out + x * skip.float()[:, None]
+
+
+def _steps(raw: Tensor, bias: Tensor | None, least: float, most: float) -> Tensor:
+    """Returns float32 step sizes."""
+    return gate_reference(raw, None if bias is None else bias.float(), None, 0).clamp(least, most)
+
+
 def advance_windows_reference(
     windows: Tensor, inputs: Tensor, path: Tensor, source: Tensor, destination: Tensor
 ) -> None:
@@ -130,7 +159,10 @@ def advance_states_reference(
     log_decay: Tensor,
     rates: Tensor | None,
     beta: Tensor | None,
+    bias: Tensor | None,
     epsilon: float,
+    least: float,
+    most: float,
 ) -> None:
     """See :func:`arbordraft.kernels.recurrent_tree.advance_states`.
 
@@ -143,9 +175,12 @@ def advance_states_reference(
         key: ``[L, T, G, K]``, as are the next ones by layer.
         value: ``[L, T, H, V]``.
         log_decay: as of one layer, behind L.
-        rates: ``[L, H, K, V]``.
+        rates: ``[L, H, K, V]``, or ``[L, H]`` with raw step sizes in place of decays.
         beta: ``[L, T, H]``.
+        bias: ``[L, H]``, added to raw step sizes.
         epsilon: see :func:`scan_reference`.
+        least: least step.
+        most: greatest step.
     """
     rows, first, read, write = [], [0], [], []
     for each, before, after in zip(path.tolist(), source.tolist(), destination.tolist(), strict=True):
@@ -159,9 +194,11 @@ def advance_states_reference(
     for layer, pool in enumerate(states):
         keys, values, decays = (part[layer, rows].float().contiguous() for part in (key, value, log_decay))
         betas = None if beta is None else beta[layer, rows].float().contiguous()
-        scan(
-            pool, *places, keys, keys, values, decays, None if rates is None else rates[layer], betas, 1.0, epsilon, 0
-        )
+        factors = None if rates is None else rates[layer]
+        if factors is not None and factors.dim() == 1:
+            steps = _steps(log_decay[layer, rows], None if bias is None else bias[layer], least, most)
+            values, decays, factors = values * steps[..., None], steps * factors, None
+        scan(pool, *places, keys, keys, values, decays, factors, betas, 1.0, epsilon, 0)
 
 
 def _normalized(x: Tensor, epsilon: float) -> Tensor:

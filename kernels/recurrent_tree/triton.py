@@ -52,8 +52,8 @@ def gate_block(
 
 @triton.jit
 def convolve_row(
-    INPUTS, WINDOWS, HISTORY, WEIGHT, BIASES, OUT, C: tl.constexpr, W: tl.constexpr, BIASED: tl.constexpr,
-    ACTIVATE: tl.constexpr, BLOCK: tl.constexpr,
+    INPUTS, WINDOWS, HISTORY, TAPS, BIASES, OUT, stride_x, between, apart, C: tl.constexpr, W: tl.constexpr,
+    BIASED: tl.constexpr, ACTIVATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Convolves some channels of one row per program."""
     row = tl.program_id(0).to(tl.int64)
@@ -61,16 +61,18 @@ def convolve_row(
     there = c < C
     total = tl.zeros([BLOCK], tl.float32)
     if BIASED:
-        total = tl.load(BIASES + c, mask=there, other=0.0)
+        total = tl.load(BIASES + c, mask=there, other=0.0).to(tl.float32)
     for place in tl.static_range(W - 1):
         at = tl.load(HISTORY + row * (W - 1) + place)
         if at >= 0:
-            x = tl.load(INPUTS + at * C + c, mask=there, other=0.0)
+            x = tl.load(INPUTS + at * stride_x + c, mask=there, other=0.0)
         else:
             x = tl.load(WINDOWS + (-1 - at) * C + c, mask=there, other=0.0)
-        total += x.to(tl.float32) * tl.load(WEIGHT + place * C + c, mask=there, other=0.0)
-    x = tl.load(INPUTS + row * C + c, mask=there, other=0.0)
-    total += x.to(tl.float32) * tl.load(WEIGHT + (W - 1) * C + c, mask=there, other=0.0)
+        taps = tl.load(TAPS + place * between + c * apart, mask=there, other=0.0)
+        total += x.to(tl.float32) * taps.to(tl.float32)
+    x = tl.load(INPUTS + row * stride_x + c, mask=there, other=0.0)
+    taps = tl.load(TAPS + (W - 1) * between + c * apart, mask=there, other=0.0)
+    total += x.to(tl.float32) * taps.to(tl.float32)
     if ACTIVATE:
         total = _gated(total, 2)
     tl.store(OUT + row * C + c, total.to(OUT.dtype.element_ty), mask=there)
@@ -83,27 +85,34 @@ def _normal(x, epsilon):
 
 @triton.jit
 def _after(
-    state, key, added, LOG_DECAY, BETA, one, rates, k, v, K: tl.constexpr, V: tl.constexpr, PER: tl.constexpr,
-    DELTA: tl.constexpr,
+    state, key, added, LOG_DECAY, BETA, head, rates, bias, least, most, k, v, K: tl.constexpr, V: tl.constexpr,
+    PER: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state of a row from its parent's, for one head; ``one`` numbers them both."""
-    if PER == "head":
-        state *= tl.exp(tl.load(LOG_DECAY + one).to(tl.float32))
+    """Returns the state of a row from its parent's, for one head; pointers are those of the row."""
+    if PER == "step":
+        step = _gated(tl.load(LOG_DECAY + head).to(tl.float32) + bias, 0)
+        # What is no number stays so.
+        step = tl.where(step != step, step, tl.minimum(tl.maximum(step, least), most))
+        state *= tl.exp(step * rates)
+        added *= step
+    elif PER == "head":
+        state *= tl.exp(tl.load(LOG_DECAY + head).to(tl.float32))
     elif PER == "key":
-        state *= tl.exp(tl.load(LOG_DECAY + one * K + k, mask=k < K, other=0.0).to(tl.float32))[:, None]
+        state *= tl.exp(tl.load(LOG_DECAY + head * K + k, mask=k < K, other=0.0).to(tl.float32))[:, None]
     else:
-        steps = tl.load(LOG_DECAY + one * V + v, mask=v < V, other=0.0).to(tl.float32)
+        steps = tl.load(LOG_DECAY + head * V + v, mask=v < V, other=0.0).to(tl.float32)
         state *= tl.exp(steps[None, :] * rates)
     if DELTA:
-        added = (added - tl.sum(state * key[:, None], 0)) * tl.load(BETA + one).to(tl.float32)
+        added = (added - tl.sum(state * key[:, None], 0)) * tl.load(BETA + head).to(tl.float32)
     return state + key[:, None] * added[None, :]
 
 
 @triton.jit
 def scan_block(
-    STATES, SCRATCH, FIRST, READ, WRITE, QUERY, KEY, VALUE, LOG_DECAY, RATES, BETA, OUT, scale, epsilon, samples, rows,
-    stride_q, stride_k, stride_v, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    PER: tl.constexpr, DELTA: tl.constexpr, NORMAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STATES, SCRATCH, FIRST, READ, WRITE, QUERY, KEY, VALUE, LOG_DECAY, RATES, BETA, STEP_BIAS, SKIP, OUT, scale,
+    epsilon, least, most, samples, rows, stride_q, stride_k, stride_v, far_decays, far_betas, H: tl.constexpr,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PER: tl.constexpr, DELTA: tl.constexpr, BIASED: tl.constexpr,
+    SKIPS: tl.constexpr, NORMAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Runs the rows of one sample for some values of one head per program; PER names the shape of decays.
 
@@ -115,9 +124,14 @@ def scan_block(
     v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     there = (k < K)[:, None] & (v < V)[None, :]
     at = k[:, None] * V + v[None, :]
-    rates = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    rates = 0.0
     if PER == "element":
         rates = tl.load(RATES + head * K * V + at, mask=there, other=0.0)
+    elif PER == "step":
+        rates = tl.load(RATES + head)
+    bias = 0.0
+    if BIASED:
+        bias = tl.load(STEP_BIAS + head).to(tl.float32)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     first = tl.load(FIRST + sample)
     end = tl.load(FIRST + sample + 1, mask=sample < samples, other=0)
@@ -139,8 +153,13 @@ def scan_block(
             query = _normal(query, epsilon)
         query *= scale
         added = tl.load(VALUE + row * stride_v + head * V + v, mask=v < V, other=0.0).to(tl.float32)
-        state = _after(state, key, added, LOG_DECAY, BETA, one, rates, k, v, K, V, PER, DELTA)
-        tl.store(OUT + one * V + v, tl.sum(state * query[:, None], 0), mask=v < V)
+        decays = LOG_DECAY + row * far_decays
+        betas = BETA + row * far_betas
+        state = _after(state, key, added, decays, betas, head, rates, bias, least, most, k, v, K, V, PER, DELTA)
+        out = tl.sum(state * query[:, None], 0)
+        if SKIPS:
+            out += added * tl.load(SKIP + head).to(tl.float32)
+        tl.store(OUT + one * V + v, out, mask=v < V)
         write = tl.load(WRITE + row)
         if write >= 0:
             tl.store(STATES + (write * H + head) * K * V + at, state, mask=there)
@@ -178,9 +197,9 @@ def advance_window(
 
 @triton.jit
 def advance_state(
-    STATES, PATH, SOURCE, DESTINATION, KEY, VALUE, LOG_DECAY, RATES, BETA, epsilon, slots, rows, longest,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PER: tl.constexpr, DELTA: tl.constexpr,
-    NORMAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STATES, PATH, SOURCE, DESTINATION, KEY, VALUE, LOG_DECAY, RATES, BETA, STEP_BIAS, epsilon, least, most, slots,
+    rows, longest, decays, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PER: tl.constexpr,
+    DELTA: tl.constexpr, BIASED: tl.constexpr, NORMAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Runs the accepted rows of one sample for some values of one head of one layer per program."""
     sample = tl.program_id(0)
@@ -192,9 +211,14 @@ def advance_state(
     at = k[:, None] * V + v[None, :]
     destination = tl.load(DESTINATION + sample)
     if destination >= 0:
-        rates = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+        rates = 0.0
         if PER == "element":
             rates = tl.load(RATES + (layer * H + head) * K * V + at, mask=there, other=0.0)
+        elif PER == "step":
+            rates = tl.load(RATES + layer * H + head)
+        bias = 0.0
+        if BIASED:
+            bias = tl.load(STEP_BIAS + layer * H + head).to(tl.float32)
         source = (layer * slots + tl.load(SOURCE + sample)) * H + head
         state = tl.load(STATES + source * K * V + at, mask=there, other=0.0)
         for place in range(longest):
@@ -205,9 +229,10 @@ def advance_state(
                 key = tl.load(KEY + shared, mask=k < K, other=0.0).to(tl.float32)
                 if NORMAL:
                     key = _normal(key, epsilon)
-                one = row * H + head
-                added = tl.load(VALUE + one * V + v, mask=v < V, other=0.0).to(tl.float32)
-                state = _after(state, key, added, LOG_DECAY, BETA, one, rates, k, v, K, V, PER, DELTA)
+                added = tl.load(VALUE + (row * H + head) * V + v, mask=v < V, other=0.0).to(tl.float32)
+                behind = LOG_DECAY + row * decays
+                beta = BETA + row * H
+                state = _after(state, key, added, behind, beta, head, rates, bias, least, most, k, v, K, V, PER, DELTA)
         tl.store(STATES + ((layer * slots + destination) * H + head) * K * V + at, state, mask=there)
 
 
@@ -227,11 +252,12 @@ def launch_convolution(
 ) -> Tensor:
     """See :func:`arbordraft.kernels.recurrent_tree.tree_convolution`."""
     rows, channels = inputs.shape
+    inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
     out = inputs.new_empty(inputs.shape)
     if rows:
         convolve_row[(rows, triton.cdiv(channels, BLOCK))](
-            inputs, windows, history, weight, weight if bias is None else bias, out, C=channels, W=len(weight),
-            BIASED=bias is not None, ACTIVATE=activate, BLOCK=BLOCK, **OPTIONS,
+            inputs, windows, history, weight, weight if bias is None else bias, out, inputs.stride(0), *weight.stride(),
+            C=channels, W=len(weight), BIASED=bias is not None, ACTIVATE=activate, BLOCK=BLOCK, **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -252,20 +278,66 @@ def launch_scan(
     count: int,
 ) -> Tensor:
     """See :func:`arbordraft.kernels.recurrent_tree.tree_scan`."""
+    places = states, first, read, write
+    return _launch(*places, query, key, value, log_decay, rates, beta, None, None, scale, epsilon, 0.0, 0.0, count)
+
+
+def launch_selective(
+    states: Tensor,
+    first: Tensor,
+    read: Tensor,
+    write: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    bias: Tensor | None,
+    skip: Tensor | None,
+    least: float,
+    most: float,
+    count: int,
+) -> Tensor:
+    """See :class:`arbordraft.kernels.recurrent_tree.Scan`."""
+    places = states, first, read, write
+    return _launch(*places, query, key, value, steps, rates, None, bias, skip, 1.0, 0.0, least, most, count)
+
+
+def _launch(
+    states: Tensor,
+    first: Tensor,
+    read: Tensor,
+    write: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    rates: Tensor | None,
+    beta: Tensor | None,
+    bias: Tensor | None,
+    skip: Tensor | None,
+    scale: float,
+    epsilon: float,
+    least: float,
+    most: float,
+    count: int,
+) -> Tensor:
     _, heads, keys, values = states.shape
     out = value.new_empty(value.shape, dtype=torch.float32)
     if not len(value):
         return out
     scratch = states.new_empty((max(1, count), *states.shape[1:]))
-    query, key, value = map(_rows, (query, key, value))
-    log_decay = _aligned(log_decay.contiguous())
+    query, key, value, log_decay = map(_rows, (query, key, value, log_decay))
+    rates = None if rates is None else _aligned(rates.contiguous())
+    beta = log_decay if beta is None else _rows(beta)
     blocks = scan_blocks(keys, values)
     scan_block[(len(first), heads, triton.cdiv(values, blocks["BLOCK_V"]))](
-        states, scratch, first, read, write, query, key, value, log_decay,
-        value if rates is None else _aligned(rates), value if beta is None else _aligned(beta.contiguous()), out,
-        scale, epsilon, len(first) - 1, len(value), query.stride(0), key.stride(0), value.stride(0),
-        H=heads, G=key.shape[1], K=keys, V=values, PER=decay_per(log_decay, rates), DELTA=beta is not None,
-        NORMAL=epsilon > 0, **blocks, **SCAN_OPTIONS,
+        states, scratch, first, read, write, query, key, value, log_decay, value if rates is None else rates, beta,
+        value if bias is None else bias, value if skip is None else skip, out, scale, epsilon, least, most,
+        len(first) - 1, len(value), query.stride(0), key.stride(0), value.stride(0), log_decay.stride(0),
+        beta.stride(0), H=heads, G=key.shape[1], K=keys, V=values, PER=decay_per(log_decay, rates),
+        DELTA=beta is not log_decay, BIASED=bias is not None, SKIPS=skip is not None, NORMAL=epsilon > 0, **blocks,
+        **SCAN_OPTIONS,
     )  # fmt: skip
     return out
 
@@ -293,7 +365,10 @@ def launch_advance_states(
     log_decay: Tensor,
     rates: Tensor | None,
     beta: Tensor | None,
+    bias: Tensor | None,
     epsilon: float,
+    least: float,
+    most: float,
 ) -> None:
     """See :func:`arbordraft.kernels.recurrent_tree.advance_states`."""
     layers, slots, heads, keys, values = states.shape
@@ -301,15 +376,18 @@ def launch_advance_states(
     if len(path):
         advance_state[(len(path), layers * heads, triton.cdiv(values, blocks["BLOCK_V"]))](
             states, path, source, destination, key, value, log_decay, value if rates is None else rates,
-            value if beta is None else beta, epsilon, slots, key.shape[1], path.shape[1], H=heads, G=key.shape[2],
-            K=keys, V=values, PER=decay_per(log_decay[0], rates), DELTA=beta is not None, NORMAL=epsilon > 0,
-            **blocks, **SCAN_OPTIONS,
+            value if beta is None else beta, value if bias is None else bias, epsilon, least, most, slots,
+            key.shape[1], path.shape[1], log_decay[0, 0].numel(), H=heads, G=key.shape[2], K=keys, V=values,
+            PER=decay_per(log_decay[0], None if rates is None else rates[0]), DELTA=beta is not None,
+            BIASED=bias is not None, NORMAL=epsilon > 0, **blocks, **SCAN_OPTIONS,
         )  # fmt: skip
 
 
 def decay_per(log_decay: Tensor, rates: Tensor | None) -> str:
-    """Names the numbers of a state that share a decay: those of a head, of a key, or none."""
-    return "element" if rates is not None else "head" if log_decay.dim() == 2 else "key"
+    """Names the numbers of a state that share a decay: those of a head, also by its step, of a key, or none."""
+    if rates is not None:
+        return "step" if rates.dim() == 1 else "element"
+    return "head" if log_decay.dim() == 2 else "key"
 
 
 def scan_blocks(keys: int, values: int) -> dict[str, int]:
@@ -320,9 +398,7 @@ def scan_blocks(keys: int, values: int) -> dict[str, int]:
 
 def _rows(tensor: Tensor) -> Tensor:
     """Returns rows whose numbers follow one another, at aligned addresses; rows may be apart."""
-    if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
-        tensor = tensor.contiguous()
-    return _aligned(tensor)
+    return _aligned(tensor if tensor[0].is_contiguous() else tensor.contiguous())
 
 
 def _aligned(tensor: Tensor) -> Tensor:

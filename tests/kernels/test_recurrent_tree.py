@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from support.recurrent_checks import (
+    RAW,
     SHAPES,
     TREES,
     advanced,
@@ -15,6 +16,7 @@ from support.recurrent_checks import (
     moved_windows,
     numbers,
     path_of,
+    raw_rows,
     replayed,
     same,
     sample_of,
@@ -31,6 +33,7 @@ from arbordraft.kernels.recurrent_tree import (
     commit_windows,
     gate,
     tree_convolution,
+    tree_scan,
 )
 from arbordraft.kernels.recurrent_tree.arithmetic import exp, pairwise_sum, sqrt
 
@@ -313,9 +316,9 @@ def test_a_convolution_is_pytorchs():
 
 
 @pytest.mark.parametrize("path", ["auto", "reference"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_states_after_accepted_paths_are_those_of_scans(name, path):
-    states, scans, places = advanced(name)
+@pytest.mark.parametrize(("name", "raw"), [*((name, False) for name in SHAPES), (RAW, True)])
+def test_states_after_accepted_paths_are_those_of_scans(name, raw, path):
+    states, scans, places = advanced(name, raw=raw)
     with choice.use(path):
         expected, found, other = replayed(states, scans), states.clone(), states.clone()
         advance_states(found, scans, *places)
@@ -330,6 +333,16 @@ def test_windows_after_accepted_paths(width, channels):
     windows, inputs, places, expected = moved_windows(torch.bfloat16, width, channels)
     advance_windows(windows, inputs, *places)
     assert same(windows, expected)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_rows_of_mamba2_are_those_of_scans_with_decays():
+    rows, case, schedule = raw_rows(), scan_case(RAW), TREES.schedule()
+    steps = gate(rows.log_decay, "softplus", rows.bias).clamp(*rows.steps)
+    scanned = {**case.rows, "value": rows.value * steps[..., None], "log_decay": steps * rows.rates}
+    expected = tree_scan(case.states.clone(), schedule, **scanned) + rows.value * rows.skip[:, None]
+    assert torch.equal(rows.run(case.states.clone(), schedule), expected)
+    assert not torch.equal(rows._replace(bias=None).run(case.states.clone(), schedule), expected)  # control
 
 
 @pytest.mark.usefixtures("implementation")

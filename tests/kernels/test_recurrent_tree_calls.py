@@ -72,14 +72,19 @@ def refusals():
         (scan(rates=torch.empty(3, 7, 4)), r"rates must be \[3, 7, 5\]"),
         (convolve(windows=windows.bfloat16()), r"windows must be \[any, 3, 37\] of torch.float32"),
         (convolve(history=history[:-1]), r"history must be \[15, 3\]"),
-        (convolve(weight=weight.bfloat16()), "weight must be"),
+        (convolve(weight=weight[:, 1:]), r"weight must be \[any, 37\]"),
         (convolve(bias=bias[:-1]), r"bias must be \[37\]"),
         (lambda: gate(inputs, "gelu"), "there is no activation 'gelu'; choose one of softplus, sigmoid, silu"),
         (lambda: gate(inputs, "silu", bias[:3]), r"bias must be \[37\]"),
         (lambda: commit_windows(windows, inputs.bfloat16(), history[:5], torch.arange(5)), "inputs must be"),
         (
-            lambda: Scan.selective(torch.zeros(15, 2, 3), torch.zeros(15, 3), *[torch.zeros(2)] * 3),
+            lambda: Scan.mamba2(torch.zeros(15, 2, 3), torch.zeros(15, 3), *[torch.zeros(2)] * 3),
             r"steps must be \[15, 2\]",
+        ),
+        (lambda: Scan.mamba(inputs, inputs[1:], *[inputs] * 3), r"steps must be \[15, 37\]"),
+        (
+            lambda: Scan.mamba2(torch.zeros(15, 2, 3), torch.zeros(15, 2), *[torch.zeros(2)] * 3, skip=torch.zeros(3)),
+            r"skip must be \[2\]",
         ),
         (
             lambda: advance_windows(windows[None], [inputs.bfloat16()], *[torch.zeros(1, dtype=torch.int64)] * 3),

@@ -153,11 +153,24 @@ ACCEPTED = [[0, 2, 5, -1], [7, -1, -1, -1], [8, 9, 10, -1], [0, -1, -1, -1], [13
 FROM, INTO = [2, 5, 0, 3, 1], [4, 7, 6, -1, 8]  # the fourth sample has no rows
 
 
-def advanced(name, layers=2):
+RAW = "Mamba-2"  # the shape of rows with raw step sizes
+LIMITS = (0.05, 1.5)  # of their steps
+
+
+def raw_rows(seed=0):
+    """Returns rows of Mamba-2 with raw step sizes."""
+    rows, generator = scan_case(RAW, seed=seed).rows, torch.Generator().manual_seed(seed)
+    heads = rows["value"].shape[1]
+    steps, rates, bias, skip = (torch.randn(size, generator=generator) for size in ((len(rows["value"]), heads), *3 * [(heads,)]))
+    given = rows["value"], steps, -rates.abs(), rows["key"], rows["query"]
+    return Scan.mamba2(*given, bias=bias, skip=skip, limits=LIMITS)
+
+
+def advanced(name, layers=2, raw=False):
     """Returns the states of layers, their scans, and the accepted paths with the states before and after."""
     cases = [scan_case(name, seed=seed) for seed in range(layers)]
     states = torch.stack([torch.cat([case.states, torch.full_like(case.states[:2], torch.nan)]) for case in cases])
-    scans = [Scan(**case.rows, **case.options) for case in cases]
+    scans = [raw_rows(seed) if raw else Scan(**case.rows, **case.options) for seed, case in enumerate(cases)]
     return states, scans, [torch.tensor(part) for part in (ACCEPTED, FROM, INTO)]
 
 

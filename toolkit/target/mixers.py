@@ -45,9 +45,8 @@ class _Call:
         """Maps ``[1, C, T]`` to ``[1, C, T]``; the weight is ``[C, W]``."""
         if activation not in (None, *_SILU):
             raise UnsupportedModel(f"a convolution with the activation {activation!r} has no operator")
-        bias = None if bias is None else bias.float()
-        taps, activate = weight.T.float(), activation is not None
-        out = self._ragged.convolve(self._key(), hidden_states[0].T.contiguous(), taps, bias, activate=activate)
+        activate = activation is not None
+        out = self._ragged.convolve(self._key(), hidden_states[0].T, weight.T, bias, activate=activate)
         return out.T[None]
 
     def delta(
@@ -85,10 +84,8 @@ class _Call:
         """Runs Mamba-2: ``[1, T, H, V]`` hidden states, ``[1, T, H]`` step sizes, ``[1, T, G, N]`` B and C."""
         if z is not None or not dt_softplus:
             raise UnsupportedModel("a Mamba-2 scan with a gate of its own or without softplus has no operator")
-        steps = gate(dt[0], "softplus", None if dt_bias is None else dt_bias.float()).clamp(*dt_limit)
-        x = hidden_states[0]
-        out = self._ragged.scan(self._key(), Scan.selective(x, steps, A, B[0], C[0]))
-        return (out if D is None else out + x.float() * D.float()[:, None])[None]
+        rows = Scan.mamba2(hidden_states[0], dt[0], A, B[0], C[0], bias=dt_bias, skip=D, limits=dt_limit)
+        return self._ragged.scan(self._key(), rows)[None]
 
     def mamba(
         self,
@@ -109,7 +106,7 @@ class _Call:
             raise UnsupportedModel("a Mamba scan without softplus has no operator")
         steps = gate(dt[0].T, "softplus", delta_bias)
         x = hidden_states[0].T
-        out = self._ragged.scan(self._key(), Scan.selective(x, steps, A.T.contiguous(), B[0].T, C[0].T))[:, 0]
+        out = self._ragged.scan(self._key(), Scan.mamba(x, steps, A.T.contiguous(), B[0].T, C[0].T))[:, 0]
         out = out if D is None else out + x.float() * D.float()
         return (out if z is None else out * gate(z[0].T, "silu")).T[None]
 

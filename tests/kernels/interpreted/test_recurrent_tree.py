@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from support.recurrent_checks import (
+    RAW,
     SHAPES,
     TREES,
     advanced,
     convolution_case,
     moved_windows,
     numbers,
+    raw_rows,
     replayed,
     same,
     scan_case,
@@ -120,7 +122,8 @@ def test_the_operators_are_registered_properly_and_compile():
         (ops.tree_convolution, (inputs, windows.nan_to_num(), history, weight, bias, True)),
         (ops.recurrent_gate, (inputs, bias, None, 0)),
         (ops.advance_windows, (windows[None].nan_to_num(), inputs[None], *accepted)),
-        (ops.advance_states, (case.states[None], *accepted, *(part[None] for part in order[1:]), None, None, 0.0)),
+        (ops.advance_states, (case.states[None], *accepted, *(part[None] for part in order[1:]), *3 * [None], *3 * [0.0])),
+        (ops.tree_selective, (case.states, *places, *order, torch.ones(3), None, None, 0.0, 1.0, schedule.scratch)),
     ):
         library.opcheck(operator.portable, arguments)
         found = torch.compile(operator.portable, fullgraph=True, backend="aot_eager")(*arguments)
@@ -128,10 +131,10 @@ def test_the_operators_are_registered_properly_and_compile():
             assert_close(found, operator.portable(*arguments))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_states_after_accepted_paths(name):
+@pytest.mark.parametrize(("name", "raw"), [*((name, False) for name in SHAPES), (RAW, True)])
+def test_states_after_accepted_paths(name, raw):
     """They are those of the same kernel's scan, bit for bit, and close to the reference's."""
-    states, scans, places = advanced(name)
+    states, scans, places = advanced(name, raw=raw)
     with choice.use("reference"):
         expected = replayed(states, scans)
     same_kernel, found = compiled(lambda: replayed(states, scans)), states.clone()
@@ -150,6 +153,28 @@ def test_windows_after_accepted_paths(width, channels, dtype):
     windows, inputs, places, expected = moved_windows(dtype, width, channels)
     compiled(lambda: advance_windows(windows, inputs, *places))
     assert same(windows, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_of_mamba2(guarded, dtype):
+    """Raw step sizes become steps and decays in the kernel, which also adds inputs that skip the state."""
+    rows, case, schedule = raw_rows(), scan_case(RAW), TREES.schedule()
+    names = ("query", "key", "value", "log_decay", "bias", "skip")
+    rows = rows._replace(**{name: getattr(rows, name).to(dtype) for name in names})
+    for given in (rows, rows._replace(bias=None, skip=None, steps=(0.0, float("inf")))):
+        found = compiled(lambda given=given: given.run(case.states.clone(), schedule))
+        with choice.use("reference"):
+            expected = given.run(case.states.clone(), schedule)
+        assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert compiled(lambda: rows._replace(log_decay=rows.log_decay * torch.nan).run(case.states.clone(), schedule)).isnan().all()
+
+
+def test_a_convolution_reads_parts_of_wider_rows():
+    inputs, windows, history, weight, bias = convolution_case(torch.bfloat16)
+    wider, taps = torch.cat([inputs, inputs], dim=1), weight.bfloat16().T.contiguous().T
+    found = compiled(lambda: tree_convolution(wider[:, : inputs.shape[1]], windows, history, taps, bias.bfloat16()))
+    wide = taps.float().contiguous(), bias.bfloat16().float()
+    assert torch.equal(found, compiled(lambda: tree_convolution(inputs, windows, history, *wide)))
 
 
 def test_rows_of_any_type_and_distance():
