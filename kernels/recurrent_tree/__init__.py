@@ -395,9 +395,7 @@ def advance_windows(
     _advance_windows(windows, stacked, path.contiguous(), source, destination)
 
 
-def advance_states(
-    states: Tensor, scans: Sequence[Scan], path: Tensor, source: Tensor, destination: Tensor
-) -> None:
+def advance_states(states: Tensor, scans: Sequence[Scan], path: Tensor, source: Tensor, destination: Tensor) -> None:
     """Writes the states after accepted paths, in all layers at once; it never asks the host.
 
     Args:

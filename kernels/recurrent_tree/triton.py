@@ -342,9 +342,7 @@ def _launch(
     return out
 
 
-def launch_advance_windows(
-    windows: Tensor, inputs: Tensor, path: Tensor, source: Tensor, destination: Tensor
-) -> None:
+def launch_advance_windows(windows: Tensor, inputs: Tensor, path: Tensor, source: Tensor, destination: Tensor) -> None:
     """See :func:`arbordraft.kernels.recurrent_tree.advance_windows`."""
     layers, slots, before, channels = windows.shape
     longest = path.shape[1]

@@ -161,7 +161,9 @@ def raw_rows(seed=0):
     """Returns rows of Mamba-2 with raw step sizes."""
     rows, generator = scan_case(RAW, seed=seed).rows, torch.Generator().manual_seed(seed)
     heads = rows["value"].shape[1]
-    steps, rates, bias, skip = (torch.randn(size, generator=generator) for size in ((len(rows["value"]), heads), *3 * [(heads,)]))
+    steps, rates, bias, skip = (
+        torch.randn(size, generator=generator) for size in ((len(rows["value"]), heads), *3 * [(heads,)])
+    )
     given = rows["value"], steps, -rates.abs(), rows["key"], rows["query"]
     return Scan.mamba2(*given, bias=bias, skip=skip, limits=LIMITS)
 

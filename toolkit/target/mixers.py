@@ -14,7 +14,6 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels.recurrent_tree import Scan, gate
@@ -61,9 +60,7 @@ class _Call:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Runs the gated delta rule: ``[1, T, G, K]`` queries and keys, ``[1, T, H, V]`` values."""
-        rows = Scan.gated_delta(
-            *(part[0] for part in (query, key, value, g, beta)), normalize=use_qk_l2norm_in_kernel
-        )
+        rows = Scan.gated_delta(*(part[0] for part in (query, key, value, g, beta)), normalize=use_qk_l2norm_in_kernel)
         return self._ragged.scan(self._key(), rows).to(value.dtype)[None], None
 
     def mamba2(

@@ -340,7 +340,10 @@ class RecurrentStates:
             Scan.joined([step.scanned[key] for step in rows.steps], rows).run(self._states.by_key[key], schedule)
         if any_step.layers:
             layers = [layer for layer, _ in any_step.layers.values()]
-            pools = [(self._windows.by_key[key], self._states.by_key.get(key, self._windows.by_key[key])) for key in any_step.layers]
+            pools = [
+                (self._windows.by_key[key], self._states.by_key.get(key, self._windows.by_key[key]))
+                for key in any_step.layers
+            ]
             picked, kept = rows.kept([[step.layers[key][1] for key in any_step.layers] for step in rows.steps])
             replay_layers(layers, pools, kept, picked, schedule, places, history(len(layers[0].taps)))
 

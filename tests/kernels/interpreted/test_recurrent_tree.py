@@ -122,7 +122,10 @@ def test_the_operators_are_registered_properly_and_compile():
         (ops.tree_convolution, (inputs, windows.nan_to_num(), history, weight, bias, True)),
         (ops.recurrent_gate, (inputs, bias, None, 0)),
         (ops.advance_windows, (windows[None].nan_to_num(), inputs[None], *accepted)),
-        (ops.advance_states, (case.states[None], *accepted, *(part[None] for part in order[1:]), *3 * [None], *3 * [0.0])),
+        (
+            ops.advance_states,
+            (case.states[None], *accepted, *(part[None] for part in order[1:]), *3 * [None], *3 * [0.0]),
+        ),
         (ops.tree_selective, (case.states, *places, *order, torch.ones(3), None, None, 0.0, 1.0, schedule.scratch)),
     ):
         library.opcheck(operator.portable, arguments)
@@ -166,7 +169,11 @@ def test_rows_of_mamba2(guarded, dtype):
         with choice.use("reference"):
             expected = given.run(case.states.clone(), schedule)
         assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert compiled(lambda: rows._replace(log_decay=rows.log_decay * torch.nan).run(case.states.clone(), schedule)).isnan().all()
+    assert (
+        compiled(lambda: rows._replace(log_decay=rows.log_decay * torch.nan).run(case.states.clone(), schedule))
+        .isnan()
+        .all()
+    )
 
 
 def test_a_convolution_reads_parts_of_wider_rows():

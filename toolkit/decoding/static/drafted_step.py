@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.decoding.static.bucket import Bucket
-from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.cache import Memory
+from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.step import StaticStep
 from arbordraft.utils.table import Table
 

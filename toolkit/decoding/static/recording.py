@@ -1,7 +1,7 @@
 """Steps that always run on the same buffers; on a GPU they are recorded as CUDA graphs."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 

@@ -86,7 +86,8 @@ class StaticStepping:
             GPU, for batches and requests that allow them.
 
     Raises:
-        ValueError: if the target has prepacked linears, or a bucket is not positive.
+        ValueError: if the target has prepacked linears, or recurrent layers that are to be compiled. Also if a bucket is
+            not positive.
     """
 
     def __init__(
@@ -102,6 +103,10 @@ class StaticStepping:
     ) -> None:
         if target.backend == "native":
             raise ValueError(f"buckets need a target with kernels='torch' or 'triton', not 'native': {INSTEAD}")
+        if target.recurrent and compiler is not None:
+            raise ValueError(
+                "compile_backend cannot trace recurrent layers: leave it out, steps are recorded without it"
+            )
         self.target, self.topology, self.coupling = target, topology, coupling
         self.buckets = bucket_sizes(buckets)
         self.recorder = Recorder(compiler)
@@ -285,7 +290,12 @@ class StaticStepping:
         return kind
 
     def _recording(
-        self, bucket: Bucket, layout: MemoryLayout, longest: int, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline
+        self,
+        bucket: Bucket,
+        layout: MemoryLayout,
+        longest: int,
+        noise: Noise | GumbelNoise | None,
+        pipeline: LogitsPipeline,
     ) -> Recording:
         kind = self.kind(longest, noise, pipeline)
 

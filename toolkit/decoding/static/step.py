@@ -8,7 +8,6 @@ Shapes: T rows of a bucket, S samples besides the dummy, N places for nodes with
 side by side, P pool rows.
 """
 
-import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -115,7 +114,8 @@ class StaticForward(Attending):
 
 def by_layer(pools: Sequence[Tensor], layers: Iterable[int] | None = None) -> dict[int, tuple[Tensor, Tensor]]:
     """Returns pools of keys and of values, given in turn, by layer; by default those of layers 0, 1, ..."""
-    return dict(zip(itertools.count() if layers is None else layers, zip(pools[::2], pools[1::2], strict=True)))
+    pairs = list(zip(pools[::2], pools[1::2], strict=True))
+    return dict(zip(range(len(pairs)) if layers is None else layers, pairs, strict=True))
 
 
 @dataclass(frozen=True)
