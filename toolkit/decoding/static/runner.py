@@ -86,8 +86,8 @@ class StaticStepping:
             GPU, for batches and requests that allow them.
 
     Raises:
-        ValueError: if the target has prepacked linears, or recurrent layers that are to be compiled. Also if a bucket is
-            not positive.
+        ValueError: if the target has prepacked linears, or recurrent layers that are to be compiled. Also if a bucket
+            is not positive.
     """
 
     def __init__(
