@@ -350,16 +350,17 @@ class Scan(NamedTuple):
         if self.raw and _in_triton(states):
             assert self.rates is not None
             _check("states", states, (None, *self.state), torch.float32)
-            places, rows = (schedule.first, schedule.read, schedule.write), self[:4]
-            constants = self.rates, self.bias, self.skip, *map(float, self.steps)
-            return _selective(states, *places, *rows, *constants, schedule.scratch)
-        *rows, beta, rates, scale, epsilon, _, _, _ = self.resolved()
-        out = tree_scan(states, schedule, *rows, beta=beta, rates=rates, scale=scale, epsilon=epsilon)
+            places, (least, most) = (schedule.first, schedule.read, schedule.write), self.steps
+            constants = self.rates, self.bias, self.skip
+            return _selective(states, *places, *self[:4], *constants, float(least), float(most), schedule.scratch)
+        rows = self.resolved()
+        options = {"beta": rows.beta, "rates": rows.rates, "scale": rows.scale, "epsilon": rows.epsilon}
+        out = tree_scan(states, schedule, *rows[:4], **options)
         return out if self.skip is None else out + self.value.float() * self.skip.float()[:, None]
 
     def resolved(self) -> Self:
         """Returns these rows with decays instead of raw step sizes, without inputs that skip the state."""
-        if not self.raw:
+        if not self.raw or self.rates is None:
             return self
         bias = None if self.bias is None else self.bias.float()
         steps = gate(self.log_decay, "softplus", bias).clamp(*self.steps)

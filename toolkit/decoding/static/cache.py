@@ -83,8 +83,8 @@ class StaticCache(RaggedKVCache):
         windows, scanned = ([*pools] for pools in (states.windows_of_layers, states.states_of_layers))
         if len(widths := {pools.shape[2] + 1 for _, pools in windows}) != 1:
             raise UnsupportedModel(f"steps of fixed shapes need convolutions of one width, not of {sorted(widths)}")
-        keys = (tuple(keys for keys, _ in kind) for kind in (windows, scanned))
-        return MemoryLayout(tuple(self.attending), StateLayout(*keys, width=widths.pop()))
+        keys_of_windows, keys_of_states = (tuple(keys for keys, _ in kind) for kind in (windows, scanned))
+        return MemoryLayout(tuple(self.attending), StateLayout(keys_of_windows, keys_of_states, widths.pop()))
 
     def memory(self) -> Memory:
         """Returns the pools that a step of the cache's model reads and writes."""

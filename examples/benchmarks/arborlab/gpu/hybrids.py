@@ -88,10 +88,11 @@ def random_model(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model: PreTrainedModel = getattr(transformers, f"{kind}ForCausalLM")(config)
+            model: Any = getattr(transformers, f"{kind}ForCausalLM")(config)
     finally:
         torch.set_default_dtype(before)
-    return model.to(dtype).eval()
+    made: PreTrainedModel = model.to(dtype).eval()
+    return made
 
 
 def attention_settings(model: "PreTrainedModel") -> dict[str, Any]:
