@@ -46,6 +46,7 @@ SHARED = {
     "slots",
     "stage",
     "text_pool",
+    "vocabulary",
 }
 PLACES = {"toolkit": (), "kernels": ("kernels",), "training": ("training",), "exports": ("exports",)}
 LABORATORY = "arborlab"  # in examples/benchmarks, beside the scripts that import it

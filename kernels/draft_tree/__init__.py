@@ -31,8 +31,8 @@ _draft_from_rows = define(
 )
 _draft_tree = define(
     "draft_tree(Tensor tokens, Tensor? states, Tensor embedding, Tensor?[] ends, Tensor?[] parameters, int[] ints, "
-    "float[] scalars, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? vocabulary, Tensor frequencies, Tensor slabs, "
-    f"Tensor(f!) fed, {_GROWTH}, float[] numbers) -> int"
+    "float[] scalars, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? vocabulary, Tensor? blocks, Tensor frequencies, "
+    f"Tensor slabs, Tensor(f!) fed, {_GROWTH}, float[] numbers) -> int"
 )
 
 
@@ -250,6 +250,7 @@ class DraftRun:
         slabs: Tensor,
         trees: TreesToGrow,
         fed: Ints,
+        blocks: Tensor | None = None,
     ) -> int:
         """Feeds the missing tokens and grows the trees; a row's bits do not depend on the other rows.
 
@@ -262,6 +263,8 @@ class DraftRun:
             slabs: ``[3, S]`` int64: first pool row, committed tokens and tokens to catch up with of every sample.
             trees: grown in place.
             fed: of the shape of the trees; gets the place of each node that was fed, after a sample's committed keys.
+            blocks: ``[n]`` int64 ascending numbers of blocks of 16 tokens, the only ones that are drafted; by default
+                all are. The weights have no ``vocabulary`` then.
 
         Returns:
             The number of rows of scores with NaN or without a finite maximum; their nodes got no children.
@@ -278,6 +281,7 @@ class DraftRun:
             [keys for keys, _ in pools],
             [values for _, values in pools],
             weights.vocabulary,
+            blocks,
             weights.frequencies,
             slabs,
             torch.from_numpy(fed),

@@ -182,6 +182,23 @@ void times(const Prepacked<W>& m, const X* x, int64_t rows, float* y, bool add, 
   });
 }
 
+// y [rows][width] = the outputs of some blocks of x W^T, side by side; computes a thread's share.
+template <class W, class X>
+void times(
+    const Prepacked<W>& m, const X* x, int64_t rows, const std::vector<int64_t>& blocks, float* y, int64_t width, int thread,
+    int threads) {
+  const Range mine = share(int64_t(blocks.size()), 2, thread, threads);
+  for (int64_t first = mine.begin, last; first < mine.end; first = last) {
+    for (last = first + 1; last < mine.end && blocks[last] == blocks[last - 1] + 1;) ++last;
+    multiply(m, x, rows, Range{blocks[first], blocks[last - 1] + 1}, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+      for (int b = 0; b < n; ++b) {
+        const int64_t output = (first + block + b - blocks[first]) * kLanes;
+        store(y + r * width + output, acc[b], width - output);
+      }
+    });
+  }
+}
+
 constexpr int64_t kScreened = 16;  // tokens of a row that an exact head ranks anew
 
 // The parts before and after the layers.
@@ -202,6 +219,8 @@ struct Ends {
   float scale;  // of embeddings
   Norm input;        // of the layers' input if that is not the embedding, or none
   bool norm_output;  // whether the output is kept after the last norm
+  std::vector<int64_t> blocks;  // of the head's outputs, those that are scored; none for all
+  int64_t scored;               // number of these outputs
 };
 
 // Packed rows of one forward and the keys that they see: keys 0..past-1 of the slab at `start`, and the slots of their path.
@@ -312,7 +331,7 @@ class Drafting {
   int64_t expand(
       Forest& forest, const Growing& growing, const std::vector<Place>& frontier, int64_t depth,
       const std::vector<int64_t>& output) {
-    const int64_t rows = int64_t(frontier.size()), outputs = ends_.head.outputs;
+    const int64_t rows = int64_t(frontier.size()), outputs = ends_.scored;
     constexpr bool in_panels = std::is_same_v<W, Panels>;
     const int64_t groups = groups_of(size_);
     Arena arena;
@@ -336,10 +355,12 @@ class Drafting {
         if constexpr (in_panels) to_eighths(normed + r * size_, size_, eighths + r * groups);
       }
       meet(threads);
-      if constexpr (in_panels)
-        times(ends_.head, eighths, rows, logits, false, thread, threads);
-      else
-        times(ends_.head, normed, rows, logits, false, thread, threads);
+      const auto score = [&](const auto* from) {
+        if (ends_.blocks.empty()) times(ends_.head, from, rows, logits, false, thread, threads);
+        else times(ends_.head, from, rows, ends_.blocks, logits, outputs, thread, threads);
+      };
+      if constexpr (in_panels) score(eighths);
+      else score(normed);
       meet(threads);
       growing.draw(forest, frontier, depth, logits, outputs, level, screens() ? kScreened : 0, thread, threads);
     });
@@ -415,8 +436,8 @@ class Drafting {
 int64_t draft_tree(
     const Tensor& tokens, const OptionalTensor& states, const Tensor& embedding, c10::List<OptionalTensor> ends,
     c10::List<OptionalTensor> parameters, at::IntArrayRef ints, at::ArrayRef<double> scalars, at::TensorList keys,
-    at::TensorList values, const OptionalTensor& vocabulary, const Tensor& frequencies, const Tensor& slabs,
-    const Tensor& fed, const Tensor& token, const Tensor& chance, const Tensor& reach, at::IntArrayRef slots,
+    at::TensorList values, const OptionalTensor& vocabulary, const OptionalTensor& blocks, const Tensor& frequencies,
+    const Tensor& slabs, const Tensor& fed, const Tensor& token, const Tensor& chance, const Tensor& reach, at::IntArrayRef slots,
     at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels, at::ArrayRef<double> calibration,
     at::ArrayRef<double> expected, at::ArrayRef<double> costs, int64_t budget, const OptionalTensor& seeds,
     const OptionalTensor& positions, at::ArrayRef<double> temperatures, at::ArrayRef<double> truncations,
@@ -429,8 +450,22 @@ int64_t draft_tree(
       ends.size() == 12 && frequencies.dim() == 2 && int64_t(numbers.size()) == 4 + frequencies.size(0),
       "expected 12 tensors, 4 numbers, and one for every rotary table");
   const int64_t outputs = int64_t(numbers[1]);
+  OptionalTensor words = vocabulary;
+  std::vector<int64_t> scored;
+  if (blocks) {
+    TORCH_CHECK(!vocabulary && blocks->numel(), "blocks are of all tokens, and there is at least one");
+    scored.assign(integers(blocks), integers(blocks) + blocks->numel());
+    for (size_t i = 0; i < scored.size(); ++i)
+      TORCH_CHECK(scored[i] > (i ? scored[i - 1] : -1) && scored[i] * kLanes < outputs, "blocks of the head must ascend");
+    const int64_t last = std::min((scored.back() + 1) * kLanes, outputs);
+    words = at::empty({int64_t(scored.size() - 1) * kLanes + last - scored.back() * kLanes}, blocks->options());
+    int64_t* word = mutable_integers(*words);
+    for (const int64_t block : scored)
+      for (int64_t token = block * kLanes; token < std::min((block + 1) * kLanes, outputs); ++token) *word++ = token;
+  }
+  const int64_t among = blocks ? words->numel() : outputs;
   const Growing growing(
-      samples, outputs, vocabulary, token, chance, reach, slots, offsets, children, levels, calibration, expected, costs,
+      samples, among, words, token, chance, reach, slots, offsets, children, levels, calibration, expected, costs,
       budget, seeds, positions, temperatures, truncations, corrections, corrected, allowed, masked);
   TORCH_CHECK(fed.sizes() == token.sizes() && fed.is_contiguous(), "expected a place for every node of the trees");
   int64_t missing = 0;
@@ -448,7 +483,7 @@ int64_t draft_tree(
         data<T>(embedding), embedding.size(0), width, std::nullopt, {floats(norm), floats(offset)},
         prepacked<W>(*head, ends.get(6), ends.get(7), outputs), std::nullopt, std::nullopt, float(numbers[0]), data<float>(frequencies),
         2 * frequencies.size(1), frequencies.size(0), numbers.data() + 4, float(numbers[2]),
-        {floats(ends.get(11)), nullptr}, numbers[3] != 0};
+        {floats(ends.get(11)), nullptr}, numbers[3] != 0, scored, among};
     TORCH_CHECK(!around.input || ends.get(11)->numel() == size, "the norm of what is read has the wrong size");
     if (const OptionalTensor exact = ends.get(8)) {
       TORCH_CHECK(!vocabulary, "an exact head knows all tokens");

@@ -111,6 +111,8 @@ def test_only_settings_of_the_protocol_are_asked_for():
     assert asked["repetition"] == {"max_tokens": 9, "temperature": 0.0, "repetition_penalty": 1.1}
     assert asked["min-tokens"]["min_tokens"] == 9, "a server refuses more than the longest answer"
     assert fields(Workload(["a"], kind="min-tokens", new_tokens=128))["min_tokens"] == 64
+    shorter = fields(Workload(["a"], kind="min-tokens", new_tokens=128), most=5)
+    assert (shorter["min_tokens"], shorter["max_tokens"]) == (5, 5)
     assert asked["min-p"] == {"max_tokens": 9, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.05}
     for kind, setting in own.items():
         with pytest.raises(ValueError, match=f"no field for {setting}"):
@@ -160,6 +162,13 @@ def test_every_client_waits_for_its_answer(clients):
     assert (stats.exactness, stats.forwards, stats.drafted) == ("pathwise", [2] * 4, 12)
     assert [body["prompt"] for body in server.seen[:4]] == [[7], [5], [9], [8]]
     assert [body["seed"] for body in server.seen[:4]] == workload.seeds(4)
+    assert [body["max_tokens"] for body in server.seen[:4]] == workload.lengths(4)
+
+
+def test_answers_of_clients_differ_in_length():
+    lengths = Workload(["a"], new_tokens=9).lengths(100)
+    assert set(lengths) == {5, 6, 7, 8, 9}
+    assert lengths == Workload(["a"], new_tokens=9).lengths(100) != Workload(["a"], new_tokens=9, seed=1).lengths(100)
 
 
 def test_clients_get_the_answers_of_the_library(decoder):
@@ -170,7 +179,8 @@ def test_clients_get_the_answers_of_the_library(decoder):
         rows = list(in_turns(decoder.target, decoders, workload))
         (inputs,) = workload.batches(decoder.target)
         answers = [decode(inputs, workload) for decode in decoders.values()]
-    assert answers[0].emitted == answers[1].emitted
+    lengths = workload.lengths(len(workload.prompts))
+    assert answers[1].emitted == [min(pair) for pair in zip(answers[0].emitted, lengths, strict=True)]
     assert min(answers[1].forwards) > 0
     assert [row.steps_speed_up is None for row in rows] == [False, True]
     assert {row.served for row in rows} == {True}

@@ -14,7 +14,9 @@ from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Situation
 from arbordraft.deciders.experience import Looks
 from arbordraft.deciders.running_costs import RunningCosts, StepTimes
-from arbordraft.decoding import metrics, step
+from arbordraft.decoding import drafting, metrics, step
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
 from arbordraft.decoding.runner import PackedRunner
 from arbordraft.trees.verdict import Outcome
 
@@ -281,7 +283,46 @@ def looks(accepted, steps=200, prior=0.1, rows=1):
         if looked and accepted:
             decider.learn(memory, Outcome(accepted=accepted, drafted=2, stated=(0.9, 0.9), source="NGramDrafter"))
         decider.timed(StepTimes(1, rows if looked else 1, drafted, 0.001 * looked, 0.01, 0.0005))
+        decider.stepped(drafts=2 * looked)
     return count
+
+
+def weighed(*joining, running=True, drafts=0):
+    """Counts the steps that weigh drafts of a costly drafter, for batches of so many samples of new texts."""
+    decider, count = CostAware(replace(PRIOR, draft=CostTable((1,), (5.0,))), running=running), 0
+    for samples in joining:
+        if not decider.pauses(samples):
+            memories = [decider.start() for _ in range(samples)]
+            decider.plan(Situation([4] * samples, memories, source=KIND, acceptance=[0.7], pathwise=True))
+            count += 1
+        decider.stepped(drafts)
+    return count
+
+
+def test_new_texts_do_not_make_a_batch_weigh_its_drafts_anew():
+    """In a server a text joins at nearly every step, and each is a text without experience."""
+    assert weighed(*[8] * 64) < 10
+    assert weighed(*[8] * 64, drafts=1) == 64, "drafts pay"
+    assert weighed(*[8] * 64, running=False) == 64, "plans of a frozen decider depend on the texts alone"
+
+
+def test_a_smaller_batch_weighs_its_drafts_at_once():
+    assert weighed(*[8] * 33) + 7 == weighed(*[8] * 33, *range(7, 0, -1))
+
+
+@pytest.mark.parametrize("pausing", [True, False])
+def test_steps_without_drafts_ask_rarely(pausing, monkeypatch):
+    """Two samples at a time, one of which is followed by another after every second step or so."""
+    if not pausing:
+        monkeypatch.setattr(CostAware, "pauses", lambda self, samples: False)
+    decoder = ad.SpeculativeDecoder(ragged(seed=1), ad.NGramDrafter(), decider=CostAware(PRIOR, running=True))
+    asked, growth = [], drafting.Growth
+    monkeypatch.setattr(drafting, "Growth", lambda *arguments: asked.append(1) or growth(*arguments))
+    engine = Engine(decoder, max_samples=2)
+    for first in range(12):
+        engine.submit(Request(prompt=[5 + first, 9], max_new_tokens=4 + 2 * (first == 0), temperature=0.0))
+    engine.run()
+    assert 0 < len(asked) < 8 if pausing else len(asked) > 16
 
 
 @pytest.mark.parametrize("prior", [0.0, 0.1])

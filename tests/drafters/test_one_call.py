@@ -276,9 +276,9 @@ def test_another_weight_of_a_draft_would_be_seen(monkeypatch, field, factor):
     (fast, slow), real = pair("eagle"), DraftRun.__call__
 
     def other(self, *given):
-        *rest, trees, fed = given
+        *rest, trees, fed, blocks = given
         limits = replace(trees.limits, **{field: factor * getattr(trees.limits, field)})
-        return real(self, *rest, trees._replace(limits=limits), fed)
+        return real(self, *rest, trees._replace(limits=limits), fed, blocks)
 
     monkeypatch.setattr(DraftRun, "__call__", other)
     caught(fast, slow, plan=PLANS["dear rows"])

@@ -168,6 +168,12 @@ def with_array(name, change):
         ({"trees": draws(seeds=2)}, "noise needs places"),
         ({"trees": draws(positions=2)}, "noise needs places"),
         ({"trees": draws(heat=-1.0)}, "temperatures must not be negative"),
+        ({"blocks": torch.tensor([], dtype=torch.int64)}, "at least one"),
+        ({"blocks": torch.tensor([1, 0])}, "must ascend"),
+        ({"blocks": torch.tensor([0, 0])}, "must ascend"),
+        ({"blocks": torch.tensor([-1])}, "must ascend"),
+        ({"blocks": torch.tensor([0, 2])}, "must ascend"),
+        ({"blocks": torch.tensor([0]), "run": draft_run(vocabulary=torch.arange(VOCAB))}, "blocks are of all tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -192,6 +198,26 @@ def test_arguments_that_do_not_fit_are_refused(changes, message):
 def test_models_that_do_not_fit_are_refused(run, message):
     with pytest.raises(RuntimeError, match=message):
         drafted(draft_run(**run))
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("blocks", [[0], [1, 2, 4], [2], [0, 1, 2, 3, 4]], ids=str)
+def test_only_some_blocks_of_tokens_are_drafted(blocks, noisy):
+    """A head without the other rows gives the same drafts; the last block is not full."""
+    many, shape = 70, TreeTopology.fork(3, 1)
+    embedding, head, states = torch.randn(many, HIDDEN), torch.randn(many, HIDDEN), torch.randn(3, STATES)
+    tokens = torch.tensor([token for token in range(many) if token // 16 in blocks])
+    run = draft_run(embedding=embedding, head=Matrix(prepack(head)), outputs=many)
+    cut = replace(run.weights, head=Matrix(prepack(head[tokens])), outputs=len(tokens), vocabulary=tokens)
+    exact = replace(run.weights, exact=run.weights.head)
+    given = {"trees": {"shape": shape, **(draws() if noisy else {})}, "states": states}
+    expected, *_ = drafted(DraftRun(cut), **given)
+    for weights in (run.weights, exact):
+        found, *_ = drafted(DraftRun(weights), blocks=torch.tensor(blocks), **given)
+        assert np.array_equal(found.token, expected.token)
+        assert found.chance == pytest.approx(expected.chance, rel=1e-5)
+    all_tokens, *_ = drafted(run, **given)
+    assert np.array_equal(all_tokens.token, expected.token) == (len(tokens) == many)
 
 
 SCORES = torch.log_softmax(torch.randn(2, 2, VOCAB, generator=torch.Generator().manual_seed(0)), dim=-1)

@@ -1,5 +1,6 @@
-"""Large freed blocks stay with the process, if the C library has a setting for that."""
+"""Large freed blocks stay with the process, if the C library has a setting for that; servers collect less garbage."""
 
+import gc
 import subprocess
 import sys
 
@@ -58,3 +59,28 @@ def test_older_versions_get_a_lower_threshold(monkeypatch):
     assert (-3, 1 << 25) in taken
     Old.mallopt = staticmethod(lambda setting, value: 0)
     assert not allocator.keep_freed_memory()
+
+
+@pytest.fixture
+def scanned():
+    """A heap that garbage collection scans, as in a user's process; the test suite excludes its own."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_objects_are_excluded_from_collection_for_a_while(scanned):
+    with allocator.heap_left_alone():
+        excluded = gc.get_freeze_count()
+        assert excluded > 10_000
+        with allocator.heap_left_alone():
+            pass
+        assert gc.get_freeze_count() == pytest.approx(excluded, rel=0.01), "the block around it goes on"
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_a_process_excluded_itself_stay_so():
+    gc.freeze()
+    with allocator.heap_left_alone():
+        pass
+    assert gc.get_freeze_count() > 0

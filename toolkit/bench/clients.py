@@ -28,8 +28,12 @@ _FIELDS = {
 _OF_LIBRARY = {"do_sample", "num_return_sequences"}  # arguments that `temperature` and `n` replace
 
 
-def fields(workload: Workload) -> dict[str, Any]:
+def fields(workload: Workload, most: int | None = None) -> dict[str, Any]:
     """Returns the fields of a workload's requests, prompt and seed excepted.
+
+    Args:
+        workload: the settings.
+        most: most tokens of the answer, those of the workload by default.
 
     Raises:
         ValueError: if the protocol has no field for one of its settings.
@@ -39,7 +43,9 @@ def fields(workload: Workload) -> dict[str, Any]:
     if unknown := wanted.keys() - _FIELDS.keys():
         raise ValueError(f"OpenAI's protocol has no field for {', '.join(sorted(unknown))}")
     asked = {_FIELDS[name]: value for name, value in wanted.items()}
-    if "min_tokens" in asked:  # while decoders warm up, answers are shorter
+    if most is not None:
+        asked["max_tokens"] = most
+    if "min_tokens" in asked:
         asked["min_tokens"] = min(asked["min_tokens"], asked["max_tokens"])
     return asked if settings["do_sample"] else asked | {"temperature": 0.0}
 
@@ -81,9 +87,10 @@ class Clients:
         def decode(inputs: dict[str, Any], workload: Workload) -> DecodeStats:
             rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
             prompts = [ids[mask].tolist() for ids, mask in rows]
+            own = zip(prompts, workload.seeds(len(prompts)), workload.lengths(len(prompts)), strict=True)
             bodies = [
-                {"model": model["id"], "prompt": prompt, "seed": seed, **fields(workload)}
-                for prompt, seed in zip(prompts, workload.seeds(len(prompts)), strict=True)
+                {"model": model["id"], "prompt": prompt, "seed": seed, **fields(workload, most)}
+                for prompt, seed, most in own
             ]
             usages = self._runner.run(self._answers(f"{url}/v1/completions", bodies, workload.batch))
             details = [usage["completion_tokens_details"] for usage in usages]

@@ -1,6 +1,7 @@
 """Prompts and settings of a measurement, which every suite takes and every result states."""
 
 import hashlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class Workload:
     Args:
         prompts: first user turns; by default the built-in ones.
         batch: prompts at a time, or clients of a server, 1 or more.
-        new_tokens: most tokens of an answer, 1 or more.
+        new_tokens: most tokens of an answer, 1 or more; clients ask for other numbers, see :meth:`lengths`.
         temperature: 0 for greedy decoding.
         top_p: probability mass of nucleus sampling, 1 for the whole vocabulary.
         repetition_penalty: above 0; 1 for none.
@@ -139,6 +140,15 @@ class Workload:
     def seeds(self, samples: int, first: int = 0) -> list[int]:
         """Returns the seeds of the prompts from number ``first`` on, equal for every decoder."""
         return [1000 * (self.seed + 1) + sample for sample in range(first, first + samples)]
+
+    def lengths(self, answers: int) -> list[int]:
+        """Returns the most tokens of the answers that clients ask for, equal for every decoder.
+
+        They lie between half of ``new_tokens`` and all of it. With equal lengths, plain decoding would keep all
+        clients in step: a batch that is full until the end, as no server has.
+        """
+        drawn = random.Random(self.seed)
+        return [drawn.randint((self.new_tokens + 1) // 2, self.new_tokens) for _ in range(answers)]
 
     def stated(self) -> dict[str, Any]:
         """Returns fields for a file of results; prompts become their number and the SHA-256 of their lines."""

@@ -35,6 +35,9 @@ class Decider(nn.Module):
     def learn(self, memory: Any, outcome: Outcome) -> None:
         """Updates a sample's memory from the acceptance of its drafts, after every step."""
 
+    def stepped(self, drafts: int) -> None:
+        """Counts a step of a batch, in which ``drafts`` drafts were verified."""
+
     def timed(self, times: StepTimes) -> None:
         """Receives the seconds of a step, for plans of texts that do not depend on drafts."""
 
@@ -65,6 +68,13 @@ class Decider(nn.Module):
 
     def rests(self, memory: Any) -> bool:
         """Returns whether no drafter shall draft for a sample in this step; plans are then not asked for."""
+        return False
+
+    def pauses(self, samples: int) -> bool:
+        """Returns whether nothing shall be drafted in this step of some samples whose texts do not depend on drafts.
+
+        So samples that have just joined do not make all others weigh their drafts anew.
+        """
         return False
 
     def forward(self, view: StepView) -> Sequence[bool]:

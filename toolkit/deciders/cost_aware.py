@@ -17,7 +17,7 @@ import numpy.typing as npt
 from arbordraft.deciders.base import Decider, growth_of
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.deciders.decisions import Limits, Situation, StepView, Verification
-from arbordraft.deciders.experience import COMMON_PRIOR_STEPS, DEPTHS, Looks, Record
+from arbordraft.deciders.experience import COMMON_PRIOR_STEPS, DEPTHS, Looks, Record, rests
 from arbordraft.deciders.running_costs import RunningCosts, StepTimes
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.trees.verdict import Causality, Outcome
@@ -43,6 +43,8 @@ class _Progress:
 
     tokens: int = 0
     steps: int = 0
+    idle: int = 0  # steps since drafts were verified
+    weighed: int = 0  # samples of the last step in which drafts were weighed
 
 
 class CostAware(Decider):
@@ -149,13 +151,17 @@ class CostAware(Decider):
             if self._clock is not None:
                 self._clock = RunningCosts(found)
 
+    def stepped(self, drafts: int) -> None:
+        progress = self._progress
+        progress.steps += 1
+        progress.idle = 0 if drafts else progress.idle + 1
+        for looks in list(self._looks.values()):
+            looks.wait = max(0, looks.wait - 1)
+
     def timed(self, times: StepTimes) -> None:
         if self._clock is None:
             return
-        self._progress.steps += 1
         self._clock.learn(times, self._free)
-        for looks in list(self._looks.values()):
-            looks.wait = max(0, looks.wait - 1)
         alone = self._free.issuperset(times.drafted)
         for kind in self._free.intersection(times.drafted).intersection(self._looks):
             prices = self._prices_at(kind, self._clock.of(kind))
@@ -204,6 +210,10 @@ class CostAware(Decider):
     def rests(self, memory: dict[str, Record]) -> bool:
         return bool(memory) and all(record.rests for record in memory.values())
 
+    def pauses(self, samples: int) -> bool:
+        progress = self._progress  # fewer samples may make drafts pay
+        return self._clock is not None and samples >= progress.weighed and rests(progress.idle, progress.steps)
+
     def worth_reading(self, situation: Situation) -> bool:
         if not self.can_plan:
             return True
@@ -234,6 +244,8 @@ class CostAware(Decider):
             self._free.add(situation.source)
         prices = self._prices_of(situation)
         costs, samples = prices.costs, len(records) * situation.alike + situation.extra_rows
+        if situation.pathwise:
+            self._progress.weighed = samples
         base = prices.target(samples) + costs.rest
         longest = max(situation.left, default=1)
         weights = [(left / longest) ** _LENGTH_EXPONENT for left in situation.left] or [1.0] * len(records)

@@ -70,6 +70,7 @@ class Drafting:
             self._plain
             or all(self.waits(state, sample) for sample in active)
             or all(decider.rests(one.memory) for one in active)
+            or (self._pathwise(active) and decider.pauses(len(active)))
         )
         if idle or all(sample.max_drafts == 0 for sample in active):
             return self._roots(state, active)
@@ -81,8 +82,7 @@ class Drafting:
         Otherwise a drafter reads them when it first drafts. Its drafts are the same.
         """
         decider, samples = self.parts.decider, [sample for sample in state.samples if sample is not None]
-        follows = self._shared or not any(sample.pipeline.temperature for sample in samples)
-        if not follows or self.candidates is not None:
+        if not self._pathwise(samples) or self.candidates is not None:
             return True
         depth, nodes = self.parts.topology.max_depth, self.parts.topology.num_nodes - 1
         for drafter, _ in self.parts.drafter.stages(state.drafts):
@@ -98,6 +98,10 @@ class Drafting:
             if not isinstance(drafter, Lookup) and decider.worth_reading(situation):
                 return True
         return False
+
+    def _pathwise(self, samples: Sequence[Sample]) -> bool:
+        """Returns whether no sample's text depends on its drafts."""
+        return self._shared or not any(sample.pipeline.temperature for sample in samples)
 
     def waits(self, state: DecodeState, sample: Sample) -> bool:
         """Returns whether a sample drafts nothing, so that waiting prompts are read sooner; its text stays the same."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from arbordraft.decoding.metrics import AnswerStats, DecodeStats
 from arbordraft.decoding.prediction import CommonTokens
+from arbordraft.drafters.vocabulary import TextVocabulary
 from arbordraft.sampling.corrections import Changes, TextCorrections
 from arbordraft.sampling.noise import Noise, SharedSource
 from arbordraft.sampling.processors import LogitsPipeline
@@ -169,6 +170,11 @@ class Sample:
         self.num_unprefilled -= tokens
         if not self.num_unprefilled:
             self.stats.prompt_read()
+
+    @cached_property
+    def vocabulary(self) -> TextVocabulary:
+        """The tokens that its drafts are chosen from if there are many."""
+        return TextVocabulary(self.tokens)
 
     @cached_property
     def _generator(self) -> np.random.Generator:

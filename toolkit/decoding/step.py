@@ -246,6 +246,7 @@ class Stepper:
             raise
         with state.stats.phase("commit"):
             self._commit(state, tree, judged)
+        self.decider.stepped(tree.rows - len(active))
         # A drafter may have read a prompt, at first or later; a recorded run may have drafted and verified in one.
         if not begins and executor is self.eager and tree.read <= _MOST_READ * len(active):
             draft, target = (times[name] - before.get(name, 0.0) for name in ("draft", "target"))

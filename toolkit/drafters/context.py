@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from arbordraft.drafters.vocabulary import TextVocabulary
 from arbordraft.sampling.corrections import Changes
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise
@@ -26,11 +27,15 @@ class ContextSample(RowOwner, Protocol):
         memory: the decider's memory of the sample.
         max_drafts: most drafts that the sample may have in a step; ``None`` for any number.
         prediction: tokens that its answer is expected to contain, for lookups.
+        vocabulary: the tokens that its drafts are chosen from if there are many.
     """
 
     memory: Any
     max_drafts: int | None
     prediction: Sequence[int]
+
+    @property
+    def vocabulary(self) -> TextVocabulary: ...
 
     def corrections(self) -> Changes:
         """Returns the ``[n, 5]`` changes of draft scores that its processors make after the committed tokens."""

@@ -35,6 +35,7 @@ def feed(
     trees: TreesToGrow,
     topology: TreeTopology,
     fed: Ints,
+    blocks: Tensor | None = None,
     *,
     commit: bool = True,
 ) -> int:
@@ -47,6 +48,7 @@ def feed(
         trees: grown in place.
         topology: their shape.
         fed: of the shape of the trees; gets the place of each fed node after the committed keys.
+        blocks: the only blocks of tokens that are drafted, see :class:`~arbordraft.kernels.draft_tree.DraftRun`.
         commit: whether the cache keeps the missing tokens; if not, each sample must lack exactly one.
 
     Returns:
@@ -54,7 +56,7 @@ def feed(
     """
     if commit and sum(len(tokens) for tokens, _ in missing.values()) > CHUNK:
         missing = _read_ahead(run, cache, missing)
-    return _call(run, cache, missing, trees, topology, fed, commit)
+    return _call(run, cache, missing, trees, topology, fed, commit, blocks)
 
 
 def _read_ahead(run: DraftRun, cache: RaggedKVCache, missing: Mapping[int, Missing]) -> dict[int, Missing]:
@@ -80,6 +82,7 @@ def _call(
     topology: TreeTopology,
     fed: Ints,
     commit: bool,
+    blocks: Tensor | None = None,
 ) -> int:
     counts = [len(tokens) for tokens, _ in missing.values()]
     most = topology.inner_counts[trees.limits.levels[trees.slots].clip(max=topology.max_depth)].tolist()
@@ -94,6 +97,7 @@ def _call(
         integers([[start for start, _ in places], [length for _, length in places], counts]),
         trees,
         fed,
+        blocks,
     )
     if commit:
         caught_up(cache, missing)

@@ -15,7 +15,8 @@ from arbordraft.drafters.base import Drafter, Predictions
 from arbordraft.drafters.context import DraftContext, Frontier
 from arbordraft.drafters.feeding import Missing, caught_up, feed, integers, part_of
 from arbordraft.drafters.network import DraftNetwork, Outputs
-from arbordraft.kernels.draft_tree import TreesToGrow
+from arbordraft.drafters.vocabulary import LARGE, blocks_of
+from arbordraft.kernels.draft_tree import DraftRun, TreesToGrow
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree, Ints
@@ -110,7 +111,7 @@ class ModelDrafter(Drafter):
             return None
         fed = np.full(trees.trees.token.shape, -1)
         missing = self._missing(state, context, trees.slots)
-        broken = feed(run, state.cache, missing, trees, context.topology, fed)
+        broken = feed(run, state.cache, missing, trees, context.topology, fed, _blocks(run, context, trees))
         self.record_fed(state, context, trees, fed)
         return broken
 
@@ -183,6 +184,15 @@ class ModelDrafter(Drafter):
         return integers(frontier.tokens), batch
 
 
+def _blocks(run: DraftRun, context: DraftContext, trees: TreesToGrow) -> Tensor | None:
+    """Returns the blocks of tokens that the head scores; ``None`` for all."""
+    if run.weights.vocabulary is not None or run.weights.outputs < LARGE:
+        return None
+    if trees.corrections is not None and trees.corrections.allowed is not None:  # a mask may allow rare tokens alone
+        return None
+    return blocks_of(context[sample].vocabulary for sample in trees.slots)
+
+
 def _row(found: Outputs, row: int) -> Outputs:
     logits, final, out = found
     return Outputs(logits[row], None if final is None else final[row], None if out is None else out[row])
@@ -242,7 +252,8 @@ class TargetCacheDrafter(ModelDrafter):
             return None
         fed = np.full(trees.trees.token.shape, -1)
         missing = self._missing(state, context, trees.slots)
-        return feed(run, state.cache, missing, trees, context.topology, fed, commit=False)
+        blocks = _blocks(run, context, trees)
+        return feed(run, state.cache, missing, trees, context.topology, fed, blocks, commit=False)
 
     def open(self, target_cache: RaggedKVCache) -> ModelState:
         self._network.refresh()

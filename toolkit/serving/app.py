@@ -26,6 +26,7 @@ from arbordraft.serving.page import page
 from arbordraft.serving.responding import ResponseShape
 from arbordraft.serving.responses import ResponsesRequest, renamed
 from arbordraft.serving.service import Call, Service
+from arbordraft.utils.allocator import heap_left_alone
 from arbordraft.utils.checks import check_int
 
 
@@ -49,9 +50,10 @@ def build_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
-        yield
-        await service.close()
+        with heap_left_alone():
+            service.engine.start()
+            yield
+            await service.close()
 
     # FastAPI's own pages would fetch their scripts from other servers.
     app = FastAPI(title="arbordraft", lifespan=lifespan, docs_url=None, redoc_url=None)
