@@ -171,7 +171,11 @@ class StaticStepping:
         return None
 
     def reserved(self, batch: int) -> int:
-        """Returns the cache rows that no sample can use, for batches of this size: padding rows, and one more."""
+        """Returns the cache rows that no sample can use, for batches of this size: those of the dummy, states included."""
+        return self._padding(batch) + state_tokens(self.target, self._drafter)
+
+    def _padding(self, batch: int) -> int:
+        """Returns the most rows of the dummy: padding rows, and a committed one."""
         return 1 + max(bucket_for(self.buckets, batch * self.topology.num_nodes), self.drafts.spare(batch))
 
     def open(self, batch: int, max_tokens: int | None) -> StaticCache | None:
@@ -206,7 +210,7 @@ class StaticStepping:
             cache, self._idle = self._idle, None
         fits = cache is not None and cache.reserved >= reserved and cache.max_tokens == max_tokens
         if cache is None or not fits:
-            cache = StaticCache(max_tokens, reserved - 1, state_tokens(self.target, self._drafter))
+            cache = StaticCache(max_tokens, self._padding(batch) - 1, state_tokens(self.target, self._drafter))
             self.target.prefill({cache.dummy: [0]}, cache)
         cache.settle_states(batch)
         with self._lock:
