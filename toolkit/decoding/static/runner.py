@@ -171,7 +171,7 @@ class StaticStepping:
         return None
 
     def reserved(self, batch: int) -> int:
-        """Returns the cache rows that no sample can use, for batches of this size: those of the dummy, states included."""
+        """Returns the cache rows that no sample can use, for batches of this size: the dummy's, states included."""
         return self._padding(batch) + state_tokens(self.target, self._drafter)
 
     def _padding(self, batch: int) -> int:
