@@ -138,7 +138,7 @@ def test_a_step_makes_one_upload_and_one_download(architecture):
     for name, request in itertools.product(drafters, ({}, SAMPLED)):
         seen = []
         with pretended_gpu() as counts:
-            decoder = made(architecture, name, TREE, gpu=True)
+            decoder = made(architecture, name, TREE, gpu=True, buckets=(32,))
             decoder.on_step = lambda *_, counts=counts, seen=seen: seen.append(Counter(counts.crossings))
             decode(decoder, **request)
         found = seen[2] - seen[1]
@@ -297,7 +297,7 @@ def test_a_step_whose_recording_fails_is_repeated_without_it(monkeypatch, archit
     prompts = [text(9, 1), text(5, 2)]
     asked = [
         Request(prompt=prompts[0], max_new_tokens=12),
-        Request(prompt=prompts[1], max_new_tokens=12, top_k=7, seed=1),
+        Request(prompt=prompts[1], max_new_tokens=12, temperature=1.0, top_k=7, seed=1),
     ]
     expected, call, ran = [alone(architecture, one) for one in asked], recording.Recording.__call__, []
 
