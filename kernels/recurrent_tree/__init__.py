@@ -412,13 +412,14 @@ def advance_states(states: Tensor, scans: Sequence[Scan], path: Tensor, source: 
     layers, _, heads, keys, values = states.shape
     if not _in_triton(states):
         scans = [scan.resolved() for scan in scans]
-    rows = Scan.joined([scan._replace(query=scan.key[:0]) for scan in scans], torch.stack)
     _check("states", states, (layers, None, heads, keys, values), torch.float32)
-    _check("key", rows.key, (layers, None, None, keys))
-    _check("value", rows.value, (layers, rows.key.shape[1], heads, values))
-    rates, bias = (_stacked([getattr(scan, name) for scan in scans]) for name in ("rates", "bias"))
-    parts = rows.key, rows.value, rows.log_decay, rates, rows.beta, bias, rows.epsilon, *map(float, rows.steps)
-    _advance_states(states, path.contiguous(), source, destination, *parts)
+    key, value, log_decay = (torch.stack(list(parts)) for parts in zip(*(scan[1:4] for scan in scans), strict=True))
+    _check("key", key, (layers, None, None, keys))
+    _check("value", value, (layers, key.shape[1], heads, values))
+    rates, beta, bias = (_stacked([getattr(scan, name) for scan in scans]) for name in ("rates", "beta", "bias"))
+    epsilon, (least, most) = scans[0].epsilon, scans[0].steps
+    rows = key, value, log_decay, rates, beta, bias
+    _advance_states(states, path.contiguous(), source, destination, *rows, epsilon, float(least), float(most))
 
 
 def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -392,7 +392,8 @@ def test_states_of_all_layers_advance_in_few_launches(architecture, allowed):
         found = operators(architecture, layers)
         assert found["advance_windows"] == 1
         assert found["advance_states"] == (architecture == "mamba2")
-        assert found["stack"] + found["advance_windows"] + found["advance_states"] <= allowed
+        joined = found["stack"] - 1  # one joins the step's results
+        assert 0 < joined + found["advance_windows"] + found["advance_states"] <= allowed
 
 
 @pytest.mark.parametrize(("architecture", "allowed"), [("mamba2", 20), ("lfm2", 14), ("granitemoehybrid", 27)])
