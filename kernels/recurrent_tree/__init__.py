@@ -354,8 +354,8 @@ class Scan(NamedTuple):
             constants = self.rates, self.bias, self.skip
             return _selective(states, *places, *self[:4], *constants, float(least), float(most), schedule.scratch)
         rows = self.resolved()
-        options = {"beta": rows.beta, "rates": rows.rates, "scale": rows.scale, "epsilon": rows.epsilon}
-        out = tree_scan(states, schedule, *rows[:4], **options)
+        beta, rates, scale, epsilon = rows[4:8]
+        out = tree_scan(states, schedule, *rows[:4], beta=beta, rates=rates, scale=scale, epsilon=epsilon)
         return out if self.skip is None else out + self.value.float() * self.skip.float()[:, None]
 
     def resolved(self) -> Self:

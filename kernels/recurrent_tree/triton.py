@@ -91,7 +91,7 @@ def _after(
     """Returns the state of a row from its parent's, for one head; pointers are those of the row."""
     if PER == "step":
         step = _gated(tl.load(LOG_DECAY + head).to(tl.float32) + bias, 0)
-        # What is no number stays so.
+        # NaN stays NaN.
         step = tl.where(step != step, step, tl.minimum(tl.maximum(step, least), most))
         state *= tl.exp(step * rates)
         added *= step

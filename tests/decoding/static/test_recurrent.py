@@ -398,7 +398,7 @@ def test_states_of_all_layers_advance_in_few_launches(architecture, allowed):
 
 @pytest.mark.parametrize(("architecture", "allowed"), [("mamba2", 20), ("lfm2", 14), ("granitemoehybrid", 27)])
 def test_a_recurrent_layer_takes_few_launches(architecture, allowed):
-    """In bfloat16, MLPs included: linears, one convolution, one scan, norms, and what the model computes itself."""
+    """In bfloat16, MLPs included: linears, one convolution, one scan, norms, and the functions of the model itself."""
     few, many = (operators(architecture, layers, "triton", torch.bfloat16) for layers in (2, 4))
     layer = many - few
     assert layer["tree_convolution"] == 2

@@ -31,7 +31,7 @@ class Memory(NamedTuple):
 
 
 class MemoryLayout(NamedTuple):
-    """What the tensors of a model's :class:`Memory` belong to.
+    """The layers to which the tensors of a model's :class:`Memory` belong.
 
     Args:
         layers: layers that have keys and values, in order.

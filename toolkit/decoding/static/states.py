@@ -1,7 +1,7 @@
 """The rows of a step in recurrent layers, described by tensors alone.
 
 Paths are known on the host, so the table holds the states and inputs that each row reads. Accepted paths are known on
-the device alone. A step leaves the states after them in other slots than it read, so it can run again: the host takes
+the device alone. A step leaves the states after them in other slots than it read, so it can run again. The host takes
 these slots over when it commits the paths.
 
 Shapes: T rows, S samples besides the dummy, W width of convolutions, P most nodes of a path, L layers.
