@@ -6,14 +6,12 @@ The two sides of every case take turns, so a busy machine slows both.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
-import transformers
 import typer
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from arbordraft import NoDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.bench.measure import Measurement, precision
@@ -28,6 +26,7 @@ from arbordraft.kernels.verify import row_max
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.forest import Forest
 from arbordraft.trees.topology import ancestor_words
+from arborlab.gpu.hybrids import HYBRIDS, attention_settings, random_model
 from arborlab.gpu.oracle import OracleDrafter, Recorded
 from arborlab.pairs import paired
 
@@ -39,104 +38,11 @@ CHAIN = TreeTopology.chain(4)
 TREE = TreeTopology.from_parents([-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 5, 6, 8, 9, 10, 12])
 PATH = [0, 1, 4, 8]  # accepted nodes of the tree
 
-# Class names of transformers, and settings. Models are cut to a few layers of each kind where they are large.
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "lfm2-350m": (
-        "Lfm2",
-        {
-            "vocab_size": 65536,
-            "hidden_size": 1024,
-            "intermediate_size": 4608,
-            "block_auto_adjust_ff_dim": False,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "conv_L_cache": 3,
-            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-        },
-    ),
-    "granite-4-h-micro": (
-        "GraniteMoeHybrid",
-        {
-            "vocab_size": 16384,
-            "hidden_size": 2048,
-            "shared_intermediate_size": 8192,
-            "layer_types": ["linear_attention"] * 5 + ["full_attention"],
-            "num_hidden_layers": 6,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "mamba_n_heads": 64,
-            "mamba_d_head": 64,
-            "mamba_d_state": 128,
-            "mamba_n_groups": 1,
-            "position_embedding_type": "nope",
-            "residual_multiplier": 0.22,
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.015625,
-            "logits_scaling": 8.0,
-        },
-    ),
-    "qwen3-next-dense": (
-        "Qwen3Next",
-        {
-            "vocab_size": 16384,
-            "hidden_size": 2048,
-            "intermediate_size": 5120,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "mlp_only_layers": list(range(8)),
-        },
-    ),
-    "tiny": (
-        "Lfm2",
-        {
-            "vocab_size": 128,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "block_auto_adjust_ff_dim": False,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "full_attn_idxs": [1],
-        },
-    ),
-}
-
-
-def random_model(kind: str, settings: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """Returns a model of random weights, which emits no end of its text."""
-    config: PretrainedConfig = getattr(transformers, f"{kind}Config")(**settings)
-    config.eos_token_id = None
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        model: PreTrainedModel = getattr(transformers, f"{kind}ForCausalLM")(config)
-    finally:
-        torch.set_default_dtype(before)
-    return model.to(dtype).eval()
-
 
 def attention_model(target: RaggedModel, dtype: torch.dtype) -> RaggedModel:
-    """Returns a model with as many layers, as wide, all with attention, whose weights take about as many bytes."""
-    config = target.model.config
-    hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
-    kv_heads = config.num_key_value_heads
-    matrices = sum(module.weight.numel() for module in target.model.modules() if isinstance(module, nn.Linear))
-    attention = 2 * hidden * hidden * (heads + kv_heads) // heads
-    inner = round(((matrices - hidden * target.vocab_size) / layers - attention) / (3 * hidden) / 32) * 32
-    settings = {
-        "vocab_size": target.vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": max(32, inner),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
-    return RaggedModel(random_model("Llama", settings, dtype), kernels="native", weights=target.weights)
+    """Returns a model whose layers all attend, with weights of about as many bytes."""
+    model = random_model("Llama", attention_settings(target.model), dtype)
+    return RaggedModel(model, kernels="native", weights=target.weights)
 
 
 def drafting_for_itself(target: RaggedModel) -> Callable[[], object]:
@@ -278,7 +184,7 @@ def measurements(
 
 
 def main(
-    shapes: Annotated[str, typer.Option(help=f"Shapes of models, of {', '.join(SHAPES)}.")] = "lfm2-350m",
+    shapes: Annotated[str, typer.Option(help=f"Shapes of models, of {', '.join(HYBRIDS)}.")] = "lfm2-350m",
     dtype: DtypesOption = BOTH,
     weights: Annotated[str, typer.Option(help="Bits of the weights, as in own,int8,int4.")] = "own",
     new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that are decoded.")] = 32,
@@ -291,10 +197,10 @@ def main(
     settings = {"shapes": shapes, "dtype": dtype, "weights": weights, "new_tokens": new_tokens, "seed": seed}
     with Report(json, **settings, repeats=repeats) as report:
         for name in shapes.split(","):
-            if name not in SHAPES:
-                raise ValueError(f"there is no shape {name!r}; choose of {', '.join(SHAPES)}")
+            if name not in HYBRIDS:
+                raise ValueError(f"there is no shape {name!r}; choose of {', '.join(HYBRIDS)}")
             for each in dtype:
-                model = random_model(*SHAPES[name], getattr(torch, each.value))
+                model = random_model(*HYBRIDS[name], getattr(torch, each.value))
                 for kind in weights.split(","):
                     target = RaggedModel(model, kernels="native", weights=None if kind == "own" else kind)
                     report.take(measurements(name, target, Workload(repeats=repeats), new_tokens, report.on_progress))

@@ -66,7 +66,7 @@ Tensor tree_convolution(
 
 // Rows run in order within a sample, and read only states that exist.
 void check_schedule(const Scan& s, int64_t rows, int64_t states, int64_t scratch) {
-  TORCH_CHECK(s.first[0] == 0 && s.first[s.samples] == rows, "the samples do not have ", rows, " rows");
+  TORCH_CHECK(s.first[0] == 0 && s.first[s.samples] <= rows, "the samples have more than ", rows, " rows");
   for (int64_t b = 0; b < s.samples; ++b) {
     TORCH_CHECK(s.first[b] <= s.first[b + 1], "the rows of samples must ascend");
     TORCH_CHECK(s.first[b] == s.first[b + 1] || s.read[s.first[b]] != -1, "no row comes before the first of sample ", b);
@@ -96,6 +96,7 @@ Tensor tree_scan(
          heads, key_heads, keys, values, data<float>(value), data<float>(log_decay), floats(rates), floats(beta),
          nullptr, nullptr, nullptr, data<float>(out)};
   check_schedule(s, rows, states.size(0), count);
+  if (s.first[s.samples] < rows) out.narrow(0, s.first[s.samples], rows - s.first[s.samples]).zero_();
   const int64_t own = (count + 1) * keys * kLanes;  // numbers that a thread holds itself
   Arena arena;
   arena.reserve(s.query, key.numel());

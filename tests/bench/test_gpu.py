@@ -70,6 +70,7 @@ def test_all_phases_run_on_a_cpu(tmp_path):
     names |= {"linear", "gated_linear", "project_rotate_append", "grow_level"}
     names |= {"grouped_linear", "gated_grouped_linear"}
     names |= {"matching_ends", "accepted_paths", "recurrent_gate", "tree_convolution", "tree_scan"}
+    names |= {"advance_windows", "advance_states"}
     assert {row["kernel"] for row in checked} == names
     assert {row["dtype"] for row in checked} == {"float32", "bfloat16", "float16"}
     decoders = written["phases"]["decoders"]["rows"]

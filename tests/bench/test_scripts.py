@@ -269,13 +269,13 @@ def test_mixtures_are_saved_as_targets(tiny, tmp_path, shape, experts):
 @pytest.mark.usefixtures("kernels")
 def test_recurrent_models_are_measured_against_bounds_and_others(tmp_path):
     report = tmp_path / "recurrent.json"
-    recurrent.main(shapes="tiny", dtype=FLOAT, new_tokens=8, repeats=1, json=report)
+    recurrent.main(shapes="tiny-lfm2", dtype=FLOAT, new_tokens=8, repeats=1, json=report)
     rows = json.loads(report.read_text())["measurements"]
     assert [row["group"] for row in rows] == ["forward"] * 3 + ["step", "plain", "self", "drafts"]
     assert all(row["ours"] > 0 and row["reference"] > 0 for row in rows)
     with pytest.raises(ValueError, match="there is no shape 'other'; choose of lfm2-350m"):
         recurrent.main(shapes="other", dtype=FLOAT)
-    target = RaggedModel(recurrent.random_model(*recurrent.SHAPES["tiny"], torch.float32), kernels="native")
+    target = RaggedModel(recurrent.random_model(*recurrent.HYBRIDS["tiny-lfm2"], torch.float32), kernels="native")
     assert target.prepacking.fused == target.num_layers == 3
     other = recurrent.attention_model(target, torch.float32)
     assert not other.recurrent

@@ -27,7 +27,7 @@ def memory(rounds):
         slab, slots = cache._slabs[handle], cache._states._samples[handle]
         rows = [pool[slab.start : slab.start + slab.length] for pool in cache._pools()]
         kept = [slots.slot, *(slots.kept[number] for number in sorted(slots.kept))]
-        rows += [pool[kept] for pool in cache._states._pools()]
+        rows += [pools[:, kept] for pools in cache._states._stacks()]
         found.append([sorted(slots.kept), *(part.contiguous().view(torch.uint8).tolist() for part in rows)])
     return found
 

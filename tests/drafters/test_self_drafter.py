@@ -443,7 +443,9 @@ def states_by_length(made, **request):
         memory = state.cache._states
         for sample in filter(None, state.samples):
             slot = memory._samples[sample.handle].slot
-            bits = b"".join(pool[slot].contiguous().view(torch.uint8).numpy().tobytes() for pool in memory._pools())
+            bits = b"".join(
+                pools[:, slot].contiguous().view(torch.uint8).numpy().tobytes() for pools in memory._stacks()
+            )
             found[sample.number, state.cache.length(sample.handle)] = bits
 
     made.on_step = watch

@@ -60,7 +60,7 @@ POINTERS = {
     **dict.fromkeys(
         ("END", "ROOTS", "CHILDREN", "INNER", "OWN_ROW", "BEST", "HOME", "SAMPLE", "PATH", "ORDER"), "*i64"
     ),
-    **dict.fromkeys(("STATES", "SCRATCH", "LOG_DECAY", "RATES", "BETA", "BIASES", "SCALES"), "*fp32"),
+    **dict.fromkeys(("STATES", "SCRATCH", "RATES", "BIASES", "SCALES"), "*fp32"),
     **dict.fromkeys(
         ("READ", "WRITE", "HISTORY", "LEVELS", "BUDGET", "PARENT", "RANK", "FED", "NEXT", "LEVEL_OF"), "*i64"
     ),
@@ -92,7 +92,7 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2, fusion=True):
         else POINTERS.get(name, f"*{dtype}")
         if name.isupper()
         else "fp32"
-        if name in ("scale", "softcap", "mass", "temperature", "epsilon", "first", "spacing")
+        if name in ("scale", "softcap", "mass", "temperature", "epsilon", "first", "spacing", "least", "most")
         else "i32"
         for name in kernel.arg_names
     }
@@ -194,17 +194,22 @@ def grouped_cases(target):
 
 
 def recurrent_cases(target):
-    """Yields scans with the states of Qwen3-Next, Kimi Linear, Falcon-H1 and Mamba, convolutions and gates."""
+    """Yields scans and their ends, of Qwen3-Next, Kimi Linear, Falcon-H1, Granite 4 and Mamba; the rest of a layer."""
     for name, heads, key_heads, keys, values, per, delta in (
         ("gated delta", 32, 16, 128, 128, "head", True),
         ("gated delta", 32, 32, 128, 128, "key", True),
-        ("selective", 32, 2, 256, 128, "head", False),
+        ("selective", 32, 2, 256, 128, "step", False),
+        ("selective", 48, 1, 128, 64, "step", False),
         ("selective", 1, 1, 16, 4096, "element", False),
     ):
         constants = {"H": heads, "G": key_heads, "K": keys, "V": values, "PER": per, "DELTA": delta, "NORMAL": delta}
-        constants |= recurrent_tree.scan_blocks(keys, values)
-        what = recurrent_tree.scan_block, target, "fp32", constants
-        yield f"scan_block {name} of {keys} x {values}, decay per {per}", what, options(recurrent_tree.SCAN_OPTIONS)
+        constants |= {"BIASED": per == "step", **recurrent_tree.scan_blocks(keys, values)}
+        for kernel in (recurrent_tree.scan_block, recurrent_tree.advance_state):
+            skips = {"SKIPS": per == "step"} if kernel is recurrent_tree.scan_block else {}
+            what, how = (kernel, target, "bf16", constants | skips), options(recurrent_tree.SCAN_OPTIONS)
+            yield f"{kernel.__name__} {name} of {keys} x {values}, decay per {per}", what, how
+    constants = {"C": 8192, "W": 4, "WIDE": 8, "BLOCK": recurrent_tree.BLOCK}
+    yield "advance_window", (recurrent_tree.advance_window, target, "bf16", constants), options(recurrent_tree.OPTIONS)
     constants = {"C": 8192, "W": 4, "BIASED": True, "ACTIVATE": True, "BLOCK": recurrent_tree.BLOCK}
     yield "convolve_row", (recurrent_tree.convolve_row, target, "bf16", constants), options(recurrent_tree.OPTIONS)
     constants = {"C": 4096, "ACTIVATION": 0, "BIASED": True, "SCALED": True, "BLOCK": recurrent_tree.BLOCK}

@@ -8,6 +8,7 @@ import torch
 from support.models import context, grown
 
 from arbordraft import Fixed, TreeTopology
+from arbordraft.decoding.static.cache import Memory
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.network import Outputs
@@ -173,7 +174,7 @@ def recorded_case(seed, change=None):
     lacking = [([roots[slot]] * int(random.integers(1, 3)), None) for slot in slots]
     bucket.fill(table, lacking, [(9 * sample, 3) for sample in range(len(slots))], trees, [99] * (4 - len(slots)))
     step = DraftStep(network, topology, bucket, shared=False, longest=64)
-    tokens, chances = step(table, torch.zeros(0, 0), [])[:, : len(slots)].numpy()
+    tokens, chances = step(table, torch.zeros(0, 0), Memory([]))[:, : len(slots)].numpy()
     forest.token[slots, : tokens.shape[1]], forest.chance[slots, : tokens.shape[1]] = tokens, chances
     reference.reached(forest, limits, topology.tree_levels, slots)
     return columns(forest), columns(by_the_rule(topology, roots, limits, draw, change))

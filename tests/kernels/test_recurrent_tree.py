@@ -5,14 +5,19 @@ import itertools
 import pytest
 import torch
 from support.recurrent_checks import (
+    RAW,
     SHAPES,
     TREES,
+    advanced,
     check_convolution,
     check_gates,
     check_scan,
     convolution_case,
+    moved_windows,
     numbers,
     path_of,
+    raw_rows,
+    replayed,
     same,
     sample_of,
     scan_case,
@@ -22,9 +27,13 @@ from arbordraft.kernels import choice
 from arbordraft.kernels.recurrent_tree import (
     ACTIVATIONS,
     Paths,
+    Schedule,
+    advance_states,
+    advance_windows,
     commit_windows,
     gate,
     tree_convolution,
+    tree_scan,
 )
 from arbordraft.kernels.recurrent_tree.arithmetic import exp, pairwise_sum, sqrt
 
@@ -301,3 +310,45 @@ def test_a_convolution_is_pytorchs():
     torch.testing.assert_close(packed[path], expected)
     with pytest.raises(AssertionError):  # one token late
         torch.testing.assert_close(packed[path][1:], expected[:-1])
+
+
+# Accepted paths of all layers at once
+
+
+@pytest.mark.parametrize("path", ["auto", "reference"])
+@pytest.mark.parametrize(("name", "raw"), [*((name, False) for name in SHAPES), (RAW, True)])
+def test_states_after_accepted_paths_are_those_of_scans(name, raw, path):
+    states, scans, places = advanced(name, raw=raw)
+    with choice.use(path):
+        expected, found, other = replayed(states, scans), states.clone(), states.clone()
+        advance_states(found, scans, *places)
+        advance_states(other, scans, places[0].roll(1, 0), *places[1:])
+    assert same(found, expected)
+    assert not same(found, states)
+    assert not same(other, expected)  # control: the path of another sample
+
+
+@pytest.mark.parametrize(("width", "channels"), [(4, 37), (3, 64), (1, 5), (8, 16)])
+def test_windows_after_accepted_paths(width, channels):
+    windows, inputs, places, expected = moved_windows(torch.bfloat16, width, channels)
+    advance_windows(windows, inputs, *places)
+    assert same(windows, expected)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_rows_of_mamba2_are_those_of_scans_with_decays():
+    rows, case, schedule = raw_rows(), scan_case(RAW), TREES.schedule()
+    steps = gate(rows.log_decay, "softplus", rows.bias).clamp(*rows.steps)
+    scanned = {**case.rows, "value": rows.value * steps[..., None], "log_decay": steps * rows.rates}
+    expected = tree_scan(case.states.clone(), schedule, **scanned) + rows.value * rows.skip[:, None]
+    assert torch.equal(rows.run(case.states.clone(), schedule), expected)
+    assert not torch.equal(rows._replace(bias=None).run(case.states.clone(), schedule), expected)  # control
+
+
+@pytest.mark.usefixtures("implementation")
+def test_rows_of_no_sample_get_zeros():
+    case, schedule = scan_case("Mamba-2"), TREES.schedule()
+    fewer = Schedule(schedule.first - schedule.first.gt(12) * 3, schedule.read, schedule.write, schedule.scratch)
+    found = case.run(fewer)
+    assert torch.equal(found[:12], case.run()[:12])
+    assert not found[12:].any()

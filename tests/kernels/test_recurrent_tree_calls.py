@@ -8,13 +8,14 @@ from torch import library
 from arbordraft.kernels import choice
 from arbordraft.kernels.recurrent_tree import (
     Paths,
+    Scan,
     Schedule,
+    advance_states,
+    advance_windows,
     commit_windows,
     gate,
     tree_convolution,
-    tree_gated_delta,
     tree_scan,
-    tree_selective_update,
 )
 
 
@@ -23,11 +24,11 @@ def test_rounding_of_inputs_is_the_callers():
     rows = {name: part.bfloat16() for name, part in case.rows.items()}
     wide = {name: part.float() for name, part in rows.items()}
     schedule = TREES.schedule()
-    out = tree_gated_delta(case.states.clone(), schedule, **rows)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, tree_gated_delta(case.states.clone(), schedule, **wide).bfloat16())
-    plain = tree_gated_delta(case.states.clone(), schedule, **wide, normalize=False)
-    assert not torch.equal(out.float(), plain)
+    out = Scan.gated_delta(**rows).run(case.states.clone(), schedule)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, Scan.gated_delta(**wide).run(case.states.clone(), schedule))
+    plain = Scan.gated_delta(**wide, normalize=False).run(case.states.clone(), schedule)
+    assert not torch.equal(out, plain)
 
 
 @pytest.mark.parametrize("path", ["auto", "reference"])
@@ -71,16 +72,27 @@ def refusals():
         (scan(rates=torch.empty(3, 7, 4)), r"rates must be \[3, 7, 5\]"),
         (convolve(windows=windows.bfloat16()), r"windows must be \[any, 3, 37\] of torch.float32"),
         (convolve(history=history[:-1]), r"history must be \[15, 3\]"),
-        (convolve(weight=weight.bfloat16()), "weight must be"),
+        (convolve(weight=weight[:, 1:]), r"weight must be \[any, 37\]"),
         (convolve(bias=bias[:-1]), r"bias must be \[37\]"),
         (lambda: gate(inputs, "gelu"), "there is no activation 'gelu'; choose one of softplus, sigmoid, silu"),
         (lambda: gate(inputs, "silu", bias[:3]), r"bias must be \[37\]"),
         (lambda: commit_windows(windows, inputs.bfloat16(), history[:5], torch.arange(5)), "inputs must be"),
         (
-            lambda: tree_selective_update(
-                torch.zeros(1, 2, 4, 3), schedule, torch.zeros(15, 2, 3), torch.zeros(15, 3), *[torch.zeros(2)] * 3
-            ),
+            lambda: Scan.mamba2(torch.zeros(15, 2, 3), torch.zeros(15, 3), *[torch.zeros(2)] * 3),
             r"steps must be \[15, 2\]",
+        ),
+        (lambda: Scan.mamba(inputs, inputs[1:], *[inputs] * 3), r"steps must be \[15, 37\]"),
+        (
+            lambda: Scan.mamba2(torch.zeros(15, 2, 3), torch.zeros(15, 2), *[torch.zeros(2)] * 3, skip=torch.zeros(3)),
+            r"skip must be \[2\]",
+        ),
+        (
+            lambda: advance_windows(windows[None], [inputs.bfloat16()], *[torch.zeros(1, dtype=torch.int64)] * 3),
+            r"inputs must be \[1, any, 37\] of torch.float32",
+        ),
+        (
+            lambda: advance_states(case.states[None].double(), [Scan(**rows)], *[torch.zeros(1)] * 3),
+            r"states must be \[1, any, 3, 7, 5\] of torch.float32",
         ),
     ]
 

@@ -476,6 +476,21 @@ def stateful() -> dict[str, Configuration]:
     return {one.name: one for one in found if one.name not in FRAGILE}
 
 
+@cache
+def stateful_in_buckets() -> dict[str, Configuration]:
+    """Returns configurations of targets with recurrent layers in steps of fixed shapes, by name."""
+    found = []
+    settings, modes = ("greedy", "t1", "t.7,top-k"), ("batch3", "engine8")
+    kinds = product(STATEFUL["target"][:4], ("ngram", "model", "eagle"), ("shared2", "wor2+lifted-rrs"))
+    for number, (of, kind, coupling) in enumerate(kinds):
+        turn = {"drafter": kind, "coupling": coupling, "target": of, "step": "buckets", "kernels": "torch"}
+        turn |= {"settings": settings[number % 3], "mode": modes[number // 3 % 2], "tree": "uneven", "grammar": "free"}
+        turn |= {"variant": "main", "decider": ("whole", "depth2", "free")[number % 3]}
+        if valid(kind, coupling, turn["decider"]) and fits(turn):
+            found.append(Configuration(**turn))
+    return {one.name: one for one in found}
+
+
 # Decoders of the builders
 
 
@@ -527,7 +542,7 @@ def built() -> dict[str, Built]:
 
 def everything() -> dict[str, Configuration | Built]:
     """Returns all recorded configurations by name, in the order of the file."""
-    return {**configurations(), **built(), **stateful()}
+    return {**configurations(), **built(), **stateful(), **stateful_in_buckets()}
 
 
 def chunk(number: int) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels import choice
-from arbordraft.kernels.recurrent_tree import ACTIVATIONS, Paths, gate, tree_convolution, tree_scan
+from arbordraft.kernels.recurrent_tree import ACTIVATIONS, Paths, Scan, gate, tree_convolution, tree_scan
 
 TREES = Paths(
     [-1, 0, 0, 1, 1, 2, 2, -1, -1, 8, 9, 8, -1, -1, 13], rows=[7, 1, 4, 0, 3], states=[2, 5, 0, 3, 1]
@@ -25,7 +25,7 @@ SHAPES = {  # heads, key heads, keys, values, numbers that share a decay, delta 
 
 
 @dataclass
-class Scan:
+class Case:
     """Arguments of :func:`tree_scan` for the rows of ``paths``; states of no sample are NaN."""
 
     paths: Paths
@@ -64,7 +64,7 @@ def scan_case(name, paths=TREES, seed=0):
     if delta:
         rows["beta"] = torch.rand(total, heads, generator=generator)
         options["epsilon"] = 1e-6
-    return Scan(paths, states, rows, options)
+    return Case(paths, states, rows, options)
 
 
 def same(found, expected):
@@ -147,3 +147,56 @@ def path_of(row, paths=TREES):
 def sample_of(row, paths=TREES):
     ends = list(itertools.accumulate(paths.rows))
     return next(sample for sample, end in enumerate(ends) if row < end)
+
+
+ACCEPTED = [[0, 2, 5, -1], [7, -1, -1, -1], [8, 9, 10, -1], [0, -1, -1, -1], [13, 14, -1, -1]]  # rows of TREES
+FROM, INTO = [2, 5, 0, 3, 1], [4, 7, 6, -1, 8]  # the fourth sample has no rows
+
+
+RAW = "Mamba-2"  # the shape of rows with raw step sizes
+LIMITS = (0.05, 1.5)  # of their steps
+
+
+def raw_rows(seed=0):
+    """Returns rows of Mamba-2 with raw step sizes."""
+    rows, generator = scan_case(RAW, seed=seed).rows, torch.Generator().manual_seed(seed)
+    heads = rows["value"].shape[1]
+    steps, rates, bias, skip = (
+        torch.randn(size, generator=generator) for size in ((len(rows["value"]), heads), *3 * [(heads,)])
+    )
+    given = rows["value"], steps, -rates.abs(), rows["key"], rows["query"]
+    return Scan.mamba2(*given, bias=bias, skip=skip, limits=LIMITS)
+
+
+def advanced(name, layers=2, raw=False):
+    """Returns the states of layers, their scans, and the accepted paths with the states before and after."""
+    cases = [scan_case(name, seed=seed) for seed in range(layers)]
+    states = torch.stack([torch.cat([case.states, torch.full_like(case.states[:2], torch.nan)]) for case in cases])
+    scans = [raw_rows(seed) if raw else Scan(**case.rows, **case.options) for seed, case in enumerate(cases)]
+    return states, scans, [torch.tensor(part) for part in (ACCEPTED, FROM, INTO)]
+
+
+def replayed(states, scans):
+    """Returns the states that scans of each accepted path alone leave."""
+    states = states.clone()
+    for pool, scan in zip(states, scans, strict=True):
+        for path, source, destination in zip(ACCEPTED, FROM, INTO, strict=True):
+            rows = [row for row in path if row >= 0]
+            if destination >= 0:
+                schedule = Paths.chains([len(rows)], [source]).schedule(commit=True)
+                schedule.write[-1] = destination
+                Scan.joined([scan], lambda parts, rows=rows: parts[0][rows]).run(pool, schedule)
+    return states
+
+
+def moved_windows(dtype, width, channels, layers=2):
+    """Returns the windows of layers, their inputs, the accepted paths, and the windows after them."""
+    cases = [convolution_case(dtype, width, channels, seed=seed) for seed in range(layers)]
+    windows = torch.stack([torch.cat([case[1], torch.full_like(case[1][:2], torch.nan)]) for case in cases])
+    inputs, after = [case[0] for case in cases], windows.clone()
+    for pool, rows in zip(after, inputs, strict=True):
+        for path, source, destination in zip(ACCEPTED, FROM, INTO, strict=True):
+            if destination >= 0:
+                text = [*pool[source], *(rows[row] for row in path if row >= 0)]
+                pool[destination] = torch.stack(text[len(text) - width + 1 :]) if width > 1 else pool[destination]
+    return windows, inputs, [torch.tensor(part) for part in (ACCEPTED, FROM, INTO)], after

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from arbordraft import RaggedModel, TreeTopology, UnsupportedModel
 from arbordraft.kernels import choice
+from arbordraft.kernels.recurrent_tree import Scan
 from arbordraft.target import states
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.equality import equality_report
@@ -395,10 +396,8 @@ def test_a_mixer_with_another_forward_is_refused():
 
 def test_the_self_test_notices_another_recurrence(monkeypatch):
     """A scan that forgets the parent's state is right for the first token alone."""
-    from arbordraft.target import mixers
-
-    update = mixers.tree_selective_update
-    monkeypatch.setattr(mixers, "tree_selective_update", lambda states, *rest: update(torch.zeros_like(states), *rest))
+    run = Scan.run
+    monkeypatch.setattr(Scan, "run", lambda rows, states, schedule: run(rows, torch.zeros_like(states), schedule))
     with pytest.raises(UnsupportedModel, match="packed logits differ from single ones"):
         RaggedModel(recurrent("mamba2"), kernels="torch")
 

@@ -121,7 +121,7 @@ class SpeculativeDecoder(nn.Module):
             )
         self.static: StaticStepping | None = None
         if isinstance(buckets, str):
-            if self.target.backend != "native" and not self.target.recurrent:  # "native" runs on a CPU alone
+            if self.target.backend != "native":  # "native" runs on a CPU alone
                 self.static = StaticStepping(*self.parts[:4], DEFAULT_BUCKETS, automatic=True)
         elif buckets is not None:
             self.static = StaticStepping(*self.parts[:4], buckets, compile_backend)

@@ -192,7 +192,7 @@ class ModelNetwork(DraftNetwork):
     def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
         if next(cache.buffers(), None) is None:
             self.model.prefill({dummy: [0]}, cache)
-        return cache.layers(self.model.num_layers)
+        return cache.rows(self.model.num_layers)
 
     def run(
         self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None

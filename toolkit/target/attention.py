@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.fused_linear import project_rotate_append
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.kernels.recurrent_tree import Scan
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.states import Key, StateRows, Update
+from arbordraft.target.states import Key, StateRows
 
 ATTENTION_NAME = "arbordraft_ragged"
 REQUIREMENT = (
     "arbordraft needs every layer to be softmax attention that goes through transformers' AttentionInterface, or a "
     "recurrent layer that it knows (falcon, bloom and rwkv have neither)"
 )
-_NO_STATES = "recurrent layers keep no states in steps of fixed shapes: build the decoder with buckets=None"
+_NO_STATES = "this forward keeps no states of recurrent layers"
 _ARGUMENTS_LOST = f"the model does not hand its arguments on to its layers: {REQUIREMENT}"
 # Arguments that models pass on to their attention although only the caller needs them.
 _IGNORED = frozenset({"cache_position", "dropout", "is_causal", "logits_to_keep", "position_ids", "use_cache"})
@@ -115,7 +116,7 @@ class Attending:
         """Convolves ``[T, C]`` inputs along the paths of their rows; see :meth:`StateRows.convolve`."""
         raise UnsupportedModel(_NO_STATES)
 
-    def scan(self, key: Key, update: Update, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+    def scan(self, key: Key, rows: Scan) -> Tensor:
         """Runs a recurrence along the paths of the rows; see :meth:`StateRows.scan`."""
         raise UnsupportedModel(_NO_STATES)
 
@@ -161,9 +162,9 @@ class Forward(Attending):
         """See :meth:`Attending.convolve`."""
         return self.state_rows.convolve(key, inputs, weight, bias, activate=activate)
 
-    def scan(self, key: Key, update: Update, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+    def scan(self, key: Key, rows: Scan) -> Tensor:
         """See :meth:`Attending.scan`."""
-        return self.state_rows.scan(key, update, shape, *inputs)
+        return self.state_rows.scan(key, rows)
 
     def _attended(self, query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
         return ragged_tree_attention(

@@ -139,8 +139,7 @@ class RaggedKVCache(nn.Module):
                 self._states.open(handle)
                 if slab.branch is not None:
                     self._states.keep(handle, slab.branch)
-        starts = {slab.start: handle for handle, slab in self._slabs.items()}
-        handles = [starts[start] for start in batch.starts]
+        handles = self._handles(batch)
         return self._states.lay_out(handles, batch, [handle in self._reading for handle in handles], device)
 
     def share(self, source: int, handle: int, tokens: int) -> None:
@@ -268,12 +267,21 @@ class RaggedKVCache(nn.Module):
             row = like.new_empty(0, *shape)
             return self._pool(f"keys_{layer}", row), self._pool(f"values_{layer}", row)
 
-    def layers(self, number: int) -> list[Tensor]:
-        """Returns the pools of the first layers: keys, then values, of each layer in turn.
+    @property
+    def attending(self) -> list[int]:
+        """Layers that have keys and values, ascending; known from the first forward on."""
+        return sorted(int(name.removeprefix("keys_")) for name in self._buffers if name.startswith("keys_"))
+
+    def rows(self, number: int | None = None) -> list[Tensor]:
+        """Returns the pools of layers that have keys and values: keys, then values, of each layer in turn.
 
         Pools in their final place are returned whole, so that recorded graphs stay valid as they fill.
+
+        Args:
+            number: number of first layers of the model, all by default.
         """
-        names = [f"{kind}_{layer}" for layer in range(number) for kind in ("keys", "values")]
+        layers = [layer for layer in self.attending if number is None or layer < number]
+        names = [f"{kind}_{layer}" for layer in layers for kind in ("keys", "values")]
         return [self._whole[name] if name in self._whole else self._buffers[name] for name in names]  # type: ignore[misc]
 
     def settle(self) -> None:
@@ -333,10 +341,16 @@ class RaggedKVCache(nn.Module):
             self._states.commit(kept, {handle: self._slabs[handle].length for handle in kept})
         if any(moves) and (pools := list(self._pools())):
             compact(pools, moves)
-        self.advance(kept)
+        self._lengthen(kept)
 
     def advance(self, kept: Mapping[int, Sequence[int]]) -> None:
-        """Updates lengths as :meth:`commit` does, for rows that the device has moved already."""
+        """Commits rows as :meth:`commit` does, if the device has moved them and computed their states already."""
+        if self._states is not None:
+            for handle, rows in kept.items():
+                self._states.step_ahead(handle, len(rows))
+        self._lengthen(kept)
+
+    def _lengthen(self, kept: Mapping[int, Sequence[int]]) -> None:
         for handle, rows in kept.items():
             slab = self._slabs[handle]
             slab.length += len(rows)
@@ -376,6 +390,11 @@ class RaggedKVCache(nn.Module):
 
     def extra_repr(self) -> str:
         return f"samples={len(self._slabs)}, rows={self._rows}, max_tokens={self.max_tokens}"
+
+    def _handles(self, batch: RaggedBatch) -> list[int]:
+        """Returns the samples of a batch."""
+        starts = {slab.start: handle for handle, slab in self._slabs.items()}
+        return [starts[start] for start in batch.starts]
 
     def _pools(self) -> Iterator[Tensor]:
         return (pool for pool in self._buffers.values() if pool is not None)

@@ -14,10 +14,9 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from arbordraft.kernels.recurrent_tree import Schedule, gate, tree_gated_delta, tree_scan, tree_selective_update
+from arbordraft.kernels.recurrent_tree import Scan, gate
 from arbordraft.target.attention import Attending, UnsupportedModel, run_model, running
 from arbordraft.target.observation import decoder_list
 
@@ -45,9 +44,8 @@ class _Call:
         """Maps ``[1, C, T]`` to ``[1, C, T]``; the weight is ``[C, W]``."""
         if activation not in (None, *_SILU):
             raise UnsupportedModel(f"a convolution with the activation {activation!r} has no operator")
-        bias = None if bias is None else bias.float()
-        taps, activate = weight.T.float(), activation is not None
-        out = self._ragged.convolve(self._key(), hidden_states[0].T.contiguous(), taps, bias, activate=activate)
+        activate = activation is not None
+        out = self._ragged.convolve(self._key(), hidden_states[0].T, weight.T, bias, activate=activate)
         return out.T[None]
 
     def delta(
@@ -62,10 +60,8 @@ class _Call:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Runs the gated delta rule: ``[1, T, G, K]`` queries and keys, ``[1, T, H, V]`` values."""
-        shape = value.shape[2], key.shape[3], value.shape[3]
-        update = partial(tree_gated_delta, normalize=use_qk_l2norm_in_kernel)
-        rows = (part[0] for part in (query, key, value, g, beta))
-        return self._ragged.scan(self._key(), update, shape, *rows)[None], None
+        rows = Scan.gated_delta(*(part[0] for part in (query, key, value, g, beta)), normalize=use_qk_l2norm_in_kernel)
+        return self._ragged.scan(self._key(), rows).to(value.dtype)[None], None
 
     def mamba2(
         self,
@@ -85,11 +81,8 @@ class _Call:
         """Runs Mamba-2: ``[1, T, H, V]`` hidden states, ``[1, T, H]`` step sizes, ``[1, T, G, N]`` B and C."""
         if z is not None or not dt_softplus:
             raise UnsupportedModel("a Mamba-2 scan with a gate of its own or without softplus has no operator")
-        steps = gate(dt[0], "softplus", None if dt_bias is None else dt_bias.float()).clamp(*dt_limit)
-        shape = hidden_states.shape[2], B.shape[3], hidden_states.shape[3]
-        return self._ragged.scan(self._key(), partial(_selective, A, D), shape, hidden_states[0], steps, B[0], C[0])[
-            None
-        ]
+        rows = Scan.mamba2(hidden_states[0], dt[0], A, B[0], C[0], bias=dt_bias, skip=D, limits=dt_limit)
+        return self._ragged.scan(self._key(), rows)[None]
 
     def mamba(
         self,
@@ -109,22 +102,10 @@ class _Call:
         if not delta_softplus:
             raise UnsupportedModel("a Mamba scan without softplus has no operator")
         steps = gate(dt[0].T, "softplus", delta_bias)
-        rates = A.T.contiguous()
-        rows = hidden_states[0].T, steps, B[0].T, C[0].T
-        out = self._ragged.scan(self._key(), partial(_selective, rates, D), (1, *rates.shape), *rows)
+        x = hidden_states[0].T
+        out = self._ragged.scan(self._key(), Scan.mamba(x, steps, A.T.contiguous(), B[0].T, C[0].T))[:, 0]
+        out = out if D is None else out + x.float() * D.float()
         return (out if z is None else out * gate(z[0].T, "silu")).T[None]
-
-
-def _selective(
-    rates: Tensor, D: Tensor | None, states: Tensor, schedule: Schedule, x: Tensor, steps: Tensor, B: Tensor, C: Tensor
-) -> Tensor:
-    return tree_selective_update(states, schedule, x, steps, rates, B, C, D)
-
-
-def _linear(states: Tensor, schedule: Schedule, x: Tensor, log_decay: Tensor) -> Tensor:
-    """Runs a linear recurrence: each of ``[T, C]`` channels is a state of its own."""
-    ones, rates = x.new_ones(len(x), 1, 1), torch.ones(1, 1, x.shape[1], device=x.device)
-    return tree_scan(states, schedule, ones, ones, x[:, None], log_decay[:, None], rates=rates)[:, 0]
 
 
 class _PathConvolution(nn.Module):
@@ -152,9 +133,10 @@ def _run_recurrence(
     """Runs a real-gated linear recurrent unit on ``[1, T, C]`` inputs and decays; texts begin with zeros anyway."""
     ragged = running(None)
     ragged.layers.setdefault(layer, None)
-    x = hidden_states[0].float()
-    out = ragged.scan((number, 0), _linear, (1, 1, x.shape[1]), x, recurrent_gate[0].float().log())
-    return out[None].to(hidden_states.dtype), None
+    x = hidden_states[0].float()  # each channel is a state of its own
+    ones, rates = x.new_ones(len(x), 1, 1), x.new_ones(1, 1, x.shape[1])
+    rows = Scan(ones, ones, x[:, None], recurrent_gate[0].float().log()[:, None], rates=rates)
+    return ragged.scan((number, 0), rows)[:, 0][None].to(hidden_states.dtype), None
 
 
 # By their names in transformers' modules.

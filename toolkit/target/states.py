@@ -7,7 +7,7 @@ than its state would, in nearly all models (see ``kernels/recurrent_tree``).
 Shapes: T rows of a forward, U uncommitted rows, S states of a pool, C channels, W width of a convolution.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -17,10 +17,7 @@ from torch import Tensor
 from arbordraft.kernels.decoder_layers import Kept, NodeMemory, Recurrence, RecurrentRows, replay_layers
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.ragged_tree_attention.batch import WORD_BITS
-from arbordraft.kernels.recurrent_tree import Paths, commit_windows, tree_convolution
-
-Update = Callable[..., Tensor]
-"""Runs a recurrence: takes a pool of states, a schedule and inputs of rows; returns the rows' outputs."""
+from arbordraft.kernels.recurrent_tree import Paths, Scan, commit_windows, tree_convolution
 
 Key = tuple[int, int]
 """A convolution or scan of a model: the number of its mixer, and of the call in there; or a layer and ``WHOLE``."""
@@ -28,7 +25,7 @@ Key = tuple[int, int]
 WHOLE = -1  # in place of a call, where a kernel runs a layer as a whole
 
 _WORD = (1 << WORD_BITS) - 1
-_LEAST = 4  # slots that are added at a time, at least
+_LEAST = 4  # slots are added in multiples of these, so that pools side by side begin at aligned addresses
 _KEPT = 2  # older states of a sample
 MOST_STATES = 2 + _KEPT  # states of a sample: the committed one, the one computed ahead, and older ones
 
@@ -38,7 +35,7 @@ class _Step:
     """Inputs of one forward's rows: by convolution and by scan, and by layer that a kernel runs as a whole."""
 
     convolved: dict[Key, Tensor] = field(default_factory=dict)
-    scanned: dict[Key, tuple[Update, tuple[Tensor, ...]]] = field(default_factory=dict)
+    scanned: dict[Key, Scan] = field(default_factory=dict)
     layers: dict[Key, tuple[Recurrence, Kept]] = field(default_factory=dict)
 
 
@@ -52,10 +49,12 @@ class _Sample:
         branch: number of tokens whose state is worth keeping, if any, since other texts begin with them, too.
         rows: its uncommitted rows, as rows of forwards.
         parents: their parents among them; -1 for none.
-        sure: number of first uncommitted rows that will be accepted, if any; their states are computed ahead.
+        sure: number of uncommitted rows that will be accepted, if any; their states are computed ahead. They are the
+            first ones, unless a step on the device has accepted them.
         ahead: index of the windows and states after these rows.
         before: index of those one row earlier, if these are to be kept.
         reading: whether these rows are a text that is read, whose end is worth a state.
+        behind: number of last committed tokens that its committed state lacks; more than 0 only after its text's end.
     """
 
     slot: int
@@ -67,6 +66,43 @@ class _Sample:
     ahead: int | None = None
     before: int | None = None
     reading: bool = False
+    behind: int = 0
+
+
+class _Pools:
+    """Pools of one kind, of which those of one shape lie side by side from the first change of their size on.
+
+    Attributes:
+        by_key: ``[S, ...]`` each.
+        stacks: keys of L pools of one shape, and these pools, ``[L, S, ...]``.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[Key, Tensor] = {}
+        self.stacks: list[tuple[tuple[Key, ...], Tensor]] = []
+
+    def get(self, key: Key, like: Tensor, slots: int) -> Tensor:
+        """Returns a pool; makes it at first, of the shape of ``like`` behind S."""
+        if key not in self.by_key:
+            self.by_key[key] = like.new_zeros(slots, *like.shape[1:])
+            self.stacks.append(((key,), self.by_key[key][None]))
+        return self.by_key[key]
+
+    def resize(self, slots: int) -> None:
+        """Lays pools of one shape side by side, with room for this many states."""
+        alike: dict[object, list[Key]] = {}
+        for key, pool in self.by_key.items():
+            alike.setdefault((pool.shape[1:], pool.dtype), []).append(key)
+        if len(alike) == len(self.stacks) and all(pools.shape[1] == slots for _, pools in self.stacks):
+            return
+        self.stacks = []
+        for keys in alike.values():
+            some = self.by_key[keys[0]]
+            pools = some.new_zeros(len(keys), slots, *some.shape[1:])
+            for place, key in enumerate(keys):
+                pools[place, : len(self.by_key[key])] = self.by_key[key]
+                self.by_key[key] = pools[place]
+            self.stacks.append((tuple(keys), pools))
 
 
 class RecurrentStates:
@@ -79,20 +115,19 @@ class RecurrentStates:
 
     def __init__(self) -> None:
         self._samples: dict[int, _Sample] = {}
-        self._windows: dict[Key, Tensor] = {}
-        self._states: dict[Key, Tensor] = {}
+        self._windows, self._states = _Pools(), _Pools()
         self._free: list[int] = []
         self._slots = 0  # of every pool
 
     @property
     def nbytes(self) -> int:
         """Bytes of all windows and states."""
-        return sum(pool.nbytes for pool in self._pools())
+        return sum(pools.nbytes for pools in self._stacks())
 
     @property
     def bytes_each(self) -> int:
         """Bytes of one state of all layers, windows included."""
-        return sum(pool[:1].nbytes for pool in self._pools())
+        return sum(pools[:, :1].nbytes for pools in self._stacks())
 
     def open(self, handle: int) -> None:
         """Adds a sample without tokens."""
@@ -112,7 +147,8 @@ class RecurrentStates:
             length: number of its committed tokens.
             tokens: bound on the result.
         """
-        return max(known for known in (0, length, *self._samples[handle].kept) if known <= tokens)
+        sample = self._samples[handle]
+        return max(known for known in (0, length - sample.behind, *sample.kept) if known <= tokens)
 
     def share(self, source: int, handle: int, length: int, tokens: int) -> None:
         """Copies the state after ``tokens`` tokens of a sample, which has committed ``length``, to another one.
@@ -136,6 +172,7 @@ class RecurrentStates:
         """Takes a sample of ``length`` tokens back to its last state within ``tokens``; returns the new length."""
         sample, known = self._samples[handle], self.reusable(handle, length, tokens)
         self._restore(sample, sample.slot, length, known)
+        sample.behind = 0
         for later in [number for number in sample.kept if number > known]:
             self._release(sample.kept.pop(later))
         return known
@@ -158,6 +195,7 @@ class RecurrentStates:
         given = zip(samples, batch.rows, batch.tree_positions, batch.past, reading, strict=True)
         for sample, rows, region, length, reads in given:
             earlier = len(region) - rows
+            self._check_current(sample)
             del sample.rows[earlier:], sample.parents[earlier:]  # of a forward that is repeated
             if len(sample.rows) < earlier:
                 raise RuntimeError(f"{earlier} rows were laid out before these, but only {len(sample.rows)} have run")
@@ -206,13 +244,59 @@ class RecurrentStates:
         self._release(*slots)
         return slots
 
+    def settle(self, samples: int) -> None:
+        """Makes room for the states of this many samples, and lays the pools of all layers side by side.
+
+        The pools keep their places until more samples come.
+        """
+        self._resize(max(self._slots, _rounded(MOST_STATES * samples)))
+
+    @property
+    def windows_of_layers(self) -> Sequence[tuple[tuple[Key, ...], Tensor]]:
+        """For each shape of windows, the keys of L convolutions, and all their windows, ``[L, S, W - 1, C]``."""
+        return self._windows.stacks
+
+    @property
+    def states_of_layers(self) -> Sequence[tuple[tuple[Key, ...], Tensor]]:
+        """For each shape of states, the keys of L scans, and all their states, ``[L, S, H, K, V]``."""
+        return self._states.stacks
+
+    def places(self, handle: int) -> tuple[int, int]:
+        """Returns the slot of a sample's committed state, and one for the state that a step on the device computes."""
+        sample = self._samples[handle]
+        self._check_current(sample)
+        if sample.ahead is None or sample.sure:
+            self._look_ahead(sample, 0)
+            sample.ahead = self._take()
+        return sample.slot, sample.ahead
+
+    def computed(self, handle: int, rows: int) -> None:
+        """Notes that a step on the device has computed the state after this many rows, which it has accepted."""
+        self._samples[handle].sure = rows
+
+    def step_ahead(self, handle: int, rows: int) -> None:
+        """Commits the state that a step on the device has computed.
+
+        Args:
+            handle: the sample.
+            rows: number of rows that are committed. If they are fewer than the device accepted, the text has ended
+                among them, and no state after it is there.
+        """
+        sample = self._samples[handle]
+        if rows == sample.sure:
+            assert sample.ahead is not None
+            sample.slot, sample.ahead = sample.ahead, sample.slot
+        else:
+            sample.behind = rows
+        sample.sure = 0
+
     def windows(self, key: Key, inputs: Tensor, width: int) -> Tensor:
         """Returns the ``[S, W - 1, C]`` windows of a convolution."""
-        return self._pool(self._windows, key, inputs.new_empty(0, width - 1, inputs.shape[1]))
+        return self._windows.get(key, inputs.new_empty(0, width - 1, inputs.shape[1]), self._slots)
 
     def states(self, key: Key, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Returns the ``[S, *shape]`` float32 states of a scan, on the device of ``like``."""
-        return self._pool(self._states, key, like.new_empty(0, *shape, dtype=torch.float32))
+        return self._states.get(key, like.new_empty(0, *shape, dtype=torch.float32), self._slots)
 
     def _look_ahead(self, sample: _Sample, rows: int) -> None:
         """Makes room for the state after a sample's first rows, and gives up such room from before."""
@@ -246,7 +330,7 @@ class RecurrentStates:
         paths = Paths.chains([len(rows) for rows in accepted], slots)
         ends = [end - 1 for end in accumulate(len(rows) for rows in accepted)]
         (any_step, _), *_ = accepted[0]
-        device = next(self._pools()).device
+        device = next(self._stacks()).device
         places, histories = torch.tensor(slots, device=device), dict[int, Tensor]()
 
         def history(width: int) -> Tensor:
@@ -255,52 +339,51 @@ class RecurrentStates:
             return histories[width]
 
         for key in any_step.convolved:
-            inputs, pool = rows([step.convolved[key] for step in rows.steps]), self._windows[key]
+            inputs, pool = rows([step.convolved[key] for step in rows.steps]), self._windows.by_key[key]
             commit_windows(pool, inputs, history(pool.shape[1] + 1), places)
         schedule = paths.schedule(commit=True).to(device)
-        for key, (update, _) in any_step.scanned.items():
-            given = zip(*(step.scanned[key][1] for step in rows.steps), strict=True)
-            update(self._states[key], schedule, *map(rows, given))
+        for key in any_step.scanned:
+            Scan.joined([step.scanned[key] for step in rows.steps], rows).run(self._states.by_key[key], schedule)
         if any_step.layers:
             layers = [layer for layer, _ in any_step.layers.values()]
-            pools = [(self._windows[key], self._states.get(key, self._windows[key])) for key in any_step.layers]
+            pools = [
+                (self._windows.by_key[key], self._states.by_key.get(key, self._windows.by_key[key]))
+                for key in any_step.layers
+            ]
             picked, kept = rows.kept([[step.layers[key][1] for key in any_step.layers] for step in rows.steps])
             replay_layers(layers, pools, kept, picked, schedule, places, history(len(layers[0].taps)))
 
     def _restore(self, sample: _Sample, slot: int, length: int, tokens: int) -> None:
         """Copies the state of a sample after ``tokens`` tokens to a slot."""
-        source = None if not tokens else sample.slot if tokens == length else sample.kept[tokens]
+        source = None if not tokens else sample.slot if tokens == length - sample.behind else sample.kept[tokens]
         if source is None:
             self._clear(slot)
         elif source != slot:
-            for pool in self._pools():
-                pool[slot] = pool[source]
+            for pools in self._stacks():
+                pools[:, slot] = pools[:, source]
 
     def _clear(self, slot: int) -> None:
-        for pool in self._pools():
-            pool[slot] = 0
+        for pools in self._stacks():
+            pools[:, slot] = 0
 
-    def _pools(self) -> Iterator[Tensor]:
-        yield from self._windows.values()
-        yield from self._states.values()
+    def _check_current(self, sample: _Sample) -> None:
+        if sample.behind:
+            raise RuntimeError(f"a text has ended, and the state after its last {sample.behind} tokens is not there")
 
-    def _pool(self, pools: dict[Key, Tensor], key: Key, like: Tensor) -> Tensor:
-        if key not in pools:
-            pools[key] = self._grown(like)
-        return pools[key]
+    def _stacks(self) -> Iterator[Tensor]:
+        for pools in (self._windows, self._states):
+            yield from (stack for _, stack in pools.stacks)
 
-    def _grown(self, pool: Tensor) -> Tensor:
-        return torch.cat([pool, pool.new_zeros(self._slots - len(pool), *pool.shape[1:])])
+    def _resize(self, slots: int) -> None:
+        self._free = [*reversed(range(self._slots, slots)), *self._free]
+        self._slots = slots
+        for pools in (self._windows, self._states):
+            pools.resize(slots)
 
     def _take(self) -> int:
         """Returns a free slot; its contents are undefined."""
         if not self._free:
-            more = max(_LEAST, self._slots // 2)
-            self._free = list(range(self._slots, self._slots + more))[::-1]
-            self._slots += more
-            for pools in (self._windows, self._states):
-                for key in pools:
-                    pools[key] = self._grown(pools[key])
+            self._resize(self._slots + _rounded(self._slots // 2))
         return self._free.pop()
 
     def _release(self, *slots: int | None) -> None:
@@ -381,23 +464,22 @@ class StateRows:
             commit_windows(windows, rows, ends, self._slots)
         return out if self._new is None else out[self._new]
 
-    def scan(self, key: Key, update: Update, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
-        """Runs a recurrence of states of this shape along the paths of the rows.
+    def scan(self, key: Key, rows: Scan) -> Tensor:
+        """Runs a recurrence along the paths of the rows; the bits of a row depend on its path alone.
 
         Args:
             key: the scan.
-            update: see :data:`Update`; the bits of a row must depend on the row's path alone.
-            shape: shape of a state.
-            inputs: ``[T, ...]`` each.
+            rows: these rows.
+
+        Returns:
+            ``[T, H, V]`` float32.
         """
-        states = self._memory.states(key, shape, inputs[0])
-        rows: Sequence[Tensor] = inputs
+        states = self._memory.states(key, rows.state, rows.value)
         if self._repeatable:
-            self._step.scanned[key] = update, inputs
+            self._step.scanned[key] = rows
         if self._rows is not None:
-            steps = [step.scanned[key][1] for step in self._rows.steps]
-            rows = [self._rows(parts) for parts in zip(*steps, strict=True)]
-        out = update(states, self._schedule, *rows)
+            rows = Scan.joined([step.scanned[key] for step in self._rows.steps], self._rows)
+        out = rows.run(states, self._schedule)
         return out if self._new is None else out[self._new]
 
     def layers(
@@ -506,6 +588,10 @@ class _Gathered:
         return found[0] if self._order is None else torch.cat(found)[self._order.to(found[0].device)]
 
 
+def _rounded(slots: int) -> int:
+    return -(-max(slots, 1) // _LEAST) * _LEAST
+
+
 def _parent(words: Sequence[int], place: int) -> int:
     """Returns the last ancestor of a row among the rows that its words make visible; -1 if it has none.
 
@@ -515,4 +601,4 @@ def _parent(words: Sequence[int], place: int) -> int:
     return (seen & ((1 << place) - 1)).bit_length() - 1
 
 
-__all__ = ["MOST_STATES", "WHOLE", "Key", "RecurrentStates", "StateRows", "Update"]
+__all__ = ["MOST_STATES", "WHOLE", "Key", "RecurrentStates", "StateRows"]

@@ -44,6 +44,7 @@ from arbordraft import (
     TreeTopology,
 )
 from arbordraft.deciders import EntropyBound, NodeBudget
+from arbordraft.decoding.static.cache import Memory
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
 from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.drafters.eagle import EagleNetwork
@@ -284,7 +285,7 @@ def run_without_numbers(kind, device, mode):
     steps = [DraftStep(network, BINARY, bucket, shared=shared, longest=64) for shared in (False, True)]
     with torch.no_grad(), mode, Watch(device) as seen:
         for step in steps:
-            assert step(table, states, pools).shape == (2, 2, BINARY.num_nodes)
+            assert step(table, states, Memory(pools)).shape == (2, 2, BINARY.num_nodes)
     return seen.found
 
 

@@ -244,7 +244,7 @@ def poison(where):
 
     def spoiled(self, tree, batch, noise, cache, *rest):
         for rows in where(cache, tree):
-            for pool in cache.layers(self.target.num_layers):
+            for pool in cache.rows():
                 pool[rows] = float("nan")
         return called(self, tree, batch, noise, cache, *rest)
 
@@ -314,10 +314,10 @@ def test_pools_stay_where_they_are_from_batch_to_batch():
     decoder = build()
     decode(decoder, **NEVER)
     cache = decoder.static._idle
-    places = [pool.data_ptr() for pool in cache.layers(2)]
+    places = [pool.data_ptr() for pool in cache.rows()]
     first, _ = decode(decoder, **SAMPLED)
     assert decoder.static._idle is cache
-    assert [pool.data_ptr() for pool in cache.layers(2)] == places
+    assert [pool.data_ptr() for pool in cache.rows()] == places
     assert list(cache._slabs) == [cache.dummy]
     assert decode(decoder, **SAMPLED)[0] == first
 
@@ -417,7 +417,7 @@ def test_weights_that_moved_are_noticed(part):
     assert not set(decoder.static.recorder.recordings.values()) & old
     assert decoder.static._idle is not cache
     dtype = torch.bfloat16 if part == "target" else torch.float32
-    assert {pool.dtype for pool in decoder.static._idle.layers(2)} == {dtype}
+    assert {pool.dtype for pool in decoder.static._idle.rows()} == {dtype}
 
 
 def test_a_model_in_training_mode_is_refused():

@@ -28,6 +28,7 @@ from arbordraft import (
 )
 from arbordraft.decoding.static import step
 from arbordraft.decoding.static.bucket import Bucket, bucket_for
+from arbordraft.decoding.static.cache import Memory, MemoryLayout
 from arbordraft.decoding.static.step import StaticStep, StepKind
 from arbordraft.kernels.verify import take_tops
 from arbordraft.sampling.laws import AdaptiveTopTail
@@ -111,13 +112,14 @@ def run_without_numbers(architecture, kind, device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # experts support no other dtype
         bucket = Bucket.of(TREE, 32, 2)
         pipeline = LogitsPipeline(PROCESSORS if device == "meta" else PROCESSORS[:2])
-        one = StaticStep(RaggedModel(model, self_test=False, kernels="torch"), bucket, kind, pipeline, TREE.num_nodes)
+        target = RaggedModel(model, self_test=False, kernels="torch")
+        one = StaticStep(target, bucket, kind, pipeline, MemoryLayout((0, 1)), TREE.num_nodes)
         table = torch.zeros(bucket.size, dtype=torch.int64)
         draft = torch.zeros(bucket.nodes, VOCAB)
         heads = getattr(config, "num_key_value_heads", 4)
         pools = [torch.zeros(50, heads, 8, dtype=torch.bfloat16) for _ in range(4)]
     with torch.no_grad(), Watch(device) as seen:
-        result, hidden = one(table, draft, pools)
+        result, hidden = one(table, draft, Memory(pools))
     assert (result.shape, hidden.shape) == ((3, 3), (3, 4, 0))
     return seen.found
 

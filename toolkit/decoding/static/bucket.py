@@ -4,6 +4,7 @@ Shapes: T rows of a bucket, S samples (and one more, the dummy, that owns the pa
 children, K children, W ancestor words.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arbordraft.decoding.static.states import StatePlaces
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.kernels.recurrent_tree.paths import NOWHERE, PREVIOUS, Paths
 from arbordraft.sampling.laws import Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.trees.draft_tree import DraftTree
@@ -36,16 +39,27 @@ class Bucket(TreeTable):
         children: K, at least 1.
         words: W.
         depth: greatest number of tokens that a step can accept.
+        width: width of convolutions, W; 0 without recurrent layers.
+        scratch: states that rows of a step leave for later ones, at most.
     """
 
     reals: ClassVar[frozenset[str]] = TreeTable.reals | {"temperature"}
 
     words: int
     depth: int
+    width: int = 0
+    scratch: int = 0
 
     @classmethod
-    def of(cls, topology: TreeTopology, rows: int, samples: int) -> "Bucket":
-        """Returns the smallest bucket for trees of a topology, ``rows`` rows and ``samples`` samples."""
+    def of(cls, topology: TreeTopology, rows: int, samples: int, width: int = 0) -> "Bucket":
+        """Returns the smallest bucket for trees of a topology, ``rows`` rows and ``samples`` samples.
+
+        Args:
+            topology: the largest tree.
+            rows: T.
+            samples: S.
+            width: width of convolutions; 0 without recurrent layers.
+        """
         most = [_most_inner(depth, len(inner), rows, samples) for depth, inner in enumerate(topology.inner)]
         levels = tuple(number for number in most if number)
         return cls(
@@ -55,6 +69,8 @@ class Bucket(TreeTable):
             children=topology.width,
             words=-(-topology.num_nodes // WORD_BITS),
             depth=len(levels),
+            width=width,
+            scratch=min(rows, samples * _scratch(topology)) if width else 0,
         )
 
     @property
@@ -70,13 +86,20 @@ class Bucket(TreeTable):
           ancestor words.
         - By sample: the pool row of its root, and its temperature.
         - ``layout`` is that of :class:`RaggedBatch`.
+        - With recurrent layers, by row: the states that it reads and writes, and the inputs before it; see
+          :class:`~arbordraft.kernels.recurrent_tree.Paths`. By sample: the slots of its state, and of that after the
+          accepted path, -1 for none.
         """
+        by_row, by_sample = (("read", "write"), ("committed", "ahead")) if self.width else ((), ())
         return {
             **super().fields,
             **dict.fromkeys(("positions", "slots", "parent", "depth", "seeds"), (self.rows,)),
             **dict.fromkeys(("home", "temperature"), (self.owners,)),
             "words": (self.rows, self.words),
             "layout": (4, self.samples + 2),
+            **dict.fromkeys(by_row, (self.rows,)),
+            **dict.fromkeys(by_sample, (self.owners,)),
+            **({"history": (self.rows, self.width - 1)} if self.width else {}),
         }
 
     def fill(
@@ -87,6 +110,7 @@ class Bucket(TreeTable):
         noise: Noise | GumbelNoise | None,
         dummy: int,
         temperatures: Sequence[float] = (),
+        states: StatePlaces | None = None,
     ) -> list[int]:
         """Writes a step into a table on the host.
 
@@ -97,6 +121,7 @@ class Bucket(TreeTable):
             noise: noise of this step; ``None`` if all temperatures are 0.
             dummy: first pool row of the dummy, which is committed. There must be room for T more rows after it.
             temperatures: temperatures of the samples that take part; 0 draws nothing.
+            states: slots of the states of the samples that take part, if there are recurrent layers.
 
         Returns:
             The tree's rows whose children were drawn at random, in the order of the table's draft rows.
@@ -120,7 +145,22 @@ class Bucket(TreeTable):
         into.layout[1:3, self.samples] = dummy, 1
         into.home[:] = dummy
         into.home[:samples] = into.slots[roots]
+        if states is not None:
+            self._fill_states(into, tree, states)
         return self.fill_noise(into, tree, noise, temperatures)
+
+    def _fill_states(self, into: SimpleNamespace, tree: DraftTree, states: StatePlaces) -> None:
+        count, samples = tree.rows, len(tree.living)
+        paths = Paths(tree.parent.tolist(), [tree.lengths[number] for number in tree.living], states.committed)
+        schedule = paths.schedule()
+        assert schedule.scratch <= self.scratch
+        into.read[:count], into.read[count:] = schedule.read.numpy(), PREVIOUS
+        into.write[:count], into.write[count:] = schedule.write.numpy(), NOWHERE
+        first = states.dummy * (self.width - 1)
+        into.history[:count] = paths.history(self.width).numpy()
+        into.history[count:] = -1 - first - np.arange(self.width - 1)
+        into.committed[:samples], into.committed[samples:] = states.committed, states.dummy
+        into.ahead[:samples], into.ahead[samples:] = states.ahead, NOWHERE
 
     def fill_noise(
         self,
@@ -138,11 +178,12 @@ class Bucket(TreeTable):
             into.seeds[: tree.rows] = seeds[tree.slot]
         return []
 
-    def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int) -> None:
+    def fill_idle(self, table: Tensor, topology: TreeTopology, dummy: int, states: StatePlaces | None = None) -> None:
         """Writes a step that has only padding rows."""
         tree = DraftTree.of(topology, Fixed(1), [None] * self.samples)
         batch = RaggedBatch([], [], [], [], torch.empty(0), torch.empty(0))
-        self.fill(table, tree, batch, None, dummy)
+        nothing = None if states is None else StatePlaces([], [], states.dummy)
+        self.fill(table, tree, batch, None, dummy, states=nothing)
 
 
 def bucket_sizes(buckets: Sequence[int]) -> tuple[int, ...]:
@@ -166,6 +207,12 @@ def bucket_for(buckets: Sequence[int], rows: int) -> int:
 def power_of_two(number: int) -> int:
     """Returns the smallest power of two that is not below ``number``."""
     return 1 << max(number - 1, 0).bit_length()
+
+
+@functools.cache
+def _scratch(topology: TreeTopology) -> int:
+    """Returns the most states that a tree's rows leave for later rows: those of the whole tree."""
+    return Paths(topology.parent_list, [topology.num_nodes], [0]).schedule().scratch
 
 
 def _most_inner(depth: int, inner: int, rows: int, samples: int) -> int:

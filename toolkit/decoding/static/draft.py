@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from arbordraft.decoding.static.recording import Pools
-from arbordraft.decoding.static.step import StaticForward
+from arbordraft.decoding.static.cache import Memory
+from arbordraft.decoding.static.step import StaticForward, by_layer
 from arbordraft.drafters.feeding import Missing
 from arbordraft.drafters.network import DraftNetwork
 from arbordraft.kernels.draft_tree import TreesToGrow
@@ -31,6 +31,7 @@ from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.table import Table
 
 _ANY_NUMBER = 2**62
+_Pools = Mapping[int, tuple[Tensor, Tensor]]  # of keys and of values, by layer
 
 
 @dataclass(frozen=True)
@@ -212,24 +213,29 @@ class DraftStep(nn.Module):
         caught_up = torch.tensor([rows, [0] * len(rows), [0] * len(rows), rows], device=layouts.device)
         self.register_buffer("caught_up", caught_up, persistent=False)  # layout of the rows to catch up with
 
-    def forward(self, table: Tensor, states: Tensor, pools: Pools) -> Tensor:
+    def forward(self, table: Tensor, states: Tensor, memory: Memory) -> Tensor:
         """Runs one draft.
 
         Args:
             table: the table that :meth:`DraftBucket.fill` wrote.
             states: ``[S C, F]`` target states at the tokens, for a network that reads them; otherwise ``[0, 0]``.
-            pools: pools of the drafter's cache, to which rows are appended.
+            memory: memory of the drafter's cache, to which rows are appended.
 
         Returns:
             ``[2, S, N]`` float64: tokens, -1 where there is no node, and their draft probabilities. In place of a
             root's probability stands the number of the sample's rows whose scores were not numbers.
         """
-        trees, broken = self.grow(self.bucket.read(table), states, pools)
+        trees, broken = self.grow(self.bucket.read(table), states, memory.rows)
         trees.chance[:, 0] = broken
         return torch.stack([trees.token.double(), trees.chance])
 
-    def grow(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> tuple[Trees, Tensor]:
-        """Grows the trees, given the parts of the table; also returns ``[S]`` numbers of rows that were no numbers."""
+    def grow(self, part: Mapping[str, Tensor], states: Tensor, rows: Sequence[Tensor]) -> tuple[Trees, Tensor]:
+        """Grows the trees, given the parts of the table and the drafter's pools.
+
+        Returns:
+            The trees, and ``[S]`` numbers of rows that were no numbers.
+        """
+        pools = by_layer(rows)
         logits, out = self._catch_up(part, states, pools)
         shape = self.bucket.samples, self.nodes
         trees = Trees(
@@ -267,7 +273,7 @@ class DraftStep(nn.Module):
         heat = torch.where(draws, heat, 1).float()
         return found._replace(heat=heat, draws=draws, drawn=part["positions"] + depths[:, None])
 
-    def _catch_up(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> tuple[Tensor, Tensor | None]:
+    def _catch_up(self, part: Mapping[str, Tensor], states: Tensor, pools: _Pools) -> tuple[Tensor, Tensor | None]:
         """Feeds missing tokens; returns ``[S, D]`` logits after the roots and the network's ``[S, 1, H]`` output."""
         offsets = torch.minimum(self.rows, part["missing"][:, None] - 1)
         positions = (part["committed"][:, None] + offsets).flatten()
@@ -281,7 +287,7 @@ class DraftStep(nn.Module):
         return logits, None if out is None else out[:, None]
 
     def _feed(
-        self, places: _Places, tokens: Tensor, out: Tensor | None, depth: int, level: _Level, pools: Pools
+        self, places: _Places, tokens: Tensor, out: Tensor | None, depth: int, level: _Level, pools: _Pools
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the nodes of a depth, missing ones with the root's token; returns ``[S n, D]`` and ``[S, n, H]``."""
         # Contiguous, as kernels need it: a single column would be flattened to a view.

@@ -63,10 +63,12 @@ class DraftedSteps:
         batch = lay_out(state, complete, self.mask, causal=False)
         nodes = static.topology.levels[layout.bucket.depth].stop
         prices = _prices(trees, layout.bucket.samples * (nodes - 1))
-        bucket = DraftedBucket(layout.bucket, static.bucket(complete, state.most), nodes, trims=len(prices) > 0)
-        pools = [*cache.layers(static.target.num_layers), *layout.pools]
+        places, memory = cache.state_places(batch), cache.memory()
+        step = static.bucket(complete, state.most, cache.layout())
+        bucket = DraftedBucket(layout.bucket, step, nodes, trims=len(prices) > 0)
+        both = memory._replace(rows=[*memory.rows, *layout.pools])
         with state.stats.phase("target", within="draft"), static.recorder.turn(static.target.device):
-            run = self._recording(network, bucket, state, cache.longest, layout.cache.longest, noise)
+            run = self._recording(network, bucket, state, cache, layout.cache.longest, noise)
 
             def fill(table: Tensor, *, idle: bool = False) -> None:
                 part, into = bucket.read(table), bucket.views(table)
@@ -74,12 +76,12 @@ class DraftedSteps:
                 into.source[:] = -1
                 into.prices[:] = prices
                 if idle:
-                    bucket.step.fill_idle(part["step"], static.topology, cache.dummy_start)
+                    bucket.step.fill_idle(part["step"], static.topology, cache.dummy_start, places)
                     return
-                bucket.step.fill(part["step"], complete, batch, noise, cache.dummy_start, temperatures)
+                bucket.step.fill(part["step"], complete, batch, noise, cache.dummy_start, temperatures, places)
                 into.source[: complete.rows] = _sources(complete, trees.slots, nodes)
 
-            found, hidden = run(pools, fill, lambda table: fill(table, idle=True))
+            found, hidden = run(both, fill, lambda table: fill(table, idle=True))
             if run.recorded:
                 hidden = hidden.clone()  # the drafter may keep it; the next step overwrites this one
             numbers = found.cpu().numpy()
@@ -92,25 +94,27 @@ class DraftedSteps:
         row_of[tree.owner, tree.node] = np.arange(tree.rows)
         result = said.astype(np.int64).reshape(-1, 3)
         result[:, 0] = row_of[complete.owner[result[:, 0]], complete.node[result[:, 0]]]
-        return tree, StepResult.of(tree, result.tolist(), hidden, bucket.step.rows - complete.rows)
+        done = StepResult.of(tree, result.tolist(), hidden, bucket.step.rows - complete.rows)
+        cache.computed(batch, [len(done.verdict.paths[number]) for number in living])
+        return tree, done
 
     def _recording(
         self,
         network: DraftNetwork,
         bucket: DraftedBucket,
         state: DecodeState,
-        longest: int,
+        cache: StaticCache,
         drafts_longest: int,
         noise: GumbelNoise | None,
     ) -> Recording:
         static, pipeline = self.static, state.active[0].pipeline
-        kind = static.kind(longest, noise, pipeline)
+        kind, layout = static.kind(cache.longest, noise, pipeline), cache.layout()
         shared = noise is not None
 
         def make() -> tuple[DraftedStep, Tensor]:
             draft = DraftStep(network, static.topology, bucket.draft, shared=shared, longest=drafts_longest)
-            step = static.step(bucket.step, kind, pipeline)
-            return DraftedStep(draft, step, bucket, 2 * static.target.num_layers), inputs_of(network, bucket.draft)
+            step = static.step(bucket.step, kind, pipeline, layout)
+            return DraftedStep(draft, step, bucket, 2 * len(layout.layers)), inputs_of(network, bucket.draft)
 
         return static.recorder.recording((network, bucket, kind, drafts_longest), make)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.decoding.static.bucket import Bucket
+from arbordraft.decoding.static.cache import Memory
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
-from arbordraft.decoding.static.recording import Pools
 from arbordraft.decoding.static.step import StaticStep
 from arbordraft.utils.table import Table
 
@@ -61,7 +61,7 @@ class DraftedStep(nn.Module):
         draft: grows the trees.
         step: runs the target and verifies.
         bucket: the shapes.
-        pools: number of the target's pools, which come before those of the drafter.
+        pools: number of the target's pools of rows, which come before those of the drafter.
     """
 
     operator = "static_step"
@@ -71,20 +71,20 @@ class DraftedStep(nn.Module):
         self.draft, self.step, self.bucket, self.pools = draft, step, bucket, pools
         self.title = f"{step.title} behind {draft.title}"
 
-    def forward(self, table: Tensor, states: Tensor, pools: Pools) -> tuple[Tensor, Tensor]:
+    def forward(self, table: Tensor, states: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         """Drafts, then runs the step.
 
         Args:
             table: the tables of both, and the places of the step's tokens among the drafts.
             states: see :meth:`DraftStep.forward`.
-            pools: pools of the target's cache, then of the drafter's.
+            memory: memory of the target's cache, with the rows of the drafter's behind its own.
 
         Returns:
             One float64 row: the result of :meth:`DraftStep.forward` without drafts that are not verified, then the
             samples' integers from :meth:`StaticStep.forward`. And the hidden states of the latter.
         """
         part = self.bucket.read(table)
-        trees, broken = self.draft.grow(self.bucket.draft.read(part["draft"]), states, pools[self.pools :])
+        trees, broken = self.draft.grow(self.bucket.draft.read(part["draft"]), states, memory.rows[self.pools :])
         tokens = trees.token
         if self.bucket.trims:
             below = torch.where(kept(trees.reach[:, 1:], part["prices"]), tokens[:, 1:], -1)
@@ -95,7 +95,8 @@ class DraftedStep(nn.Module):
         # Not token 0: without a mask, models warn about tokens that look like padding.
         inputs = torch.where(drafted < 0, own[0], drafted)
         nothing = states.new_empty(0, 0)
-        said, hidden = self.step.run(given | {"tokens": drafted}, nothing, pools[: self.pools], inputs)
+        own_memory = memory._replace(rows=memory.rows[: self.pools])
+        said, hidden = self.step.run(given | {"tokens": drafted}, nothing, own_memory, inputs)
         found = [tokens, torch.cat([broken[:, None], trees.chance[:, 1:]], dim=1), said]
         return torch.cat([part.flatten().double() for part in found]), hidden
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from arbordraft.decoding.static.bucket import power_of_two
-from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.cache import Memory, StaticCache
 from arbordraft.decoding.static.draft import DraftBucket, DraftStep
-from arbordraft.decoding.static.recording import Pools, Recorder, Recording
+from arbordraft.decoding.static.recording import Recorder, Recording
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.feeding import Missing
@@ -31,7 +31,7 @@ class DraftLayout(NamedTuple):
 
     Args:
         bucket: shapes of the draft.
-        pools: pools of the drafter's cache.
+        pools: pools of rows of the drafter's cache.
         cache: the drafter's cache.
         missing: tokens that this cache lacks, by handle.
         places: first pool row and number of committed rows of each sample.
@@ -40,7 +40,7 @@ class DraftLayout(NamedTuple):
     """
 
     bucket: DraftBucket
-    pools: Pools
+    pools: Sequence[Tensor]
     cache: StaticCache
     missing: Mapping[int, Missing]
     places: Sequence[tuple[int, int]]
@@ -88,7 +88,7 @@ class StaticDrafts:
         layout = self.lay_out(drafter, state, context, network, trees)
         with self.recorder.turn(network.device):
             run = self._recording(network, layout.bucket, trees.draws is not None, layout.cache.longest)
-            found = run(layout.pools, lambda table: layout.fill(table, run.inputs)).cpu().numpy()
+            found = run(Memory(layout.pools), lambda table: layout.fill(table, run.inputs)).cpu().numpy()
         return self.read(found, layout, drafter, state, context)
 
     def lay_out(

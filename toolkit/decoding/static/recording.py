@@ -1,13 +1,14 @@
 """Steps that always run on the same buffers; on a GPU they are recorded as CUDA graphs."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from arbordraft.decoding.static.cache import Memory
 from arbordraft.kernels import choice
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.utils.table import Table
@@ -15,7 +16,6 @@ from arbordraft.utils.table import Table
 INSTEAD = "build the decoder with buckets=None"
 _MOST = 32  # recordings of a decoder; each has buffers and perhaps a graph
 _RECOMPILE_LIMIT = 128
-Pools = Sequence[Tensor]  # keys and values of layer 0, of layer 1, ...: [P, Hkv, D] each
 Fill = Callable[[Tensor], object]  # writes into a table on the host
 Out = TypeVar("Out")
 
@@ -38,8 +38,8 @@ class FixedStep(Protocol):
     @property
     def title(self) -> str: ...
 
-    def __call__(self, table: Tensor, inputs: Tensor, pools: Pools) -> Any:
-        """Runs the step on a table, its other inputs, and the pools of a cache."""
+    def __call__(self, table: Tensor, inputs: Tensor, memory: Memory) -> Any:
+        """Runs the step on a table, its other inputs, and the memory of its caches."""
 
 
 class Recording:
@@ -49,24 +49,24 @@ class Recording:
         step: the step.
         inputs: the step's inputs besides its table, on its device.
         compiler: backend of ``torch.compile``; by default the step is not compiled.
-        memory: memory pool that graphs share; ``None`` if nothing is recorded.
+        graphs: memory pool that graphs share; ``None`` if nothing is recorded.
     """
 
-    def __init__(self, step: FixedStep, inputs: Tensor, compiler: str | None = None, memory: Any = None) -> None:
-        self.step, self.inputs, self._memory = step, inputs, memory
+    def __init__(self, step: FixedStep, inputs: Tensor, compiler: str | None = None, graphs: Any = None) -> None:
+        self.step, self.inputs, self._graphs = step, inputs, graphs
         self._call = step if compiler is None else _compiled(step, compiler)
         self._host = torch.zeros(step.bucket.size, dtype=torch.int64, pin_memory=inputs.device.type == "cuda")
         self._table = torch.zeros(step.bucket.size, dtype=torch.int64, device=inputs.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._out: Any = None
-        self._places: tuple[int, ...] = ()  # addresses of the pools that the graph was recorded with
+        self._places: tuple[int, ...] = ()  # addresses of the memory that the graph was recorded with
         self._addresses: object = None
 
-    def __call__(self, pools: Pools, fill: Fill, idle: Fill | None = None) -> Any:
+    def __call__(self, memory: Memory, fill: Fill, idle: Fill | None = None) -> Any:
         """Uploads the table, runs the step and returns its result, which the next run overwrites.
 
         Args:
-            pools: pools of the cache.
+            memory: memory of the step's caches.
             fill: writes the table and the inputs.
             idle: writes a table for recording, with which the step changes no row in use; ``fill`` by default.
 
@@ -74,14 +74,13 @@ class Recording:
             ValueError: if the chosen kernels cannot do without the host.
         """
         check_kernels(self.step.operator, self._table)
-        places = tuple(pool.data_ptr() for pool in pools)
-        if self._memory is not None and self._places != places:
+        if self._graphs is not None and self._places != memory.addresses:
             self._upload(idle or fill)
-            self.record(pools)
-            self._places = places
+            self.record(memory)
+            self._places = memory.addresses
         self._upload(fill)
         if self._graph is None:
-            return self._run(pools)
+            return self._run(memory)
         self._graph.replay()
         return self._out
 
@@ -90,21 +89,21 @@ class Recording:
         """Whether runs overwrite the results of earlier runs."""
         return self._graph is not None
 
-    def record(self, pools: Pools) -> None:
-        """Records the step on the pools at their current addresses."""
+    def record(self, memory: Memory) -> None:
+        """Records the step on memory at its current addresses."""
         from arbordraft.kernels.kv_cache.triton import address_table
 
-        addresses = address_table(list(pools))
-        self._graph, self._out = record(lambda: self._run(pools), self._memory, self.step.title)
+        addresses = address_table(list(memory.rows)) if memory.rows else None
+        self._graph, self._out = record(lambda: self._run(memory), self._graphs, self.step.title)
         self._addresses = addresses  # the graph reads them
 
     def _upload(self, fill: Fill) -> None:
         fill(self._host)
         self._table.copy_(self._host, non_blocking=True)
 
-    def _run(self, pools: Pools) -> Any:
+    def _run(self, memory: Memory) -> Any:
         with torch.no_grad():
-            return self._call(self._table, self.inputs, pools)
+            return self._call(self._table, self.inputs, memory)
 
 
 class Recorder:
@@ -199,4 +198,4 @@ def record(run: Callable[[], Out], memory: Any, title: str) -> tuple[torch.cuda.
     return graph, out
 
 
-__all__ = ["INSTEAD", "Pools", "Recorder", "Recording", "check_kernels", "on", "record"]
+__all__ = ["INSTEAD", "Recorder", "Recording", "check_kernels", "on", "record"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from arbordraft.decoding.runner import state_tokens
 from arbordraft.decoding.static.bucket import Bucket, bucket_for, bucket_sizes, power_of_two
-from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.cache import MemoryLayout, StaticCache
 from arbordraft.decoding.static.drafted_step import DraftedBucket
 from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.decoding.static.recording import INSTEAD, Recorder, Recording
@@ -86,7 +86,8 @@ class StaticStepping:
             GPU, for batches and requests that allow them.
 
     Raises:
-        ValueError: if the target has prepacked linears or recurrent layers, or a bucket is not positive.
+        ValueError: if the target has prepacked linears, or recurrent layers that are to be compiled. Also if a bucket
+            is not positive.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class StaticStepping:
     ) -> None:
         if target.backend == "native":
             raise ValueError(f"buckets need a target with kernels='torch' or 'triton', not 'native': {INSTEAD}")
-        if target.recurrent:
-            raise ValueError(f"buckets need a target without recurrent layers, which keep no states there: {INSTEAD}")
+        if target.recurrent and compiler is not None:
+            raise ValueError(
+                "compile_backend cannot trace recurrent layers: leave it out, steps are recorded without it"
+            )
         self.target, self.topology, self.coupling = target, topology, coupling
         self.buckets = bucket_sizes(buckets)
         self.recorder = Recorder(compiler)
@@ -168,7 +171,11 @@ class StaticStepping:
         return None
 
     def reserved(self, batch: int) -> int:
-        """Returns the cache rows that no sample can use, for batches of this size: padding rows, and one more."""
+        """Returns the cache rows that no sample can use, for batches of this size: the dummy's, states included."""
+        return self._padding(batch) + state_tokens(self.target, self._drafter)
+
+    def _padding(self, batch: int) -> int:
+        """Returns the most rows of the dummy: padding rows, and a committed one."""
         return 1 + max(bucket_for(self.buckets, batch * self.topology.num_nodes), self.drafts.spare(batch))
 
     def open(self, batch: int, max_tokens: int | None) -> StaticCache | None:
@@ -203,8 +210,9 @@ class StaticStepping:
             cache, self._idle = self._idle, None
         fits = cache is not None and cache.reserved >= reserved and cache.max_tokens == max_tokens
         if cache is None or not fits:
-            cache = StaticCache(max_tokens, reserved - 1, state_tokens(self.target, self._drafter))
+            cache = StaticCache(max_tokens, self._padding(batch) - 1, state_tokens(self.target, self._drafter))
             self.target.prefill({cache.dummy: [0]}, cache)
+        cache.settle_states(batch)
         with self._lock:
             self._in_use.add(cache)
         return cache
@@ -240,33 +248,36 @@ class StaticStepping:
             ValueError: if the chosen kernels cannot do without the host.
         """
         assert isinstance(cache, StaticCache)
-        pools = cache.layers(self.target.num_layers)
-        bucket = self.bucket(tree, samples)
+        layout, states = cache.layout(), cache.state_places(batch)
+        bucket = self.bucket(tree, samples, layout)
         with self.recorder.turn(self.target.device):
-            run = self._recording(bucket, cache.longest, noise, pipeline)
+            run = self._recording(bucket, layout, cache.longest, noise, pipeline)
 
             def fill(table: Tensor) -> None:
-                drawn = bucket.fill(table, tree, batch, noise, cache.dummy_start, temperatures)
+                drawn = bucket.fill(table, tree, batch, noise, cache.dummy_start, temperatures, states)
                 if drawn:
                     run.inputs[: len(drawn)].copy_(rows_drawn_from(tree, drawn))
 
             def idle(table: Tensor) -> None:
-                bucket.fill_idle(table, self.topology, cache.dummy_start)
+                bucket.fill_idle(table, self.topology, cache.dummy_start, states)
 
-            result, hidden = run(pools, fill, idle)
+            result, hidden = run(cache.memory(), fill, idle)
             found = result.tolist()
             if run.recorded:
                 hidden = hidden.clone()  # the drafter may keep it; the next step overwrites this one
-        return StepResult.of(tree, found, hidden, bucket.rows - tree.rows)
+        done = StepResult.of(tree, found, hidden, bucket.rows - tree.rows)
+        cache.computed(batch, [len(done.verdict.paths[number]) for number in tree.living])
+        return done
 
-    def bucket(self, tree: DraftTree, samples: int) -> Bucket:
+    def bucket(self, tree: DraftTree, samples: int, layout: MemoryLayout) -> Bucket:
         """Returns the shapes of a step over these trees, for at most ``samples`` samples."""
-        return self._bucket(bucket_for(self.buckets, tree.rows), power_of_two(samples))
+        width = 0 if layout.states is None else layout.states.width
+        return self._bucket(bucket_for(self.buckets, tree.rows), power_of_two(samples), width)
 
-    def step(self, bucket: Bucket, kind: StepKind, pipeline: LogitsPipeline) -> StaticStep:
+    def step(self, bucket: Bucket, kind: StepKind, pipeline: LogitsPipeline, layout: MemoryLayout) -> StaticStep:
         """Builds a step of these shapes; ``kind`` is the result of :meth:`kind` for the pipeline."""
         most_rows = min(bucket.rows, self.topology.num_nodes)
-        return StaticStep(self.target, bucket, kind, pipeline, most_rows, self.hidden_layers)
+        return StaticStep(self.target, bucket, kind, pipeline, layout, most_rows, self.hidden_layers)
 
     def kind(self, longest: int, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline) -> StepKind:
         """Returns the fixed properties of a step besides its shapes."""
@@ -283,14 +294,19 @@ class StaticStepping:
         return kind
 
     def _recording(
-        self, bucket: Bucket, longest: int, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline
+        self,
+        bucket: Bucket,
+        layout: MemoryLayout,
+        longest: int,
+        noise: Noise | GumbelNoise | None,
+        pipeline: LogitsPipeline,
     ) -> Recording:
         kind = self.kind(longest, noise, pipeline)
 
         def make() -> tuple[StaticStep, Tensor]:
             wide = torch.promote_types(self.target.model.dtype, torch.float32)
             shape = bucket.nodes if kind.sampled else 0, self.target.vocab_size
-            return self.step(bucket, kind, pipeline), torch.zeros(shape, dtype=wide, device=self.target.device)
+            return self.step(bucket, kind, pipeline, layout), torch.zeros(shape, dtype=wide, device=self.target.device)
 
         return self.recorder.recording((bucket, kind), make)
 

@@ -8,14 +8,15 @@ Shapes: T rows of a bucket, S samples besides the dummy, N places for nodes with
 side by side, P pool rows.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from arbordraft.decoding.static.bucket import Bucket
-from arbordraft.decoding.static.recording import Pools
+from arbordraft.decoding.static.cache import Memory, MemoryLayout
+from arbordraft.decoding.static.states import StepStates
 from arbordraft.kernels.accepted_paths import accepted_paths, matching_ends
 from arbordraft.kernels.fused_layers import rotate_append
 from arbordraft.kernels.fused_linear import project_rotate_append
@@ -23,11 +24,13 @@ from arbordraft.kernels.gumbel import gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact_rows
 from arbordraft.kernels.ragged_tree_attention import attend
 from arbordraft.kernels.ragged_tree_attention.batch import arrivals
+from arbordraft.kernels.recurrent_tree import Scan
 from arbordraft.kernels.verify import log_sum_exp, row_max_reference, score_rows, take_tops
 from arbordraft.kernels.verify.tree import verify_tree
 from arbordraft.sampling.processors import LogitsPipeline, truncated
 from arbordraft.target.attention import Attending, AttentionCall, Projection, Tables
 from arbordraft.target.model import RaggedModel
+from arbordraft.target.states import Key
 
 
 @dataclass
@@ -35,7 +38,7 @@ class StaticForward(Attending):
     """A forward whose batch is described only by tensors.
 
     Args:
-        pools: keys and values of all layers.
+        pools: pools of keys and of values, by layer.
         layout: see :attr:`RaggedBatch.layout`.
         region: positions of the keys of all trees.
         positions: ``[T]``.
@@ -45,9 +48,10 @@ class StaticForward(Attending):
         longest: approximate greatest number of committed keys of a sample.
         row_invariant: give every row the same bits as if it ran alone.
         arrivals: see :attr:`RaggedBatch.arrivals`; forwards one after another may share them.
+        states: the rows in recurrent layers, if there are any.
     """
 
-    pools: Pools
+    pools: Mapping[int, tuple[Tensor, Tensor]]
     layout: Tensor
     region: Tensor
     positions: Tensor
@@ -57,6 +61,7 @@ class StaticForward(Attending):
     longest: int
     row_invariant: bool = False
     arrivals: Tensor | None = None
+    states: StepStates | None = None
 
     def __post_init__(self) -> None:
         if self.arrivals is None:  # one launch for all layers
@@ -65,7 +70,7 @@ class StaticForward(Attending):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
     ) -> Tensor:
-        keys, values = self.pools[2 * layer : 2 * layer + 2]
+        keys, values = self.pools[layer]
         if tables is None:
             append(keys, values, key, value, self.slots)
         else:
@@ -73,13 +78,21 @@ class StaticForward(Attending):
         return self._attended(layer, query, call)
 
     def project_and_attend(self, layer: int, projection: Projection, call: AttentionCall, tables: Tables) -> Tensor:
-        keys, values = self.pools[2 * layer : 2 * layer + 2]
+        keys, values = self.pools[layer]
         return self._attended(layer, project_rotate_append(*projection, *tables, keys, values, self.slots), call)
+
+    def convolve(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None, *, activate: bool) -> Tensor:
+        if self.states is None:
+            return super().convolve(key, inputs, weight, bias, activate=activate)
+        return self.states.convolve(key, inputs, weight, bias, activate=activate)
+
+    def scan(self, key: Key, rows: Scan) -> Tensor:
+        return super().scan(key, rows) if self.states is None else self.states.scan(key, rows)
 
     def _attended(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
         # Always an operator, since the reference reads the layout's numbers; the C++ kernel supports few head sizes.
         run = attend.default if query.is_cuda else attend.portable
-        keys, values = self.pools[2 * layer : 2 * layer + 2]
+        keys, values = self.pools[layer]
         return run(
             query.contiguous(),
             keys,
@@ -97,6 +110,12 @@ class StaticForward(Attending):
             self.row_invariant,
             self.arrivals,
         )
+
+
+def by_layer(pools: Sequence[Tensor], layers: Iterable[int] | None = None) -> dict[int, tuple[Tensor, Tensor]]:
+    """Returns pools of keys and of values, given in turn, by layer; by default those of layers 0, 1, ..."""
+    pairs = list(zip(pools[::2], pools[1::2], strict=True))
+    return dict(zip(range(len(pairs)) if layers is None else layers, pairs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -135,6 +154,7 @@ class StaticStep(nn.Module):
         bucket: the shapes.
         kind: the other fixed properties.
         pipeline: the request's processors, which must read only the scores.
+        layout: layout of the target's memory.
         most_rows: greatest number of rows of a sample other than the dummy.
         hidden_layers: layers of the target whose hidden states are returned.
     """
@@ -147,6 +167,7 @@ class StaticStep(nn.Module):
         bucket: Bucket,
         kind: StepKind,
         pipeline: LogitsPipeline,
+        layout: MemoryLayout,
         most_rows: int,
         hidden_layers: Sequence[int] = (),
     ) -> None:
@@ -156,36 +177,40 @@ class StaticStep(nn.Module):
         self.bucket = bucket
         self.kind = kind
         self.pipeline = pipeline
+        self.layout = layout
         self.most_rows = most_rows
         self.row_invariant = target.row_invariant
         self.hidden_layers = tuple(hidden_layers)
         self.title = f"a step of {type(target.model).__name__}"
 
-    def forward(self, table: Tensor, draft: Tensor, pools: Pools) -> tuple[Tensor, Tensor]:
+    def forward(self, table: Tensor, draft: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         """Runs one step.
 
         Args:
             table: the table that :meth:`Bucket.fill` wrote.
             draft: ``[N, V]`` draft rows, whose tops are set to 0 in place; ``[0, V]`` if nothing is sampled.
-            pools: pools of the cache, to which rows are appended and in which accepted rows move up.
+            memory: memory of the cache. Rows are appended, and accepted rows move up. States after accepted paths are
+                written to their slots.
 
         Returns:
             ``[S + 1, 3]`` int64, by sample: the row of the last accepted node, the token after it, and the number of
             rows whose logits are not numbers. And ``[S + 1, depth + 1, F]`` hidden states of roots and accepted nodes.
         """
-        return self.run(self.bucket.read(table), draft, pools)
+        return self.run(self.bucket.read(table), draft, memory)
 
     def run(
-        self, part: Mapping[str, Tensor], draft: Tensor, pools: Pools, inputs: Tensor | None = None
+        self, part: Mapping[str, Tensor], draft: Tensor, memory: Memory, inputs: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Runs one step, given the parts of the table; see :meth:`forward`.
 
         Args:
             inputs: ``[T]`` tokens that the target reads, if some tokens of the table are -1; those rows hold no node.
         """
-        tokens = part["tokens"]
+        tokens, states = part["tokens"], None
+        if self.layout.states is not None:
+            states = StepStates(self.layout.states, memory.states, part, self.bucket.scratch)
         run = StaticForward(
-            pools,
+            by_layer(memory.rows, self.layout.layers),
             part["layout"],
             part["positions"],  # the keys of all trees are those of the rows themselves
             part["positions"],
@@ -194,6 +219,7 @@ class StaticStep(nn.Module):
             self.most_rows,
             self.kind.longest,
             self.row_invariant,
+            states=states,
             hidden=dict.fromkeys(self.hidden_layers),
         )
         output = self.network(
@@ -227,12 +253,14 @@ class StaticStep(nn.Module):
         path, source, destination = accepted_paths(
             end, part["parent"], part["depth"], slots, home, part["sample"], part["roots"], depth
         )
-        if depth:
+        if states is not None:
+            states.advance(path)
+        if depth and memory.rows:
             # A sample that does not take part has the dummy's committed row as its root, which never changes.
             first = torch.arange(0, depth * (len(end) + 1), depth, device=end.device)
-            compact_rows(list(pools), source, destination, first)
-        states = [states for states in run.hidden.values() if states is not None]
-        hidden = torch.cat(states, dim=-1) if states else logits.new_empty(self.bucket.rows, 0)
+            compact_rows(list(memory.rows), source, destination, first)
+        features = [one for one in run.hidden.values() if one is not None]
+        hidden = torch.cat(features, dim=-1) if features else logits.new_empty(self.bucket.rows, 0)
         return torch.stack([end, token, broken], dim=1), hidden[path.clamp(min=0)]
 
     def _drawn(self, part: Mapping[str, Tensor], logits: Tensor, scores: Tensor) -> Tensor:
@@ -248,4 +276,4 @@ def _no_path(row: int) -> Sequence[int]:
     raise AssertionError(f"processors were checked, yet one asks for the path of row {row}")
 
 
-__all__ = ["StaticForward", "StaticStep", "StepKind"]
+__all__ = ["StaticForward", "StaticStep", "StepKind", "by_layer"]

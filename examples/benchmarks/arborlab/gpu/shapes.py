@@ -21,12 +21,14 @@ from arbordraft.drafters import Drafter, EagleDrafter, NoDrafter, SelfDrafter
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
+from arborlab.gpu.hybrids import HYBRIDS, attention_settings, random_model
 from arborlab.gpu.sizes import DEPTH, SHAPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ON_GPU = ("llama-3.1-8b", "smollm2-135m", "qwen3-0.6b")
+BESIDE = "attention beside "  # begins the name of an attention model of as many bytes as a hybrid
 DRAFT_VOCABULARY = 32000  # most tokens that a head drafts
 CHAIN, TREE = TreeTopology.chain(4), TreeTopology.from_k_config((4, 2, 1))
 LONG_CHAIN = TreeTopology.chain(DEPTH)
@@ -76,7 +78,7 @@ class ShapeModel:
     """One model of random weights, its targets, a random head and a prompt of random tokens.
 
     Args:
-        name: a key of ``SHAPES``.
+        name: a key of ``SHAPES`` or ``HYBRIDS``; of the latter also behind ``BESIDE``.
         device: device of the weights, which are bfloat16 on a GPU and float32 elsewhere.
         seed: seed of weights and prompt.
         layers: number of layers; by default the shape's own.
@@ -209,9 +211,17 @@ class ShapeModels:
 def _model(name: str, device: torch.device, layers: int | None) -> "PreTrainedModel":
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if (hybrid := name.removeprefix(BESIDE)) in HYBRIDS and name not in SHAPES:
+        kind, settings = HYBRIDS[hybrid]
+        if hybrid != name:
+            kind, settings = "Llama", attention_settings(random_model(kind, settings, dtype, "meta"))
+        made = random_model(kind, settings, dtype, device)
+        made.generation_config.eos_token_id = None
+        return made.requires_grad_(False)
     shape = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
     kept = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    torch.set_default_dtype(dtype)
     try:
         with device:
             if name.startswith("qwen3"):

@@ -16,9 +16,10 @@ from arbordraft.trees.topology import TreeTopology
 from arborlab.gpu.oracle import OracleDrafter, OracleOnCopy, OracleOnHead, Recorded
 from arborlab.gpu.profiling import events
 from arborlab.gpu.setting import Item, Setting
-from arborlab.gpu.shapes import CHAIN, LONG_CHAIN, ON_GPU, TREE, Decode, ShapeModel, ShapeModels
+from arborlab.gpu.shapes import BESIDE, CHAIN, LONG_CHAIN, ON_GPU, TREE, Decode, ShapeModel, ShapeModels
 
 LONG = 8, 32768  # samples, and keys of each
+HYBRIDS_ON_GPU = ("lfm2-350m", "granite-4-h-micro")
 PROFILED = 8  # steps
 _REPLAYED = 96  # tokens that oracles replay
 _RECORDINGS = 3  # at most, until replaying a text changes no token
@@ -191,6 +192,16 @@ def steps(setting: Setting) -> list[Item]:
         first = [item for item in first if "row-invariant" not in item.name and "copy" not in item.name]
         wanted = ("tree of a head", "chain", "tree with a head")
         second = [item for item in second if item.name.endswith(wanted)]
+    for name in HYBRIDS_ON_GPU if setting.on_gpu else ("tiny-lfm2",):
+        for named in (name, BESIDE + name):
+            shape = _Shape(models, named, setting)
+            parts: dict[str, Callable[[], Iterator[StepRow]]] = {
+                "recorded": partial(shape.recorded, 1),
+                "oracle of 0.8, chain": partial(shape.oracle, "chain of 4", CHAIN, 0.8),
+                "oracle of 0.8, tree": partial(shape.oracle, "tree of 20", TREE, 0.8),
+                "eager": shape.eager,
+            }
+            second += [Item(f"{named}: {part}", run) for part, run in parts.items()]
     return [*first, *second]
 
 
