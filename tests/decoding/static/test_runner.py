@@ -195,9 +195,9 @@ def test_a_step_that_moves_nothing_would_be_seen(monkeypatch):
 def record_shapes(monkeypatch):
     seen, forward = [], StaticStep.forward
 
-    def recorded(self, table, draft, pools):
-        seen.append((self.bucket.rows, tuple(table.shape), tuple(draft.shape), len(pools)))
-        result, hidden = forward(self, table, draft, pools)
+    def recorded(self, table, draft, memory):
+        seen.append((self.bucket.rows, tuple(table.shape), tuple(draft.shape), len(memory.rows)))
+        result, hidden = forward(self, table, draft, memory)
         assert result.shape == (self.bucket.samples + 1, 3)
         assert hidden.shape[:2] == (self.bucket.samples + 1, self.bucket.depth + 1)
         return result, hidden
@@ -441,9 +441,10 @@ def recorded(monkeypatch):
         caches[:] = [cache]
         return run(self, tree, batch, noise, cache, *others)
 
-    def checked(self, pools):
+    def checked(self, memory):
+        pools = memory.rows
         before = [pool.clone() for pool in pools]
-        record(self, pools)
+        record(self, memory)
         if not isinstance(self.step, StaticStep):
             return
         (cache,) = caches
