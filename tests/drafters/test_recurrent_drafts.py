@@ -27,7 +27,8 @@ def memory(rounds):
         slab, slots = cache._slabs[handle], cache._states._samples[handle]
         rows = [pool[slab.start : slab.start + slab.length] for pool in cache._pools()]
         kept = [slots.slot, *(slots.kept[number] for number in sorted(slots.kept))]
-        rows += [pools[:, kept] for pools in cache._states._stacks()]
+        for pools in (cache._states._windows, cache._states._states):
+            rows += [pools.by_key[key][kept] for key in sorted(pools.by_key)]
         found.append([sorted(slots.kept), *(part.contiguous().view(torch.uint8).tolist() for part in rows)])
     return found
 
