@@ -7,6 +7,7 @@ from support.models import LETTERS, PROMPTS, VOCAB, tiny_tokenizer
 
 import arbordraft as ad
 from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.runner import state_tokens
 from arbordraft.drafters.native_models import native_model
 
 pytestmark = [
@@ -21,7 +22,7 @@ NEIGHBOURS = [PROMPTS[0], PROMPTS[2]]
 BAD = torch.randint(3, VOCAB, (POSITIONS - 3,), generator=torch.Generator().manual_seed(4)).tolist()
 NEW = 14
 
-UNPOISONED = ("early exit", "self", "model, windows")  # whose poison would reach the target, or each of their rows
+UNPOISONED = ("early exit", "self", "model, windows", "model, lfm2")  # whose poison would reach the target, or each of their rows
 
 
 def poison(drafter):
@@ -60,7 +61,8 @@ def outcomes(target, drafter, mode, prompts):
     coupling = ad.Coupling(law, ad.Lifted(ad.RecursiveRejection())) if mode == "random" else ad.Coupling.shared(2)
     topology = CHAIN if mode == "random" else TREE
     decoder = ad.SpeculativeDecoder(target, drafter, topology, coupling)
-    rows = sum(len(prompt) + NEW + topology.num_nodes for prompt in prompts)
+    states = state_tokens(target, drafter)
+    rows = sum(len(prompt) + NEW + topology.num_nodes + states for prompt in prompts)
     engine = Engine(decoder, max_cache_tokens=rows, max_samples=len(prompts), reuse=False)  # as tight as it gets
     temperature = 0.0 if mode == "greedy" else 0.9
     streams = [
