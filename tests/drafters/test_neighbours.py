@@ -22,7 +22,8 @@ NEIGHBOURS = [PROMPTS[0], PROMPTS[2]]
 BAD = torch.randint(3, VOCAB, (POSITIONS - 3,), generator=torch.Generator().manual_seed(4)).tolist()
 NEW = 14
 
-UNPOISONED = ("early exit", "self", "model, windows", "model, lfm2")  # whose poison would reach the target, or each of their rows
+# Drafters whose poison would reach the target, or each of their own rows, as LFM2's head is its embeddings.
+UNPOISONED = ("early exit", "self", "model, windows", "model, lfm2")
 
 
 def poison(drafter):

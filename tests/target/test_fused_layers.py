@@ -178,10 +178,10 @@ def test_layers_that_only_look_like_a_known_kind_are_not_fused(fault):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "whole"), [("glm4", True), ("starcoder2", True), ("cohere", False), ("gpt2", False)]
+    ("architecture", "whole"), [("glm4", True), ("starcoder2", True), ("cohere", True), ("gpt2", False)]
 )
 def test_whole_drafts_in_one_call(architecture, whole):
-    """Other parts of the model may prevent it: Cohere scales its logits, GPT-2's positions are no rotation."""
+    """Other parts of the model may prevent it: GPT-2's positions are no rotation. Cohere scales its logits."""
     options = {"sliding_window": None} if architecture == "starcoder2" else {}
     assert (native_model(RaggedModel(varied(architecture, **options), kernels="native")) is not None) == whole
 
