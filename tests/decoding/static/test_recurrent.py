@@ -215,6 +215,7 @@ def alone(architecture, request):
     return [answer.tokens for answer in engine.submit(request).result()]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no reuse"])
 @pytest.mark.parametrize("buckets", [(8, 32), "auto"], ids=["recorded", "automatic"])
 @every_kind
