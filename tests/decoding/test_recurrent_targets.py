@@ -1,14 +1,13 @@
 """Decoding with recurrent layers, in the target and in draft models: the target's own tokens, and its own law."""
 
-import itertools
-import random
 from functools import cache
 
 import pytest
 from support.fragile import Fragile
-from support.models import LETTERS, PROMPTS, VOCAB, check_greedy, decode, greedy_reference, ragged, tiny_tokenizer
+from support.models import LETTERS, PROMPTS, check_greedy, decode, greedy_reference, ragged, tiny_tokenizer
 from support.recurrent_models import FUSED, QUICK, UNEVEN, own_greedy, recurrent, recurrent_target
 from support.request_law import BUSH, FEW, fit
+from support.traffic import answers_amid_others, requests, text
 
 import arbordraft as ad
 from arbordraft.decoding.engine import Engine
@@ -149,22 +148,12 @@ def test_a_law_of_wrong_states_would_be_seen(monkeypatch):
 # Requests that come and go
 
 
-def text(length, seed):
-    return random.Random(seed).choices(range(3, VOCAB), k=length)
-
-
 def alone(made, request):
     engine = Engine(made, max_cache_tokens=4000)
     return [answer.tokens for answer in engine.submit(request).result()]
 
 
-def requests(count):
-    kinds = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"repetition_penalty": 1.3}]
-    settings = zip(range(count), itertools.cycle(kinds), strict=False)
-    return [
-        Request(prompt=text(1 + 7 * number % 40, number), max_new_tokens=1 + 5 * number % 23, seed=number, **kind)
-        for number, kind in settings
-    ]
+KINDS_OF_REQUESTS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"repetition_penalty": 1.3}]
 
 
 @pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no reuse"])
@@ -172,16 +161,9 @@ def requests(count):
 def test_answers_are_those_of_a_request_alone(architecture, reuse):
     """Late joins, chunked prompts, and requests that are cancelled while others go on."""
     made = ad.SpeculativeDecoder(recurrent_target(architecture), drafter("both"), TREE)
-    engine, asked = Engine(made, max_cache_tokens=400, max_samples=4, max_rows=16, reuse=reuse), requests(12)
-    streams = []
-    for number, request in enumerate(asked):
-        streams.append(engine.submit(request))
-        lost = engine.submit(Request(prompt=text(20, number), max_new_tokens=30))
-        for _ in range(number % 4):
-            engine.step()
-        lost.cancel()
-    engine.run()
-    assert [[answer.tokens for answer in stream.answers] for stream in streams] == [alone(made, one) for one in asked]
+    engine = Engine(made, max_cache_tokens=400, max_samples=4, max_rows=16, reuse=reuse)
+    asked = requests(12, KINDS_OF_REQUESTS)
+    assert answers_amid_others(engine, asked) == [alone(made, one) for one in asked]
 
 
 class Counted(RaggedKVCache):
@@ -229,7 +211,7 @@ def test_a_longer_text_goes_on_from_an_answer():
 
 def test_a_failing_request_leaves_the_others_as_they_are():
     made = ad.SpeculativeDecoder(recurrent_target("lfm2"), drafter("both"), TREE)
-    engine, asked = Engine(made, max_cache_tokens=2000, max_samples=3), requests(3)[1:]
+    engine, asked = Engine(made, max_cache_tokens=2000, max_samples=3), requests(3, KINDS_OF_REQUESTS)[1:]
     broken = engine.submit(Request(prompt=text(5, 9), max_new_tokens=20, processors=(Fragile(9),)))
     streams = [engine.submit(request) for request in asked]
     engine.run()

@@ -1,15 +1,15 @@
 """Steps of fixed shapes with recurrent layers, on a pretended GPU: texts, slots of states, transfers and launches."""
 
 import itertools
-import random
 from collections import Counter
 from functools import cache
 
 import pytest
 import torch
-from support.models import PROMPTS, VOCAB, decode, greedy_reference
+from support.models import PROMPTS, decode, greedy_reference
 from support.pretended_gpu import moved, pretended_gpu
 from support.recurrent_models import recurrent, recurrent_target
+from support.traffic import answers_amid_others, requests, text
 
 import arbordraft as ad
 from arbordraft.decoding.engine import Engine
@@ -197,18 +197,6 @@ def test_a_path_that_lacks_its_end_would_be_seen(monkeypatch, architecture):
 # Samples that come and go
 
 
-def text(length, seed):
-    return random.Random(seed).choices(range(3, VOCAB), k=length)
-
-
-def requests(count, kinds):
-    settings = zip(range(count), itertools.cycle(kinds), strict=False)
-    return [
-        Request(prompt=text(1 + 7 * number % 40, number), max_new_tokens=1 + 5 * number % 23, seed=number, **kind)
-        for number, kind in settings
-    ]
-
-
 def alone(architecture, request):
     """Returns the texts of a request by ordinary steps on a CPU."""
     engine = Engine(made(architecture, "model", TREE, gpu=False), max_cache_tokens=4000)
@@ -229,16 +217,8 @@ def test_answers_are_those_of_a_request_alone(architecture, buckets, reuse):
         choice.ran.clear()
         decoder = made(architecture, "model", TREE, gpu=True, buckets=buckets)
         engine = Engine(decoder, max_cache_tokens=4000, max_samples=4, max_rows=16, reuse=reuse)
-        streams = []
-        for number, request in enumerate(asked):
-            streams.append(engine.submit(request))
-            lost = engine.submit(Request(prompt=text(20, number), max_new_tokens=30))
-            for _ in range(number % 4):
-                engine.step()
-            lost.cancel()
-        engine.run()
+        assert answers_amid_others(engine, asked) == expected
         assert choice.ran["static_step/triton"] > 4
-        assert [[answer.tokens for answer in stream.answers] for stream in streams] == expected
 
 
 def turns(architecture):
