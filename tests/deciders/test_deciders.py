@@ -257,8 +257,9 @@ def overriding(base, **members):
         (FixedDepth, {"forward": never}, "state can_plan = False"),
         (ad.CostAware, {"forward": never, "can_plan": False}, r"override rests\(\)"),
         (ad.CostAware, {"plan": never}, r"override rests\(\)"),
+        (ad.CostAware, {"plan": never, "rests": Decider.rests}, r"override pauses\(\)"),
     ],
-    ids=["plan alone", "forward below a plan", "forward below rests", "plan below rests"],
+    ids=["plan alone", "forward below a plan", "forward below rests", "plan below rests", "plan below pauses"],
 )
 def test_an_overridden_method_that_would_not_be_asked_is_refused(base, members, fix):
     with pytest.raises(TypeError, match=fix):
@@ -267,7 +268,7 @@ def test_an_overridden_method_that_would_not_be_asked_is_refused(base, members, 
 
 @pytest.mark.parametrize("base", [Decider, FixedDepth, PathSurvival, ad.CostAware])
 def test_forward_decides_if_there_is_no_plan(base):
-    decider = overriding(base, forward=never, can_plan=False, rests=Decider.rests)
+    decider = overriding(base, forward=never, can_plan=False, rests=Decider.rests, pauses=Decider.pauses)
     _, output = generated(draft_model_decoder(decider), PROMPTS[:1], max_new_tokens=6, do_sample=False)
     assert output.stats.drafted == 0
 

@@ -109,8 +109,8 @@ def growth_of(decider: Decider) -> Causality:
 def check_answers(decider: Decider) -> None:
     """Raises TypeError if a class overrides a method of a decider, but another method would answer instead."""
     kind = type(decider)
-    names = ("can_plan", "forward", "plan", "rests")
-    stated, forward, plan, rests = (
+    names = ("can_plan", "forward", "plan", "rests", "pauses")
+    stated, forward, plan, *others = (
         next(level for level, base in enumerate(kind.__mro__) if name in vars(base)) for name in names
     )
     if not kind.can_plan and plan < stated:
@@ -120,7 +120,8 @@ def check_answers(decider: Decider) -> None:
             f"plan() of {kind.__mro__[plan].__name__} would answer instead of {kind.__name__}.forward(): state "
             "can_plan = False in the class, or override plan(), too"
         )
-    if kind.rests is not Decider.rests and rests > min(forward, plan):
-        raise TypeError(
-            f"rests() of {kind.__mro__[rests].__name__} would answer for {kind.__name__}, too: override rests()"
-        )
+    for name, level in zip(names[3:], others, strict=True):
+        if getattr(kind, name) is not getattr(Decider, name) and level > min(forward, plan):
+            raise TypeError(
+                f"{name}() of {kind.__mro__[level].__name__} would answer for {kind.__name__}, too: override {name}()"
+            )
