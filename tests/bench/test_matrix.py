@@ -111,8 +111,6 @@ def test_only_settings_of_the_protocol_are_asked_for():
     assert asked["repetition"] == {"max_tokens": 9, "temperature": 0.0, "repetition_penalty": 1.1}
     assert asked["min-tokens"]["min_tokens"] == 9, "a server refuses more than the longest answer"
     assert fields(Workload(["a"], kind="min-tokens", new_tokens=128))["min_tokens"] == 64
-    shorter = fields(Workload(["a"], kind="min-tokens", new_tokens=128), most=5)
-    assert (shorter["min_tokens"], shorter["max_tokens"]) == (5, 5)
     assert asked["min-p"] == {"max_tokens": 9, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.05}
     for kind, setting in own.items():
         with pytest.raises(ValueError, match=f"no field for {setting}"):

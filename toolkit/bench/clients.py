@@ -5,6 +5,7 @@ A request holds token ids, so that a server answers the very prompts that the li
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,12 +29,8 @@ _FIELDS = {
 _OF_LIBRARY = {"do_sample", "num_return_sequences"}  # arguments that `temperature` and `n` replace
 
 
-def fields(workload: Workload, most: int | None = None) -> dict[str, Any]:
+def fields(workload: Workload) -> dict[str, Any]:
     """Returns the fields of a workload's requests, prompt and seed excepted.
-
-    Args:
-        workload: the settings.
-        most: most tokens of the answer, those of the workload by default.
 
     Raises:
         ValueError: if the protocol has no field for one of its settings.
@@ -43,9 +40,7 @@ def fields(workload: Workload, most: int | None = None) -> dict[str, Any]:
     if unknown := wanted.keys() - _FIELDS.keys():
         raise ValueError(f"OpenAI's protocol has no field for {', '.join(sorted(unknown))}")
     asked = {_FIELDS[name]: value for name, value in wanted.items()}
-    if most is not None:
-        asked["max_tokens"] = most
-    if "min_tokens" in asked:
+    if "min_tokens" in asked:  # of which answers of clients may have fewer
         asked["min_tokens"] = min(asked["min_tokens"], asked["max_tokens"])
     return asked if settings["do_sample"] else asked | {"temperature": 0.0}
 
@@ -89,7 +84,7 @@ class Clients:
             prompts = [ids[mask].tolist() for ids, mask in rows]
             own = zip(prompts, workload.seeds(len(prompts)), workload.lengths(len(prompts)), strict=True)
             bodies = [
-                {"model": model["id"], "prompt": prompt, "seed": seed, **fields(workload, most)}
+                {"model": model["id"], "prompt": prompt, "seed": seed, **fields(replace(workload, new_tokens=most))}
                 for prompt, seed, most in own
             ]
             usages = self._runner.run(self._answers(f"{url}/v1/completions", bodies, workload.batch))

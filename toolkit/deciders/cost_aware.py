@@ -17,7 +17,7 @@ import numpy.typing as npt
 from arbordraft.deciders.base import Decider, growth_of
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.deciders.decisions import Limits, Situation, StepView, Verification
-from arbordraft.deciders.experience import COMMON_PRIOR_STEPS, DEPTHS, Looks, Record, rests
+from arbordraft.deciders.experience import COMMON_PRIOR_STEPS, DEPTHS, Looks, Record, skips_step
 from arbordraft.deciders.running_costs import RunningCosts, StepTimes
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.trees.verdict import Causality, Outcome
@@ -212,7 +212,7 @@ class CostAware(Decider):
 
     def pauses(self, samples: int) -> bool:
         progress = self._progress  # fewer samples may make drafts pay
-        return self._clock is not None and samples >= progress.weighed and rests(progress.idle, progress.steps)
+        return self._clock is not None and samples >= progress.weighed and skips_step(progress.idle, progress.steps)
 
     def worth_reading(self, situation: Situation) -> bool:
         if not self.can_plan:

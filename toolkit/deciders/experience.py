@@ -37,7 +37,7 @@ class Record:
 
         The longer no drafts paid, the fewer steps look for any. Samples that began together look in the same steps.
         """
-        return rests(self.idle, self.steps)
+        return skips_step(self.idle, self.steps)
 
     def note(self, outcome: Outcome, decay: float) -> None:
         """Takes the verdict about some drafts."""
@@ -84,7 +84,7 @@ class Record:
             self.presumed = [self.prior_steps - share * (self.prior_steps - steps) for steps in self.presumed]
 
 
-def rests(idle: int, steps: int) -> bool:
+def skips_step(idle: int, steps: int) -> bool:
     """Returns whether step number ``steps`` looks for no drafts after ``idle`` steps without any."""
     return idle >= _PATIENCE and steps % min(_PAUSE, 1 << (idle.bit_length() - 1)) > 0
 
@@ -112,4 +112,4 @@ class Looks:
             self.wait, self.pause = self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
 
 
-__all__ = ["COMMON_PRIOR_STEPS", "DEPTHS", "Looks", "Record", "rests"]
+__all__ = ["COMMON_PRIOR_STEPS", "DEPTHS", "Looks", "Record", "skips_step"]

@@ -56,7 +56,8 @@ def blocks_of(texts: Iterable[TextVocabulary]) -> Tensor | None:
         if text.missed > _MOST_MISSED:
             return None
         rare |= text.rare
-    return torch.from_numpy(np.array([*range(FREQUENT // BLOCK), *sorted(rare)], dtype=np.int64))
+    own = np.array(sorted(rare), dtype=np.int64)
+    return torch.from_numpy(np.concatenate([np.arange(FREQUENT // BLOCK), own]))
 
 
 __all__ = ["BLOCK", "FREQUENT", "LARGE", "TextVocabulary", "blocks_of"]
