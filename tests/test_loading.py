@@ -34,6 +34,7 @@ from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.kernels import machine, native, precision, progress
 from arbordraft.target import model as models
 from arbordraft.target.prepacked import backend as backends
+from arbordraft.trees.verdict import Outcome
 
 FREE = {"costs": None, "kernels": "torch"}
 
@@ -353,9 +354,9 @@ def test_costs_are_measured_once(timed):
 
 @pytest.fixture
 def soon(monkeypatch):
-    """Makes measurements worthwhile after 20 tokens, or before 100 at once."""
+    """Makes measurements worthwhile after 20 tokens in an idle engine, else before 100 at once."""
     monkeypatch.setattr(cost_aware, "_TOKENS_DECODED", 20)
-    monkeypatch.setattr(cost_aware, "_TOKENS_REQUESTED", 100)
+    monkeypatch.setattr(cost_aware, "_SECONDS_DECODED", 100 * cost_aware._SECONDS_PER_TOKEN)
 
 
 def answers(decoder, count=12, prompts=1):
@@ -364,13 +365,14 @@ def answers(decoder, count=12, prompts=1):
     return decoder.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0).tolist()
 
 
-def test_costs_are_rough_until_measuring_pays(timed, soon):
+def test_costs_are_rough_until_measuring_pays(timed):
     decoder = ad.load(tiny(), "ngram", kernels="torch")
     rough = measuring.rough_costs(decoder.target, decoder.drafter)
     plain = answers(ad.load(decoder.target, "none"))
     for _ in range(2):
         assert answers(decoder) == plain
-        assert (decoder.decider.costs, timed) == (rough, []), "a short answer is not worth a measurement"
+        assert (decoder.decider.costs, timed) == (rough, []), "no caller waits for a measurement"
+    decoder.decider.stepped(0, cost_aware._SECONDS_DECODED)
     for _ in range(2):
         assert answers(decoder) == plain
         assert decoder.decider.costs.target == timed[0]
@@ -382,6 +384,19 @@ def test_costs_are_measured_before_a_large_batch(timed, soon):
     decoder = ad.load(tiny(), "ngram", kernels="torch")
     answers(decoder, prompts=12)
     assert decoder.decider.costs.target == timed[0]
+
+
+def test_a_batch_is_large_by_the_seconds_that_tokens_take(timed):
+    """Here a token takes 0.1 s, so that 1,500 tokens are less than 200 s, and 2,500 are more."""
+    decider = ad.load(tiny(), "ngram", kernels="torch").decider
+    memory = decider.start()
+    for _ in range(10):
+        decider.learn(memory, Outcome(0, 0))
+        decider.stepped(0, 0.1)
+    decider.expect(1500)
+    assert timed == []
+    decider.expect(2500)
+    assert len(timed) == 1
 
 
 def test_costs_are_measured_at_once_if_texts_depend_on_them(timed):

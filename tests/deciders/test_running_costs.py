@@ -283,7 +283,7 @@ def looks(accepted, steps=200, prior=0.1, rows=1):
         if looked and accepted:
             decider.learn(memory, Outcome(accepted=accepted, drafted=2, stated=(0.9, 0.9), source="NGramDrafter"))
         decider.timed(StepTimes(1, rows if looked else 1, drafted, 0.001 * looked, 0.01, 0.0005))
-        decider.stepped(drafts=2 * looked)
+        decider.stepped(2 * looked, 1.0)
     return count
 
 
@@ -295,7 +295,7 @@ def weighed(*joining, running=True, drafts=0):
             memories = [decider.start() for _ in range(samples)]
             decider.plan(Situation([4] * samples, memories, source=KIND, acceptance=[0.7], pathwise=True))
             count += 1
-        decider.stepped(drafts)
+        decider.stepped(drafts, 1.0)
     return count
 
 

@@ -35,11 +35,11 @@ class Decider(nn.Module):
     def learn(self, memory: Any, outcome: Outcome) -> None:
         """Updates a sample's memory from the acceptance of its drafts, after every step."""
 
-    def stepped(self, drafts: int) -> None:
-        """Counts a step of a batch, in which ``drafts`` drafts were verified."""
+    def stepped(self, drafts: int, seconds: float) -> None:
+        """Counts a step of a batch, in which ``drafts`` drafts were verified, and its seconds."""
 
     def timed(self, times: StepTimes) -> None:
-        """Receives the seconds of a step, for plans of texts that do not depend on drafts."""
+        """Receives the seconds of a step's parts, for plans of texts that do not depend on drafts."""
 
     def expect(self, tokens: int, hurry: Callable[[], bool] | None = None) -> None:
         """Receives, while nothing is decoded, the number of tokens wanted next; work that takes seconds fits here.

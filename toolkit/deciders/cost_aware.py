@@ -33,7 +33,10 @@ _CATCH_UP_STEPS = 16  # steps in which the tokens that a drafter must read first
 _MARGIN, _SEEN_MARGIN = 1.1, 1.06  # factors by which drafts must bring more than estimated, or observed, costs
 # Added to them for each doubling of a batch that ends with its last sample: other gains are half lost.
 _MARGIN_PER_DOUBLING, _SEEN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 0.03, 4
-_TOKENS_DECODED, _TOKENS_REQUESTED = 512, 8192  # at rough costs, and at once: either number justifies a measurement
+_TOKENS_DECODED = 512  # at rough costs, before an idle engine measures
+# A caller waits for a measurement that takes at most a twentieth of the decoding, past and wanted. Before any token was
+# decoded, each counts as so many seconds.
+_SECONDS_DECODED, _SECONDS_PER_TOKEN = 200.0, 1e-3
 _ROUNDS = 3  # iterations in which the rate and the drafts that are worth it settle together
 
 
@@ -42,6 +45,7 @@ class _Progress:
     """Counts of all texts; an attribute of a module would take microseconds to change."""
 
     tokens: int = 0
+    seconds: float = 0.0
     steps: int = 0
     idle: int = 0  # steps since drafts were verified
     weighed: int = 0  # samples of the last step in which drafts were weighed
@@ -71,8 +75,9 @@ class CostAware(Decider):
 
     Attributes:
         measure: a function that finds better costs if ``costs`` are rough, otherwise ``None``. It is called while
-            nothing is decoded, after the first 512 tokens or before thousands are requested at once. Its argument is a
-            function that says whether to break off, or ``None``. It returns costs, or ``None`` if it broke off.
+            nothing is decoded. If it may break off, 512 tokens come first, else decoding that takes twenty times as
+            long. Its argument is a function that says whether to break off, or ``None``. It returns costs, or ``None``
+            if it broke off.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -127,7 +132,10 @@ class CostAware(Decider):
         return {}
 
     def expect(self, tokens: int, hurry: Callable[[], bool] | None = None) -> None:
-        if self._progress.tokens >= _TOKENS_DECODED or tokens >= _TOKENS_REQUESTED:
+        progress = self._progress
+        each = progress.seconds / progress.tokens if progress.tokens else _SECONDS_PER_TOKEN
+        pays = progress.seconds + each * tokens >= _SECONDS_DECODED
+        if pays or (hurry is not None and progress.tokens >= _TOKENS_DECODED):
             self.settle(hurry)
 
     def settle(self, hurry: Callable[[], bool] | None = None) -> None:
@@ -151,8 +159,9 @@ class CostAware(Decider):
             if self._clock is not None:
                 self._clock = RunningCosts(found)
 
-    def stepped(self, drafts: int) -> None:
+    def stepped(self, drafts: int, seconds: float) -> None:
         progress = self._progress
+        progress.seconds += seconds
         progress.steps += 1
         progress.idle = 0 if drafts else progress.idle + 1
         for looks in list(self._looks.values()):

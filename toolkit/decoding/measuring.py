@@ -96,9 +96,9 @@ def _costs_known(
 def cost_aware(target: RaggedModel, drafter: Drafter) -> CostAware:
     """Builds a decider that uses the costs of this machine, which are measured only once that pays.
 
-    Costs that were measured before are read from the cache folder. Otherwise :func:`rough_costs` serve for the first
-    512 tokens, since measuring takes longer than a short answer. Then :func:`known_costs` measures between two batches
-    or while an engine is idle. Costs change no greedy text and no text with shared noise.
+    Costs that were measured before are read from the cache folder. Otherwise :func:`rough_costs` serve at first, which
+    the program's clock corrects. An idle engine measures after 512 tokens. A caller of ``generate`` waits for it only
+    once it takes at most a twentieth of the time of decoding. Costs change no greedy text and none with shared noise.
 
     Args:
         target: the target.

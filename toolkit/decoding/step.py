@@ -246,11 +246,12 @@ class Stepper:
             raise
         with state.stats.phase("commit"):
             self._commit(state, tree, judged)
-        self.decider.stepped(tree.rows - len(active))
+        seconds = clock() - begun
+        self.decider.stepped(tree.rows - len(active), seconds)
         # A drafter may have read a prompt, at first or later; a recorded run may have drafted and verified in one.
         if not begins and executor is self.eager and tree.read <= _MOST_READ * len(active):
             draft, target = (times[name] - before.get(name, 0.0) for name in ("draft", "target"))
-            rest = clock() - begun - draft - target
+            rest = seconds - draft - target
             self.decider.timed(StepTimes(len(active), tree.rows, tree.drafted, draft, target, rest, tree.read))
         return judged.verdict
 
