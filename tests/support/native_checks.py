@@ -436,7 +436,7 @@ class Stack:
     def run(self, tokens, batch, cache):
         hidden = self.embeddings[tokens][None]
         rows = cache.state_rows(batch, hidden.device) if self.native.recurrent else None
-        pools, lineage = memory_of(cache, rows, self.layers, range(len(self.layers)), hidden)
+        pools, lineage = memory_of(cache, rows, self.layers, hidden)
         found = self.native(hidden, pools, self.rotation(batch), batch, (), self.beside(tokens), lineage)[0][0]
         if rows is not None:
             rows.keep()
@@ -565,7 +565,7 @@ def check_recurrent_layers(layers, dtype=torch.float32, truth=None):
     ):
         batch = cache.lay_out(samples, depths, visible)
         rows = cache.state_rows(batch, stack.embeddings.device)
-        pools, lineage = memory_of(cache, rows, layers, range(len(layers)), stack.embeddings)
+        pools, lineage = memory_of(cache, rows, layers, stack.embeddings)
         wide = [tuple(pool.clone().double() for pool in pair) for pair in pools]
         wide = [
             (first, second if layer.recurrence is None else second.float())
