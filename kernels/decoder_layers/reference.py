@@ -104,8 +104,8 @@ class LayerWeights:
         softcap: bound of the scores.
         beside_norm: ``[E]`` norm of an additional input. Queries, keys and values read that input, placed before the
             hidden states. ``None`` if there is no such input.
-        parallel: whether the first block reads the normed input of the layer before, which has one block. It has no norm
-            of its own then. Blocks side by side in a model's layer are several layers.
+        parallel: whether the first block reads the normed input of the layer before, which has one block, instead of
+            an own one. Blocks side by side in a layer of a model are several layers.
         experts: choice of experts, if there is more than one MLP.
         table: index of the layer's rotary table, if a call has several.
         closing: whether the attention's output is multiplied by the sigmoid of gates, the last rows of ``qkv``.

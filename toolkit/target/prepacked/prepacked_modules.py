@@ -31,7 +31,7 @@ class PrepackedLayers(nn.Module):
     """Consecutive decoder layers of a model, in one kernel call.
 
     Args:
-        layers: weights of the layers in order, see :func:`indices_of`; empty if an earlier call has computed this layer.
+        layers: weights of the layers in order; empty if an earlier call has computed this layer.
         first: index of the first layer.
         side_by_side: whether the model puts the two cosines or sines of a pair of channels next to each other.
         rest: values that the model's layers return after their output, in a tuple; ``None`` for the output alone.

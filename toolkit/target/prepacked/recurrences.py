@@ -55,7 +55,6 @@ def mixer_of(collector: WeightCollector, mixer: Any, factor: float = 1.0) -> Mix
     recurrence, order = extract(collector, mixer)
     into, out = collector.linears(mixer, *names), collector.linear(mixer, last).times(factor)
     if factors is not None:
-        collector.sources.append(factors)
         (linear,) = into
         into = [linear.times(factors.detach().flatten(), inputs=float(mixer.ssm_in_multiplier))]
     if recurrence.channels % LANES or recurrence.values % LANES or out.weight.shape[1] != recurrence.outputs:
