@@ -127,7 +127,7 @@ def layers_of(
         parts.append(_recurrent(collector, children[mixer], first, _factor(layer, "ssm_out_multiplier")))
     if attention and call:
         factors = _factor(layer, "attention_in_multiplier"), _factor(layer, "attn_out_multiplier")
-        parts.append(_attention(collector, children[attention], call, rotation, dict(places), factors))
+        parts.append(_attention(collector, children[attention], call, rotation, places, factors))
     if mlp:
         if places.keys().isdisjoint({"pre_mlp", "post_mlp"}) or not parts:
             parts.append(_alone(collector, mlp, {} if parts else places))
