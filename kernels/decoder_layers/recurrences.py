@@ -106,7 +106,7 @@ class Recurrence:
         skip: ``[H]`` float32 factors of a selective mixer's input, which is added to its output.
         norm: ``[H V]`` float32 factors of the norm after a selective mixer's gates, or ``None`` without one. Of a delta
             mixer, ``[V]`` of the norm before its gates.
-        group: channels that are normed together, or V.
+        group: channels that are normed together; V without a norm.
         epsilon: constant of the norm.
         steps: least and greatest step size of a selective mixer.
         strongest: greatest strength of a delta mixer's corrections, 1 or 2: their factor.
