@@ -21,6 +21,7 @@ from arbordraft.cli.options import BOTH, DtypesOption, JsonOption, RepeatsOption
 from arbordraft.cli.program import run_script
 from arbordraft.drafters.feeding import feed
 from arbordraft.drafters.native_models import native_model
+from arbordraft.kernels import native
 from arbordraft.kernels.draft_tree import Limits, TreesToGrow
 from arbordraft.kernels.verify import row_max
 from arbordraft.target.cache import RaggedKVCache
@@ -97,11 +98,15 @@ class Stepping:
 
 
 def bound(target: RaggedModel, rows: int) -> tuple[str, Callable[[], object]]:
-    """Returns the greater bound of a forward: reading all weights, or multiplying all rows by them."""
+    """Returns the greater bound of a forward: reading all weights, or multiplying all rows by them.
+
+    Without instructions for bfloat16, products are in float32.
+    """
     assert target.prepacking is not None
     threads = torch.get_num_threads()
     memory = torch.zeros(threads, target.prepacking.nbytes // 4 // threads)
-    left, right = torch.rand(2, SIDE, SIDE).to(target.model.dtype)
+    dtype = target.model.dtype if native.fast_bfloat16() else torch.float32
+    left, right = torch.rand(2, SIDE, SIDE).to(dtype)
     model: nn.Module = target.model
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     times = weights * rows / SIDE**3

@@ -111,7 +111,7 @@ template <class F, int R, int NB>
     const uint8_t* panel, int64_t groups, const Eighth* x, Ahead<F, NB> ahead, f32x16* found) {
   constexpr int64_t kBytes = kLanes * F::kBits / 8;
   const int64_t size = panel_bytes<F>(groups);
-  Sums<R * NB> acc(found);
+  Registers<R * NB> acc;
   each<R * NB>([&](auto n) { acc.set(n, splat(0.f)); });
   for (int64_t g = 0; g < groups; ++g, ++x, panel += kGroupBytes<F>) {
     ahead.fetch();
@@ -127,7 +127,7 @@ template <class F, int R, int NB>
         each<R>([&](auto r) { acc.set(r * NB + b, acc[r * NB + b] + w * splat(rows[r][i])); });
       });
   }
-  acc.store(found);
+  each<R * NB>([&](auto n) { found[n] = acc[n]; });
 }
 
 // The same for panels of codes and P times R rows, R at a time. Flattened: a call that is not inlined would keep all sums in
