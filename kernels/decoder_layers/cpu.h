@@ -28,7 +28,8 @@ struct Layer {
   int64_t query_heads, kv_heads, dim, inner, window;
   Activation activation;
   int64_t table;  // index of the rotary table, or -1
-  bool parallel, gated, joint;  // joint: the norms of queries and keys are over all heads together
+  bool parallel;  // whether the first block reads the normed rows of the layer before
+  bool gated, joint;  // joint: the norms of queries and keys are over all heads together
   bool closing;  // whether queries, keys and values are followed by gates of the attention's output
   float epsilon, scale, softcap, residual = 1.f;  // residual: factor of what blocks add
   T *keys, *values;
@@ -160,8 +161,11 @@ inline void run_layers(
         for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) store(to + i, load(x + i));
     const int64_t width = layer.projected();
     const f32x16 residual = splat(layer.residual);
+    const auto first_rows = [&](const Norm& norm) {
+      return layer.parallel ? operand(normed_rows, hidden) : norm_rows(norm, layer.epsilon, layer.beside_norm);
+    };
     if (layer.mixes()) {
-      const auto* normed = norm_rows(layer.pre_attention, layer.epsilon, layer.beside_norm);
+      const auto* normed = first_rows(layer.pre_attention);
       multiply(
           layer.qkv, normed, rows, share(width / kLanes, 2, thread, threads),
           [&](int64_t r, int64_t block, const f32x16* acc, int n) {
@@ -175,7 +179,7 @@ inline void run_layers(
       add_rows(layer.out, space.attended, layer.mixed(), layer.post_attention, layer.epsilon, residual);
     }
     if (!layer.inner) continue;
-    const auto* normed = layer.parallel ? operand(normed_rows, hidden) : norm_rows(layer.pre_mlp, layer.epsilon);
+    const auto* normed = layer.mixes() ? norm_rows(layer.pre_mlp, layer.epsilon) : first_rows(layer.pre_mlp);
     if (layer.router.routed) {
       if (layer.post_mlp) std::fill(space.sums + mine.begin * hidden, space.sums + mine.end * hidden, 0.f);
       add_experts<W, X>(

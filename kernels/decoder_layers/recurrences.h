@@ -31,7 +31,7 @@ struct Recurrence {
   int64_t heads = 0, key_heads = 0, keys = 0, values = 0, width = 0, channels = 0, group = 0;  // group: channels of a norm
   const float *taps = nullptr, *bias = nullptr;                              // [W][C], [C] or null
   const float *rates = nullptr, *step_bias = nullptr, *skip = nullptr;       // [H]
-  const float* norm = nullptr;                                               // [H V], or [V] for all heads
+  const float* norm = nullptr;                                               // [H V], or [V] for all heads, or null
   float epsilon = 0.f, shortest = 0.f, longest = 0.f, strongest = 1.f;       // of the norm; bounds of step sizes and strengths
   int64_t slots = 0;        // S
   T* windows = nullptr;     // [S][W - 1][C]
@@ -176,7 +176,7 @@ inline void finish_group(const Recurrence<T>& m, float* y, int64_t place, int64_
   if (!delta)
     for (int64_t i = begin; i < begin + m.group; i += kLanes)
       store(y + i, (load(y + i) + load(x + i) * splat(m.skip[i / m.values])) * gate(i));
-  norm_row(y + begin, {m.norm + (delta ? 0 : begin)}, m.epsilon, m.group, y + begin);
+  if (m.norm) norm_row(y + begin, {m.norm + (delta ? 0 : begin)}, m.epsilon, m.group, y + begin);
   for (int64_t i = begin; i < begin + m.group; i += kLanes) store(to + i, delta ? load(y + i) * gate(i) : load(y + i));
 }
 

@@ -104,9 +104,9 @@ class Recurrence:
         rates: ``[H]`` negative float32 factors of step sizes, which give the logarithms of decays.
         step_bias: ``[H]`` float32, added to step sizes before their softplus.
         skip: ``[H]`` float32 factors of a selective mixer's input, which is added to its output.
-        norm: ``[H V]`` float32 factors of the norm after a selective mixer's gates. Of a delta mixer, ``[V]`` of the
-            norm before its gates.
-        group: channels that are normed together.
+        norm: ``[H V]`` float32 factors of the norm after a selective mixer's gates, or ``None`` without one. Of a delta
+            mixer, ``[V]`` of the norm before its gates.
+        group: channels that are normed together; V without a norm.
         epsilon: constant of the norm.
         steps: least and greatest step size of a selective mixer.
         strongest: greatest strength of a delta mixer's corrections, 1 or 2: their factor.
@@ -224,11 +224,13 @@ class Recurrence:
         kept.gates[places] = self._gates(gates.float())
         out = self.scan(states, rows.schedule, kept.convolved, kept.gates)[places]
         gated = gate(z, "silu")
-        assert self.norm is not None
         if self.kind == "delta":
+            assert self.norm is not None
             return apply_norm_reference(out, Norm(self.norm), self.epsilon).flatten(1) * gated
         assert self.skip is not None
         y = (out + convolved[:, :size].view(out.shape).float() * self.skip[:, None]).flatten(1) * gated
+        if self.norm is None:
+            return y
         groups = y.unflatten(-1, (-1, self.group))
         return apply_norm_reference(groups, Norm(self.norm.view(groups.shape[1:])), self.epsilon).flatten(1)
 

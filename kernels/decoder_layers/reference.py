@@ -25,7 +25,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_at
 
 @dataclass(frozen=True)
 class Matrix:
-    """A prepacked matrix: see :mod:`arbordraft.kernels.prepacked_linear`."""
+    """A prepacked matrix: see :func:`arbordraft.kernels.prepacked_linear.prepacked_linear`."""
 
     weight: Tensor
     scale: Tensor | None = None
@@ -104,7 +104,8 @@ class LayerWeights:
         softcap: bound of the scores.
         beside_norm: ``[E]`` norm of an additional input. Queries, keys and values read that input, placed before the
             hidden states. ``None`` if there is no such input.
-        parallel: whether the MLP reads the normed input of the attention; it has no norm of its own then.
+        parallel: whether the first block reads the normed input of the layer before, which has one block, instead of
+            an own one. Blocks side by side in a layer of a model are several layers.
         experts: choice of experts, if there is more than one MLP.
         table: index of the layer's rotary table, if a call has several.
         closing: whether the attention's output is multiplied by the sigmoid of gates, the last rows of ``qkv``.
@@ -203,15 +204,17 @@ def decoder_layers_reference(
 ) -> tuple[Tensor, Tensor]:
     """See :class:`arbordraft.kernels.decoder_layers.LayerRun`."""
     x = hidden.flatten(0, -2)
-    inputs = []
+    inputs, read = [], x
     kept = iter(() if lineage is None else lineage.kept)
     for layer, (keys, values) in zip(layers, pools, strict=True):
         inputs.append(x)
-        read = y = apply_norm_reference(x, layer.pre_attention, layer.epsilon)
-        if layer.beside_norm is not None:
-            assert beside is not None
-            y = torch.cat([apply_norm_reference(beside, layer.beside_norm, layer.epsilon), y], dim=-1)
+        if not layer.parallel:
+            read = apply_norm_reference(x, layer.pre_attention if layer.mixes else layer.pre_mlp, layer.epsilon)
         if layer.mixes:
+            y = read
+            if layer.beside_norm is not None:
+                assert beside is not None
+                y = torch.cat([apply_norm_reference(beside, layer.beside_norm, layer.epsilon), y], dim=-1)
             assert layer.qkv is not None
             assert layer.out is not None
             projected = _times(y, layer.qkv)
@@ -223,7 +226,7 @@ def decoder_layers_reference(
             y = apply_norm_reference(_times(y, layer.out), layer.post_attention, layer.epsilon)
             x = x + layer.residual * y
         if layer.inner:
-            y = _mlp(read if layer.parallel else apply_norm_reference(x, layer.pre_mlp, layer.epsilon), layer)
+            y = _mlp(apply_norm_reference(x, layer.pre_mlp, layer.epsilon) if layer.mixes else read, layer)
             x = x + layer.residual * apply_norm_reference(y, layer.post_mlp, layer.epsilon)
     tapped = torch.stack([inputs[index] for index in taps]) if taps else x.new_empty(0, *x.shape)
     return x.view(hidden.shape), tapped

@@ -245,12 +245,13 @@ class Stack {
     const Norm beside_norm = norm(25, beside_);
     TORCH_CHECK(!beside_norm || beside_, "nothing stands beside the hidden states");
     const bool parallel = integer[7] != 0;
-    TORCH_CHECK(!parallel || !(beside_norm || tensor(15)), "an MLP beside the attention reads what that reads");
+    TORCH_CHECK(!parallel || (n > 0 && !layers_.back().beside_norm && layers_.back().mixes() != (layers_.back().inner > 0)),
+                "a layer beside another needs one of one block before it, which reads hidden states alone");
+    TORCH_CHECK(!parallel || !(beside_norm || tensor(mixes ? 0 : 15)), "a layer beside another reads what that reads");
     const auto channels = [&](int64_t i) { return tensor(i) ? tensor(i)->numel() : dim; };
     const bool joint = channels(5) != dim || channels(7) != dim;
     const bool closing = integer[14] != 0;
     const int64_t projected = m ? m.projected() : ((1 + closing) * query_heads + 2 * kv_heads) * dim;
-    TORCH_CHECK(!parallel || (mixes && width), "an MLP beside an attention needs both");
     const auto part = [&](bool there, int64_t i, int64_t outputs, int64_t inputs) {
       return there ? matrix(i, outputs, inputs) : Prepacked<W>{};
     };
@@ -284,7 +285,7 @@ class Stack {
     TORCH_CHECK(m.group > 0 && m.group % kLanes == 0 && m.size() % m.group == 0, "a norm has the wrong size");
     TORCH_CHECK(fits(33, m.heads) && (!m.step_bias || fits(34, m.heads)), "rates and biases are numbers of heads");
     TORCH_CHECK(delta || fits(35, m.heads), "expected a factor of every head's input");
-    TORCH_CHECK(fits(36, delta ? m.values : m.size()), "a norm has the wrong size");
+    TORCH_CHECK((!delta && !m.norm) || fits(36, delta ? m.values : m.size()), "a norm has the wrong size");
     return m;
   }
 

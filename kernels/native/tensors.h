@@ -98,9 +98,9 @@ Prepacked<Panels> prepacked(
   TORCH_CHECK(
       header[1] == (outputs + kLanes - 1) / kLanes, "weights are not prepacked for ", outputs, " outputs, but for ",
       header[1], " panels of 16");
-  TORCH_CHECK(!scale, "weights in panels have their scales inside");
+  TORCH_CHECK(!scale || scale->numel() == outputs, "expected one scale per output");
   TORCH_CHECK(!bias || bias->numel() == outputs, "expected one bias per output");
-  return {data<uint8_t>(weight), header + kHeader, floats(bias), outputs, header[2] * kGroupSize};
+  return {data<uint8_t>(weight), header + kHeader, floats(scale), floats(bias), outputs, header[2] * kGroupSize};
 }
 
 // The outputs that a prepacked matrix has, padded to 16.

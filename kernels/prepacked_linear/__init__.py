@@ -226,7 +226,7 @@ def prepacked_linear(
         x: ``[..., I]`` float32 or bfloat16.
         prepacked: ``W`` as :func:`pack` or :func:`pack_blocks` returns it, of x's dtype, int8, or uint8 in panels.
             Panels of codes multiply x in 8 bits: every row is quantised by itself, in groups of 32 inputs.
-        scale: ``[O]`` float32 factors of int8 weights.
+        scale: ``[O]`` float32 factors of the sums, such as the scales of int8 weights.
         bias: ``[O]`` float32.
         outputs: ``O``.
         activation: name of the gated activation, ``activation(gate) * up``. The rows of ``W`` are then gates and

@@ -68,22 +68,24 @@ inline void tile(const W* w, const X* x, int64_t inputs, const W* ahead, f32x16*
   each<R * NB>([&](auto n) { found[n] = acc[n]; });
 }
 
-// One prepacked matrix. `scale` is the factor per output of 8-bit weights; `scale` and `bias` may be missing. Weights in
-// panels: see panels.h.
+// One prepacked matrix. `scale` has a factor per output, and `bias` is added after it; both may be missing. Weights in panels:
+// see panels.h.
 template <class W>
 struct Prepacked {
   const W* weight;
   const float* scale;
   const float* bias;
   int64_t outputs, inputs;  // inputs as padded
-
-  f32x16 finish(f32x16 acc, int64_t output) const {
-    const int64_t left = outputs - output;
-    if (scale) acc = acc * load(scale + output, left);
-    if (bias) acc += load(bias + output, left);
-    return acc;
-  }
 };
+
+// Returns sixteen outputs from their sums.
+template <class W>
+inline f32x16 finish(const Prepacked<W>& m, f32x16 acc, int64_t output) {
+  const int64_t left = m.outputs - output;
+  if (m.scale) acc = acc * load(m.scale + output, left);
+  if (m.bias) acc += load(m.bias + output, left);
+  return acc;
+}
 
 // Runs the tile of `rows` and `blocks`. Compiled once for all calls of multiply().
 template <class W, class X>
@@ -124,7 +126,7 @@ inline void multiply(const Prepacked<W>& m, const X* x, int64_t rows, Range bloc
   if constexpr (std::is_same_v<W, bf16> && std::is_same_v<X, bf16>)
     if (has_tiles())
       return multiply_by_tiles(m.weight, m.inputs, x, rows, blocks, [&](int64_t row, int64_t block, f32x16* acc, int n) {
-        for (int b = 0; b < n; ++b) acc[b] = m.finish(acc[b], (block + b) * kLanes);
+        for (int b = 0; b < n; ++b) acc[b] = finish(m, acc[b], (block + b) * kLanes);
         emit(row, block, acc, n);
       });
 #endif
@@ -153,7 +155,7 @@ inline void multiply(const Prepacked<W>& m, const X* x, int64_t rows, Range bloc
           for (int64_t b = 0; b < 2; ++b) acc[2 * r + b] = apart[b][r];
       }
       for (int64_t r = 0; r < count; ++r) {
-        for (int64_t b = 0; b < n; ++b) acc[r * n + b] = m.finish(acc[r * n + b], (block + b) * kLanes);
+        for (int64_t b = 0; b < n; ++b) acc[r * n + b] = finish(m, acc[r * n + b], (block + b) * kLanes);
         emit(row + r, block, acc + r * n, int(n));
       }
     }

@@ -18,6 +18,7 @@ template <>
 struct Prepacked<Panels> {
   const uint8_t* weight;
   const int64_t* places;  // of the panels in `weight`, plus the number of the panel's kind; the last is the end
+  const float* scale;
   const float* bias;
   int64_t outputs, inputs;  // inputs as padded
 
@@ -276,9 +277,7 @@ inline void multiply(const Prepacked<Panels>& m, const Eighth* x, int64_t rows, 
           for (int64_t k = 0; k < same; ++k) found[r * n + b + k] = some[r * same + k];
       }
       for (int r = 0; r < count; ++r) {
-        if (m.bias)
-          for (int b = 0; b < n; ++b)
-            found[r * n + b] += load(m.bias + (block + b) * kLanes, m.outputs - (block + b) * kLanes);
+        for (int b = 0; b < n; ++b) found[r * n + b] = finish(m, found[r * n + b], (block + b) * kLanes);
         emit(row + r, block, found + r * n, int(n));
       }
     }

@@ -76,7 +76,7 @@ def prepacked_linear_reference(
         y = multiply_panels(x, prepacked, outputs).to(wide)
     else:
         y = x.to(wide) @ restore(prepacked, outputs, x.shape[-1]).to(wide).T
-    if scale is not None and prepacked.dtype == torch.int8:
+    if scale is not None:
         y = y * scale
     if bias is not None:
         y = y + bias

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.constrained import decoded
 from support.models import PROMPTS, decode, fusable, tiny, varied
-from support.recurrent_models import ROW_WISE, recurrent
+from support.recurrent_models import FUSED, ROW_WISE, recurrent
 from support.spellers import SPEAKER_VOCAB, speller_tokenizer
 from transformers import LogitsProcessorList
 
@@ -452,9 +452,9 @@ def states_by_length(made, **request):
     return decode(made, max_new_tokens=20, **request)[0], found
 
 
-@pytest.fixture(scope="module", params=["lfm2", "mamba2", "granitemoehybrid", "qwen3_5_text"])
+@pytest.fixture(scope="module", params=["lfm2", "mamba2", "granitemoehybrid", "qwen3_5_text", "falcon_h1"])
 def recurrent_target(request):
-    model = recurrent(request.param, **ROW_WISE[request.param]).to(torch.bfloat16)
+    model = recurrent(request.param, **FUSED[request.param]).to(torch.bfloat16)
     return ad.RaggedModel(model, kernels="native", row_invariant=True)
 
 

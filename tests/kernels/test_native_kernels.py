@@ -22,6 +22,7 @@ from support.native_checks import (
     MIXERS,
     OPTIONS,
     PARTS,
+    SIDE_BY_SIDE,
     TREES,
     UNROUNDED,
     Stack,
@@ -232,7 +233,7 @@ def test_wrong_arguments_are_refused():
         (lambda: prepacked_linear(x, prepacked.to(torch.int8)[..., None], outputs=40), "not prepacked"),
         (lambda: prepacked_linear(x, prepacked, outputs=40, activation="silu"), "halves of whole blocks"),
         (lambda: prepacked_linear(x, fours[:-64], outputs=40), "expected a matrix that pack_blocks returned"),
-        (lambda: prepacked_linear(x, fours, torch.ones(40), outputs=40), "have their scales inside"),
+        (lambda: prepacked_linear(x, fours, torch.ones(39), outputs=40), "one scale per output"),
         (lambda: prepacked_linear(x, fours, outputs=50), "not prepacked for 50 outputs, but for 3 panels"),
         (lambda: prepacked_linear(torch.randn(3, 33), fours, outputs=40), "33 channels, the weights 32"),
         (lambda: attention_with(attention, starts=[0, 9, 900]), "outside the pool"),
@@ -419,7 +420,7 @@ def test_accepted_rows_are_replayed_to_the_bit(dtype, threads):
     assert all(map(torch.equal, replayed(replay_layers, rows), replayed(replay_reference, rows)))
     for other in ([0, 2, 4, 7], [0, 1, 5, 7]):  # a leaf changes windows and states, another parent, too
         parts = zip(replayed(replay_layers, other), replayed(replay_layers, rows), strict=True)
-        assert [torch.equal(*pair) for pair in parts if pair[0].numel()] == [False] * 5
+        assert [torch.equal(*pair) for pair in parts if pair[0].numel()] == [False] * 7
     for before, after in zip(itertools.chain(*pools), replayed(replay_layers, rows), strict=True):
         assert torch.equal(before[[1, 2, 3]], after[[1, 2, 3]])
     with pytest.raises(RuntimeError, match="row 3 is none of 9 kept rows"):
@@ -484,7 +485,7 @@ def test_layers_whose_rotation_is_more_exact():
 @pytest.mark.parametrize(
     "fault",
     [
-        *({"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}, {"parallel": True}),
+        *({"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}),
         {"residual": 0.99},
     ],
     ids=str,
@@ -494,6 +495,29 @@ def test_another_layer_would_be_seen(fault):
     check_layers([layer])
     with pytest.raises(AssertionError):
         check_layers([layer], truth=[replace(layer, **fault)])
+
+
+def test_blocks_that_follow_each_other_instead_of_standing_side_by_side_would_be_seen():
+    one, other = [random_layer(seed=seed, **part) for seed, part in enumerate(SIDE_BY_SIDE)]
+    check_layers([one, other])
+    with pytest.raises(AssertionError):
+        check_layers([one, other], truth=[one, replace(other, parallel=False, pre_mlp=one.pre_attention)])
+    for mixer in MIXERS:
+        before, beside = random_layer(mixer=mixer, inner=0), random_layer(parallel=True)
+        check_recurrent_layers([before, beside])
+        after = replace(beside, parallel=False, pre_attention=before.pre_attention)
+        with pytest.raises(AssertionError):
+            check_recurrent_layers([before, beside], truth=[before, after])
+
+
+@pytest.mark.parametrize("name", ["qkv", "out", "gate_up", "down"])
+@pytest.mark.parametrize("kind", ["float32", "int4-float32"])
+def test_other_factors_of_outputs_would_be_seen(kind, name):
+    layer = random_layer(*KINDS[kind], **PARTS["factors"])
+    check_layers([layer])
+    matrix = getattr(layer, name)
+    with pytest.raises(AssertionError):
+        check_layers([layer], truth=[replace(layer, **{name: replace(matrix, scale=matrix.scale.flip(0))})])
 
 
 @pytest.mark.parametrize("place", ["pre_attention", "key_norm", "post_mlp"])
@@ -506,7 +530,7 @@ def test_a_norm_that_keeps_the_mean_would_be_seen(place):
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [
-        ("base", {"parallel": True}, "an MLP beside the attention reads what that reads"),
+        ("base", {"parallel": True}, "a layer beside another needs one of one block before it"),
         ("norms over all heads", {"key_norm": Norm(torch.ones(16))}, "a norm has the wrong size"),
         ("base", {"pre_mlp": Norm(torch.ones(64), torch.ones(16))}, "a norm has the wrong size"),
         ("no gates", {"inner": 80}, "weights are not prepacked for 80 outputs"),
@@ -515,6 +539,21 @@ def test_a_norm_that_keeps_the_mean_would_be_seen(place):
 def test_parts_that_do_not_fit_each_other_are_refused(part, change, message):
     with pytest.raises(RuntimeError, match=message):
         Stack([replace(random_layer(**PARTS[part]), **change)]).text([[5, 6, 7]])
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ({}, "a layer beside another needs one of one block before it"),
+        ({"inner": 0, "beside": BESIDE}, "which reads hidden states alone"),
+        ({"inner": 0}, "a layer beside another reads what that reads"),
+    ],
+)
+def test_layers_beside_others_that_do_not_fit_are_refused(before, message):
+    own = random_layer(heads=0)  # has a norm of its own
+    beside = own if "reads what" in message else replace(own, pre_mlp=None)
+    with pytest.raises(RuntimeError, match=message):
+        Stack([random_layer(**before), replace(beside, parallel=True)]).text([[5, 6, 7]])
 
 
 def test_inputs_beside_the_hidden_states_are_used():

@@ -94,6 +94,7 @@ from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.verifiers import KSeq, LongestBranch, OptimalTransport, TopTailRule, TypicalAcceptance
 from support.models import generated, tiny
 from support.native_drafters import new_head
+from support.recurrent_models import FALCON_FACTORS
 from support.shrunken import RECURRENT, shrunken
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "behaviour.txt"
@@ -162,7 +163,8 @@ def sharpened(model: Any, factor: float) -> Any:
 
 def network(architecture: str, seed: int = 0, **settings: Any) -> Any:
     if architecture in RECURRENT:
-        model = shrunken(architecture, vocab_size=VOCAB, **{**RECURRENT[architecture], **settings})
+        whole = {"head_dim": 16, **FALCON_FACTORS} if architecture == "falcon_h1" else {}  # runs in one native call
+        model = shrunken(architecture, vocab_size=VOCAB, **{**RECURRENT[architecture], **whole, **settings})
     else:
         model = tiny(architecture, **{"vocab_size": VOCAB, "head_dim": 16, "max_position_embeddings": 160, **settings})
     return sharpened(filled(model, seed), 1.5)
@@ -447,7 +449,7 @@ def configurations() -> dict[str, Configuration]:
 # Models with recurrent layers
 
 STATEFUL = {
-    "target": ("lfm2", "qwen3_next", "mamba2", "granitemoehybrid", "jamba", "llama"),
+    "target": ("lfm2", "qwen3_next", "mamba2", "granitemoehybrid", "jamba", "llama", "falcon_h1"),
     "drafter": ("ngram", "model", "ngram>model", "eagle", "grammar>ngram"),
     "coupling": ("shared2", "fixed3+match", "wor2+lifted-rrs", "iid2+k-seq"),
 }

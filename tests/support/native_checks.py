@@ -214,8 +214,9 @@ def check_attention(case, **options):
 
 
 def layers_of(kind):
-    """Returns a simple layer, a layer with all options, and a layer with the alternatives of these options."""
-    return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(("base", "all", "other"))]
+    """Returns simple blocks side by side, a layer with all options, and one with the alternatives of these options."""
+    parts = *SIDE_BY_SIDE, PARTS["all"], PARTS["other"]
+    return [random_layer(*KINDS[kind], seed, **part) for seed, part in enumerate(parts)]
 
 
 def mixtures_of(kind):
@@ -241,6 +242,7 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
     shape = {"hidden": 64, "heads": 4, "kv_heads": 2, "dim": 16, "inner": 96}
     parts = {"norms": "pre", "head_norms": "", "bias": False, "sinks": False, "activation": "silu"}
     parts |= {"centred": False, "gated": True, "experts": {}, "mixer": None, "closing": False, "residual": 1.0}
+    parts |= {"factors": False}
     rest = {"window": None, "rotary": True, "softcap": None, "epsilon": 1e-5, "scale": 0.3, "parallel": False}
     if weights in BLOCKS or weights == "mixed":
         shape |= {"hidden": 256, "dim": 64, "inner": 256}
@@ -267,7 +269,10 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         dense = (noise(outputs, inputs) * inputs**-0.5).to(dtype)
         if gated:
             dense = interleave(*dense.chunk(2))
-        return Matrix(*packed(dense, weights), 0.3 * noise(outputs) if chosen["bias"] else None)
+        weight, scale = packed(dense, weights)
+        if chosen["factors"]:
+            scale = (1 if scale is None else scale) * (1 + 0.3 * noise(outputs))
+        return Matrix(weight, scale, 0.3 * noise(outputs) if chosen["bias"] else None)
 
     pre, post = "pre" in chosen["norms"], "post" in chosen["norms"]
     experts, mlps = None, 1
@@ -278,7 +283,7 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         experts = Experts(Matrix(prepack(scores.to(router))), **choice, corrections=corrections)
         mlps = experts.routed + experts.shared
     return LayerWeights(
-        pre_attention=norm(hidden, pre and mixes),
+        pre_attention=norm(hidden, pre and mixes and not chosen["parallel"]),
         qkv=matrix(
             mixer[1] if mixer else (heads * (1 + chosen["closing"]) + 2 * kv_heads) * dim,
             chosen["beside"] + hidden,
@@ -289,7 +294,7 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         sinks=noise(heads) if chosen["sinks"] else None,
         out=matrix(hidden, mixer[0].outputs if mixer else heads * dim, there=mixes),
         post_attention=norm(hidden, post and mixes),
-        pre_mlp=norm(hidden, pre and inner and not chosen["parallel"]),
+        pre_mlp=norm(hidden, pre and inner and (mixes or not chosen["parallel"])),
         gate_up=matrix(mlps * (1 + chosen["gated"]) * inner, hidden, chosen["gated"], there=inner > 0),
         down=matrix(mlps * hidden, inner, there=inner > 0),
         post_mlp=norm(hidden, post and inner),
@@ -308,9 +313,10 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
 
 def random_recurrence(kind, noise):
     """Returns a mixer for 64 hidden channels, and the outputs of the projection before it."""
+    kind, _, without = kind.partition(" without ")
     sizes = {
         "convolution": {},
-        "selective": {"heads": 6, "key_heads": 2, "keys": 24, "values": 16, "group": 48},
+        "selective": {"heads": 6, "key_heads": 2, "keys": 24, "values": 16, "group": 16 if without else 48},
         "delta": {"heads": 4, "key_heads": 2, "keys": 16, "values": 32, "group": 32},
     }[kind]
     if not sizes:
@@ -325,7 +331,7 @@ def random_recurrence(kind, noise):
         rates=-noise(heads).exp(),
         step_bias=noise(heads),
         skip=None if delta else noise(heads),
-        norm=1 + 0.3 * noise(sizes["values"] if delta else heads * sizes["values"]),
+        norm=None if without else 1 + 0.3 * noise(sizes["values"] if delta else heads * sizes["values"]),
         epsilon=1e-5,
         steps=(0.0, float("inf")) if delta else (0.1, 1.5),
         strongest=2.0 if delta else 1.0,
@@ -340,7 +346,6 @@ PARTS = {
     "norms over all heads": {"head_norms": "together"},
     "layer norms": {"centred": True, "head_norms": "each", "norms": "pre post"},
     "no gates": {"gated": False, "bias": True},
-    "side by side": {"parallel": True},
     "biases": {"bias": True},
     "sinks": {"sinks": True},
     "norms after": {"norms": "post"},
@@ -353,6 +358,7 @@ PARTS = {
     "wide heads": {"heads": 3, "kv_heads": 3, "dim": 48},
     "gates after": {"closing": True},
     "weaker residual": {"residual": 0.3},
+    "factors": {"factors": True},
     "gelu": {"activation": "gelu"},
     "gelu_tanh": {"activation": "gelu_tanh"},
     "relu": {"activation": "relu"},
@@ -400,13 +406,14 @@ PARTS = {
         "head_norms": "together",
         "centred": True,
         "gated": False,
-        "parallel": True,
+        "factors": True,
         "rotary": False,
         "bias": True,
         "norms": "pre post",
         "activation": "gelu",
     },
 }
+SIDE_BY_SIDE: tuple[dict, ...] = {"inner": 0}, {"heads": 0, "parallel": True}
 ALL = ("experts for all", "plain experts for all")
 CHOICES = ("experts", "shared experts", "sigmoids", "plain sigmoids", "plain experts")  # rows take only some experts
 LONGEST = 400
@@ -436,7 +443,7 @@ class Stack:
     def run(self, tokens, batch, cache):
         hidden = self.embeddings[tokens][None]
         rows = cache.state_rows(batch, hidden.device) if self.native.recurrent else None
-        pools, lineage = memory_of(cache, rows, self.layers, range(len(self.layers)), hidden)
+        pools, lineage = memory_of(cache, rows, self.layers, hidden)
         found = self.native(hidden, pools, self.rotation(batch), batch, (), self.beside(tokens), lineage)[0][0]
         if rows is not None:
             rows.keep()
@@ -455,9 +462,7 @@ class Stack:
         return [table[batch.positions][None] for table in self.tables]
 
     def pools(self, cache):
-        return [
-            cache.pools(index, (layer.kv_heads, layer.dim), self.embeddings) for index, layer in enumerate(self.layers)
-        ]
+        return memory_of(cache, None, self.layers, self.embeddings)[0]
 
     def text(self, texts, chunks=None):
         """Returns ``[T, H]`` of whole texts, in one batch; ``chunks`` says how many tokens of each to run at once."""
@@ -529,18 +534,18 @@ def check_layers(layers, dtype=torch.float32, truth=None, **rotation):
         hidden = stack.embeddings[tokens].double()
         assert found.dtype == dtype
         assert relative(found.double() - hidden, expected - hidden) < bound
-        for pools, truth in zip(stack.pools(cache), wide, strict=True):
-            for pool, exact in zip(pools, truth, strict=True):
+        for layer, pools, truth in zip(layers, stack.pools(cache), wide, strict=True):
+            for pool, exact in zip(pools, truth, strict=True) if layer.mixes else ():
                 assert torch.equal(pool.isnan(), exact.isnan())
                 assert relative(pool[batch.slots].double(), exact[batch.slots]) < bound
 
 
-MIXERS = ("convolution", "selective", "delta")
+MIXERS = ("convolution", "selective", "selective without norm", "delta")
 
 
 def recurrent_layers(mixer, kind):
-    """Returns layers with an MLP alone, with a recurrent mixer, with attention and with a mixer alone."""
-    parts = {"heads": 0}, {"mixer": mixer}, {}, {"mixer": mixer, "inner": 0}
+    """Returns layers with an MLP alone, with a recurrent mixer, with attention, and with both of these side by side."""
+    parts = {"heads": 0}, {"mixer": mixer}, {}, {"mixer": mixer, "inner": 0}, {"parallel": True}
     return [random_layer(*KINDS[kind], seed, **part) for seed, part in enumerate(parts)]
 
 
@@ -565,7 +570,7 @@ def check_recurrent_layers(layers, dtype=torch.float32, truth=None):
     ):
         batch = cache.lay_out(samples, depths, visible)
         rows = cache.state_rows(batch, stack.embeddings.device)
-        pools, lineage = memory_of(cache, rows, layers, range(len(layers)), stack.embeddings)
+        pools, lineage = memory_of(cache, rows, layers, stack.embeddings)
         wide = [tuple(pool.clone().double() for pool in pair) for pair in pools]
         wide = [
             (first, second if layer.recurrence is None else second.float())

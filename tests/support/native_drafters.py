@@ -73,8 +73,11 @@ def weights(kind):
 
 KINDS = ["eagle", "eagle, trimmed", "block", "block, trimmed", "masked block", "medusa", "medusa, trimmed", "model"]
 KINDS += ["model, windows", "dflash", "dspark", "dspark, trimmed"]
-# Short convolutions, gated delta nets, and Mamba-2: with attention and factors, alone, and with MLPs alone.
-RECURRENT = [f"model, {name}" for name in ("lfm2", "qwen3_5_text", "granitemoehybrid", "mamba2", "nemotron_h")]
+# Short convolutions, gated delta nets, and Mamba-2: with attention and factors, alone, with MLPs alone, and beside
+# attention.
+RECURRENT = [
+    f"model, {name}" for name in ("lfm2", "qwen3_5_text", "granitemoehybrid", "mamba2", "nemotron_h", "falcon_h1")
+]
 KINDS += RECURRENT
 DRAFTERS = {"eagle": EagleDrafter, "block": BlockDrafter, "masked block": BlockDrafter, "medusa": MedusaDrafter}
 DRAFTERS |= dict.fromkeys(("dflash", "dspark", "gated dspark", "recurrent dspark"), DFlashDrafter)

@@ -22,15 +22,27 @@ ROW_WISE: dict[str, dict[str, Any]] = {
     "mamba2": {"hidden_size": 64, "head_dim": 16},
     "granitemoehybrid": {**MAMBA2, "num_local_experts": 0},
     "bamba": MAMBA2,
-    "falcon_h1": {"hidden_size": 64},
+    "falcon_h1": {"hidden_size": 64, "mamba_rms_norm": True},  # before the gates: these layers are not fused
     "nemotron_h": {"head_dim": 16},
+}
+FALCON_FACTORS: dict[str, Any] = {
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "key_multiplier": 0.6,
+    "mlp_multipliers": [0.7, 1.3],
+    "ssm_in_multiplier": 1.3,
+    "ssm_multipliers": [0.5, 0.8, 1.1, 0.6, 1.4],
+    "ssm_out_multiplier": 0.9,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 2.0,
 }
 NO_ROTATION = {"rope_type": "default", "rope_theta": None}
 # All layers of these run in one native call.
 FUSED: dict[str, dict[str, Any]] = {
-    **{name: ROW_WISE[name] for name in ROW_WISE if name != "falcon_h1"},
+    **ROW_WISE,
     "olmo_hybrid": {**ROW_WISE["olmo_hybrid"], "rope_parameters": NO_ROTATION},  # else, its layers take turns
     "granitemoehybrid": {**MAMBA2, "residual_multiplier": 0.3},
+    "falcon_h1": {"hidden_size": 64, **FALCON_FACTORS},
     "nemotron_h": {
         **ROW_WISE["nemotron_h"],
         "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe", "linear_attention"],

@@ -13,7 +13,8 @@ from arbordraft.kernels.recurrent_tree import Scan
 from arbordraft.target import states
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.equality import equality_report
-from arbordraft.target.prepacked import row_wise
+from arbordraft.target.prepacked import recognition, row_wise
+from arbordraft.target.prepacked.weight_collector import Linear
 from arbordraft.target.states import RecurrentStates
 from arbordraft.trees.topology import ancestor_words
 from arbordraft.trees.verdict import Exactness
@@ -164,6 +165,71 @@ def test_mixers_that_only_look_right_are_not_fused(architecture, spoil, part):
     assert target.prepacking.fused == target.num_layers - 1
     assert target.prepacking.stack is None
     assert differing(target) == []
+
+
+# Falcon-H1: attention and Mamba-2 side by side
+
+
+def fused_layers(model):
+    return RaggedModel(model, kernels="native").prepacking.fused
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
+        dict.fromkeys(("attention_bias", "projectors_bias", "mamba_proj_bias", "mlp_bias"), True),
+    ],
+    ids=["norms after gates", "biases"],
+)
+def test_other_forms_of_layers_with_two_mixers_are_fused(options):
+    model = recurrent("falcon_h1", **FUSED["falcon_h1"], **options)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.uniform_(-0.5, 0.5)
+    target = RaggedModel(model, kernels="native")
+    assert target.prepacking.fused == target.num_layers
+    assert differing(target) == []
+
+
+@pytest.mark.usefixtures("kernels")
+def test_norms_before_the_gates_of_mamba_are_not_fused():
+    assert fused_layers(recurrent("falcon_h1", **ROW_WISE["falcon_h1"])) == 0
+
+
+@pytest.mark.filterwarnings("ignore:not prepacked")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    "path", ["mamba", "mamba.conv1d", "mamba.out_proj", "self_attn.o_proj", "feed_forward.down_proj", "input_layernorm"]
+)
+def test_parts_of_layers_with_two_mixers_keep_their_hooks(path):
+    model = recurrent("falcon_h1", **FUSED["falcon_h1"])
+    model.model.layers[0].get_submodule(path).register_forward_hook(lambda _, __, output: 1.1 * output)
+    target = RaggedModel(model, kernels="native")
+    assert target.prepacking.fused == target.num_layers - 1
+    assert differing(target) == []
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("number", range(8))
+def test_a_factor_that_is_forgotten_would_be_seen(monkeypatch, number):
+    """Negative control: one of a layer's eight matrices keeps its products."""
+    times, layers_of, called = Linear.times, recognition.layers_of, []
+
+    def without(linear, *factors, **others):
+        called.append(linear)
+        return linear if len(called) == number + 1 else times(linear, *factors, **others)
+
+    def compared(*layer):
+        called.clear()
+        return layers_of(*layer)
+
+    assert fused_layers(recurrent("falcon_h1", **FUSED["falcon_h1"])) == 2
+    monkeypatch.setattr(Linear, "times", without)
+    monkeypatch.setattr(recognition, "layers_of", compared)
+    assert fused_layers(recurrent("falcon_h1", **FUSED["falcon_h1"])) == 0
 
 
 # Equal bits

@@ -11,6 +11,7 @@ from support.native_checks import (
     KINDS,
     MIXERS,
     OPTIONS,
+    SIDE_BY_SIDE,
     TREES,
     Stack,
     check_stack_rows,
@@ -115,7 +116,7 @@ def test_a_node_gets_the_bits_of_plain_decoding(options, dtype, threads):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_layers(kind, threads):
     torch.set_num_threads(threads)
-    for layers in (layers_of(kind), layers_of(kind)[1:], mixtures_of(kind)):
+    for layers in (layers_of(kind), layers_of(kind)[len(SIDE_BY_SIDE) :], mixtures_of(kind)):
         check_stack_rows(Stack(layers, KINDS[kind][0]))
 
 

@@ -94,9 +94,8 @@ def _call(
     if run.recurrent:
         rows = cache.state_rows(cache.lay_out(handles, [range(n) for n in counts], reading=commit), like.device)
         widths = [len(inner) for inner in topology.inner[1 : int(levels.max())]]
-        recurrences = recurrences_of(layers, range(len(layers)))
-        nodes = rows.nodes(recurrences, like, max(most), max(widths, default=0))
-    pools, lineage = memory_of(cache, rows, layers, range(len(layers)), like)
+        nodes = rows.nodes(recurrences_of(layers), like, max(most), max(widths, default=0))
+    pools, lineage = memory_of(cache, rows, layers, like)
     states = [part for _, part in missing.values() if part is not None]
     packed_states = (states[0] if len(states) == 1 else torch.cat(states)).to(like.dtype) if states else None
     broken = run(

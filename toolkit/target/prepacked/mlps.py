@@ -75,6 +75,8 @@ def mlp_of(collector: WeightCollector, modules: Sequence[nn.Module]) -> Mlp:
 def single(collector: WeightCollector, mlp: nn.Module) -> Mlp:
     """Packs an MLP, with gates or without."""
     readers, down, activation = _linears(collector, mlp)
+    readers[0] = readers[0].times(float(getattr(mlp, "gate_multiplier", 1.0)))
+    down = down.times(float(getattr(mlp, "down_multiplier", 1.0)))
     inner = down.weight.shape[1]
     gated = sum(len(linear.weight) for linear in readers) == 2 * inner
     first = collector.matrix(readers, lambda both: interleave(*both.chunk(2))) if gated else collector.matrix(readers)

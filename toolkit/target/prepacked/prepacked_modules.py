@@ -3,7 +3,9 @@
 Shapes: T packed rows, H hidden size.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,7 +49,8 @@ class PrepackedLayers(nn.Module):
         super().__init__()
         vars(self).update({name: value for name, value in (settings or {}).items() if name not in vars(self)})
         self.layers, self.side_by_side, self._rest = list(layers), side_by_side, rest
-        self.indices = range(first, first + len(layers))
+        self._places = indices_of(layers, first)
+        self.indices = range(first, self._places[-1] + 1 if layers else first)
         self._runs = {len(layers): LayerRun(layers)}
 
     def forward(
@@ -73,14 +76,15 @@ class PrepackedLayers(nn.Module):
         indices = self.indices[: max(0, depth - self.indices.start)]
         if not indices:
             return hidden_states
-        run = self._runs.get(len(indices))
+        count = bisect_left(self._places, indices.stop)
+        run = self._runs.get(count)
         if run is None:
-            run = self._runs[len(indices)] = LayerRun(self.layers[: len(indices)])
+            run = self._runs[count] = LayerRun(self.layers[:count])
         rows = ragged.state_rows if run.recurrent else None
-        pools, lineage = memory_of(ragged.cache, rows, run.layers, indices, hidden_states)
-        ragged.layers.update({index: None for index, layer in zip(indices, run.layers, strict=True) if layer.mixes})
+        pools, lineage = memory_of(ragged.cache, rows, run.layers, hidden_states, indices.start)
+        ragged.layers.update({index: None for index, y in zip(self._places, run.layers, strict=False) if y.mixes})
         wanted = [index for index in indices if index in ragged.hidden]
-        taps = [indices.index(index) for index in wanted]
+        taps = [bisect_left(self._places, index) for index in wanted]
         tables = position_embeddings
         tables = apart(tables) if self.side_by_side and tables is not None else tables
         out, inputs = run(hidden_states, pools, tables, ragged.batch, taps, lineage=lineage)
@@ -92,12 +96,13 @@ class PrepackedLayers(nn.Module):
         return out
 
 
+def indices_of(layers: Sequence[LayerWeights], first: int = 0) -> list[int]:
+    """Returns the places of layers in the model, from ``first`` on; those side by side are one layer of the model."""
+    return [first - 1 + number for number in accumulate(int(not layer.parallel) for layer in layers)]
+
+
 def memory_of(
-    cache: RaggedKVCache,
-    rows: StateRows | None,
-    layers: Sequence[LayerWeights],
-    indices: Sequence[int],
-    like: Tensor,
+    cache: RaggedKVCache, rows: StateRows | None, layers: Sequence[LayerWeights], like: Tensor, first: int = 0
 ) -> tuple[list[tuple[Tensor, Tensor]], RecurrentRows | None]:
     """Returns keys and values of layers, or windows and states of recurrent ones, and the rows that these see.
 
@@ -105,10 +110,10 @@ def memory_of(
         cache: holds them.
         rows: the rows of the forward, if layers are recurrent.
         layers: the layers.
-        indices: their places in the model.
         like: has the dtype and the device of the rows.
+        first: place of the first layer in the model.
     """
-    states, lineage = ({}, None) if rows is None else rows.layers(recurrences_of(layers, indices), like)
+    states, lineage = ({}, None) if rows is None else rows.layers(recurrences_of(layers, first), like)
     nothing = like.new_empty(0), like.new_empty(0)  # for layers that only have an MLP
 
     def memory(index: int, layer: LayerWeights) -> tuple[Tensor, Tensor]:
@@ -116,14 +121,14 @@ def memory_of(
             return states[index, WHOLE]
         return cache.pools(index, (layer.kv_heads, layer.dim), like) if layer.mixes else nothing
 
-    return list(map(memory, indices, layers)), lineage
+    return list(map(memory, indices_of(layers, first), layers)), lineage
 
 
-def recurrences_of(layers: Sequence[LayerWeights], indices: Sequence[int]) -> dict[Key, Recurrence]:
-    """Returns the recurrent mixers of layers, in order."""
+def recurrences_of(layers: Sequence[LayerWeights], first: int = 0) -> dict[Key, Recurrence]:
+    """Returns the recurrent mixers of layers, in order; the first layer has this place in the model."""
     return {
         (index, WHOLE): layer.recurrence
-        for index, layer in zip(indices, layers, strict=True)
+        for index, layer in zip(indices_of(layers, first), layers, strict=True)
         if layer.recurrence is not None
     }
 
@@ -185,4 +190,12 @@ def prepack_linears(module: nn.Module, leave: str = "") -> None:
             prepack_linears(child)
 
 
-__all__ = ["PrepackedGatedMLP", "PrepackedLayers", "PrepackedNorm", "memory_of", "prepack_linears", "recurrences_of"]
+__all__ = [
+    "PrepackedGatedMLP",
+    "PrepackedLayers",
+    "PrepackedNorm",
+    "indices_of",
+    "memory_of",
+    "prepack_linears",
+    "recurrences_of",
+]

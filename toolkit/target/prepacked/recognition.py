@@ -85,50 +85,63 @@ _WITHOUT_MLP: dict[str, Any] = {"gate_up": None, "down": None, "inner": 0, "acti
 _INTERNALS = frozenset(vars(nn.Module()))  # attributes of every module
 
 
-def layer_of(
+def layers_of(
     collector: WeightCollector, layer: nn.Module, call: AttentionCall | None, rotation: Rotation | None
-) -> LayerWeights:
+) -> list[LayerWeights]:
     """Extracts and packs the weights of a decoder layer.
 
     Args:
         collector: packs them.
         layer: the layer.
-        call: its call of the attention interface; ``None`` if it has a recurrent mixer, or nothing but an MLP.
+        call: its call of the attention interface; ``None`` without attention.
         rotation: rotation of its queries and keys.
+
+    Returns:
+        One layer, or several if blocks read the same normed input: a recurrent mixer, an attention, an MLP.
 
     Raises:
         Unrecognised: if the layer has parts that the kernel does not know.
     """
     children = dict(layer.named_children())
-    mixes = is_recurrent if call is None else _is_attention
-    mixer_name = next((name for name, child in children.items() if mixes(child)), "")
+    mixer = next((name for name, child in children.items() if is_recurrent(child)), "")  # its forward is ours
+    attention = next((n for n, child in children.items() if call and n != mixer and _is_attention(child)), "")
     mlp_names = [name for name, child in children.items() if is_mlp(child)]
-    blocks = {mixer_name, *mlp_names} - {""}
-    both = mixer_name and mlp_names
+    blocks = {mixer, attention, *mlp_names} - {""}
+    both = (mixer or attention) and mlp_names
     others = frozenset(
         n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
     )
-    own = call is None and mixer_name  # its forward is ours
     replaced = own_hooks(layer) or "forward" in vars(layer)
-    replaced = replaced or any(hooked(child) for name, child in children.items() if name != own)
+    replaced = replaced or any(hooked(child) for name, child in children.items() if name != mixer)
     names = _NORM_PLACES.get(others, {}) if both else {}
     if blocks and not both and others == _LONE_NORM:
-        names = {"pre_attention" if mixer_name else "pre_mlp": "norm"}
-    buffers = set(layer.buffers()).difference(*(children[name].buffers() for name in mlp_names))
+        names = {"pre_mlp" if mlp_names else "pre_attention": "norm"}
+    buffers = set(layer.buffers()).difference(*(children[name].buffers() for name in blocks - {attention}))
     if not names or replaced or layer._parameters or buffers:
         raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
     places = {place: (layer, name) for place, name in names.items()}
     mlp = mlp_of(collector, [children[name] for name in mlp_names]) if mlp_names else None
-    if mlp is not None and not mixer_name:
-        parts = _alone(collector, mlp, places)
-    elif call is None:
-        parts = _recurrent(collector, children[mixer_name], places)
-    else:
-        parts = _attention(collector, children[mixer_name], call, rotation, places)
-    residual = float(getattr(layer, "residual_multiplier", 1.0))
-    inner = {name: getattr(mlp, name) for name in (*_WITHOUT_MLP, "experts")} if mlp else _WITHOUT_MLP
-    parallel = bool(both) and places.keys().isdisjoint({"pre_mlp", "post_mlp"})
-    return LayerWeights(**parts, **inner, table=0, parallel=parallel, residual=residual)
+    parts: list[dict[str, Any]] = []  # of layers, of which all but the first read its normed input
+    if mixer:
+        first = {"pre_attention": places.pop("pre_attention")} if attention else places
+        parts.append(_recurrent(collector, children[mixer], first, _factor(layer, "ssm_out_multiplier")))
+    if attention and call:
+        factors = _factor(layer, "attention_in_multiplier"), _factor(layer, "attn_out_multiplier")
+        parts.append(_attention(collector, children[attention], call, rotation, places, factors))
+    if mlp:
+        if places.keys().isdisjoint({"pre_mlp", "post_mlp"}) or not parts:
+            parts.append(_alone(collector, mlp, {} if parts else places))
+        parts[-1] |= {name: getattr(mlp, name) for name in (*_WITHOUT_MLP, "experts")}
+    residual = _factor(layer, "residual_multiplier")
+    return [
+        LayerWeights(**{**_WITHOUT_MLP, **own}, parallel=number > 0, residual=residual)
+        for number, own in enumerate(parts)
+    ]
+
+
+def _factor(module: nn.Module, name: str) -> float:
+    """Returns a factor that some modules have; the comparison shows whether it is that."""
+    return float(getattr(module, name, 1.0))
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -142,10 +155,10 @@ def _alone(collector: WeightCollector, mlp: Mlp, places: dict[str, tuple[nn.Modu
 
 
 def _recurrent(
-    collector: WeightCollector, module: nn.Module, places: dict[str, tuple[nn.Module, str]]
+    collector: WeightCollector, module: nn.Module, places: dict[str, tuple[nn.Module, str]], factor: float
 ) -> dict[str, Any]:
-    """Returns the parts of a layer with a recurrent mixer, besides its MLP."""
-    mixer = mixer_of(collector, module)
+    """Returns the parts of a layer with a recurrent mixer, whose outputs have a factor, besides its MLP."""
+    mixer = mixer_of(collector, module, factor)
     norms, epsilon = _norms(collector, places, mixer.out.outputs, None, lambda rows: rows)
     own = {"qkv": mixer.into, "out": mixer.out, "recurrence": mixer.recurrence, "epsilon": epsilon}
     return {**norms, **_WITHOUT_ATTENTION, **own}
@@ -157,10 +170,18 @@ def _attention(
     call: AttentionCall,
     rotation: Rotation | None,
     places: dict[str, tuple[nn.Module, str]],
+    factors: tuple[float, float],
 ) -> dict[str, Any]:
-    """Returns the parts of a layer with attention, besides its MLP; adds the norms of heads to ``places``."""
+    """Returns the parts of a layer with attention, besides its MLP; adds the norms of heads to ``places``.
+
+    Its inputs and its outputs have factors, and its keys may have one.
+    """
     names = parts_named(attention, _ATTENTIONS)
-    qkv, out = collector.linears(attention, *names[0]), collector.linear(attention, names[1])
+    inputs, outputs = factors
+    own = {"k_proj": _factor(attention, "key_multiplier")}
+    linears = zip(names[0], collector.linears(attention, *names[0]), strict=True)
+    qkv = [linear.times(own.get(name, 1.0), inputs) for name, linear in linears]
+    out = collector.linear(attention, names[1]).times(outputs)
     hidden, queries, keys = len(out.weight), call.heads * call.dim, call.kv_heads * call.dim
     closing = sum(len(linear.weight) for linear in qkv) == 2 * (queries + keys)
     fits = closing or sum(len(linear.weight) for linear in qkv) == queries + 2 * keys
@@ -223,7 +244,7 @@ def _norms(
     for place in ("query_norm", "key_norm"):
         if norm := norms[place]:
             norms[place] = Norm(in_order(norm.weight), None if norm.offset is None else in_order(norm.offset))
-    return norms, epsilons.pop()
+    return norms, max(epsilons, default=0.0)
 
 
 def same_mlp(mlp: nn.Module, run: Any) -> bool:
@@ -248,8 +269,8 @@ def same_layer(
     wide = widened(call.layer)
     if attention is not None and attention.sinks is not None:
         attention = attention._replace(sinks=attention.sinks.float())
-    weights = layer_of(WeightCollector(), wide, attention, rotation)
-    run = LayerRun([weights])
+    weights = layers_of(WeightCollector(), wide, attention, rotation)
+    run = LayerRun(weights)
     kwargs = _widened(call.kwargs)
     given = _widened(call.args[0] if call.args else kwargs.pop("hidden_states"))
     tables = kwargs.get("position_embeddings")
@@ -259,7 +280,7 @@ def same_layer(
         expected = tried(partial(_output, wide), x, *call.args[1:], **kwargs)
         cache = fresh_cache(batch)
         rows = cache.state_rows(batch, x.device) if run.recurrent else None
-        pools, lineage = memory_of(cache, rows, [weights], [index], x)
+        pools, lineage = memory_of(cache, rows, weights, x, index)
         output, _ = run(x, pools, tables, batch, lineage=lineage)
         if expected is None or not distance(output - x, expected - x) < TOLERANCE:
             return False

@@ -32,8 +32,13 @@ def is_recurrent(module: nn.Module) -> bool:
     return _kind_of(module) is not None
 
 
-def mixer_of(collector: WeightCollector, mixer: Any) -> Mixer:
+def mixer_of(collector: WeightCollector, mixer: Any, factor: float = 1.0) -> Mixer:
     """Packs a mixer that :func:`is_recurrent` found.
+
+    Args:
+        collector: packs its matrices.
+        mixer: the mixer.
+        factor: factor of its outputs.
 
     Raises:
         Unrecognised: if the module has other parts.
@@ -43,10 +48,15 @@ def mixer_of(collector: WeightCollector, mixer: Any) -> Mixer:
     names, last, extract = kind
     parts = {last, "norm", "o_norm", "conv", "conv1d", "act", *names}
     others = [name for name, _ in mixer.named_children() if name not in parts]
-    if others or own_hooks(mixer) or any(map(hooked, mixer.children())) or list(mixer.buffers()):
+    buffers = dict(mixer.named_buffers())
+    factors = buffers.pop("mup_vector", None)  # of Falcon-H1's projected rows
+    if others or own_hooks(mixer) or any(map(hooked, mixer.children())) or buffers:
         raise Unrecognised(f"{type(mixer).__name__} has parts of another kind")
     recurrence, order = extract(collector, mixer)
-    into, out = collector.linears(mixer, *names), collector.linear(mixer, last)
+    into, out = collector.linears(mixer, *names), collector.linear(mixer, last).times(factor)
+    if factors is not None:
+        (linear,) = into
+        into = [linear.times(factors.detach().flatten(), inputs=float(mixer.ssm_in_multiplier))]
     if recurrence.channels % LANES or recurrence.values % LANES or out.weight.shape[1] != recurrence.outputs:
         raise Unrecognised(f"{type(mixer).__name__} has sizes that the kernel does not know")
     collector.remember(mixer)
@@ -82,7 +92,7 @@ def _short_convolution(collector: WeightCollector, mixer: Any) -> tuple[Recurren
 
 def _selective(collector: WeightCollector, mixer: Any) -> tuple[Recurrence, Callable[[Tensor], Tensor]]:
     size = mixer.num_heads * mixer.head_dim
-    group = getattr(mixer.norm, "group_size", size)
+    group = getattr(mixer.norm, "group_size", size // getattr(mixer.norm, "n_groups", 1))
     recurrence = Recurrence(
         "selective",
         **_convolution(collector, mixer, "conv1d"),
@@ -91,7 +101,7 @@ def _selective(collector: WeightCollector, mixer: Any) -> tuple[Recurrence, Call
         keys=mixer.ssm_state_size,
         values=mixer.head_dim,
         skip=_wide(mixer.D),
-        group=group,
+        group=mixer.head_dim if isinstance(mixer.norm, nn.Identity) else group,
         steps=(float(mixer.time_step_limit[0]), float(mixer.time_step_limit[1])),
     )
     if mixer.activation not in ("silu", "swish") or not 0 < group <= size or group % LANES:
@@ -118,18 +128,18 @@ def _delta(
 
 
 def _heads(collector: WeightCollector, mixer: Any, norm: Any, heads: int) -> dict[str, Any]:
-    """Returns the decays and the norm of outputs, which selective mixers and gated delta nets have alike."""
+    """Returns the decays and the norm of outputs, which selective mixers and gated delta nets have alike.
+
+    Some selective mixers have no norm.
+    """
+    parts = {"heads": heads, "rates": -_wide(mixer.A_log).exp(), "step_bias": _wide(mixer.dt_bias)}
+    if isinstance(norm, nn.Identity):
+        return parts
     weight = norm._parameters.get("weight")
     if list(norm.parameters()) != [weight] or list(norm.buffers()) or not plain(weight):
         raise Unrecognised(f"the norm of outputs is {type(norm).__name__}")
     collector.remember(norm)
-    return {
-        "heads": heads,
-        "rates": -_wide(mixer.A_log).exp(),
-        "step_bias": _wide(mixer.dt_bias),
-        "norm": _wide(weight),
-        "epsilon": float(norm.variance_epsilon),
-    }
+    return {**parts, "norm": _wide(weight), "epsilon": float(norm.variance_epsilon)}
 
 
 def _by_key_head(mixer: Any, rows: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from arbordraft.target.prepacked.memory import copy_bytes, drop_originals, in_fi
 from arbordraft.target.prepacked.mlps import single
 from arbordraft.target.prepacked.prepacked_modules import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
 from arbordraft.target.prepacked.probing import Unrecognised, is_linear
-from arbordraft.target.prepacked.recognition import layer_of, same_layer, same_mlp, settings
+from arbordraft.target.prepacked.recognition import layers_of, same_layer, same_mlp, settings
 from arbordraft.target.prepacked.rotation import RotaryTables, rotary_tables, rotations, side_by_side
 from arbordraft.target.prepacked.row_wise import is_rotary
 from arbordraft.target.prepacked.weight_collector import WeightCollector
@@ -61,22 +61,22 @@ class Prepacking:
         self._called = seen.called
         self._head = model.get_output_embeddings()  # type: ignore[operator]
         self._proven: dict[Any, bool] = {}
-        self._layers: list[LayerWeights | None] = [
+        self._layers: list[list[LayerWeights]] = [  # none of a layer that stays as it is
             self._recognise(index, call, seen.attention.get(index), seen.batch)
             for index, call in enumerate(seen.layers)
         ]
-        self.fused = sum(layer is not None for layer in self._layers)
+        self.fused = sum(map(bool, self._layers))
         self._originals, self._rest = [call.layer for call in seen.layers], [call.rest for call in seen.layers]
         self._place = seen.place
         # One call for neighbouring layers to which the model hands the same tables.
         self._tables = [call.kwargs.get("position_embeddings") for call in seen.layers]
         given = enumerate(zip(map(id, self._tables), self._layers, strict=True))
-        alike = [table if layer else -1 - n for n, (table, layer) in given]
+        alike = [table if layers else -1 - n for n, (table, layers) in given]
         self._runs = [list(run) for _, run in itertools.groupby(range(len(alike)), alike.__getitem__)]
         self._together = self.fused > 0 and len(self._runs) == 1
         self._positions = seen.batch.positions
         self._prepacked_modules: dict[nn.Module, nn.Module | None] = {
-            call.layer: None for call, layer in zip(seen.layers, self._layers, strict=True) if layer
+            call.layer: None for call, layers in zip(seen.layers, self._layers, strict=True) if layers
         }
         self.places = list(self._replace_below(model, ""))
         self.row_invariant = 0 < self.fused == len(seen.layers) and not list(self._odd(model))
@@ -92,8 +92,7 @@ class Prepacking:
     @property
     def stack(self) -> list[LayerWeights] | None:
         """All of the model's layers, if they run in one call."""
-        layers = [layer for layer in self._layers if layer is not None]
-        return layers if self._together else None
+        return list(itertools.chain(*self._layers)) if self._together else None
 
     def layers(self) -> tuple[list[LayerWeights], list[RotaryTables]] | None:
         """Returns all layers and their rotary tables; ``None`` unless all are fused and know the positions of rows.
@@ -104,11 +103,11 @@ class Prepacking:
         places = {table: place for place, table in enumerate(given)}
         layers = [
             replace(layer, table=places.get(id(table), 0))
-            for layer, table in zip(self._layers, self._tables, strict=True)
-            if layer is not None
+            for own, table in zip(self._layers, self._tables, strict=True)
+            for layer in own
         ]
         recurrent = any(layer.recurrence is not None for layer in layers)
-        if len(layers) < len(self._layers) or not (recurrent or all(table is not None for table in self._tables)):
+        if self.fused < len(self._layers) or not (recurrent or all(table is not None for table in self._tables)):
             return None
         return layers, [rotary_tables(self._positions, table) for table in given.values()]
 
@@ -144,8 +143,8 @@ class Prepacking:
 
     def _matrices(self) -> Iterator[Matrix]:
         """Yields the prepacked matrices in the order in which a forward reads them."""
-        for layer in self._layers:
-            yield from layer.matrices if layer else ()
+        for layer in itertools.chain(*self._layers):
+            yield from layer.matrices
         for prepacked_module in self._prepacked_modules.values():
             if prepacked_module is self._shared:
                 continue
@@ -159,7 +158,7 @@ class Prepacking:
     def _stack(self) -> Iterator[nn.Module]:
         """Yields the new layers: a call per fused run, then empty layers unless one call runs all; others stay."""
         for run in self._runs:
-            layers = [layer for layer in self._layers[run[0] : run[-1] + 1] if layer]
+            layers = list(itertools.chain(*self._layers[run[0] : run[-1] + 1]))
             if layers:
                 beside = side_by_side(self._tables[run[0]])
                 yield PrepackedLayers(layers, run[0], beside, self._rest[run[0]], _plain(self._originals[run[0]]))
@@ -173,9 +172,9 @@ class Prepacking:
 
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
-    ) -> LayerWeights | None:
+    ) -> list[LayerWeights]:
         if any(value is not None for value in call.rest or ()):
-            return None
+            return []
         kind = (settings(call.layer), attention and attention[:-1])
         tables = None if attention is None else call.kwargs.get("position_embeddings")
         try:
@@ -185,12 +184,12 @@ class Prepacking:
                 if self._proven[kind, rotation]:
                     collector = WeightCollector(self.weights, self._pages.empty)
                     with self._pages.given_back():
-                        weights = layer_of(collector, call.layer, attention, rotation)
+                        weights = layers_of(collector, call.layer, attention, rotation)
                     self._done(collector)
                     return weights
         except Exception:  # modules of users may fail in any way when inspected: this one runs as it is
             pass
-        return None
+        return []
 
     def _done(self, collector: WeightCollector) -> None:
         """Records the weights of a packed module and takes mapped originals out of memory."""

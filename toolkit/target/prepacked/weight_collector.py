@@ -31,11 +31,23 @@ from arbordraft.target.prepacked.probing import (
 
 
 class Linear(NamedTuple):
-    """``[O, I]`` weight and ``[O]`` bias of a linear, and its module: a merged copy if it has adapters."""
+    """``[O, I]`` weight and ``[O]`` bias of a linear, and its module: a merged copy if it has adapters.
+
+    Products with the weight are multiplied by ``[O]`` float32 factors, if there are any; then the bias is added.
+    """
 
     weight: Tensor
     bias: Tensor | None
     module: Any
+    factors: Tensor | None = None
+
+    def times(self, outputs: Tensor | float, inputs: float = 1.0) -> "Linear":
+        """Returns it with factors of its outputs, one or ``[O]``, and a factor of its inputs."""
+        factors = torch.as_tensor(outputs, dtype=torch.float32).expand(len(self.weight))
+        if inputs == 1 and bool((factors == 1).all()):
+            return self
+        bias = None if self.bias is None else factors * self.bias.detach()
+        return self._replace(bias=bias, factors=inputs * factors)
 
 
 class WeightCollector:
@@ -109,7 +121,13 @@ class WeightCollector:
         """Concatenates the rows of several linears, reorders them with ``order`` and packs them."""
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = order(torch.cat(biases)).float().contiguous() if biases else None
-        return replace(self.rows([linear.weight for linear in linears], order), bias=bias)
+        packed = self.rows([linear.weight for linear in linears], order)
+        scale = packed.scale
+        if any(linear.factors is not None for linear in linears):
+            given = [torch.ones(len(y.weight)) if y.factors is None else y.factors for y in linears]
+            factors = order(torch.cat(given)).contiguous()
+            scale = factors if scale is None else factors * scale
+        return replace(packed, scale=scale, bias=bias)
 
     def rows(self, weights: Sequence[Tensor], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
         """Concatenates the rows of several ``[..., I]`` weights, reorders them with ``order`` and packs them.
