@@ -33,7 +33,7 @@ class Processor(NamedTuple):
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Names what runs a program: nothing, if there is no emulator and this machine has the instructions."""
+        """The start of a command: empty if there is no emulator but this machine has the instructions."""
         native = HERE in self.compiler and machine.NEEDED_BY[self.isa] <= machine.cpu_features()
         return () if native and shutil.which(self.emulator[0]) is None else self.emulator
 
