@@ -17,7 +17,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.states import RecurrentStates
 
 CHAIN, TREE = ad.TreeTopology.chain(4), ad.TreeTopology([-1, 0, 0, 1, 1, 2, 3])
-SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": [1, 2, 3]}
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": (1, 2, 3)}
 KINDS = ("lfm2", "qwen3_next", "mamba2", "granitemoehybrid")
 DRAWN = ad.Coupling(ad.WithoutReplacement(2), ad.Lifted(ad.RecursiveRejection()))
 
@@ -32,6 +32,13 @@ def drafter(name):
     if name == "both":
         return ad.HybridDrafter(ad.NGramDrafter(), drafter("mamba2"))
     return ad.LanguageModelDrafter(recurrent_target(name))
+
+
+@cache
+def plain(architecture, **options):
+    """Returns the texts of the target alone."""
+    target = ragged() if architecture == "llama" else recurrent_target(architecture)
+    return decode(ad.builders.plain(target), max_new_tokens=16, **options)[0]
 
 
 # Tokens
@@ -60,10 +67,9 @@ def test_texts_do_not_depend_on_the_drafter(architecture, name):
     """Greedy and sampled with shared noise, in trees and chains; models with recurrent layers draft, too."""
     target = ragged() if architecture == "llama" else recurrent_target(architecture)
     for options in ({}, SAMPLED):
-        expected, _ = decode(ad.builders.plain(target), max_new_tokens=16, **options)
         for topology in (CHAIN, TREE):
             decoder = ad.SpeculativeDecoder(target, drafter(name), topology, ad.Coupling.shared(topology.width))
-            assert decode(decoder, max_new_tokens=16, **options)[0] == expected
+            assert decode(decoder, max_new_tokens=16, **options)[0] == plain(architecture, **options)
 
 
 def test_a_model_drafts_for_itself_without_a_miss():
@@ -110,14 +116,16 @@ def test_tokens_of_fused_layers(architecture):
     """Greedily those of transformers, with drafts of the target's own states, too; sampled those of any drafter."""
     target = ad.RaggedModel(recurrent(architecture, **FUSED[architecture]), kernels="native")
     assert target.prepacking.fused == target.num_layers
+    greedy = greedy_reference(target.model, PROMPTS, max_new_tokens=20, eos_token_id=None)
+    expected, _ = decode(ad.builders.plain(target), max_new_tokens=16, **SAMPLED)
     for made in (ad.SelfDrafter(target, "int8"), ad.LanguageModelDrafter(target), ad.NGramDrafter()):
         for topology in (CHAIN, TREE):
             decoder = ad.SpeculativeDecoder(target, made, topology, ad.Coupling.shared(topology.width))
-            stats = check_greedy(decoder, count=20)
+            found, stats = decode(decoder, max_new_tokens=20)
+            assert found == greedy
             likely = isinstance(made, ad.NGramDrafter) or sum(stats.accepted.values()) > 0.3 * sum(stats.tried.values())
             assert likely
             assert isinstance(made, ad.NGramDrafter) or made._network._native[1] is not None  # in one call
-            expected, _ = decode(ad.builders.plain(target), max_new_tokens=16, **SAMPLED)
             assert decode(decoder, max_new_tokens=16, **SAMPLED)[0] == expected
 
 

@@ -49,6 +49,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 @cache
 def both(kind):
+    """Returns targets and drafters with native kernels and with torch's modules; tests must not change them."""
     return built(kind), built(kind, "torch")
 
 
@@ -125,7 +126,7 @@ def test_finished_samples_get_no_tree(kind):
 # The gates of block heads go through torch's sigmoid, whose rounding depends on the place.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "block" not in kind])
 def test_other_samples_change_no_bit(kind, heat):
-    target, drafter = built(kind)
+    target, drafter = both(kind)[0]
     together = Rounds(drafter, target, TEXTS)
     alone = [Rounds(drafter, target, [text]) for text in TEXTS]
     for number in range(3):
@@ -139,7 +140,7 @@ def test_other_samples_change_no_bit(kind, heat):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_change_no_bit(kind):
-    target, drafter = built(kind)
+    target, drafter = both(kind)[0]
     expected = trees(Rounds(drafter, target, TEXTS), BINARY, at_most(MANY), **GREEDY)[1]
     torch.set_num_threads(2)
     assert trees(Rounds(drafter, target, TEXTS), BINARY, at_most(MANY), **GREEDY)[1] == expected
@@ -210,7 +211,7 @@ PROCESSORS = {
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_processor_sends_python_between_levels(calls, kind, processors, greedy):
-    target, drafter = built(kind)
+    target, drafter = both(kind)[0]
     tree = Rounds(drafter, target, TEXTS).propose(BINARY, law=LAW, processors=processors, greedy=greedy)
     assert calls == [True]
     assert tree.lengths[0] > 3
@@ -220,8 +221,8 @@ def test_no_processor_sends_python_between_levels(calls, kind, processors, greed
 def test_the_first_drafts_follow_the_processors(kind):
     """Children of roots are those of the processed scores."""
 
-    def first(processors, *backend):
-        target, drafter = built(kind, *backend)
+    def first(processors, backend=0):
+        target, drafter = both(kind)[backend]
         tree = Rounds(drafter, target, TEXTS).propose(
             TreeTopology.chain(1), law=LAW, greedy=True, processors=processors
         )
@@ -229,14 +230,14 @@ def test_the_first_drafts_follow_the_processors(kind):
 
     free = first([])
     for processors in ([RepetitionPenaltyLogitsProcessor(1e6)], [SuppressTokensLogitsProcessor(free)]):
-        assert first(processors) == first(processors, "torch")
+        assert first(processors) == first(processors, 1)
     assert not set(first([SuppressTokensLogitsProcessor(free)])) & set(free)
 
 
 @pytest.mark.parametrize("options", BETWEEN_LEVELS.values(), ids=BETWEEN_LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_that_need_the_host_between_levels_are_grown_level_by_level(calls, kind, options):
-    target, drafter = built(kind)
+    target, drafter = both(kind)[0]
     tree = Rounds(drafter, target, TEXTS).propose(BINARY, **{"law": LAW, **options})
     assert calls
     assert not calls[0]

@@ -744,17 +744,9 @@ def script(*command, **variables):
 
 # Other processors
 
-# A build and all checks take a minute per instruction set, so sets close to others run in the soak only. On a CPU with
-# tiles, all other tests use them.
-SOAKED = ("amx_bf16", "avx512_bf16", "avx512", "avx_vnni", "generic")
-ISAS = [
-    pytest.param(isa, marks=pytest.mark.soak if isa in SOAKED else ())
-    for isa in machine.NEEDED_BY
-    if isa not in ("native", "off")
-]
 
-
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.soak  # a build and all checks take two minutes; test_emulated.py checks AVX2 in short
+@pytest.mark.parametrize("isa", [isa for isa in machine.NEEDED_BY if isa not in ("native", "off")])
 def test_every_instruction_set(isa):
     """Sets run one after the other: with more threads than processors, teams of threads wait for each other."""
     if not machine.NEEDED_BY[isa] <= machine.cpu_features():

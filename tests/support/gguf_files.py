@@ -1,5 +1,7 @@
 """Tiny GGUF files, written as llama.cpp's converter writes them."""
 
+from functools import cache
+
 import gguf
 import numpy as np
 import torch
@@ -26,11 +28,17 @@ def architecture_of(model):
     return ARCHITECTURES.get(model.config.model_type, model.config.model_type)
 
 
+@cache
+def names_of(architecture):
+    """Returns GGUF's map of names, which takes longer to make than a tiny file."""
+    kind = next(key for key, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
+    return gguf.get_tensor_name_map(kind, 64)
+
+
 def file_name(name, architecture="llama"):
     """Returns the name of a parameter in the file."""
-    kind = next(key for key, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
     name = name.replace(".dt_bias", ".dt_proj.bias")
-    return gguf.get_tensor_name_map(kind, 64).get_name(name, try_suffixes=(".weight", ".bias"))
+    return names_of(architecture).get_name(name, try_suffixes=(".weight", ".bias"))
 
 
 def stored(model):

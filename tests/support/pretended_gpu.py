@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def _computed(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             _note("index")
         if any(index is not None and index.dtype is torch.bool for index in args[1]):
             _note("mask")
-    elif _WAITS & set(operator.tags) and ours:
+    elif ours and _waits(operator):
         _note(operator.overloadpacket.__name__)
     elif ours and plain:
         raise RuntimeError(f"{operator}: expected all tensors to be on the same device, at {_line()}")
@@ -133,18 +134,34 @@ def _computed(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = operator(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
     else:
         found = operator(*args, **kwargs)
-    returns = operator._schema.returns
-    if returns and returns[0].alias_info is not None and returns[0].alias_info.is_write:
+    if _writes(operator):
         return first  # the tensor that was changed in place
     if not to_device:
         return found
     return _changed(Tensor, lambda out: out if isinstance(out, OnDevice) else OnDevice(out), found)
 
 
+# Schemas are slow to read: once per operator, not per call.
+
+
+@cache
+def _waits(operator: Any) -> bool:
+    """Returns whether the host waits for the numbers of a result, or for its shape."""
+    return bool(_WAITS & set(operator.tags))
+
+
+@cache
+def _writes(operator: Any) -> bool:
+    """Returns whether an operator changes its first argument."""
+    returns = operator._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
+
+
+@cache
 def _is_view(operator: Any) -> bool:
     """Returns whether an operator launches no work: it views a tensor, or allocates memory."""
     returns = operator._schema.returns
-    aliases = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    aliases = bool(returns) and returns[0].alias_info is not None and not _writes(operator)
     return aliases or operator.overloadpacket.__name__ in ("empty", "new_empty", "empty_like", "_unsafe_view")
 
 

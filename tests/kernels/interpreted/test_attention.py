@@ -73,6 +73,7 @@ def test_trees_of_several_words(guarded, last, row_invariant):
     check(Case(trees, dtype=torch.float32, last=last), row_invariant=row_invariant)
 
 
+@pytest.mark.one_in(2)
 @each_kernel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_prompts(guarded, options, row_invariant):
