@@ -28,10 +28,11 @@ struct Weights<Panels> {
   Rows<Rows<uint8_t>> raw;  // of each output
   Rows<int64_t> kinds, places;  // of each panel
   Rows<uint8_t> packed;
-  Rows<float> bias;
+  Rows<float> bias, scale;
   Prepacked<Panels> matrix;
 
-  Weights(Chance& chance, int64_t outputs, int64_t inputs, int64_t kind = -1) : bias(chance.some<float>(outputs)) {
+  Weights(Chance& chance, int64_t outputs, int64_t inputs, int64_t kind = -1)
+      : bias(chance.some<float>(outputs)), scale(chance.some<float>(outputs)) {
     const int64_t panels = (outputs + 15) / 16, groups = inputs / kGroupSize;
     for (int64_t panel = 0; panel < panels; ++panel) {
       kinds.push_back(kind < 0 ? panel * 7 % 15 : kind);
@@ -60,7 +61,7 @@ struct Weights<Panels> {
       });
     }
     places.push_back(int64_t(packed.size()));
-    matrix = {packed.data(), places.data(), bias.data(), outputs, inputs};
+    matrix = {packed.data(), places.data(), scale.data(), bias.data(), outputs, inputs};
   }
 };
 
@@ -159,7 +160,7 @@ void check_blocks(int64_t kind, int64_t outputs, int64_t inputs, int64_t rows = 
     }
     for (int64_t o = 0; o < outputs; ++o)
       with_kind(weights.kinds[o / 16], [&](auto type) {
-        expected[r * outputs + o] = product<decltype(type)>(weights.raw[o].data(), row, 0.f) + weights.bias[o];
+        expected[r * outputs + o] = product<decltype(type)>(weights.raw[o].data(), row, 0.f) * weights.scale[o] + weights.bias[o];
       });
   }
   const std::string what = "linear of blocks " + std::to_string(kind);
