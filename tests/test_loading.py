@@ -372,6 +372,7 @@ def test_costs_are_rough_until_measuring_pays(timed):
     for _ in range(2):
         assert answers(decoder) == plain
         assert (decoder.decider.costs, timed) == (rough, []), "no caller waits for a measurement"
+    assert decoder.decider._progress.seconds > 0
     decoder.decider.stepped(0, cost_aware._SECONDS_DECODED)
     for _ in range(2):
         assert answers(decoder) == plain
