@@ -259,18 +259,56 @@ def test_samples_that_fail_do_not_draft_beside_those_that_succeed():
 
 def test_drafts_must_pay_for_the_tokens_that_a_drafter_reads_first():
     decider = CostAware(costs(0.01, 0.05, widest=2.0))
-    found = [decider.plan(situation(decider, lag=[tokens])) for tokens in (0, 5, 1000)]
-    assert [limits.levels.tolist() for limits in found] == [[DEPTH], [DEPTH], [0]]
-    assert found[0].gains[0] > found[1].gains[0] > 0 > found[2].gains[0]
+    found = [decider.plan(situation(decider, lag=[tokens])) for tokens in (0, 5, 300, 1000, 3000)]
+    gains = [limits.gains[0] for limits in found]
+    assert [limits.levels.tolist() for limits in found] == [[DEPTH]] * 3 + [[0]] * 2
+    assert gains[0] == gains[1] > gains[2] > 0 > gains[3] > gains[4]
 
 
 def test_a_short_answer_pays_for_less_reading():
     """The more tokens a step brings, the fewer steps are left."""
     decider = CostAware(costs(0.01, 0.05, widest=2.0))
-    found = [decider.plan(situation(decider, lag=[100], remaining=left)) for left in ((), [1000], [20], [1])]
+    found = [decider.plan(situation(decider, lag=[300], remaining=left)) for left in ((), [1000], [20], [1])]
     unknown, long, short, last = [limits.gains[0] for limits in found]
     assert unknown == long > short > last
-    assert long > 0 > last
+    assert long > 0 > short
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 4000), st.integers(1, 4000), st.floats(0.3, 0.95), st.floats(0.02, 0.4), st.floats(0.005, 0.1))
+def test_a_prompt_is_read_if_the_answer_saves_more_time_than_that_takes(prompt, tokens, right, level, row):
+    price = costs(0.02, level, widest=level * (1 + 63 * row))
+    decider, one = CostAware(price), situation(CostAware(price), promise=1.0)
+    free = decider.plan(replace(one, acceptance=(right, 0.1)))
+    saved = 0.0
+    for depth in range(1, DEPTH + 1):
+        each = 1 + sum(right * (0.85 * right) ** below for below in range(depth))
+        saved = max(saved, tokens / each * (each - price.target(1 + depth) - depth * price.draft(1)))
+    reading = prompt * price.per_draft
+    asked = replace(one, acceptance=(right, 0.1), lag=[prompt], remaining=[tokens], emitted=[tokens], pathwise=True)
+    (reads,) = decider.worth_reading(asked)
+    if reads:
+        assert saved > reading
+    elif free.levels.any():  # less would be saved than the decider's margin
+        assert 0.75 * saved - 0.1 * tokens < reading
+
+
+def test_answers_count_as_long_as_those_before_or_as_they_have_become():
+    price = costs(0.01, 0.05, widest=2.0)
+
+    def reads(answers=0, length=0, emitted=0, pathwise=True):
+        decider = CostAware(price)
+        for _ in range(answers):
+            taught(decider, decider.start(), right=0.7, stated=0.7, steps=length)
+        one = situation(decider, lag=[1000], emitted=[emitted], pathwise=pathwise, source="another")
+        return decider.plan(one).levels.any()
+
+    assert not reads()
+    assert not reads(emitted=60)
+    assert reads(emitted=600)
+    assert reads(answers=5, length=600)
+    assert not reads(answers=5, length=20)
+    assert not reads(answers=5, length=600, pathwise=False), "other texts must not change what is drafted at random"
 
 
 # Asked level by level instead of planning

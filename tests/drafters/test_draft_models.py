@@ -190,12 +190,32 @@ def test_prompts_are_read_at_once_only_where_drafts_promise_to_pay(monkeypatch, 
     assert read == ([1, 6] if decider is None else [1])
 
 
+def test_a_long_prompt_is_not_read_for_a_short_answer(monkeypatch):
+    of = target()
+    drafter = ad.LanguageModelDrafter(ad.RaggedModel(of.model, kernels="native", weights="int8", self_test=False))
+    drafter.acceptance = (0.9, 0.01)
+    read, real = [], ad.LanguageModelDrafter.prefill
+    monkeypatch.setattr(
+        ad.LanguageModelDrafter, "prefill", lambda *arguments: read.append(dict(arguments[2])) or real(*arguments)
+    )
+    price = StepCosts(CostTable((1, 64), (1.0, 1.2)), CostTable((1, 8), (0.1, 0.5)))
+    long, short = [5, 9, 7, 5] * 15, [5, 9, 7, 5]
+    for prompts, tokens, wanted in ([long], 4, []), ([long], 50, [59]), ([short], 4, [3]), ([long, short], 4, [3]):
+        expected, _ = decode(ad.builders.plain(of), prompts, max_new_tokens=tokens)
+        read.clear()
+        made = ad.SpeculativeDecoder(of, drafter, CHAIN, ad.Coupling.shared(), CostAware(price))
+        found, stats = decode(made, prompts, max_new_tokens=tokens)
+        assert found == expected
+        assert [len(part) for parts in read for part in parts.values()] == wanted
+        assert (sum(stats.tried.values()) > 0) == bool(wanted)
+
+
 def test_a_prompt_that_is_read_later_leaves_the_same_drafts(monkeypatch):
     of, drafted = target(), []
     drafter = ad.LanguageModelDrafter(ad.RaggedModel(of.model, kernels="native", weights="int4", self_test=False))
     made = ad.SpeculativeDecoder(of, drafter, CHAIN, ad.Coupling.shared())
     for reads in (True, False):
-        monkeypatch.setattr(Drafting, "reads", lambda *_, reads=reads: reads)
+        monkeypatch.setattr(Drafting, "reads", lambda self, state, prompts, reads=reads: prompts if reads else [])
         seen = []
         made.on_step = lambda state, tree, verdict, seen=seen: seen.append(tree.token.tolist())
         decode(made, max_new_tokens=20)

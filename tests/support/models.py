@@ -232,6 +232,10 @@ class Text:
     max_drafts: int | None = None
     prediction: Sequence[int] = ()
 
+    @property
+    def prompt(self) -> int:
+        return len(self.tokens)
+
     def path(self, drafted: Sequence[int] = ()) -> list[int]:
         return [*self.tokens, *drafted]
 

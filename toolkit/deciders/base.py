@@ -56,15 +56,15 @@ class Decider(nn.Module):
         """
         raise NotImplementedError
 
-    def worth_reading(self, situation: Situation) -> bool:
-        """Returns whether draft models read prompts at once, as drafts promise to pay for texts that have just begun.
+    def worth_reading(self, situation: Situation) -> Sequence[bool]:
+        """Returns, by sample, whether a draft model reads its prompt at once, since drafts promise to pay for that.
 
-        Otherwise they read them when they first draft.
+        Otherwise it reads the prompt when it first drafts.
 
         Args:
-            situation: the texts, without memories.
+            situation: texts that have just begun, without memories. ``lag`` holds the tokens of their prompts.
         """
-        return True
+        return [True] * len(situation.memory)
 
     def rests(self, memory: Any) -> bool:
         """Returns whether no drafter shall draft for a sample in this step; plans are then not asked for."""

@@ -29,7 +29,7 @@ _FALL = 0.85  # prior acceptance below the first level, relative to that of the 
 _COMMON_DECAY = 0.98  # of the experience over all texts, per drafted step of a text
 _ROWS_AHEAD = 16  # rows per sample among which the cheapest ones are sought
 _LENGTH_EXPONENT = 8  # of remaining lengths: the last sample ends a batch, so tokens of the others are worth less
-_CATCH_UP_STEPS = 16  # steps in which the tokens that a drafter must read first have to pay, if as many are expected
+_ANSWER = 64  # usual tokens of an answer, before any has ended
 _MARGIN, _SEEN_MARGIN = 1.1, 1.06  # factors by which drafts must bring more than estimated, or observed, costs
 # Added to them for each doubling of a batch that ends with its last sample: other gains are half lost.
 _MARGIN_PER_DOUBLING, _SEEN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 0.03, 4
@@ -44,6 +44,7 @@ _ROUNDS = 3  # iterations in which the rate and the drafts that are worth it set
 class _Progress:
     """Counts of all texts; an attribute of a module would take microseconds to change."""
 
+    texts: int = 0
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
@@ -129,6 +130,7 @@ class CostAware(Decider):
         return self.survival is None
 
     def start(self) -> dict[str, Record]:
+        self._progress.texts += 1
         return {}
 
     def expect(self, tokens: int, hurry: Callable[[], bool] | None = None) -> None:
@@ -223,10 +225,11 @@ class CostAware(Decider):
         progress = self._progress  # fewer samples may make drafts pay
         return self._clock is not None and samples >= progress.weighed and skips_step(progress.idle, progress.steps)
 
-    def worth_reading(self, situation: Situation) -> bool:
+    def worth_reading(self, situation: Situation) -> Sequence[bool]:
         if not self.can_plan:
-            return True
-        return bool(self.plan(replace(situation, memory=[self.start() for _ in situation.memory])).levels.any())
+            return super().worth_reading(situation)
+        levels = self.plan(replace(situation, memory=[{} for _ in situation.memory])).levels
+        return [level > 0 for level in levels.tolist()]
 
     def forward(self, view: StepView) -> Sequence[bool]:
         """Decides about one level as :meth:`plan` does about all."""
@@ -302,18 +305,21 @@ class CostAware(Decider):
         row += per_draft
         # If deeper drafts are as good as the first ones, stopping early avoids no unknown cost, so no margin applies.
         chain_margin = margin if situation.informative else 1.0
+        saved = None
         for _ in range(_ROUNDS):
             lengths, gains, gained, seconds = self._chains(
                 prices, situation, following, weights, rate, level, row, per_draft
             )
+            saved = saved or (rate, gains, gained)
             before, rate = rate, max(rate, chain_margin * (worth + gained) / (base + seconds))
             if rate == before:
                 break
-        lag = situation.lag or [0] * len(gains)
-        each = 1 + gained / (len(gains) * situation.alike)  # tokens of a step
-        steps = [min(_CATCH_UP_STEPS, left / each) for left in situation.remaining] or [_CATCH_UP_STEPS] * len(gains)
-        reading = [rate * per_draft * tokens / max(1, some) for tokens, some in zip(lag, steps, strict=True)]
-        gains = [gain - cost for gain, cost in zip(gains, reading, strict=True)]
+        if any(situation.lag):  # reading has to pay compared with decoding plainly, so at the first rate
+            plain_rate, savings, gained = saved
+            each = 1 + gained / (len(gains) * situation.alike)  # tokens of a step
+            steps = [max(1.0, tokens / each) for tokens in self._expected(situation)]
+            reading = [plain_rate * costs.per_read * lag / some for lag, some in zip(situation.lag, steps, strict=True)]
+            gains = [min(gain, saving - cost) for gain, saving, cost in zip(gains, savings, reading, strict=True)]
         longest_trees = situation.max_depth if situation.informative else lengths
         return Limits.of(
             [most if gain > 0 else 0 for most, gain in zip(longest_trees, gains, strict=True)],
@@ -326,6 +332,15 @@ class CostAware(Decider):
             verification=Verification(prices.added(samples, situation), rate, situation.alike),
             gains=gains,
         )
+
+    def _expected(self, situation: Situation) -> list[float]:
+        """Returns, by sample, the tokens to come: up to a usual answer's length, or as many as it has got, if more."""
+        progress, count, usual = self._progress, len(situation.memory), float(_ANSWER)
+        if situation.pathwise:  # the past may count
+            usual = (_ANSWER + progress.tokens) / (1 + max(0, progress.texts - count))
+        got = situation.emitted or [0] * count
+        left = situation.remaining or [math.inf] * count
+        return [min(most, max(usual - some, some)) for most, some in zip(left, got, strict=True)]
 
     def _chains(
         self,

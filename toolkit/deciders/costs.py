@@ -97,6 +97,12 @@ class CostTable(_Measured):
         (low, high), (first, second) = self.rows[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
         return first + (second - first) * (rows - low) / (high - low)
 
+    @property
+    def slope(self) -> float:
+        """Average seconds of a further row, up to the most rows; 0 if only one is known."""
+        widest = self.rows[-1]
+        return 0.0 if widest == 1 else (self.seconds[-1] - self.seconds[0]) / (widest - 1)
+
     def within(self, seconds: float, most: int) -> int:
         """Returns the most rows, 1 to ``most``, of a forward within ``seconds``; 1 if even that takes longer."""
         return max(1, bisect_right(range(1, most + 1), seconds, key=self))
@@ -121,6 +127,7 @@ class StepCosts(_Measured):
         joining: time that each sample beyond the first adds to ``start``.
         lookup: time of looked-up drafts besides their rows, once per step.
         finding: time that each sample beyond the first adds to ``lookup``.
+        reading: time in which the drafter reads a token of a prompt; by default that of a further row of a level.
 
     Raises:
         TypeError: if a table is not a :class:`CostTable`, or a time is not a number.
@@ -141,12 +148,15 @@ class StepCosts(_Measured):
     joining: float = 0.0
     lookup: float = 0.0
     finding: float = 0.0
+    reading: float | None = None
 
     def __post_init__(self) -> None:
         check_instance("target", self.target, CostTable)
         check_instance("draft", self.draft, CostTable)
         for name in ("decide", "rest", "start", "joining", "lookup", "finding"):
             object.__setattr__(self, name, check_float(name, getattr(self, name), 0))
+        if self.reading is not None:
+            object.__setattr__(self, "reading", check_float("reading", self.reading, 0))
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
@@ -161,8 +171,12 @@ class StepCosts(_Measured):
     @property
     def per_draft(self) -> float:
         """Seconds that a further row adds to a level of drafts."""
-        widest = self.draft.rows[-1]
-        return 0.0 if widest == 1 else (self.draft(widest) - self.draft(1)) / (widest - 1)
+        return self.draft.slope
+
+    @property
+    def per_read(self) -> float:
+        """Seconds in which the drafter reads a token of a prompt."""
+        return self.per_draft if self.reading is None else self.reading
 
     def starting(self, samples: int) -> float:
         """Returns the seconds of drafting for some samples besides its levels."""

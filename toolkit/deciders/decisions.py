@@ -118,6 +118,7 @@ class Situation:
         lag: by sample, the number of committed tokens that the drafter would have to read first; none if empty.
         left: by sample, the number of tokens that it may still get, if the batch ends with its last sample; else empty.
         remaining: by sample, the number of tokens that it may still get; unknown if empty.
+        emitted: by sample, the number of tokens that it has got; none if empty.
         extra_rows: rows of the target's forward besides those of these samples, independent of the plan.
         informative: whether draft probabilities distinguish drafts that will be accepted from others. If not, the
             levels have to limit the trees, since the drafts will not show where to stop.
@@ -135,6 +136,7 @@ class Situation:
     lag: Sequence[int] = ()
     left: Sequence[int] = ()
     remaining: Sequence[int] = ()
+    emitted: Sequence[int] = ()
     extra_rows: int = 0
     informative: bool = True
     drafts: int = 64

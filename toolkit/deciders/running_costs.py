@@ -170,7 +170,7 @@ class RunningCosts:
             elif levels:
                 per_level = max(1.0, (times.rows - samples) / levels)
                 total += prior.starting(samples) + levels * (prior.draft(per_level) + prior.decide)
-                total += times.read * prior.per_draft
+                total += times.read * prior.per_read
         return total
 
     def looking(self, samples: int) -> float:

@@ -76,28 +76,38 @@ class Drafting:
             return self._roots(state, active)
         return Growth(self._context(state, active, noise), decider, self.parts.drafter.stages(state.drafts), device)
 
-    def reads(self, state: DecodeState) -> bool:
-        """Returns whether drafters read prompts with the target: whether drafts promise to pay in a batch of this size.
+    def reads(self, state: DecodeState, prompts: Sequence[int]) -> list[int]:
+        """Returns the samples whose prompts drafters read with the target, since drafts promise to pay for that.
 
-        Otherwise a drafter reads them when it first drafts. Its drafts are the same.
+        Of other samples, a drafter reads the prompt when it first drafts. Its drafts are the same.
+
+        Args:
+            state: the batch.
+            prompts: numbers of samples whose prompts the target has just read, or a part of them.
         """
-        decider, samples = self.parts.decider, [sample for sample in state.samples if sample is not None]
+        samples = [sample for sample in state.samples if sample is not None]
         if not self._pathwise(samples) or self.candidates is not None:
-            return True
+            return list(prompts)
         depth, nodes = self.parts.topology.max_depth, self.parts.topology.num_nodes - 1
-        for drafter, _ in self.parts.drafter.stages(state.drafts):
+        context, found = self._context(state, samples, None), set[int]()
+        for drafter, own in self.parts.drafter.stages(state.drafts):
+            if isinstance(drafter, Lookup):
+                continue
+            lag = drafter.lag(own, context)
             situation = Situation(
                 max_depth=[depth] * len(samples),
                 memory=[None] * len(samples),
                 source=type(drafter).__name__,
                 acceptance=drafter.acceptance,
+                lag=[lag[sample.number] for sample in samples] if lag else (),
+                remaining=[sample.budget for sample in samples],
                 informative=drafter.informative,
                 drafts=len(samples) * nodes,
                 pathwise=True,
             )
-            if not isinstance(drafter, Lookup) and decider.worth_reading(situation):
-                return True
-        return False
+            worth = self.parts.decider.worth_reading(situation)
+            found.update(sample.number for sample, pays in zip(samples, worth, strict=True) if pays)
+        return [number for number in prompts if number in found]
 
     def _pathwise(self, samples: Sequence[Sample]) -> bool:
         """Returns whether no sample's text depends on its drafts."""

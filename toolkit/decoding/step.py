@@ -209,8 +209,9 @@ class Stepper:
                     sample.take_read(len(states))
             if self.drafter.hidden_layers:
                 self.drafter.take_hidden(state.drafts, {number: torch.cat(seen) for number, seen in hidden.items()})
-            if not self.drafter.reads_later or self.drafting.reads(state):
-                self.drafter.prefill(state.drafts, parts)
+            read = self.drafting.reads(state, list(parts)) if self.drafter.reads_later else list(parts)
+            if read:
+                self.drafter.prefill(state.drafts, {number: parts[number] for number in read})
 
     def remove(self, state: DecodeState, sample: Sample) -> None:
         """Removes a sample and frees its cache rows and number."""

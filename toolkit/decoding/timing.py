@@ -52,6 +52,7 @@ def rough_costs(target: RaggedModel, drafter: Drafter) -> StepCosts:
         rest=_OTHER_PARTS,
         start=effort and _OTHER_PARTS,
         lookup=_OTHER_PARTS,
+        reading=effort * forward.slope,
     )
 
 
@@ -257,7 +258,9 @@ def measure_steps(
     # At real size there may be no time for batches: then further rows must not look free.
     draft = CostTable(tuple(level), tuple(level.values())) if len(level) > 1 else _like(rows, level[1])
     starting = _by_sample(start or {few: guess.start * rows(1)})
-    return StepCosts(rows, draft, decide, rest, *starting, *_by_sample(looked or {few: guess.lookup * rows(1)}))
+    looking = _by_sample(looked or {few: guess.lookup * rows(1)})
+    # Prompts are read in forwards of many rows, whose time follows from those of the target.
+    return StepCosts(rows, draft, decide, rest, *starting, *looking, reading=drafter.effort(target) * rows.slope)
 
 
 def _subadditive(seconds: Mapping[int, float]) -> dict[int, float]:

@@ -24,12 +24,14 @@ class ContextSample(RowOwner, Protocol):
     """A sample as drafters see it.
 
     Attributes:
-        memory: the decider's memory of the sample.
-        max_drafts: most drafts that the sample may have in a step; ``None`` for any number.
+        prompt: length of its prompt.
+        memory: the decider's memory of it.
+        max_drafts: most drafts that it may have in a step; ``None`` for any number.
         prediction: tokens that its answer is expected to contain, for lookups.
         vocabulary: the tokens that its drafts are chosen from if there are many.
     """
 
+    prompt: int
     memory: Any
     max_drafts: int | None
     prediction: Sequence[int]

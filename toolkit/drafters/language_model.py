@@ -19,6 +19,7 @@ from arbordraft.drafters.feeding import Missing
 from arbordraft.drafters.model_drafter import ModelState, OwnCacheDrafter
 from arbordraft.drafters.network import ModelNetwork
 from arbordraft.drafters.onnx_networks import OnnxModel
+from arbordraft.drafters.vocabulary import FREQUENT, LARGE
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
@@ -140,9 +141,10 @@ class LanguageModelDrafter(OwnCacheDrafter):
     def effort(self, target: RaggedModel) -> float:
         if isinstance(self.model, OnnxModel) or self.model.prepacking is None or target.prepacking is None:
             return super().effort(target)
-        read = self.model.prepacking.nbytes
-        if (run := self._network.native) is not None and run.weights.exact is not None:
-            read += run.weights.head.weight.nbytes - run.weights.exact.weight.nbytes
+        read = float(self.model.prepacking.nbytes)
+        if (run := self._network.native) is not None and (exact := run.weights.exact) is not None:
+            size, head = run.weights.outputs, run.weights.head.weight.nbytes
+            read += head * (FREQUENT / size if size >= LARGE else 1) - exact.weight.nbytes
         return read / max(1, target.prepacking.nbytes)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:

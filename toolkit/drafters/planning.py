@@ -67,6 +67,7 @@ def plan(context: DraftContext, decider: Decider, drafter: Drafter, state: Any) 
                     lag=[lag[sample] for sample in samples] if lag else (),
                     left=[depths[sample] + 1 for sample in samples] if context.fixed_batch else (),
                     remaining=[(context.max_depth[sample] or 0) + 1 for sample in samples] if lag else (),
+                    emitted=[len(context.tokens(sample)) - context[sample].prompt for sample in samples] if lag else (),
                     extra_rows=context.extra_rows + len(alive) - len(samples) if pathwise else 0,
                     informative=drafter.informative,
                     drafts=len(samples) * (context.topology.num_nodes - 1),
