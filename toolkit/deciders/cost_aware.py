@@ -30,6 +30,7 @@ _COMMON_DECAY = 0.98  # of the experience over all texts, per drafted step of a 
 _ROWS_AHEAD = 16  # rows per sample among which the cheapest ones are sought
 _LENGTH_EXPONENT = 8  # of remaining lengths: the last sample ends a batch, so tokens of the others are worth less
 _ANSWER = 64  # usual tokens of an answer, before any has ended
+_READING_MARGIN = 1.25  # factor by which drafts must save more time than reading takes: most answers end early
 _MARGIN, _SEEN_MARGIN = 1.1, 1.06  # factors by which drafts must bring more than estimated, or observed, costs
 # Added to them for each doubling of a batch that ends with its last sample: other gains are half lost.
 _MARGIN_PER_DOUBLING, _SEEN_PER_DOUBLING, _MOST_DOUBLINGS = 0.1, 0.03, 4
@@ -305,20 +306,20 @@ class CostAware(Decider):
         row += per_draft
         # If deeper drafts are as good as the first ones, stopping early avoids no unknown cost, so no margin applies.
         chain_margin = margin if situation.informative else 1.0
-        saved = None
-        for _ in range(_ROUNDS):
+        plain_rate, savings, each = rate, [0.0] * len(records), 1.0
+        for number in range(_ROUNDS):
             lengths, gains, gained, seconds = self._chains(
                 prices, situation, following, weights, rate, level, row, per_draft
             )
-            saved = saved or (rate, gains, gained)
+            if not number:
+                savings, each = gains, 1 + gained / (len(gains) * situation.alike)  # gains and tokens of a step
             before, rate = rate, max(rate, chain_margin * (worth + gained) / (base + seconds))
             if rate == before:
                 break
         if any(situation.lag):  # reading has to pay compared with decoding plainly, so at the first rate
-            plain_rate, savings, gained = saved
-            each = 1 + gained / (len(gains) * situation.alike)  # tokens of a step
             steps = [max(1.0, tokens / each) for tokens in self._expected(situation)]
-            reading = [plain_rate * costs.per_read * lag / some for lag, some in zip(situation.lag, steps, strict=True)]
+            price = _READING_MARGIN * plain_rate * costs.per_read
+            reading = [price * lag / some for lag, some in zip(situation.lag, steps, strict=True)]
             gains = [min(gain, saving - cost) for gain, saving, cost in zip(gains, savings, reading, strict=True)]
         longest_trees = situation.max_depth if situation.informative else lengths
         return Limits.of(
