@@ -340,7 +340,7 @@ class CostAware(Decider):
         if situation.pathwise:  # the past may count
             usual = (_ANSWER + progress.tokens) / (1 + max(0, progress.texts - count))
         got = situation.emitted or [0] * count
-        left = situation.remaining or [math.inf] * count
+        left: Sequence[float] = situation.remaining or [math.inf] * count
         return [min(most, max(usual - some, some)) for most, some in zip(left, got, strict=True)]
 
     def _chains(
