@@ -1,7 +1,8 @@
-"""Measures predictions and a pool of finished texts on edits: functions are rewritten, tested and asked for again.
+"""Measures predictions and pools of texts on edits: functions are rewritten, tested and asked for again.
 
-A prediction is the function before the edit, as clients of OpenAI's ``prediction`` send it. Requests come in a fixed
-order, every function several times. All decoders answer each batch in turns; pools are empty at first.
+A prediction is the function before the edit, as clients of OpenAI's ``prediction`` send it. Pools hold finished texts
+and are empty at first. A corpus is a pool that begins with all modules of the folder. Requests come in a fixed order,
+every function several times. All decoders answer each batch in turns.
 """
 
 import ast
@@ -24,7 +25,7 @@ from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.prompts import chat_batch
-from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, SelfDrafter, TextPool
+from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter, TextPool
 from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
 from arbordraft.utils.terminal import terminal
@@ -57,18 +58,30 @@ def requests(sources: list[str], count: int) -> list[tuple[str, str]]:
     return [once[number % len(once)] for number in range(count)]
 
 
-def decoders(target: RaggedModel) -> dict[str, SpeculativeDecoder]:
+def decoders(target: RaggedModel, corpus: list[list[int]]) -> dict[str, SpeculativeDecoder]:
     """Builds the decoders to compare; those whose names begin with "prediction" get the function before the edit."""
-    lookups = {"longest": 8, "shortest": 1}
+
+    def lookups(pool: TextPool | None = None) -> NGramDrafter:
+        return NGramDrafter(longest=8, shortest=1, pool=pool)
+
+    def known() -> TextPool:
+        pool = TextPool()
+        pool.extend(corpus)
+        return pool
+
     drafters: dict[str, Drafter] = {
-        "lookups in the own text": NGramDrafter(**lookups),
-        "prediction, lookups": NGramDrafter(**lookups),
-        "lookups with a pool": NGramDrafter(**lookups, pool=TextPool()),
+        "lookups": lookups(),
+        "prediction, lookups": lookups(),
+        "lookups with a pool": lookups(TextPool()),
+        "lookups with a corpus": lookups(known()),
     }
-    if target.backend == "native":
-        drafters["prediction, else itself"] = HybridDrafter(NGramDrafter(**lookups), SelfDrafter.fitted(target))
-        pooled = NGramDrafter(**lookups, pool=TextPool())
-        drafters["lookups with a pool, else itself"] = HybridDrafter(pooled, SelfDrafter.fitted(target))
+    chosen = arbordraft.load(target).drafter
+    if isinstance(chosen, HybridDrafter):
+        model = chosen.otherwise
+        drafters["lookups, else a model"] = HybridDrafter(lookups(), model)
+        drafters["prediction, lookups, else a model"] = HybridDrafter(lookups(), model)
+        drafters["lookups with a pool, else a model"] = HybridDrafter(lookups(TextPool()), model)
+        drafters["lookups with a corpus, else a model"] = HybridDrafter(lookups(known()), model)
     return {"plain": loaded(target, "none")} | {name: loaded(target, drafter) for name, drafter in drafters.items()}
 
 
@@ -80,22 +93,24 @@ def main(
     batches: Annotated[str, typer.Option(help="Requests at a time, as in 1,8.")] = "1,8",
     folder: Annotated[Path | None, typer.Option(help="Python sources; arbordraft's own by default.")] = None,
 ) -> None:
-    """Measure predictions and lookups in a pool of finished texts on edits, against plain decoding."""
+    """Measure predictions, pools of finished texts and a corpus on edits, against plain decoding."""
     console = terminal()
     target, tokenizer = load_target(model, dtype)
     count = limit or 200
-    asked = requests(functions(folder or Path(arbordraft.__file__).parent, max(1, count // (2 * len(TASKS)))), count)
+    sources = folder or Path(arbordraft.__file__).parent
+    asked = requests(functions(sources, max(1, count // (2 * len(TASKS)))), count)
+    corpus = [tokenizer(file.read_text())["input_ids"] for file in sorted(sources.rglob("*.py"))]
     table = Table(
         *("batch", "decoder", "tokens/s", "against plain", "tokens per forward", "drafted per forward"),
         caption=precision(target.model),
     )
     for batch in numbers(batches, int):
-        known = decoders(target)
+        known = decoders(target, corpus)
         seconds, counts = dict.fromkeys(known, 0.0), {name: list[DecodeStats]() for name in known}
         for first in range(0, len(asked), batch):
-            prompts, sources = zip(*asked[first : first + batch], strict=True)
+            prompts, edited = zip(*asked[first : first + batch], strict=True)
             inputs, expected = chat_batch(tokenizer, prompts), None
-            before = [tokenizer(source, add_special_tokens=False)["input_ids"] for source in sources]
+            before = [tokenizer(source, add_special_tokens=False)["input_ids"] for source in edited]
             for name, decoder in known.items():
                 more = {"predictions": before} if name.startswith("prediction") else {}
                 begun = time.perf_counter()
