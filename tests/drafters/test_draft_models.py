@@ -169,15 +169,25 @@ def test_a_trained_drafter_comes_before_models_beside(tmp_path, monkeypatch):
     assert choose_drafter(of)[0] is head
 
 
-@pytest.mark.parametrize("decider", [None, "cost-aware"])
-def test_prompts_are_read_at_once_only_where_drafts_promise_to_pay(monkeypatch, decider):
+@pytest.fixture
+def watched(monkeypatch):
+    """A target, a draft model, and the lengths of the prompts that it reads at once."""
     of = target()
     drafter = ad.LanguageModelDrafter(ad.RaggedModel(of.model, kernels="native", weights="int8", self_test=False))
     drafter.acceptance = (0.9, 0.01)
     read, real = [], ad.LanguageModelDrafter.prefill
-    monkeypatch.setattr(
-        ad.LanguageModelDrafter, "prefill", lambda *arguments: read.append(len(arguments[2])) or real(*arguments)
-    )
+
+    def prefill(self, state, tokens):
+        read.append([len(part) for part in tokens.values()])
+        real(self, state, tokens)
+
+    monkeypatch.setattr(ad.LanguageModelDrafter, "prefill", prefill)
+    return of, drafter, read
+
+
+@pytest.mark.parametrize("decider", [None, "cost-aware"])
+def test_prompts_are_read_at_once_only_where_drafts_promise_to_pay(watched, decider):
+    of, drafter, read = watched
     dear = StepCosts(CostTable((1, 4, 8, 64), (1.0, 1.1, 8.0, 99.0)), CostTable((1, 8), (0.1, 0.1)))
     chosen = None if decider is None else CostAware(dear)
     made = ad.SpeculativeDecoder(of, drafter, CHAIN, ad.Coupling.shared(), chosen)
@@ -187,26 +197,25 @@ def test_prompts_are_read_at_once_only_where_drafts_promise_to_pay(monkeypatch, 
         assert found == expected
         drafts = sum(stats.tried.values()) > 0
         assert drafts == (decider is None or len(prompts) == 1)
-    assert read == ([1, 6] if decider is None else [1])
+    assert read == ([[3], [3] * 6] if decider is None else [[3]])
 
 
-def test_a_long_prompt_is_not_read_for_a_short_answer(monkeypatch):
-    of = target()
-    drafter = ad.LanguageModelDrafter(ad.RaggedModel(of.model, kernels="native", weights="int8", self_test=False))
-    drafter.acceptance = (0.9, 0.01)
-    read, real = [], ad.LanguageModelDrafter.prefill
-    monkeypatch.setattr(
-        ad.LanguageModelDrafter, "prefill", lambda *arguments: read.append(dict(arguments[2])) or real(*arguments)
-    )
+def test_a_long_prompt_is_not_read_for_a_short_answer(watched):
+    of, drafter, read = watched
     price = StepCosts(CostTable((1, 64), (1.0, 1.2)), CostTable((1, 8), (0.1, 0.5)))
     long, short = [5, 9, 7, 5] * 15, [5, 9, 7, 5]
-    for prompts, tokens, wanted in ([long], 4, []), ([long], 50, [59]), ([short], 4, [3]), ([long, short], 4, [3]):
+    for prompts, tokens, wanted in (
+        ([long], 4, []),
+        ([long], 50, [[59]]),
+        ([short], 4, [[3]]),
+        ([long, short], 4, [[3]]),
+    ):
         expected, _ = decode(ad.builders.plain(of), prompts, max_new_tokens=tokens)
         read.clear()
         made = ad.SpeculativeDecoder(of, drafter, CHAIN, ad.Coupling.shared(), CostAware(price))
         found, stats = decode(made, prompts, max_new_tokens=tokens)
         assert found == expected
-        assert [len(part) for parts in read for part in parts.values()] == wanted
+        assert read == wanted
         assert (sum(stats.tried.values()) > 0) == bool(wanted)
 
 
