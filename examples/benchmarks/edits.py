@@ -61,27 +61,20 @@ def requests(sources: list[str], count: int) -> list[tuple[str, str]]:
 def decoders(target: RaggedModel, corpus: list[list[int]]) -> dict[str, SpeculativeDecoder]:
     """Builds the decoders to compare; those whose names begin with "prediction" get the function before the edit."""
 
-    def lookups(pool: TextPool | None = None) -> NGramDrafter:
+    def lookups(texts: list[list[int]] | None) -> NGramDrafter:
+        pool = None
+        if texts is not None:
+            pool = TextPool()
+            pool.extend(texts)
         return NGramDrafter(longest=8, shortest=1, pool=pool)
 
-    def known() -> TextPool:
-        pool = TextPool()
-        pool.extend(corpus)
-        return pool
-
-    drafters: dict[str, Drafter] = {
-        "lookups": lookups(),
-        "prediction, lookups": lookups(),
-        "lookups with a pool": lookups(TextPool()),
-        "lookups with a corpus": lookups(known()),
-    }
+    known: dict[str, list[list[int]] | None] = {"lookups": None, "prediction, lookups": None}
+    known |= {"lookups with a pool": [], "lookups with a corpus": corpus}
+    drafters: dict[str, Drafter] = {name: lookups(texts) for name, texts in known.items()}
     chosen = arbordraft.load(target).drafter
     if isinstance(chosen, HybridDrafter):
-        model = chosen.otherwise
-        drafters["lookups, else a model"] = HybridDrafter(lookups(), model)
-        drafters["prediction, lookups, else a model"] = HybridDrafter(lookups(), model)
-        drafters["lookups with a pool, else a model"] = HybridDrafter(lookups(TextPool()), model)
-        drafters["lookups with a corpus, else a model"] = HybridDrafter(lookups(known()), model)
+        for name, texts in known.items():
+            drafters[f"{name}, else a model"] = HybridDrafter(lookups(texts), chosen.otherwise)
     return {"plain": loaded(target, "none")} | {name: loaded(target, drafter) for name, drafter in drafters.items()}
 
 
